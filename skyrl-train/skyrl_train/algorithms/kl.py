@@ -1,0 +1,76 @@
+"""Estimates of KL(policy || reference) from the sampled tokens, and controllers of its coefficient.
+
+Shapes: B sequences, T response tokens. Estimators: http://joschu.net/blog/kl-approx.html
+"""
+
+from typing import Literal
+
+import torch
+
+KLEstimator = Literal["k1", "k2", "k3", "abs"]
+
+
+def compute_approx_kl(
+    log_probs: torch.Tensor,
+    log_probs_base: torch.Tensor,
+    loss_mask: torch.Tensor | None = None,
+    kl_estimator_type: KLEstimator = "k3",
+) -> torch.Tensor:
+    """Per-token KL estimate [B, T], with a gradient in `log_probs`. With d = log_probs - log_probs_base:
+
+        k1 = d          unbiased, high variance, may be negative
+        abs = |d|
+        k2 = d^2 / 2    biased; its gradient is that of the true KL
+        k3 = exp(-d) - 1 + d    unbiased, never negative
+
+    For k3, d is kept within +-20 and the result within +-10, so that one odd token cannot own the batch.
+
+    Args:
+        log_probs, log_probs_base: [B, T]
+        loss_mask: [B, T]; where it is 0 the result is 0, whatever stands there.
+    """
+    if loss_mask is not None:
+        # Before any arithmetic: inf - inf is NaN, and NaN * 0 is NaN again, in the gradient too.
+        log_probs = torch.where(loss_mask != 0, log_probs, 0.0)
+        log_probs_base = torch.where(loss_mask != 0, log_probs_base, 0.0)
+    d = log_probs - log_probs_base
+    if kl_estimator_type == "k1":
+        return d
+    if kl_estimator_type == "abs":
+        return d.abs()
+    if kl_estimator_type == "k2":
+        return d.square() / 2
+    if kl_estimator_type == "k3":
+        negative = (-d).clamp(-20, 20)
+        return (negative.exp() - negative - 1).clamp(-10, 10)
+    raise ValueError(f"kl_estimator_type must be one of k1, k2, k3, abs; got {kl_estimator_type!r}")
+
+
+class FixedKLController:
+    """A coefficient that stays."""
+
+    def __init__(self, kl_coef: float):
+        self.value = kl_coef
+
+    def update(self, current: float, n_steps: int) -> None:
+        pass
+
+
+class AdaptiveKLController:
+    """A coefficient that steers the KL to a target (https://arxiv.org/abs/1909.08593, section 2.2):
+
+    error = clip(current / target - 1, -0.2, 0.2)
+    value <- value * (1 + error * n_steps / horizon)
+    """
+
+    def __init__(self, init_kl_coef: float, target: float, horizon: int):
+        if horizon <= 0:
+            raise ValueError(f"the horizon of an adaptive KL controller must be positive; got {horizon}")
+        self.value = init_kl_coef
+        self._target = target
+        self._horizon = horizon
+
+    def update(self, current: float, n_steps: int) -> None:
+        """`current`: the KL just measured. `n_steps`: the sequences it was measured on."""
+        error = min(max(current / self._target - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self._horizon
