@@ -33,7 +33,7 @@ class Registry(Generic[Function]):
         """Raises ValueError with the known names if there is no such name."""
         if name not in self._functions:
             near = difflib.get_close_matches(name, self._functions, n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
+            hint = f"; did you mean '{near[0]}'?" if near else "."
             raise ValueError(
                 f"Unknown {self._noun} '{name}': not registered{hint} Available: {', '.join(self.list_available())}"
             )

@@ -1,0 +1,55 @@
+"""Joining the ranks of one actor group, on any device. Knows no model."""
+
+import os
+import socket
+from contextlib import closing
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+def backend_of(device: torch.device) -> str:
+    """The process-group backend of a device: nccl on CUDA, gloo elsewhere."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with closing(socket.socket()) as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+def node_address() -> str:
+    """This machine's address as its peers see it."""
+    import ray
+
+    return ray.util.get_node_ip_address()
+
+
+def init_process_group(
+    *, rank: int, world_size: int, master_address: str, master_port: int, device: torch.device, timeout_seconds: float
+) -> None:
+    """Joins the default process group; every later collective ends within `timeout_seconds` or raises."""
+    os.environ.update(
+        MASTER_ADDR=master_address, MASTER_PORT=str(master_port), RANK=str(rank), WORLD_SIZE=str(world_size)
+    )
+    dist.init_process_group(
+        backend_of(device), rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
+    )
+
+
+def make_mesh(device: torch.device, fsdp_size: int = -1) -> DeviceMesh:
+    """The mesh that parameters are sharded over: all ranks, or (`fsdp_size` < world) replicas of shard groups.
+
+    Raises:
+        ValueError: `fsdp_size` does not divide the number of ranks.
+    """
+    world_size = dist.get_world_size()
+    if fsdp_size in (-1, world_size):
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
+    if fsdp_size < 1 or world_size % fsdp_size:
+        raise ValueError(f"fsdp_size must divide the number of ranks, {world_size}; got {fsdp_size}")
+    return init_device_mesh(device.type, (world_size // fsdp_size, fsdp_size), mesh_dim_names=("ddp", "fsdp"))

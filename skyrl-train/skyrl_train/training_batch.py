@@ -1,0 +1,191 @@
+"""A batch of tensors that share their first dimension, as it travels between the trainer and its workers.
+
+Knows nothing of what the tensors mean, of Ray or of devices beyond `to`.
+"""
+
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+_NUMPY_KINDS = {torch.bfloat16: torch.int16}  # numpy has no bfloat16: its bytes travel as int16
+
+
+class TensorBatch(dict[str, torch.Tensor | None]):
+    """Tensors (or None) by name, all with the same first dimension, and `metadata` about the batch as a whole.
+
+    Raises:
+        ValueError: a value is not a tensor, or the first dimensions differ.
+    """
+
+    def __init__(self, *args: Any, metadata: dict[str, Any] | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.metadata: dict[str, Any] = {} if metadata is None else metadata
+        self._check()
+
+    def _check(self) -> None:
+        sizes = {}
+        for key, value in self.items():
+            if value is None:
+                continue
+            if not isinstance(value, torch.Tensor):
+                raise ValueError(f"'{key}' must be a tensor or None; got {type(value).__name__}")
+            sizes[key] = value.shape[0]
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"Batch size mismatch: every tensor needs the same first dimension; got {sizes}")
+
+    def __setitem__(self, key: str, value: torch.Tensor | None) -> None:
+        super().__setitem__(key, value)
+        self._check()
+
+    @property
+    def batch_size(self) -> int:
+        return next((value.shape[0] for value in self.values() if value is not None), 0)
+
+    def __len__(self) -> int:
+        return self.batch_size
+
+    @property
+    def device(self) -> torch.device | None:
+        return next((value.device for value in self.values() if value is not None), None)
+
+    def _map(self, function: Any) -> Self:
+        mapped = {key: None if value is None else function(value) for key, value in self.items()}
+        return type(self)(mapped, metadata=dict(self.metadata))
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """The tensor under `key`. Raises KeyError if there is none, or if it is None."""
+        value = self[key]
+        if value is None:
+            raise KeyError(f"'{key}' is None in this batch")
+        return value
+
+    def select(self, keys: Sequence[str], metadata_keys: Sequence[str] | None = None) -> Self:
+        """A batch of some of the tensors, with some (None: all) of the metadata."""
+        names = self.metadata if metadata_keys is None else metadata_keys
+        return type(self)({key: self[key] for key in keys}, metadata={name: self.metadata[name] for name in names})
+
+    def to(
+        self,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        non_blocking: bool = False,
+    ) -> Self:
+        """Moves or converts every tensor, in place; returns self."""
+        for key, value in list(self.items()):
+            if value is not None:
+                super().__setitem__(key, value.to(device=device, dtype=dtype, non_blocking=non_blocking))
+        return self
+
+    def contiguous(self) -> Self:
+        for key, value in list(self.items()):
+            if value is not None:
+                super().__setitem__(key, value.contiguous())
+        return self
+
+    def repeat(self, times: int) -> Self:
+        """The batch `times` times, one after the other: rows 0 1 0 1."""
+        return self._map(lambda tensor: tensor.repeat(times, *[1] * (tensor.dim() - 1)))
+
+    def repeat_interleave(self, times: int) -> Self:
+        """Every row `times` times: rows 0 0 1 1."""
+        return self._map(lambda tensor: tensor.repeat_interleave(times, dim=0))
+
+    def slice(self, start: int | None, end: int | None, step: int = 1) -> Self:
+        return self._map(lambda tensor: tensor[start:end:step])
+
+    def rows(self, indices: torch.Tensor) -> Self:
+        """The rows at `indices` [N], in that order."""
+        return self._map(lambda tensor: tensor[indices])
+
+    def chunk(self, chunk_size: int) -> list[Self]:
+        """Consecutive batches of `chunk_size` rows; the last may be smaller."""
+        return list(self.chunks(chunk_size))
+
+    def chunks(self, chunk_size: int) -> Iterator[Self]:
+        for start in range(0, self.batch_size, chunk_size):
+            yield self.slice(start, start + chunk_size)
+
+    @classmethod
+    def cat(cls, shards: Sequence[Self]) -> Self:
+        """The rows of all shards in order. Metadata and None values are the first shard's.
+
+        Raises:
+            ValueError: there is no shard, or a tensor of one is missing in another.
+        """
+        if not shards:
+            raise ValueError("cannot concatenate an empty list of batches")
+        joined: dict[str, torch.Tensor | None] = {}
+        for key, first in shards[0].items():
+            joined[key] = None if first is None else torch.cat([shard.tensor(key) for shard in shards])
+        return cls(joined, metadata=dict(shards[0].metadata))
+
+    def __getitem__(self, index: str | int | slice) -> Any:
+        """By name: the tensor. By position or slice: a batch of those rows."""
+        if isinstance(index, str):
+            return super().__getitem__(index)
+        if isinstance(index, slice):
+            return self.slice(index.start, index.stop, index.step or 1)
+        return self.slice(index, index + 1 if index != -1 else None)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TensorBatch) or self.keys() != other.keys() or self.metadata != other.metadata:
+            return False
+        for key, mine in self.items():
+            theirs = other[key]
+            if mine is None or theirs is None:
+                if mine is not theirs:
+                    return False
+            elif mine.dtype != theirs.dtype or not torch.equal(mine, theirs):
+                return False
+        return True
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    def save(self, path: str | Path) -> None:
+        with open(path, "wb") as file:
+            pickle.dump(self, file, protocol=5)
+
+    @staticmethod
+    def load(path: str | Path) -> "TensorBatch":
+        """A batch that `save` wrote. Only for files of one's own: unpickling runs code."""
+        with open(path, "rb") as file:
+            return pickle.load(file)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Tensors travel as numpy arrays, which Ray keeps in shared memory without a further copy."""
+        arrays = {key: None if value is None else _to_array(value) for key, value in self.items()}
+        return _rebuild, (type(self), arrays, self.metadata)
+
+
+def _to_array(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype]:
+    tensor = tensor.detach().cpu().contiguous()
+    as_dtype = _NUMPY_KINDS.get(tensor.dtype)
+    return (tensor if as_dtype is None else tensor.view(as_dtype)).numpy(), tensor.dtype
+
+
+def _rebuild(
+    cls: type[TensorBatch], arrays: dict[str, tuple[np.ndarray, torch.dtype] | None], metadata: dict[str, Any]
+) -> TensorBatch:
+    tensors: dict[str, torch.Tensor | None] = {}
+    for key, value in arrays.items():
+        # Arrays from Ray's store are read-only: a batch is small beside a model, so it gets memory of its own.
+        tensors[key] = None if value is None else torch.from_numpy(np.array(value[0])).view(value[1])
+    return cls(tensors, metadata=metadata)
+
+
+class TrainingInputBatch(TensorBatch):
+    """What a training step is made of. B trajectories, T prompt + response tokens, R response tokens.
+
+    `sequences`, `attention_mask` [B, T]: prompts padded on the left, responses on the right.
+    `response_mask` [B, R]: 1 on what the model and the environment wrote. `loss_mask` [B, R]: 1 on what the model wrote.
+    `rewards` [B, R]; `rollout_logprobs` [B, R] or None; later `action_log_probs`, `base_action_log_probs`, `advantages`,
+    `returns`, `loss_weights` [B, R].
+    """
+
+
+class TrainingOutputBatch(TensorBatch):
+    """What a forward pass gives back: `output` [B, R]."""
