@@ -1,0 +1,52 @@
+"""What an environment is, whatever it observes. Knows no text, no registry and no trainer."""
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, TypeVar
+
+if TYPE_CHECKING:
+    from skyrl_gym.envs.registration import EnvSpec
+
+ObsType = TypeVar("ObsType")
+ActType = TypeVar("ActType")
+
+
+class EnvStepOutput(TypedDict, Generic[ObsType]):
+    """What one step gives back; a plain dict at run time."""
+
+    observations: ObsType
+    reward: float
+    done: bool
+    metadata: dict[str, Any]
+
+
+class Env(Generic[ObsType, ActType]):
+    """One episode at a time: `init`, then `step` until done, then `close`.
+
+    A trainer drives many environments from many threads, each of them by one thread at a time: instances share no
+    mutable state, and none uses signals.
+    """
+
+    spec: "EnvSpec | None" = None
+    """How this instance was made; set by `skyrl_gym.make`."""
+
+    def init(self, *args: Any, **kwargs: Any) -> tuple[ObsType, dict[str, Any]]:
+        """Starts an episode. Returns the first observation and a dict of information."""
+        raise NotImplementedError(f"{type(self).__name__} must define init")
+
+    def step(self, action: ActType) -> EnvStepOutput[ObsType]:
+        """Takes one action."""
+        raise NotImplementedError(f"{type(self).__name__} must define step")
+
+    def close(self) -> None:
+        """Gives resources back. May be called more than once."""
+
+    def __str__(self) -> str:
+        return f"Env({type(self).__name__})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,52 @@
+"""Arithmetic with a calculator: the model may ask for the value of an expression, then it must state the answer."""
+
+import re
+from typing import Any
+
+from skyrl_gym.envs.arithmetic.problems import extract_answer
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ground_truth_of
+from skyrl_gym.tools.calculator import CalculatorError, CalculatorToolGroup
+
+DEFAULT_MAX_TURNS = 2
+NO_ACTION = "Write an expression inside <calculator> tags, or the final number inside <answer> tags."
+
+_CALL = re.compile(r"<calculator>(.*?)</calculator>", re.DOTALL)
+
+
+class CalculatorEnv(BaseTextEnv):
+    """An `<answer>` ends the episode: 1 if it is right, else 0. A `<calculator>` call is answered by a user message
+    `<result>VALUE</result>`. The last of `max_turns` turns (from the extras, else 2) ends the episode in any case, so
+    with one turn there is no time for a call."""
+
+    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+        super().__init__()
+        extras = extras or {}
+        self.ground_truth = str(ground_truth_of(extras)).strip()
+        self.max_turns: int = extras.get("max_turns", DEFAULT_MAX_TURNS)
+        self.num_calls = 0
+        self.tool_group = CalculatorToolGroup()
+        self.init_tool_groups([self.tool_group])
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        answer = extract_answer(action)
+        if answer is not None or self.turns >= self.max_turns:
+            reward = 1.0 if answer == self.ground_truth else 0.0
+            return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={"parsed_answer": answer})
+        return BaseTextEnvStepOutput(
+            observations=[{"role": "user", "content": self._reply(action)}], reward=0.0, done=False, metadata={}
+        )
+
+    def _reply(self, action: str) -> str:
+        call = _CALL.search(action)
+        if call is None:
+            return NO_ACTION
+        self.num_calls += 1
+        try:
+            result = self._execute_tool(self.tool_group.name, "calculator", [call.group(1)])
+        except CalculatorError as failure:
+            result = f"error: {failure}"
+        return f"<result>{result}</result>"
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"turns": self.turns, "calculator_calls": self.num_calls}

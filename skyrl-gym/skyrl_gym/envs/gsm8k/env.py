@@ -1,0 +1,19 @@
+"""GSM8K in one turn: 1 for the right number after `#### `, else 0."""
+
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ground_truth_of
+from skyrl_gym.envs.gsm8k.utils import compute_score
+
+
+class GSM8kEnv(BaseTextEnv):
+    """`extras["reward_spec"]["ground_truth"]` is the answer as text, without thousands separators."""
+
+    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+        super().__init__()
+        self.ground_truth: str = ground_truth_of(extras or {})
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        reward = compute_score(action, self.ground_truth)
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})

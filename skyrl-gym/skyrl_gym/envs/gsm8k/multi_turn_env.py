@@ -1,0 +1,48 @@
+"""GSM8K over several turns, with a reward in every turn: a small one for a well-formed answer, 1 for the right one."""
+
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ground_truth_of
+from skyrl_gym.envs.gsm8k.utils import compute_score
+
+DEFAULT_MAX_TURNS = 5
+FORMAT_SCORE = 0.2
+"""What well-formed wrong answers earn together, if every turn has one."""
+
+TRY_AGAIN = (
+    "That is not the answer yet. Look at your reasoning again, then give your tentative answer as `#### ANSWER`."
+)
+LAST_TURN = "This is your last turn. Give only the final number, as `#### ANSWER`."
+
+
+class GSM8kMultiTurnEnv(BaseTextEnv):
+    """Ends at the right answer or after `max_turns` (from the extras, else from their `extra_info`, else 5)."""
+
+    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+        super().__init__()
+        extras = extras or {}
+        self.ground_truth: str = ground_truth_of(extras)
+        from_dataset = (extras.get("extra_info") or {}).get("max_turns", DEFAULT_MAX_TURNS)
+        self.max_turns: int = extras.get("max_turns", from_dataset)
+        self.format_score_per_turn = FORMAT_SCORE / self.max_turns
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        reward = compute_score(action, self.ground_truth, format_score=self.format_score_per_turn)
+        done = reward == 1.0 or self.turns >= self.max_turns
+        return BaseTextEnvStepOutput(
+            observations=[] if done else [self._reply()], reward=reward, done=done, metadata={}
+        )
+
+    def _reply(self) -> dict[str, Any]:
+        content = LAST_TURN if self.max_turns - self.turns == 1 else TRY_AGAIN
+        return {"role": "user", "content": content}
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"steps": self.turns}
+
+    @staticmethod
+    def aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, Any]:
+        if not metrics:
+            return {}
+        return {"avg_steps": sum(episode["steps"] for episode in metrics) / len(metrics)}

@@ -1,0 +1,190 @@
+"""Environments by name: `register`, `make`, `spec`. The registry is of this process; each process registers for itself."""
+
+import copy
+import difflib
+import importlib
+import json
+import reprlib
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from skyrl_gym import error
+from skyrl_gym.core import Env
+
+__all__ = [
+    "EnvCreator",
+    "EnvSpec",
+    "deregister",
+    "load_env_creator",
+    "make",
+    "pprint_registry",
+    "register",
+    "registry",
+    "spec",
+]
+
+
+class EnvCreator(Protocol):
+    """An `Env` class, or a function that returns one."""
+
+    def __call__(self, **kwargs: Any) -> Env: ...
+
+
+@dataclass
+class EnvSpec:
+    """How to make an environment: its id, what makes it, and the keyword arguments it is made with."""
+
+    id: str
+    entry_point: EnvCreator | Callable[..., Env] | str | None = None
+    """A class or function, or the text "package.module:attribute"."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.id
+
+    def make(self, **kwargs: Any) -> Env:
+        return make(self, **kwargs)
+
+    def to_json(self) -> str:
+        """Raises ValueError if a field is a callable: only an entry point given as text survives the trip."""
+        self._check_can_jsonify(self)
+        fields = asdict(self)
+        del fields["name"]
+        return json.dumps(fields)
+
+    @staticmethod
+    def _check_can_jsonify(env_spec: "EnvSpec") -> None:
+        for key, value in vars(env_spec).items():
+            if callable(value):
+                raise ValueError(
+                    f"{env_spec.id}: {key} is a callable, which JSON cannot hold; register it as 'module:attribute'"
+                )
+
+    @staticmethod
+    def from_json(json_env_spec: str) -> "EnvSpec":
+        """Raises ValueError if the text is not a spec."""
+        try:
+            return EnvSpec(**json.loads(json_env_spec))
+        except (TypeError, json.JSONDecodeError) as failure:
+            raise ValueError(f"not an environment spec: {json_env_spec!r}") from failure
+
+    def pprint(self, disable_print: bool = False, include_entry_points: bool = False) -> str | None:
+        """Prints the spec, or returns the text if `disable_print`."""
+        text = f"id={self.id}"
+        if include_entry_points:
+            text += f"\nentry_point={self.entry_point}"
+        if disable_print:
+            return text
+        print(text)
+        return None
+
+
+registry: dict[str, EnvSpec] = {}
+_registry_lock = threading.Lock()
+
+
+def register(
+    id: str, entry_point: EnvCreator | Callable[..., Env] | str | None = None, kwargs: dict[str, Any] | None = None
+) -> None:
+    """Adds an environment to the registry of this process.
+
+    Raises:
+        AssertionError: no entry point is given.
+        RegistrationError: the id is taken.
+    """
+    assert entry_point is not None, f"register({id!r}) needs an entry_point: a class, a function or 'module:attribute'"
+    env_spec = EnvSpec(id=id, entry_point=entry_point, kwargs=dict(kwargs or {}))
+    with _registry_lock:
+        _check_spec_register(env_spec)
+        registry[id] = env_spec
+
+
+def _check_spec_register(env_spec: EnvSpec) -> None:
+    if env_spec.id in registry:
+        raise error.RegistrationError(
+            f"env {env_spec.id!r} is already registered (entry point {registry[env_spec.id].entry_point}); "
+            f"choose another id or deregister it first"
+        )
+
+
+def deregister(id: str) -> None:
+    """Removes an environment. Raises `Error` if there is none of that id."""
+    with _registry_lock:
+        _find_spec(id)
+        del registry[id]
+
+
+def spec(env_id: str) -> EnvSpec:
+    """The spec registered under an id. Raises `Error` that names the nearest ids if there is none."""
+    return _find_spec(env_id)
+
+
+def _find_spec(env_id: str) -> EnvSpec:
+    found = registry.get(env_id)
+    if found is not None:
+        return found
+    nearest = difflib.get_close_matches(str(env_id), registry, n=3, cutoff=0.5)
+    hint = (
+        f"did you mean {' or '.join(nearest)}?" if nearest else f"registered: {', '.join(sorted(registry)) or 'none'}"
+    )
+    raise error.Error(f"No registered env with id: {env_id}; {hint}")
+
+
+def load_env_creator(entry_point: EnvCreator | Callable[..., Env] | str) -> EnvCreator | Callable[..., Env]:
+    """The class or function behind an entry point, imported if it is given as "package.module:attribute".
+
+    Raises:
+        ValueError: the text is not of that form.
+        ImportError, AttributeError: there is no such module or attribute.
+    """
+    if callable(entry_point):
+        return entry_point
+    module_name, separator, attribute = entry_point.partition(":")
+    if not (module_name and separator and attribute) or ":" in attribute:
+        raise ValueError(f"entry point {entry_point!r} must read 'package.module:attribute'")
+    return getattr(importlib.import_module(module_name), attribute)
+
+
+def make(id: str | EnvSpec, **kwargs: Any) -> Env:
+    """Makes an environment by its id or spec.
+
+    `kwargs` win over those of the registration. Whatever the constructor raises reaches the caller; a TypeError is
+    raised again with the id and the arguments in its text.
+
+    Raises:
+        Error: unknown id, or a spec without an entry point.
+        TypeError: the arguments do not fit, or what was made is not an `Env`.
+    """
+    env_spec = id if isinstance(id, EnvSpec) else _find_spec(id)
+    if env_spec.entry_point is None:
+        raise error.Error(f"{env_spec.id} has no entry point, so it cannot be made")
+    merged = copy.deepcopy(env_spec.kwargs) | kwargs
+    creator = load_env_creator(env_spec.entry_point)
+    try:
+        env = creator(**merged)
+    except TypeError as failure:
+        raise type(failure)(
+            f"{failure} (while making env {env_spec.id!r} with arguments {reprlib.repr(merged)})"
+        ) from failure
+    if not isinstance(env, Env):
+        raise TypeError(f"entry point of env {env_spec.id!r} must make a skyrl_gym.Env; it made a {type(env).__name__}")
+    env.spec = EnvSpec(id=env_spec.id, entry_point=env_spec.entry_point, kwargs=merged)
+    return env
+
+
+def pprint_registry(
+    print_registry: dict[str, EnvSpec] = registry, *, num_cols: int = 3, disable_print: bool = False
+) -> str | None:
+    """Prints the registered ids in columns, or returns the text if `disable_print`."""
+    ids = sorted(print_registry)
+    width = max(map(len, ids), default=0) + 2
+    rows = [ids[start : start + num_cols] for start in range(0, len(ids), num_cols)]
+    lines = ["".join(env_id.ljust(width) for env_id in row).rstrip() for row in rows]
+    text = "\n".join(lines) if lines else "No environments registered."
+    if disable_print:
+        return text
+    print(text)
+    return None
