@@ -1,4 +1,4 @@
-"""Environments by name: `register`, `make`, `spec`. The registry is of this process; each process registers for itself."""
+"""Environments by name: `register`, `make`, `spec`. Each process has a registry of its own."""
 
 import copy
 import difflib

@@ -9,9 +9,7 @@ DEFAULT_MAX_TURNS = 5
 FORMAT_SCORE = 0.2
 """What well-formed wrong answers earn together, if every turn has one."""
 
-TRY_AGAIN = (
-    "That is not the answer yet. Look at your reasoning again, then give your tentative answer as `#### ANSWER`."
-)
+TRY_AGAIN = "That is not the answer yet. Check your reasoning, then give your tentative answer as `#### ANSWER`."
 LAST_TURN = "This is your last turn. Give only the final number, as `#### ANSWER`."
 
 
@@ -30,9 +28,8 @@ class GSM8kMultiTurnEnv(BaseTextEnv):
         self.turns += 1
         reward = compute_score(action, self.ground_truth, format_score=self.format_score_per_turn)
         done = reward == 1.0 or self.turns >= self.max_turns
-        return BaseTextEnvStepOutput(
-            observations=[] if done else [self._reply()], reward=reward, done=done, metadata={}
-        )
+        observations = [] if done else [self._reply()]
+        return BaseTextEnvStepOutput(observations=observations, reward=reward, done=done, metadata={})
 
     def _reply(self) -> dict[str, Any]:
         content = LAST_TURN if self.max_turns - self.turns == 1 else TRY_AGAIN
