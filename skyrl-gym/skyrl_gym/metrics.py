@@ -8,7 +8,7 @@ from skyrl_gym.envs.registration import load_env_creator, registry
 
 
 def default_aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, float]:
-    """The mean of every numeric key, over the episodes that report it. Booleans count as 0 and 1; the rest is dropped."""
+    """The mean of every numeric key, over the episodes that report it. Booleans are 0 and 1; the rest is dropped."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for episode in metrics:
         for key, value in episode.items():

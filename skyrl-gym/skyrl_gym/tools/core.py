@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class tool:  # noqa: N801 - a decorator, read as one
+class tool:
     """Marks a method of a `ToolGroup` as a tool. Through an instance it is the bound method."""
 
     def __init__(self, func: Callable[..., Any]):

@@ -10,8 +10,8 @@ _NUMBER = re.compile(r"-?[0-9.,]+")
 def extract_solution(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
     """The final answer of a solution, without thousands separators, or None.
 
-    `strict`: the number after the first `#### `. `flexible`: the last number anywhere. A full stop that follows the
-    number belongs to it, so "#### 42." is not "42": graders of this dataset agree on that.
+    `strict`: the number after the first `#### `. `flexible`: the last number anywhere. A full stop that follows
+    the number belongs to it, so "#### 42." is not "42".
     """
     if method == "strict":
         found = _STRICT.search(solution_str)
