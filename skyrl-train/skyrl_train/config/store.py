@@ -1,0 +1,53 @@
+"""Hydra's view of the settings: the defaults under the name `ppo_base_config`, made from the dataclasses.
+
+With them in the store there is no YAML file. `@hydra.main(config_path=config_dir, config_name="ppo_base_config")` finds
+them, and so does a user's YAML with `defaults: [ppo_base_config, _self_]`.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_train.config.config import SkyRLConfig, default_values
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+config_dir = str(Path(__file__).resolve().parent)
+"""Folder to give Hydra as `config_path`: this package."""
+
+_HYDRA_SETTINGS: dict[str, Any] = {
+    # The run folder is ours (trainer.run_dir): Hydra changes no directory and writes no files.
+    "output_subdir": None,
+    "run": {"dir": "."},
+    "job": {"chdir": False},
+    # Its file handler cannot be removed by merging, but opened only when something is written to it: nothing is.
+    "job_logging": {"root": {"handlers": ["console"]}, "handlers": {"file": {"delay": True}}},
+}
+
+
+def register_config_store(config_type: type[SkyRLConfig] = SkyRLConfig, name: str = "ppo_base_config") -> None:
+    """Makes the defaults of `config_type` known to Hydra as `name`. A second call replaces the first."""
+    from hydra.core.config_store import ConfigStore
+
+    node = get_default_config(config_type)
+    node["hydra"] = _HYDRA_SETTINGS
+    ConfigStore.instance().store(name=name, node=node)
+
+
+def get_default_config(config_type: type[SkyRLConfig] = SkyRLConfig) -> "DictConfig":
+    """The defaults as an OmegaConf tree whose interpolations follow changes made to it.
+
+    Its sections accept unknown names, so that `from_dict` can refuse them with the nearest valid one.
+    """
+    from omegaconf import DictConfig, OmegaConf
+
+    def accept_unknown_names(section: DictConfig) -> None:
+        OmegaConf.set_struct(section, False)
+        for key in section:
+            child = section._get_node(key)
+            if isinstance(child, DictConfig):
+                accept_unknown_names(child)
+
+    defaults = OmegaConf.create(default_values(config_type))
+    accept_unknown_names(defaults)
+    return defaults

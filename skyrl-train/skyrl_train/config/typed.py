@@ -1,0 +1,205 @@
+"""Plain values in, typed dataclasses out: the one place where text from outside is checked against the annotations.
+
+Knows dataclasses and annotations, no particular setting. `name` is always the setting's full dotted name, for errors.
+"""
+
+import dataclasses
+import re
+import types
+from collections.abc import Iterator, Mapping
+from difflib import SequenceMatcher
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from skyrl_train.config.not_yet_supported import NOT_YET_SUPPORTED_VALUES, reason_not_supported
+from skyrl_train.errors import ConfigError
+
+T = TypeVar("T")
+
+REST = {"rest": True}
+"""Metadata of a dict field that takes every section its dataclass does not declare, and vanishes in `to_dict`."""
+
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_NUMBER_TYPES = (int, float)
+
+
+def reference(text: str) -> Any:
+    """A default that is another setting's value, such as `${trainer.seed}`; Any because it stands for that value."""
+    return text
+
+
+def build(config_type: type[T], values: Mapping[str, Any], name: str = "", root: type | None = None) -> T:
+    """Makes a `config_type` of `values`; what is missing keeps its default.
+
+    Raises ConfigError on an unknown name (with the nearest valid one below `root`) and on a value of the wrong type.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{name} is a section of settings; got {values!r}")
+    root = root or config_type
+    hints = get_type_hints(config_type)
+    declared = {field.name for field in dataclasses.fields(config_type) if not _is_rest(field)}  # type: ignore[arg-type]
+    rest = next((field.name for field in dataclasses.fields(config_type) if _is_rest(field)), None)  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {}
+    for key, value in values.items():
+        full_name = join(name, str(key))
+        if key in declared:
+            arguments[key] = typed_value(hints[key], value, full_name, root)
+        elif rest and isinstance(value, Mapping) and reason_not_supported(full_name) is None:
+            arguments.setdefault(rest, {})[key] = dict(value)
+        else:
+            raise _unknown_setting(full_name, root)
+    return config_type(**arguments)
+
+
+def typed_value(annotation: Any, value: Any, name: str, root: type) -> Any:
+    """`value` as `annotation` wants it, or ConfigError. An int is a float too; a bool is no int; text is no number."""
+    if dataclasses.is_dataclass(annotation):
+        return value if isinstance(value, annotation) else build(annotation, value, name, root)  # type: ignore[arg-type]
+    if annotation is Any or (isinstance(value, str) and _REFERENCE.search(value)):
+        return value  # a reference gets its type when `resolve_references` knows what it stands for
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return _typed_member(annotation, value, name, root)
+    if origin is Literal and isinstance(value, str) and value in arguments:
+        return value
+    if origin is list and isinstance(value, (list, tuple)):
+        return [typed_value(arguments[0], item, f"{name}[{index}]", root) for index, item in enumerate(value)]
+    if origin is dict and isinstance(value, Mapping):
+        return {str(key): typed_value(arguments[1], item, join(name, str(key)), root) for key, item in value.items()}
+    if annotation is float and isinstance(value, _NUMBER_TYPES) and not isinstance(value, bool):
+        return float(value)
+    if annotation in (int, str, bool) and type(value) is annotation:
+        return value
+    if annotation is type(None) and value is None:
+        return None
+    raise _wrong_value(annotation, value, name)
+
+
+def _typed_member(annotation: Any, value: Any, name: str, root: type) -> Any:
+    """`value` as the first member of a union that takes it. With one candidate its own, finer error is the answer."""
+    candidates = [member for member in get_args(annotation) if member is not type(None)]
+    if value is None and len(candidates) < len(get_args(annotation)):
+        return None
+    if len(candidates) == 1:
+        return typed_value(candidates[0], value, name, root)
+    for candidate in candidates:
+        try:
+            return typed_value(candidate, value, name, root)
+        except ConfigError:
+            continue
+    raise _wrong_value(annotation, value, name)
+
+
+def resolve_references(config: Any) -> None:
+    """Replaces every `${other.setting}` in the text settings below `config` by that setting's value, in place."""
+    root = type(config)
+
+    def value_of(name: str, path: tuple[str, ...]) -> Any:
+        if name in path:
+            raise ConfigError(f"settings refer to each other in a circle: {' -> '.join((*path, name))}")
+        value = config
+        for part in name.split("."):
+            if not dataclasses.is_dataclass(value) or not hasattr(value, part):
+                raise ConfigError(f"{path[-1]} refers to ${{{name}}}, which is not a setting")
+            value = getattr(value, part)
+        if not isinstance(value, str):
+            return value
+        whole = _REFERENCE.fullmatch(value)
+        if whole:
+            return value_of(whole[1], (*path, name))
+        return _REFERENCE.sub(lambda match: str(value_of(match[1], (*path, name))), value)
+
+    for name, section, field in leaves(config):
+        before = getattr(section, field.name)
+        if isinstance(before, str) and _REFERENCE.search(before):
+            annotation = get_type_hints(type(section))[field.name]
+            setattr(section, field.name, typed_value(annotation, value_of(name, ()), name, root))
+
+
+def leaves(config: Any, name: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
+    """(full name, the section that holds it, its field) of every setting below the dataclass instance `config`."""
+    for field in dataclasses.fields(config):
+        value, full_name = getattr(config, field.name), join(name, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, full_name)
+        else:
+            yield full_name, config, field
+
+
+def to_dict(config: Any) -> Any:
+    """The settings below a dataclass instance as plain dicts, lists and scalars: what `build` takes."""
+    if not dataclasses.is_dataclass(config):
+        if isinstance(config, dict):
+            return {key: to_dict(value) for key, value in config.items()}
+        return [to_dict(value) for value in config] if isinstance(config, list) else config
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = to_dict(getattr(config, field.name))
+        values |= value if _is_rest(field) else {field.name: value}
+    return values
+
+
+def setting_names(config_type: type, name: str = "") -> Iterator[str]:
+    """Full names of all settings and sections of a dataclass."""
+    hints = get_type_hints(config_type)
+    for field in dataclasses.fields(config_type):
+        if _is_rest(field):
+            continue
+        full_name = join(name, field.name)
+        yield full_name
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from setting_names(hints[field.name], full_name)
+
+
+def join(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _is_rest(field: dataclasses.Field[Any]) -> bool:
+    return bool(field.metadata.get("rest"))
+
+
+def _unknown_setting(name: str, root: type) -> ConfigError:
+    reason = reason_not_supported(name)
+    if reason:
+        return ConfigError(f"{name} is not supported yet: {reason}")
+    nearest = nearest_name(name, list(setting_names(root)))
+    return ConfigError(f"unknown setting {name}" + (f"; did you mean {nearest}?" if nearest else ""))
+
+
+def nearest_name(name: str, valid_names: list[str]) -> str | None:
+    """The valid name a person most likely meant: the last part counts most, so that a misplaced setting finds its home.
+
+    Returns None where nothing is near.
+    """
+
+    def last_part(full_name: str) -> str:
+        return full_name.rsplit(".", 1)[-1]
+
+    def likeness(candidate: str) -> tuple[float, float]:
+        last = SequenceMatcher(None, last_part(name), last_part(candidate)).ratio()
+        return last, SequenceMatcher(None, name, candidate).ratio()
+
+    best = max(valid_names, key=lambda candidate: sum(likeness(candidate)), default=None)
+    return best if best is not None and likeness(best)[0] > 0.6 else None
+
+
+def _wrong_value(annotation: Any, value: Any, name: str) -> ConfigError:
+    if isinstance(value, str) and value in NOT_YET_SUPPORTED_VALUES.get(name, {}):
+        return ConfigError(f"{name}={value} {NOT_YET_SUPPORTED_VALUES[name][value]}")
+    hint = ""
+    if isinstance(value, str) and annotation in (int, float, bool) and re.fullmatch(r"[-+\d.eE]+|true|false", value):
+        hint = " (text; write it without quotes)"
+    return ConfigError(f"{name} must be {_expectation(annotation)}; got {value!r}{hint}")
+
+
+def _expectation(annotation: Any) -> str:
+    """An annotation in words: what may stand there."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_expectation(member) for member in arguments)
+    if origin is Literal:
+        return "one of " + ", ".join(str(choice) for choice in arguments)
+    if origin is list:
+        return f"a list ({_expectation(arguments[0])} each)"
+    words = {int: "an int", float: "a number", str: "text", bool: "true or false", type(None): "null", Any: "anything"}
+    return "a section of settings" if origin is dict else words.get(annotation, str(annotation))
