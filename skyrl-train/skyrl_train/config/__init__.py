@@ -1,7 +1,6 @@
 """The settings of a run: dataclasses, defaults, checks. Imports no torch, no Ray, no Hydra."""
 
 from skyrl_train.config.config import (
-    CHAT_TEMPLATE_NAMES,
     AlgorithmConfig,
     BaseConfig,
     ChatTemplateConfig,
@@ -23,9 +22,9 @@ from skyrl_train.config.config import (
     get_config_as_yaml_str,
 )
 from skyrl_train.config.store import config_dir, get_default_config, register_config_store
+from skyrl_train.config.validation import validate_cfg, validate_environments, validate_generator_cfg
 
 __all__ = [
-    "CHAT_TEMPLATE_NAMES",
     "AlgorithmConfig",
     "BaseConfig",
     "ChatTemplateConfig",
@@ -48,4 +47,7 @@ __all__ = [
     "get_config_as_yaml_str",
     "get_default_config",
     "register_config_store",
+    "validate_cfg",
+    "validate_environments",
+    "validate_generator_cfg",
 ]

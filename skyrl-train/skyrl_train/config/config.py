@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 Device = Literal["cpu", "cuda"]
 TrackerName = Literal["console", "tensorboard", "wandb", "mlflow", "swanlab"]
 
-CHAT_TEMPLATE_NAMES = ("qwen3_with_thinking", "qwen3_without_thinking")
-"""Chat templates that come with the package, for `generator.chat_template.name_or_path`."""
-
 
 class BaseConfig:
     """What every section can do. Errors have full names when the section is built as a part of `SkyRLConfig`."""
@@ -127,8 +124,10 @@ class OptimizerConfig(BaseConfig):
     num_warmup_steps: int = 0
     """Optimizer steps (not training steps) in which the learning rate rises from 0."""
 
-    scheduler: Literal["constant_with_warmup", "constant", "linear", "cosine", "inverse_sqrt"] = "constant_with_warmup"
-    """How the learning rate goes on after warm-up, by its name in transformers."""
+    scheduler: Literal[
+        "constant_with_warmup", "constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"
+    ] = "constant_with_warmup"
+    """How the learning rate goes on after warm-up, by its name in transformers (`constant` has no warm-up)."""
 
 
 @dataclass(kw_only=True)

@@ -43,8 +43,7 @@ def get_default_config(config_type: type[SkyRLConfig] = SkyRLConfig) -> "DictCon
 
     def accept_unknown_names(section: DictConfig) -> None:
         OmegaConf.set_struct(section, False)
-        for key in section:
-            child = section._get_node(key)
+        for child in section.values():
             if isinstance(child, DictConfig):
                 accept_unknown_names(child)
 

@@ -1,0 +1,119 @@
+"""Prints the reference page of all settings, made from the dataclasses.
+
+`python -m skyrl_train.config.document > docs/configuration.md`
+"""
+
+import ast
+import inspect
+import textwrap
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, get_type_hints
+
+from skyrl_train.config.config import SkyRLConfig, default_values
+from skyrl_train.config.not_yet_supported import NOT_YET_SUPPORTED, NOT_YET_SUPPORTED_VALUES
+from skyrl_train.config.typed import REST, join
+
+_INTRODUCTION = """\
+# Configuration
+
+Every setting of a run. This page is made from `skyrl_train/config/config.py` by
+`python -m skyrl_train.config.document > docs/configuration.md`; change it there.
+
+- On the command line: `python -m skyrl_train.entrypoints.main_base trainer.seed=1 generator.max_turns=3`. Hydra reads it,
+  so lists are `'data.train_data=[a.parquet,b.parquet]'` and `null` is nothing. `--cfg job` prints the settings and ends.
+- New entries of a dict setting: `+generator.engine_init_kwargs.name=value`.
+- In a YAML file on top of the defaults (`--config-dir FOLDER --config-name NAME`):
+
+  ```yaml
+  defaults: [ppo_base_config, _self_]
+  trainer:
+    seed: 1
+  ```
+- In Python: `SkyRLConfig(trainer=TrainerConfig(seed=1))`, or `SkyRLConfig.from_dict({"trainer": {"seed": 1}})`.
+- A default such as `${trainer.seed}` is the value of that setting. `~` is the home folder.
+- A name that does not exist, a value of the wrong type or a contradiction ends the run before it starts, with the reason.
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    parts = [_INTRODUCTION, *_sections(SkyRLConfig, "", default_values()), _not_yet_supported()]
+    return "\n".join(parts)
+
+
+def _sections(config_type: type, name: str, defaults: dict[str, Any]) -> list[str]:
+    """The tables of one dataclass and of those inside of it."""
+    own, inner = [], []
+    hints = get_type_hints(config_type)
+    types, meanings = field_texts(config_type)
+    for field in fields(config_type):
+        full_name = join(name, field.name)
+        if field.metadata == REST:
+            own.append(_row(f"{name}.<env_class>", "section", "", meanings[field.name]))
+        elif is_dataclass(hints[field.name]):
+            inner += _sections(hints[field.name], full_name, defaults[field.name])
+        else:
+            own.append(_row(full_name, types[field.name], _default(defaults[field.name]), meanings[field.name]))
+    if not own:
+        return inner
+    head = f"## {name}\n\n{_one_line(inspect.getdoc(config_type) or '')}\n\n| setting | type | default | meaning |\n"
+    return [head + "|---|---|---|---|\n" + "\n".join(own) + "\n", *inner]
+
+
+@cache
+def field_texts(config_type: type) -> tuple[dict[str, str], dict[str, str]]:
+    """(annotation, meaning) of every field, as written: the text under a field is its meaning. Inherited ones included."""
+    annotations: dict[str, str] = {}
+    meanings: dict[str, str] = {}
+    for owner in reversed(config_type.__mro__):
+        if not is_dataclass(owner):
+            continue
+        tree = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+        assert isinstance(tree, ast.ClassDef)
+        for statement, following in zip(tree.body, [*tree.body[1:], None], strict=True):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                annotations[statement.target.id] = ast.unparse(statement.annotation)
+                if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                    meanings[statement.target.id] = _one_line(str(following.value.value))
+    return annotations, meanings
+
+
+def _not_yet_supported() -> str:
+    lines = [
+        "## Not supported yet",
+        "",
+        "Known from other SkyRL releases. Setting one is an error here, until it does something.",
+        "",
+        "| setting or section | waits for |",
+        "|---|---|",
+        *(f"| `{name}` | {reason} |" for name, reason in NOT_YET_SUPPORTED.items()),
+        "",
+        "| choice | |",
+        "|---|---|",
+    ]
+    for name, choices in NOT_YET_SUPPORTED_VALUES.items():
+        lines += [f"| `{name}={choice}` | {reason} |" for choice, reason in choices.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, annotation: str, default: str, meaning: str) -> str:
+    cells = [f"`{name}`", f"`{annotation}`", f"`{default}`" if default else "", meaning]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _default(value: Any) -> str:
+    """A default as one writes it in YAML or on the command line."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower().replace("none", "null")
+    if isinstance(value, list):
+        return "[" + ", ".join(_default(item) for item in value) + "]"
+    return str(value)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    print(page(), end="")
