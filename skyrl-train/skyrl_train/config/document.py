@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from skyrl_train.config.config import SkyRLConfig, default_values
 from skyrl_train.config.not_yet_supported import NOT_YET_SUPPORTED, NOT_YET_SUPPORTED_VALUES
-from skyrl_train.config.typed import REST, join
+from skyrl_train.config.typed import REST, expectation, join
 
 _INTRODUCTION = """\
 # Configuration
@@ -20,8 +20,8 @@ _INTRODUCTION = """\
 Every setting of a run. This page is made from `skyrl_train/config/config.py` by
 `python -m skyrl_train.config.document > docs/configuration.md`; change it there.
 
-- On the command line: `python -m skyrl_train.entrypoints.main_base trainer.seed=1 generator.max_turns=3`. Hydra reads it,
-  so lists are `'data.train_data=[a.parquet,b.parquet]'` and `null` is nothing. `--cfg job` prints the settings and ends.
+- On the command line: `python -m skyrl_train.entrypoints.main_base trainer.seed=1 generator.max_turns=3`. Hydra reads
+  it, so lists are `'data.train_data=[a.parquet,b.parquet]'`. `--cfg job` prints the settings and ends.
 - New entries of a dict setting: `+generator.engine_init_kwargs.name=value`.
 - In a YAML file on top of the defaults (`--config-dir FOLDER --config-name NAME`):
 
@@ -32,7 +32,7 @@ Every setting of a run. This page is made from `skyrl_train/config/config.py` by
   ```
 - In Python: `SkyRLConfig(trainer=TrainerConfig(seed=1))`, or `SkyRLConfig.from_dict({"trainer": {"seed": 1}})`.
 - A default such as `${trainer.seed}` is the value of that setting. `~` is the home folder.
-- A name that does not exist, a value of the wrong type or a contradiction ends the run before it starts, with the reason.
+- A name that does not exist, a value of the wrong type or a contradiction is an error before anything starts.
 """
 
 
@@ -46,25 +46,26 @@ def _sections(config_type: type, name: str, defaults: dict[str, Any]) -> list[st
     """The tables of one dataclass and of those inside of it."""
     own, inner = [], []
     hints = get_type_hints(config_type)
-    types, meanings = field_texts(config_type)
+    meanings = field_meanings(config_type)
     for field in fields(config_type):
         full_name = join(name, field.name)
         if field.metadata == REST:
-            own.append(_row(f"{name}.<env_class>", "section", "", meanings[field.name]))
+            own.append(_row(f"{name}.<env_class>", expectation(hints[field.name]), "", meanings[field.name]))
         elif is_dataclass(hints[field.name]):
             inner += _sections(hints[field.name], full_name, defaults[field.name])
         else:
-            own.append(_row(full_name, types[field.name], _default(defaults[field.name]), meanings[field.name]))
+            own.append(
+                _row(full_name, expectation(hints[field.name]), _default(defaults[field.name]), meanings[field.name])
+            )
     if not own:
         return inner
-    head = f"## {name}\n\n{_one_line(inspect.getdoc(config_type) or '')}\n\n| setting | type | default | meaning |\n"
+    head = f"## {name}\n\n{_one_line(inspect.getdoc(config_type) or '')}\n\n| setting | value | default | meaning |\n"
     return [head + "|---|---|---|---|\n" + "\n".join(own) + "\n", *inner]
 
 
 @cache
-def field_texts(config_type: type) -> tuple[dict[str, str], dict[str, str]]:
-    """(annotation, meaning) of every field, as written: the text under a field is its meaning. Inherited ones included."""
-    annotations: dict[str, str] = {}
+def field_meanings(config_type: type) -> dict[str, str]:
+    """The text written under each field of a dataclass, inherited fields included."""
     meanings: dict[str, str] = {}
     for owner in reversed(config_type.__mro__):
         if not is_dataclass(owner):
@@ -73,10 +74,9 @@ def field_texts(config_type: type) -> tuple[dict[str, str], dict[str, str]]:
         assert isinstance(tree, ast.ClassDef)
         for statement, following in zip(tree.body, [*tree.body[1:], None], strict=True):
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                annotations[statement.target.id] = ast.unparse(statement.annotation)
                 if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
                     meanings[statement.target.id] = _one_line(str(following.value.value))
-    return annotations, meanings
+    return meanings
 
 
 def _not_yet_supported() -> str:
@@ -97,8 +97,8 @@ def _not_yet_supported() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(name: str, annotation: str, default: str, meaning: str) -> str:
-    cells = [f"`{name}`", f"`{annotation}`", f"`{default}`" if default else "", meaning]
+def _row(name: str, expected: str, default: str, meaning: str) -> str:
+    cells = [f"`{name}`", expected, f"`{default}`" if default else "", meaning]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -36,7 +36,7 @@ NOT_YET_SUPPORTED: dict[str, str] = {
     "trainer.algorithm.zero_variance_filter": "filters of groups without reward variance",
     "trainer.algorithm.dynamic_sampling": "dynamic sampling",
     "trainer.algorithm.overlong_buffer": "DAPO's penalty on overlong answers",
-    "trainer.algorithm.clip_ratio_c": _MORE_LOSSES,
+    "trainer.algorithm.clip_ratio_c": "the dual_clip policy loss",
     "trainer.algorithm.sapo": _MORE_LOSSES,
     "trainer.algorithm.clip_cov": _MORE_LOSSES,
     "trainer.algorithm.kl_cov": _MORE_LOSSES,

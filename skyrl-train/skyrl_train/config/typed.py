@@ -189,17 +189,17 @@ def _wrong_value(annotation: Any, value: Any, name: str) -> ConfigError:
     hint = ""
     if isinstance(value, str) and annotation in (int, float, bool) and re.fullmatch(r"[-+\d.eE]+|true|false", value):
         hint = " (text; write it without quotes)"
-    return ConfigError(f"{name} must be {_expectation(annotation)}; got {value!r}{hint}")
+    return ConfigError(f"{name} must be {expectation(annotation)}; got {value!r}{hint}")
 
 
-def _expectation(annotation: Any) -> str:
-    """An annotation in words: what may stand there."""
+def expectation(annotation: Any) -> str:
+    """An annotation in words: what may stand there, for errors and the reference page."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        return " or ".join(_expectation(member) for member in arguments)
+        return " or ".join(expectation(member) for member in arguments)
     if origin is Literal:
         return "one of " + ", ".join(str(choice) for choice in arguments)
     if origin is list:
-        return f"a list ({_expectation(arguments[0])} each)"
+        return f"a list of {expectation(arguments[0])}"
     words = {int: "an int", float: "a number", str: "text", bool: "true or false", type(None): "null", Any: "anything"}
-    return "a section of settings" if origin is dict else words.get(annotation, str(annotation))
+    return "any names and values" if origin is dict else words.get(annotation, str(annotation))
