@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def backend_of(device: torch.device) -> str:
-    """The process-group backend of a device: nccl on CUDA, gloo elsewhere."""
-    return "nccl" if device.type == "cuda" else "gloo"
+    """The process-group backend of a device: nccl on CUDA (and gloo for what is offloaded to the CPU), gloo elsewhere."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
 def free_port() -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-_MODULUS = (1 << 61) - 1  # a Mersenne prime: products of two 31-bit numbers stay far below int64's limit
+MODULUS = (1 << 61) - 1  # a Mersenne prime: products of two 31-bit numbers stay far below int64's limit
 _CHUNK = 1 << 20
 
 
@@ -17,7 +17,7 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
         # Weights below 2^31, bytes below 2^9, 2^20 terms: the sum stays below 2^60.
         weights = torch.arange(start, start + part.numel(), device=part.device, dtype=torch.int64)
         weights = (weights * 2654435761 + 40503) % 2147483647
-        total = (total + int((part * weights).sum())) % _MODULUS
+        total = (total + int((part * weights).sum())) % MODULUS
     return total
 
 
@@ -25,6 +25,6 @@ def checksum_of(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
     """Checksum of named tensors, whatever their order; a value under another name counts as different."""
     total = 0
     for name, tensor in named_tensors:
-        name_hash = int.from_bytes(name.encode(), "big") % _MODULUS
-        total = (total + (tensor_checksum(tensor) + 1) * (name_hash + 1)) % _MODULUS
+        name_hash = int.from_bytes(name.encode(), "big") % MODULUS
+        total = (total + (tensor_checksum(tensor) + 1) * (name_hash + 1)) % MODULUS
     return total

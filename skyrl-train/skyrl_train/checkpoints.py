@@ -1,0 +1,166 @@
+"""Checkpoints on disk: whole or not there. Knows files, not what is in them.
+
+A checkpoint is written into a folder beside its place, every file is flushed to the disk, a manifest with their hashes is
+written last, and one rename puts the folder in place. Whatever kills the run, `global_step_N` is complete or absent.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from loguru import logger
+
+from skyrl_train.config import TrainerConfig
+from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.utils.io import expand_path, fsync_folder, sha256_of, write_atomically
+
+GLOBAL_STEP_PREFIX = "global_step_"
+MANIFEST = "manifest.json"
+LATEST = "latest_ckpt_global_step.txt"
+_SUPERSEDED = "superseded_"
+_PARTIAL = ".partial"
+
+
+def extract_step_from_path(path: str | Path) -> int:
+    """N of a path that ends in `global_step_N`; -1 if it does not."""
+    match = re.fullmatch(rf"{GLOBAL_STEP_PREFIX}(\d+)", Path(path).name)
+    return int(match.group(1)) if match else -1
+
+
+def list_checkpoint_dirs(root: str | Path) -> list[Path]:
+    """The complete checkpoints under `root`, oldest step first."""
+    folders = [path for path in Path(root).glob(f"{GLOBAL_STEP_PREFIX}*") if (path / MANIFEST).is_file()]
+    return sorted((path for path in folders if extract_step_from_path(path) >= 0), key=extract_step_from_path)
+
+
+class CheckpointStore:
+    """The checkpoints of one run.
+
+    Args:
+        root: their folder.
+        max_to_keep: how many of the newest stay; negative: all.
+    """
+
+    def __init__(self, root: str | Path, max_to_keep: int = -1):
+        self.root = expand_path(root)
+        self._max_to_keep = max_to_keep
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[Path]:
+        """A folder to write the checkpoint of `step` into. It becomes the checkpoint when the block ends well.
+
+        Raises:
+            CheckpointError: it could not be written (a full disk, say). Earlier checkpoints are as they were.
+        """
+        place = self.root / f"{GLOBAL_STEP_PREFIX}{step}"
+        partial = self.root / f"{place.name}{_PARTIAL}"
+        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while it wrote
+        try:
+            partial.mkdir(parents=True)
+            yield partial
+            _seal(partial, step)
+            if place.exists():
+                shutil.rmtree(place)
+            partial.rename(place)
+            fsync_folder(self.root)
+            write_atomically(self.root / LATEST, f"{step}\n")
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, (OSError, CheckpointError)) or _is_out_of_space(error):
+                raise CheckpointError(
+                    f"the checkpoint of step {step} could not be written to {self.root}: {error}. "
+                    f"Nothing of it is left; the newest complete one is {self._newest_name()}."
+                ) from error
+            raise
+        self._remove_old()
+
+    def find(self, config: TrainerConfig) -> Path | None:
+        """The checkpoint to go on from, verified against its manifest; None for a fresh start.
+
+        Raises:
+            ConfigError: `resume_path` names no checkpoint.
+            CheckpointError: its files are not what was written.
+        """
+        if config.resume_mode in (None, "none"):
+            return None
+        if config.resume_mode == "from_path":
+            folder = expand_path(config.resume_path or "")
+            if extract_step_from_path(folder) < 0:
+                raise ConfigError(
+                    f"trainer.resume_path must end in {GLOBAL_STEP_PREFIX}N, the folder of one checkpoint; got {folder}"
+                )
+            if not (folder / MANIFEST).is_file():
+                raise ConfigError(f"trainer.resume_path: there is no complete checkpoint at {folder}")
+        else:
+            complete = list_checkpoint_dirs(self.root)
+            if not complete:
+                return None
+            folder = complete[-1]
+        verify(folder)
+        self._set_newer_aside(folder)
+        return folder
+
+    def _set_newer_aside(self, folder: Path) -> None:
+        """After going back to an older checkpoint, the newer ones belong to a course of events that did not happen."""
+        if folder.parent != self.root:
+            return
+        for newer in list_checkpoint_dirs(self.root):
+            if extract_step_from_path(newer) > extract_step_from_path(folder):
+                aside = self.root / f"{_SUPERSEDED}{newer.name}"
+                shutil.rmtree(aside, ignore_errors=True)
+                newer.rename(aside)
+                logger.warning(f"{newer.name} is newer than the step this run goes on from; renamed to {aside.name}")
+
+    def _remove_old(self) -> None:
+        if self._max_to_keep < 0:
+            return
+        for folder in list_checkpoint_dirs(self.root)[: -self._max_to_keep]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _newest_name(self) -> str:
+        complete = list_checkpoint_dirs(self.root)
+        return complete[-1].name if complete else "none"
+
+
+def verify(folder: Path) -> None:
+    """Raises CheckpointError unless every file of the checkpoint is there with the hash it was written with."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        files: dict[str, dict[str, str | int]] = manifest["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / MANIFEST} cannot be read ({error}); {_remedy(folder)}") from error
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing; {_remedy(folder)}")
+        if path.stat().st_size != expected["bytes"] or sha256_of(path) != expected["sha256"]:
+            raise CheckpointError(f"{path} is not what was written (its hash differs); {_remedy(folder)}")
+
+
+def _remedy(folder: Path) -> str:
+    earlier = [path for path in list_checkpoint_dirs(folder.parent) if path.name != folder.name]
+    choice = f"trainer.resume_mode=from_path trainer.resume_path={earlier[-1]}" if earlier else "trainer.resume_mode=none"
+    return f"the checkpoint is damaged. Go on from another with {choice}."
+
+
+def _seal(folder: Path, step: int) -> None:
+    """Flushes every file, then writes the manifest that makes the folder a checkpoint."""
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        files[str(path.relative_to(folder))] = {"sha256": sha256_of(path), "bytes": path.stat().st_size}
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            fsync_folder(path)
+    manifest = {"global_step": step, "files": files}
+    write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
+
+
+def _is_out_of_space(error: BaseException) -> bool:
+    """torch's writers wrap an OSError of the disk in errors of their own."""
+    return "No space left" in str(error) or "PytorchStreamWriter" in str(error) or "file write failed" in str(error)

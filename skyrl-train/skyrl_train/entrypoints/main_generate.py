@@ -1,0 +1,67 @@
+"""`python -m skyrl_train.entrypoints.main_generate key=value …`: evaluates a model; trains nothing."""
+
+import asyncio
+import sys
+
+import hydra
+from loguru import logger
+from omegaconf import DictConfig
+
+from skyrl_train.config import SkyRLConfig, config_dir
+from skyrl_train.config.validation import validate_generator_cfg
+from skyrl_train.dataset.dataloader import PromptDataLoader
+from skyrl_train.dataset.dataset import PromptDataset
+from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
+from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.evaluate import evaluate
+
+
+class EvalOnlyEntrypoint(BasePPOExp):
+    """Engines, a generator and the evaluation set."""
+
+    def get_train_dataset(self) -> None:
+        return None
+
+    def get_eval_dataset(self) -> PromptDataset:
+        """The prompts of `data.val_data`, whatever `eval_interval` says."""
+        if not self.cfg.data.val_data:
+            raise ConfigError("data.val_data is empty: there is nothing to evaluate on")
+        return PromptDataset(self.cfg.data.val_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
+
+    def run(self) -> dict[str, float]:
+        """Evaluates; returns and logs the metrics."""
+        return asyncio.run(self._evaluate())
+
+    async def _evaluate(self) -> dict[str, float]:
+        self.run_folder.write_config(self.get_cfg_as_str(self.cfg))
+        tracker = self.get_tracker()
+        client = self.get_inference_client()
+        await client.wake_up()
+        dataloader = PromptDataLoader(
+            self.get_eval_dataset(),
+            self.cfg.trainer.eval_batch_size,
+            shuffle=False,
+            drop_last=False,
+            seed=self.cfg.trainer.seed,
+        )
+        generator = self.get_generator(self.cfg, self.tokenizer, client)
+        metrics = await evaluate(dataloader, generator, self.cfg, None, self.tokenizer)
+        tracker.log(metrics, step=0, commit=True)
+        tracker.finish()
+        for name in sorted(metrics):
+            if name.startswith("eval/") and not name.startswith("eval/all/generate"):
+                logger.info(f"{name} {metrics[name]:.4f}")
+        return metrics
+
+
+@hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
+def main(cfg: DictConfig) -> None:
+    try:
+        typed: SkyRLConfig = validate_generator_cfg(cfg)
+    except SkyRLError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    run_experiment(typed, EvalOnlyEntrypoint)
+
+
+if __name__ == "__main__":
+    main()

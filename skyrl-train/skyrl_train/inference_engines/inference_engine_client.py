@@ -1,0 +1,139 @@
+"""One engine out of many: routes requests and passes control to all. Knows engines only by their interface."""
+
+import asyncio
+import hashlib
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.inference_engines.base import (
+    InferenceEngineInput,
+    InferenceEngineInterface,
+    InferenceEngineOutput,
+    PauseMode,
+)
+from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+
+
+class InferenceEngineClient(InferenceEngineInterface):
+    """Routes each request to an engine: a session always to the same one, requests without a session in turn.
+
+    Args:
+        engines: at least one.
+        tokenizer: turns `prompts` (conversations) into tokens; requests in tokens do not need it.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[InferenceEngineInterface],
+        tokenizer: PreTrainedTokenizerBase,
+        full_config: SkyRLConfig,
+    ):
+        if not engines:
+            raise ValueError("a client needs at least one engine")
+        self.engines = list(engines)
+        self.tokenizer = tokenizer
+        self.model_name = full_config.trainer.policy.model.path
+        self._chat_template_kwargs = full_config.generator.chat_template_kwargs
+        self._turns = itertools.count()
+
+    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        prompts = self._prompt_token_ids(input_batch)
+        sessions = input_batch.get("session_ids") or [None] * len(prompts)
+        if len(sessions) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts need as many session_ids; got {len(sessions)}")
+        rows_of_engine: dict[int, list[int]] = {}
+        for row, session in enumerate(sessions):
+            rows_of_engine.setdefault(self._engine_of(session), []).append(row)
+        outputs = await asyncio.gather(
+            *(
+                self.engines[engine].generate(
+                    InferenceEngineInput(
+                        prompt_token_ids=[prompts[row] for row in rows],
+                        sampling_params=input_batch.get("sampling_params"),
+                        session_ids=[session for row in rows if (session := sessions[row]) is not None] or None,
+                    )
+                )
+                for engine, rows in rows_of_engine.items()
+            )
+        )
+        return _in_order(outputs, list(rows_of_engine.values()))
+
+    def _prompt_token_ids(self, input_batch: InferenceEngineInput) -> list[list[int]]:
+        conversations, token_ids = input_batch.get("prompts"), input_batch.get("prompt_token_ids")
+        if (conversations is None) == (token_ids is None):
+            raise ValueError("a request needs either prompts or prompt_token_ids, and not both")
+        if token_ids is not None:
+            return token_ids
+        assert conversations is not None
+        return [
+            self.tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=True, tokenize=True, return_dict=True, **self._chat_template_kwargs
+            )["input_ids"]
+            for conversation in conversations
+        ]
+
+    def _engine_of(self, session: str | int | None) -> int:
+        if session is None:
+            return next(self._turns) % len(self.engines)
+        digest = hashlib.sha256(str(session).encode()).digest()
+        return int.from_bytes(digest, "big") % len(self.engines)
+
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        return await asyncio.gather(*(getattr(engine, method)(*args) for engine in self.engines))
+
+    async def pause_generation(self, mode: PauseMode = "keep") -> None:
+        await self._all("pause_generation", mode)
+
+    async def resume_generation(self) -> None:
+        await self._all("resume_generation")
+
+    async def abort_generation(self) -> None:
+        await self._all("abort_generation")
+
+    async def sleep(self, level: int = 1) -> None:
+        await self._all("sleep", level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        await self._all("wake_up", tags)
+
+    async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None:
+        await self._all("init_weight_update_communicator", init_info)
+
+    async def update_named_weights(self, request: WeightUpdateRequest) -> None:
+        await self._all("update_named_weights", request)
+
+    async def finish_weight_update(self, version: int) -> int:
+        """Raises WeightSyncError if the engines do not hold the same weights."""
+        checksums = await self._all("finish_weight_update", version)
+        if len(set(checksums)) > 1:
+            raise WeightSyncError(f"after version {version} the engines hold different weights: checksums {checksums}")
+        return checksums[0]
+
+    async def weight_version(self) -> int:
+        """The oldest version among the engines."""
+        return min(await self._all("weight_version"))
+
+    async def reset_prefix_cache(self) -> None:
+        await self._all("reset_prefix_cache")
+
+    async def teardown(self) -> None:
+        await self._all("teardown")
+
+
+def _in_order(outputs: Sequence[InferenceEngineOutput], rows_of_outputs: Sequence[list[int]]) -> InferenceEngineOutput:
+    """The outputs of several engines in the order of the requests."""
+    place = {row: (k, i) for k, rows in enumerate(rows_of_outputs) for i, row in enumerate(rows)}
+    order = [place[row] for row in range(len(place))]
+    with_log_probs = all(output["response_logprobs"] is not None for output in outputs)
+    return InferenceEngineOutput(
+        responses=[outputs[k]["responses"][i] for k, i in order],
+        response_ids=[outputs[k]["response_ids"][i] for k, i in order],
+        stop_reasons=[outputs[k]["stop_reasons"][i] for k, i in order],
+        response_logprobs=[outputs[k]["response_logprobs"][i] for k, i in order] if with_log_probs else None,  # type: ignore[index]
+        weight_versions=[outputs[k]["weight_versions"][i] for k, i in order],
+    )

@@ -1,0 +1,169 @@
+"""The ranks of one model, each in a Ray process of its own. What they compute is in the worker classes."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from skyrl_train.env_vars import scheduling_timeout_seconds
+from skyrl_train.training_batch import TensorBatch
+from skyrl_train.utils.process_log import capture_output, configure_logging
+from skyrl_train.utils.ray_calls import Call, answers_of
+from skyrl_train.workers.model_worker import ModelWorker, RankInfo
+
+
+class WorkerProcess:
+    """A worker in a process: its output goes to its log file, and it computes on one thread (of a CPU)."""
+
+    def __init__(self, worker_class: type[ModelWorker], args: tuple[Any, ...], log_file: str):
+        prepare_process(log_file)
+        self._worker = worker_class(*args)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def call(self, method: str, *args: Any) -> Any:
+        """`worker.method(*args)`. Groups call this; `ActorGroup`'s own methods name the method."""
+        return getattr(self._worker, method)(*args)
+
+
+def prepare_process(log_file: str) -> None:
+    """What every process of a run does first."""
+    capture_output(log_file)
+    configure_logging()
+    # Two threads of one process fight over two cores; two processes of one thread do not.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+class ActorGroup:
+    """Ranks 0..N-1 of one worker class.
+
+    Args:
+        name: "policy", "ref": in logs and errors.
+        worker_class, args: what each process makes.
+        num_ranks: how many processes.
+        device: "cpu" or "cuda".
+        log_folder: each rank writes `<name>_<rank>.log` there.
+        timeout_seconds: the deadline of every call.
+        gpu_share: on CUDA, the part of a GPU each rank takes (less than 1 when it is shared).
+        placement_group: on CUDA, the GPUs that are shared; rank i takes bundle i.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        worker_class: type[ModelWorker],
+        args: tuple[Any, ...],
+        *,
+        num_ranks: int,
+        device: str,
+        log_folder: Path,
+        timeout_seconds: float,
+        gpu_share: float = 1.0,
+        placement_group: PlacementGroup | None = None,
+    ):
+        self.name = name
+        self.num_ranks = num_ranks
+        self._device = device
+        self._timeout_seconds = timeout_seconds
+        self._log_files = [str(log_folder / f"{name}_{rank}.log") for rank in range(num_ranks)]
+        self._actors = []
+        for rank, log_file in enumerate(self._log_files):
+            options = actor_options(device, gpu_share, placement_group, rank)
+            self._actors.append(ray.remote(WorkerProcess).options(**options).remote(worker_class, args, log_file))
+
+    async def init_model(self) -> None:
+        """Waits until the processes run, and makes them one group with a model."""
+        first = self._calls("rendezvous_point")[:1]
+        [(address, port)] = await answers_of(first, scheduling_timeout_seconds(), "SKYRL_RAY_PG_TIMEOUT_IN_S")
+        infos = [
+            RankInfo(
+                rank=rank,
+                world_size=self.num_ranks,
+                master_address=address,
+                master_port=port,
+                device="cuda:0" if self._device == "cuda" else "cpu",  # Ray shows each process one GPU
+            )
+            for rank in range(self.num_ranks)
+        ]
+        await self.call_each("init_model", [(info,) for info in infos])
+
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
+        """The same call on every rank; the answers in rank order."""
+        return await answers_of(self._calls(method, *args), self._timeout_seconds)
+
+    async def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """A call with its own arguments on every rank."""
+        calls = [
+            self._call(rank, method, *own_args) for rank, own_args in zip(range(self.num_ranks), args, strict=True)
+        ]
+        return await answers_of(calls, self._timeout_seconds)
+
+    async def call_in_turn(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[list[Any]]:
+        """Several calls, each on every rank, handed over at once: the ranks go through them without waiting for us.
+
+        Returns:
+            for each call, the answers in rank order.
+        """
+        started = [self._calls(method, *args) for method, args in calls]
+        flat = await answers_of([call for round_ in started for call in round_], self._timeout_seconds)
+        return [flat[i : i + self.num_ranks] for i in range(0, len(flat), self.num_ranks)]
+
+    def _calls(self, method: str, *args: Any) -> list[Call]:
+        return [self._call(rank, method, *args) for rank in range(self.num_ranks)]
+
+    def _call(self, rank: int, method: str, *args: Any) -> Call:
+        reference = self._actors[rank].call.remote(method, *args)
+        return Call(reference, f"{self.name} worker {rank}", self._log_files[rank])
+
+    def pids(self) -> list[int]:
+        """Process ids on their machines, for whoever must look at or stop one."""
+        return ray.get([actor.pid.remote() for actor in self._actors], timeout=scheduling_timeout_seconds())
+
+    def kill(self) -> None:
+        """Ends the processes at once."""
+        for actor in self._actors:
+            ray.kill(actor)
+
+
+def actor_options(
+    device: str, gpu_share: float, placement_group: PlacementGroup | None, bundle_index: int
+) -> dict[str, Any]:
+    """Ray's options for one process of ours: a CPU, and on CUDA its share of a GPU."""
+    options: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0}
+    if device == "cuda":
+        options |= {"num_gpus": gpu_share}
+    if placement_group is not None:
+        options["num_cpus"] = gpu_share
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            placement_group=placement_group, placement_group_bundle_index=bundle_index
+        )
+    return options
+
+
+def rows_of_ranks(num_rows: int, mini_batch_rows: int, num_ranks: int) -> torch.Tensor:
+    """Which rows of a batch each rank takes [num_ranks, num_rows / num_ranks]: of every mini-batch an equal, consecutive
+    part, mini-batch after mini-batch. So mini-batch i is the same slice of every rank's rows.
+
+    Raises:
+        ValueError: the numbers do not divide.
+    """
+    if num_rows % mini_batch_rows or mini_batch_rows % num_ranks:
+        raise ValueError(
+            f"{num_rows} rows must be whole mini-batches of {mini_batch_rows}, and those divide over {num_ranks} ranks"
+        )
+    rows = torch.arange(num_rows).view(-1, num_ranks, mini_batch_rows // num_ranks)
+    return rows.transpose(0, 1).reshape(num_ranks, -1)
+
+
+def gather_rows(shards: Sequence[TensorBatch], key: str, rows: torch.Tensor) -> torch.Tensor:
+    """Puts the ranks' outputs `key` back in the order of the batch that `rows` [num_ranks, rows a rank] split."""
+    joined = torch.cat([shard.tensor(key) for shard in shards])
+    ordered = torch.empty_like(joined)
+    ordered[rows.flatten()] = joined
+    return ordered
