@@ -1,0 +1,78 @@
+"""Files that are either whole or absent. Knows paths and bytes, not what is in them."""
+
+import errno
+import hashlib
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from skyrl_train.errors import ConfigError
+
+CLOUD_SCHEMES = ("s3://", "gs://", "gcs://")
+TEMPORARY_SUFFIX = ".partial"
+"""Ends the name of a file that is being written. One that is found at rest is what a killed process left."""
+
+
+def is_cloud_path(path: str | Path) -> bool:
+    """Whether a path names an object store rather than a file system."""
+    return str(path).startswith(CLOUD_SCHEMES)
+
+
+def expand_path(path: str | Path) -> Path:
+    """`~/x` or `x` as an absolute path, so that a process with another working folder means the same file.
+
+    Raises:
+        ConfigError: the path names an object store.
+    """
+    if is_cloud_path(path):
+        raise ConfigError(
+            f"{path} is a cloud path, and this place needs a local one; give a folder such as ~/runs/first"
+        )
+    return Path(path).expanduser().absolute()
+
+
+def fsync_folder(folder: str | Path) -> None:
+    """Makes the names in a folder (a rename, a new file) survive a power cut, where the file system can do that."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: str | Path, content: bytes | str) -> None:
+    """Replaces a file as a whole: a reader, or a process killed here, sees the old content or the new, nothing between.
+
+    Raises:
+        OSError: the disk is full or refuses. The old file is untouched and nothing is left beside it.
+    """
+    path = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:  # a KeyboardInterrupt must not leave the half file either
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+        raise
+    fsync_folder(path.parent)
+
+
+def remove_leftovers(folder: str | Path) -> None:
+    """Removes what writers killed in `write_atomically` left in a folder. Only for a time when nobody writes there."""
+    for leftover in Path(folder).glob(f".*{TEMPORARY_SUFFIX}"):
+        leftover.unlink()
+
+
+def sha256_of(path: str | Path) -> str:
+    """The SHA-256 of a file's content, in hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,96 @@
+"""What a process says: where it goes, and how it looks. Knows no Ray."""
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from loguru import logger
+
+from skyrl_train.errors import ConfigError
+
+_LEVELS = ("TRACE", "DEBUG", "INFO", "SUCCESS", "WARNING", "ERROR", "CRITICAL")
+_FORMAT = "<dim>{time:HH:mm:ss}</dim> <level>{level: <7}</level> {message}"
+_CHATTY_LIBRARIES = ("httpx", "httpcore", "urllib3", "filelock", "fsspec", "matplotlib")
+"""They tell about every request or file at INFO: heard from WARNING on, unless the level asks for more than INFO."""
+_TAIL_BYTES = 256 * 1024
+
+
+def capture_output(path: str | Path) -> None:
+    """Sends this process's standard output and error to a file from here on, line by line, appended to what is there.
+
+    The descriptors themselves are redirected, so what C++ libraries and child processes print arrives as well. A header
+    line tells one start from the next. For processes that nobody watches; there is no way back.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    started = time.strftime("%Y-%m-%d %H:%M:%S")
+    os.write(descriptor, f"=== process {os.getpid()} started {started} ===\n".encode())
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    # New text layers: the old ones may be buffered by blocks, or (under Ray) be no file at all.
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+
+
+def log_tail(path: str | Path, num_lines: int = 30) -> str:
+    """The last lines of a log, for the text of an error. Says so if there is none."""
+    path = Path(path)
+    if not path.exists():
+        return f"(no log at {path})"
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        text = file.read(_TAIL_BYTES).decode("utf-8", "replace")
+    return "\n".join(text.splitlines()[-num_lines:]) or f"(the log at {path} is empty)"
+
+
+def log_level() -> str:
+    """The level asked for by `LOG_LEVEL`, INFO if it is not set.
+
+    Raises:
+        ConfigError: it is set to something else than a level.
+    """
+    level = os.environ.get("LOG_LEVEL", "").upper() or "INFO"
+    if level not in _LEVELS:
+        raise ConfigError(f"LOG_LEVEL must be one of {', '.join(_LEVELS)}; got {os.environ['LOG_LEVEL']!r}")
+    return level
+
+
+def configure_logging(log_path: str | Path | None = None) -> None:
+    """Sets up loguru for this process at the level of `LOG_LEVEL`, and brings what libraries log into it.
+
+    Args:
+        log_path: also write every line there, without colours (appended): for the process that a person watches.
+    """
+    level = log_level()
+    logger.remove()
+    logger.add(sys.stderr, level=level, format=_FORMAT)
+    if log_path is not None:
+        logger.add(log_path, level=level, format="{time:YYYY-MM-DD HH:mm:ss} {level: <7} {message}", encoding="utf-8")
+    logging.basicConfig(handlers=[_ToLoguru()], level=logger.level(level).no, force=True)
+    for name in _CHATTY_LIBRARIES:
+        logging.getLogger(name).setLevel(logging.WARNING if level == "INFO" else logging.NOTSET)
+
+
+class _ToLoguru(logging.Handler):
+    """Hands a record of the standard library's logging to loguru, as from where it was logged."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = record.levelname if record.levelname in _LEVELS else record.levelno
+        logger.opt(depth=_depth_of_caller(), exception=record.exc_info).log(level, "{}", record.getMessage())
+
+
+def _depth_of_caller() -> int:
+    """How many frames lie between `_ToLoguru.emit` and the code that called the standard library's logging."""
+    frame: FrameType | None = sys._getframe(1)
+    depth = 0
+    while frame is not None and (depth == 0 or frame.f_code.co_filename == logging.__file__):
+        frame = frame.f_back
+        depth += 1
+    return depth

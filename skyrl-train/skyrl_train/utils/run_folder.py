@@ -1,0 +1,236 @@
+"""The folder of one run: what lies where, and how it is written so that a killed run leaves nothing half.
+
+    config.yaml                          the resolved configuration
+    metrics.jsonl                        one JSON object a line: step, time (Unix seconds), and the metrics
+    trajectories/train_step_000012.jsonl one readable JSON object a trajectory
+    trajectories/eval_step_000010.jsonl
+    logs/<process>.log                   everything a process printed
+    ckpts/  exports/                     written by others
+    report.html                          made by `python -m skyrl_train.report`
+
+Knows neither trainer nor generator: rows are dictionaries.
+"""
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+from loguru import logger
+
+from skyrl_train.errors import DataError
+from skyrl_train.utils.io import expand_path, fsync_folder, remove_leftovers, write_atomically
+
+Phase = Literal["train", "eval"]
+_TRAJECTORIES_NAME = re.compile(r"(train|eval)_step_(\d+)\.jsonl")
+
+
+class TrajectoryFile(NamedTuple):
+    """The trajectories of one step and phase."""
+
+    step: int
+    phase: Phase
+    path: Path
+
+
+class RunFolder:
+    """One run on disk. Making this object touches nothing; writing makes the folders it needs."""
+
+    def __init__(self, path: str | Path):
+        """
+        Raises:
+            ConfigError: the path names an object store.
+        """
+        self.path = expand_path(path)
+        self._warned: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def trajectories_folder(self) -> Path:
+        return self.path / "trajectories"
+
+    @property
+    def logs_folder(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints_folder(self) -> Path:
+        return self.path / "ckpts"
+
+    @property
+    def exports_folder(self) -> Path:
+        return self.path / "exports"
+
+    @property
+    def trackers_folder(self) -> Path:
+        """Where trackers that keep local files put them."""
+        return self.path / "trackers"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.html"
+
+    def log_path(self, process: str) -> Path:
+        """The log of a process such as `policy_rank_0`."""
+        return self.logs_folder / f"{process}.log"
+
+    def trajectories_path(self, step: int, phase: Phase) -> Path:
+        return self.trajectories_folder / f"{phase}_step_{step:06d}.jsonl"
+
+    def write_config(self, text: str) -> None:
+        """Keeps the resolved configuration, as YAML text."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.config_path, text)
+
+    def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Adds one line, on disk when this returns.
+
+        Values are numbers (also NumPy's and torch's), strings, booleans or None.
+        What is not a number becomes null, with a warning the first time for each metric.
+
+        Raises:
+            ValueError: a metric is called `step` or `time`.
+            TypeError: a value is none of the above.
+        """
+        if taken := {"step", "time"} & metrics.keys():
+            raise ValueError(f"metrics cannot be named {sorted(taken)}: every line has these two of its own")
+        values = {name: self._finite(name, _plain_value(name, value)) for name, value in metrics.items()}
+        line = _json_line({"step": int(step), "time": round(time.time(), 3)} | values)
+        is_new = not self.metrics_path.exists()
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.metrics_path, "a+b") as file:
+            _drop_torn_line(file)
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        if is_new:
+            fsync_folder(self.path)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Every line of `metrics.jsonl`, oldest first, less a torn last one (of a process killed or writing now).
+
+        Raises:
+            DataError: a line before the last is not JSON.
+        """
+        if not self.metrics_path.exists():
+            return []
+        return [row for _, row in _read_rows(self.metrics_path)]
+
+    def write_trajectories(self, step: int, phase: Phase, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Keeps the trajectories of a step, all or none; an earlier file of the same step and phase is replaced."""
+        lines = b"".join(_json_line(self._finite("trajectories", row)) for row in rows)
+        self.trajectories_folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.trajectories_path(step, phase), lines)
+
+    def read_trajectories(self, step: int, phase: Phase) -> list[dict[str, Any]]:
+        """The rows of a step.
+
+        Raises:
+            FileNotFoundError: that step and phase has none.
+            DataError: a line is not JSON.
+        """
+        return [row for _, row in _read_rows(self.trajectories_path(step, phase))]
+
+    def trajectory_files(self) -> list[TrajectoryFile]:
+        """All trajectory files, by step."""
+        names = ((path, _TRAJECTORIES_NAME.fullmatch(path.name)) for path in self.trajectories_folder.glob("*.jsonl"))
+        return sorted(
+            TrajectoryFile(int(name[2]), "train" if name[1] == "train" else "eval", path)
+            for path, name in names
+            if name
+        )
+
+    def truncate_after(self, step: int) -> None:
+        """Forgets what came after a step, for a run that resumes there: it then writes those steps again.
+
+        Killed in the middle of this, calling it again finishes the work.
+        """
+        if self.metrics_path.exists():
+            kept = (line for line, row in _read_rows(self.metrics_path) if row["step"] <= step)
+            write_atomically(self.metrics_path, b"".join(kept))
+            remove_leftovers(self.path)
+        if self.trajectories_folder.exists():
+            for file in self.trajectory_files():
+                if file.step > step:
+                    file.path.unlink()
+            remove_leftovers(self.trajectories_folder)
+            fsync_folder(self.trajectories_folder)
+
+    def _finite(self, name: str, value: Any) -> Any:
+        """The value with null for every number that JSON does not have, saying so once a name."""
+        found = _without_non_finite(value)
+        if found is not value and name not in self._warned:
+            self._warned.add(name)
+            logger.warning(f"{name} is not a finite number; it is written as null (said once)")
+        return found
+
+
+def _json_line(row: Mapping[str, Any]) -> bytes:
+    """One line of JSON. Half a surrogate pair, which UTF-8 cannot hold, becomes the JSON escape it is written as."""
+    return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def _plain_value(name: str, value: Any) -> Any:
+    if isinstance(value, str | bool | int | float) or value is None:
+        return value
+    if callable(item := getattr(value, "item", None)):  # a NumPy scalar, a 0-d array or tensor
+        return item()
+    raise TypeError(f"metric {name} must be a number, a string, a boolean or None; got {type(value).__name__}")
+
+
+def _without_non_finite(value: Any) -> Any:
+    """The same object if every number in it is finite, else a copy with null in the place of the others."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        items = {key: _without_non_finite(item) for key, item in value.items()}
+        return items if any(items[key] is not value[key] for key in items) else value
+    if isinstance(value, list | tuple):
+        items = [_without_non_finite(item) for item in value]
+        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    return value
+
+
+def _drop_torn_line(file: BinaryIO) -> None:
+    """Cuts what follows the last line end: a line that was never whole, and would spoil the next."""
+    size = end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - 65536)
+        file.seek(start)
+        if (newline := file.read(end - start).rfind(b"\n")) >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        file.truncate(end)
+
+
+def _read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The lines of a file of JSON objects with what they say, less a torn last one.
+
+    Split at line feeds only: JSON text may hold other line separators.
+    """
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield line, json.loads(line)
+            except ValueError as error:
+                raise DataError(
+                    f"{path}, line {number} is not JSON ({error}): {line[:80]!r}; remove it to go on"
+                ) from error

@@ -1,0 +1,36 @@
+"""How long a stage took."""
+
+import time
+from types import TracebackType
+from typing import Self
+
+from loguru import logger
+
+
+class Timer:
+    """Adds the seconds of a `with` (or `async with`) block to `update_dict[name]`, also when the block raises."""
+
+    def __init__(self, name: str, update_dict: dict[str, float] | None = None):
+        self.name = name
+        self.update_dict = update_dict
+        self._start = 0.0
+
+    def __enter__(self) -> Self:
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        seconds = time.perf_counter() - self._start
+        if self.update_dict is not None:
+            self.update_dict[self.name] = self.update_dict.get(self.name, 0.0) + seconds
+        logger.debug(f"{self.name}: {seconds:.3f} s")
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, traceback)

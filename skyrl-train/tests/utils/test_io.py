@@ -1,0 +1,84 @@
+import errno
+import os
+import resource
+from pathlib import Path
+
+import pytest
+from skyrl_train.errors import ConfigError
+from skyrl_train.utils.io import expand_path, is_cloud_path, remove_leftovers, sha256_of, write_atomically
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path):
+    path = tmp_path / "state.txt"
+    write_atomically(path, "old")
+    write_atomically(path, b"new \xff")
+    assert path.read_bytes() == b"new \xff"
+    assert os.listdir(tmp_path) == ["state.txt"]
+
+
+def test_a_written_file_has_the_permissions_of_any_other(tmp_path: Path):
+    write_atomically(tmp_path / "ours", "x")
+    (tmp_path / "theirs").write_text("x")
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "theirs").stat().st_mode
+
+
+@pytest.fixture
+def files_of_at_most_1000_bytes():
+    """Where the next byte is refused, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_with_no_room_leaves_the_old_file_and_nothing_else(tmp_path: Path, files_of_at_most_1000_bytes: None):
+    path = tmp_path / "state.txt"
+    write_atomically(path, "old")
+    with pytest.raises(OSError, match="File too large"):
+        write_atomically(path, bytes(1001))
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["state.txt"]
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_an_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch, failing: str):
+    path = tmp_path / "state.txt"
+    write_atomically(path, "old")
+
+    def no_space(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, failing, no_space)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["state.txt"]
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path):
+    (tmp_path / ".state.txt.0a1b2c3d.partial").write_text("hal")
+    (tmp_path / ".hidden").write_text("somebody's")
+    remove_leftovers(tmp_path)
+    assert os.listdir(tmp_path) == [".hidden"]
+
+
+def test_a_path_is_absolute_and_the_home_folder_is_found(monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.chdir(tmp_path)
+    assert expand_path("~/runs/first") == Path("/home/ada/runs/first")
+    assert expand_path("first") == tmp_path / "first"
+
+
+@pytest.mark.parametrize("path, expected", [("s3://b/k", True), ("gs://b", True), ("gcs://b", True), ("/s3/b", False)])
+def test_cloud_paths_are_told_by_their_scheme(path: str, expected: bool):
+    assert is_cloud_path(path) is expected
+
+
+def test_a_cloud_path_where_a_folder_is_needed_is_an_error():
+    with pytest.raises(ConfigError, match="s3://bucket/run is a cloud path"):
+        expand_path("s3://bucket/run")
+
+
+def test_sha256_is_that_of_the_content(tmp_path: Path):
+    (tmp_path / "empty").touch()
+    assert sha256_of(tmp_path / "empty") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"

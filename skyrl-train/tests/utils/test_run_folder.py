@@ -1,0 +1,172 @@
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from loguru import logger
+from skyrl_train.errors import DataError
+from skyrl_train.utils.run_folder import RunFolder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "run")
+
+
+@pytest.fixture
+def warnings_logged():
+    messages: list[str] = []
+    handler = logger.add(lambda message: messages.append(message.record["message"]), level="WARNING")
+    yield messages
+    logger.remove(handler)
+
+
+def without_time(rows: list[dict]) -> list[dict]:
+    return [{name: value for name, value in row.items() if name != "time"} for row in rows]
+
+
+def test_looking_at_a_run_makes_nothing(run: RunFolder):
+    assert run.read_metrics() == []
+    assert run.trajectory_files() == []
+    assert not run.path.exists()
+
+
+def test_metrics_come_back_with_step_and_time(run: RunFolder):
+    before = time.time()
+    run.append_metrics(1, {"reward/avg": np.float32(0.5), "loss": torch.tensor(-0.25), "phase": "train", "count": 3})
+    [row] = run.read_metrics()
+    assert before - 0.01 <= row.pop("time") <= time.time() + 0.01
+    assert row == {"step": 1, "reward/avg": 0.5, "loss": -0.25, "phase": "train", "count": 3}
+
+
+def test_not_a_number_is_null_and_said_once_a_metric(run: RunFolder, warnings_logged: list[str]):
+    run.append_metrics(1, {"loss": float("nan"), "kl": 1.0})
+    run.append_metrics(2, {"loss": float("inf"), "kl": torch.tensor(float("nan"))})
+    assert without_time(run.read_metrics()) == [
+        {"step": 1, "loss": None, "kl": 1.0},
+        {"step": 2, "loss": None, "kl": None},
+    ]
+    assert [message.split()[0] for message in warnings_logged] == ["loss", "kl"]
+
+
+def test_a_metric_must_be_a_plain_value_with_a_name_of_its_own(run: RunFolder):
+    with pytest.raises(TypeError, match=r"metric lengths must be a number.*got list"):
+        run.append_metrics(1, {"lengths": [1, 2]})
+    with pytest.raises(ValueError, match=r"\['step'\]"):
+        run.append_metrics(1, {"step": 2})
+    assert run.read_metrics() == []
+
+
+def test_a_torn_last_line_is_not_read_and_does_not_spoil_the_next(run: RunFolder):
+    run.append_metrics(1, {"loss": 1.0})
+    with open(run.metrics_path, "a") as file:
+        file.write('{"step": 2, "lo')
+    assert without_time(run.read_metrics()) == [{"step": 1, "loss": 1.0}]
+    run.append_metrics(2, {"loss": 2.0})
+    assert without_time(run.read_metrics()) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
+
+
+def test_a_broken_line_in_the_middle_is_an_error_that_names_it(run: RunFolder):
+    run.append_metrics(1, {"loss": 1.0})
+    with open(run.metrics_path, "a") as file:
+        file.write("oops\n")
+    run.append_metrics(3, {"loss": 3.0})
+    with pytest.raises(DataError, match=r"metrics.jsonl, line 2 is not JSON.*oops"):
+        run.read_metrics()
+
+
+def write_steps(run: RunFolder, steps: range) -> None:
+    for step in steps:
+        run.append_metrics(step, {"loss": step / 10})
+        run.write_trajectories(step, "train", [{"uid": f"prompt {step}"}])
+        if step % 2 == 0:
+            run.write_trajectories(step, "eval", [{"uid": f"question {step}"}])
+
+
+def contents(run: RunFolder) -> dict[str, bytes]:
+    return {file.path.name: file.path.read_bytes() for file in run.trajectory_files()}
+
+
+def test_a_run_resumed_from_step_2_ends_like_one_that_never_stopped(tmp_path: Path):
+    whole, resumed = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "resumed")
+    write_steps(whole, range(1, 6))
+    write_steps(resumed, range(1, 5))
+    (resumed.trajectories_folder / ".train_step_000005.jsonl.00000000.partial").write_text("hal")
+    resumed.truncate_after(2)
+    assert [row["step"] for row in resumed.read_metrics()] == [1, 2]
+    write_steps(resumed, range(3, 6))
+    assert without_time(resumed.read_metrics()) == without_time(whole.read_metrics())
+    assert contents(resumed) == contents(whole)
+    assert set(os.listdir(resumed.trajectories_folder)) == set(os.listdir(whole.trajectories_folder))
+
+
+def test_truncating_an_empty_run_is_nothing(run: RunFolder):
+    run.truncate_after(0)
+    assert not run.path.exists()
+
+
+def test_trajectories_are_listed_by_step_as_numbers(run: RunFolder):
+    for step in (1_000_000, 999_999, 7):
+        run.write_trajectories(step, "train", [{"reward": 1.0}])
+    run.write_trajectories(7, "eval", [])
+    assert [(file.step, file.phase) for file in run.trajectory_files()] == [
+        (7, "eval"),
+        (7, "train"),
+        (999_999, "train"),
+        (1_000_000, "train"),
+    ]
+    assert run.trajectories_path(12, "train").name == "train_step_000012.jsonl"
+
+
+def test_any_text_and_number_of_a_trajectory_survives_as_valid_json(run: RunFolder):
+    text = "line\nfeed \u2028 \x00 half a pair \udc80 日本 </script>"
+    rows = [
+        {"response": text, "tokens": {"log_probs": [-0.5, float("-inf")]}},
+        {"response": "", "tokens": {"log_probs": None}},
+    ]
+    run.write_trajectories(3, "eval", rows)
+    read = run.read_trajectories(3, "eval")
+    assert read[0]["response"] == text
+    assert [row["tokens"]["log_probs"] for row in read] == [[-0.5, None], None]
+    assert "日本" in run.trajectories_path(3, "eval").read_text()  # readable with a pager
+
+
+def test_the_config_is_kept(run: RunFolder):
+    run.write_config("trainer:\n  seed: 1\n")
+    assert run.config_path.read_text() == "trainer:\n  seed: 1\n"
+
+
+WRITER = """
+import sys
+from skyrl_train.utils.run_folder import RunFolder
+run = RunFolder(sys.argv[1])
+for step in range(10**6):
+    run.append_metrics(step, {"loss": 0.5})
+    run.write_trajectories(step, "train", [{"uid": "a", "text": "x" * 10_000}])
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_time_a_run_keeps_every_step_it_told_of(tmp_path: Path):
+    for attempt in range(5):
+        run = RunFolder(tmp_path / str(attempt))
+        with subprocess.Popen([sys.executable, "-c", WRITER, run.path], stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout
+            steps_told = [writer.stdout.readline() for _ in range(10 + attempt)]
+            writer.kill()
+            steps_told += writer.stdout.readlines()
+        told = int(steps_told[-1])
+        assert [row["step"] for row in run.read_metrics()][: told + 1] == list(range(told + 1))
+        assert all(run.read_trajectories(step, "train")[0]["uid"] == "a" for step in range(told + 1))
+        run.truncate_after(4)
+        assert sorted(path.name for path in run.path.rglob("*") if path.is_file()) == [
+            "metrics.jsonl",
+            *(f"train_step_{step:06d}.jsonl" for step in range(5)),
+        ]
+        assert [json.loads(line)["step"] for line in run.metrics_path.read_text().splitlines()] == list(range(5))
