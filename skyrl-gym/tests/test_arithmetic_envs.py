@@ -1,0 +1,122 @@
+import pytest
+import skyrl_gym
+from skyrl_gym.envs.arithmetic.problems import extract_answer, make_problems
+from skyrl_gym.envs.calculator.problems import make_problems as make_calculator_problems
+
+
+def make(env_id, ground_truth, **extras):
+    extras = {"reward_spec": {"method": "rule", "ground_truth": ground_truth}} | extras
+    return skyrl_gym.make(env_id, env_config={}, extras=extras)
+
+
+@pytest.mark.parametrize(
+    "action, reward",
+    [
+        ("7+8=15, 3+4+1=8 <answer>85</answer>", 1.0),
+        ("<answer> 85 </answer>", 1.0),
+        ("<answer>58</answer> no: <answer>85</answer>", 1.0),  # the last one counts
+        ("<answer>85</answer> no: <answer>58</answer>", 0.0),
+        ("<answer>085</answer>", 0.0),
+        ("<answer></answer>", 0.0),
+        ("85", 0.0),
+    ],
+)
+def test_arithmetic_judges_the_last_answer_tag(action, reward):
+    env = make("arithmetic", "85")
+    output = env.step(action)
+    assert (output["reward"], output["done"], output["observations"]) == (reward, True, [])
+    assert env.get_metrics() == {"answered": "<answer>" in action}
+
+
+def test_thousands_separators_do_not_matter():
+    assert extract_answer("<answer>1,776</answer>") == "1776"
+    assert extract_answer("no tag") is None
+
+
+def test_problems_follow_the_dataset_contract_and_their_answers_earn_the_reward():
+    rows = make_problems(100, num_digits=2, operators="+-*", seed=1)
+    assert set(rows[0]) == {"prompt", "env_class", "data_source", "reward_spec", "extra_info"}
+    for row in rows:
+        problem, truth = row["extra_info"]["problem"], row["reward_spec"]["ground_truth"]
+        assert row["prompt"][0]["content"].startswith(problem + " ")
+        assert eval(problem) == int(truth)  # a test may
+        extras = {key: value for key, value in row.items() if key not in ("prompt", "env_class")}
+        env = skyrl_gym.make(row["env_class"], env_config={}, extras=extras)
+        assert env.step(f"<answer>{truth}</answer>")["reward"] == 1.0
+
+
+def test_problems_depend_on_their_arguments_alone():
+    assert make_problems(5, 2, "+", seed=3) == make_problems(5, 2, "+", seed=3)
+    assert make_problems(5, 2, "+", seed=3) != make_problems(5, 2, "+", seed=4)
+    bare = make_problems(1, 3, "-", seed=0, instruction="")[0]
+    assert bare["prompt"] == [{"role": "user", "content": bare["extra_info"]["problem"]}]
+    assert {len(part) for part in bare["extra_info"]["problem"].split("-")} == {3}
+
+
+@pytest.mark.parametrize("arguments", [{"operators": "/"}, {"operators": ""}, {"num_digits": 0}])
+def test_impossible_problems_are_refused(arguments):
+    with pytest.raises(ValueError, match="operators among"):
+        make_problems(1, **arguments)
+
+
+def test_calculator_answers_a_call_and_then_judges_the_answer():
+    env = make("calculator", "1776", max_turns=2)
+    call = env.step("<calculator>37*48</calculator>")
+    assert call["observations"] == [{"role": "user", "content": "<result>1776</result>"}]
+    assert (call["reward"], call["done"]) == (0.0, False)
+    answer = env.step("<answer>1776</answer>")
+    assert (answer["reward"], answer["done"], answer["observations"]) == (1.0, True, [])
+    assert env.get_metrics() == {"turns": 2, "calculator_calls": 1}
+
+
+def test_calculator_may_be_left_alone():
+    output = make("calculator", "1776").step("I know: <answer>1776</answer>")
+    assert (output["reward"], output["done"]) == (1.0, True)
+
+
+def test_the_last_turn_ends_the_episode_without_an_answer():
+    env = make("calculator", "1776", max_turns=1)
+    output = env.step("<calculator>37*48</calculator>")
+    assert (output["reward"], output["done"], output["observations"]) == (0.0, True, [])
+    assert env.get_metrics() == {"turns": 1, "calculator_calls": 0}
+
+
+@pytest.mark.parametrize(
+    "action, reply",
+    [
+        ("<calculator>1/0</calculator>", "<result>error: division by zero</result>"),
+        ("<calculator>open('x')</calculator>", "<result>error: only numbers"),
+        ("let me think", "inside <calculator> tags"),
+    ],
+)
+def test_a_bad_call_is_told_so_and_the_episode_goes_on(action, reply):
+    output = make("calculator", "1", max_turns=3).step(action)
+    assert not output["done"]
+    assert reply in output["observations"][0]["content"]
+
+
+def test_calculator_problems_name_their_environment():
+    row = make_calculator_problems(1, seed=0)[0]
+    assert row["env_class"] == "calculator"
+    assert "<calculator>" in row["prompt"][0]["content"]
+    assert "*" in row["extra_info"]["problem"]
+
+
+def test_multiply_rewards_over_two_turns():
+    env = make("multiply", "144", max_turns=2)
+    first = env.step(r"\boxed{143}")
+    assert (first["reward"], first["done"], first["metadata"]) == (0.0, False, {"parsed_answer": "143"})
+    assert "143 is not right" in first["observations"][0]["content"]
+    assert env.step(r"so \boxed{144}")["reward"] == 1.0
+
+
+@pytest.mark.parametrize("action, reward", [(r"\boxed{144}", 1.0), (r"\boxed{143}", 0.5), ("144", 0.0)])
+def test_multiply_in_its_last_turn_pays_half_for_a_boxed_wrong_answer(action, reward):
+    output = make("multiply", "144", max_turns=1).step(action)
+    assert (output["reward"], output["done"], output["observations"]) == (reward, True, [])
+
+
+def test_multiply_asks_for_a_box_and_has_five_turns():
+    env = make("multiply", 144)
+    assert env.max_turns == 5
+    assert "no answer" in env.step("hm")["observations"][0]["content"]
