@@ -1,0 +1,103 @@
+"""Deals a dataset out in batches, epoch after epoch, from a position that can be saved and taken up again."""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from skyrl_train.errors import CheckpointError, ConfigError, DataError
+
+
+class Dataset(Protocol):
+    """Rows by index, and how a list of them becomes a batch."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+    def collate_fn(self, items: list[Any], /) -> Any: ...
+
+
+class PromptDataLoader:
+    """Batches of prompts. Iterating gives the rest of the current epoch, or the next one if nothing of it is left.
+
+    The order of an epoch depends on the seed and the number of the epoch alone, so a run that was resumed sees what it had
+    not seen, in the same order. The position counts a batch as soon as it is handed out.
+
+    Args:
+        batch_size: prompts a batch.
+        shuffle: another order in every epoch.
+        drop_last: leave a last batch out that is not full.
+
+    Raises:
+        DataError: there is not one batch in the dataset.
+    """
+
+    def __init__(self, dataset: Dataset, batch_size: int, shuffle: bool, drop_last: bool, seed: int) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"the batch size of a dataloader must be at least 1; got {batch_size}")
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.seed = seed
+        self.epoch = 0
+        self.batches_consumed = 0
+        self._order: tuple[int, list[int]] | None = None
+        if len(self) == 0:
+            raise DataError(
+                f"the dataset has {len(dataset)} prompts, fewer than one batch of {batch_size}; lower the batch size "
+                "(trainer.train_batch_size), or raise trainer.max_prompt_length if it dropped prompts"
+            )
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        full, rest = divmod(len(self.dataset), self.batch_size)
+        return full if self.drop_last or rest == 0 else full + 1
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.batches_consumed == len(self):
+            self._begin_next_epoch()
+        while self.batches_consumed < len(self):
+            yield self._deal()
+
+    def next_batch(self) -> Any:
+        """One batch more; the first of the next epoch when this one is dealt out."""
+        if self.batches_consumed == len(self):
+            self._begin_next_epoch()
+        return self._deal()
+
+    def _begin_next_epoch(self) -> None:
+        self.epoch, self.batches_consumed = self.epoch + 1, 0
+
+    def _deal(self) -> Any:
+        start = self.batches_consumed * self.batch_size
+        self.batches_consumed += 1
+        indices = self._order_of_this_epoch()[start : start + self.batch_size]
+        return self.dataset.collate_fn([self.dataset[i] for i in indices])
+
+    def _order_of_this_epoch(self) -> list[int]:
+        if self._order is None or self._order[0] != self.epoch:
+            self._order = (self.epoch, self.order(self.epoch))
+        return self._order[1]
+
+    def order(self, epoch: int) -> list[int]:
+        """Indices of the dataset in the order of an epoch."""
+        if not self.shuffle:
+            return list(range(len(self.dataset)))
+        digest = hashlib.sha256(f"{self.seed}/{epoch}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        return torch.randperm(len(self.dataset), generator=generator).tolist()
+
+    def state_dict(self) -> dict[str, int]:
+        """The position: whole epochs dealt out before this one, and batches of this one."""
+        return {"epoch": self.epoch, "batches_consumed": self.batches_consumed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Takes a position up again. Raises CheckpointError if this dataset has no such position."""
+        epoch, batches_consumed = state["epoch"], state["batches_consumed"]
+        if epoch < 0 or not 0 <= batches_consumed <= len(self):
+            raise CheckpointError(
+                f"the saved dataloader position is batch {batches_consumed} of epoch {epoch}, but an epoch now has "
+                f"{len(self)} batches: the data, trainer.train_batch_size or trainer.max_prompt_length have changed"
+            )
+        self.epoch, self.batches_consumed = epoch, batches_consumed

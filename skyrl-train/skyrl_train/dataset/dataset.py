@@ -1,0 +1,178 @@
+"""Prompts from files or the hub, as rows that a generator takes. Knows no batches and no epochs."""
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import datasets as hub
+import pyarrow.parquet
+from loguru import logger
+
+from skyrl_train.errors import DataError
+from skyrl_train.types import ConversationType, MessageType
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Row = dict[str, Any]
+PromptItem = tuple[ConversationType, str | None, Row, str]
+"""Messages, environment id (None: the default one), the row's other columns, uid."""
+
+FILE_SUFFIXES = (".parquet", ".json", ".jsonl")
+_CHUNK_ROWS = 512
+
+
+class PromptDataset:
+    """Rows of one or several sources, prompts over the length limit dropped.
+
+    A row has a `prompt` (chat messages), may have an `env_class`, and what else it has goes to the environment. Its uid is
+    its index here, as text: the same in every run with the same sources, tokenizer and limit.
+
+    Args:
+        datasets: `.parquet`, `.json` or `.jsonl` files, or datasets of the hub as `name` (split `train`) or `name:split`.
+        tokenizer: its chat template, with generation prompt, decides how long a prompt is.
+        max_prompt_length: the most tokens of a prompt.
+        num_workers: threads that tokenize. (No processes: forking beside Ray's or a tokenizer's threads may deadlock.)
+
+    Raises:
+        DataError: a source that cannot be read, a missing column, a prompt that is not a list of messages, or no row left.
+    """
+
+    def __init__(
+        self,
+        datasets: str | Sequence[str],
+        tokenizer: "PreTrainedTokenizerBase",
+        max_prompt_length: int,
+        num_workers: int = 8,
+        prompt_key: str = "prompt",
+        env_class_key: str = "env_class",
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_prompt_length = max_prompt_length
+        self.num_workers = max(1, num_workers)
+        self.prompt_key = prompt_key
+        self.env_class_key = env_class_key
+        self.sources = [datasets] if isinstance(datasets, str) else list(datasets)
+        if not self.sources:
+            raise DataError("there is no dataset to read; set data.train_data (or data.val_data) to a list of files")
+        rows = [row for source in self.sources for row in self._read(source)]
+        self.rows = self._short_enough(rows)
+        if not self.rows:
+            raise DataError(
+                f"no row of {', '.join(self.sources)} is left: all {len(rows)} prompts have more than "
+                f"trainer.max_prompt_length={max_prompt_length} tokens"
+            )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> PromptItem:
+        row = self.rows[index]
+        extras = {key: value for key, value in row.items() if key not in (self.prompt_key, self.env_class_key)}
+        return row[self.prompt_key], row.get(self.env_class_key), extras, str(index % len(self.rows))
+
+    @staticmethod
+    def collate_fn(items: list[PromptItem]) -> list[dict[str, Any]]:
+        """Items as the dicts that `prepare_generator_input` takes."""
+        return [
+            {"prompt": prompt, "env_class": env_class, "env_extras": extras, "uid": uid}
+            for prompt, env_class, extras, uid in items
+        ]
+
+    def _read(self, source: str) -> list[Row]:
+        rows = _read_source(source)
+        for number, row in enumerate(rows):
+            if self.prompt_key not in row:
+                raise DataError(
+                    f"{source}: row {number} has no column {self.prompt_key!r}; it has {', '.join(row) or 'none'}"
+                )
+            row[self.prompt_key] = _checked_messages(row[self.prompt_key], f"{source}: row {number}: {self.prompt_key}")
+        return rows
+
+    def _short_enough(self, rows: list[Row]) -> list[Row]:
+        chunks = [rows[start : start + _CHUNK_ROWS] for start in range(0, len(rows), _CHUNK_ROWS)]
+        with ThreadPoolExecutor(self.num_workers) as threads:
+            lengths = [length for chunk in threads.map(self._prompt_lengths, chunks) for length in chunk]
+        kept = [row for row, length in zip(rows, lengths, strict=True) if length <= self.max_prompt_length]
+        logger.info(
+            "{}: {} prompts, {} dropped for being over {} tokens (the longest has {})",
+            ", ".join(self.sources), len(kept), len(rows) - len(kept), self.max_prompt_length, max(lengths, default=0),
+        )  # fmt: skip
+        return kept
+
+    def _prompt_lengths(self, rows: list[Row]) -> list[int]:
+        render = partial(self.tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
+        texts = [render(row[self.prompt_key]) for row in rows]
+        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return [len(prompt_ids) for prompt_ids in ids]  # pyright: ignore[reportArgumentType]
+
+
+def _read_source(source: str) -> list[Row]:
+    if not source.endswith(FILE_SUFFIXES):
+        return _read_hub(source)
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise DataError(f"{source}: there is no such file (looked for {path.absolute()})")
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist() if source.endswith(".parquet") else list(_read_json(path))
+    except (OSError, pyarrow.ArrowException, ValueError) as error:
+        raise DataError(f"{source}: cannot be read: {error}") from error
+    if not rows:
+        raise DataError(f"{source}: the file has no rows")
+    return rows
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    """Rows of a JSON list, or of one JSON object a line. Read as they are: no column is made of one type."""
+    text = path.read_text(encoding="utf-8")
+    if text.lstrip().startswith("["):
+        rows = list(enumerate(json.loads(text)))
+    else:
+        lines = enumerate(text.split("\n"), start=1)
+        rows = [(number, _parse_line(line, number)) for number, line in lines if line.strip()]
+    for number, row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f"row {number} is a {type(row).__name__}, not an object")
+        yield row
+
+
+def _parse_line(line: str, number: int) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {number} is not JSON: {error}") from error
+
+
+def _read_hub(source: str) -> list[Row]:
+    """`name` or `name:split`."""
+    name, _, split = source.partition(":")
+    split = split or "train"
+    try:
+        found = hub.load_dataset(name)
+    except (OSError, ValueError, hub.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"{source}: cannot be loaded as a dataset of the hub ({error}). Files must end with {', '.join(FILE_SUFFIXES)}"
+        ) from error
+    if split not in found:
+        raise DataError(f"{source}: Split `{split}` not found; the dataset has {', '.join(map(str, found))}")
+    return found[split].to_list()
+
+
+def _checked_messages(prompt: Any, where: str) -> ConversationType:
+    if isinstance(prompt, str):
+        raise DataError(
+            f"{where} is plain text ({prompt[:60]!r}); it must be a list of chat messages: "
+            '[{"role": "user", "content": "…"}]'
+        )
+    is_conversation = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
+    if not prompt or not is_conversation or any("role" not in m or "content" not in m for m in prompt):
+        raise DataError(f"{where} must be a list of chat messages, each with role and content; got {str(prompt)[:120]}")
+    return [_without_empty_columns(message) for message in prompt]
+
+
+def _without_empty_columns(message: MessageType) -> MessageType:
+    """Parquet gives every message every key, None where it had none; chat templates ask whether a key is there."""
+    return {key: value for key, value in message.items() if value is not None or key == "content"}

@@ -1,0 +1,100 @@
+"""From trajectories to padded tensors.
+
+B trajectories, P longest prompt, R longest response, T = P + R:
+
+    sequences   | pad pad prompt | response pad |     prompts end, and responses begin, at the same column P
+
+Mask and reward tensors cover the responses only: column r of them is column P + r of the sequences.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def convert_prompts_responses_to_batch_tensors(
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    rewards: list[list[float]],
+    loss_masks: list[list[int]],
+    logprobs: list[list[float]] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Pads B trajectories into tensors.
+
+    Args:
+        tokenizer: gives the padding id.
+        prompts, responses: token ids.
+        rewards, loss_masks, logprobs: one entry a response token.
+
+    Returns:
+        sequences [B, T], int64.
+        attention_mask [B, T], int64: 1 on tokens, 0 on padding.
+        response_mask [B, R], int64: 1 on response tokens, whoever wrote them.
+        rewards [B, R], float32, 0 on padding.
+        loss_masks [B, R], float32: 1 on the tokens that train, 0 on padding.
+        logprobs [B, R], float32, 0 on padding; None if none are given.
+
+    Raises:
+        ValueError: no trajectories, lists of different lengths, or a tokenizer without a padding token.
+    """
+    _check_lengths(prompts, responses, rewards, loss_masks, logprobs)
+    if tokenizer.pad_token_id is None:
+        raise ValueError("the tokenizer has no padding token; set tokenizer.pad_token (to its eos_token, for example)")
+    pad_id: int = tokenizer.pad_token_id  # pyright: ignore[reportAssignmentType]
+    prompt_mask, response_mask = _length_mask(prompts, left=True), _length_mask(responses)
+    sequences = torch.cat(
+        [_fill(prompts, prompt_mask, torch.int64, pad_id), _fill(responses, response_mask, torch.int64, pad_id)], dim=1
+    )
+    return (
+        sequences,
+        torch.cat([prompt_mask, response_mask], dim=1).long(),
+        response_mask.long(),
+        _fill(rewards, response_mask, torch.float32),
+        _fill(loss_masks, response_mask, torch.float32),
+        None if logprobs is None else _fill(logprobs, response_mask, torch.float32),
+    )
+
+
+def _length_mask(rows: Sequence[Sequence[object]], left: bool = False) -> torch.Tensor:
+    """[B, L], True where a row has an entry: at the start of a line, or at its end if padded on the left."""
+    lengths_B = torch.tensor([len(row) for row in rows])
+    columns_L = torch.arange(int(lengths_B.max()))
+    mask_BL = columns_L < lengths_B[:, None]
+    return mask_BL.flip(1) if left else mask_BL
+
+
+def _fill(
+    rows: Sequence[Sequence[float]], mask_BL: torch.Tensor, dtype: torch.dtype, padding: float = 0
+) -> torch.Tensor:
+    """[B, L]: the entries of all rows, one after the other, where the mask is True; padding elsewhere."""
+    entries = [entry for row in rows for entry in row]
+    return torch.full(mask_BL.shape, padding, dtype=dtype).masked_scatter_(mask_BL, torch.tensor(entries, dtype=dtype))
+
+
+def _check_lengths(
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    rewards: list[list[float]],
+    loss_masks: list[list[int]],
+    logprobs: list[list[float]] | None,
+) -> None:
+    if not responses:
+        raise ValueError("there are no trajectories to make a batch of: responses is empty")
+    columns = {"prompts": prompts, "rewards": rewards, "loss_masks": loss_masks}
+    if logprobs is not None:
+        columns["logprobs"] = logprobs
+    for name, column in columns.items():
+        if len(column) != len(responses):
+            raise ValueError(f"{name} must be as many as responses; got {len(column)} and {len(responses)}")
+        if name == "prompts":
+            continue
+        for i, (entry, response) in enumerate(zip(column, responses, strict=True)):
+            if len(entry) != len(response):
+                raise ValueError(
+                    f"{name} must have one entry a response token; trajectory {i} has {len(entry)} for {len(response)}"
+                )

@@ -1,0 +1,138 @@
+"""Batches on their way into and out of a generator: prepared, joined, checked."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from loguru import logger
+
+from skyrl_train.generators.base import (
+    BatchMetadata,
+    GeneratorInput,
+    GeneratorOutput,
+    TrainingPhase,
+    TrajectoryID,
+)
+from skyrl_train.generators.metrics import get_rollout_metrics
+
+
+def prepare_generator_input(
+    prompts: list[dict[str, Any]],
+    n_samples_per_prompt: int,
+    sampling_params: dict[str, Any] | None,
+    default_env_class: str,
+    training_phase: TrainingPhase,
+    global_step: int | None,
+) -> tuple[GeneratorInput, list[str]]:
+    """What a generator takes, made of dataset rows (`prompt`, `env_class`, `env_extras`, `uid`).
+
+    Every prompt stands `n_samples_per_prompt` times in a row.
+
+    Returns:
+        The input, and the uid of the prompt behind each of its entries.
+    """
+    samples = [(row, repetition) for row in prompts for repetition in range(n_samples_per_prompt)]
+    uids = [row["uid"] for row, _ in samples]
+    generator_input = GeneratorInput(
+        prompts=[row["prompt"] for row, _ in samples],
+        env_classes=[row["env_class"] or default_env_class for row, _ in samples],
+        env_extras=[row["env_extras"] for row, _ in samples],
+        sampling_params=sampling_params,
+        trajectory_ids=[TrajectoryID(row["uid"], repetition) for row, repetition in samples],
+        batch_metadata=BatchMetadata(global_step=global_step, training_phase=training_phase),
+    )
+    return generator_input, uids
+
+
+def concatenate_generator_outputs(generator_outputs: Sequence[GeneratorOutput]) -> GeneratorOutput:
+    """Several outputs as one, in their order.
+
+    The `generate/` metrics are computed anew (counts are added up), others are averaged with the number of trajectories
+    as weight.
+
+    Raises:
+        ValueError: no outputs, or a column that some have and some lack (log-probs, for example).
+    """
+    if not generator_outputs:
+        raise ValueError("there are no generator outputs to concatenate")
+    keys = {key for output in generator_outputs for key, value in output.items() if value is not None}
+    joined: dict[str, Any] = {key: None for output in generator_outputs for key in output}
+    for key in sorted(keys - {"rollout_metrics"}):
+        columns = [output.get(key) for output in generator_outputs]
+        if any(column is None for column in columns):
+            missing = [i for i, column in enumerate(columns) if column is None]
+            raise ValueError(
+                f"cannot concatenate generator outputs: {key} is missing in number {missing}, others have it"
+            )
+        joined[key] = [value for column in columns for value in column]  # pyright: ignore[reportOptionalIterable]
+    joined["rollout_metrics"] = _joined_metrics(generator_outputs) | get_rollout_metrics(
+        joined["response_ids"],
+        joined["rewards"],
+        stop_reasons=joined.get("stop_reasons"),
+        failures=joined.get("failures"),
+    )
+    output = GeneratorOutput(**joined)
+    validate_generator_output(len(output["prompt_token_ids"]), output)
+    return output
+
+
+def _joined_metrics(generator_outputs: Sequence[GeneratorOutput]) -> dict[str, float]:
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    weights: defaultdict[str, list[int]] = defaultdict(list)
+    for output in generator_outputs:
+        for key, value in (output["rollout_metrics"] or {}).items():
+            values[key].append(value)
+            weights[key].append(len(output["response_ids"]))
+    return {
+        key: float(sum(numbers))
+        if key.startswith("generate/num_")
+        else float(np.average(numbers, weights=weights[key]))
+        for key, numbers in values.items()
+    }
+
+
+def validate_generator_output(num_prompts: int, generator_output: GeneratorOutput) -> None:
+    """Checks what a generator made before anything is computed from it.
+
+    Raises:
+        RuntimeError: there is no response at all.
+        ValueError: lists that belong together differ in length.
+    """
+    responses = generator_output["response_ids"]
+    if not responses:
+        raise RuntimeError("No outputs generated")
+    if len(responses) != num_prompts:
+        raise ValueError(f"Mismatch between prompts ({num_prompts}) and responses ({len(responses)})")
+    for key, column in generator_output.items():
+        if isinstance(column, list) and len(column) != len(responses):
+            raise ValueError(
+                f"Generator output {key} length must be equal to response_ids length: {len(column)} != {len(responses)}"
+            )
+    _check_token_columns(generator_output)
+    if not any(any(loss_mask) for loss_mask in generator_output["loss_masks"]):
+        logger.warning("the loss mask of every trajectory of this batch is zero: nothing will be learned from it")
+
+
+def _check_token_columns(output: GeneratorOutput) -> None:
+    lengths = [len(ids) for ids in output["response_ids"]]
+    columns = {
+        "loss masks": output["loss_masks"],
+        "rollout logprobs": output["rollout_logprobs"],
+        "weight versions": output.get("weight_versions"),
+    }
+    for name, column in columns.items():
+        for i, values in enumerate(column or []):
+            if len(values) != lengths[i]:
+                raise ValueError(
+                    f"Response ids and {name} must have the same length; trajectory {i}: {lengths[i]} and {len(values)}"
+                )
+    per_token = [isinstance(reward, list) for reward in output["rewards"]]
+    if any(per_token) != all(per_token):
+        raise ValueError("rewards must be `List[float]` or `List[List[float]]`, not some of each")
+    for i, reward in enumerate(output["rewards"]):
+        if isinstance(reward, list) and len(reward) != lengths[i]:
+            raise ValueError(
+                "Token rewards and response ids must have the same length; "
+                f"trajectory {i}: {len(reward)} and {lengths[i]}"
+            )

@@ -1,0 +1,324 @@
+"""A trajectory's tokens while it grows: what the model reads next, and what of it the model wrote. Knows no engine.
+
+There are three ways to write down a conversation; each is a class with the same few methods.
+"""
+
+import functools
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from loguru import logger
+
+from skyrl_train.errors import RolloutError
+from skyrl_train.generators.environment import StepResult
+from skyrl_train.generators.rewards import TurnReward, token_rewards
+from skyrl_train.generators.tokenization import ChatFormat
+from skyrl_train.types import ConversationType
+
+NOT_WRITTEN = -1
+"""Weight version of a token that the model did not write."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine wrote in one turn. `logprobs` and `weight_versions` are one a token."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float] | None
+    weight_versions: list[int]
+    stop_reason: str
+
+
+@dataclass
+class ResponseTokens:
+    """Everything after the prompt; four lists of one length."""
+
+    ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def add_written(self, ids: list[int], logprobs: list[float] | None, weight_versions: list[int]) -> None:
+        """Tokens of the model."""
+        self.ids += ids
+        self.loss_mask += [1] * len(ids)
+        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
+        self.weight_versions += weight_versions
+
+    def add_given(self, ids: list[int]) -> None:
+        """Tokens of the environment, of the template, or of ours."""
+        self.ids += ids
+        self.loss_mask += [0] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.weight_versions += [NOT_WRITTEN] * len(ids)
+
+    def cut(self, length: int) -> None:
+        """Keeps the first `length` tokens."""
+        for tokens in (self.ids, self.loss_mask, self.logprobs, self.weight_versions):
+            del tokens[length:]
+
+
+@dataclass(frozen=True)
+class FinishedTokens:
+    """A trajectory's tokens. `rewards` is one a response token. There is at least one response token."""
+
+    prompt_ids: list[int]
+    response: ResponseTokens
+    rewards: list[float]
+
+
+class Dialogue(ABC):
+    """Open it with the messages to start from; then add answers and steps in turn; then finish it."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self.chat = chat
+        self.prompt_ids: list[int] = []
+
+    @abstractmethod
+    def open(self, history: ConversationType) -> None:
+        """Takes the messages that stand before the first answer."""
+
+    @abstractmethod
+    def input_ids(self) -> list[int]:
+        """What the model reads next."""
+
+    @abstractmethod
+    def add_answer(self, answer: Answer) -> None:
+        """Takes what the model wrote."""
+
+    @abstractmethod
+    def add_step(self, answer: Answer, step: StepResult) -> None:
+        """Takes what the environment made of that answer."""
+
+    @abstractmethod
+    def finish(self, stop_reason: str) -> FinishedTokens:
+        """The tokens up to the last answer: what an environment said after it was never read by the model."""
+
+    def abandon(self) -> FinishedTokens:
+        """What there is of a trajectory that failed: nothing of it trains, no token has a reward."""
+        response = self._partial_response()
+        if not response.ids:
+            response.add_given([self.chat.eos_token_id])
+        response.loss_mask = [0] * len(response)
+        return FinishedTokens(self.prompt_ids, response, [0.0] * len(response))
+
+    def _partial_response(self) -> ResponseTokens:
+        return ResponseTokens()
+
+
+class TokenDialogue(Dialogue):
+    """Base of those that only ever append tokens: what the model wrote is never encoded again."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        super().__init__(chat)
+        self.response = ResponseTokens()
+        self.turn_rewards: list[TurnReward] = []
+        self._turn_start = 0
+        self._turn_end = 0
+
+    def open(self, history: ConversationType) -> None:
+        self.prompt_ids = self.chat.ids(history, add_generation_prompt=True)
+
+    def input_ids(self) -> list[int]:
+        return self.prompt_ids + self.response.ids
+
+    def add_answer(self, answer: Answer) -> None:
+        self._turn_start = len(self.response)
+        self.response.add_written(answer.token_ids, answer.logprobs, answer.weight_versions)
+        self._turn_end = len(self.response)
+
+    def finish(self, stop_reason: str) -> FinishedTokens:
+        self.response.cut(self._turn_end)
+        if not self.response.ids:
+            self.response.add_given([self.chat.eos_token_id])
+        return FinishedTokens(self.prompt_ids, self.response, token_rewards(len(self.response), self.turn_rewards))
+
+    def _partial_response(self) -> ResponseTokens:
+        self.response.cut(self._turn_end)
+        return self.response
+
+    def _replace_answer(self, answer: Answer, text: str) -> None:
+        """Puts an environment's `postprocessed_action` in the place of the answer.
+
+        Where it is the beginning of the answer and ends between two tokens, those tokens stay the model's own.
+        Otherwise the text is encoded, and as the model did not write those tokens their loss mask is 0.
+        """
+        if text == answer.text:
+            return
+        self.response.cut(self._turn_start)
+        kept = self._tokens_of_beginning(answer, text)
+        if kept is not None:
+            logprobs = None if answer.logprobs is None else answer.logprobs[:kept]
+            self.response.add_written(answer.token_ids[:kept], logprobs, answer.weight_versions[:kept])
+        else:
+            _warn_of_encoded_action()
+            self.response.add_given(self.chat.encode(text))
+        self._turn_end = len(self.response)
+
+    def _tokens_of_beginning(self, answer: Answer, text: str) -> int | None:
+        if not answer.text.startswith(text):
+            return None
+        ids = answer.token_ids
+        length = bisect_left(range(len(ids) + 1), len(text), key=lambda n: len(self.chat.decode(ids[:n])))
+        return length if self.chat.decode(ids[:length]) == text else None
+
+    def _last_written_token(self) -> int:
+        """Index of the turn's last token that the model wrote; if there is none, of the turn's last token."""
+        for index in range(self._turn_end - 1, self._turn_start - 1, -1):
+            if self.response.loss_mask[index]:
+                return index
+        return self._turn_end - 1
+
+
+class ConversationDialogue(TokenDialogue):
+    """Every turn is a message of its own, and what the environment says comes between them in the template's form.
+
+    Args:
+        append_eos_after_stop_string: an answer that ended with one of `stop_strings` is closed with the end-of-sequence
+            token, which the model did not write (loss mask 0).
+    """
+
+    def __init__(self, chat: ChatFormat, stop_strings: list[str], append_eos_after_stop_string: bool) -> None:
+        super().__init__(chat)
+        self.stop_strings = tuple(stop_strings) if append_eos_after_stop_string else ()
+
+    def add_step(self, answer: Answer, step: StepResult) -> None:
+        if step.postprocessed_action is not None:
+            self._replace_answer(answer, step.postprocessed_action)
+        text = answer.text if step.postprocessed_action is None else step.postprocessed_action
+        self.turn_rewards.append(TurnReward(self._last_written_token(), step.reward))
+        if self.stop_strings and text.endswith(self.stop_strings) and not self._ends_with_eos():
+            self.response.add_given([self.chat.eos_token_id])
+            self._turn_end = len(self.response)
+        if not step.done:
+            # An answer that was cut short still has to be closed before the next message opens.
+            cut_short = answer.stop_reason == "length" or step.postprocessed_action is not None
+            closed = self._ends_with_eos() or not cut_short
+            self.response.add_given(self.chat.continuation_ids(step.observations, answer_is_closed=closed))
+
+    def _ends_with_eos(self) -> bool:
+        return self._turn_end > self._turn_start and self.response.ids[self._turn_end - 1] == self.chat.eos_token_id
+
+
+class SingleMessageDialogue(TokenDialogue):
+    """One assistant message that grows: what the environment says stands inside it as plain text (a tool's result
+    between tags, for example)."""
+
+    def add_step(self, answer: Answer, step: StepResult) -> None:
+        if step.postprocessed_action is not None:
+            self._replace_answer(answer, step.postprocessed_action)
+        if not step.done:
+            self._drop_eos()
+        self.turn_rewards.append(TurnReward(self._last_written_token(), step.reward))
+        if not step.done:
+            for message in step.observations:
+                self.response.add_given(self.chat.encode(message["content"]))
+
+    def finish(self, stop_reason: str) -> FinishedTokens:
+        """As the base class; a message that came to its end is closed, by us if the model did not (loss mask 0)."""
+        self.response.cut(self._turn_end)
+        if stop_reason != "length" and self.response.ids[-1:] != [self.chat.eos_token_id]:
+            self.response.add_given([self.chat.eos_token_id])
+            self._turn_end = len(self.response)
+        return super().finish(stop_reason)
+
+    def _drop_eos(self) -> None:
+        """The message goes on, so the end that the model wrote is taken back."""
+        if self._turn_end > self._turn_start and self.response.ids[-1] == self.chat.eos_token_id:
+            self.response.cut(self._turn_end - 1)
+            self._turn_end -= 1
+
+
+class RetokenizedDialogue(Dialogue):
+    """The whole conversation is rendered anew each turn, as a chat template that rewrites earlier turns (dropping their
+    thoughts, for example) demands. The template says which tokens are the model's: it needs `generation` blocks.
+
+    The ids may differ from those that the model wrote, so there are no log-probs.
+    """
+
+    def __init__(self, chat: ChatFormat) -> None:
+        super().__init__(chat)
+        self.messages: ConversationType = []
+        self.turns: list[tuple[Answer, float]] = []
+        self._num_messages = 0
+
+    def open(self, history: ConversationType) -> None:
+        self.messages = list(history)
+        self._num_messages = len(history)
+        self.prompt_ids = self.chat.ids(history)
+
+    def input_ids(self) -> list[int]:
+        return self.chat.ids(self.messages, add_generation_prompt=True)
+
+    def add_answer(self, answer: Answer) -> None:
+        text = answer.text.removesuffix(str(self.chat.tokenizer.eos_token))
+        self.messages.append({"role": "assistant", "content": text})
+        self._num_messages = len(self.messages)
+        self.turns.append((answer, 0.0))
+
+    def add_step(self, answer: Answer, step: StepResult) -> None:
+        if step.postprocessed_action is not None:
+            self.messages[-1] = {"role": "assistant", "content": step.postprocessed_action}
+        self.turns[-1] = (answer, step.reward)
+        self.messages += step.observations
+
+    def finish(self, stop_reason: str) -> FinishedTokens:
+        response, turn_rewards = ResponseTokens(), []
+        if self.turns:
+            ids, assistant_mask = self._rendered()
+            response.add_given(ids)
+            turn_rewards = self._mark_answers(response, assistant_mask)
+        else:
+            response.add_given([self.chat.eos_token_id])
+        return FinishedTokens(self.prompt_ids, response, token_rewards(len(response), turn_rewards))
+
+    def _rendered(self) -> tuple[list[int], list[int]]:
+        """Ids and assistant mask of everything after the prompt."""
+        ids, mask = self.chat.ids_and_written_mask(self.messages[: self._num_messages])
+        if ids[: len(self.prompt_ids)] != self.prompt_ids:
+            raise RolloutError(
+                "environment", "the chat template rewrote the prompt when an answer followed it; use another template"
+            )
+        return ids[len(self.prompt_ids) :], mask[len(self.prompt_ids) :]
+
+    def _mark_answers(self, response: ResponseTokens, assistant_mask: list[int]) -> list[TurnReward]:
+        """Gives every answer its tokens and its reward."""
+        spans = _runs_of_ones(assistant_mask)
+        if len(spans) != len(self.turns):
+            raise RolloutError(
+                "environment",
+                f"the chat template marks {len(spans)} answers where the model wrote {len(self.turns)}; "
+                "it must put each in a generation block",
+            )
+        turn_rewards = []
+        for (start, end), (answer, reward) in zip(spans, self.turns, strict=True):
+            eos = self.chat.eos_token_id
+            # The template closes every message; where the model did not, that token is not its own.
+            wrote_end = answer.token_ids[-1:] == [eos]
+            written_end = end - 1 if response.ids[end - 1] == eos and not wrote_end else end
+            num_written = written_end - start
+            version = answer.weight_versions[-1] if answer.weight_versions else NOT_WRITTEN
+            response.loss_mask[start:written_end] = [1] * num_written
+            response.weight_versions[start:written_end] = [version] * num_written
+            turn_rewards.append(TurnReward(max(written_end, start + 1) - 1, reward))
+        return turn_rewards
+
+
+def _runs_of_ones(mask: list[int]) -> list[tuple[int, int]]:
+    """Start and end of every unbroken run of ones."""
+    edges = [i for i, (a, b) in enumerate(zip([0, *mask], [*mask, 0], strict=True)) if a != b]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+@functools.cache
+def _warn_of_encoded_action() -> None:
+    """Once in a process."""
+    logger.warning(
+        "an environment replaced the model's text by a postprocessed_action that is not a beginning of it: the model "
+        "is not trained on those tokens (loss mask 0). Let the environment end its turn with a stop string instead."
+    )

@@ -1,0 +1,197 @@
+"""Environments as the agent loop sees them: awaitable, with a deadline, their faults named. Knows no tokens.
+
+Environments may block (tools, databases, sandboxes), so their methods run in threads. The threads are daemons: one that
+never returns costs its trajectory a deadline, and does not keep the process from ending.
+"""
+
+import asyncio
+import contextvars
+import inspect
+import math
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from numbers import Real
+from typing import Any, TypeVar
+
+import skyrl_gym
+from loguru import logger
+
+from skyrl_train.errors import FailureKind, RolloutError
+from skyrl_train.types import ConversationType
+
+T = TypeVar("T")
+
+DEADLINE_SETTING = "environment.skyrl_gym.env_timeout_seconds"
+
+
+class DeadlineExceeded(Exception):
+    """A call did not return in time. It may still be running."""
+
+
+class DaemonThreads:
+    """Runs blocking calls beside the event loop.
+
+    Args:
+        max_workers: calls at the same time; 0 runs them on the event loop itself, without a deadline (for debugging).
+        timeout_seconds: deadline of one call, from when it starts.
+    """
+
+    def __init__(self, max_workers: int, timeout_seconds: float) -> None:
+        self.max_workers = max_workers
+        self.timeout_seconds = timeout_seconds
+        self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    async def call(self, function: Callable[..., T], *args: Any, discard: Callable[[T], None] | None = None) -> T:
+        """The result of `function(*args)`; a coroutine function is awaited directly.
+
+        Args:
+            discard: what to do with a result that arrives after the caller has gone.
+
+        Raises:
+            DeadlineExceeded: the call took longer than the deadline. Its slot is free again.
+        """
+        if inspect.iscoroutinefunction(function):
+            return await self._before_deadline(function(*args))
+        if self.max_workers == 0:
+            result = function(*args)
+        else:
+            async with self._slots_of_this_loop():
+                result = await self._before_deadline(_in_daemon_thread(partial(function, *args), discard))
+        # A plain method may still hand back a coroutine (a decorator, a functools.partial).
+        if inspect.isawaitable(result):
+            return await self._before_deadline(result)
+        return result
+
+    def _slots_of_this_loop(self) -> asyncio.Semaphore:
+        return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_workers))
+
+    async def _before_deadline(self, awaitable: Any) -> Any:
+        deadline = asyncio.timeout(self.timeout_seconds)
+        try:
+            async with deadline:
+                return await awaitable
+        except TimeoutError:
+            if deadline.expired():
+                raise DeadlineExceeded(f"did not return within {self.timeout_seconds:g} s") from None
+            raise
+
+
+def _in_daemon_thread(function: Callable[[], T], discard: Callable[[T], None] | None) -> "asyncio.Future[T]":
+    """Starts `function` in a daemon thread of its own. Cancelling the future abandons the thread."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = loop.create_future()
+
+    def deliver(result: Any, error: BaseException | None) -> None:
+        if outcome.done():
+            if error is None and discard is not None:
+                threading.Thread(target=discard, args=(result,), daemon=True).start()
+        elif error is None:
+            outcome.set_result(result)
+        elif isinstance(error, Exception) and not isinstance(error, StopIteration):
+            outcome.set_exception(error)
+        else:  # a future cannot carry these: they would end the event loop, or the generator that awaits it
+            outcome.set_exception(RuntimeError(f"raised {type(error).__name__}: {error}"))
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = context.run(function)
+        except BaseException as raised:  # carried to the caller, whatever it is
+            error = raised
+        try:
+            loop.call_soon_threadsafe(deliver, result, error)
+        except RuntimeError:  # the event loop is closed: nobody waits for the result any more
+            logger.debug("a call in a thread ended after its event loop had closed")
+
+    context = contextvars.copy_context()
+    threading.Thread(target=work, name="skyrl-gym-env", daemon=True).start()
+    return outcome
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step of an environment gave, checked."""
+
+    reward: float
+    done: bool
+    observations: ConversationType = field(default_factory=list)
+    postprocessed_action: str | None = None
+
+
+class EnvironmentSession:
+    """The environment of one trajectory. Every fault is a `RolloutError` that names the environment and the method.
+
+    Args:
+        env_class: id in the registry of skyrl_gym.
+        env_config: its section of `environment.skyrl_gym`.
+        extras: the dataset row's other columns, this sample's own copy.
+    """
+
+    def __init__(self, threads: DaemonThreads, env_class: str, env_config: Any, extras: dict[str, Any]) -> None:
+        self.threads = threads
+        self.env_class = env_class
+        self.env_config = env_config
+        self.extras = extras
+        self._env: Any = None
+
+    async def init(self, prompt: ConversationType) -> ConversationType:
+        """Makes the environment and starts its episode. Returns the chat history to start from."""
+        make = partial(skyrl_gym.make, self.env_class, env_config=self.env_config, extras=self.extras)
+        self._env = await self._call("make", make, discard=lambda env: env.close())
+        answer = await self._call("init", self._env.init, prompt)
+        try:
+            history, _ = answer
+        except (TypeError, ValueError):
+            raise self._fault("environment", "init", "must return (messages, info)") from None
+        self._check_messages("init", history)
+        return history
+
+    async def step(self, text: str) -> StepResult:
+        """Hands over what the model wrote in this turn."""
+        output = await self._call("step", self._env.step, text)
+        if not isinstance(output, dict) or "done" not in output:
+            raise self._fault(
+                "environment", "step", f"must return a dict with reward, done, observations; got {output!r}"
+            )
+        reward = output.get("reward")
+        if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
+            raise self._fault("reward", "step", f"must give a finite number as reward in every step; got {reward!r}")
+        observations = output.get("observations") or []
+        self._check_messages("step", observations)
+        return StepResult(
+            reward=float(reward),
+            done=bool(output["done"]),
+            observations=list(observations),
+            postprocessed_action=output.get("postprocessed_action"),
+        )
+
+    async def metrics(self) -> dict[str, Any]:
+        """The episode's numbers."""
+        return dict(await self._call("get_metrics", self._env.get_metrics)) if hasattr(self._env, "get_metrics") else {}
+
+    async def close(self) -> None:
+        """Gives the environment's resources back, if it was made."""
+        if self._env is not None:
+            await self._call("close", self._env.close)
+
+    async def _call(self, method: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        try:
+            return await self.threads.call(function, *args, **kwargs)
+        except RolloutError:
+            raise
+        except DeadlineExceeded as error:
+            raise self._fault("environment", method, f"{error} ({DEADLINE_SETTING})") from error
+        except Exception as error:  # environments are users' code: whatever they raise ends this trajectory only
+            raise self._fault("environment", method, f"raised {type(error).__name__}: {error}") from error
+
+    def _check_messages(self, method: str, messages: Any) -> None:
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+            raise self._fault("environment", method, f"must give a list of chat messages; got {messages!r:.200}")
+
+    def _fault(self, kind: FailureKind, method: str, what: str) -> RolloutError:
+        return RolloutError(kind, f"environment {self.env_class!r}: {method} {what}")

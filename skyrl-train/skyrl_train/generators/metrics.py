@@ -1,0 +1,106 @@
+"""What a batch of trajectories tells: lengths, stop reasons, failures, scores. Pure functions; never a nan."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import numpy as np
+from skyrl_gym.metrics import aggregate_for_environment
+
+from skyrl_train.errors import FailureKind
+from skyrl_train.generators.base import Failure, GeneratorOutput, MetricsOutput
+from skyrl_train.generators.rewards import total_reward
+
+Rewards = Sequence[float] | Sequence[Sequence[float]]
+
+
+def get_rollout_metrics(
+    responses: Sequence[Sequence[int]],
+    rewards: Rewards,
+    env_metrics: Sequence[dict[str, Any] | None] | None = None,
+    env_classes: Sequence[str] | None = None,
+    *,
+    stop_reasons: Sequence[str] | None = None,
+    failures: Sequence[Failure | None] | None = None,
+) -> dict[str, float]:
+    """Numbers about B trajectories, under `generate/` and, where the environments report any, `environment/`.
+
+    Args:
+        responses: B lists of token ids.
+        rewards: B floats, or B lists of one float a token.
+        env_metrics: what each environment reports; None for one that reports nothing. Needs `env_classes`.
+        stop_reasons: gives `generate/stop_reason/<reason>`, the share of each.
+        failures: gives `generate/num_failed/<kind>`; failed trajectories enter no other number but the shares.
+    """
+    failed = [failure is not None for failure in failures] if failures is not None else [False] * len(responses)
+    kept = [i for i, is_failed in enumerate(failed) if not is_failed]
+    lengths = np.array([len(responses[i]) for i in kept], dtype=float)
+    rewarded = np.array([total_reward(rewards[i]) != 0.0 for i in kept], dtype=bool)
+    metrics = {
+        "generate/min_num_tokens": float(lengths.min()) if kept else 0.0,
+        "generate/max_num_tokens": float(lengths.max(initial=0.0)),
+        "generate/avg_num_tokens": _mean(lengths),
+        "generate/std_num_tokens": float(lengths.std()) if kept else 0.0,
+        "generate/avg_tokens_non_zero_rewards": _mean(lengths[rewarded]),
+        "generate/avg_tokens_zero_rewards": _mean(lengths[~rewarded]),
+    }
+    if stop_reasons:
+        counts = Counter(stop_reasons)
+        for reason in sorted({"stop", "length", *counts}):
+            metrics[f"generate/stop_reason/{reason}"] = counts[reason] / len(stop_reasons)
+    if failures is not None:
+        counts = Counter(failure.kind for failure in failures if failure is not None)
+        metrics |= {f"generate/num_failed/{kind}": float(counts[kind]) for kind in get_args(FailureKind)}
+    if env_metrics is not None and env_classes is not None:
+        metrics |= _environment_metrics(env_metrics, env_classes, kept)
+    return metrics
+
+
+def _environment_metrics(
+    env_metrics: Sequence[dict[str, Any] | None], env_classes: Sequence[str], kept: list[int]
+) -> dict[str, float]:
+    by_class: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for i in kept:
+        episode = env_metrics[i]
+        if episode:
+            by_class[env_classes[i]].append(episode)
+    found: dict[str, float] = {}
+    for env_class, episodes in by_class.items():
+        for key, value in aggregate_for_environment(env_class, episodes).items():
+            if math.isfinite(value):
+                found[f"environment/{key}"] = float(value)
+    return found
+
+
+def get_metrics_from_generator_output(generator_output: GeneratorOutput, uids: list[str]) -> MetricsOutput:
+    """The scores of B trajectories, failed ones left out.
+
+    `avg_score` is the mean of the trajectories' rewards (summed over tokens), `mean_positive_reward` the mean of their
+    positive parts, `pass_at_n` the share of prompts of which a sample has a reward above 0. All 0 if everything failed.
+
+    Args:
+        uids: the prompt that each trajectory answers.
+
+    Raises:
+        ValueError: no trajectories, or not one uid for each.
+    """
+    rewards = generator_output["rewards"]
+    if not rewards:
+        raise ValueError("there are no trajectories to score: rewards is empty")
+    if len(rewards) != len(uids):
+        raise ValueError(f"there must be one uid a trajectory; got {len(uids)} uids for {len(rewards)} trajectories")
+    failures = generator_output.get("failures") or [None] * len(rewards)
+    scores_by_uid: defaultdict[str, list[float]] = defaultdict(list)
+    for uid, reward, failure in zip(uids, rewards, failures, strict=True):
+        if failure is None:
+            scores_by_uid[uid].append(total_reward(reward))
+    scores = np.array([score for group in scores_by_uid.values() for score in group])
+    solved = np.array([max(group) > 0 for group in scores_by_uid.values()], dtype=float)
+    return MetricsOutput(
+        avg_score=_mean(scores), pass_at_n=_mean(solved), mean_positive_reward=_mean(np.maximum(scores, 0.0))
+    )
+
+
+def _mean(values: np.ndarray[Any, Any]) -> float:
+    return float(values.mean()) if values.size else 0.0

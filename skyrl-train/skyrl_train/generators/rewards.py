@@ -1,0 +1,49 @@
+"""Where rewards stand on tokens, and which trajectories train. Pure functions of lists."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TurnReward:
+    """What an environment gave for one turn, and the index in the response of the turn's last token."""
+
+    token_index: int
+    reward: float
+
+
+def token_rewards(num_tokens: int, turn_rewards: Sequence[TurnReward]) -> list[float]:
+    """One reward a token: 0 everywhere but at the turns' last tokens. A turn in which the model wrote nothing gives its
+    reward to the token before.
+
+    `num_tokens` is at least 1.
+    """
+    rewards = [0.0] * num_tokens
+    for turn in turn_rewards:
+        rewards[min(max(turn.token_index, 0), num_tokens - 1)] += turn.reward
+    return rewards
+
+
+def total_reward(reward: float | Sequence[float]) -> float:
+    """A trajectory's reward: the sum over its tokens, if it is given for each."""
+    return float(sum(reward)) if isinstance(reward, Sequence) else float(reward)
+
+
+def zero_reward_on_non_stop(rewards: list[list[float]], stop_reasons: list[str]) -> list[list[float]]:
+    """Only trajectories that ended by themselves (`stop`) keep their rewards."""
+    return [
+        reward if stop_reason == "stop" else [0.0] * len(reward)
+        for reward, stop_reason in zip(rewards, stop_reasons, strict=True)
+    ]
+
+
+def apply_overlong_filtering(loss_masks: list[list[int]], stop_reasons: list[str]) -> list[list[int]]:
+    """Trajectories that ran out of length do not train (DAPO's overlong filtering, https://arxiv.org/abs/2503.14476).
+
+    Judged by the stop reason: one that was ended by its environment without an end-of-sequence token stays, one that
+    was cut off just behind such a token does not. The lists given are left as they are.
+    """
+    return [
+        [0] * len(loss_mask) if stop_reason == "length" else loss_mask
+        for loss_mask, stop_reason in zip(loss_masks, stop_reasons, strict=True)
+    ]

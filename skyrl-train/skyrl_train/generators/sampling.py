@@ -1,0 +1,33 @@
+"""How a sample is drawn: the settings in the engines' words, and the seed of each request."""
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from skyrl_train.generators.base import BatchMetadata, TrajectoryID
+
+if TYPE_CHECKING:
+    from skyrl_train.config import SamplingParams
+
+
+def get_sampling_params(sampling_params_cfg: "SamplingParams") -> dict[str, Any]:
+    """`generator.sampling_params` or `generator.eval_sampling_params` in the engines' keywords."""
+    params: dict[str, Any] = {
+        "max_tokens": sampling_params_cfg.max_generate_length,
+        "temperature": sampling_params_cfg.temperature,
+        "top_p": sampling_params_cfg.top_p,
+        "top_k": sampling_params_cfg.top_k,
+        "min_p": sampling_params_cfg.min_p,
+        "repetition_penalty": sampling_params_cfg.repetition_penalty,
+        "logprobs": sampling_params_cfg.logprobs,
+    }
+    if sampling_params_cfg.stop:
+        params["stop"] = list(sampling_params_cfg.stop)
+    return params | dict(sampling_params_cfg.additional_kwargs or {})
+
+
+def request_seed(seed: int, metadata: BatchMetadata | None, trajectory_id: TrajectoryID, turn: int) -> int:
+    """A 63-bit seed of one engine call: another for every step, sample and turn, the same in every process and after a
+    resume."""
+    when = (metadata.training_phase, metadata.global_step) if metadata else ("train", None)
+    what = repr((seed, *when, trajectory_id.instance_id, trajectory_id.repetition_id, turn))
+    return int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,310 @@
+"""Many trajectories at a time, in environments of skyrl_gym: retries what the infrastructure failed, records what
+failed otherwise, and puts the results into one output."""
+
+import asyncio
+import copy
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import skyrl_gym
+from loguru import logger
+from tqdm import tqdm
+
+from skyrl_train.errors import ConfigError, RolloutError
+from skyrl_train.generators.agent_loop import LengthBudget, ask_engine, run_agent_loop
+from skyrl_train.generators.base import (
+    BatchMetadata,
+    Failure,
+    GeneratorInput,
+    GeneratorInterface,
+    GeneratorOutput,
+    TrajectoryID,
+)
+from skyrl_train.generators.chat_templates import get_custom_chat_template
+from skyrl_train.generators.dialogue import (
+    Answer,
+    ConversationDialogue,
+    Dialogue,
+    FinishedTokens,
+    RetokenizedDialogue,
+    SingleMessageDialogue,
+)
+from skyrl_train.generators.environment import DaemonThreads, EnvironmentSession
+from skyrl_train.generators.metrics import get_rollout_metrics
+from skyrl_train.generators.rewards import apply_overlong_filtering, zero_reward_on_non_stop
+from skyrl_train.generators.sampling import get_sampling_params, request_seed
+from skyrl_train.generators.tokenization import ChatFormat, ChatTemplateError
+from skyrl_train.inference_engines.base import InferenceEngineInterface
+from skyrl_train.types import ConversationType
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from skyrl_train.config import GeneratorConfig, SkyRLGymConfig
+
+RETRY_DELAY_SECONDS = 0.5
+"""Pause before the first retry of a rollout; doubled for each further one."""
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """One trajectory to be made."""
+
+    prompt: ConversationType
+    env_class: str
+    env_extras: dict[str, Any]
+    sampling_params: dict[str, Any]
+    trajectory_id: TrajectoryID
+    metadata: BatchMetadata | None
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One trajectory as it ended. A failed one has loss mask 0, reward 0 and stop reason `error`."""
+
+    tokens: FinishedTokens
+    stop_reason: str
+    env_metrics: dict[str, Any] = field(default_factory=dict)
+    failure: Failure | None = None
+    num_retries: int = 0
+
+
+class SkyRLGymGenerator(GeneratorInterface):
+    """Runs the agent loop for every prompt of a batch, all at the same time.
+
+    Args:
+        generator_cfg: `generator`.
+        skyrl_gym_cfg: `environment.skyrl_gym`.
+        inference_engine_client: an engine, or a client over many.
+        tokenizer: the model's.
+        model_name: for people who read the log.
+
+    Raises:
+        ConfigError: settings that do not go together, or a chat template that does not fit.
+    """
+
+    def __init__(
+        self,
+        generator_cfg: "GeneratorConfig",
+        skyrl_gym_cfg: "SkyRLGymConfig",
+        inference_engine_client: InferenceEngineInterface,
+        tokenizer: "PreTrainedTokenizerBase",
+        model_name: str,
+    ) -> None:
+        self.generator_cfg = generator_cfg
+        self.skyrl_gym_cfg = skyrl_gym_cfg
+        self.inference_engine_client = inference_engine_client
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.custom_chat_template = get_custom_chat_template(generator_cfg.chat_template)
+        self.chat = ChatFormat(tokenizer, self.custom_chat_template, generator_cfg.chat_template_kwargs)
+        self.retokenizes = self.custom_chat_template is not None and generator_cfg.use_conversation_multi_turn
+        self._threads = DaemonThreads(skyrl_gym_cfg.max_env_workers, skyrl_gym_cfg.env_timeout_seconds)
+        if self.retokenizes:
+            self._check_retokenizing()
+
+    async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
+        """One trajectory for each prompt, in the order of the prompts. A trajectory that fails is in the output with
+        what failed; it ends neither the batch nor the others.
+
+        Raises:
+            ConfigError: an environment id that is not registered, or log-probs asked for where the conversation is
+                tokenized anew each turn. Both are seen before anything is generated.
+        """
+        requests = self._requests(input_batch)
+        with tqdm(
+            total=len(requests), desc="Generating trajectories", disable=disable_tqdm, mininterval=1.0
+        ) as progress:
+
+            async def one(request: RolloutRequest) -> Rollout:
+                rollout = await self._rollout(request)
+                progress.update()
+                return rollout
+
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(request)) for request in requests]
+        rollouts = [task.result() for task in tasks]
+        self._log_failures(rollouts)
+        return self._output(requests, rollouts, with_trajectory_ids=bool(input_batch.get("trajectory_ids")))
+
+    # -- one trajectory
+
+    async def _rollout(self, request: RolloutRequest) -> Rollout:
+        """A trajectory, begun again from its prompt with a fresh environment when the infrastructure failed."""
+        retries = 0
+        while True:
+            rollout = await self._attempt(request, retries)
+            failure = rollout.failure
+            if failure is None or failure.kind != "infrastructure" or retries >= self.generator_cfg.max_rollout_retries:
+                return rollout
+            await asyncio.sleep(RETRY_DELAY_SECONDS * 2**retries)
+            retries += 1
+
+    async def _attempt(self, request: RolloutRequest, num_retries: int) -> Rollout:
+        dialogue = self._new_dialogue(request)
+        extras = copy.deepcopy(request.env_extras) | {"max_turns": self.generator_cfg.max_turns}
+        env_config = self.skyrl_gym_cfg.env_config(request.env_class)
+        env = EnvironmentSession(self._threads, request.env_class, env_config, extras)
+        stop_reason, tokens, env_metrics, failure = "error", None, {}, None
+        try:
+            stop_reason = await self._talk(request, env, dialogue)
+            tokens = dialogue.finish(stop_reason)
+            env_metrics = await env.metrics()
+        except Exception as error:  # whatever it is, it ends this trajectory and no other: it becomes its failure
+            failure = _failure_of(error)
+        finally:
+            try:
+                await env.close()
+            except RolloutError as error:
+                failure = failure or _failure_of(error)
+        if failure is not None or tokens is None:
+            tokens, stop_reason, env_metrics = dialogue.abandon(), "error", {}
+        return Rollout(self._bounded(request, tokens), stop_reason, env_metrics, failure, num_retries)
+
+    async def _talk(self, request: RolloutRequest, env: EnvironmentSession, dialogue: Dialogue) -> str:
+        """The agent loop, with requests to our engine."""
+        params = request.sampling_params
+        seed = params.get("seed", self.generator_cfg.seed)
+
+        async def ask(input_ids: list[int], turn: int, max_tokens: int) -> Answer:
+            turn_seed = request_seed(seed, request.metadata, request.trajectory_id, turn)
+            return await ask_engine(
+                self.inference_engine_client,
+                input_ids,
+                params | {"max_tokens": max_tokens, "seed": turn_seed},
+                session_id=request.trajectory_id.to_string(),
+                timeout_seconds=self.generator_cfg.request_timeout_seconds,
+            )
+
+        budget = LengthBudget(
+            max_input_length=self.generator_cfg.max_input_length,
+            max_tokens=params.get("max_tokens", self.generator_cfg.sampling_params.max_generate_length),
+            max_context_length=self.generator_cfg.engine_init_kwargs.get("max_model_len"),
+        )
+        return await run_agent_loop(env, copy.deepcopy(request.prompt), dialogue, ask, budget)
+
+    def _new_dialogue(self, request: RolloutRequest) -> Dialogue:
+        if self.retokenizes:
+            return RetokenizedDialogue(self.chat)
+        if not self.generator_cfg.use_conversation_multi_turn:
+            return SingleMessageDialogue(self.chat)
+        stop = request.sampling_params.get("stop") or []
+        return ConversationDialogue(
+            self.chat,
+            stop_strings=[stop] if isinstance(stop, str) else list(stop),
+            append_eos_after_stop_string=self.generator_cfg.append_eos_token_after_stop_str_in_multi_turn,
+        )
+
+    def _bounded(self, request: RolloutRequest, tokens: FinishedTokens) -> FinishedTokens:
+        """A prompt that is over the limit trained nothing: it is cut, so that it does not make the whole batch wide.
+        One whose environment never started is that of the dataset."""
+        prompt_ids = tokens.prompt_ids
+        if not prompt_ids:
+            try:
+                prompt_ids = self.chat.ids(request.prompt, add_generation_prompt=True)
+            except ChatTemplateError:  # already the trajectory's failure
+                prompt_ids = [self.chat.eos_token_id]
+        return FinishedTokens(prompt_ids[: self.generator_cfg.max_input_length], tokens.response, tokens.rewards)
+
+    # -- a batch
+
+    def _requests(self, input_batch: GeneratorInput) -> list[RolloutRequest]:
+        num_prompts = len(input_batch["prompts"])
+        params = input_batch.get("sampling_params") or get_sampling_params(self.generator_cfg.sampling_params)
+        ids = input_batch.get("trajectory_ids") or [TrajectoryID(str(i), 0) for i in range(num_prompts)]
+        extras = input_batch.get("env_extras") or [{} for _ in range(num_prompts)]
+        self._check_env_classes(input_batch["env_classes"])
+        if self.retokenizes and params.get("logprobs") is not None:
+            raise self._no_logprobs("sampling_params.logprobs", params["logprobs"])
+        columns = zip(input_batch["prompts"], input_batch["env_classes"], extras, ids, strict=True)
+        metadata = input_batch.get("batch_metadata")
+        return [
+            RolloutRequest(prompt, env_class, extra or {}, params, trajectory_id, metadata)
+            for prompt, env_class, extra, trajectory_id in columns
+        ]
+
+    def _output(
+        self, requests: list[RolloutRequest], rollouts: list[Rollout], with_trajectory_ids: bool
+    ) -> GeneratorOutput:
+        responses = [rollout.tokens.response for rollout in rollouts]
+        rewards = [rollout.tokens.rewards for rollout in rollouts]
+        loss_masks = [response.loss_mask for response in responses]
+        stop_reasons = [rollout.stop_reason for rollout in rollouts]
+        failures = [rollout.failure for rollout in rollouts]
+        metrics = get_rollout_metrics(
+            [response.ids for response in responses],
+            rewards,
+            [rollout.env_metrics for rollout in rollouts],
+            [request.env_class for request in requests],
+            stop_reasons=stop_reasons,
+            failures=failures,
+        )
+        metrics["generate/num_retries"] = float(sum(rollout.num_retries for rollout in rollouts))
+        if self.generator_cfg.zero_reward_on_non_stop:
+            rewards = zero_reward_on_non_stop(rewards, stop_reasons)
+        if self.generator_cfg.apply_overlong_filtering:
+            loss_masks = apply_overlong_filtering(loss_masks, stop_reasons)
+        asked_for_logprobs = bool(requests) and requests[0].sampling_params.get("logprobs") is not None
+        return GeneratorOutput(
+            prompt_token_ids=[rollout.tokens.prompt_ids for rollout in rollouts],
+            response_ids=[response.ids for response in responses],
+            rewards=rewards,
+            loss_masks=loss_masks,
+            stop_reasons=stop_reasons,
+            rollout_metrics=metrics,
+            rollout_logprobs=[response.logprobs for response in responses] if asked_for_logprobs else None,
+            trajectory_ids=[request.trajectory_id for request in requests] if with_trajectory_ids else None,
+            weight_versions=[response.weight_versions for response in responses],
+            failures=failures,
+        )
+
+    def _log_failures(self, rollouts: list[Rollout]) -> None:
+        failures = [rollout.failure for rollout in rollouts if rollout.failure is not None]
+        if failures:
+            counts = ", ".join(f"{count} {kind}" for kind, count in Counter(f.kind for f in failures).items())
+            logger.warning(
+                "{} of {} trajectories of {} failed ({}); the first: {}",
+                len(failures), len(rollouts), self.model_name, counts, failures[0].message,
+            )  # fmt: skip
+
+    # -- what is checked before anything is generated
+
+    def _check_env_classes(self, env_classes: list[str]) -> None:
+        for env_class in sorted(set(env_classes)):
+            try:
+                skyrl_gym.spec(env_class)
+            except skyrl_gym.error.Error as error:
+                raise ConfigError(
+                    f"environment.env_class (or a dataset row's env_class) is {env_class!r}: {error}. Environments of "
+                    "your own are registered with skyrl_gym.register in the process that generates"
+                ) from error
+
+    def _check_retokenizing(self) -> None:
+        setting = "generator.chat_template.name_or_path"
+        if not self.chat.marks_answers():
+            raise ConfigError(
+                f"{setting}={self.generator_cfg.chat_template.name_or_path!r} must put what the model writes between "
+                "{% generation %} and {% endgeneration %}: with a custom template the conversation is tokenized anew "
+                "each turn, and nothing else says which tokens are the model's"
+            )
+        for name in ("sampling_params", "eval_sampling_params"):
+            logprobs = getattr(self.generator_cfg, name).logprobs
+            if logprobs is not None:
+                raise self._no_logprobs(f"generator.{name}.logprobs", logprobs)
+
+    def _no_logprobs(self, setting: str, value: Any) -> ConfigError:
+        return ConfigError(
+            f"{setting}={value!r} must be null with generator.chat_template.name_or_path="
+            f"{self.generator_cfg.chat_template.name_or_path!r}: the conversation is tokenized anew each turn, so the "
+            "log-probs would belong to other tokens"
+        )
+
+
+def _failure_of(error: Exception) -> Failure:
+    if isinstance(error, RolloutError):
+        return Failure(error.kind, str(error))
+    if isinstance(error, ChatTemplateError):  # the messages are the environment's
+        return Failure("environment", str(error))
+    logger.opt(exception=error).error("a rollout ended with an error that nothing else names")
+    return Failure("infrastructure", f"{type(error).__name__}: {error}")

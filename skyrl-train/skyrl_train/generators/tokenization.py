@@ -1,0 +1,235 @@
+"""From chat messages to token ids, and which of those ids a model wrote. Knows no engine and no environment.
+
+What a model wrote is never tokenized again. What stands between two of its answers is found by rendering a small fixed
+conversation whose last message carries a mark, and taking what the template puts after that mark.
+"""
+
+import re
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.types import ConversationType, MessageType
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MARK = "skyrl-mark"
+_QUESTION: MessageType = {"role": "user", "content": "Hello."}
+_MARKED_QUESTION: MessageType = {"role": "user", "content": _MARK}
+_MARKED_ANSWER: MessageType = {"role": "assistant", "content": _MARK}
+
+
+class ChatTemplateError(ValueError):
+    """A chat template cannot render the messages it was given."""
+
+
+class ChatFormat:
+    """A tokenizer with its chat template and the template's keyword arguments.
+
+    Args:
+        tokenizer: a tokenizer with an end-of-sequence token.
+        chat_template: Jinja text; None means the tokenizer's own.
+        chat_template_kwargs: what the template reads besides messages, such as `enable_thinking`.
+
+    Raises:
+        ConfigError: there is no template, no end-of-sequence token, or the template leaves assistant messages out.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(
+                "the tokenizer has no end-of-sequence token (eos_token); set one in tokenizer_config.json"
+            )
+        if chat_template is None and not tokenizer.chat_template:
+            raise ConfigError(
+                "the tokenizer has no chat template; use an instruct model, or give one with generator.chat_template"
+            )
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        try:
+            probe = self.text([_QUESTION, _MARKED_ANSWER])
+        except ChatTemplateError as error:
+            raise ConfigError(f"{error} (a plain conversation); check generator.chat_template_kwargs") from error
+        if _MARK not in probe:
+            raise ConfigError("the chat template drops assistant messages, so it cannot carry a conversation")
+
+    @property
+    def eos_token_id(self) -> int:
+        return self.tokenizer.eos_token_id  # pyright: ignore[reportReturnType]
+
+    def text(self, messages: ConversationType, add_generation_prompt: bool = False) -> str:
+        """The conversation as the template renders it. Raises ChatTemplateError if it cannot."""
+        try:
+            return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                chat_template=self.chat_template,
+                **self.chat_template_kwargs,
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ChatTemplateError(f"the chat template cannot render these messages: {error}") from error
+
+    def ids_and_written_mask(self, messages: ConversationType) -> tuple[list[int], list[int]]:
+        """The conversation's ids, and 1 where the template's `generation` blocks say that a model writes."""
+        rendered = self.tokenizer.apply_chat_template(
+            messages,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            chat_template=self.chat_template,
+            **self.chat_template_kwargs,
+        )
+        return rendered["input_ids"], rendered["assistant_masks"]  # pyright: ignore
+
+    def marks_answers(self) -> bool:
+        """The template has `generation` blocks."""
+        template = self.chat_template or self.tokenizer.chat_template
+        return re.search(r"\{%-?\s*generation\s*-?%\}", str(template)) is not None
+
+    def ids(self, messages: ConversationType, add_generation_prompt: bool = False) -> list[int]:
+        """The conversation's token ids; with the generation prompt, what a model continues."""
+        return self.encode(self.text(messages, add_generation_prompt))
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens around it."""
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of some ids, special tokens left out."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)  # pyright: ignore[reportReturnType]
+
+    def continuation_ids(self, observations: ConversationType, *, answer_is_closed: bool) -> list[int]:
+        """What the template puts between an answer and the next one.
+
+        Args:
+            observations: the messages that follow the answer; there may be none.
+            answer_is_closed: the answer already ends with the end-of-sequence token, so it is not written again.
+        """
+        text = self.text([_QUESTION, _MARKED_ANSWER, *observations], add_generation_prompt=True)
+        cut = text.index(_MARK) + len(_MARK)
+        end_of_turn = str(self.tokenizer.eos_token)
+        if answer_is_closed and text.startswith(end_of_turn, cut):
+            cut += len(end_of_turn)
+        return self._ids_after(text, cut)
+
+    def subset_ids(self, messages: ConversationType) -> list[int]:
+        """What `messages` add to a conversation that stands before them.
+
+        Raises:
+            ValueError: no messages, or a template that rewrites the end of what stood before.
+        """
+        if not messages:
+            raise ValueError("messages list cannot be empty")
+        base = [_MARKED_QUESTION] if messages[0]["role"] == "assistant" else [_QUESTION, _MARKED_ANSWER]
+        before, text = self.text(base), self.text([*base, *messages])
+        end_of_base = before[before.index(_MARK) + len(_MARK) :]
+        cut = text.index(_MARK) + len(_MARK)
+        if not text.startswith(end_of_base, cut):
+            raise ValueError(
+                f"the chat template ends a message with {end_of_base!r}, but otherwise when "
+                f"{messages[0]['role']!r} follows: messages cannot be encoded one by one"
+            )
+        return self._ids_after(text, cut + len(end_of_base))
+
+    @cached_property
+    def generation_prompt_ids(self) -> list[int]:
+        """The header after which a model writes. Empty for templates without one."""
+        before, text = self.text([_QUESTION]), self.text([_QUESTION], add_generation_prompt=True)
+        return self._ids_after(text, len(before)) if text.startswith(before) else []
+
+    def _ids_after(self, text: str, cut: int) -> list[int]:
+        """The ids of `text[cut:]` as they are when it stands after `text[:cut]`: some tokenizers treat the start of a
+        text differently. If a token straddles the cut, the rest is encoded by itself."""
+        before, whole = self.encode(text[:cut]), self.encode(text)
+        if whole[: len(before)] == before:
+            return whole[len(before) :]
+        return self.encode(text[cut:])
+
+
+def get_generation_prompt_ids(tokenizer: "PreTrainedTokenizerBase", chat_template: str | None = None) -> list[int]:
+    """The ids of the header after which a model writes, such as `<|im_start|>assistant` and a line break."""
+    return ChatFormat(tokenizer, chat_template).generation_prompt_ids
+
+
+def encode_messages_subset(
+    messages: ConversationType, tokenizer: "PreTrainedTokenizerBase", chat_template: str | None = None
+) -> list[int]:
+    """The ids that `messages` add to a conversation, whatever stood before them. See `ChatFormat.subset_ids`."""
+    return ChatFormat(tokenizer, chat_template).subset_ids(messages)
+
+
+def get_response_ids_and_loss_mask_from_messages(
+    messages: ConversationType,
+    tokenizer: "PreTrainedTokenizerBase",
+    assistant_logprobs: list[list[float]] | None = None,
+    chat_template: str | None = None,
+) -> tuple[list[int], list[int], list[float] | None]:
+    """Tokens, loss mask and log-probs of the messages after a prompt, for generators that only have text.
+
+    The loss mask is 1 from after an assistant message's header up to and including its end-of-sequence token, else 0.
+
+    Args:
+        messages: user, tool and assistant messages.
+        assistant_logprobs: for each assistant message one log-prob for each of its tokens with mask 1.
+
+    Returns:
+        ids, loss mask and log-probs (0.0 where the mask is 0; None if none are given), all of one length.
+
+    Raises:
+        ValueError: no messages, a role that is none of user, tool, assistant, or log-probs that do not fit.
+    """
+    if not messages:
+        raise ValueError("messages list cannot be empty")
+    chat = ChatFormat(tokenizer, chat_template)
+    ids: list[int] = []
+    loss_mask: list[int] = []
+    logprobs: list[float] | None = None if assistant_logprobs is None else []
+    num_answers = 0
+    for message in messages:
+        if message["role"] not in ("user", "assistant", "tool"):
+            raise ValueError(f"Expected message role to be 'user' or 'assistant' (or 'tool'), got {message['role']!r}")
+        message_ids = chat.subset_ids([message])
+        start, end = _written_part(chat, message_ids) if message["role"] == "assistant" else (0, 0)
+        ids += message_ids
+        loss_mask += [0] * start + [1] * (end - start) + [0] * (len(message_ids) - end)
+        if message["role"] == "assistant":
+            num_answers += 1
+        if assistant_logprobs is not None and logprobs is not None:
+            given = _logprobs_of_answer(assistant_logprobs, num_answers, end - start) if end else []
+            logprobs += [0.0] * start + given + [0.0] * (len(message_ids) - end)
+    return ids, loss_mask, logprobs
+
+
+def _written_part(chat: ChatFormat, message_ids: list[int]) -> tuple[int, int]:
+    """Where in an encoded assistant message the model's own tokens begin and end."""
+    start = 0
+    # A template's last header token may have merged with the first of the content: then the model wrote that token.
+    for header_id, message_id in zip(chat.generation_prompt_ids, message_ids, strict=False):
+        if header_id != message_id:
+            break
+        start += 1
+    if chat.eos_token_id in message_ids[start:]:
+        last_eos = len(message_ids) - 1 - message_ids[::-1].index(chat.eos_token_id)
+        return start, last_eos + 1
+    return start, len(message_ids)
+
+
+def _logprobs_of_answer(assistant_logprobs: list[list[float]], number: int, num_tokens: int) -> list[float]:
+    if number > len(assistant_logprobs):
+        raise ValueError(f"Missing logprobs for assistant message #{number}")
+    given = assistant_logprobs[number - 1]
+    if len(given) != num_tokens:
+        raise ValueError(
+            f"Logprobs count ({len(given)}) does not match token count ({num_tokens}) of assistant message #{number}"
+        )
+    return given
