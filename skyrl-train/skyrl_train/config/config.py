@@ -504,7 +504,7 @@ class SkyRLGymConfig(BaseConfig):
     """The longest that one call to an environment may take; after it the rollout fails as an environment failure."""
 
     env_configs: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=REST)
-    """The sections, by environment id."""
+    """What the environment of that id is given as its `env_config`."""
 
     def env_config(self, env_class: str) -> dict[str, Any]:
         """The section of the environment `env_class`; empty if it has none."""

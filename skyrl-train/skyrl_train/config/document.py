@@ -73,9 +73,10 @@ def field_meanings(config_type: type) -> dict[str, str]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
         assert isinstance(tree, ast.ClassDef)
         for statement, following in zip(tree.body, [*tree.body[1:], None], strict=True):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                    meanings[statement.target.id] = _one_line(str(following.value.value))
+            if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+                continue
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                meanings[statement.target.id] = _one_line(str(following.value.value))
     return meanings
 
 

@@ -1,0 +1,29 @@
+"""The reference page says what the dataclasses say."""
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.document import field_meanings, page
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
+
+
+def test_the_committed_page_is_what_the_command_prints():
+    assert DOCUMENT.read_text(encoding="utf-8") == page(), (
+        "run `python -m skyrl_train.config.document > docs/configuration.md`"
+    )
+
+
+def settings_without_meaning(config_type, name=""):
+    hints = get_type_hints(config_type)
+    for field in fields(config_type):
+        if is_dataclass(hints[field.name]):
+            yield from settings_without_meaning(hints[field.name], f"{name}{field.name}.")
+        elif field.name not in field_meanings(config_type):
+            yield name + field.name
+
+
+def test_every_setting_says_what_it_means():
+    assert list(settings_without_meaning(SkyRLConfig)) == []

@@ -1,0 +1,230 @@
+"""Settings that contradict each other are refused before anything starts."""
+
+import pytest
+from skyrl_train.config import (
+    SkyRLConfig,
+    get_default_config,
+    validate_cfg,
+    validate_environments,
+    validate_generator_cfg,
+)
+from skyrl_train.config.validation import validate_batch_sizes
+from skyrl_train.errors import ConfigError
+
+
+def with_settings(**settings):
+    """The defaults with changes; `trainer__seed=1` is `trainer.seed=1`."""
+    values = get_default_config()
+    for name, value in settings.items():
+        section = values
+        *path, last = name.split("__")
+        for part in path:
+            section = section[part]
+        section[last] = value
+    return values
+
+
+def test_the_defaults_are_valid():
+    config = validate_cfg(SkyRLConfig())
+    assert config == validate_cfg(get_default_config())
+
+
+def test_auto_becomes_what_it_means_here():
+    on_cpu = validate_cfg(with_settings(trainer__placement__device="cpu"))
+    on_gpus = validate_cfg(with_settings(trainer__placement__device="cuda"))
+    assert (on_cpu.generator.backend, on_cpu.generator.weight_sync_backend) == ("native", "gloo")
+    assert (on_gpus.generator.backend, on_gpus.generator.weight_sync_backend) == ("native", "nccl")
+    assert validate_cfg(SkyRLConfig()).trainer.placement.device in ("cpu", "cuda")
+
+
+def test_checking_changes_no_settings_of_the_caller():
+    config = SkyRLConfig()
+    assert validate_cfg(config) is not config
+    assert config.trainer.placement.device == "auto"
+
+
+def test_settings_made_in_python_are_type_checked_too():
+    config = SkyRLConfig()
+    config.trainer.seed = "1"  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"trainer.seed must be an int"):
+        validate_cfg(config)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        # batches
+        (dict(trainer__policy_mini_batch_size=0), "policy_mini_batch_size must be greater than 0"),
+        (dict(trainer__micro_train_batch_size_per_gpu=0), "micro_train_batch_size_per_gpu must be greater than 0"),
+        (dict(trainer__micro_forward_batch_size_per_gpu=0), "micro_forward_batch_size_per_gpu must be greater than 0"),
+        (dict(trainer__train_batch_size=100), "train_batch_size >= policy_mini_batch_size"),
+        (
+            dict(trainer__train_batch_size=1000),
+            "train_batch_size 1000 should be divisible by policy_mini_batch_size 256",
+        ),
+        (
+            dict(trainer__placement__policy_num_gpus_per_node=3, generator__n_samples_per_prompt=1),
+            "= 256 sequences should be divisible by the 3 policy workers",
+        ),
+        (
+            dict(trainer__micro_train_batch_size_per_gpu=7),
+            "normalized policy_mini_batch_size_per_gpu 1280 should be divisible by micro_train_batch_size_per_gpu 7",
+        ),
+        (
+            dict(
+                trainer__train_batch_size=2,
+                trainer__policy_mini_batch_size=2,
+                generator__n_samples_per_prompt=1,
+                trainer__placement__policy_num_gpus_per_node=2,
+                trainer__placement__ref_num_gpus_per_node=3,
+            ),
+            "must be at least 6, the least common multiple of the data parallel sizes",
+        ),
+        # lengths
+        (dict(generator__max_input_length=600), "must be trainer.max_prompt_length=512 when generator.max_turns is 1"),
+        (dict(generator__max_turns=2, generator__max_input_length=500), "must be at least trainer.max_prompt_length"),
+        (dict(trainer__max_prompt_length=0), "trainer.max_prompt_length must be greater than 0; got 0"),
+        # sampling
+        (dict(generator__sampling_params__temperature=0), "sampling_params.temperature=0.0 must be greater than 0"),
+        (dict(generator__eval_sampling_params__temperature=-1), "eval_sampling_params.temperature must be 0"),
+        (dict(generator__sampling_params__logprobs=1), "sampling_params.logprobs=1 is not supported"),
+        (dict(generator__sampling_params__top_k=0), "sampling_params.top_k must be -1"),
+        (dict(generator__sampling_params__top_p=1.5), "sampling_params.top_p must be above 0"),
+        (dict(generator__sampling_params__min_p=-0.1), "sampling_params.min_p must be from 0"),
+        (dict(generator__sampling_params__repetition_penalty=0), "repetition_penalty must be greater than 0"),
+        (dict(generator__sampling_params__max_generate_length=0), "max_generate_length must be greater than 0"),
+        (dict(generator__sampling_params__stop=["", "x"]), "stop holds an empty text"),
+        (
+            dict(generator__sampling_params__additional_kwargs={"top_p": 0.5, "seed": 1}),
+            "additional_kwargs may not hold top_p",
+        ),
+        (dict(generator__eval_n_samples_per_prompt=4), "gives the same answer that many times"),
+        # chat template
+        (dict(generator__chat_template__source="file"), "needs generator.chat_template.name_or_path"),
+        (dict(generator__chat_template__name_or_path="qwen9"), "name_or_path must be one of qwen3_with_thinking"),
+        (dict(generator__chat_template_kwargs={"tokenize": True}), "chat_template_kwargs may not hold tokenize"),
+        # the run
+        (dict(data__train_data=[]), "data.train_data is empty"),
+        (dict(trainer__epochs=0), "trainer.epochs must be greater than 0"),
+        (dict(trainer__max_training_steps=0), "trainer.max_training_steps must be greater than 0"),
+        (dict(trainer__worker_timeout_seconds=0), "trainer.worker_timeout_seconds must be greater than 0"),
+        (dict(trainer__max_ckpts_to_keep=0), "max_ckpts_to_keep must be -1 .* set trainer.ckpt_interval=0"),
+        (dict(trainer__resume_mode="from_path"), "needs trainer.resume_path"),
+        (dict(trainer__resume_path="/x"), "trainer.resume_path=/x is read only with trainer.resume_mode=from_path"),
+        (dict(trainer__ckpt_path="s3://bucket/x"), "trainer.ckpt_path=s3://bucket/x is not supported yet"),
+        (dict(trainer__run_dir=""), "trainer.run_dir is empty"),
+        (dict(trainer__policy__model__path=""), "trainer.policy.model.path is empty"),
+        (dict(generator__model_name="other"), "generator.model_name='other' must be trainer.policy.model.path"),
+        (dict(generator__max_rollout_retries=-1), "max_rollout_retries must be 0 or greater"),
+        # optimizer
+        (dict(trainer__policy__optimizer_config__lr=-1), "optimizer_config.lr must be 0 or greater"),
+        (dict(trainer__policy__optimizer_config__adam_betas=[0.9]), "adam_betas must be two numbers"),
+        (dict(trainer__policy__optimizer_config__adam_betas=[0.9, 1.0]), "adam_betas must be two numbers"),
+        (dict(trainer__policy__optimizer_config__max_grad_norm=0), "max_grad_norm must be greater than 0"),
+        (
+            dict(
+                trainer__policy__optimizer_config__scheduler="constant",
+                trainer__policy__optimizer_config__num_warmup_steps=5,
+            ),
+            "use constant_with_warmup",
+        ),
+        # algorithm
+        (dict(trainer__algorithm__use_kl_in_reward=True), "would count the KL divergence twice"),
+        (dict(trainer__algorithm__kl_ctrl={"type": "adaptive"}), "needs trainer.algorithm.use_kl_in_reward=true"),
+        (dict(trainer__algorithm__eps_clip_low=1.0), "eps_clip_low=1.0 must be below 1"),
+        (
+            dict(trainer__algorithm__advantage_estimator="grop"),
+            "advantage_estimator must be one of .*grpo.*; got 'grop'",
+        ),
+        (dict(trainer__algorithm__policy_loss_type="ppo"), "policy_loss_type must be one of .*regular.*; got 'ppo'"),
+        # placement
+        (
+            dict(trainer__placement__device="cpu", generator__weight_sync_backend="nccl"),
+            "weight_sync_backend=nccl needs GPUs",
+        ),
+        (
+            dict(trainer__placement__device="cuda", generator__num_inference_engines=2),
+            "there are 1 policy GPUs .* and generator.num_inference_engines=2; make them equal",
+        ),
+        (
+            dict(
+                trainer__placement__device="cuda",
+                trainer__placement__policy_num_gpus_per_node=2,
+                generator__num_inference_engines=2,
+            ),
+            "policy and reference model share GPUs",
+        ),
+        (dict(trainer__placement__policy_num_nodes=0), "policy_num_nodes must be greater than 0"),
+        (dict(trainer__policy__fsdp_config__fsdp_size=2), "fsdp_size=2 must be -1 or divide the model's 1 workers"),
+        (dict(trainer__policy__fsdp_config__reshard_after_forward=2), "reshard_after_forward=2 must be true, false"),
+    ],
+)
+def test_a_contradiction_is_refused(settings, message):
+    settings = {"trainer__placement__device": "cpu"} | settings
+    with pytest.raises(ConfigError, match=message):
+        validate_cfg(with_settings(**settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        # On a CPU, counts are processes: engines, policy and reference workers need not be as many.
+        dict(trainer__placement__policy_num_gpus_per_node=2, generator__num_inference_engines=1),
+        dict(
+            trainer__placement__device="cuda",
+            trainer__placement__colocate_all=False,
+            generator__num_inference_engines=3,
+        ),
+        dict(trainer__algorithm__use_kl_in_reward=True, trainer__algorithm__use_kl_loss=False),
+        dict(generator__eval_n_samples_per_prompt=4, generator__eval_sampling_params__temperature=0.7),
+        dict(trainer__resume_mode="from_path", trainer__resume_path="/runs/global_step_3"),
+        dict(data__val_data=[]),
+        dict(generator__sampling_params__logprobs=None),
+    ],
+)
+def test_what_only_looks_odd_is_accepted(settings):
+    validate_cfg(with_settings(**({"trainer__placement__device": "cpu"} | settings)))
+
+
+def test_generation_alone_needs_no_training_settings():
+    values = with_settings(
+        data__train_data=[], generator__sampling_params__temperature=0, generator__model_name="other"
+    )
+    assert validate_generator_cfg(values).generator.model_name == "other"
+
+
+def test_batch_sizes_can_be_checked_alone():
+    config = SkyRLConfig()
+    config.trainer.policy_mini_batch_size = -1
+    with pytest.raises(ConfigError, match="policy_mini_batch_size must be greater than 0; got -1"):
+        validate_batch_sizes(config)
+
+
+def test_stop_texts_without_an_end_token_are_warned_of():
+    values = with_settings(
+        generator__sampling_params__stop=["</answer>"], generator__append_eos_token_after_stop_str_in_multi_turn=False
+    )
+    with pytest.warns(UserWarning, match="will lack the end-of-sequence token"):
+        validate_cfg(values)
+
+
+def test_wandb_needs_its_key_or_to_stay_offline(monkeypatch):
+    values = with_settings(trainer__logger=["console", "wandb"])
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with pytest.raises(ConfigError, match="needs the environment variable WANDB_API_KEY"):
+        validate_cfg(values)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    validate_cfg(values)
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_API_KEY", "a key")
+    validate_cfg(values)
+
+
+def test_a_section_of_an_environment_that_does_not_exist_is_found():
+    config = SkyRLConfig.from_dict({"environment": {"skyrl_gym": {"gsm8k_multi_trun": {"x": 1}}}})
+    with pytest.raises(ConfigError, match="did you mean gsm8k_multi_turn"):
+        validate_environments(config)
+    with pytest.raises(ConfigError, match=r"environment.env_class: no environment 'chess' is registered"):
+        validate_environments(SkyRLConfig.from_dict({"environment": {"env_class": "chess"}}))
+    validate_environments(SkyRLConfig())

@@ -1,0 +1,222 @@
+"""Outside text becomes typed settings, or an error that helps."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+from skyrl_train.config import (
+    AlgorithmConfig,
+    GeneratorConfig,
+    ModelConfig,
+    PolicyConfig,
+    SamplingParams,
+    SkyRLConfig,
+    TrainerConfig,
+    get_config_as_dict,
+    get_config_as_yaml_str,
+    get_default_config,
+)
+from skyrl_train.config.not_yet_supported import NOT_YET_SUPPORTED
+from skyrl_train.config.typed import nearest_name, setting_names
+from skyrl_train.errors import ConfigError
+
+
+def setting(name: str, value: object) -> dict[str, Any]:
+    """`a.b=1` as nested dicts."""
+    first, _, rest = name.partition(".")
+    return {first: setting(rest, value) if rest else value}
+
+
+def test_a_default_that_refers_to_another_setting_follows_it():
+    config = SkyRLConfig(
+        trainer=TrainerConfig(
+            seed=7,
+            max_prompt_length=100,
+            run_dir="/runs/${trainer.run_name}",
+            run_name="first",
+            policy=PolicyConfig(model=ModelConfig(path="/models/tiny")),
+        ),
+        generator=GeneratorConfig(sampling_params=SamplingParams(max_generate_length=20)),
+    )
+    assert config.generator.seed == 7
+    assert config.generator.max_input_length == 100
+    assert config.generator.model_name == config.trainer.ref.model.path == "/models/tiny"
+    assert config.generator.eval_sampling_params.max_generate_length == 20
+    assert config.trainer.ckpt_path == "/runs/first/ckpts"
+    assert config.trainer.algorithm.max_seq_len == 120
+
+
+def test_python_dicts_and_omegaconf_give_the_same_settings():
+    values = {"trainer": {"seed": 3, "policy": {"model": {"path": "x"}}}, "environment": {"skyrl_gym": {"a": {"b": 1}}}}
+    from_python = SkyRLConfig.from_dict(values)
+    changed_defaults = get_default_config()
+    changed_defaults.merge_with(values)
+    from_omegaconf = SkyRLConfig.from_dict_config(changed_defaults)
+    assert from_python == from_omegaconf
+    assert from_python.generator.seed == 3
+    assert from_python.environment.skyrl_gym.env_config("a") == {"b": 1}
+    assert from_python.environment.skyrl_gym.env_config("c") == {}
+
+
+def test_settings_survive_a_round_trip_through_dict_and_yaml():
+    config = SkyRLConfig.from_dict(
+        {
+            "trainer": {"logger": ["console", "wandb"], "resume_mode": None},
+            "environment": {"skyrl_gym": {"a": {"b": 1}}},
+        }
+    )
+    assert config.trainer.resume_mode == "none"
+    assert SkyRLConfig.from_dict(get_config_as_dict(config)) == config
+    from_yaml = OmegaConf.create(get_config_as_yaml_str(config))
+    assert isinstance(from_yaml, DictConfig) and SkyRLConfig.from_dict(from_yaml) == config
+    assert get_config_as_dict(config)["environment"]["skyrl_gym"]["a"] == {"b": 1}
+
+
+def test_reading_leaves_the_given_values_alone():
+    values = {"generator": {"engine_init_kwargs": {"a": 1}}}
+    SkyRLConfig.from_dict(values).generator.engine_init_kwargs["a"] = 2
+    assert values == {"generator": {"engine_init_kwargs": {"a": 1}}}
+
+
+@pytest.mark.parametrize(
+    "name, value, expected",
+    [
+        ("trainer.policy.optimizer_config.lr", 1, 1.0),  # an int is a float
+        ("trainer.policy.optimizer_config.adam_betas", (0, 0.9), [0.0, 0.9]),
+        ("trainer.policy.fsdp_config.reshard_after_forward", 2, 2),
+        ("trainer.policy.fsdp_config.reshard_after_forward", False, False),
+        ("trainer.logger", "tensorboard", "tensorboard"),
+        ("trainer.max_training_steps", None, None),
+        ("generator.chat_template_kwargs", {"enable_thinking": False}, {"enable_thinking": False}),
+    ],
+)
+def test_a_fitting_value_is_taken(name, value, expected):
+    read = SkyRLConfig.from_dict(setting(name, value))
+    for part in name.split("."):
+        read = getattr(read, part)
+    assert read == expected and type(read) is type(expected)
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("trainer.seed", "1", "trainer.seed must be an int; got '1' (text; write it without quotes)"),
+        ("trainer.seed", True, "trainer.seed must be an int; got True"),
+        ("trainer.seed", 1.0, "trainer.seed must be an int; got 1.0"),
+        ("trainer.bf16", 1, "trainer.bf16 must be true or false; got 1"),
+        ("trainer.policy.optimizer_config.lr", True, "trainer.policy.optimizer_config.lr must be a number; got True"),
+        ("trainer.run_name", 5, "trainer.run_name must be text; got 5"),
+        ("trainer.policy.model.path", None, "trainer.policy.model.path must be text; got None"),
+        ("data.train_data", "a.parquet", "data.train_data must be a list of text; got 'a.parquet'"),
+        ("data.train_data", [1], "data.train_data[0] must be text; got 1"),
+        ("trainer.algorithm", 3, "trainer.algorithm is a section of settings; got 3"),
+        ("generator.sampling_params.logprobs", 0.5, "generator.sampling_params.logprobs must be an int; got 0.5"),
+        (
+            "trainer.algorithm.loss_reduction",
+            "tokn_mean",
+            "trainer.algorithm.loss_reduction must be one of token_mean, sequence_mean, seq_mean_token_sum_norm; "
+            "got 'tokn_mean'",
+        ),
+        ("trainer.seed", "${trainer.run_name}", "trainer.seed must be an int; got 'test_run'"),
+        ("trainer.run_dir", "${trainer.nam}", "trainer.run_dir refers to ${trainer.nam}, which is not a setting"),
+        (
+            "trainer.run_name",
+            "${trainer.run_dir}",
+            "settings refer to each other in a circle: trainer.run_name -> trainer.run_dir -> trainer.run_name",
+        ),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused(name, value, message):
+    with pytest.raises(ConfigError) as refusal:
+        SkyRLConfig.from_dict(setting(name, value))
+    assert str(refusal.value) == message
+
+
+@pytest.mark.parametrize(
+    "name, nearest",
+    [
+        ("trainer.algorithm.eps_clp_high", "trainer.algorithm.eps_clip_high"),
+        ("trainer.kl_loss_coef", "trainer.algorithm.kl_loss_coef"),  # right name, wrong place
+        ("generator.train_batch_size", "trainer.train_batch_size"),
+        ("trainer.algoritm", "trainer.algorithm"),
+        ("generator.eval_sampling_params.top_pp", "generator.eval_sampling_params.top_p"),
+        ("environment.skyrl_gym.max_env_worker", "environment.skyrl_gym.max_env_workers"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_one(name, nearest):
+    with pytest.raises(ConfigError) as refusal:
+        SkyRLConfig.from_dict(setting(name, 1))
+    assert str(refusal.value) == f"unknown setting {name}; did you mean {nearest}?"
+
+
+def test_nothing_is_suggested_for_a_name_like_no_other():
+    with pytest.raises(ConfigError, match=r"^unknown setting zzz$"):
+        SkyRLConfig.from_dict({"zzz": 1})
+    assert nearest_name("zzz", []) is None
+
+
+@pytest.mark.parametrize("name", sorted(NOT_YET_SUPPORTED))
+def test_a_setting_that_does_nothing_yet_is_refused(name):
+    assert name not in set(setting_names(SkyRLConfig))
+    with pytest.raises(ConfigError, match=f"^{name} is not supported yet: "):
+        SkyRLConfig.from_dict(setting(name, {"any": 1}))
+
+
+@pytest.mark.parametrize(
+    "name, choice, hint",
+    [
+        ("trainer.strategy", "fsdp", "use fsdp2"),
+        ("trainer.strategy", "megatron", "is not supported yet"),
+        ("trainer.strategy", "deepspeed", "is not supported yet"),
+        ("generator.backend", "vllm", "is not supported yet"),
+        ("generator.backend", "sglang", "is not supported yet"),
+    ],
+)
+def test_a_choice_of_other_releases_is_refused_with_the_reason(name, choice, hint):
+    with pytest.raises(ConfigError, match=f"^{name}={choice} .*{hint}"):
+        SkyRLConfig.from_dict(setting(name, choice))
+
+
+def test_a_missing_or_unresolvable_omegaconf_value_is_an_error_of_ours():
+    with pytest.raises(ConfigError, match="cannot be resolved"):
+        SkyRLConfig.from_dict(OmegaConf.create({"trainer": {"run_name": "???"}}))
+    with pytest.raises(ConfigError, match="cannot be resolved"):
+        SkyRLConfig.from_dict(OmegaConf.create({"trainer": {"run_name": "${oc.env:SKYRL_NO_SUCH_VARIABLE}"}}))
+
+
+@dataclass(kw_only=True)
+class PenaltyAlgorithmConfig(AlgorithmConfig):
+    length_penalty: float = 0.5
+
+
+@dataclass(kw_only=True)
+class PenaltyTrainerConfig(TrainerConfig):
+    algorithm: PenaltyAlgorithmConfig = field(default_factory=PenaltyAlgorithmConfig)
+
+
+@dataclass(kw_only=True)
+class PenaltyConfig(SkyRLConfig):
+    trainer: PenaltyTrainerConfig = field(default_factory=PenaltyTrainerConfig)
+
+
+def test_users_add_settings_by_subclassing():
+    values = get_default_config(PenaltyConfig)
+    assert values.trainer.algorithm.length_penalty == 0.5
+    values.trainer.algorithm.length_penalty = 2
+    assert PenaltyConfig.from_dict(values).trainer.algorithm.length_penalty == 2.0
+    with pytest.raises(ConfigError, match=r"length_penalti; did you mean trainer.algorithm.length_penalty"):
+        PenaltyConfig.from_dict({"trainer": {"algorithm": {"length_penalti": 1}}})
+
+
+def test_importing_the_settings_needs_nothing_heavy():
+    program = (
+        "import sys, time; start = time.perf_counter(); import skyrl_train.config; "
+        "print(time.perf_counter() - start, [m for m in ('torch', 'ray', 'hydra', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    seconds, heavy = done.stdout.split(" ", 1)
+    assert heavy.strip() == "[]"
+    assert float(seconds) < 2  # 0.07 s on an idle machine

@@ -1,0 +1,100 @@
+"""Every `run_*.sh` under examples/ is run with an interpreter that only notes its arguments; what it would have started
+is then composed by Hydra and checked as the entry point would. A misspelt or outdated setting in an example fails here.
+
+Scripts start programs through `${PYTHON:-.venv/bin/python}`, `python` or `uv run`.
+"""
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from skyrl_train.config import (
+    SkyRLConfig,
+    config_dir,
+    register_config_store,
+    validate_cfg,
+    validate_generator_cfg,
+)
+from skyrl_train.errors import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SCRIPTS = sorted(REPOSITORY.glob("examples/**/run_*.sh"))
+
+STUB = """#!/usr/bin/env bash
+printf '%s\\0' "$@" > "$CAPTURED_COMMANDS/$$"
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """`-m module override ...` as a script would have started it."""
+
+    module: str
+    overrides: list[str]
+
+
+def commands_of(script: Path, scratch: Path, *arguments: str) -> list[Command]:
+    """Runs `script` and returns the modules that it would have started, in any order."""
+    shims, captured = scratch / "shims", scratch / "captured"
+    shims.mkdir()
+    captured.mkdir()
+    for name in ("python", "python3", "uv"):
+        (shims / name).write_text(STUB)
+        (shims / name).chmod(0o755)
+    environment = {
+        "HOME": str(scratch),
+        "PATH": f"{shims}{os.pathsep}{os.environ['PATH']}",
+        "PYTHON": str(shims / "python"),
+        "CAPTURED_COMMANDS": str(captured),
+        "MODEL": "tiny-model",
+    }
+    done = subprocess.run(
+        ["bash", str(script), *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    argument_lists = [file.read_text().split("\0")[:-1] for file in captured.iterdir()]
+    return [
+        Command(module=arguments[arguments.index("-m") + 1], overrides=arguments[arguments.index("-m") + 2 :])
+        for arguments in argument_lists
+        if "-m" in arguments
+    ]
+
+
+def checked_config(command: Command) -> SkyRLConfig:
+    """The settings of a command, composed and checked as its entry point does."""
+    register_config_store()
+    with initialize_config_dir(config_dir, version_base=None):
+        composed = compose("ppo_base_config", overrides=command.overrides)
+    return validate_generator_cfg(composed) if "main_generate" in command.module else validate_cfg(composed)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: str(script.relative_to(REPOSITORY / "examples")))
+def test_the_settings_of_an_example_are_valid(script, tmp_path):
+    started = [command for command in commands_of(script, tmp_path) if "main_" in command.module]
+    assert started, f"{script} starts no entry point"
+    for command in started:
+        checked_config(command)
+
+
+def test_arguments_of_a_script_override_its_settings(tmp_path):
+    (command,) = commands_of(REPOSITORY / "examples/gsm8k/run_gsm8k.sh", tmp_path, "trainer.epochs=7")
+    assert command.module == "skyrl_train.entrypoints.main_base"
+    assert checked_config(command).trainer.epochs == 7
+
+
+def test_a_misspelt_setting_in_a_script_is_found(tmp_path):
+    script = tmp_path / "run_wrong.sh"
+    script.write_text('"$PYTHON" -m skyrl_train.entrypoints.main_base trainer.algorithm.eps_clp_high=0.28 "$@"\n')
+    (command,) = commands_of(script, tmp_path)
+    with pytest.raises(ConfigError, match=r"eps_clp_high; did you mean trainer.algorithm.eps_clip_high"):
+        checked_config(command)
+
+
+def test_a_script_fails_with_the_program_that_it_cannot_start(tmp_path):
+    script = tmp_path / "run_wrong.sh"
+    script.write_text("no-such-program trainer.seed=1\n")
+    with pytest.raises(AssertionError, match="no-such-program"):
+        commands_of(script, tmp_path)
