@@ -3,6 +3,7 @@
 Knows nothing of what the tensors mean, of Ray or of devices beyond `to`.
 """
 
+import builtins
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -123,7 +124,7 @@ class TensorBatch(dict[str, torch.Tensor | None]):
             joined[key] = None if first is None else torch.cat([shard.tensor(key) for shard in shards])
         return cls(joined, metadata=dict(shards[0].metadata))
 
-    def __getitem__(self, index: str | int | slice) -> Any:
+    def __getitem__(self, index: str | int | builtins.slice) -> Any:
         """By name: the tensor. By position or slice: a batch of those rows."""
         if isinstance(index, str):
             return super().__getitem__(index)

@@ -202,7 +202,7 @@ class PolicyWorker(ModelWorker):
         state = {}
         for name, tensor in full_parameters(self.model):
             if self.rank == 0:
-                state[name] = tensor.cpu()
+                state[name] = tensor.to("cpu", copy=True)
         return state
 
 
