@@ -34,13 +34,13 @@ async def evaluate(
     """One pass over the evaluation set with `generator.eval_sampling_params`.
 
     With n = `generator.eval_n_samples_per_prompt`, for each data source (the rows' `data_source`) and for `all`:
-    `eval/<source>/avg_score`, `eval/<source>/pass_at_<n>`, `eval/<source>/mean_positive_reward`; and the rollout metrics
-    as `eval/all/<name>`. With `trainer.dump_eval_results` every trajectory is written to a folder under
+    `eval/<source>/avg_score`, `eval/<source>/pass_at_<n>`, `eval/<source>/mean_positive_reward`; and the rollout
+    metrics as `eval/all/<name>`. With `trainer.dump_eval_results` every trajectory is written to a folder under
     `trainer.export_path`/dumped_evals.
 
     Args:
         eval_dataloader: batches of dataset rows.
-        global_step: the trainer's step, part of the sampling seed and of the folder's name; None if there is no trainer.
+        global_step: the trainer's step, part of the sampling seed and of the folder's name; None without a trainer.
     """
     inputs, outputs, uids = [], [], []
     for rows in eval_dataloader:

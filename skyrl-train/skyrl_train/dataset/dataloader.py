@@ -20,8 +20,8 @@ class Dataset(Protocol):
 class PromptDataLoader:
     """Batches of prompts. Iterating gives the rest of the current epoch, or the next one if nothing of it is left.
 
-    The order of an epoch depends on the seed and the number of the epoch alone, so a run that was resumed sees what it had
-    not seen, in the same order. The position counts a batch as soon as it is handed out.
+    The order of an epoch depends on the seed and the number of the epoch alone, so a run that was resumed sees what it
+    had not seen, in the same order. The position counts a batch as soon as it is handed out.
 
     Args:
         batch_size: prompts a batch.

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import datasets as hub
 import pyarrow.parquet
 from loguru import logger
 
@@ -28,17 +27,17 @@ _CHUNK_ROWS = 512
 class PromptDataset:
     """Rows of one or several sources, prompts over the length limit dropped.
 
-    A row has a `prompt` (chat messages), may have an `env_class`, and what else it has goes to the environment. Its uid is
-    its index here, as text: the same in every run with the same sources, tokenizer and limit.
+    A row has a `prompt` (chat messages), may have an `env_class`, and what else it has goes to the environment. Its uid
+    is its index here, as text: the same in every run with the same sources, tokenizer and limit.
 
     Args:
-        datasets: `.parquet`, `.json` or `.jsonl` files, or datasets of the hub as `name` (split `train`) or `name:split`.
+        datasets: `.parquet`, `.json` or `.jsonl` files, or datasets of the hub: `name` (split `train`) or `name:split`.
         tokenizer: its chat template, with generation prompt, decides how long a prompt is.
         max_prompt_length: the most tokens of a prompt.
         num_workers: threads that tokenize. (No processes: forking beside Ray's or a tokenizer's threads may deadlock.)
 
     Raises:
-        DataError: a source that cannot be read, a missing column, a prompt that is not a list of messages, or no row left.
+        DataError: a source that cannot be read, a missing column, a prompt that is not a list of messages, no row left.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class PromptDataset:
 
     def _prompt_lengths(self, rows: list[Row]) -> list[int]:
         render = partial(self.tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
-        texts = [render(row[self.prompt_key]) for row in rows]
+        texts: list[str] = [render(row[self.prompt_key]) for row in rows]  # pyright: ignore[reportAssignmentType]
         ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [len(prompt_ids) for prompt_ids in ids]  # pyright: ignore[reportArgumentType]
 
@@ -148,17 +147,21 @@ def _parse_line(line: str, number: int) -> Any:
 
 def _read_hub(source: str) -> list[Row]:
     """`name` or `name:split`."""
+    import datasets  # heavy, and only needed here
+    from datasets.exceptions import DatasetsError
+
     name, _, split = source.partition(":")
     split = split or "train"
     try:
-        found = hub.load_dataset(name)
-    except (OSError, ValueError, hub.exceptions.DatasetsError) as error:
+        found = datasets.load_dataset(name)
+    except (OSError, ValueError, DatasetsError) as error:
         raise DataError(
-            f"{source}: cannot be loaded as a dataset of the hub ({error}). Files must end with {', '.join(FILE_SUFFIXES)}"
+            f"{source}: cannot be loaded as a dataset of the hub ({error}). "
+            f"(A file must end with one of {', '.join(FILE_SUFFIXES)}.)"
         ) from error
     if split not in found:
         raise DataError(f"{source}: Split `{split}` not found; the dataset has {', '.join(map(str, found))}")
-    return found[split].to_list()
+    return found[split].to_list()  # pyright: ignore
 
 
 def _checked_messages(prompt: Any, where: str) -> ConversationType:

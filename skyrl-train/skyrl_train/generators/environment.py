@@ -65,7 +65,7 @@ class DaemonThreads:
         # A plain method may still hand back a coroutine (a decorator, a functools.partial).
         if inspect.isawaitable(result):
             return await self._before_deadline(result)
-        return result
+        return result  # pyright: ignore[reportReturnType]
 
     def _slots_of_this_loop(self) -> asyncio.Semaphore:
         return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_workers))

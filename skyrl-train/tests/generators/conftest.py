@@ -1,0 +1,215 @@
+"""A tokenizer of one token a character, an engine that says what it is told, an environment that does."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import skyrl_gym
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_train.config import GeneratorConfig, SamplingParams, SkyRLGymConfig
+from skyrl_train.generators.base import GeneratorInput, GeneratorOutput, TrajectoryID
+from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
+from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineInterface, InferenceEngineOutput
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def characters() -> PreTrainedTokenizerFast:
+    """Every character is a token; ChatML around the messages."""
+    vocabulary = ["<pad>", "<|im_start|>", "<|im_end|>", "\n", *map(chr, range(32, 127))]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHATML,
+    )
+
+
+@pytest.fixture(scope="session")
+def qwen(test_data: Path) -> Callable[[str], PreTrainedTokenizerBase]:
+    """Qwen's real tokenizer with one of the real chat templates."""
+
+    def with_template(name: str) -> PreTrainedTokenizerBase:
+        tokenizer = AutoTokenizer.from_pretrained(test_data / "tokenizers" / "qwen2.5")
+        tokenizer.chat_template = (test_data / "tokenizers" / "chat_templates" / f"{name}.jinja").read_text()
+        return tokenizer
+
+    return with_template
+
+
+@dataclass(frozen=True)
+class Say:
+    """One answer of the scripted engine. It ends with the end-of-sequence token if it stopped of itself."""
+
+    text: str
+    stop_reason: str = "stop"
+    eos: bool = True
+
+
+class ScriptedEngine(InferenceEngineInterface):
+    """Answers request k of a session with entry k of its script; an exception in a script is raised. Token j of an answer
+    has log-prob -(j + 1); the version of the weights is 7."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, scripts: dict[str, list[Say | Exception]]) -> None:
+        self.tokenizer = tokenizer
+        self.scripts = {session: iter(script) for session, script in scripts.items()}
+        self.requests: list[InferenceEngineInput] = []
+
+    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        self.requests.append(input_batch)
+        (session,) = input_batch.get("session_ids") or []
+        say = next(self.scripts[str(session)])
+        if isinstance(say, Exception):
+            raise say
+        ids: list[int] = self.tokenizer(say.text, add_special_tokens=False)["input_ids"]
+        if say.eos and say.stop_reason == "stop":
+            ids = [*ids, self.tokenizer.eos_token_id]
+        asked = (input_batch.get("sampling_params") or {}).get("logprobs") is not None
+        return InferenceEngineOutput(
+            responses=[say.text],
+            response_ids=[ids],
+            stop_reasons=[say.stop_reason],
+            response_logprobs=[[-(j + 1.0) for j in range(len(ids))]] if asked else None,
+            weight_versions=[[7] * len(ids)],
+        )
+
+    async def weight_version(self) -> int:
+        return 7
+
+    async def _nothing(self, *_: Any, **__: Any) -> Any: ...
+
+    pause_generation = resume_generation = abort_generation = sleep = wake_up = reset_prefix_cache = teardown = _nothing
+    init_weight_update_communicator = update_named_weights = finish_weight_update = _nothing
+
+
+class ScriptedEnv(BaseTextEnv):
+    """`extras["steps"]` says for each step: reward, says (an observation; None ends the episode), and what goes wrong."""
+
+    closed: list[str] = []  # noqa: RUF012 the test reads which environments were closed
+
+    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.extras = extras or {}
+        self.max_turns = self.extras["max_turns"]
+        self.misbehave("make")
+
+    def misbehave(self, method: str) -> None:
+        if method in self.extras.get("sleeps", {}):
+            time.sleep(self.extras["sleeps"][method])
+        if method in self.extras.get("raises", {}):
+            raise self.extras["raises"][method]
+
+    def init(self, prompt):
+        self.misbehave("init")
+        return prompt, {}
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.misbehave("step")
+        step = self.extras["steps"][self.turns]
+        self.turns += 1
+        self.extras["seen"] = action  # a shared dict would leak to the other samples
+        says = step.get("says")
+        return BaseTextEnvStepOutput(
+            observations=[] if says is None else [{"role": "user", "content": says}],
+            reward=step.get("reward", 0.0),
+            done=says is None,
+            metadata={},
+            postprocessed_action=step.get("action"),
+        )
+
+    def get_metrics(self) -> dict[str, Any]:
+        self.misbehave("get_metrics")
+        return {"turns": self.turns}
+
+    def close(self) -> None:
+        ScriptedEnv.closed.append(str(self.extras.get("name")))
+        self.misbehave("close")
+
+
+class AsyncEnv(ScriptedEnv):
+    """The same with coroutines, on the event loop."""
+
+    async def init(self, prompt):
+        await asyncio.sleep(0)
+        return super().init(prompt)
+
+    async def step(self, action: str):
+        await asyncio.sleep(self.extras.get("sleeps", {}).get("astep", 0))
+        return super().step(action)
+
+
+@pytest.fixture
+def environments():
+    """Registers `scripted` and `scripted_async`; gives the class, whose `closed` lists the names of those closed."""
+    skyrl_gym.register(id="scripted", entry_point=ScriptedEnv)
+    skyrl_gym.register(id="scripted_async", entry_point=AsyncEnv)
+    ScriptedEnv.closed = []
+    yield ScriptedEnv
+    skyrl_gym.deregister("scripted")
+    skyrl_gym.deregister("scripted_async")
+
+
+@dataclass
+class Played:
+    """What came of a game."""
+
+    output: GeneratorOutput
+    engine: ScriptedEngine
+    generator: SkyRLGymGenerator
+
+
+@dataclass
+class Game:
+    """Answers and environments of a batch, and the settings they are played with."""
+
+    tokenizer: PreTrainedTokenizerBase
+    answers: list[list[Say | Exception]]
+    extras: list[dict[str, Any]]
+    settings: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
+    gym: dict[str, Any] = field(default_factory=dict)
+    env_class: str = "scripted"
+    prompt: str = "Q"
+
+    async def play(self) -> Played:
+        settings: dict[str, Any] = {"max_turns": 5, "max_input_length": 10_000, "seed": 1, **self.settings}
+        sampling = SamplingParams(**{"max_generate_length": 100, **self.sampling})
+        config = GeneratorConfig(sampling_params=sampling, eval_sampling_params=sampling, **settings)
+        engine = ScriptedEngine(self.tokenizer, {f"{i}_0": script for i, script in enumerate(self.answers)})
+        generator = SkyRLGymGenerator(config, SkyRLGymConfig(**self.gym), engine, self.tokenizer, "scripted")
+        batch = GeneratorInput(
+            prompts=[[{"role": "user", "content": self.prompt}] for _ in self.answers],
+            env_classes=[self.env_class] * len(self.answers),
+            env_extras=self.extras,
+            trajectory_ids=[TrajectoryID(str(i), 0) for i in range(len(self.answers))],
+        )
+        return Played(await generator.generate(batch, disable_tqdm=True), engine, generator)
+
+
+@pytest.fixture
+def game(environments) -> type[Game]:
+    return Game
+
+
+@pytest.fixture
+def say() -> type[Say]:
+    return Say
+
+
+@pytest.fixture
+def scripted_engine() -> type[ScriptedEngine]:
+    return ScriptedEngine
