@@ -1,0 +1,189 @@
+"""Attention over the slot cache, as an attention implementation that transformers models can be loaded with.
+
+A model loaded with `attn_implementation=ATTENTION_NAME` calls `native_attention` in every layer. What it attends to is
+described by an `AttentionStep`, which travels through the model's keyword arguments, so no mask is made by the model.
+
+Dimensions: B rows, H query heads, K key-value heads, G = H / K query heads a key head, T queries a row, L keys a row,
+D head width.
+
+Bit-exactness (float32 on the CPU): the result of a query is the same whatever the number of rows, the number of queries
+computed beside it and the number of keys its row is padded to. Measured with MKL, which holds this to four rules:
+
+- A matrix product has at least `MIN_ROWS` rows: one to three take another kernel.
+- Keys are padded to a multiple of `KEY_BLOCK`: the softmax then sums in whole vectors.
+- Probabilities times values goes in chunks of `KEY_CHUNK` keys: MKL splits a longer inner dimension by its total length
+  (from somewhere above 160 keys), and an added chunk of zero probabilities adds exact zeros.
+- Masked keys are finite, so that 0 * value is 0: the cache is zeroed when allocated and where a row was not finite.
+
+Other dtypes and devices go through `scaled_dot_product_attention`, with no such promise.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+ATTENTION_NAME = "skyrl_native"
+MIN_ROWS = 4
+KEY_BLOCK = 32
+KEY_CHUNK = 128
+QUERY_CHUNK = 128
+"""Queries of a long prompt scored at a time: bounds the memory of the scores."""
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The next multiple of `multiple` that is not below `number`."""
+    return -(-number // multiple) * multiple
+
+
+@dataclass
+class AttentionStep:
+    """What the queries of one forward pass may see.
+
+    Args:
+        positions: [B, T] position of every query in its row. With T > 1 (prefill) rows start at position 0 and the keys
+            are the row's own; with T = 1 (decode) keys come from the cache, padded to a common length.
+    """
+
+    positions: torch.Tensor
+    _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def is_decode(self) -> bool:
+        return self.positions.shape[1] == 1
+
+    def decode_mask(self, num_keys: int, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """[B, 1, 1, L], 0 where row b sees key l, minus infinity elsewhere. Made once a step, shared by the layers."""
+        key = (num_keys, sliding_window)
+        if key not in self._masks:
+            seen = visible(self.positions[:, :, None], num_keys, sliding_window)
+            self._masks[key] = additive(seen, dtype)[:, None]
+        return self._masks[key]
+
+
+def visible(query_positions: torch.Tensor, num_keys: int, sliding_window: int | None) -> torch.Tensor:
+    """True where a query at position p sees key j: j <= p, and j > p - window if there is a window.
+
+    Args:
+        query_positions: [..., 1]
+    Returns: [..., L]
+    """
+    keys = torch.arange(num_keys, device=query_positions.device)
+    seen = keys <= query_positions
+    if sliding_window is not None:
+        seen &= keys > query_positions - sliding_window
+    return seen
+
+
+def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where seen, minus infinity elsewhere."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)
+
+
+def grouped_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """softmax(scale * q k^T + mask) v, with the inner dimension of the second product cut into fixed chunks.
+
+    Args:
+        query: [B, K, M, D], M >= MIN_ROWS
+        key, value: [B, K, L, D], L a multiple of KEY_BLOCK; views into the cache are taken as they are
+        mask: additive, broadcast to [B, K, M, L]
+    Returns: [B, K, M, D]
+    """
+    batch, heads, rows, width = query.shape
+    keys, values = key.flatten(0, 1), value.flatten(0, 1)
+    scores = torch.bmm((query * scale).flatten(0, 1), keys.transpose(1, 2))
+    scores = scores.view(batch, heads, rows, -1).add_(mask)
+    probabilities = scores.softmax(-1).flatten(0, 1)
+    output = torch.bmm(probabilities[:, :, :KEY_CHUNK], values[:, :KEY_CHUNK])
+    for start in range(KEY_CHUNK, values.shape[1], KEY_CHUNK):
+        end = start + KEY_CHUNK
+        output.baddbmm_(probabilities[:, :, start:end], values[:, start:end])
+    return output.view(batch, heads, rows, width)
+
+
+def _fold(query: torch.Tensor, num_key_heads: int) -> torch.Tensor:
+    """[B, H, T, D] -> [B, K, G * T, D]: the queries that share a key head become rows of one matrix."""
+    batch, heads, queries, width = query.shape
+    return query.reshape(batch, num_key_heads, heads // num_key_heads * queries, width)
+
+
+def _decode_exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float):
+    folded = _fold(query, key.shape[1])
+    groups = folded.shape[2]
+    if groups < MIN_ROWS:
+        folded = F.pad(folded, (0, 0, 0, MIN_ROWS - groups))
+    return grouped_attention(folded, key, value, mask, scale)[:, :, :groups].reshape(query.shape)
+
+
+def _prefill_exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, scale: float):
+    batch, heads, queries, width = query.shape
+    groups = heads // key.shape[1]
+    outputs = []
+    for start in range(0, queries, QUERY_CHUNK):
+        end = min(start + QUERY_CHUNK, queries)
+        num_keys = round_up(end, KEY_BLOCK)
+        positions = torch.arange(start, end, device=query.device).repeat(groups)
+        mask = additive(visible(positions[:, None], num_keys, window), query.dtype)
+        part = _fold(query[:, :, start:end], key.shape[1])
+        output = grouped_attention(part, key[:, :, :num_keys], value[:, :, :num_keys], mask, scale)
+        outputs.append(output.reshape(batch, heads, end - start, width))
+    return torch.cat(outputs, dim=2)
+
+
+def _decode_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float):
+    folded = _fold(query, key.shape[1])
+    mask = mask.expand(-1, 1, folded.shape[2], -1)
+    return F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale).reshape(query.shape)
+
+
+def _prefill_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, scale: float):
+    mask = None
+    if window is not None and window < query.shape[2]:
+        positions = torch.arange(query.shape[2], device=query.device)
+        mask = visible(positions[:, None], query.shape[2], window)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
+
+
+def native_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    native_step: AttentionStep,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_unused: object,
+) -> tuple[torch.Tensor, None]:
+    """The attention of one layer; transformers' calling convention.
+
+    Args:
+        query: [B, H, T, D]
+        key, value: [B, K, L, D], what the cache's `update` returned
+        attention_mask: ignored; `native_step` says what is seen
+    Returns: [B, T, H, D], and None for the attention weights
+    Raises:
+        NotImplementedError: the model caps its attention logits or uses attention sinks.
+    """
+    if softcap is not None or s_aux is not None:
+        raise NotImplementedError("the native engine has no attention with capped logits or sinks; use another backend")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    exact = query.device.type == "cpu" and query.dtype == torch.float32
+    if native_step.is_decode:
+        mask = native_step.decode_mask(key.shape[2], sliding_window, query.dtype)
+        output = (_decode_exact if exact else _decode_sdpa)(query, key, value, mask, scale)
+    else:
+        output = (_prefill_exact if exact else _prefill_sdpa)(query, key, value, sliding_window, scale)
+    return output.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION_NAME, native_attention)

@@ -1,0 +1,107 @@
+"""Keys and values of the running requests: one preallocated tensor a layer, one row a request.
+
+Rows are dense: the running requests are rows 0 to n-1, so that attention reads a view. Knows nothing of requests.
+"""
+
+import torch
+from transformers import Cache
+
+from skyrl_train.inference_engines.native.attention import KEY_BLOCK, MIN_ROWS, round_up
+
+
+class SlotCache(Cache):
+    """A key-value cache that grows as needed up to `max_rows` x `max_length`, [rows, heads, length, width] a layer.
+
+    Before every forward pass `begin_prefill` or `begin_decode` says where the pass writes; the model's layers then call
+    `update`. Memory is zeroed when allocated: attention multiplies masked positions by zero, which is only zero if they
+    are finite.
+    """
+
+    def __init__(self, num_layers: int, max_rows: int, max_length: int):
+        super().__init__(layers=[])
+        self.max_rows = max(max_rows, MIN_ROWS)
+        self.max_length = round_up(max_length, KEY_BLOCK)
+        self.num_rows = 0
+        self.length = 0
+        self._keys: list[torch.Tensor | None] = [None] * num_layers
+        self._values: list[torch.Tensor | None] = [None] * num_layers
+        self._prefill: list[tuple[int, int]] | None = None
+        self._rows = torch.empty(0, dtype=torch.long)
+        self._positions = torch.empty(0, dtype=torch.long)
+        self._num_keys = 0
+
+    def reserve(self, num_rows: int, length: int) -> None:
+        """Makes room for `num_rows` requests of up to `length` tokens; what is held stays. Grows in powers of two."""
+        if num_rows <= self.num_rows and length <= self.length:
+            return
+        if num_rows > self.num_rows:
+            self.num_rows = min(self.max_rows, max(MIN_ROWS, 1 << (num_rows - 1).bit_length()))
+        if length > self.length:
+            self.length = min(self.max_length, max(KEY_BLOCK, 1 << (length - 1).bit_length()))
+        for tensors in (self._keys, self._values):
+            for layer, held in enumerate(tensors):
+                if held is not None:
+                    grown = self._allocate(held)
+                    grown[: held.shape[0], :, : held.shape[2]] = held
+                    tensors[layer] = grown
+
+    def release(self) -> None:
+        """Gives all memory back; the next `reserve` starts anew."""
+        self.num_rows = self.length = 0
+        self._keys = [None] * len(self._keys)
+        self._values = [None] * len(self._values)
+
+    def begin_prefill(self, rows: list[int], lengths: list[int]) -> None:
+        """The next pass computes prompt i from position 0; its first `lengths[i]` keys and values go to `rows[i]`."""
+        self._prefill = list(zip(rows, lengths, strict=True))
+
+    def begin_decode(self, positions: torch.Tensor, num_keys: int) -> None:
+        """The next pass computes one token a row: row b writes at `positions[b]` and attends over `num_keys` keys.
+
+        Args:
+            positions: [B]
+            num_keys: a multiple of KEY_BLOCK, above every position
+        """
+        self._prefill = None
+        self._positions = positions
+        self._num_keys = num_keys
+        if len(self._rows) != len(positions) or self._rows.device != positions.device:
+            self._rows = torch.arange(len(positions), device=positions.device)
+
+    def update(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores a layer's new keys and values and returns those to attend over.
+
+        Args:
+            key_states, value_states: [B, K, T, D]
+        """
+        if self._keys[layer_idx] is None:
+            self._keys[layer_idx] = self._allocate(key_states)
+            self._values[layer_idx] = self._allocate(value_states)
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        assert keys is not None and values is not None
+        if self._prefill is None:
+            keys[self._rows, :, self._positions] = key_states[:, :, 0]
+            values[self._rows, :, self._positions] = value_states[:, :, 0]
+            batch = len(key_states)
+            return keys[:batch, :, : self._num_keys], values[:batch, :, : self._num_keys]
+        for index, (row, length) in enumerate(self._prefill):
+            keys[row, :, :length] = key_states[index, :, :length]
+            values[row, :, :length] = value_states[index, :, :length]
+        return key_states, value_states
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copies the first `length` positions of one row to another."""
+        for tensor in (*self._keys, *self._values):
+            if tensor is not None:
+                tensor[target, :, :length] = tensor[source, :, :length]
+
+    def clear_row(self, row: int) -> None:
+        """Zeroes a row that holds values that are not finite."""
+        for tensor in (*self._keys, *self._values):
+            if tensor is not None:
+                tensor[row].zero_()
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_zeros(self.num_rows, like.shape[1], self.length, like.shape[3])

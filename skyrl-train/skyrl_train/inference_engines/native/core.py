@@ -1,0 +1,272 @@
+"""Continuous batching: requests join and leave at every step. Synchronous; knows no thread, asyncio or Ray."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from skyrl_train.inference_engines.base import StopReason
+from skyrl_train.inference_engines.native.attention import KEY_BLOCK, MIN_ROWS, AttentionStep, round_up
+from skyrl_train.inference_engines.native.cache import SlotCache
+from skyrl_train.inference_engines.native.requests import Completion, Request
+from skyrl_train.inference_engines.native.rows import RowTable
+from skyrl_train.inference_engines.native.sampling import sample, uniforms
+from skyrl_train.inference_engines.native.stop_strings import Decode
+
+
+class NativeEngineCore:
+    """A model, its cache, and the requests that wait and run.
+
+    A step computes the newcomers' prompts except their last token, then one token for every running request. So the
+    prompt's last token is decoded like any other, samples of one prompt share all of its computation by copying keys
+    and values, and only decoding makes logits.
+
+    Args:
+        model: loaded with the native attention, on its device, in eval mode
+        max_num_seqs: requests that run at the same time; more wait
+        max_model_len: tokens of prompt and response together
+        eos_ids: tokens that end a response unless a request ignores them
+        decode: token ids to text, for stop strings
+        max_prefill_tokens: prompt tokens computed in one forward pass (a longer prompt has its own)
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        eos_ids: tuple[int, ...],
+        decode: Decode,
+        max_prefill_tokens: int = 4096,
+    ):
+        self.model = model
+        self.weight_version = 0
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.num_prompt_tokens_computed = 0
+        """Prompt tokens that went through the model, for measuring what sharing saves."""
+        self._eos_ids = eos_ids
+        self._decode_text = decode
+        self._max_prefill_tokens = max_prefill_tokens
+        self._device = next(model.parameters()).device
+        config = model.config.get_text_config()
+        self._cache = SlotCache(config.num_hidden_layers, max_num_seqs, max_model_len)
+        self._rows = RowTable(config.vocab_size)
+        self._waiting: deque[Request] = deque()
+
+    @property
+    def vocabulary(self) -> int:
+        return self._rows.vocabulary
+
+    @property
+    def num_running(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def check_prompt(self, prompt: list[int]) -> np.ndarray:
+        """The prompt as an array.
+
+        Raises:
+            ValueError: it is empty, as long as the context, or holds an id outside the vocabulary.
+        """
+        if not prompt:
+            raise ValueError("prompt_token_ids must hold at least one token; got an empty prompt")
+        if len(prompt) >= self.max_model_len:
+            raise ValueError(
+                f"prompt_token_ids must be shorter than max_model_len={self.max_model_len}, to leave room to answer; "
+                f"got {len(prompt)} tokens. Shorten the prompt or raise max_model_len"
+            )
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"prompt_token_ids must be a list of integers; got {prompt[:8]!r} ...")
+        outside = ids[(ids < 0) | (ids >= self.vocabulary)]
+        if outside.size:
+            raise ValueError(
+                f"prompt_token_ids must be in the vocabulary, 0 to {self.vocabulary - 1}; got {int(outside[0])}; "
+                "is the tokenizer the model's?"
+            )
+        return ids.astype(np.int64)
+
+    def add_request(self, request: Request) -> None:
+        """Puts a request (its prompt checked by `check_prompt`) at the end of the queue."""
+        self._waiting.append(request)
+
+    def abort(self, requests: Iterable[Request] | None = None) -> list[Completion]:
+        """Ends these requests (None: all) where they are. Those that ended before are passed over."""
+        chosen = None if requests is None else set(requests)
+        aborted = [request for request in self._waiting if chosen is None or request in chosen]
+        self._waiting = deque(request for request in self._waiting if request not in set(aborted))
+        completions = [Completion(request, [], [], [], "abort") for request in aborted]
+        rows = [row for row, request in enumerate(self._rows.requests) if chosen is None or request in chosen]
+        return completions + self._finish(rows, lambda _row: "abort")
+
+    @torch.inference_mode()
+    def step(self, *, admit: bool = True) -> list[Completion]:
+        """One token for every running request, after letting in those that wait (unless `admit` is False).
+
+        Returns: the requests that ended in this step.
+        """
+        if admit:
+            self._admit()
+        if not self._rows:
+            return []
+        tokens, log_probs = self._sample(self._decode())
+        self._rows.append(tokens, log_probs, self.weight_version)
+        return self._finish_done(tokens, log_probs)
+
+    def release_cache(self) -> None:
+        """Gives the cache's memory back. Only while nothing runs."""
+        assert not self._rows, "the cache is in use"
+        self._cache.release()
+
+    def _admit(self) -> None:
+        """Moves waiting requests into free rows and computes their prompts, equal ones once."""
+        count = min(len(self._waiting), self.max_num_seqs - len(self._rows))
+        if not count:
+            return
+        sources = {
+            request.prefix: row
+            for row, request in enumerate(self._rows.requests)
+            if self._rows.prompt_version[row] == self.weight_version
+        }
+        new_prompts: list[int] = []
+        copies: list[tuple[int, int]] = []
+        for _ in range(count):
+            row = self._add_row(self._waiting.popleft())
+            prefix = self._rows.requests[row].prefix
+            if prefix in sources:
+                copies.append((sources[prefix], row))
+            elif prefix:
+                sources[prefix] = row
+                new_prompts.append(row)
+        for rows in self._prefill_batches(new_prompts):
+            self._prefill(rows)
+        for source, row in copies:
+            self._cache.copy_row(source, row, int(self._rows.prompt_length[row]) - 1)
+
+    def _add_row(self, request: Request) -> int:
+        prompt, budget = len(request.prompt), request.params.max_tokens
+        limit = self.max_model_len if budget is None else min(prompt + budget, self.max_model_len)
+        row = self._rows.add(
+            request, version=self.weight_version, max_length=limit, eos_ids=self._eos_ids, decode=self._decode_text
+        )
+        self._cache.reserve(row + 1, prompt)
+        return row
+
+    def _prefill_batches(self, rows: list[int]) -> Iterable[list[int]]:
+        """Rows in batches of similar length, each within `max_prefill_tokens` of padded prompt or of one row."""
+        rows = sorted(rows, key=lambda row: self._rows.prompt_length[row])
+        batch: list[int] = []
+        for row in rows:
+            padded = round_up(int(self._rows.prompt_length[row]) - 1, KEY_BLOCK)
+            if batch and padded * (len(batch) + 1) > self._max_prefill_tokens:
+                yield batch
+                batch = []
+            batch.append(row)
+        if batch:
+            yield batch
+
+    def _prefill(self, rows: list[int]) -> None:
+        """Fills the cache with the prompts of these rows, without their last token. Shorter ones are padded behind."""
+        lengths = [int(self._rows.prompt_length[row]) - 1 for row in rows]
+        width = round_up(max(lengths), KEY_BLOCK)
+        ids = np.zeros((len(rows), width), np.int64)
+        for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            ids[index, :length] = self._rows.tokens[row, :length]
+        positions = torch.arange(width, device=self._device).expand(len(rows), -1)
+        self._cache.begin_prefill(rows, lengths)
+        self.num_prompt_tokens_computed += sum(lengths)
+        self.model.base_model(  # no head: the prompt's last token is decoded like any other
+            input_ids=torch.from_numpy(ids).to(self._device),
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            native_step=AttentionStep(positions),
+        )
+
+    def _decode(self) -> torch.Tensor:
+        """[rows, V] float32 logits after every row's last token. Too few rows are filled up (see `MIN_ROWS`)."""
+        count = len(self._rows)
+        last = np.zeros(max(count, MIN_ROWS), np.int64)
+        last[:count] = self._rows.length[:count] - 1
+        ids = np.zeros_like(last)
+        ids[:count] = self._rows.tokens[np.arange(count), last[:count]]
+        longest = int(last.max()) + 1
+        self._cache.reserve(count, longest)
+        positions = torch.from_numpy(last).to(self._device)
+        self._cache.begin_decode(positions, round_up(longest, KEY_BLOCK))
+        output = self.model(
+            input_ids=torch.from_numpy(ids).to(self._device)[:, None],
+            position_ids=positions[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+            native_step=AttentionStep(positions[:, None]),
+        )
+        return output.logits[:count, -1].float()
+
+    def _sample(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        rows, count = self._rows, len(self._rows)
+        batch = rows.sampling(self._device)
+        uniform = None
+        if not batch.all_greedy:
+            uniform = torch.from_numpy(uniforms(rows.key[:count], rows.length[:count])).to(self._device)
+        penalized = batch.repetition_penalty is not None
+        tokens, log_probs = sample(
+            logits,
+            batch,
+            uniform,
+            tokens=rows.penalized_tokens(self._device) if penalized else None,
+            forbidden=rows.forbidden(self._device),
+        )
+        return tokens.cpu().numpy(), log_probs.cpu().numpy()
+
+    def _finish_done(self, tokens: np.ndarray, log_probs: np.ndarray) -> list[Completion]:
+        rows, count = self._rows, len(self._rows)
+        stopped = rows.stopped(tokens)
+        finite = np.isfinite(log_probs)
+        ended = np.flatnonzero(stopped | ~finite | (rows.length[:count] >= rows.max_length[:count]))
+        errors = {row: _not_finite(rows.requests[row]) for row in np.flatnonzero(~finite).tolist()}
+        for row in errors:
+            self._cache.clear_row(row)
+        return self._finish(ended.tolist(), lambda row: "stop" if stopped[row] else "length", errors)
+
+    def _finish(
+        self,
+        ended: list[int],
+        reason: Callable[[int], StopReason],
+        errors: dict[int, Exception] | None = None,
+    ) -> list[Completion]:
+        """Takes rows (ascending) out; the last row moves into each hole, so that rows stay dense."""
+        completions = [self._completion(row, reason(row), (errors or {}).get(row)) for row in ended]
+        for row in reversed(ended):
+            last = len(self._rows) - 1
+            if row != last:
+                self._cache.copy_row(last, row, int(self._rows.length[last]) - 1)
+                self._rows.move(last, row)
+            self._rows.remove_last()
+        return completions
+
+    def _completion(self, row: int, reason: StopReason, error: Exception | None) -> Completion:
+        rows = self._rows
+        written = slice(int(rows.prompt_length[row]), int(rows.length[row]))
+        return Completion(
+            request=rows.requests[row],
+            token_ids=rows.tokens[row, written].tolist(),
+            log_probs=rows.log_probs[row, written].tolist(),
+            weight_versions=rows.versions[row, written].tolist(),
+            stop_reason=reason,
+            error=error,
+        )
+
+
+def _not_finite(request: Request) -> Exception:
+    return FloatingPointError(
+        f"the model's log-probabilities are not finite after a prompt of {len(request.prompt)} tokens: "
+        "its weights hold NaN or infinity, or overflow in this dtype"
+    )

@@ -1,0 +1,384 @@
+"""The native engine behind the interface: the core's step loop in a thread of its own, futures to asyncio.
+
+Everything that touches the core or the weights runs in that thread, between two steps; so nothing here needs a lock but
+the mailbox. Made inside a Ray actor by one line: `ray.remote(NativeInferenceEngine).remote(path, ...)`.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from skyrl_train.errors import ConfigError, WorkerError
+from skyrl_train.inference_engines.base import (
+    InferenceEngineInput,
+    InferenceEngineInterface,
+    InferenceEngineOutput,
+    PauseMode,
+)
+from skyrl_train.inference_engines.native.core import NativeEngineCore
+from skyrl_train.inference_engines.native.loading import context_length_of, eos_ids_of, load_model, load_tokenizer
+from skyrl_train.inference_engines.native.requests import Completion, Request, SamplingParams
+from skyrl_train.inference_engines.native.weights import EngineWeights
+from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+
+T = TypeVar("T")
+
+_PAUSE_MODES = ("keep", "wait", "abort")
+_WAKE_TAGS = ("weights", "kv_cache")
+
+
+@dataclass(eq=False)
+class _PendingBatch:
+    """One `generate` call: done when its last request is."""
+
+    requests: list[Request]
+    done: "Future[list[Completion]]" = field(default_factory=Future)
+    completions: dict[Request, Completion] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.done.set_running_or_notify_cancel()  # a caller that goes away must not cancel what the thread will set
+
+    def take(self, completion: Completion) -> None:
+        self.completions[completion.request] = completion
+        if len(self.completions) == len(self.requests):
+            self.done.set_result([self.completions[request] for request in self.requests])
+
+
+class NativeInferenceEngine(InferenceEngineInterface):
+    """Generates with a transformers causal language model in this process, on a CPU or one CUDA device.
+
+    Differences from the interface, all of them additions: `seed` may be a list with one `[seed, index]` pair a request
+    (so that a client can split a batch, or send an aborted request again, without changing what it draws);
+    `skip_special_tokens` concerns the response text. Without a seed a request draws from the engine's own.
+
+    Weights may change while requests run: between two steps, and never with half of them new. Later tokens then carry
+    the new version; keys and values of earlier tokens stay those of the weights that wrote them.
+
+    Args:
+        model_path: a local folder or a hub name, with a tokenizer
+        device: `cpu`, `cuda` or `cuda:N`
+        dtype: `float32`, `bfloat16` or `float16`
+        max_num_seqs: requests that run at the same time
+        max_model_len: tokens of prompt and response; None: the model's `max_position_embeddings`
+        seed: for requests without one
+        model_config_kwargs: changes to the model's config, such as `rope_scaling`
+        command_timeout_seconds: deadline of control calls (pause with `wait` has none: it ends with the requests)
+        update_timeout_seconds: a weight update must be finished this long after its last chunk
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        max_num_seqs: int = 256,
+        max_model_len: int | None = None,
+        seed: int = 0,
+        model_config_kwargs: dict[str, Any] | None = None,
+        trust_remote_code: bool = False,
+        command_timeout_seconds: float = 600.0,
+        update_timeout_seconds: float = 600.0,
+    ):
+        if max_num_seqs < 1:
+            raise ConfigError(f"max_num_seqs must be at least 1; got {max_num_seqs}")
+        self._device = torch.device(device)
+        model = load_model(
+            model_path,
+            device=self._device,
+            dtype=dtype,
+            model_config_kwargs=model_config_kwargs,
+            trust_remote_code=trust_remote_code,
+        )
+        self._tokenizer = load_tokenizer(model_path, trust_remote_code)
+        self._core = NativeEngineCore(
+            model,
+            max_num_seqs=max_num_seqs,
+            max_model_len=context_length_of(model, max_model_len),
+            eos_ids=eos_ids_of(model, self._tokenizer),
+            decode=self._decode,
+        )
+        self._weights = EngineWeights(model, self._device, update_timeout_seconds)
+        self._seed = seed
+        self._num_unseeded = 0
+        self._command_timeout = command_timeout_seconds
+        self._pending: dict[Request, _PendingBatch] = {}
+        self._pause: PauseMode | None = None
+        self._drained: list[Future[None]] = []
+        self._cache_asleep = False
+        self._mail = threading.Condition()
+        self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._closing = False
+        self._failure: WorkerError | None = None
+        self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
+        self._thread.start()
+
+    # The interface, called from asyncio.
+
+    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        prompts = input_batch.get("prompt_token_ids")
+        if prompts is None:
+            raise ValueError("the native engine takes prompt_token_ids; the client turns conversations into them")
+        params, seeds = self._sampling(input_batch.get("sampling_params"), len(prompts))
+        requests = [
+            Request(self._core.check_prompt(prompt), params, seed) for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        completions = await self._complete(requests)
+        for completion in completions:
+            if completion.error is not None:
+                raise completion.error
+        return InferenceEngineOutput(
+            responses=[self._decode(c.token_ids, params.skip_special_tokens) for c in completions],
+            response_ids=[c.token_ids for c in completions],
+            stop_reasons=[c.stop_reason for c in completions],
+            response_logprobs=None if params.logprobs is None else [c.log_probs for c in completions],
+            weight_versions=[c.weight_versions for c in completions],
+        )
+
+    async def pause_generation(self, mode: PauseMode = "keep") -> None:
+        if mode not in _PAUSE_MODES:
+            raise ValueError(f"pause mode must be one of {', '.join(_PAUSE_MODES)}; got {mode!r}")
+        drained: Future[None] = Future()
+        drained.set_running_or_notify_cancel()
+
+        def pause() -> None:
+            self._pause = mode
+            if mode == "abort":
+                self._resolve(self._core.abort())
+            if mode == "wait" and self._core.num_running:
+                self._drained.append(drained)
+            else:
+                self._release_drained()
+                drained.set_result(None)
+
+        await self._command(pause)
+        await asyncio.wrap_future(drained)
+
+    async def resume_generation(self) -> None:
+        def resume() -> None:
+            self._pause = None
+            for waiting in self._drained:
+                waiting.set_exception(RuntimeError("resumed before the pause with mode 'wait' was reached"))
+            self._drained.clear()
+
+        await self._command(resume)
+
+    async def abort_generation(self) -> None:
+        await self._command(lambda: self._resolve(self._core.abort()))
+
+    async def sleep(self, level: int = 1) -> None:
+        if level not in (1, 2):
+            raise ValueError(f"sleep level must be 1 (weights to host memory) or 2 (weights dropped); got {level!r}")
+
+        def sleep() -> None:
+            if self._core.num_running:
+                raise RuntimeError(
+                    f"the engine cannot sleep while {self._core.num_running} requests run; "
+                    "pause with mode 'wait' or 'abort' first"
+                )
+            if not self._weights.asleep:
+                self._weights.sleep(level)
+            self._core.release_cache()
+            self._cache_asleep = True
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+
+        await self._command(sleep)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        wanted = _WAKE_TAGS if tags is None else tags
+        for tag in wanted:
+            if tag not in _WAKE_TAGS:
+                raise ValueError(f"wake_up tags must be of {', '.join(_WAKE_TAGS)}; got {tag!r}")
+
+        def wake() -> None:
+            if "weights" in wanted and self._weights.asleep:
+                self._weights.wake_up()
+            if "kv_cache" in wanted:
+                self._cache_asleep = False  # its memory comes back with the requests
+
+        await self._command(wake)
+
+    async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None:
+        await self._command(lambda: self._weights.connect(init_info), timeout=init_info.timeout_seconds)
+
+    async def update_named_weights(self, request: WeightUpdateRequest) -> None:
+        await self._command(lambda: self._weights.update(request))
+
+    async def finish_weight_update(self, version: int) -> int:
+        def finish() -> int:
+            checksum = self._weights.finish_update()
+            self._core.weight_version = version
+            return checksum
+
+        return await self._command(finish)
+
+    async def weight_version(self) -> int:
+        return await self._command(lambda: self._core.weight_version)
+
+    async def reset_prefix_cache(self) -> None:
+        """Nothing to drop: only running requests of the present weights share their prompts."""
+        await self._command(lambda: None)
+
+    async def teardown(self) -> None:
+        """Ends the thread. Requests that wait or run fail with `WorkerError`; so does every later call."""
+        with self._mail:
+            self._closing = True
+            self._mail.notify()
+        await asyncio.to_thread(self._thread.join, self._command_timeout)
+        if self._thread.is_alive():
+            raise WorkerError(f"the native engine's thread did not end within {self._command_timeout:g} seconds")
+
+    # From a caller's words to requests.
+
+    def _sampling(self, given: dict[str, Any] | None, num: int) -> tuple[SamplingParams, list[tuple[int, int]]]:
+        """The checked settings, and for each of `num` requests what its randomness is made of."""
+        values = dict(given or {})
+        pairs = values.pop("seed") if isinstance(values.get("seed"), list | tuple) else None
+        params = SamplingParams.from_dict(values)
+        for token in params.stop_token_ids:
+            if not 0 <= token < self._core.vocabulary:
+                raise ValueError(
+                    f"sampling parameter stop_token_ids must lie in the vocabulary, 0 to {self._core.vocabulary - 1}; "
+                    f"got {token}"
+                )
+        if pairs is not None:
+            return params, _seed_pairs(pairs, num)
+        if params.seed is not None:
+            return params, [(params.seed, index) for index in range(num)]
+        first = self._num_unseeded
+        self._num_unseeded += num
+        # Negative indices: apart from those of requests with a seed of the same value.
+        return params, [(self._seed, -1 - first - index) for index in range(num)]
+
+    def _decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        text = self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+    async def _complete(self, requests: list[Request]) -> list[Completion]:
+        if not requests:
+            return []
+        batch = _PendingBatch(requests)
+
+        def add() -> None:
+            if not self._weights.complete and not self._weights.updating:
+                raise RuntimeError("the weights were dropped by sleep(level=2); a full weight update must come first")
+            for request in requests:
+                self._pending[request] = batch
+                self._core.add_request(request)
+
+        try:
+            await self._command(add)
+            return await asyncio.wrap_future(batch.done)
+        except asyncio.CancelledError:
+            with contextlib.suppress(WorkerError):
+                self._post(lambda: self._resolve(self._core.abort(requests)))
+            raise
+
+    # The mailbox.
+
+    def _post(self, call: Callable[[], T]) -> "Future[T]":
+        """Has the engine's thread run `call` between two steps."""
+        done: Future[T] = Future()
+        with self._mail:
+            if self._failure is not None:
+                raise WorkerError(str(self._failure)) from self._failure
+            if self._closing:
+                raise WorkerError("the native engine is closed")
+            self._commands.append((call, done))
+            self._mail.notify()
+        return done
+
+    async def _command(self, call: Callable[[], T], timeout: float | None = None) -> T:
+        seconds = self._command_timeout if timeout is None else timeout
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(self._post(call)), seconds)
+        except TimeoutError as error:
+            raise WorkerError(f"the native engine did not answer within {seconds:g} seconds") from error
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        failure = WorkerError("the native engine is closed")
+        try:
+            while self._turn():
+                pass
+        except Exception as error:  # whatever it is, those who wait must hear of it
+            failure = WorkerError(f"the native engine stopped: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+        finally:
+            self._fail_all(failure)
+
+    def _turn(self) -> bool:
+        """Runs what is in the mailbox, then one step if there is work. False when the engine closes."""
+        with self._mail:
+            seconds = self._weights.seconds_left()
+            timeout = None if seconds == float("inf") else seconds
+            self._mail.wait_for(lambda: self._closing or self._commands or self._has_work(), timeout)
+            if self._closing:
+                return False
+            commands, self._commands = self._commands, []
+        for call, done in commands:
+            if done.set_running_or_notify_cancel():
+                _answer(call, done)
+        if self._has_work():
+            self._resolve(self._core.step(admit=self._pause is None))
+            if self._pause == "wait" and not self._core.num_running:
+                self._release_drained()
+        return True
+
+    def _has_work(self) -> bool:
+        if self._weights.asleep or self._cache_asleep or self._weights.updating or not self._weights.complete:
+            return False
+        if self._pause is None:
+            return self._core.num_running + self._core.num_waiting > 0
+        return self._pause == "wait" and self._core.num_running > 0
+
+    def _resolve(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            self._pending.pop(completion.request).take(completion)
+
+    def _release_drained(self) -> None:
+        for waiting in self._drained:
+            waiting.set_result(None)
+        self._drained.clear()
+
+    def _fail_all(self, failure: WorkerError) -> None:
+        with self._mail:
+            self._failure = failure
+            waiting: list[Future[Any]] = [done for _, done in self._commands if done.set_running_or_notify_cancel()]
+            waiting += self._drained
+            waiting += {id(batch): batch.done for batch in self._pending.values()}.values()
+            self._commands, self._drained, self._pending = [], [], {}
+        self._weights.close()
+        for done in waiting:
+            done.set_exception(failure)
+
+
+def _answer(call: Callable[[], Any], done: Future[Any]) -> None:
+    """Runs a command; its error belongs to the caller and does not end the engine."""
+    try:
+        result = call()
+    except Exception as error:
+        done.set_exception(error)
+    else:
+        done.set_result(result)
+
+
+def _seed_pairs(given: list[Any] | tuple[Any, ...], num: int) -> list[tuple[int, int]]:
+    pairs = [tuple(pair) if isinstance(pair, list | tuple) else () for pair in given]
+    if len(pairs) != num or any(len(pair) != 2 or not all(isinstance(word, int) for word in pair) for pair in pairs):
+        raise ValueError(
+            f"sampling parameter seed must be an integer, or one [seed, index] pair for each of the {num} requests; "
+            f"got {given!r}"
+        )
+    return pairs  # pyright: ignore[reportReturnType]

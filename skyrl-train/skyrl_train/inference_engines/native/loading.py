@@ -1,0 +1,80 @@
+"""A causal language model, its tokenizer and its limits from a local folder or the hub."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.native.attention import ATTENTION_NAME
+from skyrl_train.inference_engines.native.experts import use_native_experts
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def load_model(
+    model_path: str,
+    *,
+    device: torch.device,
+    dtype: str,
+    model_config_kwargs: dict[str, Any] | None,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    """The model in eval mode on its device, with the native attention (and, on a CPU, the native experts).
+
+    Raises:
+        ConfigError: an unknown dtype, or a kind of layer whose state the engine's cache cannot hold.
+    """
+    if dtype not in _DTYPES:
+        raise ConfigError(f"the native engine's dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, **(model_config_kwargs or {}))
+    other = set(getattr(config, "layer_types", None) or []) - _LAYER_TYPES
+    if other or getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"the native engine runs decoders whose layers are {' or '.join(sorted(_LAYER_TYPES))}; {model_path} "
+            f"({config.model_type}) also has {', '.join(sorted(other)) or 'an encoder'}. Use another backend"
+        )
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path,
+        config=config,
+        dtype=_DTYPES[dtype],
+        attn_implementation=ATTENTION_NAME,
+        trust_remote_code=trust_remote_code,
+    )
+    if device.type == "cpu":
+        use_native_experts(model)
+    model.to(device)  # pyright: ignore[reportArgumentType]
+    return model.eval().requires_grad_(False)
+
+
+def load_tokenizer(model_path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+
+
+def eos_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every end-of-sequence id that the generation config, the config or the tokenizer names."""
+    generation = getattr(model.generation_config, "eos_token_id", None)
+    found: list[Any] = []
+    for named in (generation, model.config.get_text_config().eos_token_id, tokenizer.eos_token_id):
+        found += named if isinstance(named, list) else [named] if named is not None else []
+    return tuple(dict.fromkeys(found))
+
+
+def context_length_of(model: PreTrainedModel, max_model_len: int | None) -> int:
+    """`max_model_len`, or the model's own limit.
+
+    Raises:
+        ConfigError: the setting is below 2, above the model's limit, or needed because the model names no limit.
+    """
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if max_model_len is None:
+        if limit is None:
+            raise ConfigError(f"max_model_len must be set: {model.config.model_type} models name no longest context")
+        return int(limit)
+    if max_model_len < 2 or (limit is not None and max_model_len > limit):
+        raise ConfigError(
+            f"max_model_len must be from 2 to the model's max_position_embeddings={limit}; got {max_model_len}. "
+            "A longer context needs rope_scaling (or max_position_embeddings) in model_config_kwargs"
+        )
+    return max_model_len

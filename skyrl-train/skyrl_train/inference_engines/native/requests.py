@@ -1,0 +1,166 @@
+"""What is asked of the engine and what it answers: settings checked at the entrance, requests, completions."""
+
+import difflib
+import math
+import numbers
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from skyrl_train.inference_engines.base import StopReason
+from skyrl_train.inference_engines.native.sampling import random_key
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them would overflow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """The engine's keywords, checked. `from_dict` makes them from outside text."""
+
+    max_tokens: int | None = None
+    """New tokens at most; None: until the context is full."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 or 0 is off."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer; they stay in it."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    """Before this many, neither stop tokens (they cannot be chosen) nor stop strings end the answer."""
+    seed: int | None = None
+    logprobs: int | None = 0
+    """0: the chosen token's log-prob. None: none."""
+    skip_special_tokens: bool = True
+    """Of the response text; ids always hold them."""
+
+    def __post_init__(self) -> None:
+        self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None")
+        self._require("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or a positive number")
+        self._require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        self._require("top_k", self.top_k >= -1, "-1 or 0 (off), or at least 1")
+        self._require("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
+        self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number; 1 is off")
+        self._require("min_tokens", self.min_tokens >= 0, "at least 0")
+        self._require("stop", all(self.stop), "without empty strings")
+        self._require("logprobs", self.logprobs in (None, 0), "0 (the chosen token's) or None")
+        if self.max_tokens is not None:
+            self._require("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}")
+
+    def _require(self, name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"sampling parameter {name} must be {rule}; got {getattr(self, name)!r}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @classmethod
+    def from_dict(cls, given: dict[str, Any] | None) -> "SamplingParams":
+        """From the engine's keywords. `stop` may be one string.
+
+        Raises:
+            ValueError: an unknown keyword, a wrong type or a value out of range; names the keyword, value and rule.
+        """
+        values = dict(given or {})
+        for name, value in values.items():
+            values[name] = _checked(name, value)
+        return cls(**values)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
+
+
+def _integer(value: Any) -> int | None:
+    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
+
+
+def _boolean(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _texts(value: Any) -> tuple[str, ...] | None:
+    if isinstance(value, str):
+        return (value,)
+    texts = tuple(value) if isinstance(value, list | tuple) else None
+    return texts if texts is not None and all(isinstance(text, str) for text in texts) else None
+
+
+def _integers(value: Any) -> tuple[int, ...] | None:
+    ids = tuple(map(_integer, value)) if isinstance(value, list | tuple) else (None,)
+    return None if None in ids else ids  # pyright: ignore[reportReturnType]
+
+
+_KINDS = {
+    "max_tokens": (_integer, "an integer"),
+    "temperature": (_number, "a number"),
+    "top_p": (_number, "a number"),
+    "top_k": (_integer, "an integer"),
+    "min_p": (_number, "a number"),
+    "repetition_penalty": (_number, "a number"),
+    "stop": (_texts, "a string or a list of strings"),
+    "stop_token_ids": (_integers, "a list of integers"),
+    "ignore_eos": (_boolean, "true or false"),
+    "min_tokens": (_integer, "an integer"),
+    "seed": (_integer, "an integer"),
+    "logprobs": (_integer, "an integer"),
+    "skip_special_tokens": (_boolean, "true or false"),
+}
+_NONE_IS_DEFAULT = {"stop": (), "stop_token_ids": ()}
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name not in _KINDS:
+        nearest = difflib.get_close_matches(name, _KINDS, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(_KINDS)}"
+        raise ValueError(f"unknown sampling parameter {name}={value!r}; {hint}")
+    if value is None and name in _NONE_IS_DEFAULT:
+        return _NONE_IS_DEFAULT[name]
+    if value is None and name in ("max_tokens", "seed", "logprobs"):
+        return None
+    convert, kind = _KINDS[name]
+    converted = convert(value)
+    if converted is None:
+        raise ValueError(f"sampling parameter {name} must be {kind}; got {value!r}")
+    return converted
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt to continue.
+
+    Args:
+        prompt: [P] token ids, int64
+        seed: (seed, index): what its randomness is made of, with the token's position
+    """
+
+    prompt: np.ndarray
+    params: SamplingParams
+    seed: tuple[int, int]
+    key: np.uint64 = field(init=False)
+    prefix: bytes = field(init=False, repr=False)
+    """The prompt but for its last token: what is computed before the first decoding step, and may be shared."""
+
+    def __post_init__(self) -> None:
+        self.key = random_key(*self.seed)
+        self.prefix = self.prompt[:-1].tobytes()
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """What became of a request."""
+
+    request: Request
+    token_ids: list[int]
+    log_probs: list[float]
+    weight_versions: list[int]
+    stop_reason: StopReason
+    error: Exception | None = None
+    """Set if the model's output was not finite; then the tokens mean nothing."""

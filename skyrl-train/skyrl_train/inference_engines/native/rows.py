@@ -1,0 +1,154 @@
+"""The running requests as columns of numpy arrays: a step costs a few vector operations, whatever their number."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from skyrl_train.inference_engines.native.requests import Request
+from skyrl_train.inference_engines.native.sampling import SamplingBatch
+from skyrl_train.inference_engines.native.stop_strings import Decode, StopStringFinder
+
+_NO_TOKEN = -1
+
+
+class RowTable:
+    """One row a running request, rows 0 to `len - 1`, in step with the cache's rows. Grows as needed.
+
+    `tokens[r]` is the prompt followed by the response; `log_probs` and `versions` lie at the same positions.
+    """
+
+    def __init__(self, vocabulary: int):
+        self.vocabulary = vocabulary
+        self.requests: list[Request] = []
+        self.finders: list[StopStringFinder | None] = []
+        self.length = np.zeros(0, np.int64)
+        """Tokens so far, prompt included."""
+        self.prompt_length = np.zeros(0, np.int64)
+        self.prompt_version = np.zeros(0, np.int64)
+        """Version of the weights that computed the prompt's keys and values."""
+        self.min_length = np.zeros(0, np.int64)
+        self.max_length = np.zeros(0, np.int64)
+        self.key = np.zeros(0, np.uint64)
+        self.stop_ids = np.zeros((0, 1), np.int64)
+        self.tokens = np.zeros((0, 1), np.int64)
+        self.log_probs = np.zeros((0, 1), np.float32)
+        self.versions = np.zeros((0, 1), np.int64)
+        self._sampling: SamplingBatch | None = None
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def add(self, request: Request, *, version: int, max_length: int, eos_ids: tuple[int, ...], decode: Decode) -> int:
+        """Appends a request; returns its row."""
+        row, params = len(self), request.params
+        stop_ids = tuple(dict.fromkeys(params.stop_token_ids + (() if params.ignore_eos else eos_ids)))
+        self._reserve(row + 1, max_length, len(stop_ids))
+        self.requests.append(request)
+        self.finders.append(StopStringFinder(params.stop, decode) if params.stop else None)
+        self.length[row] = self.prompt_length[row] = len(request.prompt)
+        self.prompt_version[row] = version
+        self.min_length[row] = len(request.prompt) + params.min_tokens
+        self.max_length[row] = max_length
+        self.key[row] = request.key
+        self.stop_ids[row] = _NO_TOKEN
+        self.stop_ids[row, : len(stop_ids)] = stop_ids
+        self.tokens[row, : len(request.prompt)] = request.prompt
+        self._sampling = None
+        return row
+
+    def append(self, tokens: np.ndarray, log_probs: np.ndarray, version: int) -> None:
+        """One new token for every row."""
+        rows, count = np.arange(len(self)), len(self)
+        positions = self.length[:count]
+        self.tokens[rows, positions] = tokens
+        self.log_probs[rows, positions] = log_probs
+        self.versions[rows, positions] = version
+        self.length[:count] += 1
+
+    def stopped(self, tokens: np.ndarray) -> np.ndarray:
+        """[rows] True where the token just appended ends the response by itself or completes a stop string."""
+        count = len(self)
+        stopped = (self.stop_ids[:count] == tokens[:, None]).any(1)
+        for row, finder in enumerate(self.finders):
+            if finder is not None and finder.push(int(tokens[row])):
+                stopped[row] |= self.length[row] >= self.min_length[row]
+        return stopped
+
+    def remove_last(self) -> None:
+        """Drops the last row."""
+        self.requests.pop()
+        self.finders.pop()
+        self._sampling = None
+
+    def move(self, source: int, target: int) -> None:
+        """Overwrites row `target` by row `source`."""
+        self.requests[target], self.finders[target] = self.requests[source], self.finders[source]
+        for column in self._columns():
+            column[target] = column[source]
+
+    def sampling(self, device: torch.device) -> SamplingBatch:
+        """The rows' sampling settings as tensors, made anew only when rows came or went."""
+        if self._sampling is None:
+            self._sampling = self._sampling_batch(device)
+        return self._sampling
+
+    def forbidden(self, device: torch.device) -> torch.Tensor | None:
+        """[rows, V] True on the stop tokens of rows below their `min_tokens`; None if there are no such rows."""
+        count = len(self)
+        early = self.length[:count] < self.min_length[:count]
+        if not early.any():
+            return None
+        rows, columns = np.nonzero((self.stop_ids[:count] != _NO_TOKEN) & early[:, None])
+        mask = np.zeros((count, self.vocabulary), dtype=bool)
+        mask[rows, self.stop_ids[rows, columns]] = True
+        return torch.from_numpy(mask).to(device)
+
+    def penalized_tokens(self, device: torch.device) -> torch.Tensor:
+        """[rows, P] the rows' tokens so far, padded with a row's own first token."""
+        count = len(self)
+        longest = int(self.length[:count].max())
+        inside = np.arange(longest) < self.length[:count, None]
+        tokens = np.where(inside, self.tokens[:count, :longest], self.tokens[:count, :1])
+        return torch.from_numpy(tokens).to(device)
+
+    def _sampling_batch(self, device: torch.device) -> SamplingBatch:
+        params = [request.params for request in self.requests]
+
+        def column(values: Sequence[float], off: float, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
+            return torch.tensor(values, dtype=dtype, device=device) if any(v != off for v in values) else None
+
+        greedy = [p.is_greedy for p in params]
+        temperatures = [0.0 if p.is_greedy else p.temperature for p in params]
+        top_k = [min(p.top_k, self.vocabulary) if p.top_k > 0 else self.vocabulary for p in params]
+        return SamplingBatch(
+            temperature=torch.tensor(temperatures, dtype=torch.float32, device=device),
+            all_greedy=all(greedy),
+            any_greedy=any(greedy),
+            top_p=column([p.top_p for p in params], 1.0),
+            top_k=column(top_k, self.vocabulary, torch.long),
+            min_p=column([p.min_p for p in params], 0.0),
+            repetition_penalty=column([p.repetition_penalty for p in params], 1.0),
+        )
+
+    def _columns(self) -> tuple[np.ndarray, ...]:
+        return tuple(getattr(self, name) for name in self._names())
+
+    @staticmethod
+    def _names() -> tuple[str, ...]:
+        flat = ("length", "prompt_length", "prompt_version", "min_length", "max_length", "key")
+        return (*flat, "stop_ids", "tokens", "log_probs", "versions")
+
+    def _reserve(self, num_rows: int, length: int, num_stop_ids: int) -> None:
+        widths = {"stop_ids": num_stop_ids, "tokens": length, "log_probs": length, "versions": length}
+        for name in self._names():
+            column: np.ndarray = getattr(self, name)
+            shape = (max(num_rows, column.shape[0]), *(max(widths[name], width) for width in column.shape[1:]))
+            if shape != column.shape:
+                shape = tuple(
+                    old if new == old else 1 << (new - 1).bit_length()
+                    for new, old in zip(shape, column.shape, strict=True)
+                )
+                grown = np.full(shape, _NO_TOKEN if name == "stop_ids" else 0, dtype=column.dtype)
+                grown[tuple(slice(size) for size in column.shape)] = column
+                setattr(self, name, grown)

@@ -1,0 +1,153 @@
+"""From logits to tokens: temperature, penalties, truncation, and one uniform number a token. Pure functions of tensors.
+
+Dimensions: B rows, V vocabulary, P tokens of a row so far, S stop tokens of a row.
+
+A request's randomness is a counter, not a state: the uniform for the token at position p of the sequence (prompt
+included) depends on (seed, index, p) alone. Whatever else runs, the request draws the same numbers, and one that was
+aborted after k tokens goes on where it stopped when it is sent again with those k tokens behind its prompt.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_CDF_BLOCK = 256
+_ONE_MINUS = 1 - 1e-15  # the largest fraction of a total mass that a uniform may point at
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """The output function of SplitMix64 (Steele, Lea, Flood 2014): a bijection whose output bits look independent."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def random_key(seed: int, index: int) -> np.uint64:
+    """The 64-bit key of a request's random numbers."""
+    words = np.array([seed % 2**64, index % 2**64], dtype=np.uint64)
+    return _mix(_mix(words[:1] + _GOLDEN) ^ (words[1:] * _GOLDEN + _GOLDEN))[0]
+
+
+def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """[B] numbers in [0, 1), one for each key (uint64) at its position."""
+    return (_mix(_mix(keys + positions.astype(np.uint64) * _GOLDEN)) >> np.uint64(11)) * 2.0**-53
+
+
+@dataclass(kw_only=True)
+class SamplingBatch:
+    """Sampling settings of B rows as tensors; None where no row asks for it, so that nothing is computed for it."""
+
+    temperature: torch.Tensor
+    """[B], 0 is greedy."""
+    all_greedy: bool
+    any_greedy: bool
+    top_p: torch.Tensor | None = None
+    top_k: torch.Tensor | None = None
+    """[B], V where off."""
+    min_p: torch.Tensor | None = None
+    repetition_penalty: torch.Tensor | None = None
+
+
+def apply_repetition_penalty(logits: torch.Tensor, tokens: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
+    """Divides the positive and multiplies the negative logits of tokens the row already holds (Keskar et al. 2019).
+
+    Args:
+        logits: [B, V]
+        tokens: [B, P], prompt and response; padded with any token of the row itself
+        penalty: [B], 1 is off
+    """
+    seen = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device).scatter_(1, tokens, True)
+    factor = penalty[:, None]
+    return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+
+
+def truncate(probabilities: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Sets to zero what min-p, top-k and top-p leave out, in this order; the rest is not renormalised.
+
+    min-p drops tokens below min_p times the likeliest; top-k keeps the k likeliest (and those equal to the k-th); top-p
+    keeps the smallest set of the likeliest whose share of what is left by then reaches top_p.
+
+    Args:
+        probabilities: [B, V]
+    """
+    if batch.min_p is not None:
+        floor = probabilities.amax(-1, keepdim=True) * batch.min_p[:, None]
+        probabilities = probabilities.masked_fill(probabilities < floor, 0)
+    if batch.top_k is None and batch.top_p is None:
+        return probabilities
+    ordered = probabilities.sort(dim=-1, descending=True).values
+    if batch.top_k is not None:
+        floor = ordered.gather(1, batch.top_k[:, None] - 1)
+        probabilities = probabilities.masked_fill(probabilities < floor, 0)
+        ordered = ordered.masked_fill(ordered < floor, 0)
+    if batch.top_p is not None:
+        before = ordered.double().cumsum(-1) - ordered  # mass of the likelier tokens
+        kept = before < batch.top_p[:, None] * ordered.double().sum(-1, keepdim=True)
+        floor = ordered.masked_fill(~kept, math.inf).amin(-1, keepdim=True)
+        probabilities = probabilities.masked_fill(probabilities < floor, 0)
+    return probabilities
+
+
+def inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The token at which the running sum of `weights` first exceeds `uniform` times their total.
+
+    Sums over blocks, then within one block: one pass over the vocabulary, and double precision where it counts.
+
+    Args:
+        weights: [B, V], not negative, not necessarily summing to 1
+        uniform: [B], float64 in [0, 1)
+    Returns: [B]; never a token of weight zero
+    """
+    batch, vocabulary = weights.shape
+    padding = -vocabulary % _CDF_BLOCK
+    blocks = torch.nn.functional.pad(weights, (0, padding)).view(batch, -1, _CDF_BLOCK)
+    block_ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = (uniform.clamp(max=_ONE_MINUS) * block_ends[:, -1])[:, None]
+    block = torch.searchsorted(block_ends, target, right=True).clamp_(max=blocks.shape[1] - 1)
+    start = torch.where(block > 0, block_ends.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    within = blocks.gather(1, block[:, :, None].expand(-1, -1, _CDF_BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
+    rest = torch.minimum((target - start).clamp_(min=0), within[:, -1:] * _ONE_MINUS)
+    token = block * _CDF_BLOCK + torch.searchsorted(within, rest, right=True)
+    return token[:, 0].clamp_(max=vocabulary - 1)
+
+
+def sample(
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    uniform: torch.Tensor | None,
+    *,
+    tokens: torch.Tensor | None = None,
+    forbidden: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token a row, and its log-prob.
+
+    Args:
+        logits: [B, V], float32
+        uniform: [B], float64; not needed if every row is greedy
+        tokens: [B, P], what repetition penalties look at; needed if there is one
+        forbidden: [B, V], True on tokens that may not be chosen now
+    Returns:
+        tokens [B], and log softmax(logits / temperature) at them (temperature 1 where greedy), taken before penalties,
+        truncation and `forbidden`.
+    """
+    divisor = torch.where(batch.temperature > 0, batch.temperature, 1.0) if batch.any_greedy else batch.temperature
+    log_probs = (logits / divisor[:, None]).log_softmax(-1)
+    adjusted = logits
+    if batch.repetition_penalty is not None:
+        assert tokens is not None
+        adjusted = apply_repetition_penalty(adjusted, tokens, batch.repetition_penalty)
+    if forbidden is not None:
+        adjusted = adjusted.masked_fill(forbidden, -math.inf)
+    chosen = adjusted.argmax(-1) if batch.any_greedy else None
+    if not batch.all_greedy:
+        assert uniform is not None
+        probabilities = log_probs.exp() if adjusted is logits else (adjusted / divisor[:, None]).softmax(-1)
+        drawn = inverse_cdf(truncate(probabilities, batch), uniform)
+        chosen = drawn if chosen is None else torch.where(batch.temperature > 0, drawn, chosen)
+    assert chosen is not None
+    return chosen, log_probs.gather(1, chosen[:, None])[:, 0]
