@@ -1,0 +1,56 @@
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+FILE = Path(__file__).parents[1] / "examples" / "tiny" / "rl_loop.py"
+
+
+@pytest.fixture(scope="module")
+def rl_loop():
+    spec = importlib.util.spec_from_file_location("rl_loop", FILE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_response_is_judged_place_by_place(rl_loop):
+    prompts = torch.tensor([[4, 9, 3, 0, 10]] * 3)
+    responses = torch.tensor([[0, 3, 4, 9], [0, 3, 9, 4], [4, 9, 3, 0]])
+    assert rl_loop.judge(prompts, responses).tolist() == [1.0, 0.5, 0.0]
+
+
+def test_advantages_compare_with_the_group_only(rl_loop):
+    advantages = rl_loop.group_advantages(torch.tensor([1.0, 0.0, 5.0, 5.0]), group_size=2)
+    half = 0.5**0.5  # the group (1, 0): mean 0.5, deviation 0.5 * sqrt(2)
+    assert torch.allclose(advantages, torch.tensor([half, -half, 0.0, 0.0]), atol=1e-4)
+
+
+def test_the_loss_of_one_token(rl_loop):
+    def loss(ratio, advantage):
+        log_probs = torch.tensor([[ratio]]).log()
+        zeros = torch.zeros_like(log_probs)
+        return rl_loop.clipped_loss(log_probs, zeros, torch.tensor([advantage]), rl_loop.Settings()).item()
+
+    assert loss(1.0, 1.0) == pytest.approx(-1.0)
+    assert loss(2.0, 1.0) == pytest.approx(-1.28)
+    assert loss(0.5, -1.0) == pytest.approx(0.8)
+
+
+def test_the_file_stays_short_enough_to_read():
+    assert len(FILE.read_text().splitlines()) <= 150
+
+
+@pytest.mark.slow
+def test_the_reward_rises(rl_loop):
+    """40 small steps from random numbers: the first responses are right in one place of eleven."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        curve = rl_loop.train(rl_loop.Settings(num_steps=40, num_prompts=32, group_size=8))
+    finally:
+        torch.set_num_threads(threads)
+    assert sum(curve[:5]) / 5 < 0.15
+    assert sum(curve[-5:]) / 5 > 0.25
