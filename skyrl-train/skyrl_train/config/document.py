@@ -31,7 +31,8 @@ Every setting of a run. This page is made from `skyrl_train/config/config.py` by
     seed: 1
   ```
 - In Python: `SkyRLConfig(trainer=TrainerConfig(seed=1))`, or `SkyRLConfig.from_dict({"trainer": {"seed": 1}})`.
-- A default such as `${trainer.seed}` is the value of that setting. `~` is the home folder.
+- A default such as `${trainer.seed}` is the value of that setting.
+- `~` at the start of a path is the home folder; on the command line Hydra wants quotes: `"trainer.run_dir='~/run'"`.
 - A name that does not exist, a value of the wrong type or a contradiction is an error before anything starts.
 """
 

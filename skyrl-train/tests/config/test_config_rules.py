@@ -1,6 +1,10 @@
 """Settings that contradict each other are refused before anything starts."""
 
+import re
+from pathlib import Path
+
 import pytest
+import skyrl_train
 from skyrl_train.config import (
     SkyRLConfig,
     get_default_config,
@@ -8,6 +12,7 @@ from skyrl_train.config import (
     validate_environments,
     validate_generator_cfg,
 )
+from skyrl_train.config.typed import leaves
 from skyrl_train.config.validation import validate_batch_sizes
 from skyrl_train.errors import ConfigError
 
@@ -228,3 +233,17 @@ def test_a_section_of_an_environment_that_does_not_exist_is_found():
     with pytest.raises(ConfigError, match=r"environment.env_class: no environment 'chess' is registered"):
         validate_environments(SkyRLConfig.from_dict({"environment": {"env_class": "chess"}}))
     validate_environments(SkyRLConfig())
+
+
+def test_every_setting_is_read_by_something():
+    """A rough guard against settings that do nothing: each one's name is read as an attribute outside of `config`."""
+    package = Path(skyrl_train.__file__).parent
+    files = [path for path in package.rglob("*.py") if path.parent.name != "config"]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    read_by_method = {"environment.skyrl_gym.env_configs": "env_config"}
+    unread = [
+        name
+        for name, _, field in leaves(SkyRLConfig())
+        if not re.search(rf"\.{read_by_method.get(name, field.name)}\b", source)
+    ]
+    assert unread == []
