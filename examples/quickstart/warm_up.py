@@ -7,6 +7,7 @@ the end token. Only the assistant's turns are learned.
 """
 
 import argparse
+import math
 import random
 from pathlib import Path
 from typing import cast
@@ -17,6 +18,7 @@ from tasks import TASKS, Message, Row, Task, make_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 IGNORED = -100
+RAMP_STEPS = 20
 
 
 def encode_conversation(
@@ -60,8 +62,8 @@ def warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Ta
     draw = random.Random(seed)
     rows = make_rows(task, 4096, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.warm_up_learning_rate, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=task.warm_up_learning_rate, total_steps=num_steps, pct_start=0.05
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / RAMP_STEPS, 1) * (1 + math.cos(math.pi * step / num_steps)) / 2
     )
     model.train()
     loss = torch.tensor(float("nan"))
