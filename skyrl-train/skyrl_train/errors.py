@@ -46,3 +46,7 @@ class RolloutError(SkyRLError):
     def __init__(self, kind: FailureKind, message: str):
         super().__init__(message)
         self.kind: FailureKind = kind
+
+    def __reduce__(self) -> tuple[type["RolloutError"], tuple[FailureKind, str]]:
+        """Lets it travel between processes: an exception is rebuilt from its `args`, which lack the kind."""
+        return type(self), (self.kind, str(self))

@@ -128,11 +128,10 @@ def _read_json(path: Path) -> Iterator[Row]:
     """Rows of a JSON list, or of one JSON object a line. Read as they are: no column is made of one type."""
     text = path.read_text(encoding="utf-8")
     if text.lstrip().startswith("["):
-        rows = list(enumerate(json.loads(text)))
+        rows = json.loads(text)
     else:
-        lines = enumerate(text.split("\n"), start=1)
-        rows = [(number, _parse_line(line, number)) for number, line in lines if line.strip()]
-    for number, row in rows:
+        rows = [_parse_line(line, number) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise ValueError(f"row {number} is a {type(row).__name__}, not an object")
         yield row

@@ -6,6 +6,7 @@ never returns costs its trajectory a deadline, and does not keep the process fro
 
 import asyncio
 import contextvars
+import copy
 import inspect
 import math
 import threading
@@ -129,7 +130,7 @@ class EnvironmentSession:
     Args:
         env_class: id in the registry of skyrl_gym.
         env_config: its section of `environment.skyrl_gym`.
-        extras: the dataset row's other columns, this sample's own copy.
+        extras: the dataset row's other columns. The environment gets a copy of its own.
     """
 
     def __init__(self, threads: DaemonThreads, env_class: str, env_config: Any, extras: dict[str, Any]) -> None:
@@ -141,8 +142,7 @@ class EnvironmentSession:
 
     async def init(self, prompt: ConversationType) -> ConversationType:
         """Makes the environment and starts its episode. Returns the chat history to start from."""
-        make = partial(skyrl_gym.make, self.env_class, env_config=self.env_config, extras=self.extras)
-        self._env = await self._call("make", make, discard=lambda env: env.close())
+        self._env = await self._call("make", self._make, discard=lambda env: env.close())
         answer = await self._call("init", self._env.init, prompt)
         try:
             history, _ = answer
@@ -150,6 +150,9 @@ class EnvironmentSession:
             raise self._fault("environment", "init", "must return (messages, info)") from None
         self._check_messages("init", history)
         return history
+
+    def _make(self) -> Any:
+        return skyrl_gym.make(self.env_class, env_config=self.env_config, extras=copy.deepcopy(self.extras))
 
     async def step(self, text: str) -> StepResult:
         """Hands over what the model wrote in this turn."""

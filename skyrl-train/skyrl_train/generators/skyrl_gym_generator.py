@@ -143,7 +143,7 @@ class SkyRLGymGenerator(GeneratorInterface):
 
     async def _attempt(self, request: RolloutRequest, num_retries: int) -> Rollout:
         dialogue = self._new_dialogue(request)
-        extras = copy.deepcopy(request.env_extras) | {"max_turns": self.generator_cfg.max_turns}
+        extras = request.env_extras | {"max_turns": self.generator_cfg.max_turns}
         env_config = self.skyrl_gym_cfg.env_config(request.env_class)
         env = EnvironmentSession(self._threads, request.env_class, env_config, extras)
         stop_reason, tokens, env_metrics, failure = "error", None, {}, None

@@ -1,6 +1,7 @@
 """A tokenizer of one token a character, an engine that says what it is told, an environment that does."""
 
 import asyncio
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,8 +44,10 @@ def characters() -> PreTrainedTokenizerFast:
 def qwen(test_data: Path) -> Callable[[str], PreTrainedTokenizerBase]:
     """Qwen's real tokenizer with one of the real chat templates."""
 
+    base = AutoTokenizer.from_pretrained(test_data / "tokenizers" / "qwen2.5")
+
     def with_template(name: str) -> PreTrainedTokenizerBase:
-        tokenizer = AutoTokenizer.from_pretrained(test_data / "tokenizers" / "qwen2.5")
+        tokenizer = copy.copy(base)
         tokenizer.chat_template = (test_data / "tokenizers" / "chat_templates" / f"{name}.jinja").read_text()
         return tokenizer
 
@@ -61,8 +64,8 @@ class Say:
 
 
 class ScriptedEngine(InferenceEngineInterface):
-    """Answers request k of a session with entry k of its script; an exception in a script is raised. Token j of an answer
-    has log-prob -(j + 1); the version of the weights is 7."""
+    """Answers request k of a session with entry k of its script; an exception in a script is raised. Token j of an
+    answer has log-prob -(j + 1); the version of the weights is 7."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, scripts: dict[str, list[Say | Exception]]) -> None:
         self.tokenizer = tokenizer
@@ -97,7 +100,7 @@ class ScriptedEngine(InferenceEngineInterface):
 
 
 class ScriptedEnv(BaseTextEnv):
-    """`extras["steps"]` says for each step: reward, says (an observation; None ends the episode), and what goes wrong."""
+    """`extras["steps"]` has for each step: reward, says (an observation; None ends the episode), action."""
 
     closed: list[str] = []  # noqa: RUF012 the test reads which environments were closed
 

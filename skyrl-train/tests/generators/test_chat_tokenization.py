@@ -1,0 +1,141 @@
+"""Messages to ids, and which of them an assistant wrote, with real tokenizers and real chat templates."""
+
+import json
+
+import pytest
+from skyrl_train.config import ChatTemplateConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.generators.tokenization import ChatFormat
+from skyrl_train.generators.utils import (
+    CUSTOM_CHAT_TEMPLATES,
+    encode_messages_subset,
+    get_custom_chat_template,
+    get_generation_prompt_ids,
+    get_response_ids_and_loss_mask_from_messages,
+)
+
+USER = {"role": "user", "content": "1+1?"}
+ASSISTANT = {"role": "assistant", "content": "2"}
+CHATML_TEMPLATES = ["Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B", "Qwen-QwQ-32B"]
+
+
+@pytest.mark.parametrize("template", CHATML_TEMPLATES)
+def test_the_generation_prompt(qwen, template):
+    tokenizer = qwen(template)
+    ids = get_generation_prompt_ids(tokenizer)
+    assert tokenizer.decode(ids).startswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("template", CHATML_TEMPLATES[:2])
+def test_messages_encoded_one_by_one_are_the_conversation(qwen, template):
+    tokenizer = qwen(template)
+    system = [{"role": "system", "content": "Be brief."}]
+    tool = {"role": "tool", "content": "2"}
+    head = tokenizer.apply_chat_template([*system, USER], return_dict=False)
+    whole = tokenizer.apply_chat_template([*system, USER, ASSISTANT, tool], return_dict=False)
+    rest = encode_messages_subset([ASSISTANT, tool], tokenizer)
+    assert head + rest == whole or template == "Qwen-Qwen3-0.6B"  # that one puts empty thoughts into the last answer
+    assert tokenizer.decode(encode_messages_subset([USER], tokenizer)) == "<|im_start|>user\n1+1?<|im_end|>\n"
+
+
+def test_the_loss_mask_covers_what_the_assistant_wrote(characters):
+    ids, mask, logprobs = get_response_ids_and_loss_mask_from_messages(
+        [ASSISTANT, USER, ASSISTANT], characters, assistant_logprobs=[[-1.0, -2.0], [-3.0, -4.0]]
+    )
+    assert characters.decode(ids) == (
+        "<|im_start|>assistant\n2<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+    )
+    assert characters.decode([t for t, m in zip(ids, mask, strict=True) if m]) == "2<|im_end|>2<|im_end|>"
+    assert logprobs is not None and len(logprobs) == len(ids)
+    assert [p for p, m in zip(logprobs, mask, strict=True) if m] == [-1.0, -2.0, -3.0, -4.0]
+    assert not any(p for p, m in zip(logprobs, mask, strict=True) if not m)
+
+
+@pytest.mark.parametrize(
+    "messages, logprobs, message",
+    [
+        ([], None, "messages list cannot be empty"),
+        ([{"role": "system", "content": "x"}], None, "Expected message role to be 'user' or 'assistant'"),
+        ([ASSISTANT], [], "Missing logprobs for assistant message #1"),
+        ([ASSISTANT], [[-1.0]], r"Logprobs count \(1\) does not match token count \(2\)"),
+    ],
+)
+def test_messages_that_cannot_be_encoded(characters, messages, logprobs, message):
+    with pytest.raises(ValueError, match=message):
+        get_response_ids_and_loss_mask_from_messages(messages, characters, logprobs)
+
+
+def test_every_real_template_that_carries_a_conversation_can_be_continued(qwen, test_data):
+    """What stands between two answers is what the template puts there when it renders the whole conversation."""
+    question, reply = {"role": "user", "content": "One?"}, {"role": "user", "content": "Two?"}
+    answer = {"role": "assistant", "content": "Seventeen."}
+    continued, refused = [], {}
+    for path in sorted((test_data / "tokenizers" / "chat_templates").glob("*.jinja")):
+        tokenizer = qwen(path.stem)
+        try:
+            chat = ChatFormat(tokenizer)
+            before = chat.text([question, answer])
+            whole = chat.text([question, answer, reply], add_generation_prompt=True)
+        except (ConfigError, ValueError) as error:
+            refused[path.stem] = str(error)
+            continue
+        between = tokenizer.decode(chat.continuation_ids([reply], answer_is_closed=False))
+        assert "Seventeen." in before and whole.endswith(between), path.stem
+        assert "Two?" in between, path.stem
+        continued.append(path.stem)
+    assert len(continued) >= 8, refused
+
+
+def test_a_template_and_keywords_that_cannot_carry_a_conversation_are_refused(characters):
+    with pytest.raises(ConfigError, match="drops assistant messages"):
+        ChatFormat(characters, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    with pytest.raises(ConfigError, match=r"cannot render these messages.*chat_template_kwargs"):
+        ChatFormat(characters, "{{ tools | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
+
+
+@pytest.mark.parametrize("name", sorted(CUSTOM_CHAT_TEMPLATES))
+def test_our_templates_are_chatml(qwen, name):
+    tokenizer = qwen("Qwen-Qwen2.5-7B-Instruct")
+    conversation = [{"role": "system", "content": "S"}, USER, {"role": "assistant", "content": "<think>x</think>\n\n2"}]
+    ours = tokenizer.apply_chat_template(
+        conversation, chat_template=CUSTOM_CHAT_TEMPLATES[name], tokenize=False, add_generation_prompt=True
+    )
+    assert ours == tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+
+
+def test_a_custom_template_is_found_by_name_or_in_a_file(tmp_path):
+    assert get_custom_chat_template(ChatTemplateConfig()) is None
+    path = tmp_path / "template.jinja"
+    path.write_text("hi")
+    assert get_custom_chat_template(ChatTemplateConfig(source="file", name_or_path=str(path))) == "hi"
+    named = get_custom_chat_template(ChatTemplateConfig(name_or_path="qwen3_with_thinking"))
+    assert named == CUSTOM_CHAT_TEMPLATES["qwen3_with_thinking"]
+
+
+@pytest.mark.parametrize(
+    "source, name_or_path, message",
+    [
+        ("name", "qwen4", "qwen3_with_thinking, qwen3_without_thinking"),
+        ("file", "no/such/file.jinja", "is not a file"),
+        ("file", "a\0b", "null byte"),
+    ],
+)
+def test_a_custom_template_that_is_not_there(source, name_or_path, message):
+    config = ChatTemplateConfig()
+    config.source, config.name_or_path = source, name_or_path  # as settings made in Python may be
+    with pytest.raises(ConfigError, match=message):
+        get_custom_chat_template(config)
+
+
+def test_a_custom_template_is_at_most_a_megabyte(tmp_path):
+    path = tmp_path / "big.jinja"
+    path.write_text("x" * (1024 * 1024 + 1))
+    with pytest.raises(ConfigError, match="1048577 bytes"):
+        get_custom_chat_template(ChatTemplateConfig(source="file", name_or_path=str(path)))
+
+
+def test_the_real_contexts_render_to_ids_that_read_the_same(qwen, test_data):
+    tokenizer = qwen("Qwen-Qwen2.5-7B-Instruct")
+    context = json.loads((test_data / "tokenizers" / "template_contexts" / "simple.json").read_text())
+    chat = ChatFormat(tokenizer)
+    assert tokenizer.decode(chat.ids(context["messages"])) == chat.text(context["messages"])

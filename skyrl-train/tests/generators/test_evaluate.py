@@ -1,0 +1,95 @@
+"""Scores by data source, and the files with what was evaluated."""
+
+import json
+
+import pytest
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.evaluate import evaluate
+from skyrl_train.generators.base import Failure, GeneratorInterface, GeneratorOutput
+
+
+class Grader(GeneratorInterface):
+    """Answers every prompt with `k`; sample k of a row is worth what the row says."""
+
+    def __init__(self, tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.inputs = []
+
+    async def generate(self, input_batch) -> GeneratorOutput:
+        self.inputs.append(input_batch)
+        repetitions = [trajectory.repetition_id for trajectory in input_batch["trajectory_ids"]]
+        worth = [extras["worth"][k] for extras, k in zip(input_batch["env_extras"], repetitions, strict=True)]
+        n = len(worth)
+        return GeneratorOutput(
+            prompt_token_ids=[self.tokenizer.encode("Q")] * n,
+            response_ids=[self.tokenizer.encode(str(k)) for k in repetitions],
+            rewards=[[w or 0.0] for w in worth],
+            loss_masks=[[1]] * n,
+            stop_reasons=["stop" if w is not None else "error" for w in worth],
+            rollout_metrics={"environment/turns": 1.0},
+            rollout_logprobs=None,
+            failures=[None if w is not None else Failure("tool", "gone") for w in worth],
+        )
+
+
+def rows(*sources_and_worth):
+    return [
+        {"prompt": [], "env_class": None, "env_extras": {"data_source": source, "worth": worth}, "uid": str(i)}
+        for i, (source, worth) in enumerate(sources_and_worth)
+    ]
+
+
+@pytest.fixture
+def config(tmp_path):
+    config = SkyRLConfig()
+    config.generator.eval_n_samples_per_prompt = 2
+    config.trainer.export_path = str(tmp_path)
+    return config
+
+
+async def test_scores_are_by_data_source_and_over_all(characters, config, tmp_path):
+    batches = [rows(("org/math", [1.0, 0.0]), ("org/math", [0.0, 0.0])), rows((None, [None, -1.0]))]
+    batches[1][0]["uid"] = "2"
+    generator = Grader(characters)
+    metrics = await evaluate(batches, generator, config, global_step=3, tokenizer=characters)
+    expected = {
+        "eval/org_math/avg_score": 0.25,
+        "eval/org_math/pass_at_2": 0.5,
+        "eval/org_math/mean_positive_reward": 0.25,
+        "eval/unknown/avg_score": -1.0,  # the failed sample does not count
+        "eval/unknown/pass_at_2": 0.0,
+        "eval/unknown/mean_positive_reward": 0.0,
+        "eval/all/avg_score": 0.0,
+        "eval/all/pass_at_2": pytest.approx(1 / 3),
+        "eval/all/environment/turns": 1.0,
+        "eval/all/generate/avg_num_tokens": 1.0,
+        "eval/all/generate/num_failed/tool": 1.0,
+    }
+    assert {key: metrics[key] for key in expected} == expected
+    assert generator.inputs[0]["sampling_params"]["temperature"] == 0.0
+    assert generator.inputs[0]["batch_metadata"].training_phase == "eval"
+    folder = tmp_path / "dumped_evals" / "global_step_3_evals"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "aggregated_results.jsonl", "org_math.jsonl", "unknown.jsonl",
+    ]  # fmt: skip
+    first = json.loads((folder / "org_math.jsonl").read_text().splitlines()[0])
+    assert (first["input_prompt"], first["output_response"], first["score"], first["stop_reason"]) == (
+        "Q",
+        "0",
+        1.0,
+        "stop",
+    )
+    assert (first["env_class"], first["data_source"], first["failure"]) == ("gsm8k", "org/math", None)
+    assert json.loads((folder / "unknown.jsonl").read_text().splitlines()[0])["failure"] == "tool: gone"
+    assert json.loads((folder / "aggregated_results.jsonl").read_text()) == metrics
+
+
+async def test_an_evaluation_without_a_trainer_has_a_folder_of_its_own(characters, config, tmp_path):
+    await evaluate([rows(("a", [1.0, 1.0]))], Grader(characters), config, global_step=None, tokenizer=characters)
+    assert (tmp_path / "dumped_evals" / "eval_only" / "a.jsonl").is_file()
+
+
+async def test_dumping_can_be_switched_off(characters, config, tmp_path):
+    config.trainer.dump_eval_results = False
+    await evaluate([rows(("a", [1.0, 1.0]))], Grader(characters), config, global_step=1, tokenizer=characters)
+    assert list(tmp_path.iterdir()) == []

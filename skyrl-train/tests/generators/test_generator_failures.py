@@ -1,0 +1,239 @@
+"""A failed rollout is data: recorded by what failed, training nothing, ending neither the batch nor the others."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from skyrl_train.errors import ConfigError, RolloutError, WorkerError
+from skyrl_train.generators import skyrl_gym_generator
+from skyrl_train.generators.agent_loop import ask_engine
+from skyrl_train.generators.base import BatchMetadata, Failure, TrajectoryID
+from skyrl_train.generators.environment import DaemonThreads, DeadlineExceeded
+from skyrl_train.generators.sampling import request_seed
+
+GOOD = {"steps": [{"reward": 1.0}], "name": "good"}
+
+
+@pytest.fixture(autouse=True)
+def retry_at_once(monkeypatch):
+    monkeypatch.setattr(skyrl_gym_generator, "RETRY_DELAY_SECONDS", 0.0)
+
+
+def bad(**faults):
+    return {"steps": [{"reward": 1.0}], "name": "bad", **faults}
+
+
+@pytest.mark.parametrize("method", ["make", "init", "step", "get_metrics", "close"])
+async def test_an_environment_that_raises_costs_its_own_trajectory(game, say, characters, environments, method):
+    extras = [bad(raises={method: RuntimeError("boom")}), GOOD]
+    played = await game(characters, [[say("a")], [say("b")]], extras).play()
+    output = played.output
+    message = f"environment 'scripted': {method} raised RuntimeError: boom"
+    assert output["failures"] == [Failure("environment", message), None]
+    assert output["stop_reasons"] == ["error", "stop"]
+    assert output["rewards"][1] == [0.0, 1.0]
+    assert set(output["rewards"][0]) == {0.0} and set(output["loss_masks"][0]) == {0}
+    assert (
+        len(output["response_ids"][0]) == len(output["weight_versions"][0]) == len(output["rollout_logprobs"][0]) >= 1
+    )
+    assert output["prompt_token_ids"][0] == output["prompt_token_ids"][1]
+    assert environments.closed.count("bad") == (0 if method == "make" else 1)
+    metrics = output["rollout_metrics"]
+    assert metrics["generate/num_failed/environment"] == 1.0
+    assert metrics["generate/num_failed/infrastructure"] == 0.0
+    assert metrics["generate/stop_reason/error"] == 0.5
+    assert metrics["generate/avg_num_tokens"] == 2.0  # the good one's
+
+
+async def test_a_failed_trajectory_keeps_what_it_had(game, say, characters):
+    played = await game(characters, [[say("ab")]], [bad(raises={"step": RuntimeError("boom")})]).play()
+    assert characters.decode(played.output["response_ids"][0]) == "ab<|im_end|>"
+    assert played.output["rollout_logprobs"] == [[-1.0, -2.0, -3.0]]
+
+
+@pytest.mark.parametrize("method", ["make", "init", "step", "close"])
+async def test_an_environment_that_hangs_is_given_up_at_its_deadline(game, say, characters, method):
+    extras = [bad(sleeps={method: 30.0}), GOOD]
+    started = time.monotonic()
+    played = await game(
+        characters, [[say("a")], [say("b")]], extras, gym={"env_timeout_seconds": 0.2, "max_env_workers": 1}
+    ).play()
+    assert time.monotonic() - started < 5.0
+    failure = played.output["failures"][0]
+    assert failure.kind == "environment"
+    assert f"{method} did not return within 0.2 s (environment.skyrl_gym.env_timeout_seconds)" in failure.message
+    assert played.output["failures"][1] is None  # the one thread there may be was not lost to the other
+
+
+async def test_an_async_environment_runs_on_the_event_loop_and_has_the_same_deadline(game, say, characters):
+    extras = [GOOD, bad(sleeps={"astep": 30.0})]
+    played = await game(
+        characters, [[say("a")], [say("b")]], extras, env_class="scripted_async", gym={"env_timeout_seconds": 0.2}
+    ).play()
+    assert played.output["rewards"][0] == [0.0, 1.0]
+    assert "step did not return" in played.output["failures"][1].message
+
+
+async def test_environments_can_run_without_threads(game, say, characters):
+    played = await game(characters, [[say("a")]], [GOOD], gym={"max_env_workers": 0}).play()
+    assert played.output["rewards"] == [[0.0, 1.0]]
+
+
+@pytest.mark.parametrize("reward", [None, float("nan"), "1", True])
+async def test_a_reward_that_is_no_finite_number_is_a_reward_failure(game, say, characters, reward):
+    played = await game(characters, [[say("a")]], [{"steps": [{"reward": reward}]}]).play()
+    assert played.output["failures"][0].kind == "reward"
+    assert played.output["rewards"] == [[0.0, 0.0]]
+
+
+async def test_an_environment_may_say_itself_what_failed(game, say, characters):
+    played = await game(
+        characters, [[say("a")]], [bad(raises={"step": RolloutError("tool", "no search server")})]
+    ).play()
+    assert played.output["failures"] == [Failure("tool", "no search server")]
+
+
+async def test_an_episode_that_cannot_end_is_ended(game, say, characters):
+    extras = [{"steps": [{"says": ""}] * 3}]
+    settings = {"use_conversation_multi_turn": False}
+    played = await game(characters, [[say(""), say("")]], extras, settings=settings).play()
+    assert "would go on for ever" in played.output["failures"][0].message
+
+
+@pytest.mark.parametrize("error", [ConnectionError("gone"), WorkerError("engine died"), TimeoutError()])
+async def test_an_infrastructure_failure_is_tried_again_with_a_fresh_environment(
+    game, say, characters, environments, error
+):
+    steps = [{"reward": 0.5, "says": "x"}, {"reward": 1.0}]
+    # the second turn fails; then both turns again
+    answers = [[say("a"), error, say("a"), say("b")]]
+    played = await game(characters, answers, [{"steps": steps, "name": "env"}]).play()
+    assert played.output["failures"] == [None]
+    assert sum(played.output["rewards"][0]) == 1.5
+    assert environments.closed == ["env", "env"]
+    assert played.output["rollout_metrics"]["generate/num_retries"] == 1.0
+
+
+async def test_an_infrastructure_failure_that_stays_is_recorded_after_the_retries(game, say, characters):
+    answers = [[ConnectionError("gone")] * 3, [say("b")]]
+    played = await game(characters, answers, [bad(), GOOD], settings={"max_rollout_retries": 2}).play()
+    assert len(played.engine.requests) == 3 + 1
+    failure = Failure("infrastructure", "the engine raised ConnectionError: gone")
+    assert played.output["failures"] == [failure, None]
+    assert played.output["rewards"][0] == [0.0]
+
+
+async def test_an_aborted_request_is_an_infrastructure_failure(game, say, characters):
+    played = await game(characters, [[say("a", stop_reason="abort"), say("b")]], [bad()]).play()
+    assert played.output["failures"] == [None]
+    assert characters.decode(played.output["response_ids"][0]) == "b<|im_end|>"
+
+
+async def test_a_request_that_the_engine_refuses_is_not_tried_again(game, say, characters):
+    played = await game(characters, [[ValueError("token id 9999 is outside the vocabulary")]], [bad()]).play()
+    refused = "the engine refused the request: token id 9999 is outside the vocabulary"
+    assert played.output["failures"] == [Failure("model", refused)]
+    assert len(played.engine.requests) == 1
+
+
+async def test_an_engine_that_does_not_answer_is_given_up(characters, say, scripted_engine):
+    class SilentEngine(scripted_engine):
+        async def generate(self, input_batch):
+            await asyncio.sleep(60)
+
+    with pytest.raises(RolloutError, match=r"generator\.request_timeout_seconds=0\.1") as caught:
+        await ask_engine(SilentEngine(characters, {}), [1], {}, session_id="0_0", timeout_seconds=0.1)
+    assert caught.value.kind == "infrastructure"
+
+
+async def test_an_unknown_environment_is_an_error_before_anything_is_generated(game, say, characters):
+    with pytest.raises(ConfigError, match=r"scripte.*did you mean scripted"):
+        await game(characters, [[say("a")]], [GOOD], env_class="scripte").play()
+
+
+async def test_a_message_that_the_template_cannot_render_is_the_environments_failure(game, say, characters):
+    played = await game(characters, [[say("a"), say("b")]], [{"steps": [{"says": 3}, {}]}]).play()
+    failure = played.output["failures"][0]
+    assert failure.kind == "environment" and "the chat template cannot render these messages" in failure.message
+
+
+async def test_samples_do_not_share_their_extras(game, say, characters):
+    shared = {"steps": [{"reward": 1.0}], "list": []}
+    await game(characters, [[say("a")], [say("b")]], [shared, shared]).play()
+    assert shared == {"steps": [{"reward": 1.0}], "list": []}
+
+
+async def test_cancelling_closes_the_environments_and_passes_through(game, say, characters, environments):
+    task = asyncio.create_task(game(characters, [[say("a")]], [bad(sleeps={"step": 0.5})]).play())
+    await asyncio.sleep(0.2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert environments.closed == ["bad"]
+
+
+async def test_what_arrives_after_the_deadline_is_discarded():
+    discarded = []
+
+    def slow():
+        time.sleep(0.2)
+        return "late"
+
+    with pytest.raises(DeadlineExceeded):
+        await DaemonThreads(max_workers=1, timeout_seconds=0.05).call(slow, discard=discarded.append)
+    await asyncio.sleep(0.4)
+    assert discarded == ["late"]
+
+
+async def test_an_environment_that_exits_the_process_only_ends_its_call():
+    with pytest.raises(RuntimeError, match="raised SystemExit: 3"):
+        await DaemonThreads(max_workers=1, timeout_seconds=5).call(sys.exit, 3)
+
+
+def test_no_more_calls_run_at_a_time_than_there_are_workers():
+    running, most = 0, 0
+
+    def work():
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.02)
+        running -= 1
+
+    async def many(threads):
+        await asyncio.gather(*(threads.call(work) for _ in range(9)))
+
+    threads = DaemonThreads(max_workers=3, timeout_seconds=5)
+    for _ in range(2):  # the same threads serve another event loop
+        asyncio.run(many(threads))
+    assert most == 3
+
+
+async def test_every_request_has_a_seed_of_its_own_and_the_same_again_when_repeated(game, say, characters):
+    async def seeds(seed):
+        answers = [[say("a"), say("b")], [say("a"), say("b")]]
+        extras = [{"steps": [{"says": "x"}, {}]} for _ in answers]
+        played = await game(characters, answers, extras, settings={"seed": seed}).play()
+        return sorted(request["sampling_params"]["seed"] for request in played.engine.requests)
+
+    first = await seeds(1)
+    assert len(set(first)) == 4 and all(0 <= seed < 2**63 for seed in first)
+    assert await seeds(1) == first
+    assert not set(await seeds(2)) & set(first)
+
+
+def test_a_seed_depends_on_step_phase_sample_and_turn_but_not_on_the_process():
+    def seed(step=3, phase="train", repetition=0, turn=0):
+        return request_seed(42, BatchMetadata(step, phase), TrajectoryID("17", repetition), turn)
+
+    assert len({seed(), seed(step=4), seed(phase="eval"), seed(repetition=1), seed(turn=1)}) == 5
+    code = (
+        "from skyrl_train.generators.sampling import request_seed as r\n"
+        "from skyrl_train.generators.base import BatchMetadata as B, TrajectoryID as T\n"
+        "print(r(42, B(3, 'train'), T('17', 0), 0))"
+    )
+    elsewhere = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(elsewhere.stdout) == seed()

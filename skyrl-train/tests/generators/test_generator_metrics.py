@@ -1,0 +1,141 @@
+"""Scores and rollout metrics on batches that one can add up by hand."""
+
+import math
+
+import pytest
+from skyrl_train.generators.base import Failure, GeneratorOutput
+from skyrl_train.generators.utils import (
+    concatenate_generator_outputs,
+    get_metrics_from_generator_output,
+    get_rollout_metrics,
+    prepare_generator_input,
+    validate_generator_output,
+)
+
+FAILED = Failure("tool", "no search server")
+
+
+def output_of(rewards, **changes) -> GeneratorOutput:
+    responses = [[5] * len(reward) if isinstance(reward, list) else [5, 6] for reward in rewards]
+    n = len(rewards)
+    columns = {
+        "prompt_token_ids": [[1]] * n,
+        "response_ids": responses,
+        "rewards": rewards,
+        "loss_masks": [[1] * len(response) for response in responses],
+        "stop_reasons": ["stop"] * n,
+        "rollout_metrics": {},
+        "rollout_logprobs": None,
+    }
+    return GeneratorOutput(**(columns | changes))  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    "rewards, expected",
+    [
+        ([1.0, 0.0, 0.0, 0.0], (0.25, 0.5, 0.25)),
+        ([1.0, 1.0, -1.0, 0.0], (0.25, 0.5, 0.5)),
+        # per token: the sum decides, wherever in the trajectory the reward stands
+        ([[1.0, 0.0], [0.0, 0.0], [0.0, -1.0], [0.5, -0.5]], (0.0, 0.5, 0.25)),
+    ],
+)
+def test_scores_of_two_prompts_with_two_samples(rewards, expected):
+    scores = get_metrics_from_generator_output(output_of(rewards), ["a", "a", "b", "b"])
+    assert (scores["avg_score"], scores["pass_at_n"], scores["mean_positive_reward"]) == expected
+
+
+def test_failed_trajectories_are_left_out_of_the_scores():
+    output = output_of([1.0, 0.0, 0.0, 0.0], failures=[None, FAILED, FAILED, FAILED])
+    scores = get_metrics_from_generator_output(output, ["a", "a", "b", "b"])
+    assert scores == {"avg_score": 1.0, "pass_at_n": 1.0, "mean_positive_reward": 1.0}
+    everything_failed = output_of([0.0], failures=[FAILED])
+    assert set(get_metrics_from_generator_output(everything_failed, ["a"]).values()) == {0.0}
+
+
+@pytest.mark.parametrize("rewards, uids", [([], []), ([1.0], ["a", "b"])])
+def test_scores_need_one_uid_a_trajectory(rewards, uids):
+    with pytest.raises(ValueError):
+        get_metrics_from_generator_output(output_of(rewards), uids)
+
+
+def test_rollout_metrics_of_three_trajectories():
+    metrics = get_rollout_metrics(
+        [[1], [1, 2, 3], [1, 2, 3, 4, 5]],
+        [[0.0], [0.0, 0.0, 1.0], [0.0] * 5],
+        [{"turns": 1}, {"turns": 3}, {"turns": 100}],
+        ["gsm8k", "gsm8k", "gsm8k"],
+        stop_reasons=["stop", "length", "error"],
+        failures=[None, None, FAILED],
+    )
+    assert metrics == {
+        "generate/min_num_tokens": 1.0,
+        "generate/max_num_tokens": 3.0,
+        "generate/avg_num_tokens": 2.0,
+        "generate/std_num_tokens": 1.0,
+        "generate/avg_tokens_non_zero_rewards": 3.0,
+        "generate/avg_tokens_zero_rewards": 1.0,
+        "generate/stop_reason/stop": pytest.approx(1 / 3),
+        "generate/stop_reason/length": pytest.approx(1 / 3),
+        "generate/stop_reason/error": pytest.approx(1 / 3),
+        "generate/num_failed/model": 0.0,
+        "generate/num_failed/tool": 1.0,
+        "generate/num_failed/environment": 0.0,
+        "generate/num_failed/reward": 0.0,
+        "generate/num_failed/infrastructure": 0.0,
+        "environment/turns": 2.0,
+    }
+
+
+def test_no_metric_is_ever_nan():
+    metrics = get_rollout_metrics([[1]], [0.0], [{"x": math.nan}], ["gsm8k"], stop_reasons=["error"], failures=[FAILED])
+    assert all(math.isfinite(value) for value in metrics.values())
+    metrics = get_rollout_metrics([[1]], [0.0], [{"x": math.nan}], ["gsm8k"])
+    assert all(math.isfinite(value) for value in metrics.values()) and "environment/x" not in metrics
+
+
+def test_outputs_are_joined_in_their_order_and_their_metrics_computed_anew():
+    first = output_of([[1.0]], rollout_metrics={"environment/turns": 1.0, "generate/num_retries": 2.0})
+    second = output_of([[0.0] * 3] * 3, rollout_metrics={"environment/turns": 5.0, "generate/num_retries": 1.0})
+    joined = concatenate_generator_outputs([first, second])
+    assert [len(ids) for ids in joined["response_ids"]] == [1, 3, 3, 3]
+    assert joined["rewards"] == [[1.0], [0.0] * 3, [0.0] * 3, [0.0] * 3]
+    assert joined["rollout_logprobs"] is None
+    assert joined["rollout_metrics"] is not None
+    assert joined["rollout_metrics"]["generate/avg_num_tokens"] == 2.5
+    assert joined["rollout_metrics"]["environment/turns"] == 4.0  # (1 + 3 * 5) / 4
+    assert joined["rollout_metrics"]["generate/num_retries"] == 3.0
+
+
+def test_outputs_with_and_without_log_probs_are_not_joined():
+    with pytest.raises(ValueError, match=r"rollout_logprobs is missing in number \[1\]"):
+        concatenate_generator_outputs([output_of([[1.0]], rollout_logprobs=[[-1.0]]), output_of([[1.0]])])
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"response_ids": [], "rewards": []}, "No outputs generated"),
+        ({"response_ids": [[5]]}, r"Mismatch between prompts \(2\) and responses \(1\)"),
+        ({"rewards": [1.0]}, "rewards length must be equal to response_ids length: 1 != 2"),
+        ({"loss_masks": [[1], [1]]}, "Response ids and loss masks must have the same length; trajectory 0: 2 and 1"),
+        ({"rewards": [[1.0], [1.0]]}, "Token rewards and response ids must have the same length"),
+        ({"rewards": [1.0, [1.0, 0.0]]}, "not some of each"),
+        ({"rollout_logprobs": [[0.0, 0.0], [0.0]]}, "Response ids and rollout logprobs must have the same length"),
+        ({"failures": [None]}, "failures length"),
+    ],
+)
+def test_an_output_that_does_not_fit_together_is_refused(changes, message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        validate_generator_output(2, GeneratorOutput(**{**output_of([1.0, 0.0]), **changes}))
+
+
+def test_a_prompt_stands_n_times_in_a_row():
+    rows = [
+        {"prompt": [{"role": "user", "content": "a"}], "env_class": None, "env_extras": {"x": 1}, "uid": "0"},
+        {"prompt": [{"role": "user", "content": "b"}], "env_class": "multiply", "env_extras": {}, "uid": "1"},
+    ]
+    batch, uids = prepare_generator_input(rows, 2, {"max_tokens": 3}, "gsm8k", "train", 7)
+    assert uids == ["0", "0", "1", "1"]
+    assert batch["env_classes"] == ["gsm8k", "gsm8k", "multiply", "multiply"]
+    assert [t.to_string() for t in batch["trajectory_ids"]] == ["0_0", "0_1", "1_0", "1_1"]
+    assert batch["batch_metadata"].global_step == 7
