@@ -7,12 +7,13 @@ Dimensions: B rows, H query heads, K key-value heads, G = H / K query heads a ke
 D head width.
 
 Bit-exactness (float32 on the CPU): the result of a query is the same whatever the number of rows, the number of queries
-computed beside it and the number of keys its row is padded to. Measured with MKL, which holds this to four rules:
+computed beside it and the number of keys its row is padded to. Measured with MKL, which holds this to five rules:
 
 - A matrix product has at least `MIN_ROWS` rows: one to three take another kernel.
 - Keys are padded to a multiple of `KEY_BLOCK`: the softmax then sums in whole vectors.
 - Probabilities times values goes in chunks of `KEY_CHUNK` keys: MKL splits a longer inner dimension by its total length
   (from somewhere above 160 keys), and an added chunk of zero probabilities adds exact zeros.
+- Elementwise kernels see whole vectors of `VECTOR` elements (the core fills up rows where a layer is narrow).
 - Masked keys are finite, so that 0 * value is 0: the cache is zeroed when allocated and where a row was not finite.
 
 Other dtypes and devices go through `scaled_dot_product_attention`, with no such promise.
@@ -27,7 +28,9 @@ from transformers import AttentionInterface
 
 ATTENTION_NAME = "skyrl_native"
 MIN_ROWS = 4
-KEY_BLOCK = 32
+VECTOR = 32
+"""Elements that an elementwise kernel takes at a time; what is left at the end takes other arithmetic (`silu`)."""
+KEY_BLOCK = VECTOR
 KEY_CHUNK = 128
 QUERY_CHUNK = 128
 """Queries of a long prompt scored at a time: bounds the memory of the scores."""

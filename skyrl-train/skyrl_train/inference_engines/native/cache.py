@@ -19,7 +19,7 @@ class SlotCache(Cache):
 
     def __init__(self, num_layers: int, max_rows: int, max_length: int):
         super().__init__(layers=[])
-        self.max_rows = max(max_rows, MIN_ROWS)
+        self.max_rows = max_rows
         self.max_length = round_up(max_length, KEY_BLOCK)
         self.num_rows = 0
         self.length = 0

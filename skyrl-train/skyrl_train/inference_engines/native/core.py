@@ -1,5 +1,6 @@
 """Continuous batching: requests join and leave at every step. Synchronous; knows no thread, asyncio or Ray."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -8,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.inference_engines.base import StopReason
-from skyrl_train.inference_engines.native.attention import KEY_BLOCK, MIN_ROWS, AttentionStep, round_up
+from skyrl_train.inference_engines.native.attention import KEY_BLOCK, MIN_ROWS, VECTOR, AttentionStep, round_up
 from skyrl_train.inference_engines.native.cache import SlotCache
 from skyrl_train.inference_engines.native.requests import Completion, Request
 from skyrl_train.inference_engines.native.rows import RowTable
@@ -52,8 +53,10 @@ class NativeEngineCore:
         self._decode_text = decode
         self._max_prefill_tokens = max_prefill_tokens
         self._device = next(model.parameters()).device
+        self._row_multiple = row_multiple_of(model)
         config = model.config.get_text_config()
-        self._cache = SlotCache(config.num_hidden_layers, max_num_seqs, max_model_len)
+        most_rows = round_up(max(max_num_seqs, MIN_ROWS), self._row_multiple)
+        self._cache = SlotCache(config.num_hidden_layers, most_rows, max_model_len)
         self._rows = RowTable(config.vocab_size)
         self._waiting: deque[Request] = deque()
 
@@ -191,14 +194,14 @@ class NativeEngineCore:
         )
 
     def _decode(self) -> torch.Tensor:
-        """[rows, V] float32 logits after every row's last token. Too few rows are filled up (see `MIN_ROWS`)."""
+        """[rows, V] float32 logits after every row's last token. Rows are filled up so that company changes no bit."""
         count = len(self._rows)
-        last = np.zeros(max(count, MIN_ROWS), np.int64)
+        last = np.zeros(round_up(max(count, MIN_ROWS), self._row_multiple), np.int64)
         last[:count] = self._rows.length[:count] - 1
         ids = np.zeros_like(last)
         ids[:count] = self._rows.tokens[np.arange(count), last[:count]]
         longest = int(last.max()) + 1
-        self._cache.reserve(count, longest)
+        self._cache.reserve(len(last), longest)
         positions = torch.from_numpy(last).to(self._device)
         self._cache.begin_decode(positions, round_up(longest, KEY_BLOCK))
         output = self.model(
@@ -263,6 +266,13 @@ class NativeEngineCore:
             stop_reason=reason,
             error=error,
         )
+
+
+def row_multiple_of(model: torch.nn.Module) -> int:
+    """Rows whose activations fill whole vectors in every layer: 1 for widths that are multiples of 32, as usual."""
+    head = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear) and layer is not head]
+    return VECTOR // math.gcd(VECTOR, *(layer.out_features for layer in layers))
 
 
 def _not_finite(request: Request) -> Exception:

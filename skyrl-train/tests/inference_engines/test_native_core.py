@@ -1,0 +1,216 @@
+"""The core against transformers, and its promise: what a request gets does not depend on its company, bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.native.core import NativeEngineCore
+from skyrl_train.inference_engines.native.loading import load_model
+from skyrl_train.inference_engines.native.requests import Completion, Request, SamplingParams
+
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_window"]
+CPU = torch.device("cpu")
+
+
+def make_core(path: str, max_num_seqs: int = 64, eos_ids: tuple[int, ...] = (), dtype: str = "float32"):
+    model = load_model(path, device=CPU, dtype=dtype, model_config_kwargs=None, trust_remote_code=False)
+    return NativeEngineCore(
+        model, max_num_seqs=max_num_seqs, max_model_len=512, eos_ids=eos_ids, decode=lambda ids: "".join(map(chr, ids))
+    )
+
+
+def random_prompts(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(2, 62, length) for length in lengths]
+
+
+def run(core: NativeEngineCore, requests: list[Request]) -> list[Completion]:
+    for request in requests:
+        core.add_request(request)
+    done = {}
+    while core.num_running or core.num_waiting:
+        done |= {completion.request: completion for completion in core.step()}
+    return [done[request] for request in requests]
+
+
+def same_bits(one: Completion, other: Completion) -> bool:
+    return one.token_ids == other.token_ids and one.log_probs == other.log_probs
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_answers_are_those_of_transformers_generate(tiny_models, name):
+    """And their log-probs are those of one plain forward pass over prompt and answer."""
+    reference = AutoModelForCausalLM.from_pretrained(tiny_models(name))
+    prompts = random_prompts([1, 2, 7, 33, 64, 150])
+    params = SamplingParams(max_tokens=40, temperature=0.0)
+    answers = run(make_core(tiny_models(name)), [Request(prompt, params, (0, 0)) for prompt in prompts])
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.from_numpy(prompt)[None]
+        expected = reference.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert answer.token_ids == expected[0, len(prompt) :].tolist()
+        with torch.no_grad():
+            logits = reference(expected).logits[0, len(prompt) - 1 : -1]
+        log_probs = logits.log_softmax(-1).gather(1, expected[0, len(prompt) :, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(answer.log_probs), log_probs, atol=1e-5, rtol=0)
+
+
+def test_sampled_log_probs_are_at_the_temperature_before_penalty_and_truncation(tiny_models):
+    reference = AutoModelForCausalLM.from_pretrained(tiny_models("qwen3"))
+    params = SamplingParams(max_tokens=30, temperature=0.7, top_p=0.9, top_k=20, repetition_penalty=1.3)
+    [prompt] = random_prompts([20])
+    [answer] = run(make_core(tiny_models("qwen3")), [Request(prompt, params, (3, 0))])
+    ids = torch.tensor([[*prompt, *answer.token_ids]])
+    with torch.no_grad():
+        logits = reference(ids).logits[0, len(prompt) - 1 : -1]
+    log_probs = (logits / 0.7).log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(answer.log_probs), log_probs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_request_gets_the_same_bits_alone_and_in_a_crowd(tiny_models, name):
+    """Lengths from 1 to past the attention's chunks; half the crowd joins later, and they leave at different times."""
+    lengths = [1, 2, 5, 31, 32, 33, 40, 64, 65, 120, 127, 129, 200, 250, 310, 12, 17]
+    prompts = random_prompts(lengths)
+    budgets = np.random.default_rng(1).integers(3, 60, len(prompts)).tolist()
+    requests = [
+        Request(prompt, SamplingParams(max_tokens=budget, temperature=1.0 if index % 3 else 0.0), (5, index))
+        for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
+    ]
+    alone = [run(make_core_cached(tiny_models(name)), [request])[0] for request in requests]
+
+    crowd = make_core_cached(tiny_models(name))
+    done: dict[Request, Completion] = {}
+    late = requests[1::2]
+    for request in requests[::2]:
+        crowd.add_request(request)
+    while crowd.num_running or crowd.num_waiting or late:
+        if late:
+            crowd.add_request(late.pop(0))
+        done |= {completion.request: completion for completion in crowd.step()}
+    for request, expected in zip(requests, alone, strict=True):
+        assert same_bits(done[request], expected), f"prompt of {len(request.prompt)} tokens"
+
+
+_CORES: dict[str, NativeEngineCore] = {}
+
+
+def make_core_cached(path: str) -> NativeEngineCore:
+    """One core serves all lone requests: what an earlier request left in the cache must not matter either."""
+    if path not in _CORES:
+        _CORES[path] = make_core(path)
+    return _CORES[path]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_an_aborted_request_sent_again_goes_on_bit_for_bit(tiny_models, name):
+    """With its tokens behind the prompt: same random numbers, and prefill computes what decoding had computed."""
+    core = make_core_cached(tiny_models(name))
+    [prompt] = random_prompts([50])
+    whole = run(core, [Request(prompt, SamplingParams(max_tokens=120), (9, 4))])[0]
+    first = Request(prompt, SamplingParams(max_tokens=120), (9, 4))
+    core.add_request(first)
+    for _ in range(37):
+        core.step()
+    [part] = core.abort([first])
+    assert part.stop_reason == "abort" and len(part.token_ids) == 37
+    longer = np.concatenate([prompt, part.token_ids])
+    rest = run(core, [Request(longer, SamplingParams(max_tokens=120 - 37), (9, 4))])[0]
+    assert part.token_ids + rest.token_ids == whole.token_ids
+    assert part.log_probs + rest.log_probs == whole.log_probs
+
+
+def test_samples_of_one_prompt_compute_it_once_even_if_they_come_later(tiny_models):
+    prompts = random_prompts([40, 30])
+    params = SamplingParams(max_tokens=20)
+    apart = [run(make_core(tiny_models("qwen3")), [Request(p, params, (0, i))])[0] for i, p in enumerate(prompts * 4)]
+    core = make_core(tiny_models("qwen3"))
+    requests = [Request(prompt, params, (0, index)) for index, prompt in enumerate(prompts * 4)]
+    for request in requests[:5]:
+        core.add_request(request)
+    done = {completion.request: completion for completion in core.step()}
+    for request in requests[5:]:
+        core.add_request(request)
+    while core.num_running or core.num_waiting:
+        done |= {completion.request: completion for completion in core.step()}
+    assert core.num_prompt_tokens_computed == 39 + 29  # all but each prompt's last token, which is decoded
+    assert all(same_bits(done[request], expected) for request, expected in zip(requests, apart, strict=True))
+
+
+def test_a_prompt_computed_by_older_weights_is_not_shared(tiny_models):
+    core = make_core(tiny_models("qwen3"))
+    [prompt] = random_prompts([40])
+    core.add_request(Request(prompt, SamplingParams(max_tokens=10), (0, 0)))
+    core.step()
+    core.weight_version = 1
+    core.add_request(Request(prompt, SamplingParams(max_tokens=10), (0, 1)))
+    core.step()
+    assert core.num_prompt_tokens_computed == 2 * 39
+
+
+def test_more_requests_than_rows_wait_their_turn(tiny_models):
+    core = make_core(tiny_models("llama"), max_num_seqs=3)
+    requests = [
+        Request(prompt, SamplingParams(max_tokens=4 + index), (0, index))
+        for index, prompt in enumerate(random_prompts([5] * 8))
+    ]
+    for request in requests:
+        core.add_request(request)
+    most, ended = 0, []
+    while core.num_running or core.num_waiting:
+        ended += core.step()
+        most = max(most, core.num_running)
+    assert most == 3
+    assert sorted(len(completion.token_ids) for completion in ended) == list(range(4, 12))
+
+
+def test_an_answer_ends_at_stop_tokens_budget_or_context(tiny_models):
+    [prompt] = random_prompts([10])
+    greedy = {"temperature": 0.0}
+    core = make_core(tiny_models("qwen3"))
+    free = run(core, [Request(prompt, SamplingParams(max_tokens=20, **greedy), (0, 0))])[0]
+    assert (free.stop_reason, len(free.token_ids)) == ("length", 20)
+    at = next(i for i in range(1, 20) if free.token_ids[i] not in free.token_ids[:i])
+    stop = free.token_ids[at]
+
+    def ids_and_reason(core, **params):
+        answer = run(core, [Request(prompt, SamplingParams(max_tokens=20, **greedy, **params), (0, 0))])[0]
+        return answer.token_ids, answer.stop_reason
+
+    assert ids_and_reason(core, stop_token_ids=(stop,)) == (free.token_ids[: at + 1], "stop")
+    with_eos = make_core(tiny_models("qwen3"), eos_ids=(stop,))
+    assert ids_and_reason(with_eos) == (free.token_ids[: at + 1], "stop")
+    assert ids_and_reason(with_eos, ignore_eos=True) == (free.token_ids, "length")
+    later, _ = ids_and_reason(with_eos, min_tokens=at + 3)
+    assert len(later) >= at + 3 and stop not in later[: at + 3]
+    core.max_model_len = 25
+    assert ids_and_reason(core) == (free.token_ids[:15], "length")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_answers_are_close_to_full_precision(tiny_models, dtype):
+    [prompt] = random_prompts([30])
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    full = run(make_core(tiny_models("qwen3")), [Request(prompt, params, (0, 0))])[0]
+    half = run(make_core(tiny_models("qwen3"), dtype=dtype), [Request(prompt, params, (0, 0))] * 1)[0]
+    assert half.token_ids == full.token_ids
+    assert half.log_probs == pytest.approx(full.log_probs, abs=0.1)
+
+
+def test_weights_with_nan_fail_the_request_and_leave_nothing_behind(tiny_models):
+    core = make_core(tiny_models("qwen3"))
+    requests = [Request(prompt, SamplingParams(max_tokens=5), (0, 0)) for prompt in random_prompts([40])]
+    good = run(core, requests)[0]
+    bias = next(p for name, p in core.model.named_parameters() if name.endswith("v_proj.weight"))
+    kept = bias.clone()
+    bias.fill_(float("nan"))
+    bad = run(core, requests)[0]
+    assert isinstance(bad.error, FloatingPointError)
+    bias.copy_(kept)
+    assert same_bits(run(core, requests)[0], good)
+
+
+def test_an_unknown_dtype_is_a_config_error(tiny_models):
+    with pytest.raises(ConfigError, match="dtype must be one of float32, bfloat16, float16; got 'int8'"):
+        make_core(tiny_models("qwen3"), dtype="int8")
