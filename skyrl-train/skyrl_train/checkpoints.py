@@ -1,7 +1,8 @@
 """Checkpoints on disk: whole or not there. Knows files, not what is in them.
 
-A checkpoint is written into a folder beside its place, every file is flushed to the disk, a manifest with their hashes is
-written last, and one rename puts the folder in place. Whatever kills the run, `global_step_N` is complete or absent.
+A checkpoint is written into a folder beside its place, every file is flushed to the disk, a manifest with their
+hashes is written last, and one rename puts the folder in place. Whatever kills the run, `global_step_N` is complete
+or absent.
 """
 
 import json
@@ -143,7 +144,9 @@ def verify(folder: Path) -> None:
 
 def _remedy(folder: Path) -> str:
     earlier = [path for path in list_checkpoint_dirs(folder.parent) if path.name != folder.name]
-    choice = f"trainer.resume_mode=from_path trainer.resume_path={earlier[-1]}" if earlier else "trainer.resume_mode=none"
+    choice = (
+        f"trainer.resume_mode=from_path trainer.resume_path={earlier[-1]}" if earlier else "trainer.resume_mode=none"
+    )
     return f"the checkpoint is damaged. Go on from another with {choice}."
 
 

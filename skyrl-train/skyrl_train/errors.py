@@ -1,7 +1,7 @@
 """Errors that speak to the person who can fix them. Imports nothing of ours.
 
-A wrong setting is a `ConfigError` before anything starts. What ends one rollout is a `RolloutError`, which the generator
-records on the trajectory (see `FailureKind`); what ends a run is one of the others.
+A wrong setting is a `ConfigError` before anything starts. What ends one rollout is a `RolloutError`, which the
+generator records on the trajectory (see `FailureKind`); what ends a run is one of the others.
 """
 
 from typing import Literal
@@ -12,7 +12,8 @@ class SkyRLError(Exception):
 
 
 class ConfigError(SkyRLError, ValueError):
-    """A setting is unknown, contradictory or impossible. The text names the setting, its value, the rule and the likely fix."""
+    """A setting is unknown, contradictory or impossible. The text names the setting, its value, the rule and the
+    likely fix."""
 
 
 class DataError(SkyRLError, ValueError):

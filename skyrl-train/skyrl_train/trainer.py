@@ -7,7 +7,6 @@ trajectory comes about in `generators`, how the model is sharded in `workers`.
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,9 +40,9 @@ from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.timer import Timer
 from skyrl_train.utils.tracking import Tracking
 from skyrl_train.workers.actor_group import ActorGroup, gather_rows, rows_of_ranks
+from skyrl_train.workers.model_worker import RefWorker
 from skyrl_train.workers.placement import Placement
 from skyrl_train.workers.policy_worker import MetricSums, PolicyWorker
-from skyrl_train.workers.model_worker import RefWorker
 
 
 class RayPPOTrainer:
@@ -136,7 +135,7 @@ class RayPPOTrainer:
         with self.timed("sync_weights"):
             await self.init_weight_sync()
             await self.sync_weights()
-        if self.global_step == 0 and self.cfg.trainer.eval_before_train and self.cfg.trainer.eval_interval > 0:
+        if self.global_step == 0 and self.cfg.trainer.eval_before_train and self.eval_dataloader is not None:
             await self.evaluate()
             self.log()
         self.all_metrics, self.all_timings = {}, {}
@@ -278,7 +277,8 @@ class RayPPOTrainer:
         )
 
     async def fwd_logprobs_values_reward(self, batch: TrainingInputBatch) -> TrainingInputBatch:
-        """Adds `action_log_probs` (the policy before this step's updates) and `base_action_log_probs` (the reference)."""
+        """Adds `action_log_probs` (the policy before this step's updates) and `base_action_log_probs` (the
+        reference)."""
         if self.ref_model is not None:
             await self.placement.swap(out=self.policy_model, into=self.ref_model)
             batch["base_action_log_probs"] = await self._forward(self.ref_model, batch)
@@ -379,7 +379,9 @@ class RayPPOTrainer:
         ]
         answers = await self.policy_model.call_in_turn(one_epoch * self.cfg.trainer.update_epochs_per_batch)
         self.all_metrics |= _training_metrics(losses=answers[0::2], steps=[ranks[0] for ranks in answers[1::2]])
-        self.all_metrics["policy/response_length"] = batch.tensor("response_mask").sum(dim=-1).mean(dtype=torch.float).item()
+        self.all_metrics["policy/response_length"] = (
+            batch.tensor("response_mask").sum(dim=-1).mean(dtype=torch.float).item()
+        )
 
     # ---- evaluation, checkpoints, exports
 

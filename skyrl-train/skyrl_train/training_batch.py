@@ -182,9 +182,9 @@ class TrainingInputBatch(TensorBatch):
     """What a training step is made of. B trajectories, T prompt + response tokens, R response tokens.
 
     `sequences`, `attention_mask` [B, T]: prompts padded on the left, responses on the right.
-    `response_mask` [B, R]: 1 on what the model and the environment wrote. `loss_mask` [B, R]: 1 on what the model wrote.
-    `rewards` [B, R]; `rollout_logprobs` [B, R] or None; later `action_log_probs`, `base_action_log_probs`, `advantages`,
-    `returns`, `loss_weights` [B, R].
+    `response_mask` [B, R]: 1 on what the model and the environment wrote. `loss_mask` [B, R]: 1 on what the model
+    wrote. `rewards` [B, R]; `rollout_logprobs` [B, R] or None; later `action_log_probs`, `base_action_log_probs`,
+    `advantages`, `returns`, `loss_weights` [B, R].
     """
 
 

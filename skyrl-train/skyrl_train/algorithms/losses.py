@@ -11,8 +11,10 @@ from skyrl_train.algorithms.registry import Registry
 from skyrl_train.config import AlgorithmConfig
 
 PolicyLoss = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
-"""Called with `log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs`, all tensors [B, T]; returns the
-loss of every token [B, T] and metrics by name, each a tensor [B, T] that is averaged over the tokens of the mini-batch."""
+"""Called with `log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs`, all tensors [B, T];
+returns the loss of every token [B, T] and metrics by name, each a tensor [B, T] that is averaged over the tokens of
+the
+mini-batch."""
 
 PolicyLossRegistry: Registry[PolicyLoss] = Registry("policy loss")
 register_policy_loss = PolicyLossRegistry.decorator

@@ -1,7 +1,9 @@
 """How per-token losses become one number.
 
-Every reduction is a weighted sum over the tokens of the whole mini-batch, and the weights are a function of the loss mask
-alone. So they are computed once, before the mini-batch is split over ranks and micro-batches, and no split can change the
+Every reduction is a weighted sum over the tokens of the whole mini-batch, and the weights are a function of the loss
+mask alone. So they are computed once, before the mini-batch is split over ranks and micro-batches, and no split can
+change
+the
 loss: each part contributes `(weights * loss).sum()`.
 
 Shapes: B sequences of a mini-batch, T response tokens.

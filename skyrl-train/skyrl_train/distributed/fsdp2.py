@@ -1,6 +1,7 @@
 """FSDP2 (`fully_shard`): sharding a model over ranks, and the operations that must know it is sharded."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
@@ -22,15 +23,16 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, *, bf16:
         param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, output_dtype=torch.float32
     )
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if config.cpu_offload else OffloadPolicy()
-    settings = dict(
+    shard = partial(
+        fully_shard,
         mesh=mesh,
         mp_policy=precision,
         offload_policy=offload,
         reshard_after_forward=config.reshard_after_forward,
     )
     for block in transformer_blocks(model):
-        fully_shard(block, **settings)
-    fully_shard(model, **settings)
+        shard(block)
+    shard(model)
     return model
 
 

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def backend_of(device: torch.device) -> str:
-    """The process-group backend of a device: nccl on CUDA (and gloo for what is offloaded to the CPU), gloo elsewhere."""
+    """The process-group backend of a device: nccl on CUDA (and gloo for what is offloaded to the CPU), gloo
+    elsewhere."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 

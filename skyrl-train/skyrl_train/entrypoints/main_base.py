@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig, config_dir, get_config_as_yaml_str, register_config_store
-from skyrl_train.config.validation import validate_cfg
+from skyrl_train.config.validation import validate_cfg, validate_environments
 from skyrl_train.dataset.dataset import PromptDataset
 from skyrl_train.errors import DataError, SkyRLError
 from skyrl_train.generators.base import GeneratorInterface
@@ -32,7 +32,7 @@ from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.tracking import Tracking
 from skyrl_train.workers.actor_group import actor_options
-from skyrl_train.workers.placement import SHARE_OF_SHARED_GPU, device_of, make_shared_placement_group
+from skyrl_train.workers.placement import SHARE_OF_SHARED_GPU, make_shared_placement_group
 
 __all__ = ["BasePPOExp", "config_dir", "create_ray_wrapped_inference_engines_from_config", "main", "validate_cfg"]
 
@@ -50,12 +50,18 @@ class BasePPOExp:
     """
 
     def __init__(self, cfg: SkyRLConfig | DictConfig):
-        self.cfg = validate_cfg(cfg)
+        self.cfg = self.validate(cfg)
+        validate_environments(self.cfg)
         self.run_folder = RunFolder(self.cfg.trainer.run_dir)
         self.tokenizer = self.get_tokenizer()
         self.train_dataset = self.get_train_dataset()
         self.eval_dataset = self.get_eval_dataset()
         self.colocate_pg = self.get_colocate_pg()
+
+    @staticmethod
+    def validate(cfg: SkyRLConfig | DictConfig) -> SkyRLConfig:
+        """The rules these settings must obey."""
+        return validate_cfg(cfg)
 
     @staticmethod
     def get_cfg_as_str(cfg: SkyRLConfig) -> str:
@@ -171,12 +177,13 @@ def create_ray_wrapped_inference_engines_from_config(
 ) -> list[RayWrappedInferenceEngine]:
     """Starts `generator.num_inference_engines` engines, each in a Ray process that logs to the run folder."""
     logs = RunFolder(cfg.trainer.run_dir).logs_folder
+    device = cfg.trainer.placement.resolved_device()
     engines = []
     for index in range(cfg.generator.num_inference_engines):
         name, log_file = f"engine {index}", str(logs / f"engine_{index}.log")
         gpu_share = 1.0 if colocate_pg is None else SHARE_OF_SHARED_GPU
-        options = actor_options(device_of(cfg), gpu_share, colocate_pg, index) | {"max_concurrency": 10_000}
-        actor = ray.remote(EngineProcess).options(**options).remote(engine_factory(cfg, device_of(cfg)), log_file)
+        options = actor_options(device, gpu_share, colocate_pg, index) | {"max_concurrency": 10_000}
+        actor = ray.remote(EngineProcess).options(**options).remote(engine_factory(cfg, device), log_file)
         engines.append(RayWrappedInferenceEngine(actor, name, log_file, cfg.generator.request_timeout_seconds))
     return engines
 

@@ -19,6 +19,10 @@ from skyrl_train.evaluate import evaluate
 class EvalOnlyEntrypoint(BasePPOExp):
     """Engines, a generator and the evaluation set."""
 
+    @staticmethod
+    def validate(cfg: SkyRLConfig | DictConfig) -> SkyRLConfig:
+        return validate_generator_cfg(cfg)
+
     def get_train_dataset(self) -> None:
         return None
 
@@ -28,17 +32,20 @@ class EvalOnlyEntrypoint(BasePPOExp):
             raise ConfigError("data.val_data is empty: there is nothing to evaluate on")
         return PromptDataset(self.cfg.data.val_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
 
-    def run(self) -> dict[str, float]:
-        """Evaluates; returns and logs the metrics."""
-        return asyncio.run(self._evaluate())
+    def run(self) -> None:
+        """Evaluates and logs the metrics."""
+        asyncio.run(self.evaluate())
 
-    async def _evaluate(self) -> dict[str, float]:
+    async def evaluate(self) -> dict[str, float]:
+        """Scores the evaluation set; the metrics by name."""
         self.run_folder.write_config(self.get_cfg_as_str(self.cfg))
         tracker = self.get_tracker()
         client = self.get_inference_client()
         await client.wake_up()
+        dataset = self.eval_dataset
+        assert dataset is not None, "get_eval_dataset of this class always returns one"
         dataloader = PromptDataLoader(
-            self.get_eval_dataset(),
+            dataset,
             self.cfg.trainer.eval_batch_size,
             shuffle=False,
             drop_last=False,

@@ -14,8 +14,8 @@ StopReason = Literal["stop", "length", "abort"]
 `abort`: the engine was told to stop; what was written so far is returned and may be continued."""
 
 PauseMode = Literal["keep", "wait", "abort"]
-"""What happens to running requests at a pause. `keep`: they stay where they are and go on after resume. `wait`: they run
-to their end first (no new ones start). `abort`: they return now, with what they wrote and stop reason `abort`."""
+"""What happens to running requests at a pause. `keep`: they stay where they are and go on after resume. `wait`: they
+run to their end first (no new ones start). `abort`: they return now, with what they wrote and stop reason `abort`."""
 
 
 class InferenceEngineInput(TypedDict):
@@ -25,7 +25,8 @@ class InferenceEngineInput(TypedDict):
     prompt_token_ids: NotRequired[list[list[int]] | None]
     sampling_params: NotRequired[dict[str, Any] | None]
     """The engine's keywords (`max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `stop`,
-    `stop_token_ids`, `ignore_eos`, `min_tokens`, `seed`, `logprobs`). Request i of a batch with `seed` s uses (s, i)."""
+    `stop_token_ids`, `ignore_eos`, `min_tokens`, `seed`, `logprobs`). Request i of a batch with `seed` s uses (s,
+    i)."""
     session_ids: NotRequired[list[str | int] | None]
     """Requests of one session go to one engine, so that its prefix cache is of use."""
 

@@ -16,6 +16,7 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineOutput,
     PauseMode,
 )
+from skyrl_train.types import ConversationType
 from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
 
 
@@ -70,12 +71,13 @@ class InferenceEngineClient(InferenceEngineInterface):
         if token_ids is not None:
             return token_ids
         assert conversations is not None
-        return [
-            self.tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=True, tokenize=True, return_dict=True, **self._chat_template_kwargs
-            )["input_ids"]
-            for conversation in conversations
-        ]
+        return [self._templated(conversation) for conversation in conversations]
+
+    def _templated(self, conversation: ConversationType) -> list[int]:
+        encoded: Any = self.tokenizer.apply_chat_template(
+            conversation, add_generation_prompt=True, tokenize=True, return_dict=True, **self._chat_template_kwargs
+        )
+        return encoded["input_ids"]
 
     def _engine_of(self, session: str | int | None) -> int:
         if session is None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 
 def attention_implementation(flash_attn: bool, device: torch.device) -> str:
@@ -52,7 +52,7 @@ def load_causal_lm(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         model.config.use_cache = False
-    return model.to(device)
+    return nn.Module.to(model, device)
 
 
 def trim(
@@ -61,7 +61,8 @@ def trim(
     """Drops the columns that are padding in every row.
 
     Args:
-        sequences, attention_mask: [B, T], prompts padded on the left, responses (the last `num_response` columns) on the right.
+        sequences, attention_mask: [B, T], prompts padded on the left, responses (the last `num_response` columns) on
+            the right.
 
     Returns:
         both without those columns, and the number of response columns that are left (at least 1).

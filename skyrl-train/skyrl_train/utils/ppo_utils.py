@@ -1,4 +1,5 @@
-"""The public door to `skyrl_train.algorithms`: the names under which users import losses, estimators and their registries."""
+"""The public door to `skyrl_train.algorithms`: the names under which users import losses, estimators and their
+registries."""
 
 from skyrl_train.algorithms.advantages import (
     AdvantageEstimatorRegistry,

@@ -30,7 +30,9 @@ class Call:
             return WorkerError(f"{self.process} raised {type(cause).__name__}: {cause}\n{self._log()}")
         if isinstance(error, RayActorError):
             return WorkerError(f"{self.process} died: {_first_line(error)}\n{self._log()}")
-        return WorkerError(f"{self.process} did not answer: {type(error).__name__}: {_first_line(error)}\n{self._log()}")
+        return WorkerError(
+            f"{self.process} did not answer: {type(error).__name__}: {_first_line(error)}\n{self._log()}"
+        )
 
     def timed_out(self, timeout_seconds: float, what_to_set: str) -> WorkerError:
         return WorkerError(

@@ -40,11 +40,8 @@ def start_ray(cfg: SkyRLConfig) -> None:
 def num_processes(cfg: SkyRLConfig) -> int:
     """Ray processes of a run: the trainer, the ranks of policy and reference, the engines."""
     placement = cfg.trainer.placement
-    policy = placement.policy_num_nodes * placement.policy_num_gpus_per_node
-    ref = placement.ref_num_nodes * placement.ref_num_gpus_per_node
-    if not cfg.trainer.algorithm.uses_reference_model:
-        ref = 0
-    return 1 + policy + ref + cfg.generator.num_inference_engines
+    ref = placement.ref_world_size if cfg.trainer.algorithm.uses_reference_model else 0
+    return 1 + placement.policy_world_size + ref + cfg.generator.num_inference_engines
 
 
 def worker_environment() -> dict[str, str]:

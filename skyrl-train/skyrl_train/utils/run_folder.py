@@ -128,7 +128,7 @@ class RunFolder:
         """
         if not self.metrics_path.exists():
             return []
-        return [row for _, row in _read_rows(self.metrics_path)]
+        return [row for _, row in read_json_lines(self.metrics_path)]
 
     def write_trajectories(self, step: int, phase: Phase, rows: Iterable[Mapping[str, Any]]) -> None:
         """Keeps the trajectories of a step, all or none; an earlier file of the same step and phase is replaced."""
@@ -143,7 +143,7 @@ class RunFolder:
             FileNotFoundError: that step and phase has none.
             DataError: a line is not JSON.
         """
-        return [row for _, row in _read_rows(self.trajectories_path(step, phase))]
+        return [row for _, row in read_json_lines(self.trajectories_path(step, phase))]
 
     def trajectory_files(self) -> list[TrajectoryFile]:
         """All trajectory files, by step."""
@@ -160,7 +160,7 @@ class RunFolder:
         Killed in the middle of this, calling it again finishes the work.
         """
         if self.metrics_path.exists():
-            kept = (line for line, row in _read_rows(self.metrics_path) if row["step"] <= step)
+            kept = (line for line, row in read_json_lines(self.metrics_path) if row["step"] <= step)
             write_atomically(self.metrics_path, b"".join(kept))
             remove_leftovers(self.path)
         if self.trajectories_folder.exists():
@@ -219,7 +219,7 @@ def _drop_torn_line(file: BinaryIO) -> None:
         file.truncate(end)
 
 
-def _read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def read_json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """The lines of a file of JSON objects with what they say, less a torn last one.
 
     Split at line feeds only: JSON text may hold other line separators.

@@ -173,7 +173,8 @@ class _WandbBackend:
 
     def __init__(self, project_name: str, run_name: str, config: dict[str, Any], run_folder: RunFolder | None):
         wandb = _installed("wandb")
-        run_id, is_resumed = _kept_run_id(run_folder, "wandb")
+        starts_anew = config.get("trainer", {}).get("resume_mode") == "none"
+        run_id, is_resumed = _kept_run_id(run_folder, "wandb", starts_anew)
         try:
             self._run = wandb.init(
                 project=project_name,
@@ -310,7 +311,7 @@ def _local_folder(run_folder: RunFolder | None, name: str | None) -> Path | None
     return folder
 
 
-def _kept_run_id(run_folder: RunFolder | None, service: str) -> tuple[str | None, bool]:
+def _kept_run_id(run_folder: RunFolder | None, service: str, starts_anew: bool) -> tuple[str | None, bool]:
     """The id under which a service knows this run, kept in its folder, so that a resumed run goes on as the same one.
 
     Returns:
@@ -319,7 +320,7 @@ def _kept_run_id(run_folder: RunFolder | None, service: str) -> tuple[str | None
     if (folder := _local_folder(run_folder, None)) is None:
         return None, False
     path = folder / f"{service}_run_id"
-    if is_resumed := path.exists():
+    if is_resumed := path.exists() and not starts_anew:
         return path.read_text().strip(), is_resumed
     run_id = secrets.token_hex(4)
     path.write_text(run_id + "\n")

@@ -1,9 +1,10 @@
 """A process group of the trainer's rank 0 and every engine, beside whatever groups they are in already."""
 
 from datetime import timedelta
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.base import WeightSyncInitInfo
@@ -20,8 +21,9 @@ class BroadcastGroup:
     def __init__(self, init_info: WeightSyncInitInfo, device: torch.device):
         timeout = timedelta(seconds=init_info.timeout_seconds)
         self._is_sender = init_info.rank == 0
+        self._group: Any  # the two kinds of group share no typed base
         try:
-            store = dist.TCPStore(
+            store = TCPStore(
                 init_info.master_address,
                 init_info.master_port,
                 init_info.world_size,
@@ -30,10 +32,14 @@ class BroadcastGroup:
             )
             if init_info.backend == "nccl":
                 self._device = device
-                self._group = dist.ProcessGroupNCCL(store, init_info.rank, init_info.world_size, timeout)
+                from torch.distributed import ProcessGroupNCCL  # only in builds for CUDA
+
+                options = ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                self._group = ProcessGroupNCCL(store, init_info.rank, init_info.world_size, options)
             else:
                 self._device = torch.device("cpu")
-                self._group = dist.ProcessGroupGloo(store, init_info.rank, init_info.world_size, timeout)
+                self._group = ProcessGroupGloo(store, init_info.rank, init_info.world_size, timeout)
         except RuntimeError as error:  # torch's DistError is one: a member did not come, the port is taken
             raise WeightSyncError(
                 f"rank {init_info.rank} of {init_info.world_size} could not join the weight-sync group at "
@@ -46,7 +52,9 @@ class BroadcastGroup:
         try:
             self._group.broadcast(on_group, 0).wait()
         except RuntimeError as error:
-            raise WeightSyncError(f"a member of the weight-sync group died or did not answer in time: {error}") from error
+            raise WeightSyncError(
+                f"a member of the weight-sync group died or did not answer in time: {error}"
+            ) from error
         if not self._is_sender and on_group is not flat:
             flat.copy_(on_group)
 

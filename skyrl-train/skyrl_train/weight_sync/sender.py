@@ -6,7 +6,6 @@ Parameters come one at a time and leave in buckets, so that the extra memory is 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from skyrl_train.errors import WeightSyncError
@@ -101,19 +100,16 @@ class WeightSender:
 
     def _send_bucket(self, bucket: Bucket) -> None:
         flat = flatten(bucket)
-        header = dict(
+        request = WeightUpdateRequest(
             names=[name for name, _ in bucket],
             dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
             shapes=[tuple(tensor.shape) for _, tensor in bucket],
+            buffer=flat.cpu().numpy() if self._group is None else None,
         )
-        if self._group is None:
-            buffer: np.ndarray = flat.cpu().numpy()
-            request = self._engines.share(WeightUpdateRequest(**header, buffer=buffer))
-            self._engines.wait(self._engines.call_all("update_named_weights", request))
-        else:
-            receiving = self._engines.call_all("update_named_weights", WeightUpdateRequest(**header))
+        receiving = self._engines.call_all("update_named_weights", self._engines.share(request))
+        if self._group is not None:
             self._group.broadcast(flat)
-            self._engines.wait(receiving)
+        self._engines.wait(receiving)
 
     def close(self) -> None:
         if self._group is not None:

@@ -147,8 +147,8 @@ def actor_options(
 
 
 def rows_of_ranks(num_rows: int, mini_batch_rows: int, num_ranks: int) -> torch.Tensor:
-    """Which rows of a batch each rank takes [num_ranks, num_rows / num_ranks]: of every mini-batch an equal, consecutive
-    part, mini-batch after mini-batch. So mini-batch i is the same slice of every rank's rows.
+    """Which rows of a batch each rank takes [num_ranks, num_rows / num_ranks]: of every mini-batch an equal,
+    consecutive part, mini-batch after mini-batch. So mini-batch i is the same slice of every rank's rows.
 
     Raises:
         ValueError: the numbers do not divide.

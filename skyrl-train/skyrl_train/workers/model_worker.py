@@ -1,4 +1,4 @@
-"""One rank of a model: it loads, shards and runs it. Knows nothing of Ray; alone (world size 1) it is a plain object."""
+"""One rank of a model: it loads, shards and runs it. Knows nothing of Ray; alone it is a plain object."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +74,8 @@ class ModelWorker:
 
     @torch.no_grad()
     def forward(self, batch: TrainingInputBatch) -> TrainingOutputBatch:
-        """Log-probs `output` [B, R] of the responses of `sequences`, `attention_mask` [B, T] (R = metadata `response_length`)."""
+        """Log-probs `output` [B, R] of the responses in `sequences`, `attention_mask` [B, T]. R is metadata
+        `response_length`."""
         micro_size = self.cfg.trainer.micro_forward_batch_size_per_gpu
         outputs = []
         for micro in batch.chunks(micro_size):

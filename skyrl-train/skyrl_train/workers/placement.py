@@ -23,21 +23,13 @@ from skyrl_train.workers.model_worker import ModelWorker
 SHARE_OF_SHARED_GPU = 0.2  # three kinds of process (policy, ref, engine) fit on one GPU, with room for one more
 
 
-def device_of(cfg: SkyRLConfig) -> str:
-    """`cpu` or `cuda`: what the settings say, or (auto) what the cluster has."""
-    device = cfg.trainer.placement.device
-    if device != "auto":
-        return device
-    return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
-
-
 def make_shared_placement_group(cfg: SkyRLConfig, timeout_seconds: float | None = None) -> PlacementGroup | None:
     """The GPUs that workers and engines share, or None where nothing is shared or there are no GPUs.
 
     Raises:
         WorkerError: the cluster could not give them in time.
     """
-    if not cfg.trainer.placement.colocate_all or device_of(cfg) == "cpu":
+    if not cfg.trainer.placement.colocate_all or cfg.trainer.placement.resolved_device() == "cpu":
         return None
     timeout = scheduling_timeout_seconds() if timeout_seconds is None else timeout_seconds
     num_gpus = cfg.generator.num_inference_engines
@@ -64,16 +56,13 @@ class Placement:
     ) -> ActorGroup:
         """The processes of one model; `init_model` then waits for them."""
         placement = self._cfg.trainer.placement
-        num_ranks = {
-            "policy": placement.policy_num_nodes * placement.policy_num_gpus_per_node,
-            "ref": placement.ref_num_nodes * placement.ref_num_gpus_per_node,
-        }[name]
+        num_ranks = {"policy": placement.policy_world_size, "ref": placement.ref_world_size}[name]
         return ActorGroup(
             name,
             worker_class,
             args,
             num_ranks=num_ranks,
-            device=device_of(self._cfg),
+            device=self._cfg.trainer.placement.resolved_device(),
             log_folder=run_folder.logs_folder,
             timeout_seconds=self._cfg.trainer.worker_timeout_seconds,
             gpu_share=1.0 if self._shared is None else SHARE_OF_SHARED_GPU,
@@ -86,9 +75,8 @@ class Placement:
         infos = [WeightSyncInitInfo(strategy="shared_memory")] * (len(engines) + 1)
         if not self._takes_turns:
             (address, port), *_ = await policy.call_all("rendezvous_point")
-            backend = self._cfg.generator.weight_sync_backend
-            if backend == "auto":
-                backend = "nccl" if device_of(self._cfg) == "cuda" else "gloo"
+            device = self._cfg.trainer.placement.resolved_device()
+            backend = self._cfg.generator.resolved_weight_sync_backend(device)
             infos = [
                 WeightSyncInitInfo(
                     strategy="broadcast",

@@ -1,5 +1,6 @@
 """One rank of the policy: log-probs, gradients, optimizer steps, and its weights on their way out."""
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
 from skyrl_train.algorithms.kl import compute_approx_kl
@@ -23,8 +25,8 @@ from skyrl_train.weight_sync.sender import EngineHandles, WeightSender, buckets_
 from skyrl_train.workers.model_worker import ModelWorker, RankInfo
 
 MetricSums = dict[str, float]
-"""Sums over a rank's part of a mini-batch: `loss/<name>` are parts of the loss (already weighted), `token/<name>` are sums
-over the tokens of the loss mask, whose number is `num_tokens`. Ranks' sums add up to the mini-batch's."""
+"""Sums over a rank's part of a mini-batch: `loss/<name>` are parts of the loss (already weighted), `token/<name>` are
+sums over the tokens of the loss mask, whose number is `num_tokens`. Ranks' sums add up to the mini-batch's."""
 
 
 class PolicyWorker(ModelWorker):
@@ -117,20 +119,21 @@ class PolicyWorker(ModelWorker):
         loss = torch.stack(list(reduced.values())).sum()
         # Ranks hold disjoint parts of one weighted sum, and FSDP averages gradients over ranks.
         (loss * self.world_size).backward()
-        sums = {f"loss/{name}": value.item() for name, value in reduced.items()} | {"loss/final_loss": loss.item()}
+        sums = {f"loss/{name}": float(value) for name, value in reduced.items()}
+        sums["loss/final_loss"] = float(loss)
         for name, value in {"policy_entropy": entropy, **loss_metrics}.items():
-            sums[f"token/{name}"] = weighted_sum(value.detach(), mask).item()
-        return sums | {"num_tokens": mask.sum().item()}
+            sums[f"token/{name}"] = float(weighted_sum(value.detach(), mask))
+        return sums | {"num_tokens": float(mask.sum())}
 
     def optim_step(self) -> dict[str, float]:
         """One optimizer step on the gradient gathered so far. A gradient that is not finite is dropped, and said so.
 
         Returns:
-            `grad_norm` before clipping, `policy_lr` of this step, `skipped` (1 if the gradient was not finite).
+            `grad_norm` before clipping, `policy_lr` of this step, `skipped_updates` (1 if the gradient was not finite).
         """
         grad_norm = clip_grad_norm(self.model.parameters(), self.cfg.trainer.policy.optimizer_config.max_grad_norm)
-        learning_rate = self.scheduler.get_last_lr()[0]
-        finite = grad_norm == grad_norm and abs(grad_norm) != float("inf")
+        learning_rate = float(self.scheduler.get_last_lr()[0])
+        finite = math.isfinite(grad_norm)
         if finite:
             self.optimizer.step()
         self.scheduler.step()
@@ -145,7 +148,7 @@ class PolicyWorker(ModelWorker):
             self._sender = WeightSender(engines, init_infos, self.device)
 
     def send_weights(self, version: int) -> dict[str, float]:
-        """Streams the parameters to every engine and verifies them. A collective: parameters are gathered one by one."""
+        """Streams the parameters to every engine and verifies them. A collective: they are gathered one by one."""
         generator = self.cfg.generator
         dtype: torch.dtype = getattr(torch, generator.model_dtype)
         buckets = buckets_of(
@@ -164,7 +167,7 @@ class PolicyWorker(ModelWorker):
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path / "sharded")
+        save_sharded({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path / "sharded")
         extra = {"scheduler": self.scheduler.state_dict(), "rng": _random_state()}
         torch.save(extra, path / f"rank_{self.rank}.pt")
 
@@ -174,12 +177,10 @@ class PolicyWorker(ModelWorker):
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
         try:
-            dcp.load(state, checkpoint_id=path / "sharded")
+            load_sharded(state, checkpoint_id=path / "sharded")
         except (OSError, RuntimeError, KeyError) as error:
             raise CheckpointError(f"{path} does not fit this model: {error}") from error
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         # A rank that is new (more ranks than before) goes on with rank 0's random state, set apart by its number.
         own = path / f"rank_{self.rank}.pt"
         extra = torch.load(own if own.exists() else path / "rank_0.pt", weights_only=False)

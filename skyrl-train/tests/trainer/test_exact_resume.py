@@ -1,0 +1,179 @@
+"""Killed at any point and started again, a run goes on as if nothing had happened, bit for bit.
+
+Real rows (GSM8K through the example's dataset builder), a real model (stories260K), two FSDP2 ranks, one engine.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+from safetensors.torch import load_file
+
+REPOSITORY = Path(__file__).parents[3]
+NUM_STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def gsm8k(test_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gsm8k")
+    command = [sys.executable, "examples/gsm8k/gsm8k_dataset.py", "--input", str(test_data / "gsm8k")]
+    command += ["--output_dir", str(folder), "--max_train_dataset_length", "64"]
+    subprocess.run(command, check=True, cwd=REPOSITORY, timeout=120)
+    # A tiny model solves nothing, and without rewards nothing is learned: let another environment judge.
+    table = pyarrow.parquet.read_table(folder / "train.parquet").drop_columns(["env_class"])
+    pyarrow.parquet.write_table(table, folder / "train.parquet")
+    return folder
+
+
+class Run:
+    """A training run in a process of its own."""
+
+    def __init__(self, folder: Path, data: Path, model: Path):
+        self.folder = folder
+        settings = {
+            "data.train_data": f"[{data / 'train.parquet'}]",
+            "data.val_data": "[]",
+            "trainer.policy.model.path": str(model),
+            "trainer.run_dir": str(folder),
+            "trainer.placement.policy_num_gpus_per_node": 2,
+            "trainer.bf16": "false",
+            "trainer.flash_attn": "true",
+            "trainer.gradient_checkpointing": "false",
+            "trainer.train_batch_size": 8,
+            "trainer.policy_mini_batch_size": 4,
+            "trainer.micro_train_batch_size_per_gpu": 4,
+            "trainer.micro_forward_batch_size_per_gpu": 4,
+            "trainer.policy.optimizer_config.lr": 1e-3,
+            "trainer.algorithm.use_kl_loss": "false",
+            "trainer.max_training_steps": NUM_STEPS,
+            "trainer.max_prompt_length": 300,
+            "trainer.ckpt_interval": 1,
+            "trainer.hf_save_interval": NUM_STEPS,
+            "generator.model_dtype": "float32",
+            "generator.n_samples_per_prompt": 4,
+            "generator.sampling_params.max_generate_length": 16,
+            "environment.env_class": "length_of_answer",
+        }
+        self._command = [sys.executable, str(Path(__file__).parent / "train_with_length_reward.py")]
+        self._command += [f"{name}={value}" for name, value in settings.items()]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / "console.log", "ab") as log:
+            self.process = subprocess.Popen(
+                self._command, cwd=REPOSITORY, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def finish(self, timeout: float = 240) -> None:
+        assert self.process is not None
+        try:
+            returned = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(f"the run did not end:\n{self.log()}")
+        assert returned == 0, self.log()
+
+    def kill(self) -> None:
+        """SIGKILL to the trainer; Ray's processes end with it."""
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+
+    def kill_when(self, is_time: Callable[[], bool], timeout: float = 240) -> bool:
+        """Kills at the moment `is_time` says so; False if the run ended before."""
+        assert self.process is not None
+        deadline = time.monotonic() + timeout
+        while not is_time():
+            if self.process.poll() is not None:
+                return False
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.002)
+        self.kill()
+        return True
+
+    def log(self) -> str:
+        return (self.folder / "console.log").read_text()[-4000:]
+
+    def metrics(self) -> list[dict[str, float]]:
+        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in row.items() if k != "time" and not k.startswith("timing/")} for row in rows]
+
+    def results(self) -> dict[str, object]:
+        """All that must be equal: metrics, trajectories (tokens, log-probs, order of the data) and parameters."""
+        trajectories = {path.name: path.read_text() for path in sorted((self.folder / "trajectories").iterdir())}
+        model = self.folder / "exports" / f"global_step_{NUM_STEPS}" / "policy" / "model.safetensors"
+        weights = {name: tensor.numpy().tobytes() for name, tensor in load_file(model).items()}
+        return {"metrics": self.metrics(), "trajectories": trajectories, "weights": weights}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(gsm8k: Path, test_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    run = Run(tmp_path_factory.mktemp("runs") / "uninterrupted", gsm8k, test_data / "tiny_lm" / "stories260K")
+    run.start()
+    run.finish()
+    results = run.results()
+    steps = [row["step"] for row in run.metrics()]
+    assert steps == [1, 2, 3]
+    assert all(row["policy/grad_norm"] > 0 for row in run.metrics()), "nothing is learned, so nothing is shown"
+    return results
+
+
+def assert_same(run: Run, expected: dict[str, object]) -> None:
+    for name, value in run.results().items():
+        assert value == expected[name], f"{name} differ"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_run_goes_on_bit_for_bit(uninterrupted, gsm8k, test_data, tmp_path):
+    run = Run(tmp_path / "run", gsm8k, test_data / "tiny_lm" / "stories260K")
+    checkpoints = run.folder / "ckpts"
+    run.start()
+    # While the second checkpoint is being written: the first is whole, the second is a partial folder.
+    assert run.kill_when((checkpoints / "global_step_2.partial").exists)
+    assert not (checkpoints / "global_step_2").exists()
+    run.start()
+    run.finish()
+    assert_same(run, uninterrupted)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_kills_at_ten_random_points_change_nothing(uninterrupted, gsm8k, test_data, tmp_path):
+    """From start-up to the last write; the random delay begins when the first metric or checkpoint of a start
+    appears."""
+    dice = random.Random(0)
+    num_kills = 0
+    for attempt in range(30):
+        run = Run(tmp_path / f"run{attempt}", gsm8k, test_data / "tiny_lm" / "stories260K")
+        while num_kills < 10:
+            seen = len(list((run.folder / "ckpts").glob("global_step_*")))
+            run.start()
+            began = time.monotonic()
+            if dice.random() < 0.5:  # some seconds into the start or the first steps
+                delay = dice.uniform(5, 40)
+                killed = run.kill_when(lambda began=began, delay=delay: time.monotonic() > began + delay)
+            else:  # within moments of the next checkpoint's writing
+                pause = dice.uniform(0, 0.5)
+                folder = run.folder / "ckpts"
+                killed = run.kill_when(lambda folder=folder, seen=seen: len(list(folder.glob("*"))) > seen + 1)
+                time.sleep(pause)
+            if not killed:
+                break
+            num_kills += 1
+        if num_kills >= 10 or run.process is None or run.process.poll() is None or run.process.returncode != 0:
+            run.start()
+            run.finish()
+        assert_same(run, uninterrupted)
+        if num_kills >= 10:
+            return
+    pytest.fail(f"only {num_kills} kills in 30 runs")
