@@ -1,0 +1,102 @@
+"""Which curves stand together. Knows metric names, not how a chart is drawn."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A few metrics in one picture; `*` in a pattern matches anything."""
+
+    title: str
+    patterns: tuple[str, ...]
+    """The curves, the main one first."""
+    band: tuple[str, str] | None = None
+    """Two metrics between which the picture is shaded."""
+    note: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+    """What a metric is called in the legend, where the last part of its name does not say it."""
+
+
+OVERVIEW: tuple[Chart, ...] = (
+    Chart(
+        "Reward",
+        ("reward/avg_raw_reward", "eval/all/avg_score"),
+        note="mean over trajectories",
+        labels={"reward/avg_raw_reward": "training", "eval/all/avg_score": "evaluation"},
+    ),
+    Chart("Pass rate", ("reward/avg_pass_at_*", "eval/all/pass_at_*"), note="prompts with a rewarded sample"),
+    Chart("Loss", ("policy/final_loss", "policy/policy_loss"), note="policy"),
+    Chart("KL to the reference", ("policy/policy_kl", "loss/avg_kl"), note="nats a token"),
+    Chart("Entropy", ("policy/policy_entropy",), note="nats a token"),
+    Chart("Gradient norm", ("policy/raw_grad_norm", "policy/grad_norm"), note="before clipping"),
+    Chart(
+        "Response length",
+        ("generate/avg_num_tokens",),
+        band=("generate/min_num_tokens", "generate/max_num_tokens"),
+        note="tokens, with the range",
+    ),
+    Chart("Clipped", ("policy/loss_metrics/*clip_ratio*", "policy/loss_metrics/*clipfrac*"), note="share of tokens"),
+    Chart(
+        "Engine against trainer",
+        ("policy/rollout_train_logprobs_abs_diff_mean",),
+        note="mean difference of log-probs",
+    ),
+    Chart("Value loss", ("critic/critic_loss",), note="critic"),
+    Chart("Learning rate", ("policy/policy_lr", "critic/critic_lr")),
+    Chart(
+        "Staleness",
+        ("async/staleness_mean",),
+        band=("async/staleness_min", "async/staleness_max"),
+        note="weight versions",
+    ),
+    Chart("Stop reasons", ("generate/stop_reason/*",)),
+    Chart("Failed and retried", ("generate/num_failed/*", "generate/num_failed", "generate/num_retries")),
+)
+
+_TOTAL = "timing/step"
+_STAGES_WITHIN = {
+    "timing/policy_train": "timing/train_critic_and_policy",
+    "timing/critic_train": "timing/train_critic_and_policy",
+}
+"""Timings that another one holds already, though their names do not say so."""
+
+
+def overview(names: Iterable[str]) -> list[dict]:
+    """The charts of `OVERVIEW` that have something to show, with the metrics that they show."""
+    available = sorted(names)
+    charts = []
+    for chart in OVERVIEW:
+        metrics = [name for pattern in chart.patterns for name in available if fnmatchcase(name, pattern)]
+        if metrics:
+            band = list(chart.band) if chart.band and all(name in available for name in chart.band) else None
+            labels = {name: chart.labels.get(name, _label(name)) for name in metrics}
+            charts.append({"title": chart.title, "note": chart.note, "metrics": labels, "band": band})
+    return charts
+
+
+def _label(name: str) -> str:
+    """The last part of a metric's name, and what it is of where that part alone is said of several things."""
+    first, _, last = name.rpartition("/")
+    return {"eval/all": f"evaluation, {last}"}.get(first, last)
+
+
+def groups(names: Iterable[str]) -> dict[str, list[str]]:
+    """Every metric, under the part of its name before the first slash (`eval/gsm8k` for evaluations of a dataset)."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(names):
+        parts = name.split("/")
+        group = "/".join(parts[: 2 if parts[0] == "eval" else 1]) if len(parts) > 1 else "other"
+        found.setdefault(group, []).append(name)
+    return found
+
+
+def timing_stages(names: Iterable[str]) -> list[str]:
+    """The `timing/…` metrics that add up: without the whole step, and without parts of another stage."""
+    timings = {name for name in names if name.startswith("timing/") and name != _TOTAL}
+    return sorted(
+        name
+        for name in timings
+        if _STAGES_WITHIN.get(name) not in timings and not any(name.startswith(f"{other}/") for other in timings)
+    )
