@@ -1,0 +1,41 @@
+# What a developer does every day. `just` alone lists it.
+default:
+    @just --list
+
+# Make .venv with everything in it; arguments go to `uv sync`, e.g. `just setup --extra tracking`.
+setup *args:
+    scripts/setup.sh {{ args }}
+
+# Format, lint, types: what CI checks before it tests.
+check:
+    .venv/bin/ruff format --check .
+    .venv/bin/ruff check .
+    .venv/bin/pyright
+
+# Mend what can be mended by machine.
+fix:
+    .venv/bin/ruff check --fix .
+    .venv/bin/ruff format .
+
+# Everything but the tests that take minutes, need a GPU or the internet.
+test *args:
+    .venv/bin/python -m pytest -m "not full and not gpu and not network" {{ args }}
+
+# No Ray, no servers, no training.
+test-fast *args:
+    .venv/bin/python -m pytest -m "not slow and not full and not gpu and not network" {{ args }}
+
+# Minutes long: kills at random points, quickstart over three seeds.
+test-full *args:
+    .venv/bin/python -m pytest -m full {{ args }}
+
+test-gpu *args:
+    .venv/bin/python -m pytest -m gpu {{ args }}
+
+# Pages that are made from the code.
+docs:
+    .venv/bin/python -m skyrl_train.config.document > docs/configuration.md
+
+# The curves and samples of a run as one page.
+report run:
+    .venv/bin/python -m skyrl_train.report {{ run }}
