@@ -8,8 +8,10 @@ Mask and reward tensors cover the responses only: column r of them is column P +
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -72,8 +74,9 @@ def _fill(
     rows: Sequence[Sequence[float]], mask_BL: torch.Tensor, dtype: torch.dtype, padding: float = 0
 ) -> torch.Tensor:
     """[B, L]: the entries of all rows, one after the other, where the mask is True; padding elsewhere."""
-    entries = [entry for row in rows for entry in row]
-    return torch.full(mask_BL.shape, padding, dtype=dtype).masked_scatter_(mask_BL, torch.tensor(entries, dtype=dtype))
+    # numpy takes a million entries out of lists in a third of torch.tensor's time
+    entries = np.fromiter(chain.from_iterable(rows), dtype=np.int64 if dtype == torch.int64 else np.float32)
+    return torch.full(mask_BL.shape, padding, dtype=dtype).masked_scatter_(mask_BL, torch.from_numpy(entries))
 
 
 def _check_lengths(

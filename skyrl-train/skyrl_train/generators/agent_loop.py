@@ -4,7 +4,6 @@ Knows no Ray, no batch and no retries. What fails here is raised as `RolloutErro
 """
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -54,26 +53,23 @@ async def run_agent_loop(
         RolloutError: the environment, its reward, the model or the engine failed.
     """
     dialogue.open(await env.init(prompt))
-    previous_input_ids: list[int] | None = None
-    for turn in itertools.count():
-        input_ids = dialogue.input_ids()
-        if input_ids == previous_input_ids:
-            raise RolloutError(
-                "environment",
-                f"environment {env.env_class!r}: turn {turn - 1} added no token and did not "
-                "end the episode, so it would go on for ever",
-            )
-        previous_input_ids = input_ids
-        max_tokens = budget.tokens_left(len(input_ids))
-        if max_tokens == 0:
-            return "length"
+    turn, input_ids = 0, dialogue.input_ids()
+    while max_tokens := budget.tokens_left(len(input_ids)):
         answer = await ask(input_ids, turn, max_tokens)
         dialogue.add_answer(answer)
         step = await env.step(answer.text)
         dialogue.add_step(answer, step)
         if step.done:
             return answer.stop_reason
-    raise AssertionError("unreachable: the loop above has no end of its own")
+        previous_input_ids, input_ids = input_ids, dialogue.input_ids()
+        if input_ids == previous_input_ids:
+            raise RolloutError(
+                "environment",
+                f"environment {env.env_class!r}: turn {turn} added no token and did not end the episode, "
+                "so it would go on for ever",
+            )
+        turn += 1
+    return "length"
 
 
 async def ask_engine(

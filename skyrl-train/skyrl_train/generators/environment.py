@@ -17,9 +17,9 @@ from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
 
-import skyrl_gym
 from loguru import logger
 
+import skyrl_gym
 from skyrl_train.errors import FailureKind, RolloutError
 from skyrl_train.types import ConversationType
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 import numpy as np
-from skyrl_gym.metrics import aggregate_for_environment
 
+from skyrl_gym.metrics import aggregate_for_environment
 from skyrl_train.errors import FailureKind
 from skyrl_train.generators.base import Failure, GeneratorOutput, MetricsOutput
 from skyrl_train.generators.rewards import total_reward

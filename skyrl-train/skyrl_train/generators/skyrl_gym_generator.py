@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import skyrl_gym
 from loguru import logger
 from tqdm import tqdm
 
+import skyrl_gym
 from skyrl_train.errors import ConfigError, RolloutError
 from skyrl_train.generators.agent_loop import LengthBudget, ask_engine, run_agent_loop
 from skyrl_train.generators.base import (

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from skyrl_train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 
 

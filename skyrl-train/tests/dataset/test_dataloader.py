@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from skyrl_train.dataset.dataloader import PromptDataLoader
 from skyrl_train.errors import CheckpointError, DataError
 

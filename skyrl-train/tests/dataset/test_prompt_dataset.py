@@ -6,10 +6,11 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
-from skyrl_train.dataset import PromptDataset
-from skyrl_train.errors import DataError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from skyrl_train.dataset import PromptDataset
+from skyrl_train.errors import DataError
 
 
 @pytest.fixture(scope="module")

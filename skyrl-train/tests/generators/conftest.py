@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.config import GeneratorConfig, SamplingParams, SkyRLGymConfig
 from skyrl_train.generators.base import GeneratorInput, GeneratorOutput, TrajectoryID
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineInterface, InferenceEngineOutput
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m['content'] }}<|im_end|>\n{% endfor %}"
@@ -78,7 +79,7 @@ class ScriptedEngine(InferenceEngineInterface):
         say = next(self.scripts[str(session)])
         if isinstance(say, Exception):
             raise say
-        ids: list[int] = self.tokenizer(say.text, add_special_tokens=False)["input_ids"]
+        ids: Any = self.tokenizer(say.text, add_special_tokens=False)["input_ids"]
         if say.eos and say.stop_reason == "stop":
             ids = [*ids, self.tokenizer.eos_token_id]
         asked = (input_batch.get("sampling_params") or {}).get("logprobs") is not None

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from skyrl_train.config import ChatTemplateConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.tokenization import ChatFormat

@@ -1,8 +1,10 @@
 """Scores by data source, and the files with what was evaluated."""
 
 import json
+from typing import Any
 
 import pytest
+
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.evaluate import evaluate
 from skyrl_train.generators.base import Failure, GeneratorInterface, GeneratorOutput
@@ -15,7 +17,7 @@ class Grader(GeneratorInterface):
         self.tokenizer = tokenizer
         self.inputs = []
 
-    async def generate(self, input_batch) -> GeneratorOutput:
+    async def generate(self, input_batch: Any) -> GeneratorOutput:
         self.inputs.append(input_batch)
         repetitions = [trajectory.repetition_id for trajectory in input_batch["trajectory_ids"]]
         worth = [extras["worth"][k] for extras, k in zip(input_batch["env_extras"], repetitions, strict=True)]

@@ -7,10 +7,11 @@ import sys
 import time
 
 import pytest
+
 from skyrl_train.errors import ConfigError, RolloutError, WorkerError
 from skyrl_train.generators import skyrl_gym_generator
 from skyrl_train.generators.agent_loop import ask_engine
-from skyrl_train.generators.base import BatchMetadata, Failure, TrajectoryID
+from skyrl_train.generators.base import BatchMetadata, Failure, TrainingPhase, TrajectoryID
 from skyrl_train.generators.environment import DaemonThreads, DeadlineExceeded
 from skyrl_train.generators.sampling import request_seed
 
@@ -193,6 +194,17 @@ async def test_an_environment_that_exits_the_process_only_ends_its_call():
         await DaemonThreads(max_workers=1, timeout_seconds=5).call(sys.exit, 3)
 
 
+def test_a_call_that_never_returns_does_not_keep_the_process_from_ending():
+    code = (
+        "import asyncio, time\n"
+        "from skyrl_train.generators.environment import DaemonThreads, DeadlineExceeded\n"
+        "try: asyncio.run(DaemonThreads(1, 0.1).call(time.sleep, 600))\n"
+        "except DeadlineExceeded as error: print(error)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.strip() == "did not return within 0.1 s"
+
+
 def test_no_more_calls_run_at_a_time_than_there_are_workers():
     running, most = 0, 0
 
@@ -226,7 +238,7 @@ async def test_every_request_has_a_seed_of_its_own_and_the_same_again_when_repea
 
 
 def test_a_seed_depends_on_step_phase_sample_and_turn_but_not_on_the_process():
-    def seed(step=3, phase="train", repetition=0, turn=0):
+    def seed(step=3, phase: TrainingPhase = "train", repetition=0, turn=0):
         return request_seed(42, BatchMetadata(step, phase), TrajectoryID("17", repetition), turn)
 
     assert len({seed(), seed(step=4), seed(phase="eval"), seed(repetition=1), seed(turn=1)}) == 5

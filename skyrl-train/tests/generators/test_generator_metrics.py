@@ -1,8 +1,10 @@
 """Scores and rollout metrics on batches that one can add up by hand."""
 
 import math
+from typing import Any
 
 import pytest
+
 from skyrl_train.generators.base import Failure, GeneratorOutput
 from skyrl_train.generators.utils import (
     concatenate_generator_outputs,
@@ -134,6 +136,7 @@ def test_a_prompt_stands_n_times_in_a_row():
         {"prompt": [{"role": "user", "content": "a"}], "env_class": None, "env_extras": {"x": 1}, "uid": "0"},
         {"prompt": [{"role": "user", "content": "b"}], "env_class": "multiply", "env_extras": {}, "uid": "1"},
     ]
+    batch: Any
     batch, uids = prepare_generator_input(rows, 2, {"max_tokens": 3}, "gsm8k", "train", 7)
     assert uids == ["0", "0", "1", "1"]
     assert batch["env_classes"] == ["gsm8k", "gsm8k", "multiply", "multiply"]

@@ -1,6 +1,7 @@
 """What a trajectory's tokens, loss mask, rewards and log-probs are, in each of the three ways to write one down."""
 
 import pytest
+
 from skyrl_train.config import ChatTemplateConfig
 from skyrl_train.errors import ConfigError
 
@@ -167,6 +168,19 @@ class TestRetokenized:
         played = await game(characters, answers, extras, settings=self.settings(), sampling=self.sampling).play()
         rows = [row for row in table(characters, played.output) if row[1] or row[2]]
         assert rows == [("a", 1, 0.0), ("b", 1, 1.0)]
+
+    async def test_a_template_that_rewrites_the_prompt_is_a_failure(self, game, say, characters, tmp_path):
+        path = tmp_path / "counts.jinja"
+        path.write_text(
+            "{{ messages | length }}{% for m in messages %}"
+            "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
+        )
+        settings = {"chat_template": ChatTemplateConfig(source="file", name_or_path=str(path))}
+        played = await game(
+            characters, [[say("a")]], [{"steps": [{}]}], settings=settings, sampling=self.sampling
+        ).play()
+        assert "rewrote the prompt" in played.output["failures"][0].message
+        assert table(characters, played.output) == [("<|im_end|>", 0, 0.0)]
 
     async def test_log_probs_are_refused(self, game, say, characters):
         with pytest.raises(ConfigError, match=r"generator\.sampling_params\.logprobs=0 must be null"):

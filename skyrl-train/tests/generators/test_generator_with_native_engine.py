@@ -1,12 +1,15 @@
 """The whole way with nothing scripted: a real small model, the native engine, real environments."""
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from skyrl_train.config import GeneratorConfig, SamplingParams, SkyRLGymConfig
 from skyrl_train.generators.batches import prepare_generator_input
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -14,10 +17,10 @@ def stories(test_data) -> str:
     return str(test_data / "tiny_lm" / "stories260K")
 
 
-async def generate(stories: str, temperature: float, max_turns: int = 2):
+async def generate(stories: str) -> tuple[Any, Any]:
     tokenizer = AutoTokenizer.from_pretrained(stories)
-    sampling = SamplingParams(max_generate_length=12, temperature=temperature)
-    config = GeneratorConfig(sampling_params=sampling, max_turns=max_turns, max_input_length=128, seed=5)
+    sampling = SamplingParams(max_generate_length=12, temperature=1.0)
+    config = GeneratorConfig(sampling_params=sampling, max_turns=2, max_input_length=128, seed=5)
     rows = [
         {
             "prompt": [{"role": "user", "content": "Once upon a time, Tom had 2 + 2 cakes. He"}],
@@ -36,31 +39,31 @@ async def generate(stories: str, temperature: float, max_turns: int = 2):
 
 
 async def test_two_turns_of_a_real_model(stories):
-    output, tokenizer = await generate(stories, temperature=1.0)
+    output, tokenizer = await generate(stories)
     assert output["failures"] == [None] * 3
-    assert output["rollout_metrics"] is not None and output["rollout_metrics"]["environment/turns"] == 2.0
+    assert output["rollout_metrics"]["environment/turns"] == 2.0
     assert len({tuple(ids) for ids in output["response_ids"]}) == 3  # every sample has a seed of its own
     for ids, mask, versions in zip(
-        output["response_ids"], output["loss_masks"], output["weight_versions"] or [], strict=True
+        output["response_ids"], output["loss_masks"], output["weight_versions"], strict=True
     ):
         assert 2 <= sum(mask) <= 24
         assert [version == -1 for version in versions] == [m == 0 for m in mask]
         between = tokenizer.decode([token for token, m in zip(ids, mask, strict=True) if not m])
         assert "Write an expression inside <calculator> tags" in between
-    again, _ = await generate(stories, temperature=1.0)
+    again, _ = await generate(stories)
     assert again["response_ids"] == output["response_ids"]
 
 
 async def test_the_log_probs_are_those_of_the_model_on_the_tokens_as_they_stand(stories):
     """One forward pass over prompt + response gives each written token the log-prob that the engine reported: so the
     trajectory is, token for token, what the model read and wrote."""
-    output, _ = await generate(stories, temperature=1.0)
+    output, _ = await generate(stories)
     model = AutoModelForCausalLM.from_pretrained(stories, dtype=torch.float32)
     for prompt, response, mask, logprobs in zip(
         output["prompt_token_ids"],
         output["response_ids"],
         output["loss_masks"],
-        output["rollout_logprobs"] or [],
+        output["rollout_logprobs"],
         strict=True,
     ):
         with torch.no_grad():
