@@ -1,11 +1,12 @@
 import json
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
 from skyrl_train.generators.base import Failure, GeneratorOutput, TrajectoryID
 from skyrl_train.generators.trajectory_rows import trajectory_rows
 from skyrl_train.utils.run_folder import RunFolder
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
 
 def tokenizer_of(vocabulary: list[str], decoder: decoders.Decoder) -> PreTrainedTokenizerFast:
