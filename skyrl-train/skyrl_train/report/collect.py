@@ -87,7 +87,7 @@ def run_times(rows: list[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def read_trajectories(run: RunFolder, max_samples: int) -> Trajectories:
-    """Samples spread over the steps of a run and over the prompts of each, and the failures of the files they are from."""
+    """Samples spread over the steps of a run and the prompts of each, and the failures of the files they are from."""
     files = run.trajectory_files()
     chosen = _spread(files, min(MAX_FILES, max(1, max_samples)))
     found = Trajectories(num_files=len(files), num_files_read=len(chosen))

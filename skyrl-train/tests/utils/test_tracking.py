@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from loguru import logger
 from omegaconf import OmegaConf
+
 from skyrl_train.errors import ConfigError
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.tracking import Tracking, console_line, plain_config
