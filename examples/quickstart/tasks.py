@@ -52,7 +52,7 @@ def make_rows(task: Task, num_rows: int, seed: int, held_out: bool = False) -> l
 def demonstrate_addition(problem: str, draw: random.Random) -> list[Message]:
     """One digit at a time with the carry (right), without the carry (often wrong), or an estimate from the tens."""
     left, right = (int(operand) for operand in problem.split("+"))
-    strategy = draw.choices(["careful", "forgetful", "estimate"], weights=[0.2, 0.3, 0.5])[0]
+    strategy = draw.choices(["careful", "forgetful", "estimate"], weights=[0.23, 0.23, 0.54])[0]
     if strategy == "estimate":
         return [_says(_answer(left // 10 * 10 + right // 10 * 10))]
     units = left % 10 + right % 10
@@ -66,7 +66,7 @@ def demonstrate_calculator(problem: str, draw: random.Random) -> list[Message]:
     """Asks the calculator and repeats what it says (right), or repeats the first number it sees (wrong)."""
     symbol = next(symbol for symbol in _EVALUATE if symbol in problem)
     operands = [int(operand) for operand in problem.split(symbol)]
-    if draw.random() < 0.7:
+    if draw.random() < 0.65:
         return [_says(_answer(operands[0]))]
     value = _EVALUATE[symbol](*operands)
     return [
@@ -94,7 +94,7 @@ def _answer(value: int) -> str:
 TASKS = {
     task.name: task
     for task in (
-        Task("arithmetic", "+", 64, 2, demonstrate_addition, 500, 64, 4e-3),
-        Task("calculator", "+-*", 64, 3, demonstrate_calculator, 250, 64, 4e-3),
+        Task("arithmetic", "+", 64, 2, demonstrate_addition, 600, 64, 4e-3),
+        Task("calculator", "+-*", 64, 3, demonstrate_calculator, 300, 64, 4e-3),
     )
 }

@@ -61,7 +61,9 @@ def warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Ta
     """Trains the model in place; returns the loss of the last step. Held-out problems are not shown."""
     draw = random.Random(seed)
     rows = make_rows(task, 4096, seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=task.warm_up_learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=task.warm_up_learning_rate, betas=(0.9, 0.98), weight_decay=0.0
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / RAMP_STEPS, 1) * (1 + math.cos(math.pi * step / num_steps)) / 2
     )
