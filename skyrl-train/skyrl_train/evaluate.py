@@ -14,7 +14,9 @@ from skyrl_train.generators.batches import (
 from skyrl_train.generators.metrics import get_metrics_from_generator_output
 from skyrl_train.generators.rewards import total_reward
 from skyrl_train.generators.sampling import get_sampling_params
+from skyrl_train.generators.trajectory_rows import trajectory_rows
 from skyrl_train.utils.io import expand_path, write_atomically
+from skyrl_train.utils.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +38,7 @@ async def evaluate(
     With n = `generator.eval_n_samples_per_prompt`, for each data source (the rows' `data_source`) and for `all`:
     `eval/<source>/avg_score`, `eval/<source>/pass_at_<n>`, `eval/<source>/mean_positive_reward`; and the rollout
     metrics as `eval/all/<name>`. With `trainer.dump_eval_results` every trajectory is written to a folder under
-    `trainer.export_path`/dumped_evals.
+    `trainer.export_path`/dumped_evals; with `trainer.dump_trajectories`, token by token, to the run folder.
 
     Args:
         eval_dataloader: batches of dataset rows.
@@ -65,6 +67,9 @@ async def evaluate(
         name = "eval_only" if global_step is None else f"global_step_{global_step}_evals"
         folder = expand_path(cfg.trainer.export_path) / "dumped_evals" / name
         _dump(folder, tokenizer, inputs, output, sources, metrics)
+    if cfg.trainer.dump_trajectories and global_step is not None:
+        rows = trajectory_rows(output, uids, tokenizer)
+        RunFolder(cfg.trainer.run_dir).write_trajectories(global_step, "eval", rows)
     return metrics
 
 

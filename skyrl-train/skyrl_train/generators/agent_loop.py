@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.errors import RolloutError
+from skyrl_train.errors import RolloutError, WorkerError
 from skyrl_train.generators.dialogue import Answer, Dialogue
 from skyrl_train.generators.environment import EnvironmentSession
 from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineInterface
@@ -84,6 +84,7 @@ async def ask_engine(
     Raises:
         RolloutError: kind `model` if the engine refuses the request, `infrastructure` if it fails, is aborted, or
             does not answer in time.
+        WorkerError: the engine's process died.
     """
     request = InferenceEngineInput(
         prompt_token_ids=[input_ids], sampling_params=sampling_params, session_ids=[session_id]
@@ -91,7 +92,7 @@ async def ask_engine(
     try:
         async with asyncio.timeout(timeout_seconds) as deadline:
             output = await engine.generate(request)
-    except RolloutError:
+    except (RolloutError, WorkerError):  # a dead engine is no matter of one rollout: it ends the batch
         raise
     except ValueError as error:
         raise RolloutError("model", f"the engine refused the request: {error}") from error

@@ -11,7 +11,7 @@ from loguru import logger
 from tqdm import tqdm
 
 import skyrl_gym
-from skyrl_train.errors import ConfigError, RolloutError
+from skyrl_train.errors import ConfigError, RolloutError, WorkerError
 from skyrl_train.generators.agent_loop import LengthBudget, ask_engine, run_agent_loop
 from skyrl_train.generators.base import (
     BatchMetadata,
@@ -111,6 +111,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         Raises:
             ConfigError: an environment id that is not registered, or log-probs asked for where the conversation is
                 tokenized anew each turn. Both are seen before anything is generated.
+            WorkerError: an engine's process died.
         """
         requests = self._requests(input_batch)
         with tqdm(
@@ -122,8 +123,11 @@ class SkyRLGymGenerator(GeneratorInterface):
                 progress.update()
                 return rollout
 
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(request)) for request in requests]
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(request)) for request in requests]
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
         rollouts = [task.result() for task in tasks]
         self._log_failures(rollouts)
         return self._output(requests, rollouts, with_trajectory_ids=bool(input_batch.get("trajectory_ids")))
@@ -151,6 +155,8 @@ class SkyRLGymGenerator(GeneratorInterface):
             stop_reason = await self._talk(request, env, dialogue)
             tokens = dialogue.finish(stop_reason)
             env_metrics = await env.metrics()
+        except WorkerError:
+            raise
         except Exception as error:  # whatever it is, it ends this trajectory and no other: it becomes its failure
             failure = _failure_of(error)
         finally:

@@ -104,7 +104,7 @@ async def test_an_episode_that_cannot_end_is_ended(game, say, characters):
     assert "would go on for ever" in played.output["failures"][0].message
 
 
-@pytest.mark.parametrize("error", [ConnectionError("gone"), WorkerError("engine died"), TimeoutError()])
+@pytest.mark.parametrize("error", [ConnectionError("gone"), TimeoutError()])
 async def test_an_infrastructure_failure_is_tried_again_with_a_fresh_environment(
     game, say, characters, environments, error
 ):
@@ -249,3 +249,10 @@ def test_a_seed_depends_on_step_phase_sample_and_turn_but_not_on_the_process():
     )
     elsewhere = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(elsewhere.stdout) == seed()
+
+
+async def test_the_death_of_an_engine_is_no_failed_rollout_but_ends_the_batch(game, say, characters, environments):
+    scripts = [[WorkerError("engine 0 died")], [say("b")]]
+    with pytest.raises(WorkerError, match="engine 0 died"):
+        await game(characters, scripts, [bad(), GOOD]).play()
+    assert "bad" in environments.closed
