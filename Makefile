@@ -1,14 +1,18 @@
 # The two commands of the README, on a machine with nothing but Python and pip.
-.PHONY: quickstart test test-fast setup
+.PHONY: quickstart test test-fast setup setup-tests
 
-quickstart: setup
+quickstart:
+	scripts/setup.sh --inexact
 	.venv/bin/python examples/quickstart/run.py
 
-test: setup
+test: setup-tests
 	.venv/bin/python -m pytest -m "not full and not gpu and not network"
 
-test-fast: setup
+test-fast: setup-tests
 	.venv/bin/python -m pytest -m "not slow and not full and not gpu and not network"
 
 setup:
-	scripts/setup.sh
+	scripts/setup.sh --inexact
+
+setup-tests:
+	scripts/setup.sh --extra tracking

@@ -131,6 +131,7 @@ class RayPPOTrainer:
 
     async def start(self) -> None:
         """Goes on from a checkpoint if there is one, gives the engines the weights, evaluates what is there."""
+        self.tracker.total_steps = self.total_training_steps
         await self.load_checkpoint()
         with self.timed("sync_weights"):
             await self.init_weight_sync()
