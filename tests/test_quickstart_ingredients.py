@@ -6,9 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import skyrl_gym
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import skyrl_gym
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart"
 
@@ -79,7 +80,7 @@ def test_no_validation_problem_is_trained_on(quickstart, name):
     assert train[0]["prompt"] == [{"role": "user", "content": train[0]["extra_info"]["problem"]}]
 
 
-@pytest.mark.parametrize("name, lowest, highest", [("arithmetic", 0.2, 0.5), ("calculator", 0.2, 0.4)])
+@pytest.mark.parametrize("name, lowest, highest", [("arithmetic", 0.2, 0.5), ("calculator", 0.3, 0.5)])
 def test_few_demonstrations_earn_the_reward_and_all_hear_what_the_environment_says(quickstart, name, lowest, highest):
     task, draw = quickstart.tasks.TASKS[name], random.Random(0)
     rewards = []

@@ -66,7 +66,7 @@ def demonstrate_calculator(problem: str, draw: random.Random) -> list[Message]:
     """Asks the calculator and repeats what it says (right), or repeats the first number it sees (wrong)."""
     symbol = next(symbol for symbol in _EVALUATE if symbol in problem)
     operands = [int(operand) for operand in problem.split(symbol)]
-    if draw.random() < 0.65:
+    if draw.random() < 0.6:
         return [_says(_answer(operands[0]))]
     value = _EVALUATE[symbol](*operands)
     return [
@@ -95,6 +95,6 @@ TASKS = {
     task.name: task
     for task in (
         Task("arithmetic", "+", 64, 2, demonstrate_addition, 600, 64, 4e-3),
-        Task("calculator", "+-*", 64, 3, demonstrate_calculator, 300, 64, 4e-3),
+        Task("calculator", "+-*", 64, 3, demonstrate_calculator, 350, 64, 4e-3),
     )
 }

@@ -1,10 +1,13 @@
+from typing import Any
+
 import pytest
+
 import skyrl_gym
 from skyrl_gym.envs.arithmetic.problems import extract_answer, make_problems
 from skyrl_gym.envs.calculator.problems import make_problems as make_calculator_problems
 
 
-def make(env_id, ground_truth, **extras):
+def make(env_id, ground_truth, **extras) -> Any:
     extras = {"reward_spec": {"method": "rule", "ground_truth": ground_truth}} | extras
     return skyrl_gym.make(env_id, env_config={}, extras=extras)
 

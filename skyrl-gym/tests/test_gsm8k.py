@@ -2,8 +2,10 @@ import gzip
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+
 import skyrl_gym
 from skyrl_gym.envs.gsm8k.utils import compute_score, extract_solution
 
@@ -80,7 +82,7 @@ def test_scores_of_real_model_solutions_agree_with_their_published_labels():
     assert sum(scores) == 2001
 
 
-def multi_turn(**extras):
+def multi_turn(**extras) -> Any:
     extras = {"reward_spec": {"ground_truth": "42"}} | extras
     return skyrl_gym.make("gsm8k_multi_turn", env_config={}, extras=extras)
 

@@ -2,8 +2,10 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+
 import skyrl_gym
 from skyrl_gym import error
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
@@ -29,6 +31,10 @@ class EchoEnv(BaseTextEnv):
         return BaseTextEnvStepOutput(observations=echo, reward=float(action == self.likes), done=done, metadata={})
 
 
+def make(*args, **kwargs) -> Any:
+    return skyrl_gym.make(*args, **kwargs)
+
+
 def make_echo(**kwargs):
     return EchoEnv(**kwargs)
 
@@ -42,7 +48,7 @@ def echo():
 
 
 def test_an_episode_of_two_turns(echo):
-    with skyrl_gym.make(echo, extras={"max_turns": 2}) as env:
+    with make(echo, extras={"max_turns": 2}) as env:
         prompt = [{"role": "user", "content": "say something"}]
         assert env.init(prompt) == (prompt, {})
         assert env.step("hi") == {
@@ -58,26 +64,27 @@ def test_an_episode_of_two_turns(echo):
 
 
 def test_arguments_of_make_win_and_stay_on_the_spec(echo):
-    env = skyrl_gym.make(echo, likes="bye")
+    env = make(echo, likes="bye")
     assert env.likes == "bye"
     assert env.spec.kwargs == {"likes": "bye"}
     assert skyrl_gym.spec(echo).kwargs == {"likes": "hello"}
-    assert skyrl_gym.spec(echo).make().likes == "hello"
+    assert make(skyrl_gym.spec(echo)).likes == "hello"
+    assert isinstance(skyrl_gym.spec(echo).make(), EchoEnv)
 
 
 def test_kwargs_of_the_registration_are_not_shared_between_instances():
     skyrl_gym.register(id="shared", entry_point=EchoEnv, kwargs={"extras": {"max_turns": 3}})
     try:
-        first = skyrl_gym.make("shared")
+        first = make("shared")
         first.spec.kwargs["extras"]["max_turns"] = 99
-        assert skyrl_gym.make("shared").max_turns == 3
+        assert make("shared").max_turns == 3
     finally:
         skyrl_gym.deregister("shared")
 
 
 def test_an_unknown_id_names_the_nearest_one():
     with pytest.raises(error.Error, match=r"No registered env with id: gsm8; did you mean gsm8k"):
-        skyrl_gym.make("gsm8")
+        make("gsm8")
     with pytest.raises(error.Error, match=r"No registered env with id: zzzz; registered: .*arithmetic"):
         skyrl_gym.spec("zzzz")
     with pytest.raises(error.Error, match="No registered env with id"):
@@ -94,7 +101,7 @@ def test_an_id_is_registered_once(echo):
 def test_a_factory_function_is_as_good_as_a_class():
     skyrl_gym.register(id="made", entry_point=make_echo)
     try:
-        assert skyrl_gym.make("made", likes="a").likes == "a"
+        assert make("made", likes="a").likes == "a"
         assert aggregate_for_environment("made", [{"score": 1}, {"score": 0}]) == {"score": 0.5}
     finally:
         skyrl_gym.deregister("made")
@@ -102,20 +109,20 @@ def test_a_factory_function_is_as_good_as_a_class():
 
 def test_what_the_constructor_raises_reaches_the_caller(echo):
     with pytest.raises(AssertionError, match="likes must be a word"):
-        skyrl_gym.make(echo, likes="")
+        make(echo, likes="")
     with pytest.raises(TypeError, match=r"colour.*while making env 'echo'"):
-        skyrl_gym.make(echo, colour="red")
+        make(echo, colour="red")
 
 
 def test_an_entry_point_that_makes_no_env_is_refused():
-    skyrl_gym.register(id="a dict", entry_point=dict)
+    skyrl_gym.register(id="a dict", entry_point="builtins:dict")
     try:
         with pytest.raises(TypeError, match="it made a dict"):
-            skyrl_gym.make("a dict")
+            make("a dict")
     finally:
         skyrl_gym.deregister("a dict")
     with pytest.raises(error.Error, match="no entry point"):
-        skyrl_gym.make(EnvSpec(id="empty"))
+        make(EnvSpec(id="empty"))
 
 
 @pytest.mark.parametrize("text", ["module_only", "a:b:c", ":name", "module:"])
@@ -159,7 +166,7 @@ def test_metrics_average_over_the_episodes_that_have_them():
 def test_environments_of_different_threads_do_not_disturb_each_other():
     def episode(number):
         extras = {"reward_spec": {"ground_truth": str(number * number)}, "max_turns": 2}
-        env = skyrl_gym.make("calculator", env_config={}, extras=extras)
+        env = make("calculator", env_config={}, extras=extras)
         told = env.step(f"<calculator>{number}*{number}</calculator>")["observations"][0]["content"]
         value = told.removeprefix("<result>").removesuffix("</result>")
         return env.step(f"<answer>{value}</answer>")["reward"]

@@ -1,4 +1,5 @@
 import pytest
+
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_gym.tools import CalculatorToolGroup, ToolGroup, tool
 from skyrl_gym.tools.calculator import CalculatorError, evaluate_expression
@@ -54,7 +55,7 @@ def test_an_environment_calls_its_tools_by_group_and_name():
     with pytest.raises(ValueError, match=r"ToolGroup 'Search' not found\."):
         env._execute_tool("Search", "search", ["x"])
     with pytest.raises(TypeError, match="must be a list or tuple"):
-        env._execute_tool("Greetings", "greet", "Ann")  # would call greet("A", "n", "n")
+        env._execute_tool("Greetings", "greet", "Ann")  # type: ignore[arg-type]
 
 
 def test_two_groups_may_not_have_a_tool_of_the_same_name():
