@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.loading import load_model
+from skyrl_train.inference_engines.native.packed_linear import pack_linears
 from skyrl_train.inference_engines.native.requests import Completion, Request, SamplingParams
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_window"]
@@ -202,12 +203,14 @@ def test_weights_with_nan_fail_the_request_and_leave_nothing_behind(tiny_models)
     core = make_core(tiny_models("qwen3"))
     requests = [Request(prompt, SamplingParams(max_tokens=5), (0, 0)) for prompt in random_prompts([40])]
     good = run(core, requests)[0]
-    bias = next(p for name, p in core.model.named_parameters() if name.endswith("v_proj.weight"))
-    kept = bias.clone()
-    bias.fill_(float("nan"))
+    weight = next(p for name, p in core.model.named_parameters() if name.endswith("v_proj.weight"))
+    kept = weight.clone()
+    weight.fill_(float("nan"))
+    pack_linears(core.model)
     bad = run(core, requests)[0]
     assert isinstance(bad.error, FloatingPointError)
-    bias.copy_(kept)
+    weight.copy_(kept)
+    pack_linears(core.model)
     assert same_bits(run(core, requests)[0], good)
 
 

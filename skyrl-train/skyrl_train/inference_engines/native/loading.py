@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.native.attention import ATTENTION_NAME
 from skyrl_train.inference_engines.native.experts import use_native_experts
+from skyrl_train.inference_engines.native.packed_linear import pack_linears
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -21,7 +22,7 @@ def load_model(
     model_config_kwargs: dict[str, Any] | None,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
-    """The model in eval mode on its device, with the native attention (and, on a CPU, the native experts).
+    """The model in eval mode on its device, with the native attention (on a CPU: native experts, packed layers).
 
     Raises:
         ConfigError: an unknown dtype, or a kind of layer whose state the engine's cache cannot hold.
@@ -45,7 +46,9 @@ def load_model(
     if device.type == "cpu":
         use_native_experts(model)
     model.to(device)  # pyright: ignore[reportArgumentType]
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    pack_linears(model)
+    return model
 
 
 def load_tokenizer(model_path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -5,6 +5,7 @@ import time
 import torch
 
 from skyrl_train.errors import WeightSyncError
+from skyrl_train.inference_engines.native.packed_linear import drop_packed, pack_linears
 from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.checksum import checksum_of
 from skyrl_train.weight_sync.receiver import WeightReceiver
@@ -19,6 +20,7 @@ class EngineWeights:
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device, update_timeout_seconds: float):
+        self._model = model
         self._parameters = dict(model.named_parameters())
         self._device = device
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
@@ -94,6 +96,7 @@ class EngineWeights:
                 f"{len(self._dropped)} parameters dropped by sleep(level=2) did not come back, such as {names}; "
                 "send the whole model"
             )
+        pack_linears(self._model)
         self._update_deadline = None
         return checksum_of(self._parameters.items())
 
@@ -106,6 +109,7 @@ class EngineWeights:
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
         if level == 2:
             self._dropped = set(self._parameters)
+            drop_packed(self._model)
         self._asleep = True
 
     def wake_up(self) -> None:

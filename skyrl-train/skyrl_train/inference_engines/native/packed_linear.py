@@ -1,0 +1,55 @@
+"""Linear layers with weights packed for oneDNN: about twice the speed of the default float32 product on AVX-512 CPUs.
+
+A packed product also gives a row the same bits in every batch of at least `attention.MIN_ROWS` rows. The packed copy
+doubles the memory of these weights and must be made anew when they change (`pack_linears` again).
+"""
+
+import torch
+
+_ROWS_HINT = 64
+"""The batch size that the layout is chosen for; it works, with the same bits, for all."""
+
+
+class PackedForward:
+    """Takes the place of one linear layer's `forward`."""
+
+    def __init__(self, linear: torch.nn.Linear):
+        self._linear = linear
+        self._packed: torch.Tensor | None = None
+        self.pack()
+
+    def pack(self) -> None:
+        """Copies the weights as they are now."""
+        with torch.inference_mode():
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self._linear.weight.detach(), _ROWS_HINT)
+
+    def drop(self) -> None:
+        """Frees the copy."""
+        self._packed = None
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(input, self._packed, self._linear.bias, "none", [], "")
+
+
+def can_pack() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def pack_linears(model: torch.nn.Module) -> None:
+    """Packs (or packs again) every float32 linear layer on the CPU; does nothing where that is not possible."""
+    if not can_pack():
+        return
+    for layer in model.modules():
+        if isinstance(layer.forward, PackedForward):
+            layer.forward.pack()
+        elif (
+            type(layer) is torch.nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32
+        ):
+            layer.forward = PackedForward(layer)
+
+
+def drop_packed(model: torch.nn.Module) -> None:
+    """Frees the packed copies until the next `pack_linears`."""
+    for layer in model.modules():
+        if isinstance(layer.forward, PackedForward):
+            layer.forward.drop()
