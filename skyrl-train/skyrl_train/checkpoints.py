@@ -68,7 +68,6 @@ class CheckpointStore:
                 shutil.rmtree(place)
             partial.rename(place)
             fsync_folder(self.root)
-            write_atomically(self.root / LATEST, f"{step}\n")
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, (OSError, CheckpointError)) or _is_out_of_space(error):
@@ -78,6 +77,10 @@ class CheckpointStore:
                 ) from error
             raise
         self._remove_old()
+        try:
+            write_atomically(self.root / LATEST, f"{step}\n")
+        except OSError as error:
+            raise CheckpointError(f"{place} is complete, but {LATEST} beside it could not be written: {error}") from error
 
     def find(self, config: TrainerConfig) -> Path | None:
         """The checkpoint to go on from, verified against its manifest; None for a fresh start.
@@ -87,6 +90,7 @@ class CheckpointStore:
             CheckpointError: its files are not what was written.
         """
         if config.resume_mode in (None, "none"):
+            self._set_aside(after_step=-1)
             return None
         if config.resume_mode == "from_path":
             folder = expand_path(config.resume_path or "")
@@ -102,19 +106,19 @@ class CheckpointStore:
                 return None
             folder = complete[-1]
         verify(folder)
-        self._set_newer_aside(folder)
+        is_own = folder.parent.resolve() == self.root.resolve()
+        self._set_aside(after_step=extract_step_from_path(folder) if is_own else -1)
         return folder
 
-    def _set_newer_aside(self, folder: Path) -> None:
-        """After going back to an older checkpoint, the newer ones belong to a course of events that did not happen."""
-        if folder.parent != self.root:
-            return
+    def _set_aside(self, after_step: int) -> None:
+        """Renames the checkpoints after the step that the run goes on from: they belong to a course of events that did
+        not happen, and must be neither resumed from nor counted among those to keep."""
         for newer in list_checkpoint_dirs(self.root):
-            if extract_step_from_path(newer) > extract_step_from_path(folder):
+            if extract_step_from_path(newer) > after_step:
                 aside = self.root / f"{_SUPERSEDED}{newer.name}"
                 shutil.rmtree(aside, ignore_errors=True)
                 newer.rename(aside)
-                logger.warning(f"{newer.name} is newer than the step this run goes on from; renamed to {aside.name}")
+                logger.warning(f"{newer} is not of the course of this run any more; renamed to {aside.name}")
 
     def _remove_old(self) -> None:
         if self._max_to_keep < 0:

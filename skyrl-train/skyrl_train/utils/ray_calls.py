@@ -1,16 +1,23 @@
 """Waiting for Ray actors: always with a deadline, and a dead process becomes a named error with the end of its log."""
 
 import asyncio
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from skyrl_train.errors import SkyRLError, WorkerError
+from skyrl_train.errors import SkyRLError, WeightSyncError, WorkerError
 from skyrl_train.utils.process_log import log_tail
+
+PEER_GRACE_SECONDS = 3.0
+"""A rank whose peer dies raises as well, and often first: so long its peers may show that the fault was theirs."""
+
+_POLL_SECONDS = 0.5
+_MOST_LOGS_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -21,33 +28,44 @@ class Call:
     process: str
     log_file: str
 
-    def failure(self, error: BaseException) -> Exception:
-        """What `error` means to a person. Errors of ours come through as they are."""
+    def failure(self, error: RayError, remark: str = "") -> Exception:
+        """What `error` means to a person. Errors of ours come through; those about processes say in which.
+
+        Args:
+            remark: a line about the circumstances, for errors that are not ours.
+        """
         if isinstance(error, RayTaskError):
             cause = error.cause
+            if isinstance(cause, (WorkerError, WeightSyncError)):
+                return type(cause)(f"{self.process}: {cause}")
             if isinstance(cause, (SkyRLError, ValueError)):
                 return cause
-            return WorkerError(f"{self.process} raised {type(cause).__name__}: {cause}\n{self._log()}")
+            return WorkerError(f"{self.process} raised {type(cause).__name__}: {cause}\n{remark}{self.log()}")
         if isinstance(error, RayActorError):
-            return WorkerError(f"{self.process} died: {_first_line(error)}\n{self._log()}")
-        return WorkerError(
-            f"{self.process} did not answer: {type(error).__name__}: {_first_line(error)}\n{self._log()}"
-        )
+            how = f"could not start: {_last_line(error)}" if error.actor_init_failed else f"died: {_first_line(error)}"
+            return WorkerError(f"{self.process} {how}\n{self.log()}")
+        return WorkerError(f"{self.process} did not answer: {type(error).__name__}: {_first_line(error)}\n{self.log()}")
 
     def timed_out(self, timeout_seconds: float, what_to_set: str) -> WorkerError:
-        return WorkerError(
-            f"{self.process} did not answer within {timeout_seconds:g} s ({what_to_set}); "
-            f"is it stuck, or waiting for a peer that died?\n{self._log()}"
-        )
+        """The error for a call that was not answered before its deadline."""
+        return _timed_out([self], timeout_seconds, what_to_set)
 
-    def _log(self) -> str:
+    def log(self) -> str:
+        """The end of the process's log, with a headline."""
         return f"--- end of {self.log_file}:\n{log_tail(self.log_file)}"
 
 
 def wait_for_all(
-    calls: Sequence[Call], timeout_seconds: float, what_to_set: str = "trainer.worker_timeout_seconds"
+    calls: Sequence[Call],
+    timeout_seconds: float,
+    what_to_set: str = "trainer.worker_timeout_seconds",
+    given_up: threading.Event | None = None,
 ) -> list[Any]:
-    """The answers, in order. The first failure ends the wait at once, though others may never answer.
+    """The answers, in order. The first failure ends the wait (almost) at once, though others may never answer.
+
+    Args:
+        what_to_set: the setting that the deadline comes from.
+        given_up: set by a caller in another thread who no longer wants the answers.
 
     Raises:
         WorkerError: a process died, raised something that is not an error of ours, or the deadline passed.
@@ -57,25 +75,32 @@ def wait_for_all(
     answers: dict[Any, Any] = {}
     pending = list(by_reference)
     while pending:
-        remaining = deadline - time.monotonic()
-        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, remaining))
-        if not done:
-            raise by_reference[pending[0]].timed_out(timeout_seconds, what_to_set)
+        remaining = max(0.0, deadline - time.monotonic())
+        done, pending = ray.wait(pending, num_returns=1, timeout=min(remaining, _POLL_SECONDS))
+        if given_up is not None and given_up.is_set():
+            raise WorkerError("the wait was given up")
+        if not done and not remaining:
+            raise _timed_out([by_reference[reference] for reference in pending], timeout_seconds, what_to_set)
         for reference in done:
+            call = by_reference[reference]
             try:
                 answers[reference] = ray.get(reference, timeout=max(1.0, remaining))
             except GetTimeoutError:
-                raise by_reference[reference].timed_out(timeout_seconds, what_to_set) from None
+                raise call.timed_out(timeout_seconds, what_to_set) from None
             except RayError as error:
-                raise by_reference[reference].failure(error) from error
+                raise _failure_among_peers(call, error, [by_reference[other] for other in pending]) from error
     return [answers[call.reference] for call in calls]
 
 
-async def answers_of(calls: Sequence[Call], timeout_seconds: float, what_to_set: str = "") -> list[Any]:
-    """`wait_for_all` that leaves the event loop free."""
-    return await asyncio.to_thread(
-        wait_for_all, calls, timeout_seconds, what_to_set or "trainer.worker_timeout_seconds"
-    )
+async def answers_of(
+    calls: Sequence[Call], timeout_seconds: float, what_to_set: str = "trainer.worker_timeout_seconds"
+) -> list[Any]:
+    """`wait_for_all` that leaves the event loop free. Cancelled (by Ctrl-C, say), its thread ends as well."""
+    given_up = threading.Event()
+    try:
+        return await asyncio.to_thread(wait_for_all, calls, timeout_seconds, what_to_set, given_up)
+    finally:
+        given_up.set()
 
 
 async def answer_of(call: Call, timeout_seconds: float, what_to_set: str) -> Any:
@@ -92,6 +117,47 @@ async def _as_coroutine(reference: Any) -> Any:
     return await reference
 
 
+def _failure_among_peers(failed: Call, error: RayError, others: Sequence[Call]) -> Exception:
+    """The failure to report: that of a peer which died, if one did, else the one that was seen first."""
+    deliberate = isinstance(error, RayTaskError) and isinstance(error.cause, (SkyRLError, ValueError))
+    if deliberate or isinstance(error, RayActorError):
+        return failed.failure(error)
+    deadline = time.monotonic() + PEER_GRACE_SECONDS
+    pending = {call.reference: call for call in others}
+    while pending and (remaining := deadline - time.monotonic()) > 0:
+        done, _ = ray.wait(list(pending), num_returns=1, timeout=remaining)
+        for reference in done:
+            call = pending.pop(reference)
+            try:
+                ray.get(reference, timeout=max(1.0, remaining))
+            except RayActorError as death:
+                return call.failure(death)
+            except RayError:
+                continue  # one more that lost its peer: the first stands for all
+    silent = _names(pending.values())
+    return failed.failure(error, f"(no answer yet from {silent})\n" if silent else "")
+
+
+def _timed_out(calls: Sequence[Call], timeout_seconds: float, what_to_set: str) -> WorkerError:
+    silent = list({call.process: call for call in calls}.values())
+    logs = "\n".join(call.log() for call in silent[:_MOST_LOGS_SHOWN])
+    return WorkerError(
+        f"{_names(calls)} did not answer within {timeout_seconds:g} s ({what_to_set}); "
+        f"stuck, or waiting for a peer that is?\n{logs}"
+    )
+
+
+def _names(calls: Iterable[Call]) -> str:
+    return ", ".join(dict.fromkeys(call.process for call in calls))
+
+
+def _lines(error: BaseException) -> list[str]:
+    return [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+
+
 def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return _lines(error)[0]
+
+
+def _last_line(error: BaseException) -> str:
+    return _lines(error)[-1]

@@ -21,6 +21,8 @@ def start_ray(cfg: SkyRLConfig) -> None:
         # A driver started by `uv run` would otherwise have Ray rebuild its environment for every run.
         RAY_ENABLE_UV_RUN_RUNTIME_ENV="0",
         RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+        # Every call of ours is waited for; what the peers of a failed one raise as well is in their logs.
+        RAY_IGNORE_UNHANDLED_ERRORS="1",
     )
     runtime_env = {"env_vars": environment}
     if os.environ.get("RAY_ADDRESS"):

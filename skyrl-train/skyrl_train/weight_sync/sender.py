@@ -68,6 +68,7 @@ class WeightSender:
     def __init__(self, engines: EngineHandles, init_infos: Sequence[WeightSyncInitInfo], device: torch.device):
         own_info, *engine_infos = init_infos
         self._engines = engines
+        engines.wait(engines.call_all("weight_version"))  # a group waits long for an engine that could not start
         joining = engines.call_each("init_weight_update_communicator", engine_infos)
         self._group = BroadcastGroup(own_info, device) if own_info.strategy == "broadcast" else None
         engines.wait(joining)
@@ -108,7 +109,11 @@ class WeightSender:
         )
         receiving = self._engines.call_all("update_named_weights", self._engines.share(request))
         if self._group is not None:
-            self._group.broadcast(flat)
+            try:
+                self._group.broadcast(flat)
+            except WeightSyncError:
+                self._engines.wait(receiving)  # a dead engine says here which one it was
+                raise
         self._engines.wait(receiving)
 
     def close(self) -> None:

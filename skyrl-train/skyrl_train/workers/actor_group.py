@@ -31,6 +31,10 @@ class WorkerProcess:
         """`worker.method(*args)`. Groups call this; `ActorGroup`'s own methods name the method."""
         return getattr(self._worker, method)(*args)
 
+    def call_in_turn(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        """Several calls; the first that fails ends it."""
+        return [self.call(method, *args) for method, args in calls]
+
 
 def prepare_process(log_file: str) -> None:
     """What every process of a run does first."""
@@ -79,8 +83,8 @@ class ActorGroup:
 
     async def init_model(self) -> None:
         """Waits until the processes run, and makes them one group with a model."""
-        first = self._calls("rendezvous_point")[:1]
-        [(address, port)] = await answers_of(first, scheduling_timeout_seconds(), "SKYRL_RAY_PG_TIMEOUT_IN_S")
+        points = self._calls("rendezvous_point")
+        (address, port), *_ = await answers_of(points, scheduling_timeout_seconds(), "SKYRL_RAY_PG_TIMEOUT_IN_S")
         infos = [
             RankInfo(
                 rank=rank,
@@ -110,15 +114,17 @@ class ActorGroup:
         Returns:
             for each call, the answers in rank order.
         """
-        started = [self._calls(method, *args) for method, args in calls]
-        flat = await answers_of([call for round_ in started for call in round_], self._timeout_seconds)
-        return [flat[i : i + self.num_ranks] for i in range(0, len(flat), self.num_ranks)]
+        references = [actor.call_in_turn.remote(calls) for actor in self._actors]
+        of_ranks = await answers_of([self._named(*pair) for pair in enumerate(references)], self._timeout_seconds)
+        return [list(of_call) for of_call in zip(*of_ranks, strict=True)]
 
     def _calls(self, method: str, *args: Any) -> list[Call]:
         return [self._call(rank, method, *args) for rank in range(self.num_ranks)]
 
     def _call(self, rank: int, method: str, *args: Any) -> Call:
-        reference = self._actors[rank].call.remote(method, *args)
+        return self._named(rank, self._actors[rank].call.remote(method, *args))
+
+    def _named(self, rank: int, reference: Any) -> Call:
         return Call(reference, f"{self.name} worker {rank}", self._log_files[rank])
 
     def pids(self) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
@@ -119,8 +120,8 @@ class PolicyWorker(ModelWorker):
         loss = torch.stack(list(reduced.values())).sum()
         # Ranks hold disjoint parts of one weighted sum, and FSDP averages gradients over ranks.
         (loss * self.world_size).backward()
-        sums = {f"loss/{name}": float(value) for name, value in reduced.items()}
-        sums["loss/final_loss"] = float(loss)
+        sums = {f"loss/{name}": value.item() for name, value in reduced.items()}
+        sums["loss/final_loss"] = loss.item()
         for name, value in {"policy_entropy": entropy, **loss_metrics}.items():
             sums[f"token/{name}"] = float(weighted_sum(value.detach(), mask))
         return sums | {"num_tokens": float(mask.sum())}
@@ -167,7 +168,10 @@ class PolicyWorker(ModelWorker):
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        save_sharded({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path / "sharded")
+        try:
+            save_sharded({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path / "sharded")
+        except CheckpointException as error:  # no Exception: left alone, it would end this process
+            raise CheckpointError(_reasons(error)) from None
         extra = {"scheduler": self.scheduler.state_dict(), "rng": _random_state()}
         torch.save(extra, path / f"rank_{self.rank}.pt")
 
@@ -178,6 +182,8 @@ class PolicyWorker(ModelWorker):
         state = {"model": model_state, "optimizer": optimizer_state}
         try:
             load_sharded(state, checkpoint_id=path / "sharded")
+        except CheckpointException as error:
+            raise CheckpointError(f"{path} does not fit this model: {_reasons(error)}") from None
         except (OSError, RuntimeError, KeyError) as error:
             raise CheckpointError(f"{path} does not fit this model: {error}") from error
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -205,6 +211,11 @@ class PolicyWorker(ModelWorker):
             if self.rank == 0:
                 state[name] = tensor.to("cpu", copy=True)
         return state
+
+
+def _reasons(error: CheckpointException) -> str:
+    """What failed on which rank, without the tracebacks of every one."""
+    return "; ".join(f"rank {rank}: {type(reason).__name__}: {reason}" for rank, (reason, _) in error.failures.items())
 
 
 def _random_state() -> dict[str, Any]:
