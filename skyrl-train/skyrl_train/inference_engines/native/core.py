@@ -41,7 +41,7 @@ class NativeEngineCore:
         max_model_len: int,
         eos_ids: tuple[int, ...],
         decode: Decode,
-        max_prefill_tokens: int = 4096,
+        max_prefill_tokens: int = 2048,
     ):
         self.model = model
         self.weight_version = 0

@@ -57,6 +57,9 @@ class NativeInferenceEngine(InferenceEngineInterface):
     (so that a client can split a batch, or send an aborted request again, without changing what it draws);
     `skip_special_tokens` concerns the response text. Without a seed a request draws from the engine's own.
 
+    In float32 on a CPU (one thread) an answer's tokens and log-probs are the same bits whatever runs beside it, and an
+    aborted answer that is sent again behind its prompt, with the same `[seed, index]`, goes on as if never stopped.
+
     Weights may change while requests run: between two steps, and never with half of them new. Later tokens then carry
     the new version; keys and values of earlier tokens stay those of the weights that wrote them.
 
