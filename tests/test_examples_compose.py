@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+
 from skyrl_train.config import (
     SkyRLConfig,
     config_dir,

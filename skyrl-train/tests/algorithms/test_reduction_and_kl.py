@@ -69,9 +69,7 @@ def test_kl_has_the_analytic_gradient(estimator, slope):
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])
 def test_garbage_behind_the_mask_reaches_neither_kl_nor_gradient(estimator):
     log_probs = torch.tensor([[-1.0, float("-inf")]], requires_grad=True)
-    kl = compute_approx_kl(
-        log_probs, torch.tensor([[-1.5, float("-inf")]]), torch.tensor([[1.0, 0.0]]), estimator
-    )
+    kl = compute_approx_kl(log_probs, torch.tensor([[-1.5, float("-inf")]]), torch.tensor([[1.0, 0.0]]), estimator)
     kl.sum().backward()
     assert kl[0, 1].item() == 0.0
     assert log_probs.grad is not None

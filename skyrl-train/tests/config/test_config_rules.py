@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 import skyrl_train
 from skyrl_train.config import (
     SkyRLConfig,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
+
 from skyrl_train.config import (
     AlgorithmConfig,
     GeneratorConfig,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+
 from skyrl_train.errors import DataError
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -4,6 +4,7 @@ import resource
 from pathlib import Path
 
 import pytest
+
 from skyrl_train.errors import ConfigError
 from skyrl_train.utils.io import expand_path, is_cloud_path, remove_leftovers, sha256_of, write_atomically
 

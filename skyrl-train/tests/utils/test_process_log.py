@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from skyrl_train.errors import ConfigError
 from skyrl_train.utils.process_log import log_level, log_tail
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from loguru import logger
+
 from skyrl_train.errors import DataError
 from skyrl_train.utils.run_folder import RunFolder
 

@@ -2,6 +2,7 @@ import io
 
 import pytest
 from loguru import logger as global_logger
+
 from skyrl_train.utils.logging_utils import log_example
 from skyrl_train.utils.sample_card import readable, sample_card
 

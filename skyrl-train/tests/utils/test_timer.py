@@ -1,6 +1,7 @@
 import asyncio
 
 import pytest
+
 from skyrl_train.utils.timer import Timer
 
 
