@@ -1,6 +1,7 @@
 """FSDP2 (`fully_shard`): sharding a model over ranks, and the operations that must know it is sharded."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,20 +20,18 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, *, bf16:
     Args:
         model: float32 parameters, on the CPU or the mesh's device, the same on every rank.
     """
-    precision = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, output_dtype=torch.float32
-    )
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if config.cpu_offload else OffloadPolicy()
     shard = partial(
         fully_shard,
         mesh=mesh,
-        mp_policy=precision,
         offload_policy=offload,
         reshard_after_forward=config.reshard_after_forward,
     )
     for block in transformer_blocks(model):
-        shard(block)
-    shard(model)
+        shard(block, mp_policy=precision)
+    # Only what leaves the model is float32: between its layers that would meet weights in bfloat16.
+    shard(model, mp_policy=replace(precision, output_dtype=torch.float32))
     return model
 
 

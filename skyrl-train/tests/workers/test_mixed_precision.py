@@ -1,0 +1,50 @@
+"""bfloat16 is how it computes, not what it is: parameters, gradients and log-probs are float32."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from skyrl_train.config import FSDPConfig
+from skyrl_train.distributed.fsdp2 import full, shard_model
+from skyrl_train.distributed.process_group import free_port, init_process_group, make_mesh
+from skyrl_train.models.causal_lm import load_causal_lm, response_log_probs
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    init_process_group(
+        rank=0, world_size=1, master_address="127.0.0.1", master_port=free_port(), device=CPU, timeout_seconds=30
+    )
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_bfloat16_gives_nearly_the_log_probs_and_gradient_of_float32(
+    tiny_model: str, group_of_one: None, gradient_checkpointing: bool
+):
+    ids = torch.randint(2, 64, (3, 10), generator=torch.Generator().manual_seed(0))
+    log_probs, norms = {}, {}
+    for bf16 in (False, True):
+        model = load_causal_lm(
+            tiny_model,
+            device=CPU,
+            flash_attn=True,
+            config_overrides={},
+            gradient_checkpointing=gradient_checkpointing,
+            use_reentrant=False,
+        )
+        shard_model(model, make_mesh(CPU), FSDPConfig(), bf16=bf16)
+        log_probs[bf16], _ = response_log_probs(model, ids, torch.ones_like(ids), 4, 1.0)
+        log_probs[bf16].sum().backward()
+        gradients = [full(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+        assert {gradient.dtype for gradient in gradients} == {torch.float32}
+        norms[bf16] = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+    assert log_probs[True].dtype == torch.float32
+    assert not torch.equal(log_probs[True], log_probs[False])
+    assert (log_probs[True] - log_probs[False]).abs().max() < 0.2
+    assert norms[True] == pytest.approx(norms[False], rel=0.05)
