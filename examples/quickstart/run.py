@@ -1,0 +1,103 @@
+"""The quickstart: a model that has never seen a sum learns to add, on two cores, and shows its learning curve.
+
+    python examples/quickstart/run.py [--task arithmetic|calculator] [--seed 0] [--output FOLDER] [key=value ...]
+
+Makes a tiny model and its tokenizer, warms it up on demonstrations that mix right and wrong ways, and trains it with GRPO
+by `run_<task>.sh`, a script like that of any other run. What follows the options goes to that script.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from skyrl_train.report.learning_curve import save_learning_curve_png
+from skyrl_train.utils.run_folder import RunFolder
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=["arithmetic", "calculator"], default="arithmetic")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="where everything goes; default: runs/quickstart-TASK-SEED")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for the trainer")
+    options = parser.parse_args()
+    folder = (options.output or REPOSITORY / "runs" / f"quickstart-{options.task}-{options.seed}").resolve()
+    started = time.perf_counter()
+    prepare(folder, options.task, options.seed)
+    train(folder, options.task, options.seed, options.overrides)
+    show(folder / "run", time.perf_counter() - started)
+
+
+def prepare(folder: Path, task: str, seed: int) -> None:
+    """Model, warm-up and prompts. A folder that has them already keeps them."""
+    common = ["--task", task, "--seed", str(seed)]
+    if not (folder / "model" / "config.json").exists():
+        python("model.py", "--output", folder / "untrained", *common)
+        python("warm_up.py", "--model", folder / "untrained", "--output", folder / "model", *common)
+    if not (folder / "data" / "validation.parquet").exists():
+        python("data.py", "--output", folder / "data", *common)
+
+
+def train(folder: Path, task: str, seed: int, overrides: list[str]) -> None:
+    """GRPO, in processes of its own. A run that was stopped goes on where it was."""
+    environment = {
+        "PYTHON": sys.executable,
+        "MODEL": str(folder / "model"),
+        "DATA_DIR": str(folder / "data"),
+        "RUN_DIR": str(folder / "run"),
+    }
+    script = str(HERE / f"run_{task}.sh")
+    say(f"{' '.join(f'{name}={value}' for name, value in environment.items())} bash {script}")
+    subprocess.run(["bash", script, f"trainer.seed={seed}", *overrides], check=True, env=os.environ | environment)
+
+
+def show(run: Path, seconds: float) -> None:
+    """The curve, the page, and some problems before and after."""
+    curve = save_learning_curve_png(run, run / "learning_curve.png")
+    subprocess.run([sys.executable, "-m", "skyrl_train.report", str(run)], check=True)
+    scores = {
+        row["step"]: row["eval/all/avg_score"] for row in RunFolder(run).read_metrics() if "eval/all/avg_score" in row
+    }
+    first, last = min(scores), max(scores)
+    for problem, before, after in changed_answers(run, first, last):
+        say(f"{problem}\n    before: {before}\n    after:  {after}")
+    say(f"mean evaluation reward {scores[first]:.3f} -> {scores[last]:.3f}, in {seconds:.0f} s")
+    say(f"curve: {curve}")
+
+
+def changed_answers(run: Path, first: int, last: int, at_most: int = 3) -> list[tuple[str, str, str]]:
+    """Evaluation problems that are solved at step `last` and were not at `first`, with both answers."""
+
+    def rows(step: int) -> list[dict[str, object]]:
+        folder = run / "exports" / "dumped_evals" / f"global_step_{step}_evals"
+        files = [file for file in folder.glob("*.jsonl") if file.name != "aggregated_results.jsonl"]
+        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+    solved = [
+        (before, after) for before, after in zip(rows(first), rows(last), strict=True) if after["score"] != before["score"]
+    ]
+    return [
+        (str(before["input_prompt"]), str(before["output_response"]), str(after["output_response"]))
+        for before, after in solved[:at_most]
+    ]
+
+
+def python(script: str, *arguments: object) -> None:
+    command = [sys.executable, str(HERE / script), *map(str, arguments)]
+    say(" ".join(["python", script, *map(str, arguments)]))
+    subprocess.run(command, check=True)
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
