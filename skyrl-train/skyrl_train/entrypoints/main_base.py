@@ -6,6 +6,7 @@ concrete classes.
 
 import asyncio
 import multiprocessing
+import signal
 import sys
 from functools import cached_property, partial
 from typing import Any
@@ -213,15 +214,22 @@ def _make_native_engine(**settings: Any) -> InferenceEngineInterface:
 
 
 def run_experiment(cfg: SkyRLConfig, experiment: type[BasePPOExp] = BasePPOExp) -> None:
-    """Starts Ray, runs the experiment in this process, stops Ray. What a person must mend ends it with a plain text."""
+    """Starts Ray, runs the experiment in this process, stops Ray. What a person must mend ends it with a plain text.
+
+    SIGINT and SIGTERM end it in order: nothing of it keeps running.
+    """
     configure_logging(RunFolder(cfg.trainer.run_dir).log_path("trainer"))
     try:
         prepared = experiment(cfg)  # what is wrong with settings or data is seen before Ray starts
         initialize_ray(cfg)
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # Ray's own handler aborts
         prepared.run()
     except SkyRLError as error:
         logger.error(f"{type(error).__name__}: {error}")
         sys.exit(1)
+    except KeyboardInterrupt:
+        logger.warning("told to stop; the same command goes on from the newest checkpoint, if there is one")
+        sys.exit(128 + signal.SIGINT)
     finally:
         ray.shutdown()
 
