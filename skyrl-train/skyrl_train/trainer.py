@@ -170,8 +170,7 @@ class RayPPOTrainer:
         """Starts the workers. The policy loss is looked up here and shipped to them."""
         trainer = self.cfg.trainer
         loss_fn = PolicyLossRegistry.get(trainer.algorithm.policy_loss_type)
-        updates_per_step = trainer.train_batch_size // trainer.policy_mini_batch_size * trainer.update_epochs_per_batch
-        policy_args = (self.cfg, loss_fn, max(1, self.total_training_steps * updates_per_step))
+        policy_args = (self.cfg, loss_fn, max(1, self.total_training_steps * self._updates_per_step))
         self.policy_model = self.placement.start_group("policy", policy_worker, policy_args, self.run_folder)
         groups = [self.policy_model]
         if trainer.algorithm.uses_reference_model:
@@ -279,14 +278,14 @@ class RayPPOTrainer:
 
     async def fwd_logprobs_values_reward(self, batch: TrainingInputBatch) -> TrainingInputBatch:
         """Adds `action_log_probs` (the policy before this step's updates) and `base_action_log_probs` (the
-        reference)."""
+        reference). The first come later, from the training forward itself, where nothing changes before it: with one
+        update a step."""
         if self.ref_model is not None:
             await self.placement.swap(out=self.policy_model, into=self.ref_model)
             batch["base_action_log_probs"] = await self._forward(self.ref_model, batch)
             await self.placement.swap(out=self.ref_model, into=self.policy_model)
-        batch["action_log_probs"] = await self._forward(self.policy_model, batch)
-        if batch["rollout_logprobs"] is not None:
-            self.all_metrics |= _mismatch_metrics(batch)
+        if self._updates_per_step > 1 or self.cfg.trainer.algorithm.use_kl_in_reward:
+            batch["action_log_probs"] = await self._forward(self.policy_model, batch)
         return batch
 
     async def _forward(self, group: ActorGroup, batch: TrainingInputBatch) -> torch.Tensor:
@@ -297,6 +296,11 @@ class RayPPOTrainer:
 
     def _rows_of_ranks(self, group: ActorGroup, batch: TrainingInputBatch) -> torch.Tensor:
         return rows_of_ranks(len(batch), self._mini_batch_rows, group.num_ranks)
+
+    @property
+    def _updates_per_step(self) -> int:
+        trainer = self.cfg.trainer
+        return trainer.train_batch_size // trainer.policy_mini_batch_size * trainer.update_epochs_per_batch
 
     @property
     def _mini_batch_rows(self) -> int:
@@ -378,7 +382,14 @@ class RayPPOTrainer:
             for i in range(num_mini_batches)
             for call in (("forward_backward", (i * rows_a_rank, (i + 1) * rows_a_rank)), ("optim_step", ()))
         ]
-        answers = await self.policy_model.call_in_turn(one_epoch * self.cfg.trainer.update_epochs_per_batch)
+        calls = one_epoch * self.cfg.trainer.update_epochs_per_batch
+        if "action_log_probs" in batch:
+            answers = await self.policy_model.call_in_turn(calls)
+        else:
+            *answers, old = await self.policy_model.call_in_turn([*calls, ("old_log_probs", ())])
+            batch["action_log_probs"] = gather_rows(old, "output", rows)
+        if batch["rollout_logprobs"] is not None:
+            self.all_metrics |= _mismatch_metrics(batch)
         self.all_metrics |= _training_metrics(losses=answers[0::2], steps=[ranks[0] for ranks in answers[1::2]])
         self.all_metrics["policy/response_length"] = (
             batch.tensor("response_mask").sum(dim=-1).mean(dtype=torch.float).item()

@@ -11,6 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.import_utils import is_flash_attn_2_available
 
+from skyrl_train.models.cpu_linear import use_onednn_linear
+
 
 def attention_implementation(flash_attn: bool, device: torch.device) -> str:
     """The fastest exact attention there is on `device`, or the eager one."""
@@ -52,6 +54,8 @@ def load_causal_lm(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         model.config.use_cache = False
+    if device.type == "cpu":
+        use_onednn_linear(model)
     return nn.Module.to(model, device)
 
 

@@ -20,7 +20,7 @@ from skyrl_train.algorithms.reduction import weighted_sum
 from skyrl_train.config import FSDPConfig, SkyRLConfig
 from skyrl_train.distributed.fsdp2 import clip_grad_norm, full_parameters
 from skyrl_train.errors import CheckpointError
-from skyrl_train.training_batch import TrainingInputBatch
+from skyrl_train.training_batch import TrainingInputBatch, TrainingOutputBatch
 from skyrl_train.weight_sync.base import WeightSyncInitInfo
 from skyrl_train.weight_sync.sender import EngineHandles, WeightSender, buckets_of
 from skyrl_train.workers.model_worker import ModelWorker, RankInfo
@@ -43,6 +43,7 @@ class PolicyWorker(ModelWorker):
         self._loss_fn = loss_fn
         self._num_training_steps = num_training_steps
         self._staged = TrainingInputBatch()
+        self._old_log_probs: list[torch.Tensor] = []
         self._sender: WeightSender | None = None
 
     @property
@@ -75,8 +76,10 @@ class PolicyWorker(ModelWorker):
     # ---- learning
 
     def stage(self, batch: TrainingInputBatch) -> None:
-        """Keeps this rank's rows of the whole training batch; `forward_backward` then names rows of it."""
+        """Keeps this rank's rows of the whole training batch; `forward_backward` then names rows of it. Without
+        `action_log_probs` in it, each row's own forward stands for them: right if one optimizer step takes all rows."""
         self._staged = batch
+        self._old_log_probs = []
 
     def forward_backward(self, start: int, end: int) -> MetricSums:
         """Adds the gradient of staged rows [start, end), this rank's part of one mini-batch, in micro-batches."""
@@ -100,8 +103,12 @@ class PolicyWorker(ModelWorker):
         log_probs, entropy = self._response_log_probs(micro, with_entropy=True)
         assert entropy is not None
         log_probs, entropy = masked(log_probs), masked(entropy)
+        old_log_probs = column("action_log_probs")
+        if old_log_probs is None:
+            old_log_probs = log_probs.detach()
+            self._old_log_probs.append(old_log_probs.cpu())
         policy_loss, loss_metrics = self._loss_fn(
-            log_probs, column("action_log_probs"), column("advantages"), algorithm, mask, column("rollout_logprobs")
+            log_probs, old_log_probs, column("advantages"), algorithm, mask, column("rollout_logprobs")
         )
         if policy_loss.shape != log_probs.shape:
             raise ValueError(
@@ -125,6 +132,10 @@ class PolicyWorker(ModelWorker):
         for name, value in {"policy_entropy": entropy, **loss_metrics}.items():
             sums[f"token/{name}"] = float(weighted_sum(value.detach(), mask))
         return sums | {"num_tokens": float(mask.sum())}
+
+    def old_log_probs(self) -> TrainingOutputBatch:
+        """What stood for `action_log_probs`, as `output` [B, R] of the staged rows; 0 outside the loss mask."""
+        return TrainingOutputBatch(output=torch.cat(self._old_log_probs))
 
     def optim_step(self) -> dict[str, float]:
         """One optimizer step on the gradient gathered so far. A gradient that is not finite is dropped, and said so.

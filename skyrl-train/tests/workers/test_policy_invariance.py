@@ -57,7 +57,7 @@ def ragged_batch() -> TrainingInputBatch:
 
 
 def one_step(
-    cfg: SkyRLConfig, num_ranks: int, batch: TrainingInputBatch, log_folder: Path
+    cfg: SkyRLConfig, num_ranks: int, batch: TrainingInputBatch, log_folder: Path, stage_old: bool = True
 ) -> tuple[dict[str, float], float, torch.Tensor, dict[str, torch.Tensor]]:
     """Loss parts, gradient norm, old log-probs and updated weights of one optimizer step on two mini-batches' first."""
 
@@ -78,13 +78,16 @@ def one_step(
             shards = await group.call_each("forward", [(inputs.rows(own),) for own in rows])
             old = gather_rows(shards, "output", rows)
             full = TrainingInputBatch(dict(batch), metadata=batch.metadata)
-            full["action_log_probs"] = old
+            if stage_old:
+                full["action_log_probs"] = old
             full["base_action_log_probs"] = old - 0.3 * batch.tensor("advantages").sign()
             full["loss_weights"] = token_weights(
                 batch.tensor("loss_mask"), cfg.trainer.algorithm.loss_reduction, max_seq_len=20
             )
             await group.call_each("stage", [(full.rows(own),) for own in rows])
             sums = await group.call_all("forward_backward", 0, NUM_ROWS // num_ranks)
+            if not stage_old:
+                old = gather_rows(await group.call_all("old_log_probs"), "output", rows)
             totals = {name: sum(rank[name] for rank in sums) for name in sums[0]}
             step, *_ = await group.call_all("optim_step")
             weights, *_ = await group.call_all("full_state")
@@ -122,6 +125,17 @@ def test_the_first_ratio_is_exactly_one(tiny_model, ray_cpu, tmp_path, num_ranks
     sums, *_ = one_step(config(tiny_model, 4), num_ranks, ragged_batch(), tmp_path)
     assert sums["token/ratio"] == sums["num_tokens"]
     assert sums["token/clip_ratio"] == 0.0
+
+
+def test_one_update_needs_no_forward_of_its_own_for_the_old_log_probs(tiny_model, ray_cpu, tmp_path):
+    batch = ragged_batch()
+    sums, norm, old, weights = one_step(config(tiny_model, 4), 2, batch, tmp_path)
+    own_sums, own_norm, own_old, own_weights = one_step(config(tiny_model, 4), 2, batch, tmp_path, stage_old=False)
+    kept = batch.tensor("loss_mask") > 0
+    assert torch.equal(own_old[kept], old[kept])
+    assert own_sums == sums
+    assert own_norm == norm
+    assert all(torch.equal(own_weights[name], weight) for name, weight in weights.items())
 
 
 def test_what_stands_at_padding_changes_nothing(tiny_model, ray_cpu, tmp_path):

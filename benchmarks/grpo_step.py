@@ -1,0 +1,503 @@
+"""Samples per second of one whole GRPO step, ours beside TRL's, in turn: ours takes a step, then TRL, and again.
+
+    python benchmarks/grpo_step.py --steps 10
+
+A step is everything between two batches of prompts: generating, rewards, log-probs, advantages, forward and backward,
+the optimizer, new weights in the engine, metrics and trajectories on disk. Ours is the real loop (`BasePPOExp`: policy
+ranks under FSDP2 and engines, each a Ray process of one thread). TRL generates with transformers, in one or several
+processes of its own; the quickest way it was run counts. Prints a markdown table. TRL comes with the dependency group
+`bench`.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; TRL's processes set their own number
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import psutil
+import ray
+
+import skyrl_gym
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.distributed.process_group import free_port
+from skyrl_train.entrypoints.main_base import BasePPOExp
+from skyrl_train.trainer import RayPPOTrainer
+from skyrl_train.utils import initialize_ray
+from skyrl_train.utils.process_log import capture_output, configure_logging
+
+NUM_PROMPTS, NUM_SAMPLES = 8, 8
+PROMPT_TOKENS, NEW_TOKENS = 32, 64
+VOCABULARY = 512
+PAD, END, START = "<pad>", "<end>", "<start>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<start> ' + message['role'] + ' ' + message['content'] + ' <end> ' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start> assistant ' }}{% endif %}"
+)
+NUM_TEMPLATE_TOKENS = 5  # <start> user ... <end> <start> assistant
+LEARNING_RATE = 1e-5
+DEADLINE_SECONDS = 600.0
+"""Of one step of a peer, its start included."""
+
+
+# ---- what both train
+
+
+def make_model(folder: Path) -> None:
+    """Writes an untrained Qwen3 of 3.3 million parameters and its tokenizer, a word a token."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    words = [PAD, END, START, "system", "user", "assistant"]
+    words += [f"w{number}" for number in range(VOCABULARY - len(words))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[START],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=words.index(END),
+        pad_token_id=words.index(PAD),
+        bos_token_id=None,
+        dtype="float32",
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def make_prompts(count: int) -> list[dict[str, Any]]:
+    """Rows of a dataset whose prompts are exactly `PROMPT_TOKENS` long under the chat template."""
+    dice = random.Random(0)
+    length = PROMPT_TOKENS - NUM_TEMPLATE_TOKENS
+    texts = [" ".join(f"w{dice.randrange(400)}" for _ in range(length)) for _ in range(count)]
+    return [{"prompt": [{"role": "user", "content": text}]} for text in texts]
+
+
+def reward_of(text: str) -> float:
+    """How varied an answer is: cheap, and different for every sample."""
+    return len(set(text.split())) / NEW_TOKENS
+
+
+class VariedWords(BaseTextEnv):
+    """`reward_of` as an environment."""
+
+    def __init__(self, env_config: Any = None, extras: Any = None):
+        super().__init__()
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        return BaseTextEnvStepOutput(observations=[], reward=reward_of(action), done=True, metadata={})
+
+
+# ---- ours
+
+
+@dataclass
+class Steps:
+    """What the counted steps of one contender took."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    stages: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def samples_per_second(self) -> float:
+        return NUM_PROMPTS * NUM_SAMPLES / self.median
+
+    def median_stage(self, name: str) -> float:
+        return statistics.median(stages.get(name, 0.0) for stages in self.stages)
+
+
+class MeasuredTrainer(RayPPOTrainer):
+    """The trainer, with a watch from one batch of prompts to the next. Between two steps it is the others' turn."""
+
+    steps: Steps
+    between_steps: Callable[[], None]
+    cpu_clock: Callable[[], float]
+
+    def batches(self) -> Iterator[list[dict[str, Any]]]:
+        for prompts in super().batches():
+            self.between_steps()
+            cpu, began = self.cpu_clock(), time.perf_counter()
+            yield prompts
+            self.steps.seconds.append(time.perf_counter() - began)
+            self.steps.cpu_seconds.append(self.cpu_clock() - cpu)
+
+    def log(self) -> None:
+        if self.global_step:
+            self.steps.stages.append(dict(self.all_timings))
+        super().log()
+
+
+class MeasuredExperiment(BasePPOExp):
+    """The real experiment with the measured trainer."""
+
+    def __init__(self, cfg: SkyRLConfig, between_steps: Callable[[], None], cpu_clock: Callable[[], float]):
+        super().__init__(cfg)
+        self.steps = Steps()
+        self._between_steps = between_steps
+        self._cpu_clock = cpu_clock
+
+    def get_trainer(self, **arguments: Any) -> RayPPOTrainer:
+        trainer = MeasuredTrainer(**arguments)
+        trainer.steps, trainer.between_steps, trainer.cpu_clock = self.steps, self._between_steps, self._cpu_clock
+        return trainer
+
+
+def our_settings(options: argparse.Namespace, dtype: str, folder: Path) -> SkyRLConfig:
+    """One optimizer step a training step, without KL: what TRL does by default."""
+    num_steps = options.warmup + options.steps
+    rows_of_rank = NUM_PROMPTS * NUM_SAMPLES // options.ranks
+    trainer = {
+        "policy": {"model": {"path": str(folder / "model")}, "optimizer_config": {"lr": LEARNING_RATE}},
+        "placement": {"device": "cpu", "policy_num_gpus_per_node": options.ranks},
+        "algorithm": {"use_kl_loss": False},
+        "train_batch_size": NUM_PROMPTS,
+        "policy_mini_batch_size": NUM_PROMPTS,
+        "micro_train_batch_size_per_gpu": min(options.micro_batch, rows_of_rank),
+        "micro_forward_batch_size_per_gpu": min(options.micro_batch, rows_of_rank),
+        "max_training_steps": num_steps,
+        "max_prompt_length": PROMPT_TOKENS,
+        "bf16": dtype == "bfloat16",
+        "gradient_checkpointing": False,
+        "eval_interval": -1,
+        "ckpt_interval": -1,
+        "print_example_interval": -1,
+        "resume_mode": "none",
+        "run_dir": str(folder / f"run-{dtype}"),
+    }
+    generator = {
+        "model_dtype": dtype,
+        "num_inference_engines": options.engines,
+        "n_samples_per_prompt": NUM_SAMPLES,
+        "sampling_params": {"max_generate_length": NEW_TOKENS, "additional_kwargs": {"ignore_eos": True}},
+    }
+    return SkyRLConfig.from_dict(
+        {
+            "data": {"train_data": [str(folder / "train.jsonl")], "val_data": []},
+            "trainer": trainer,
+            "generator": generator,
+            "environment": {"env_class": "varied_words"},
+        }
+    )
+
+
+def cpu_clock_without(peer_pids: Sequence[int]) -> Callable[[], float]:
+    """A clock of the CPU seconds of this process and everything it started, but for the peers."""
+
+    def seconds() -> float:
+        total = 0.0
+        own = psutil.Process()
+        for process in [own, *own.children(recursive=True)]:
+            try:
+                if process.pid not in peer_pids:
+                    times = process.cpu_times()
+                    total += times.user + times.system
+            except psutil.NoSuchProcess:
+                continue
+        return total
+
+    return seconds
+
+
+# ---- TRL
+
+
+@dataclass(frozen=True)
+class PeerShape:
+    """A way to run TRL on a CPU."""
+
+    processes: int
+    threads: int
+
+    @property
+    def name(self) -> str:
+        return f"TRL, {self.processes} process{'es' * (self.processes > 1)} x {self.threads} thread" + (
+            "s" * (self.threads > 1)
+        )
+
+
+PEER_SHAPES = [PeerShape(1, 1), PeerShape(1, 2), PeerShape(2, 1)]
+
+
+class Peer:
+    """TRL's trainer in processes of its own. It waits before every step until it is its turn."""
+
+    def __init__(self, shape: PeerShape, num_steps: int, dtype: str, folder: Path):
+        self.shape = shape
+        self.steps = Steps()
+        port = free_port()
+        context = multiprocessing.get_context("spawn")
+        self._connections: list[Connection] = []
+        self.processes: list[Any] = []
+        for rank in range(shape.processes):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, shape, rank, port, num_steps, dtype, folder)
+            process = context.Process(target=trl_process, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self.processes.append(process)
+        self._receive()  # ready
+
+    def take_step(self) -> None:
+        for connection in self._connections:
+            connection.send("step")
+        answers = self._receive()
+        self.steps.seconds.append(max(seconds for seconds, _ in answers))
+        self.steps.cpu_seconds.append(sum(cpu_seconds for _, cpu_seconds in answers))
+
+    def _receive(self) -> list[tuple[float, float]]:
+        answers = []
+        for connection in self._connections:
+            if not connection.poll(DEADLINE_SECONDS):
+                raise TimeoutError(f"{self.shape.name} did not answer within {DEADLINE_SECONDS:g} s")
+            answers.append(connection.recv())
+        return answers
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.join(20)
+            process.kill()
+            process.join(20)
+
+
+def trl_process(
+    connection: Connection, shape: PeerShape, rank: int, port: int, num_steps: int, dtype: str, folder: Path
+) -> None:
+    """One rank of TRL: `num_steps` steps of GRPOTrainer, each when the parent says so."""
+    capture_output(folder / f"trl-{dtype}-{shape.processes}x{shape.threads}-{rank}.log")
+    os.environ.update(OMP_NUM_THREADS=str(shape.threads), ACCELERATE_USE_CPU="true")
+    if shape.processes > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(shape.processes))
+        os.environ.update(LOCAL_WORLD_SIZE=str(shape.processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports, reportPrivateImportUsage]
+
+    torch.set_num_threads(shape.threads)
+
+    class InTurn(TrainerCallback):
+        """Waits for the parent before a step; the step ends where the next would begin."""
+
+        began: tuple[float, float] | None = None
+
+        def _tell(self) -> None:
+            seconds, cpu_seconds = self.began or (0.0, 0.0)
+            connection.send((time.perf_counter() - seconds, time.process_time() - cpu_seconds))
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self._tell()
+            connection.recv()
+            self.began = time.perf_counter(), time.process_time()
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            self._tell()
+
+    def reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float | None]:
+        return [reward_of(messages[0]["content"]) for messages in completions]
+
+    config = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        use_cpu=True,
+        bf16=dtype == "bfloat16",
+        per_device_train_batch_size=NUM_PROMPTS * NUM_SAMPLES // shape.processes,
+        gradient_accumulation_steps=1,
+        num_generations=NUM_SAMPLES,
+        max_completion_length=NEW_TOKENS,
+        generation_kwargs={"min_new_tokens": NEW_TOKENS},
+        gradient_checkpointing=False,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        max_steps=num_steps,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        model_init_kwargs={"attn_implementation": "sdpa", "dtype": "float32"},
+    )
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    trainer = GRPOTrainer(
+        model=str(folder / "model"),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        callbacks=[InTurn()],
+    )
+    trainer.train()
+
+
+# ---- both
+
+
+@dataclass
+class Result:
+    """One number format: our steps and each peer's, warm-up taken off."""
+
+    dtype: str
+    ours: Steps
+    peers: dict[str, Steps]
+    load: list[float]
+
+    @property
+    def best_peer(self) -> str | None:
+        return min(self.peers, key=lambda name: self.peers[name].median) if self.peers else None
+
+
+def measure(options: argparse.Namespace, dtype: str, folder: Path) -> Result:
+    """Runs the real experiment; before each of its steps every peer takes one."""
+    num_steps = options.warmup + options.steps
+    peers: list[Peer] = []
+    load: list[float] = []
+    if not options.skip_trl:
+        peers = [Peer(shape, num_steps, dtype, folder) for shape in PEER_SHAPES]
+
+    def between_steps() -> None:
+        load.append(os.getloadavg()[0])
+        for peer in peers:
+            peer.take_step()
+
+    try:
+        cfg = our_settings(options, dtype, folder)
+        skyrl_gym.register(id="varied_words", entry_point=VariedWords)
+        initialize_ray(MeasuredExperiment.validate(cfg))
+        clock = cpu_clock_without([process.pid for peer in peers for process in peer.processes])
+        experiment = MeasuredExperiment(cfg, between_steps, clock)
+        experiment.run()
+    finally:
+        ray.shutdown()
+        for peer in peers:
+            peer.stop()
+    for steps in [experiment.steps, *(peer.steps for peer in peers)]:
+        for values in (steps.seconds, steps.cpu_seconds, steps.stages):
+            del values[: options.warmup]
+    return Result(dtype, experiment.steps, {peer.shape.name: peer.steps for peer in peers}, load)
+
+
+# ---- telling
+
+
+STAGES = (
+    "generate",
+    "fwd_logprobs_values_reward",
+    "compute_advantages_and_returns",
+    "train_critic_and_policy",
+    "sync_weights",
+)
+
+
+def report(results: Sequence[Result], options: argparse.Namespace) -> str:
+    """What was measured, and on what, as markdown."""
+    us = f"ours, {options.ranks} ranks + {options.engines} engine{'s' * (options.engines > 1)}"
+    lines = [
+        "| dtype | trainer | samples/s | seconds a step (median) | min - max | CPU seconds a step | ours is |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        for name, steps in {us: result.ours, **result.peers}.items():
+            ratio = "" if name == us else f"{steps.median / result.ours.median:.2f}x"
+            mark = " (its best)" if name == result.best_peer else ""
+            lines.append(
+                f"| {result.dtype} | {name}{mark} | {steps.samples_per_second:.1f} | {steps.median:.2f} | "
+                f"{min(steps.seconds):.2f} - {max(steps.seconds):.2f} | {statistics.median(steps.cpu_seconds):.2f} | "
+                f"{ratio} |"
+            )
+    header = " | ".join(f"timing/{name}" for name in STAGES)
+    lines += ["", f"| seconds of our step | {header} | all else |", "|---|" + "---|" * (len(STAGES) + 1)]
+    for result in results:
+        stages = [result.ours.median_stage(name) for name in STAGES]
+        cells = " | ".join(f"{seconds:.3f}" for seconds in [*stages, result.ours.median - sum(stages)])
+        lines.append(f"| {result.dtype} | {cells} |")
+    load = [value for result in results for value in result.load]
+    return "\n".join([*lines, "", *machine(load), f"Steps counted: {options.steps}, after {options.warmup} others."])
+
+
+def machine(load: Sequence[float]) -> list[str]:
+    """What it ran on. `load`: one-minute load averages, one for each step."""
+    packages = ["torch", "transformers", "ray", "trl"]
+    found = {
+        distribution.metadata["Name"] for distribution in __import__("importlib.metadata").metadata.distributions()
+    }
+    versions = ", ".join(f"{name} {version(name)}" for name in packages if name in found)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return [
+        f"{os.cpu_count()} CPUs ({cpu_name()}), Python {platform.python_version()}, {versions}, "
+        f"commit {commit or 'unknown'}.",
+        f"Load average while measuring: {min(load):.1f} to {max(load):.1f}, median {statistics.median(load):.1f}.",
+    ]
+
+
+def cpu_name() -> str:
+    """The processor, as the system names it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
+    parser.add_argument("--steps", type=int, default=10, help="steps that count")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them that do not")
+    parser.add_argument("--ranks", type=int, default=2, help="our policy ranks")
+    parser.add_argument("--engines", type=int, default=2, help="our engines")
+    parser.add_argument("--micro-batch", type=int, default=32, help="our sequences in one forward and backward")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--skip-trl", action="store_true", help="ours alone")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_arguments()
+    configure_logging()
+    with tempfile.TemporaryDirectory(prefix="grpo-step-") as name:
+        folder = Path(name)
+        make_model(folder / "model")
+        rows = make_prompts(NUM_PROMPTS * (options.warmup + options.steps))
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        results = [measure(options, dtype, folder) for dtype in options.dtypes]
+    print(report(results, options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Linear layers that compute float32 on a CPU with oneDNN, forward and backward.
+
+torch sends a float32 matrix product on a CPU to its BLAS (MKL, which leaves half the speed of a processor that is not
+Intel's unused), though it sends bfloat16 to oneDNN. On an AMD EPYC with AVX-512, one thread, [3072, 256] x [256, 768]:
+84 against 190 GFLOP/s forward, 86 against 139 forward and backward.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def use_onednn_linear(model: nn.Module) -> None:
+    """Makes the linear layers of a model on a CPU compute with oneDNN, in place, where this torch has it. Parameters,
+    their names and the results (to rounding) stay as they are; other dtypes than float32 are computed as before."""
+    if not torch.backends.mkldnn.is_available():
+        return
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = OneDnnLinear
+
+
+class OneDnnLinear(nn.Linear):
+    """y = x W^T + b."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.dtype != torch.float32 or self.weight.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+            return F.linear(input, self.weight, self.bias)
+        product: torch.Tensor = _Product.apply(input, self.weight)  # type: ignore[assignment]
+        return product if self.bias is None else product + self.bias
+
+
+class _Product(torch.autograd.Function):
+    """x W^T of x [..., K] and W [N, K], and its gradients: dx = dy W, dW = dy^T x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return _times_transposed(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = ctx.needs_input_grad
+        return (
+            _times_transposed(grad, weight.t()) if of_x else None,
+            _times_transposed(grad.flatten(0, -2).t(), x.flatten(0, -2).t()) if of_weight else None,
+        )
+
+
+def _times_transposed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a b^T of a [..., K] and b [N, K]. The operator that torch's own compiler uses for linear layers."""
+    return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
