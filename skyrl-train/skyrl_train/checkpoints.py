@@ -80,7 +80,9 @@ class CheckpointStore:
         try:
             write_atomically(self.root / LATEST, f"{step}\n")
         except OSError as error:
-            raise CheckpointError(f"{place} is complete, but {LATEST} beside it could not be written: {error}") from error
+            raise CheckpointError(
+                f"{place} is complete, but {LATEST} beside it could not be written: {error}"
+            ) from error
 
     def find(self, config: TrainerConfig) -> Path | None:
         """The checkpoint to go on from, verified against its manifest; None for a fresh start.

@@ -144,6 +144,9 @@ class TensorBatch(dict[str, torch.Tensor | None]):
                 return False
         return True
 
+    def __ne__(self, other: object) -> bool:  # dict has one of its own, which compares tensors with `==`
+        return not self == other
+
     __hash__ = None  # type: ignore[assignment]  # mutable
 
     def save(self, path: str | Path) -> None:

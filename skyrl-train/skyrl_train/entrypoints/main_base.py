@@ -60,7 +60,7 @@ class BasePPOExp:
 
     @cached_property
     def colocate_pg(self) -> PlacementGroup | None:
-        """`get_colocate_pg`, asked when Ray runs: settings and data are checked without it, in a fraction of the time."""
+        """`get_colocate_pg`, asked when Ray runs: settings and data are checked without it, and sooner."""
         return self.get_colocate_pg()
 
     @staticmethod
@@ -157,7 +157,10 @@ class BasePPOExp:
 
     async def _run(self) -> None:
         trainer = await self._setup_trainer()
-        await trainer.train()
+        try:
+            await trainer.train()
+        finally:
+            await trainer.shutdown()
 
     async def _setup_trainer(self) -> RayPPOTrainer:
         self.run_folder.write_config(self.get_cfg_as_str(self.cfg))

@@ -52,7 +52,10 @@ class EvalOnlyEntrypoint(BasePPOExp):
             seed=self.cfg.trainer.seed,
         )
         generator = self.get_generator(self.cfg, self.tokenizer, client)
-        metrics = await evaluate(dataloader, generator, self.cfg, None, self.tokenizer)
+        try:
+            metrics = await evaluate(dataloader, generator, self.cfg, None, self.tokenizer)
+        finally:
+            await client.teardown()
         tracker.log(metrics, step=0, commit=True)
         tracker.finish()
         for name in sorted(metrics):

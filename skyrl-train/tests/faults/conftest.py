@@ -225,3 +225,9 @@ def start_run(ray_cpu: None, environments: None, chat_model: str) -> StartRun:
 @pytest.fixture(scope="session", name="prompt")
 def make_prompt() -> Callable[..., dict[str, Any]]:
     return prompt
+
+
+@pytest.fixture(scope="session")
+def scripted_experiment() -> type[ScriptedExperiment]:
+    """For tests that put a part of their own in."""
+    return ScriptedExperiment

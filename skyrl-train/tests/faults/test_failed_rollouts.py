@@ -36,7 +36,7 @@ async def test_a_step_survives_every_way_to_fail(start_run, prompt, tmp_path: Pa
     for row in rows[20:]:  # the prompt over the limit: not asked, cut to the limit, trains nothing
         assert (row["stop_reason"], len(row["prompt_ids"]), row["tokens"]["loss_mask"]) == ("length", 40, [0])
 
-    # The group whose first rollout failed: its baseline is the mean of 1, 0, 0. (Were the failed one a 0: 1.5 and -0.5.)
+    # The group whose first rollout failed: its baseline is the mean of 1, 0, 0 (were the failed one a 0: 1.5, -0.5)
     advantages = sorted(batch["advantages"][4:8, 0].tolist())
     assert advantages == pytest.approx([-0.57735, -0.57735, 0.0, 1.15470], abs=1e-4)
     assert not batch["advantages"][8:].any()

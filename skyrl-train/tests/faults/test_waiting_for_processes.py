@@ -1,0 +1,126 @@
+"""Every wait for a process has a deadline, and its error is about the process that is to blame."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from skyrl_train.errors import ConfigError, WeightSyncError, WorkerError
+from skyrl_train.utils.ray_calls import Call, answer_of, answers_of, wait_for_all
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+def process(start: str = "") -> Any:
+    """An actor that does what it is told."""
+
+    class Told:
+        def __init__(self) -> None:
+            if start:
+                raise RuntimeError(start)
+
+        def answer(self, value: Any, after: float = 0.0) -> Any:
+            time.sleep(after)
+            return value
+
+        def fail(self, error: BaseException, after: float = 0.0) -> None:
+            time.sleep(after)
+            raise error
+
+        def pid(self) -> int:
+            return os.getpid()
+
+    return ray.remote(Told).options(num_cpus=0).remote()
+
+
+@pytest.fixture(scope="module")
+def actors(ray_cpu: None) -> list[Any]:
+    return [process(), process()]
+
+
+def call(reference: Any, number: int = 0, log: str | Path = "nowhere.log") -> Call:
+    return Call(reference, f"worker {number}", str(log))
+
+
+def test_answers_are_in_the_order_of_the_calls(actors: list[Any]):
+    calls = [call(actors[0].answer.remote("slow", 0.3)), call(actors[1].answer.remote("fast"), 1)]
+    assert wait_for_all(calls, 30) == ["slow", "fast"]
+    assert asyncio.run(answers_of([], 1)) == []
+
+
+def test_who_did_not_answer_is_named_with_the_setting(actors: list[Any], tmp_path: Path):
+    (tmp_path / "worker.log").write_text("first line\nwaiting for peer\n")
+    calls = [call(actors[0].answer.remote(1)), call(actors[1].answer.remote(2, 3.0), 1, tmp_path / "worker.log")]
+    began = time.monotonic()
+    with pytest.raises(WorkerError) as error:
+        wait_for_all(calls, 1.0, "trainer.patience")
+    assert time.monotonic() - began < 3
+    assert str(error.value).startswith("worker 1 did not answer within 1 s (trainer.patience)")
+    assert "first line\nwaiting for peer" in str(error.value)
+    with pytest.raises(WorkerError, match=r"worker 1 did not answer within 0.1 s \(generator.patience\)"):
+        asyncio.run(answer_of(call(actors[1].answer.remote(2, 1.0), 1), 0.1, "generator.patience"))
+
+
+@pytest.mark.parametrize(
+    "raised, expected, words",
+    [
+        (RuntimeError("out of luck"), WorkerError, "worker 0 raised RuntimeError: out of luck\n--- end of nowhere.log"),
+        (ConfigError("no such loss"), ConfigError, "no such loss"),
+        (ValueError("shape"), ValueError, "shape"),
+        (WorkerError("the thread ended"), WorkerError, "worker 0: the thread ended"),
+        (WeightSyncError("other weights"), WeightSyncError, "worker 0: other weights"),
+    ],
+)
+def test_errors_come_through_and_say_where(actors: list[Any], raised: Exception, expected: type, words: str):
+    for wait in (
+        lambda c: wait_for_all([c], 30),
+        lambda c: asyncio.run(answer_of(c, 30, "x")),
+    ):
+        with pytest.raises(expected) as error:
+            wait(call(actors[0].fail.remote(raised)))
+        assert str(error.value).startswith(words)
+
+
+def test_the_first_failure_does_not_wait_for_the_slow(actors: list[Any]):
+    calls = [call(actors[0].answer.remote(1, 20.0)), call(actors[1].fail.remote(RuntimeError("early")), 1)]
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match=r"worker 1 raised RuntimeError: early\n\(no answer yet from worker 0\)"):
+        wait_for_all(calls, 60)
+    assert time.monotonic() - began < 10
+
+
+def test_a_death_outweighs_what_its_peers_raise(ray_cpu: None):
+    survivor, victim = process(), process()
+    pid: Any = ray.get(victim.pid.remote(), timeout=60)
+    calls = [call(survivor.fail.remote(RuntimeError("connection reset"))), call(victim.answer.remote(1, 30.0), 1)]
+    time.sleep(0.5)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"^worker 1 died: "):
+        wait_for_all(calls, 60)
+    with pytest.raises(WorkerError, match=r"^worker 1 died: "):
+        asyncio.run(answer_of(call(victim.answer.remote(1), 1), 60, "x"))
+
+
+def test_a_process_that_could_not_start_says_why(ray_cpu: None):
+    with pytest.raises(WorkerError, match=r"^worker 0 could not start: RuntimeError: no model at that path"):
+        wait_for_all([call(process("no model at that path").pid.remote())], 60)
+
+
+def test_a_cancelled_wait_leaves_no_thread_behind(actors: list[Any]):
+    """Else Ctrl-C would have to wait for the deadline of the call."""
+
+    async def cancel_soon() -> None:
+        waiting = asyncio.create_task(answers_of([call(actors[0].answer.remote(1, 15.0))], 3600))
+        await asyncio.sleep(0.3)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    began = time.monotonic()
+    asyncio.run(cancel_soon())  # ends when its threads have
+    assert time.monotonic() - began < 8

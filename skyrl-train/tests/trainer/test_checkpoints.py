@@ -1,0 +1,201 @@
+"""A checkpoint is whole or not there, whatever happens while it is written."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from skyrl_train import checkpoints
+from skyrl_train.checkpoints import CheckpointStore, extract_step_from_path, list_checkpoint_dirs, verify
+from skyrl_train.config import TrainerConfig
+from skyrl_train.errors import CheckpointError, ConfigError, WorkerError
+
+
+def write(store: CheckpointStore, step: int, content: str = "weights") -> None:
+    with store.writing(step) as folder:
+        (folder / "policy").mkdir()
+        (folder / "policy" / "rank_0.pt").write_text(content)
+        (folder / "state.json").write_text(json.dumps({"step": step}))
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def asking(mode: str, path: Path | None = None) -> TrainerConfig:
+    return TrainerConfig(resume_mode=mode, resume_path=None if path is None else str(path))  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_is_its_files_and_their_hashes(tmp_path: Path):
+    write(CheckpointStore(tmp_path / "ckpts"), 3)
+    assert names(tmp_path / "ckpts") == ["global_step_3", "latest_ckpt_global_step.txt"]
+    assert (tmp_path / "ckpts" / "latest_ckpt_global_step.txt").read_text() == "3\n"
+    manifest = json.loads((tmp_path / "ckpts" / "global_step_3" / "manifest.json").read_text())
+    assert manifest["global_step"] == 3
+    assert {name: file["bytes"] for name, file in manifest["files"].items()} == {
+        "policy/rank_0.pt": 7,
+        "state.json": 11,
+    }
+    verify(tmp_path / "ckpts" / "global_step_3")
+
+
+@pytest.mark.parametrize(
+    "path, step", [("a/global_step_12", 12), ("global_step_0", 0), ("global_step_", -1), ("global_step_3.partial", -1)]
+)
+def test_the_step_of_a_path(path: str, step: int):
+    assert extract_step_from_path(path) == step
+
+
+def test_checkpoints_are_in_the_order_of_their_steps_not_of_their_names(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    for step in (9, 100, 10):
+        write(store, step)
+    (tmp_path / "global_step_500").mkdir()  # without a manifest: not one
+    assert [path.name for path in list_checkpoint_dirs(tmp_path)] == [
+        "global_step_9",
+        "global_step_10",
+        "global_step_100",
+    ]
+
+
+@pytest.mark.parametrize("stage", ["mkdir", "content", "sha256_of", "manifest", "rename", "fsync_folder"])
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_whatever_goes_wrong_at_any_stage_leaves_the_earlier_checkpoint_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException
+):
+    store = CheckpointStore(tmp_path)
+    write(store, 1)
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    content = "weights"
+    with monkeypatch.context() as patch:
+        if stage in ("mkdir", "rename"):
+            patch.setattr(Path, stage, fail)
+        elif stage == "manifest":
+            patch.setattr(checkpoints, "write_atomically", fail)
+        elif stage == "content":
+            patch.setattr(Path, "write_text", fail)
+        else:
+            patch.setattr(checkpoints, stage, fail)
+        expected = CheckpointError if isinstance(error, OSError) else KeyboardInterrupt
+        with pytest.raises(expected) as raised:
+            write(store, 2, content)
+    if isinstance(error, OSError):
+        assert "checkpoint of step 2 could not be written" in str(raised.value)
+        assert "the newest complete one is global_step_1" in str(raised.value)
+    assert names(tmp_path) == ["global_step_1", "latest_ckpt_global_step.txt"]
+    verify(tmp_path / "global_step_1")
+    write(store, 2)  # and the next try is none the worse for it
+    verify(tmp_path / "global_step_2")
+
+
+def test_a_complete_checkpoint_is_not_disowned_because_its_signpost_failed(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    (tmp_path / "latest_ckpt_global_step.txt").mkdir()  # nothing can be written there
+    with pytest.raises(CheckpointError, match="global_step_1 is complete, but latest_ckpt_global_step"):
+        write(store, 1)
+    verify(tmp_path / "global_step_1")
+
+
+def test_a_dead_worker_is_no_full_disk(tmp_path: Path):
+    with pytest.raises(WorkerError, match="policy worker 0 died"), CheckpointStore(tmp_path).writing(1):
+        raise WorkerError("policy worker 0 died")
+    assert names(tmp_path) == []
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path):
+    left = tmp_path / "global_step_1.partial"
+    left.mkdir()
+    (left / "half").write_text("x")
+    assert CheckpointStore(tmp_path).find(asking("latest")) is None
+    write(CheckpointStore(tmp_path), 1)
+    assert names(tmp_path) == ["global_step_1", "latest_ckpt_global_step.txt"]
+    assert not (tmp_path / "global_step_1" / "half").exists()
+
+
+@pytest.mark.parametrize("max_to_keep, kept", [(-1, [1, 2, 3]), (1, [3]), (2, [2, 3]), (5, [1, 2, 3])])
+def test_only_the_newest_are_kept(tmp_path: Path, max_to_keep: int, kept: list[int]):
+    store = CheckpointStore(tmp_path, max_to_keep)
+    for step in (1, 2, 3):
+        write(store, step)
+    assert [extract_step_from_path(path) for path in list_checkpoint_dirs(tmp_path)] == kept
+
+
+def test_the_newest_is_found_and_nothing_is_found_where_nothing_is(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    assert store.find(asking("latest")) is None
+    write(store, 1)
+    write(store, 2)
+    assert store.find(asking("latest")) == tmp_path / "global_step_2"
+
+
+def test_a_fresh_start_sets_the_old_course_aside(tmp_path: Path):
+    """Else the old step 9 would count as newer than the new step 1: kept in its place, and gone on from."""
+    write(CheckpointStore(tmp_path), 9, "of the first course")
+    store = CheckpointStore(tmp_path, max_to_keep=1)
+    assert store.find(asking("none")) is None
+    write(store, 1)
+    assert store.find(asking("latest")) == tmp_path / "global_step_1"
+    assert (tmp_path / "superseded_global_step_9" / "policy" / "rank_0.pt").read_text() == "of the first course"
+
+
+def test_going_back_sets_what_came_after_aside(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        write(store, step)
+    assert store.find(asking("from_path", tmp_path / "global_step_2")) == tmp_path / "global_step_2"
+    assert store.find(asking("latest")) == tmp_path / "global_step_2"
+    assert (tmp_path / "superseded_global_step_3").is_dir()
+
+
+def test_going_on_from_another_run_sets_all_of_this_one_aside(tmp_path: Path):
+    write(CheckpointStore(tmp_path / "other"), 5)
+    store = CheckpointStore(tmp_path / "own")
+    write(store, 1)
+    write(store, 7)
+    assert store.find(asking("from_path", tmp_path / "other" / "global_step_5")) == tmp_path / "other" / "global_step_5"
+    assert list_checkpoint_dirs(tmp_path / "own") == []
+    assert names(tmp_path / "other") == ["global_step_5", "latest_ckpt_global_step.txt"]
+
+
+@pytest.mark.parametrize(
+    "name, rule", [("ckpts", "must end in global_step_N"), ("global_step_8", "there is no complete checkpoint at")]
+)
+def test_a_path_that_is_no_checkpoint(tmp_path: Path, name: str, rule: str):
+    with pytest.raises(ConfigError, match=f"trainer.resume_path.*{rule}"):
+        CheckpointStore(tmp_path).find(asking("from_path", tmp_path / name))
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage, expected",
+    [
+        (flip_a_bit, "rank_0.pt is not what was written"),
+        (lambda path: os.truncate(path, 3), "rank_0.pt is not what was written"),
+        (Path.unlink, "rank_0.pt is missing"),
+        (lambda path: (path.parents[1] / "manifest.json").write_text("{}"), "manifest.json cannot be read"),
+    ],
+    ids=["flipped bit", "cut off", "missing", "empty manifest"],
+)
+def test_an_altered_checkpoint_is_refused_with_the_way_out(tmp_path: Path, damage, expected: str):
+    store = CheckpointStore(tmp_path)
+    write(store, 1)
+    write(store, 2)
+    damage(tmp_path / "global_step_2" / "policy" / "rank_0.pt")
+    way_out = f"trainer.resume_mode=from_path trainer.resume_path={tmp_path / 'global_step_1'}"
+    with pytest.raises(CheckpointError, match=f"{expected}.*{way_out}"):
+        store.find(asking("latest"))
+    damage_of_the_only_one = tmp_path / "global_step_1" / "policy" / "rank_0.pt"
+    flip_a_bit(damage_of_the_only_one)
+    (tmp_path / "global_step_2").rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"trainer\.resume_mode=none\."):
+        store.find(asking("latest"))
