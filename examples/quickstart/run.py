@@ -81,7 +81,9 @@ def changed_answers(run: Path, first: int, last: int, at_most: int = 3) -> list[
         return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
     solved = [
-        (before, after) for before, after in zip(rows(first), rows(last), strict=True) if after["score"] != before["score"]
+        (before, after)
+        for before, after in zip(rows(first), rows(last), strict=True)
+        if after["score"] != before["score"]
     ]
     return [
         (str(before["input_prompt"]), str(before["output_response"]), str(after["output_response"]))

@@ -81,6 +81,7 @@ class RayPPOTrainer:
         self.global_step = 0
         self.all_metrics: dict[str, float] = {}
         self.all_timings: dict[str, float] = {}
+        self.policy_model: ActorGroup
         self.ref_model: ActorGroup | None = None
         self.reward_kl_controller = _reward_kl_controller(cfg)
         self._build_dataloaders()
@@ -193,6 +194,13 @@ class RayPPOTrainer:
         await self.placement.offload(self.policy_model)
         await self.placement.wake_engines(client, ["kv_cache"])
         self.all_metrics |= {f"weight_sync/{name}": value for name, value in sent.items()}
+
+    async def shutdown(self) -> None:
+        """Ends the processes of this run."""
+        for group in (self.policy_model, self.ref_model):
+            if group is not None:
+                group.kill()
+        await self.inference_engine_client.teardown()
 
     # ---- answer
 

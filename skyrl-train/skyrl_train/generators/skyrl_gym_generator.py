@@ -115,7 +115,11 @@ class SkyRLGymGenerator(GeneratorInterface):
         """
         requests = self._requests(input_batch)
         with tqdm(
-            total=len(requests), desc="Generating trajectories", disable=disable_tqdm or None, leave=False, mininterval=1.0
+            total=len(requests),
+            desc="Generating trajectories",
+            disable=disable_tqdm or None,  # None: shown on a terminal only
+            leave=False,
+            mininterval=1.0,
         ) as progress:
 
             async def one(request: RolloutRequest) -> Rollout:

@@ -92,7 +92,8 @@ class RayWrappedInferenceEngine(InferenceEngineInterface):
         await self._control("reset_prefix_cache")
 
     async def teardown(self) -> None:
-        await self._control("teardown")
+        """Ends the engine's process."""
+        self.kill()
 
     def pid(self) -> int:
         return ray.get(self._actor.pid.remote(), timeout=CONTROL_TIMEOUT_SECONDS)

@@ -1,0 +1,184 @@
+"""The whole loop in its variants, with real processes: placements, KL terms, precisions, resumed on other ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import skyrl_gym
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.entrypoints.main_base import BasePPOExp
+from skyrl_train.entrypoints.main_generate import EvalOnlyEntrypoint
+from skyrl_train.utils.run_folder import RunFolder
+
+pytestmark = pytest.mark.slow
+
+
+class ManyDifferentCharacters(BaseTextEnv):
+    """The share of different characters in the answer: something even random weights get some of."""
+
+    def __init__(self, env_config: Any = None, extras: Any = None):
+        super().__init__()
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        reward = len(set(action)) / max(1, len(action))
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment():
+    skyrl_gym.register(id="many_different_characters", entry_point=ManyDifferentCharacters)
+    yield
+    skyrl_gym.deregister("many_different_characters")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    rows = [{"prompt": [{"role": "user", "content": f"write {i}"}], "data_source": "toy"} for i in range(16)]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+def settings(chat_model: str, prompts: str, run_dir: Path, overrides: dict[str, Any]) -> SkyRLConfig:
+    base: dict[str, Any] = {
+        "data": {"train_data": [prompts], "val_data": []},
+        "environment": {"env_class": "many_different_characters"},
+        "trainer": {
+            "run_dir": str(run_dir),
+            "policy": {"model": {"path": chat_model}, "optimizer_config": {"lr": 1e-3}},
+            "placement": {"device": "cpu"},
+            "bf16": False,
+            "train_batch_size": 4,
+            "policy_mini_batch_size": 2,
+            "micro_train_batch_size_per_gpu": 4,
+            "micro_forward_batch_size_per_gpu": 4,
+            "max_training_steps": 2,
+            "max_prompt_length": 64,
+            "ckpt_interval": -1,
+            "eval_interval": -1,
+            "algorithm": {"use_kl_loss": False},
+        },
+        "generator": {
+            "model_dtype": "float32",
+            "n_samples_per_prompt": 4,
+            "sampling_params": {"max_generate_length": 12},
+        },
+    }
+    return SkyRLConfig.from_dict(merged(base, overrides))
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in changes.items():
+        result[key] = merged(result[key], value) if isinstance(value, dict) and key in result else value
+    return result
+
+
+def run(cfg: SkyRLConfig) -> list[dict[str, float]]:
+    BasePPOExp(cfg).run()
+    return RunFolder(cfg.trainer.run_dir).read_metrics()
+
+
+TWO_RANKS = {"trainer": {"placement": {"policy_num_gpus_per_node": 2}}}
+VARIANTS = {
+    "weights broadcast to two engines, reference model in the loss, recomputed activations": {
+        "trainer": {
+            "placement": {"colocate_all": False},
+            "algorithm": {"use_kl_loss": True, "kl_loss_coef": 0.1, "use_entropy_loss": True},
+            "gradient_checkpointing": True,
+        },
+        "generator": {"num_inference_engines": 2, "weight_transfer_threshold_cuda_ipc_GB": 1e-5},
+    },
+    "bfloat16, adaptive KL in the reward, two epochs a batch, other reduction": {
+        "trainer": {
+            "bf16": True,
+            "gradient_checkpointing": False,
+            "update_epochs_per_batch": 2,
+            "algorithm": {
+                "use_kl_in_reward": True,
+                "kl_ctrl": {"type": "adaptive"},
+                "loss_reduction": "seq_mean_token_sum_norm",
+                "advantage_batch_normalize": True,
+            },
+        },
+        "generator": {"model_dtype": "bfloat16"},
+    },
+    "replicas of shards, parameters offloaded, a learning-rate schedule": {
+        "trainer": {
+            **TWO_RANKS["trainer"],
+            "policy": {
+                "fsdp_config": {"fsdp_size": 1, "cpu_offload": True, "reshard_after_forward": False},
+                "optimizer_config": {"scheduler": "cosine", "num_warmup_steps": 1},
+            },
+            "micro_train_batch_size_per_gpu": 2,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_way_to_run_learns_and_agrees_with_its_engines(variant, chat_model, prompts, ray_cpu, tmp_path):
+    cfg = settings(chat_model, prompts, tmp_path, VARIANTS[variant])
+    steps = run(cfg)
+    assert [row["step"] for row in steps] == [1, 2]
+    tolerance = 0.1 if cfg.trainer.bf16 else 1e-4
+    for row in steps:
+        assert row["policy/grad_norm"] > 0
+        assert row["policy/skipped_updates"] == 0
+        assert row["policy/rollout_train_logprobs_abs_diff_max"] < tolerance
+        assert row["weight_sync/chunks"] >= 1
+        assert row["reward/avg_raw_reward"] > 0
+    if cfg.trainer.algorithm.use_kl_loss:
+        assert 0 <= steps[0]["policy/policy_kl"] < steps[1]["policy/policy_kl"]  # away from the reference
+        assert steps[0]["weight_sync/chunks"] > 3
+    if cfg.trainer.algorithm.use_kl_in_reward:
+        assert steps[1]["loss/kl_loss_coef"] != steps[0]["loss/kl_loss_coef"]
+    versions = {
+        version
+        for row in RunFolder(tmp_path).read_trajectories(2, "train")
+        for version in row["tokens"]["weight_versions"]
+        if version >= 0
+    }
+    assert versions == {1}  # step 2 is written by the weights of step 1
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(chat_model, prompts, ray_cpu, tmp_path):
+    every_step: dict[str, Any] = {"trainer": {"ckpt_interval": 1, "hf_save_interval": 3, "max_training_steps": 3}}
+    whole = settings(chat_model, prompts, tmp_path / "whole", merged(every_step, TWO_RANKS))
+    expected = run(whole)
+    first = merged(every_step, {**TWO_RANKS, "trainer": TWO_RANKS["trainer"] | {"max_training_steps": 2}})
+    run(settings(chat_model, prompts, tmp_path / "moved", first))
+    resumed = run(settings(chat_model, prompts, tmp_path / "moved", every_step))  # one rank now
+    assert [row["step"] for row in resumed] == [1, 2, 3]
+    for name in ("policy/grad_norm", "policy/final_loss", "policy/policy_entropy", "reward/avg_raw_reward"):
+        assert resumed[2][name] == pytest.approx(expected[2][name], rel=1e-3, abs=1e-5), name
+    exported = Path("exports/global_step_3/policy/model.safetensors")
+    weights = load_file(tmp_path / "whole" / exported)
+    for name, weight in load_file(tmp_path / "moved" / exported).items():
+        torch.testing.assert_close(weight, weights[name], atol=1e-4, rtol=0)
+
+
+def test_evaluation_alone_gives_pass_at_k_and_files(chat_model, prompts, ray_cpu, tmp_path):
+    cfg = settings(
+        chat_model,
+        prompts,
+        tmp_path,
+        {
+            "data": {"train_data": [], "val_data": [prompts]},
+            "generator": {
+                "eval_n_samples_per_prompt": 3,
+                "eval_sampling_params": {"temperature": 1.0, "max_generate_length": 8},
+            },
+        },
+    )
+    EvalOnlyEntrypoint(cfg).run()
+    [metrics] = RunFolder(tmp_path).read_metrics()
+    assert 0 < metrics["eval/toy/avg_score"] <= 1
+    assert metrics["eval/all/pass_at_3"] >= metrics["eval/all/avg_score"]
+    rows = (tmp_path / "exports" / "dumped_evals" / "eval_only" / "toy.jsonl").read_text().splitlines()
+    assert len(rows) == 16 * 3
