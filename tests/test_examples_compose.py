@@ -51,6 +51,7 @@ def commands_of(script: Path, scratch: Path, *arguments: str) -> list[Command]:
         "PYTHON": str(shims / "python"),
         "CAPTURED_COMMANDS": str(captured),
         "MODEL": "tiny-model",
+        "DATA_DIR": "data",
     }
     done = subprocess.run(
         ["bash", str(script), *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False

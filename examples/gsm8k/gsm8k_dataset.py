@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+
 from skyrl_train.errors import DataError
 
 DATA_SOURCE = "openai/gsm8k"

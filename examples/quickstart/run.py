@@ -2,8 +2,8 @@
 
     python examples/quickstart/run.py [--task arithmetic|calculator] [--seed 0] [--output FOLDER] [key=value ...]
 
-Makes a tiny model and its tokenizer, warms it up on demonstrations that mix right and wrong ways, and trains it with GRPO
-by `run_<task>.sh`, a script like that of any other run. What follows the options goes to that script.
+Makes a tiny model and its tokenizer, warms it up on demonstrations that mix right and wrong ways, and trains it with
+GRPO by `run_<task>.sh`, a script like that of any other run. What follows the options goes to that script.
 """
 
 import argparse

@@ -1,50 +1,23 @@
 #!/usr/bin/env bash
-# Two turns: the model may call a calculator, reads its result, and answers. GRPO on 0.15 million parameters, two CPU processes and one engine.
+# Two turns: the model may call a calculator, reads its result, and answers. GRPO on 0.15 million parameters.
 # `python examples/quickstart/run.py --task calculator` makes the model and the data, and then runs this.
 #
 #   MODEL=folder DATA_DIR=folder [RUN_DIR=folder] bash examples/quickstart/run_calculator.sh [key=value ...]
+#
+# The settings are run_arithmetic.sh's but for these:
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
-: "${MODEL:?set MODEL to the folder that warm_up.py wrote}"
-: "${DATA_DIR:?set DATA_DIR to the folder that data.py wrote}"
-: "${RUN_DIR:=$root/runs/quickstart-calculator}"
-: "${LOGGER:=console}"
-
-"${PYTHON:-$root/.venv/bin/python}" -m skyrl_train.entrypoints.main_base \
-  data.train_data="['$DATA_DIR/train.parquet']" \
-  data.val_data="['$DATA_DIR/validation.parquet']" \
+RUN_DIR="${RUN_DIR:-$root/runs/quickstart-calculator}" bash "$root/examples/quickstart/run_arithmetic.sh" \
   environment.env_class=calculator \
-  trainer.policy.model.path="$MODEL" \
-  trainer.run_dir="$RUN_DIR" \
-  trainer.project_name=quickstart \
   trainer.run_name=calculator \
-  trainer.logger="$LOGGER" \
-  trainer.placement.policy_num_gpus_per_node=2 \
-  trainer.bf16=false \
-  trainer.gradient_checkpointing=false \
-  trainer.epochs=1000 \
   trainer.max_training_steps=40 \
   trainer.train_batch_size=16 \
   trainer.policy_mini_batch_size=8 \
   trainer.micro_forward_batch_size_per_gpu=32 \
   trainer.micro_train_batch_size_per_gpu=32 \
   trainer.policy.optimizer_config.lr=1e-4 \
-  trainer.policy.optimizer_config.num_warmup_steps=5 \
-  trainer.algorithm.advantage_estimator=grpo \
-  trainer.algorithm.use_kl_loss=false \
-  trainer.algorithm.eps_clip_low=0.2 \
-  trainer.algorithm.eps_clip_high=0.28 \
-  trainer.max_prompt_length=32 \
-  trainer.eval_interval=2 \
-  trainer.ckpt_interval=10 \
-  trainer.max_ckpts_to_keep=2 \
   trainer.hf_save_interval=40 \
-  generator.num_inference_engines=1 \
-  generator.model_dtype=float32 \
-  generator.n_samples_per_prompt=8 \
   generator.max_turns=2 \
   generator.max_input_length=96 \
-  generator.sampling_params.max_generate_length=32 \
-  generator.sampling_params.temperature=1.0 \
   "$@"
