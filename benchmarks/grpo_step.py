@@ -185,7 +185,11 @@ def our_settings(options: argparse.Namespace, dtype: str, folder: Path) -> SkyRL
     num_steps = options.warmup + options.steps
     rows_of_rank = NUM_PROMPTS * NUM_SAMPLES // options.ranks
     trainer = {
-        "policy": {"model": {"path": str(folder / "model")}, "optimizer_config": {"lr": LEARNING_RATE}},
+        "policy": {
+            "model": {"path": str(folder / "model")},
+            "optimizer_config": {"lr": LEARNING_RATE},
+            "fsdp_config": {"reshard_after_forward": False},  # TRL, too, keeps the whole model
+        },
         "placement": {"device": "cpu", "policy_num_gpus_per_node": options.ranks},
         "algorithm": {"use_kl_loss": False},
         "train_batch_size": NUM_PROMPTS,
@@ -253,7 +257,7 @@ class PeerShape:
         )
 
 
-PEER_SHAPES = [PeerShape(1, 1), PeerShape(1, 2), PeerShape(2, 1)]
+PEER_SHAPES = {"1x1": PeerShape(1, 1), "1x2": PeerShape(1, 2), "2x1": PeerShape(2, 1)}
 
 
 class Peer:
@@ -386,7 +390,7 @@ def measure(options: argparse.Namespace, dtype: str, folder: Path) -> Result:
     peers: list[Peer] = []
     load: list[float] = []
     if not options.skip_trl:
-        peers = [Peer(shape, num_steps, dtype, folder) for shape in PEER_SHAPES]
+        peers = [Peer(PEER_SHAPES[name], num_steps, dtype, folder) for name in options.trl]
 
     def between_steps() -> None:
         load.append(os.getloadavg()[0])
@@ -395,7 +399,6 @@ def measure(options: argparse.Namespace, dtype: str, folder: Path) -> Result:
 
     try:
         cfg = our_settings(options, dtype, folder)
-        skyrl_gym.register(id="varied_words", entry_point=VariedWords)
         initialize_ray(MeasuredExperiment.validate(cfg))
         clock = cpu_clock_without([process.pid for peer in peers for process in peer.processes])
         experiment = MeasuredExperiment(cfg, between_steps, clock)
@@ -426,7 +429,7 @@ def report(results: Sequence[Result], options: argparse.Namespace) -> str:
     """What was measured, and on what, as markdown."""
     us = f"ours, {options.ranks} ranks + {options.engines} engine{'s' * (options.engines > 1)}"
     lines = [
-        "| dtype | trainer | samples/s | seconds a step (median) | min - max | CPU seconds a step | ours is |",
+        "| dtype | trainer | samples/s | seconds a step (median) | min - max | ours is | CPU seconds a step |",
         "|---|---|---|---|---|---|---|",
     ]
     for result in results:
@@ -435,8 +438,8 @@ def report(results: Sequence[Result], options: argparse.Namespace) -> str:
             mark = " (its best)" if name == result.best_peer else ""
             lines.append(
                 f"| {result.dtype} | {name}{mark} | {steps.samples_per_second:.1f} | {steps.median:.2f} | "
-                f"{min(steps.seconds):.2f} - {max(steps.seconds):.2f} | {statistics.median(steps.cpu_seconds):.2f} | "
-                f"{ratio} |"
+                f"{min(steps.seconds):.2f} - {max(steps.seconds):.2f} | {ratio} | "
+                f"{statistics.median(steps.cpu_seconds):.2f} |"
             )
     header = " | ".join(f"timing/{name}" for name in STAGES)
     lines += ["", f"| seconds of our step | {header} | all else |", "|---|" + "---|" * (len(STAGES) + 1)]
@@ -483,6 +486,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--engines", type=int, default=2, help="our engines")
     parser.add_argument("--micro-batch", type=int, default=32, help="our sequences in one forward and backward")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument(
+        "--trl", nargs="+", default=list(PEER_SHAPES), choices=list(PEER_SHAPES), help="processes x threads of TRL"
+    )
     parser.add_argument("--skip-trl", action="store_true", help="ours alone")
     return parser.parse_args()
 
@@ -490,6 +496,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     options = parse_arguments()
     configure_logging()
+    skyrl_gym.register(id="varied_words", entry_point=VariedWords)
     with tempfile.TemporaryDirectory(prefix="grpo-step-") as name:
         folder = Path(name)
         make_model(folder / "model")
