@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -252,9 +253,7 @@ class PeerShape:
 
     @property
     def name(self) -> str:
-        return f"TRL, {self.processes} process{'es' * (self.processes > 1)} x {self.threads} thread" + (
-            "s" * (self.threads > 1)
-        )
+        return f"TRL, {counted(self.processes, 'process')} x {counted(self.threads, 'thread')}"
 
 
 PEER_SHAPES = {"1x1": PeerShape(1, 1), "1x2": PeerShape(1, 2), "2x1": PeerShape(2, 1)}
@@ -427,7 +426,7 @@ STAGES = (
 
 def report(results: Sequence[Result], options: argparse.Namespace) -> str:
     """What was measured, and on what, as markdown."""
-    us = f"ours, {options.ranks} ranks + {options.engines} engine{'s' * (options.engines > 1)}"
+    us = f"ours, {counted(options.ranks, 'rank')} + {counted(options.engines, 'engine')}"
     lines = [
         "| dtype | trainer | samples/s | seconds a step (median) | min - max | ours is | CPU seconds a step |",
         "|---|---|---|---|---|---|---|",
@@ -451,13 +450,15 @@ def report(results: Sequence[Result], options: argparse.Namespace) -> str:
     return "\n".join([*lines, "", *machine(load), f"Steps counted: {options.steps}, after {options.warmup} others."])
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 rank", "2 ranks", "2 processes"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
 def machine(load: Sequence[float]) -> list[str]:
     """What it ran on. `load`: one-minute load averages, one for each step."""
     packages = ["torch", "transformers", "ray", "trl"]
-    found = {
-        distribution.metadata["Name"] for distribution in __import__("importlib.metadata").metadata.distributions()
-    }
-    versions = ", ".join(f"{name} {version(name)}" for name in packages if name in found)
+    versions = ", ".join(f"{name} {version(name)}" for name in packages if find_spec(name) is not None)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     ).stdout.strip()

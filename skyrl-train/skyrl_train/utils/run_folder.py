@@ -132,9 +132,15 @@ class RunFolder:
 
     def write_trajectories(self, step: int, phase: Phase, rows: Iterable[Mapping[str, Any]]) -> None:
         """Keeps the trajectories of a step, all or none; an earlier file of the same step and phase is replaced."""
-        lines = b"".join(_json_line(self._finite("trajectories", row)) for row in rows)
+        lines = b"".join(self._trajectory_line(row) for row in rows)
         self.trajectories_folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.trajectories_path(step, phase), lines)
+
+    def _trajectory_line(self, row: Mapping[str, Any]) -> bytes:
+        try:
+            return _json_line(row)
+        except ValueError:  # a number that JSON does not have: to look for one in every row costs more than to write it
+            return _json_line(self._finite("trajectories", row))
 
     def read_trajectories(self, step: int, phase: Phase) -> list[dict[str, Any]]:
         """The rows of a step.
