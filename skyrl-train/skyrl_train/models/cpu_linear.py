@@ -1,8 +1,8 @@
 """Linear layers that compute float32 on a CPU with oneDNN, forward and backward.
 
-torch sends a float32 matrix product on a CPU to its BLAS (MKL, which leaves half the speed of a processor that is not
-Intel's unused), though it sends bfloat16 to oneDNN. On an AMD EPYC with AVX-512, one thread, [3072, 256] x [256, 768]:
-84 against 190 GFLOP/s forward, 86 against 139 forward and backward.
+torch sends a float32 matrix product on a CPU to its BLAS, though it sends bfloat16 to oneDNN. The BLAS of its x86
+builds (MKL) is not at its best on every processor: on an AMD EPYC with AVX-512, one thread, [3072, 256] x [256, 768],
+it reaches 84 GFLOP/s forward and 86 forward and backward, oneDNN 190 and 139.
 """
 
 from typing import Any
@@ -13,8 +13,9 @@ from torch import nn
 
 
 def use_onednn_linear(model: nn.Module) -> None:
-    """Makes the linear layers of a model on a CPU compute with oneDNN, in place, where this torch has it. Parameters,
-    their names and the results (to rounding) stay as they are; other dtypes than float32 are computed as before."""
+    """Makes the linear layers of a model compute float32 on a CPU with oneDNN, in place, where this torch has it.
+    Parameters, their names and the results (to rounding) stay as they are; on other devices (a model kept on the CPU
+    may visit a GPU layer by layer) and in other dtypes the layers compute as before."""
     if not torch.backends.mkldnn.is_available():
         return
     for module in model.modules():
@@ -26,7 +27,8 @@ class OneDnnLinear(nn.Linear):
     """y = x W^T + b."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if input.dtype != torch.float32 or self.weight.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+        is_float32 = input.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+        if input.device.type != "cpu" or not is_float32:
             return F.linear(input, self.weight, self.bias)
         product: torch.Tensor = _Product.apply(input, self.weight)  # type: ignore[assignment]
         return product if self.bias is None else product + self.bias

@@ -36,6 +36,12 @@ def test_a_frozen_layer_passes_gradients_on():
     torch.testing.assert_close(inputs.grad, layer[0].weight.sum(dim=0).expand(2, 4))
 
 
+def test_other_devices_compute_as_before():
+    model = nn.Sequential(nn.Linear(8, 3, bias=False))
+    use_onednn_linear(model)
+    assert model.to("meta")(torch.empty(2, 8, device="meta")).shape == (2, 3)  # oneDNN would refuse it
+
+
 def test_bfloat16_is_computed_as_before():
     layer = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
     inputs = torch.randn(3, 8, dtype=torch.bfloat16)
