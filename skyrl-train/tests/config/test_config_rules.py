@@ -241,7 +241,14 @@ def test_every_setting_is_read_by_something():
     package = Path(skyrl_train.__file__).parent
     files = [path for path in package.rglob("*.py") if path.parent.name != "config"]
     source = "\n".join(path.read_text(encoding="utf-8") for path in files)
-    read_by_method = {"environment.skyrl_gym.env_configs": "env_config"}
+    read_by_method = {
+        "environment.skyrl_gym.env_configs": "env_config",
+        "trainer.placement.policy_num_nodes": "policy_world_size",
+        "trainer.placement.policy_num_gpus_per_node": "policy_world_size",
+        "trainer.placement.ref_num_nodes": "ref_world_size",
+        "trainer.placement.ref_num_gpus_per_node": "ref_world_size",
+        "generator.weight_sync_backend": "resolved_weight_sync_backend",
+    }
     unread = [
         name
         for name, _, field in leaves(SkyRLConfig())

@@ -1,6 +1,8 @@
 import errno
 import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,19 +25,21 @@ def test_a_written_file_has_the_permissions_of_any_other(tmp_path: Path):
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "theirs").stat().st_mode
 
 
-@pytest.fixture
-def files_of_at_most_1000_bytes():
-    """Where the next byte is refused, as on a full disk."""
+@contextmanager
+def files_of_at_most_1000_bytes() -> Iterator[None]:
+    """Where the next byte is refused, as on a full disk: the test's own output too, so not for longer than needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_with_no_room_leaves_the_old_file_and_nothing_else(tmp_path: Path, files_of_at_most_1000_bytes: None):
+def test_a_disk_with_no_room_leaves_the_old_file_and_nothing_else(tmp_path: Path):
     path = tmp_path / "state.txt"
     write_atomically(path, "old")
-    with pytest.raises(OSError, match="File too large"):
+    with pytest.raises(OSError, match="File too large"), files_of_at_most_1000_bytes():
         write_atomically(path, bytes(1001))
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["state.txt"]
