@@ -147,6 +147,28 @@ def test_every_way_to_run_learns_and_agrees_with_its_engines(variant, chat_model
     assert versions == {1}  # step 2 is written by the weights of step 1
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_same_run_on_a_gpu(bf16, chat_model, prompts, ray_cpu, tmp_path):
+    """Policy, reference and engine take turns on one device; float32 and bfloat16."""
+    on_gpu = {
+        "trainer": {
+            "placement": {"device": "cuda"},
+            "bf16": bf16,
+            "algorithm": {"use_kl_loss": True, "kl_loss_coef": 0.1},
+            "ckpt_interval": 1,
+            "hf_save_interval": 2,
+        },
+        "generator": {"model_dtype": "bfloat16" if bf16 else "float32"},
+    }
+    steps = run(settings(chat_model, prompts, tmp_path, on_gpu))
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["policy/grad_norm"] > 0
+        assert row["policy/rollout_train_logprobs_abs_diff_max"] < (0.2 if bf16 else 1e-3)
+
+
 def test_a_run_goes_on_with_another_number_of_ranks(chat_model, prompts, ray_cpu, tmp_path):
     every_step: dict[str, Any] = {"trainer": {"ckpt_interval": 1, "hf_save_interval": 3, "max_training_steps": 3}}
     whole = settings(chat_model, prompts, tmp_path / "whole", merged(every_step, TWO_RANKS))
