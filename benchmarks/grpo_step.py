@@ -295,7 +295,9 @@ class Peer:
         return answers
 
     def stop(self) -> None:
-        for process in self.processes:
+        for connection, process in zip(self._connections, self.processes, strict=True):
+            if process.is_alive():
+                connection.send("stop")
             process.join(20)
             process.kill()
             process.join(20)
@@ -364,6 +366,7 @@ def trl_process(
         callbacks=[InTurn()],
     )
     trainer.train()
+    connection.recv()  # taking down a process is work: not while our last step is being timed
 
 
 # ---- both
