@@ -26,7 +26,7 @@ class InferenceEngineInput(TypedDict):
     sampling_params: NotRequired[dict[str, Any] | None]
     """The engine's keywords (`max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `stop`,
     `stop_token_ids`, `ignore_eos`, `min_tokens`, `seed`, `logprobs`). Request i of a batch with `seed` s uses (s,
-    i)."""
+    i); `seed` may also be a list of such pairs, one a request, so that a batch can be split or sent again."""
     session_ids: NotRequired[list[str | int] | None]
     """Requests of one session go to one engine, so that its prefix cache is of use."""
 

@@ -1,8 +1,6 @@
 """One engine out of many: routes requests and passes control to all. Knows engines only by their interface."""
 
 import asyncio
-import hashlib
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +17,11 @@ from skyrl_train.inference_engines.base import (
 from skyrl_train.types import ConversationType
 from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
 
+_REMEMBERED_SESSIONS = 65_536
+
 
 class InferenceEngineClient(InferenceEngineInterface):
-    """Routes each request to an engine: a session always to the same one, requests without a session in turn.
+    """Routes each request to an engine: a session always to the same one, anything new to the one with least to do.
 
     Args:
         engines: at least one.
@@ -40,7 +40,8 @@ class InferenceEngineClient(InferenceEngineInterface):
         self.tokenizer = tokenizer
         self.model_name = full_config.trainer.policy.model.path
         self._chat_template_kwargs = full_config.generator.chat_template_kwargs
-        self._turns = itertools.count()
+        self._num_in_flight = [0] * len(self.engines)
+        self._engine_of_session: dict[str | int, int] = {}
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
         prompts = self._prompt_token_ids(input_batch)
@@ -49,20 +50,33 @@ class InferenceEngineClient(InferenceEngineInterface):
             raise ValueError(f"{len(prompts)} prompts need as many session_ids; got {len(sessions)}")
         rows_of_engine: dict[int, list[int]] = {}
         for row, session in enumerate(sessions):
-            rows_of_engine.setdefault(self._engine_of(session), []).append(row)
+            engine = self._engine_of(session)
+            self._num_in_flight[engine] += 1
+            rows_of_engine.setdefault(engine, []).append(row)
+        params = input_batch.get("sampling_params")
         outputs = await asyncio.gather(
             *(
-                self.engines[engine].generate(
+                self._generate_on(
+                    engine,
                     InferenceEngineInput(
                         prompt_token_ids=[prompts[row] for row in rows],
-                        sampling_params=input_batch.get("sampling_params"),
+                        sampling_params=_params_of_rows(params, rows),
                         session_ids=[session for row in rows if (session := sessions[row]) is not None] or None,
-                    )
+                    ),
+                    num_requests=len(rows),
                 )
                 for engine, rows in rows_of_engine.items()
             )
         )
         return _in_order(outputs, list(rows_of_engine.values()))
+
+    async def _generate_on(
+        self, engine: int, request: InferenceEngineInput, *, num_requests: int
+    ) -> InferenceEngineOutput:
+        try:
+            return await self.engines[engine].generate(request)
+        finally:
+            self._num_in_flight[engine] -= num_requests
 
     def _prompt_token_ids(self, input_batch: InferenceEngineInput) -> list[list[int]]:
         conversations, token_ids = input_batch.get("prompts"), input_batch.get("prompt_token_ids")
@@ -80,10 +94,14 @@ class InferenceEngineClient(InferenceEngineInterface):
         return encoded["input_ids"]
 
     def _engine_of(self, session: str | int | None) -> int:
-        if session is None:
-            return next(self._turns) % len(self.engines)
-        digest = hashlib.sha256(str(session).encode()).digest()
-        return int.from_bytes(digest, "big") % len(self.engines)
+        if session in self._engine_of_session:
+            return self._engine_of_session[session]
+        engine = min(range(len(self.engines)), key=self._num_in_flight.__getitem__)
+        if session is not None:
+            if len(self._engine_of_session) >= _REMEMBERED_SESSIONS:
+                del self._engine_of_session[next(iter(self._engine_of_session))]  # the oldest
+            self._engine_of_session[session] = engine
+        return engine
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
         return await asyncio.gather(*(getattr(engine, method)(*args) for engine in self.engines))
@@ -125,6 +143,13 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     async def teardown(self) -> None:
         await self._all("teardown")
+
+
+def _params_of_rows(params: dict[str, Any] | None, rows: list[int]) -> dict[str, Any] | None:
+    """Sampling params for some rows of a batch: a seed stays the seed of the row, whichever engine takes it."""
+    if not params or not isinstance(params.get("seed"), int):
+        return params
+    return params | {"seed": [[params["seed"], row] for row in rows]}
 
 
 def _in_order(outputs: Sequence[InferenceEngineOutput], rows_of_outputs: Sequence[list[int]]) -> InferenceEngineOutput:
