@@ -216,6 +216,10 @@ def _make_native_engine(**settings: Any) -> InferenceEngineInterface:
     return NativeInferenceEngine(**settings)
 
 
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def run_experiment(cfg: SkyRLConfig, experiment: type[BasePPOExp] = BasePPOExp) -> None:
     """Starts Ray, runs the experiment in this process, stops Ray. What a person must mend ends it with a plain text.
 
@@ -225,7 +229,7 @@ def run_experiment(cfg: SkyRLConfig, experiment: type[BasePPOExp] = BasePPOExp) 
     try:
         prepared = experiment(cfg)  # what is wrong with settings or data is seen before Ray starts
         initialize_ray(cfg)
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # Ray's own handler aborts
+        signal.signal(signal.SIGTERM, _interrupt)  # Ray's own handler aborts
         prepared.run()
     except SkyRLError as error:
         logger.error(f"{type(error).__name__}: {error}")

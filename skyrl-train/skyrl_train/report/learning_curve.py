@@ -1,9 +1,8 @@
 """A learning curve as a picture for a README."""
 
 from pathlib import Path
-from typing import Any
 
-from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.errors import DataError
 from skyrl_train.report.collect import curves, existing_run
 
 TRAINING_REWARD = "reward/avg_raw_reward"
@@ -24,14 +23,15 @@ def save_learning_curve_png(
         The picture's absolute path.
 
     Raises:
-        ConfigError: matplotlib is not installed.
         DataError: there is no run, or it has neither metric yet.
     """
-    figure_class, canvas_class = _matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and only needed here
+    from matplotlib.figure import Figure
+
     found = curves(existing_run(run_path).read_metrics())
     if not (found.keys() & {training_metric, evaluation_metric}):
         raise DataError(f"{run_path} has neither {training_metric} nor {evaluation_metric} in its metrics.jsonl yet")
-    figure = figure_class(figsize=(8, 4), dpi=160, layout="constrained")
+    figure = Figure(figsize=(8, 4), dpi=160, layout="constrained")
     axes = figure.subplots()
     if training_metric in found:
         axes.plot(*found[training_metric], color="#9db8e8", linewidth=1.6, label="training (sampled)")
@@ -43,16 +43,5 @@ def save_learning_curve_png(
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
-    canvas_class(figure).print_png(str(png_path))
+    FigureCanvasAgg(figure).print_png(str(png_path))
     return Path(png_path).absolute()
-
-
-def _matplotlib() -> tuple[Any, Any]:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        raise ConfigError("a learning curve as PNG needs matplotlib; install the extra `report`") from error
-    return Figure, FigureCanvasAgg

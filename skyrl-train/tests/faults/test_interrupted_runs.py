@@ -57,6 +57,8 @@ def test_an_interrupted_run_leaves_no_process(chat_model: str, tmp_path: Path, n
             stderr=console,
             env={**os.environ, MARK: mark},
             start_new_session=True,
+            # A shell that starts these tests in the background has SIGINT ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
         deadline = time.monotonic() + 120
@@ -73,6 +75,7 @@ def test_an_interrupted_run_leaves_no_process(chat_model: str, tmp_path: Path, n
     finally:
         for pid in processes_of(mark):
             os.kill(pid, signal.SIGKILL)
+        run.wait(timeout=30)
     assert code == 130
     said = (tmp_path / "console.log").read_text()
     assert "told to stop; the same command goes on from the newest checkpoint" in said

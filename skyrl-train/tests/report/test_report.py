@@ -170,7 +170,6 @@ def test_a_folder_that_is_no_run_is_an_error(tmp_path: Path):
 
 
 def test_the_learning_curve_is_a_png(run: RunFolder, tmp_path: Path):
-    pytest.importorskip("matplotlib")
     path = save_learning_curve_png(run.path, tmp_path / "curve.png", title="adding")
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
     with pytest.raises(DataError, match="neither loss nor eval/all/avg_score"):
