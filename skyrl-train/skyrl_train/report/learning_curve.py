@@ -1,6 +1,7 @@
 """A learning curve as a picture for a README."""
 
 from pathlib import Path
+from typing import Any
 
 from skyrl_train.errors import DataError
 from skyrl_train.report.collect import curves, existing_run
@@ -32,7 +33,7 @@ def save_learning_curve_png(
     if not (found.keys() & {training_metric, evaluation_metric}):
         raise DataError(f"{run_path} has neither {training_metric} nor {evaluation_metric} in its metrics.jsonl yet")
     figure = Figure(figsize=(8, 4), dpi=160, layout="constrained")
-    axes = figure.subplots()
+    axes: Any = figure.subplots()
     if training_metric in found:
         axes.plot(*found[training_metric], color="#9db8e8", linewidth=1.6, label="training (sampled)")
     if evaluation_metric in found:
