@@ -70,7 +70,7 @@ class CheckpointStore:
             fsync_folder(self.root)
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, (OSError, CheckpointError)) or _is_out_of_space(error):
+            if isinstance(error, OSError | CheckpointError):
                 raise CheckpointError(
                     f"the checkpoint of step {step} could not be written to {self.root}: {error}. "
                     f"Nothing of it is left; the newest complete one is {self._newest_name()}."
@@ -168,8 +168,3 @@ def _seal(folder: Path, step: int) -> None:
             fsync_folder(path)
     manifest = {"global_step": step, "files": files}
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
-
-
-def _is_out_of_space(error: BaseException) -> bool:
-    """torch's writers wrap an OSError of the disk in errors of their own."""
-    return "No space left" in str(error) or "PytorchStreamWriter" in str(error) or "file write failed" in str(error)

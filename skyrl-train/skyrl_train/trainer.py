@@ -34,7 +34,7 @@ from skyrl_train.generators.utils import (
 )
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.training_batch import TrainingInputBatch
-from skyrl_train.utils.io import write_atomically
+from skyrl_train.utils.io import expand_path, write_atomically
 from skyrl_train.utils.logging_utils import log_example
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.timer import Timer
@@ -128,7 +128,6 @@ class RayPPOTrainer:
                 await self.save_checkpoint()
             if self.is_due(self.cfg.trainer.hf_save_interval):
                 await self.save_hf_model()
-        self.tracker.finish()
 
     async def start(self) -> None:
         """Goes on from a checkpoint if there is one, gives the engines the weights, evaluates what is there."""
@@ -196,7 +195,8 @@ class RayPPOTrainer:
         self.all_metrics |= {f"weight_sync/{name}": value for name, value in sent.items()}
 
     async def shutdown(self) -> None:
-        """Ends the processes of this run."""
+        """Sends what the trackers still hold, and ends the processes of this run. For a run that failed, too."""
+        self.tracker.finish()
         for group in (self.policy_model, self.ref_model):
             if group is not None:
                 group.kill()
@@ -378,8 +378,9 @@ class RayPPOTrainer:
             ]
         )
         if self.cfg.trainer.dump_data_batch:
-            self.run_folder.exports_folder.mkdir(parents=True, exist_ok=True)
-            batch.save(self.run_folder.exports_folder / f"global_step_{self.global_step}_training_input.pkl")
+            folder = expand_path(self.cfg.trainer.export_path) / "dumped_data"
+            folder.mkdir(parents=True, exist_ok=True)
+            batch.save(folder / f"global_step_{self.global_step}_training_input.pkl")
         rows = self._rows_of_ranks(self.policy_model, batch)
         inputs = batch.select([name for name in _WORKER_INPUTS if name in batch], ["response_length"])
         await self.policy_model.call_each("stage", [(inputs.rows(own),) for own in rows])
@@ -442,7 +443,7 @@ class RayPPOTrainer:
 
     async def save_hf_model(self) -> None:
         """Writes the policy as `transformers` loads it, to `<export_path>/global_step_N/policy`."""
-        folder = RunFolder(self.cfg.trainer.export_path).path / f"global_step_{self.global_step}" / "policy"
+        folder = expand_path(self.cfg.trainer.export_path) / f"global_step_{self.global_step}" / "policy"
         with self.timed("save_hf_model"):
             await self.policy_model.call_all("save_hf_model", str(folder), self.tokenizer)
 

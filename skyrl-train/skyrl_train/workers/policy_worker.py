@@ -177,14 +177,19 @@ class PolicyWorker(ModelWorker):
     def save_checkpoint(self, folder: str) -> None:
         """Writes model, optimizer, scheduler and this rank's random state into `folder`. A collective."""
         path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
         model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
         try:
+            path.mkdir(parents=True, exist_ok=True)
             save_sharded({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path / "sharded")
         except CheckpointException as error:  # no Exception: left alone, it would end this process
             raise CheckpointError(_reasons(error)) from None
+        except OSError as error:
+            raise CheckpointError(str(error)) from error
         extra = {"scheduler": self.scheduler.state_dict(), "rng": _random_state()}
-        torch.save(extra, path / f"rank_{self.rank}.pt")
+        try:
+            torch.save(extra, path / f"rank_{self.rank}.pt")
+        except (OSError, RuntimeError) as error:  # torch's writer says that the disk is full by a RuntimeError
+            raise CheckpointError(str(error)) from error
 
     def load_checkpoint(self, folder: str) -> None:
         """Takes on what `save_checkpoint` wrote, on any number of ranks. A collective."""

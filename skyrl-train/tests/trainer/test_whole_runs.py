@@ -13,6 +13,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.entrypoints.main_generate import EvalOnlyEntrypoint
+from skyrl_train.training_batch import TensorBatch
 from skyrl_train.utils.run_folder import RunFolder
 
 pytestmark = pytest.mark.slow
@@ -116,6 +117,7 @@ VARIANTS = {
                 "optimizer_config": {"scheduler": "cosine", "num_warmup_steps": 1},
             },
             "micro_train_batch_size_per_gpu": 2,
+            "dump_data_batch": True,
         }
     },
 }
@@ -138,6 +140,10 @@ def test_every_way_to_run_learns_and_agrees_with_its_engines(variant, chat_model
         assert steps[0]["weight_sync/chunks"] > 3
     if cfg.trainer.algorithm.use_kl_in_reward:
         assert steps[1]["loss/kl_loss_coef"] != steps[0]["loss/kl_loss_coef"]
+    if cfg.trainer.dump_data_batch:
+        dumped = TensorBatch.load(tmp_path / "exports" / "dumped_data" / "global_step_2_training_input.pkl")
+        assert len(dumped) == 4 * 4
+        assert dumped.tensor("advantages").abs().sum() > 0
     versions = {
         version
         for row in RunFolder(tmp_path).read_trajectories(2, "train")
