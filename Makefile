@@ -15,4 +15,4 @@ setup:
 	scripts/setup.sh --inexact
 
 setup-tests:
-	scripts/setup.sh --extra tracking
+	scripts/setup.sh --extra tracking --extra gym

@@ -1,8 +1,13 @@
 """Environments that talk: chat messages out, the model's text in."""
 
-from typing import Any, NotRequired
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NotRequired, TypeVar
 
 from skyrl_gym.core import Env, EnvStepOutput
+from skyrl_gym.error import TaskError
 from skyrl_gym.metrics import default_aggregate_metrics
 from skyrl_gym.tools.core import ToolGroup
 
@@ -18,13 +23,38 @@ class BaseTextEnvStepOutput(EnvStepOutput[ConversationType]):
     `observations` are the messages that answer the model: none if the episode is over.
     """
 
+    truncated: NotRequired[bool]
+    """The episode ended because of a limit (turns, time), not because the task did. Only together with `done`."""
+
     postprocessed_action: NotRequired[str | None]
     """Stands in for the model's text. It is encoded anew, so the model is trained on tokens it did not write: avoid."""
 
 
+@dataclass(frozen=True)
+class Example:
+    """A task with a known good solution: what `check_env` and the audit try an environment on."""
+
+    prompt: ConversationType
+    extras: dict[str, Any]
+    """The dataset row's other columns."""
+    oracle: list[str]
+    """What a perfect model writes, turn by turn, for the highest outcome reward."""
+    env_config: Mapping[str, Any] = field(default_factory=dict)
+
+
 class BaseTextEnv(Env[ConversationType, str]):
     """Base of the text environments. A subclass defines `step`, increments `turns` first thing in it, and compares it
-    with `max_turns`."""
+    with `max_turns`.
+
+    `init`, `step` and `close` may be `async def`. `init` may take a second argument `seed` (an int or None): an episode
+    of an environment that does is the same for the same seed and actions.
+
+    What the model wrote is never the reason for an exception: it is answered or scored. An exception means a wrong
+    dataset row (`TaskError`), a broken environment, or a broken service (`InfraError`).
+    """
+
+    config_class: ClassVar[type | None] = None
+    """The dataclass of this environment's settings (`environment.skyrl_gym.<id>.*`), if it has any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,8 +97,17 @@ class BaseTextEnv(Env[ConversationType, str]):
         """Gives resources back. May be called more than once."""
 
     def get_metrics(self) -> dict[str, Any]:
-        """Numbers about this episode; read once, after its last step."""
+        """Numbers about this episode; read once, after its last step.
+
+        An environment that pays for more than success (a format bonus, say) reports the part that is for success as
+        `outcome_reward`.
+        """
         return {}
+
+    @classmethod
+    def examples(cls) -> list[Example]:
+        """Small tasks with their solutions, without network or data files."""
+        return []
 
     @staticmethod
     def aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, Any]:
@@ -76,8 +115,39 @@ class BaseTextEnv(Env[ConversationType, str]):
         return default_aggregate_metrics(metrics)
 
 
-def ground_truth_of(extras: dict[str, Any]) -> Any:
-    """The expected answer of a dataset row: `reward_spec.ground_truth`. Asserts that it is there."""
-    assert "reward_spec" in extras, "reward_spec field is required"
-    assert "ground_truth" in extras["reward_spec"], "ground_truth is required in reward_spec field"
-    return extras["reward_spec"]["ground_truth"]
+def ground_truth_of(extras: dict[str, Any], spec_field: str = "reward_spec") -> Any:
+    """The expected answer of a dataset row: `reward_spec.ground_truth`. Raises TaskError if it is not there."""
+    spec = required(extras, spec_field)
+    if not isinstance(spec, Mapping) or "ground_truth" not in spec:
+        raise TaskError(f"ground_truth is required in {spec_field} field; got {spec!r:.200}")
+    return spec["ground_truth"]
+
+
+def required(extras: Mapping[str, Any], name: str) -> Any:
+    """A column that the environment cannot do without. Raises TaskError if it is not there."""
+    if extras.get(name) is None:
+        raise TaskError(f"{name} field is required; the row has {', '.join(sorted(extras)) or 'no columns'}")
+    return extras[name]
+
+
+ConfigT = TypeVar("ConfigT")
+
+
+def typed_config(config_class: type[ConfigT], env_config: Any) -> ConfigT:
+    """An environment's settings as its dataclass, from None, a mapping, a DictConfig or the dataclass itself.
+
+    Raises:
+        ValueError: a setting that the dataclass does not have; the text names the nearest.
+    """
+    if isinstance(env_config, config_class):
+        return env_config
+    if dataclasses.is_dataclass(env_config) and not isinstance(env_config, type):
+        env_config = dataclasses.asdict(env_config)
+    settings = {str(name): env_config[name] for name in env_config} if env_config is not None else {}
+    known = [field.name for field in dataclasses.fields(config_class)]  # pyright: ignore[reportArgumentType]
+    for name in settings:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}"
+            raise ValueError(f"{config_class.__name__} has no setting {name!r}; {hint}")
+    return config_class(**settings)

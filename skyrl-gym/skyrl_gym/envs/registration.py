@@ -1,4 +1,10 @@
-"""Environments by name: `register`, `make`, `spec`. Each process has a registry of its own."""
+"""Environments by name: `register`, `make`, `spec`. Each process has a registry of its own.
+
+An installed package adds its environments to every process by an entry point, without anyone registering them:
+
+    [project.entry-points."skyrl_gym.envs"]
+    my_env = "my_package.my_module:MyEnv"
+"""
 
 import copy
 import difflib
@@ -6,8 +12,10 @@ import importlib
 import json
 import reprlib
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 from skyrl_gym import error
@@ -21,6 +29,7 @@ __all__ = [
     "make",
     "pprint_registry",
     "register",
+    "register_installed",
     "registry",
     "spec",
 ]
@@ -108,6 +117,22 @@ def _check_spec_register(env_spec: EnvSpec) -> None:
             f"env {env_spec.id!r} is already registered (entry point {registry[env_spec.id].entry_point}); "
             f"choose another id or deregister it first"
         )
+
+
+ENTRY_POINT_GROUP = "skyrl_gym.envs"
+
+
+def register_installed() -> None:
+    """Registers the environments that installed packages declare. Imports none of them: that is left to `make`.
+
+    An id that is taken already keeps its meaning, with a warning that names both.
+    """
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            register(id=entry_point.name, entry_point=entry_point.value)
+        except error.RegistrationError as clash:
+            package = entry_point.dist.name if entry_point.dist else "an installed package"
+            warnings.warn(f"{package} declares env {entry_point.value!r}, which is left out: {clash}", stacklevel=2)
 
 
 def deregister(id: str) -> None:

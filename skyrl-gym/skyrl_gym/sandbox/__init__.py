@@ -1,0 +1,5 @@
+"""Running untrusted code: `make_sandbox` gives a `Sandbox`."""
+
+from skyrl_gym.sandbox.base import ExecResult, Limits, Sandbox, SandboxProcess
+
+__all__ = ["ExecResult", "Limits", "Sandbox", "SandboxProcess"]

@@ -1,0 +1,120 @@
+"""Where code that nobody has read is run: the interface, and the limits that hold in it. Knows no backend."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import IO, Literal, Protocol, Self
+
+MEBIBYTE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one command may use. Reaching a limit ends the command, with everything it started."""
+
+    wall_seconds: float = 10.0
+    cpu_seconds: float = 10.0
+    """Of one process."""
+    memory_bytes: int = 1024 * MEBIBYTE
+    """Address space of one process, and resident memory of all of the command's processes together."""
+    output_bytes: int = MEBIBYTE
+    """Of standard output, and of standard error: more is thrown away and ends the command."""
+    file_bytes: int = 64 * MEBIBYTE
+    """Of one file."""
+    workspace_bytes: int = 256 * MEBIBYTE
+    """Of all files in the workspace together."""
+    processes: int = 64
+    """Processes and threads at one time."""
+
+
+Outcome = Literal["exited", "wall_time", "cpu_time", "memory", "output", "workspace"]
+"""How a command ended: by itself, or which limit ended it."""
+
+
+@dataclass(frozen=True)
+class ExecResult:
+    """What a command did. Output is text; bytes that are not UTF-8 become replacement characters."""
+
+    outcome: Outcome
+    returncode: int
+    """As of `subprocess`: negative is the signal that ended it."""
+    stdout: str
+    stderr: str
+    wall_seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """It ended by itself, with success."""
+        return self.outcome == "exited" and self.returncode == 0
+
+
+class SandboxProcess(Protocol):
+    """A command that runs, to be talked to over its standard input and output. Its limits hold as for `exec`."""
+
+    stdin: IO[bytes]
+    stdout: IO[bytes]
+    """Unbuffered; not counted against `output_bytes`: who reads it bounds it."""
+
+    def wait(self, timeout: float | None = None) -> ExecResult:
+        """Waits for the end (`stdout` of the result is empty: it was read already). Raises TimeoutError."""
+        ...
+
+    def interrupt(self) -> None:
+        """Sends SIGINT to the command itself."""
+        ...
+
+    def kill(self) -> None:
+        """Ends it and everything it started. May be called more than once."""
+        ...
+
+
+class Sandbox(Protocol):
+    """A place with a file system and a workspace of its own, without network, in which commands run within limits.
+
+    `start`, then any number of `exec` and `popen`, `write` and `read`, then `close`; or as a context manager. Commands
+    start in the workspace, an empty folder that only they and `read` / `write` see and that lives until `close`. When a
+    command ends, whatever it started in the background ends with it. One thread at a time uses one sandbox.
+
+    Raises `InfraError` if the sandbox itself fails; what a command does is never an exception.
+    """
+
+    limits: Limits
+    python: str
+    """Path, inside, of a Python 3 interpreter."""
+
+    def start(self) -> None: ...
+
+    def exec(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: str | bytes = b"",
+        env: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
+    ) -> ExecResult:
+        """Runs a command to its end. `limits` stand in for the sandbox's own."""
+        ...
+
+    def popen(
+        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, limits: Limits | None = None
+    ) -> SandboxProcess:
+        """Starts a command and returns while it runs."""
+        ...
+
+    def write(self, path: str, data: str | bytes) -> None:
+        """Writes a file of the workspace, with the folders it needs. Raises ValueError for a path outside."""
+        ...
+
+    def read(self, path: str) -> bytes:
+        """A file of the workspace. Raises ValueError for a path outside (also by a link), FileNotFoundError."""
+        ...
+
+    def close(self) -> None:
+        """Ends what still runs and deletes the workspace. May be called more than once."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
