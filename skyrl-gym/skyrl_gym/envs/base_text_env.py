@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NotRequired, TypeVar
+from typing import Any, ClassVar, NotRequired, TypeVar, cast
 
 from skyrl_gym.core import Env, EnvStepOutput
 from skyrl_gym.error import TaskError
@@ -141,10 +141,12 @@ def typed_config(config_class: type[ConfigT], env_config: Any) -> ConfigT:
     """
     if isinstance(env_config, config_class):
         return env_config
+    settings: dict[str, Any] = {}
     if dataclasses.is_dataclass(env_config) and not isinstance(env_config, type):
-        env_config = dataclasses.asdict(env_config)
-    settings = {str(name): env_config[name] for name in env_config} if env_config is not None else {}
-    known = [field.name for field in dataclasses.fields(config_class)]  # pyright: ignore[reportArgumentType]
+        settings = dataclasses.asdict(env_config)
+    elif env_config is not None:
+        settings = {str(name): env_config[name] for name in cast(Mapping[str, Any], env_config)}
+    known = [each.name for each in dataclasses.fields(cast(Any, config_class))]
     for name in settings:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)

@@ -78,9 +78,6 @@ NOT_YET_SUPPORTED: dict[str, str] = {
     "generator.step_wise_trajectories": "one training sample per turn",
     "generator.miniswe_config_path": "the mini-SWE-agent example",
     "generator.miniswe_traj_dir": "the mini-SWE-agent example",
-    "environment.skyrl_gym.text2sql": "the text2sql environment",
-    "environment.skyrl_gym.search": "the search environment",
-    "environment.skyrl_gym.llm_as_a_judge": "the LLM-as-a-judge example",
 }
 """A setting, or the section that holds it -> what it waits for."""
 

@@ -143,11 +143,13 @@ def validate_batch_sizes(config: SkyRLConfig) -> None:
 
 
 def validate_environments(config: SkyRLConfig) -> None:
-    """Every environment that the settings name must be registered: a misspelt section would be read by nobody.
+    """Every environment that the settings name must be registered, and have the settings its section gives it: what is
+    misspelt would be read by nobody.
 
     Call it where custom environments have been registered (they are registered per process), before the first rollout.
     """
-    from skyrl_gym.envs.registration import registry
+    from skyrl_gym.envs.base_text_env import typed_config
+    from skyrl_gym.envs.registration import load_env_creator, registry
 
     names = {"environment.env_class": config.environment.env_class}
     names |= {f"section environment.skyrl_gym.{name}": name for name in config.environment.skyrl_gym.env_configs}
@@ -158,6 +160,14 @@ def validate_environments(config: SkyRLConfig) -> None:
             f"{setting}: no environment {name!r} is registered"
             + (f"; did you mean {near}?" if near else f"; registered are {', '.join(sorted(registry))}"),
         )
+    for name, section in config.environment.skyrl_gym.env_configs.items():
+        entry_point = registry[name].entry_point
+        config_class = getattr(load_env_creator(entry_point), "config_class", None) if entry_point else None
+        if config_class is not None:
+            try:
+                typed_config(config_class, section)
+            except ValueError as error:
+                raise ConfigError(f"environment.skyrl_gym.{name}: {error}") from error
 
 
 def _require(holds: bool, message: str) -> None:

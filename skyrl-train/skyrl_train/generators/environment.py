@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 from loguru import logger
 
 import skyrl_gym
+from skyrl_gym.episode import accepts_seed
+from skyrl_gym.error import InfraError
 from skyrl_train.errors import FailureKind, RolloutError
 from skyrl_train.types import ConversationType
 
@@ -120,6 +122,8 @@ class StepResult:
 
     reward: float
     done: bool
+    truncated: bool = False
+    """It ended because of a limit, not because the task did."""
     observations: ConversationType = field(default_factory=list)
     postprocessed_action: str | None = None
 
@@ -131,19 +135,25 @@ class EnvironmentSession:
         env_class: id in the registry of skyrl_gym.
         env_config: its section of `environment.skyrl_gym`.
         extras: the dataset row's other columns. The environment gets a copy of its own.
+        seed: of the episode, for an environment whose `init` takes one.
     """
 
-    def __init__(self, threads: DaemonThreads, env_class: str, env_config: Any, extras: dict[str, Any]) -> None:
+    def __init__(
+        self, threads: DaemonThreads, env_class: str, env_config: Any, extras: dict[str, Any], seed: int | None = None
+    ) -> None:
         self.threads = threads
         self.env_class = env_class
         self.env_config = env_config
         self.extras = extras
+        self.seed = seed
         self._env: Any = None
+        self._truncated: bool | None = None
 
     async def init(self, prompt: ConversationType) -> ConversationType:
         """Makes the environment and starts its episode. Returns the chat history to start from."""
         self._env = await self._call("make", self._make, discard=lambda env: env.close())
-        answer = await self._call("init", self._env.init, prompt)
+        arguments = (prompt, self.seed) if accepts_seed(self._env) else (prompt,)
+        answer = await self._call("init", self._env.init, *arguments)
         try:
             history, _ = answer
         except (TypeError, ValueError):
@@ -164,18 +174,24 @@ class EnvironmentSession:
         reward = output.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
             raise self._fault("reward", "step", f"must give a finite number as reward in every step; got {reward!r}")
+        if "truncated" in output:
+            self._truncated = bool(output["truncated"])
         observations = output.get("observations") or []
         self._check_messages("step", observations)
         return StepResult(
             reward=float(reward),
             done=bool(output["done"]),
+            truncated=bool(output.get("truncated", False)),
             observations=list(observations),
             postprocessed_action=output.get("postprocessed_action"),
         )
 
     async def metrics(self) -> dict[str, Any]:
-        """The episode's numbers."""
-        return dict(await self._call("get_metrics", self._env.get_metrics)) if hasattr(self._env, "get_metrics") else {}
+        """The episode's numbers; `truncated` is among them if the environment tells whether a limit ended it."""
+        known = {} if self._truncated is None else {"truncated": self._truncated}
+        if not hasattr(self._env, "get_metrics"):
+            return known
+        return known | dict(await self._call("get_metrics", self._env.get_metrics))
 
     async def close(self) -> None:
         """Gives the environment's resources back, if it was made."""
@@ -189,6 +205,8 @@ class EnvironmentSession:
             raise
         except DeadlineExceeded as error:
             raise self._fault("environment", method, f"{error} ({DEADLINE_SETTING})") from error
+        except InfraError as error:
+            raise self._fault("infrastructure", method, f"needs what does not work: {error}") from error
         except Exception as error:  # environments are users' code: whatever they raise ends this trajectory only
             raise self._fault("environment", method, f"raised {type(error).__name__}: {error}") from error
 

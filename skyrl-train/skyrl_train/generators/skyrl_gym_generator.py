@@ -33,7 +33,7 @@ from skyrl_train.generators.dialogue import (
 from skyrl_train.generators.environment import DaemonThreads, EnvironmentSession
 from skyrl_train.generators.metrics import get_rollout_metrics
 from skyrl_train.generators.rewards import apply_overlong_filtering, zero_reward_on_non_stop
-from skyrl_train.generators.sampling import get_sampling_params, request_seed
+from skyrl_train.generators.sampling import episode_seed, get_sampling_params, request_seed
 from skyrl_train.generators.tokenization import ChatFormat, ChatTemplateError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.types import ConversationType
@@ -153,7 +153,8 @@ class SkyRLGymGenerator(GeneratorInterface):
         dialogue = self._new_dialogue(request)
         extras = request.env_extras | {"max_turns": self.generator_cfg.max_turns}
         env_config = self.skyrl_gym_cfg.env_config(request.env_class)
-        env = EnvironmentSession(self._threads, request.env_class, env_config, extras)
+        seed = episode_seed(self._seed_of(request), request.metadata, request.trajectory_id)
+        env = EnvironmentSession(self._threads, request.env_class, env_config, extras, seed)
         stop_reason, tokens, env_metrics, failure = "error", None, {}, None
         try:
             stop_reason = await self._talk(request, env, dialogue)
@@ -175,7 +176,7 @@ class SkyRLGymGenerator(GeneratorInterface):
     async def _talk(self, request: RolloutRequest, env: EnvironmentSession, dialogue: Dialogue) -> str:
         """The agent loop, with requests to our engine."""
         params = request.sampling_params
-        seed = params.get("seed", self.generator_cfg.seed)
+        seed = self._seed_of(request)
 
         async def ask(input_ids: list[int], turn: int, max_tokens: int) -> Answer:
             turn_seed = request_seed(seed, request.metadata, request.trajectory_id, turn)
@@ -193,6 +194,9 @@ class SkyRLGymGenerator(GeneratorInterface):
             max_context_length=self.generator_cfg.engine_init_kwargs.get("max_model_len"),
         )
         return await run_agent_loop(env, copy.deepcopy(request.prompt), dialogue, ask, budget)
+
+    def _seed_of(self, request: RolloutRequest) -> int:
+        return request.sampling_params.get("seed", self.generator_cfg.seed)
 
     def _new_dialogue(self, request: RolloutRequest) -> Dialogue:
         if self.retokenizes:

@@ -1,10 +1,12 @@
 """Settings that contradict each other are refused before anything starts."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+import skyrl_gym.envs.base_text_env
 import skyrl_train
 from skyrl_train.config import (
     SkyRLConfig,
@@ -234,6 +236,23 @@ def test_a_section_of_an_environment_that_does_not_exist_is_found():
     with pytest.raises(ConfigError, match=r"environment.env_class: no environment 'chess' is registered"):
         validate_environments(SkyRLConfig.from_dict({"environment": {"env_class": "chess"}}))
     validate_environments(SkyRLConfig())
+
+
+def test_a_misspelt_setting_of_an_environment_is_found_before_the_first_rollout():
+    @dataclass
+    class ChessConfig:
+        opponent_url: str = "http://127.0.0.1:9"
+
+    class Chess(skyrl_gym.envs.base_text_env.BaseTextEnv):
+        config_class = ChessConfig
+
+    skyrl_gym.register(id="chess", entry_point=Chess)
+    try:
+        section = {"oponent_url": "http://127.0.0.1:1"}
+        with pytest.raises(ConfigError, match=r"environment.skyrl_gym.chess: .*did you mean opponent_url"):
+            validate_environments(SkyRLConfig.from_dict({"environment": {"skyrl_gym": {"chess": section}}}))
+    finally:
+        skyrl_gym.deregister("chess")
 
 
 def test_every_setting_is_read_by_something():

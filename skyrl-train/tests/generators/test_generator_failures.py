@@ -8,12 +8,15 @@ import time
 
 import pytest
 
+import skyrl_gym
+from skyrl_gym.envs.base_text_env import BaseTextEnv
+from skyrl_gym.error import InfraError
 from skyrl_train.errors import ConfigError, RolloutError, WorkerError
 from skyrl_train.generators import skyrl_gym_generator
 from skyrl_train.generators.agent_loop import ask_engine
 from skyrl_train.generators.base import BatchMetadata, Failure, TrainingPhase, TrajectoryID
 from skyrl_train.generators.environment import DaemonThreads, DeadlineExceeded
-from skyrl_train.generators.sampling import request_seed
+from skyrl_train.generators.sampling import episode_seed, request_seed
 
 GOOD = {"steps": [{"reward": 1.0}], "name": "good"}
 
@@ -125,6 +128,20 @@ async def test_an_infrastructure_failure_that_stays_is_recorded_after_the_retrie
     failure = Failure("infrastructure", "the engine raised ConnectionError: gone")
     assert played.output["failures"] == [failure, None]
     assert played.output["rewards"][0] == [0.0]
+
+
+async def test_a_service_an_environment_needs_is_tried_again_and_then_an_infrastructure_failure(
+    game, say, characters, environments
+):
+    """Never a reward of 0: a search server that is down says nothing about the answer."""
+    extras = [bad(raises={"step": InfraError("Search error: nobody listens")}), GOOD]
+    played = await game(
+        characters, [[say("a"), say("a")], [say("b")]], extras, settings={"max_rollout_retries": 1}
+    ).play()
+    message = "environment 'scripted': step needs what does not work: Search error: nobody listens"
+    assert played.output["failures"] == [Failure("infrastructure", message), None]
+    assert environments.closed.count("bad") == 2
+    assert set(played.output["loss_masks"][0]) == {0}
 
 
 async def test_an_aborted_request_is_an_infrastructure_failure(game, say, characters):
@@ -243,7 +260,7 @@ def test_a_seed_depends_on_step_phase_sample_and_turn_but_not_on_the_process():
 
     assert len({seed(), seed(step=4), seed(phase="eval"), seed(repetition=1), seed(turn=1)}) == 5
     code = (
-        "from skyrl_train.generators.sampling import request_seed as r\n"
+        "from skyrl_train.generators.sampling import episode_seed, request_seed as r\n"
         "from skyrl_train.generators.base import BatchMetadata as B, TrajectoryID as T\n"
         "print(r(42, B(3, 'train'), T('17', 0), 0))"
     )
@@ -256,3 +273,36 @@ async def test_the_death_of_an_engine_is_no_failed_rollout_but_ends_the_batch(ga
     with pytest.raises(WorkerError, match="engine 0 died"):
         await game(characters, scripts, [bad(), GOOD]).play()
     assert "bad" in environments.closed
+
+
+class Lottery(BaseTextEnv):
+    """Pays what its seed says, and ends by a limit."""
+
+    def __init__(self, env_config=None, extras=None):
+        super().__init__()
+
+    def init(self, prompt, seed=None):
+        self.seed = seed
+        return prompt, {}
+
+    def step(self, action):
+        return {"observations": [], "reward": float(self.seed % 997), "done": True, "truncated": True, "metadata": {}}
+
+
+async def test_samples_of_one_prompt_share_the_seed_of_their_episodes_and_prompts_do_not(game, say, characters):
+    """Their rewards are compared with each other, so they must have been given the same task."""
+    skyrl_gym.register(id="lottery", entry_point=Lottery)
+    try:
+        first = await game(characters, [[say("a")], [say("b")]], [{}, {}], env_class="lottery").play()
+        again = await game(characters, [[say("x")], [say("y")]], [{}, {}], env_class="lottery").play()
+    finally:
+        skyrl_gym.deregister("lottery")
+    rewards = [sum(each) for each in first.output["rewards"]]
+    assert rewards[0] != rewards[1]
+    assert rewards == [sum(each) for each in again.output["rewards"]]
+    assert first.output["rollout_metrics"]["environment/truncated"] == 1.0
+
+    def seed(sample: int, prompt: str = "0") -> int:
+        return episode_seed(1, None, TrajectoryID(prompt, sample))
+
+    assert seed(0) == seed(1) != seed(0, prompt="1")
