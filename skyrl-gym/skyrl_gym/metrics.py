@@ -3,8 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
-from skyrl_gym import error
-from skyrl_gym.envs.registration import load_env_creator, registry
+from skyrl_gym.envs.registration import env_class_of, registry
 
 
 def default_aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, float]:
@@ -18,7 +17,7 @@ def default_aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, float]
 
 
 def aggregate_for_environment(env_name: str, metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """Aggregates by the environment's own `aggregate_metrics`, or by the mean if what makes it is a plain function.
+    """Aggregates by the environment's own `aggregate_metrics`; by the mean if a factory does not tell what it makes.
 
     Raises:
         ValueError: no environment of that name is registered.
@@ -26,8 +25,5 @@ def aggregate_for_environment(env_name: str, metrics: list[dict[str, Any]]) -> d
     env_spec = registry.get(env_name)
     if env_spec is None:
         raise ValueError(f"No registered env with id: {env_name}")
-    if env_spec.entry_point is None:
-        raise error.Error(f"{env_name} is registered without an entry point")
-    creator = load_env_creator(env_spec.entry_point)
-    aggregate = getattr(creator, "aggregate_metrics", default_aggregate_metrics)
+    aggregate = getattr(env_class_of(env_spec), "aggregate_metrics", default_aggregate_metrics)
     return aggregate(metrics)

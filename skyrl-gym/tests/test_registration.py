@@ -1,15 +1,19 @@
+import functools
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import skyrl_gym
 from skyrl_gym import error
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
-from skyrl_gym.envs.registration import EnvSpec, load_env_creator
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ground_truth_of, typed_config
+from skyrl_gym.envs.registration import EnvSpec, load_env_creator, register_installed, spec
 from skyrl_gym.metrics import aggregate_for_environment, default_aggregate_metrics
 
 ROW = {"reward_spec": {"method": "rule", "ground_truth": "42"}}
@@ -176,8 +180,105 @@ def test_environments_of_different_threads_do_not_disturb_each_other():
 
 
 def test_importing_the_package_imports_nothing_heavy():
-    code = (
-        "import skyrl_gym, sys; print([m for m in ('torch', 'numpy', 'pandas', 'requests', 'ray') if m in sys.modules])"
-    )
+    heavy = ("torch", "numpy", "pandas", "requests", "httpx", "sympy", "ray", "pydantic")
+    code = f"import skyrl_gym, sys; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_importing_the_package_is_fast():
+    """Under half a second of CPU time, which a loaded machine does not change; the best of three, as files get cached."""
+    code = "import time; t = time.process_time(); import skyrl_gym; print(time.process_time() - t)"
+    command = [sys.executable, "-c", code]
+    seconds = [float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(3)]
+    assert min(seconds) < 0.5
+
+
+@dataclass
+class WeatherConfig:
+    station_url: str = "http://127.0.0.1:9"
+    days: int = 3
+
+
+@pytest.mark.parametrize("given", [{"days": 5}, WeatherConfig(days=5)])
+def test_settings_of_an_environment_become_its_dataclass(given):
+    assert typed_config(WeatherConfig, given) == WeatherConfig(days=5)
+    assert typed_config(WeatherConfig, None) == typed_config(WeatherConfig, {}) == WeatherConfig()
+
+
+def test_a_misspelt_setting_names_the_nearest():
+    with pytest.raises(ValueError, match="WeatherConfig has no setting 'station_ulr'; did you mean station_url"):
+        typed_config(WeatherConfig, {"station_ulr": "http://127.0.0.1:1"})
+
+
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        ({}, "reward_spec field is required; the row has no columns"),
+        ({"data_source": "x"}, "reward_spec field is required; the row has data_source"),
+        ({"reward_spec": {"method": "rule"}}, "ground_truth is required in reward_spec field"),
+        ({"reward_spec": "42"}, "ground_truth is required in reward_spec field; got '42'"),
+    ],
+)
+def test_a_row_without_its_answer_is_told_what_it_lacks(row, said):
+    with pytest.raises(error.TaskError, match=said):
+        ground_truth_of(row)
+
+
+class Counted(EchoEnv):
+    """Counts its episodes instead of taking a mean."""
+
+    @staticmethod
+    def aggregate_metrics(metrics):
+        return {"episodes": len(metrics)}
+
+
+def counted_factory(env_config=None, extras=None) -> Counted:
+    return Counted(env_config, extras)
+
+
+def test_a_factory_that_says_what_it_makes_is_aggregated_by_its_class():
+    skyrl_gym.register("counted", counted_factory)
+    skyrl_gym.register("partial", functools.partial(counted_factory, env_config={}))
+    try:
+        assert aggregate_for_environment("counted", [{"x": 1}, {"x": 3}]) == {"episodes": 2}
+        assert aggregate_for_environment("partial", [{"x": 1}]) == {"episodes": 1}
+    finally:
+        skyrl_gym.deregister("counted")
+        skyrl_gym.deregister("partial")
+
+
+def installed_package(folder: Path, declares: str) -> None:
+    """A package as pip leaves it: a module, and metadata with its entry points."""
+    (folder / "chess_envs.py").write_text(
+        "from skyrl_gym.envs.base_text_env import BaseTextEnv\n"
+        "class ChessEnv(BaseTextEnv):\n"
+        "    def __init__(self, env_config=None, extras=None):\n"
+        "        super().__init__()\n"
+    )
+    information = folder / "chess_envs-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: chess-envs\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(f"[skyrl_gym.envs]\n{declares} = chess_envs:ChessEnv\n")
+
+
+def test_the_environments_of_an_installed_package_are_found_in_a_fresh_process_without_registering(tmp_path):
+    installed_package(tmp_path, declares="chess")
+    script = "import sys, skyrl_gym; print('chess_envs' in sys.modules); print(skyrl_gym.make('chess'))"
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert found.stdout.split() == ["False", "Env(ChessEnv)"]  # known by name, imported only when made
+
+
+def test_an_installed_package_cannot_take_over_an_id(tmp_path, monkeypatch):
+    installed_package(tmp_path, declares="gsm8k")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.warns(UserWarning, match=r"chess-envs declares env 'chess_envs:ChessEnv', which is left out: .*gsm8k"):
+        register_installed()
+    assert spec("gsm8k").entry_point == "skyrl_gym.envs.gsm8k.env:GSM8kEnv"

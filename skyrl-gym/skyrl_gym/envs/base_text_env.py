@@ -142,8 +142,8 @@ def typed_config(config_class: type[ConfigT], env_config: Any) -> ConfigT:
     if isinstance(env_config, config_class):
         return env_config
     settings: dict[str, Any] = {}
-    if dataclasses.is_dataclass(env_config) and not isinstance(env_config, type):
-        settings = dataclasses.asdict(cast(Any, env_config))
+    if dataclasses.is_dataclass(env_config):
+        settings = vars(env_config)
     elif env_config is not None:
         settings = {str(name): env_config[name] for name in cast(Mapping[str, Any], env_config)}
     known = [each.name for each in dataclasses.fields(cast(Any, config_class))]

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Any, Protocol, get_type_hints
 
 from skyrl_gym import error
 from skyrl_gym.core import Env
@@ -25,6 +25,7 @@ __all__ = [
     "EnvCreator",
     "EnvSpec",
     "deregister",
+    "env_class_of",
     "load_env_creator",
     "make",
     "pprint_registry",
@@ -171,6 +172,19 @@ def load_env_creator(entry_point: EnvCreator | Callable[..., Env] | str) -> EnvC
     if not (module_name and separator and attribute) or ":" in attribute:
         raise ValueError(f"entry point {entry_point!r} must read 'package.module:attribute'")
     return getattr(importlib.import_module(module_name), attribute)
+
+
+def env_class_of(env_spec: EnvSpec) -> type[Env] | None:
+    """The class of the environments that a spec makes; for a factory function the one it is annotated to return.
+
+    None if a factory does not say.
+    """
+    if env_spec.entry_point is None:
+        raise error.Error(f"{env_spec.id} is registered without an entry point")
+    creator = load_env_creator(env_spec.entry_point)
+    if not isinstance(creator, type):
+        creator = get_type_hints(getattr(creator, "func", creator)).get("return")  # also of a functools.partial
+    return creator if isinstance(creator, type) and issubclass(creator, Env) else None
 
 
 def make(id: str | EnvSpec, **kwargs: Any) -> Env:

@@ -149,7 +149,7 @@ def validate_environments(config: SkyRLConfig) -> None:
     Call it where custom environments have been registered (they are registered per process), before the first rollout.
     """
     from skyrl_gym.envs.base_text_env import typed_config
-    from skyrl_gym.envs.registration import load_env_creator, registry
+    from skyrl_gym.envs.registration import env_class_of, registry
 
     names = {"environment.env_class": config.environment.env_class}
     names |= {f"section environment.skyrl_gym.{name}": name for name in config.environment.skyrl_gym.env_configs}
@@ -161,8 +161,7 @@ def validate_environments(config: SkyRLConfig) -> None:
             + (f"; did you mean {near}?" if near else f"; registered are {', '.join(sorted(registry))}"),
         )
     for name, section in config.environment.skyrl_gym.env_configs.items():
-        entry_point = registry[name].entry_point
-        config_class = getattr(load_env_creator(entry_point), "config_class", None) if entry_point else None
+        config_class = getattr(env_class_of(registry[name]), "config_class", None)
         if config_class is not None:
             try:
                 typed_config(config_class, section)
