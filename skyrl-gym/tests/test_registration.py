@@ -187,7 +187,7 @@ def test_importing_the_package_imports_nothing_heavy():
 
 
 def test_importing_the_package_is_fast():
-    """Under half a second of CPU time, which a loaded machine does not change; the best of three, as files get cached."""
+    """Under half a second of CPU time, which a loaded machine does not change; the best of three."""
     code = "import time; t = time.process_time(); import skyrl_gym; print(time.process_time() - t)"
     command = [sys.executable, "-c", code]
     seconds = [float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(3)]
