@@ -1,0 +1,41 @@
+"""Calls that may never come back. Knows no environments."""
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class DeadlineExceeded(TimeoutError):
+    """A call did not come back in time. It may still be running, in a thread that nobody waits for."""
+
+
+def call_before_deadline(seconds: float | None, function: Callable[..., T], *args: Any) -> T:
+    """The result of `function(*args)`, called in a thread of its own; what it raises is raised here.
+
+    The thread is a daemon: one that never returns does not keep the process from ending.
+
+    Args:
+        seconds: how long to wait; None waits for ever.
+
+    Raises:
+        DeadlineExceeded: it took longer.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(function(*args))
+        except BaseException as error:  # carried to the caller, whatever it is
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="skyrl-gym-call", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise DeadlineExceeded(f"did not return within {seconds:g} s")
+    return results[0]

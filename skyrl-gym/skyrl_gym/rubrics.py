@@ -1,0 +1,222 @@
+"""Rewards made of named parts. An environment owns a `Rubric`, scores with it, and reports its parts as metrics.
+
+rubric = Rubric({"correct": (is_correct, 1.0), "format": (has_answer_tag, 0.1)}, outcome="correct")
+result = rubric.score(completion=text, ground_truth="42")
+result.total            # the reward
+result.metrics()        # {"reward/correct": 1.0, "reward/format": 1.0, "outcome_reward": 1.0}
+"""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from skyrl_gym.graders.results import InfraError, Invalid, Score, Timeout, reward_of
+
+ARGUMENTS = ("completion", "answer", "ground_truth", "prompt", "messages", "extras")
+"""What a reward function may ask for by the name of its parameter.
+
+`completion` is what the model wrote, `answer` what was found in it (the completion, if the caller gives none),
+`messages` the whole conversation, `extras` the dataset row's other columns.
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One reward function of a rubric."""
+
+    name: str
+    function: Callable[..., Any]
+    """`def` or `async def`. Returns a number, a bool or a grade (`skyrl_gym.graders.results`)."""
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class RubricResult:
+    """What a rubric says about one answer."""
+
+    total: float
+    """Sum of weight times value: the reward."""
+    parts: Mapping[str, float]
+    """The value of each part, before its weight."""
+    outcome: float | None = None
+    """Weight times value of the part that is for success; None if the rubric names none."""
+    grades: Mapping[str, Any] = field(default_factory=dict)
+    """What each function returned, for whoever asks why. Parts behind a closed gate are not called."""
+
+    def metrics(self) -> dict[str, float]:
+        """For `get_metrics`: `reward/<name>` of every part, and `outcome_reward`."""
+        numbers = {f"reward/{name}": value for name, value in self.parts.items()}
+        return numbers if self.outcome is None else numbers | {"outcome_reward": self.outcome}
+
+
+class Rubric:
+    """A weighted set of named reward functions.
+
+    Args:
+        parts: name to function, or to (function, weight); or a list of `Part`. Functions take what they need by name,
+            see `ARGUMENTS`; a parameter that has a default may have any name.
+        outcome: name of the part that is for success. It is reported as `outcome_reward`.
+        gate: name of a part that must be above 0 for the others to count (a format, say). If it is not, the others are
+            0 and are not called.
+        arguments: further names that `score` will be given.
+
+    Raises:
+        ValueError: no parts, a name twice, an unknown `outcome` or `gate`, a weight that is no finite number.
+        TypeError: a part that is no function, or a function that asks for what there is not.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Callable[..., Any] | tuple[Callable[..., Any], float]] | Sequence[Part],
+        *,
+        outcome: str | None = None,
+        gate: str | None = None,
+        arguments: Iterable[str] = (),
+    ) -> None:
+        self.parts = [_part(*item) for item in parts.items()] if isinstance(parts, Mapping) else list(parts)
+        self.outcome = outcome
+        self.gate = gate
+        self.arguments = (*ARGUMENTS, *arguments)
+        self._check()
+        self._wanted = {part.name: _wanted_arguments(part, self.arguments) for part in self.parts}
+        # The gate is asked first.
+        self._order = sorted(self.parts, key=lambda part: part.name != gate)
+
+    def _check(self) -> None:
+        names = [part.name for part in self.parts]
+        if not names:
+            raise ValueError("a rubric needs at least one part")
+        if len(set(names)) < len(names):
+            raise ValueError(f"the parts of a rubric need different names; got {', '.join(names)}")
+        for setting in ("outcome", "gate"):
+            value = getattr(self, setting)
+            if value is not None and value not in names:
+                raise ValueError(f"{setting} must be one of the parts {', '.join(names)}; got {value!r}")
+        for part in self.parts:
+            if isinstance(part.weight, bool) or not isinstance(part.weight, Real) or not math.isfinite(part.weight):
+                raise ValueError(
+                    f"the weight of rubric part {part.name!r} must be a finite number; got {part.weight!r}"
+                )
+
+    def score(self, **arguments: Any) -> RubricResult:
+        """Scores one answer. `async def` parts run on an event loop of their own, at the same time.
+
+        Raises:
+            InfraError: a part could not be judged. It is never 0.
+            TypeError: an argument that no rubric of this form knows, or one that a part needs is missing.
+            RuntimeError: called on a running event loop with `async def` parts: await `score_async` there.
+        """
+        if not any(inspect.iscoroutinefunction(part.function) for part in self.parts):
+            return _finish_without_waiting(self.score_async(**arguments))
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(self.score_async(**arguments))
+        raise RuntimeError("this rubric has async parts and an event loop runs: use `await rubric.score_async(...)`")
+
+    async def score_async(self, **arguments: Any) -> RubricResult:
+        """As `score`, for `async def step`."""
+        self._check_arguments(arguments)
+        arguments.setdefault("answer", arguments.get("completion"))
+        grades: dict[str, Any] = {}
+        values: dict[str, float] = {part.name: 0.0 for part in self.parts}
+        gates = [part for part in self._order if part.name == self.gate]
+        others = [part for part in self._order if part.name != self.gate]
+        for group in (gates, others):
+            if group is others and gates and values[gates[0].name] <= 0:
+                break
+            for part, grade in zip(group, await self._grade(group, arguments), strict=True):
+                grades[part.name] = grade
+                values[part.name] = _value_of(part, grade)
+        weighted = {part.name: part.weight * values[part.name] for part in self.parts}
+        outcome = None if self.outcome is None else weighted[self.outcome]
+        return RubricResult(total=sum(weighted.values()), parts=values, outcome=outcome, grades=grades)
+
+    async def _grade(self, parts: list[Part], arguments: dict[str, Any]) -> list[Any]:
+        answers = [self._call(part, arguments) for part in parts]
+        waiting = [index for index, answer in enumerate(answers) if inspect.isawaitable(answer)]
+        if waiting:
+            _require_event_loop(parts[waiting[0]], answers)
+            for index, grade in zip(waiting, await asyncio.gather(*(answers[i] for i in waiting)), strict=True):
+                answers[index] = grade
+        return answers
+
+    def _call(self, part: Part, arguments: dict[str, Any]) -> Any:
+        required, optional = self._wanted[part.name]
+        missing = [name for name in required if name not in arguments]
+        if missing:
+            raise TypeError(
+                f"rubric part {part.name!r} needs {', '.join(missing)}; score was given {_names(arguments)}"
+            )
+        return part.function(**{name: arguments[name] for name in (*required, *optional) if name in arguments})
+
+    def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
+        unknown = [name for name in arguments if name not in self.arguments]
+        if unknown:
+            raise TypeError(f"score was given {', '.join(unknown)}; this rubric knows {_names(self.arguments)}")
+
+
+def _part(name: str, given: Any) -> Part:
+    return Part(name, *given) if isinstance(given, tuple) else Part(name, given)
+
+
+def _wanted_arguments(part: Part, available: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Names that a part's function must be given, and those it takes if they are there."""
+    if not callable(part.function):
+        raise TypeError(f"rubric part {part.name!r} must be a function; got {part.function!r}")
+    required, optional = [], []
+    for parameter in inspect.signature(part.function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            optional += [name for name in available if name not in required]
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            continue
+        elif parameter.kind is parameter.POSITIONAL_ONLY:
+            raise TypeError(f"rubric part {part.name!r}: parameter {parameter.name!r} must be takeable by name")
+        elif parameter.default is not parameter.empty:
+            optional.append(parameter.name)
+        elif parameter.name in available:
+            required.append(parameter.name)
+        else:
+            raise TypeError(
+                f"rubric part {part.name!r} asks for {parameter.name!r}; there are {_names(available)}. "
+                f"Give it a default, or name it in Rubric(arguments=...)"
+            )
+    return required, list(dict.fromkeys(optional))
+
+
+def _value_of(part: Part, grade: Any) -> float:
+    if isinstance(grade, Score | Invalid | Timeout | InfraError):
+        grade = reward_of(grade)
+    if not isinstance(grade, Real) or not math.isfinite(grade):
+        raise TypeError(f"rubric part {part.name!r} must give a finite number or a grade; got {grade!r:.200}")
+    return float(grade)
+
+
+def _finish_without_waiting(coroutine: Any) -> RubricResult:
+    """Runs a coroutine that awaits nothing: no event loop is needed, so it works on a running one too."""
+    try:
+        coroutine.send(None)
+    except StopIteration as finished:
+        return finished.value
+    raise AssertionError("a rubric of plain functions waited for something")
+
+
+def _require_event_loop(part: Part, answers: list[Any]) -> None:
+    """A plain function gave an awaitable, which `score` could not foresee."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        for answer in answers:
+            if inspect.iscoroutine(answer):
+                answer.close()
+        raise TypeError(
+            f"rubric part {part.name!r} gave an awaitable; declare it `async def` or await `score_async`"
+        ) from None
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(names) or "nothing"
