@@ -1,0 +1,1 @@
+"""Procedural reasoning tasks: the generators of the reasoning-gym package."""

@@ -1,0 +1,117 @@
+"""Judges an answer to a reasoning-gym entry by its generator's own `score_answer`, called so that it can be trusted.
+
+Some of those functions evaluate the answer as code, give full marks to answers that are not right, or raise on an
+answer of an unexpected form. What a model wrote is only handed to them where that is safe.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from skyrl_gym.envs.reasoning_gym.expressions import is_literal, names_in, why_not_expression
+from skyrl_gym.envs.reasoning_gym.library import Entry, generator, oracle_answer
+from skyrl_gym.error import TaskError
+from skyrl_gym.graders.results import Grade, Invalid, Score
+
+FULL_SCORE = 1 - 1e-6
+"""A score of at least this is a solved task. Answers that are only near get up to 0.99999 from some generators."""
+
+MAX_ANSWER_CHARS = 20_000
+"""Or twice the length of a right answer, if that is more."""
+
+EVALUATED_AS_LITERAL = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
+"""Their `score_answer` gives the answer to `eval`."""
+
+EVALUATED_BY_SYMPY = {
+    # (parts of the syntax tree, size of exponents); sympy simplifies the integrals, which gets slow fast
+    "simple_integration": (160, 64),
+    "intermediate_integration": (160, 64),
+    "polynomial_multiplication": (20_000, 1000),
+    "countdown": (200, 16),
+    "puzzle24": (60, 16),
+}
+"""Their `score_answer` gives the answer to sympy's `parse_expr`, which is `eval`."""
+
+_NOT_FINITE = re.compile(r"\b(nan|inf|infinity)\b", re.IGNORECASE)
+_HUGE_NUMBER = re.compile(r"[\s+-]*[\d.,_]*e[+-]?[\d_]{4,}\s*", re.IGNORECASE)
+
+
+def last_answer(text: str) -> str | None:
+    """What the last closed `<answer>...</answer>` holds, or None."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
+    return text[start + len("<answer>") : end].strip() if start >= 0 else None
+
+
+def grade(name: str, config: Mapping[str, Any], entry: Entry, text: str) -> Grade:
+    """The generator's score, in [0, 1], for the last `<answer>` in the text.
+
+    Raises:
+        TaskError: the entry is not one that this generator can judge answers to.
+    """
+    answer = last_answer(text)
+    if answer is None:
+        return Invalid("no <answer>...</answer>")
+    if not answer and entry["answer"]:
+        return Invalid("the answer is empty")
+    reason = _why_not_judged(name, entry, answer)
+    if reason is not None:
+        return Invalid(reason)
+    rule = OWN_RULES.get(name)
+    if rule is not None and not rule(answer, entry):
+        return Score(0.0, answer)
+    if name in EVALUATED_AS_LITERAL and not is_literal(answer):
+        accepted = entry["metadata"].get("valid_answers") or [entry["answer"]]
+        return Score(float(answer in [text.strip() for text in accepted]), answer)
+    return _score(name, config, entry, answer)
+
+
+def _why_not_judged(name: str, entry: Entry, answer: str) -> str | None:
+    oracle = oracle_answer(entry) or ""
+    if len(answer) > max(MAX_ANSWER_CHARS, 2 * len(oracle)):
+        return f"the answer has {len(answer)} characters"
+    if _NOT_FINITE.search(answer) and not _NOT_FINITE.search(oracle):
+        return "the answer is not a finite number"  # nan is within any tolerance, to min() and max()
+    if _HUGE_NUMBER.fullmatch(answer):
+        return "the exponent is too large"
+    if name in EVALUATED_BY_SYMPY:
+        max_nodes, max_power = EVALUATED_BY_SYMPY[name]
+        names = names_in(oracle) | names_in(str(entry["metadata"].get("integrand", "")))
+        return why_not_expression(answer, names, max_nodes, max_power)
+    return None
+
+
+def _score(name: str, config: Mapping[str, Any], entry: Entry, answer: str) -> Grade:
+    judge = generator(name, config)
+    try:
+        score = float(judge.score_answer(answer, entry))
+    except Exception as failure:  # an answer of a form that its author did not think of
+        _check_judges_itself(judge, name, entry)
+        return Invalid(f"the answer cannot be read: {failure!r:.200}")
+    if not 0 <= score <= 1:  # where the relative error to a negative number is rewarded; a right answer has 1
+        return Score(0.0, answer, {"raw_score": score if math.isfinite(score) else None})
+    return Score(score, answer)
+
+
+def _check_judges_itself(judge: Any, name: str, entry: Entry) -> None:
+    oracle = oracle_answer(entry)
+    try:
+        judge.score_answer(oracle, entry)
+    except Exception as failure:
+        raise TaskError(f"entry is not one that {name} can judge: {failure!r}; keys {', '.join(entry)}") from failure
+
+
+def _same_word(answer: str, entry: Entry) -> bool:
+    return answer.casefold() == str(entry["answer"]).casefold()
+
+
+def _uses_the_given_numbers(answer: str, entry: Entry) -> bool:
+    return sorted(map(int, re.findall(r"\d+", answer))) == sorted(entry["metadata"]["numbers"])
+
+
+OWN_RULES: dict[str, Callable[[str, Entry], bool]] = {
+    "game_of_life_halting": _same_word,  # its own gives 1 to any text
+    "puzzle24": _uses_the_given_numbers,  # its own takes any four numbers that make 24
+}
+"""What an answer must fulfil besides, where `score_answer` is too kind."""

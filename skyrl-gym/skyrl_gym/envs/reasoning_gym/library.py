@@ -1,0 +1,222 @@
+"""The generators of the reasoning-gym package (https://arxiv.org/abs/2505.24760): which there are, and their entries.
+
+An entry is `{"question": str, "answer": str | None, "metadata": dict}`.
+
+Most generators are a function of (settings, seed, index). Those in `PROCESS_DEPENDENT` also follow the order of a set
+of strings or a global random state; their entries are made in a child process where both are fixed, so that here too
+the same seed is the same entry in every process.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyrl_gym.error import Error, InfraError, TaskError
+
+Entry = dict[str, Any]
+
+PROCESS_DEPENDENT = frozenset(
+    {
+        "isomorphic_strings",
+        "knight_swap",
+        "list_functions",
+        "polynomial_multiplication",
+        "pool_matrix",
+        "ransom_note",
+        "word_ladder",
+    }
+)
+
+CHILD_START_SECONDS = 60.0
+CHILD_SECONDS_PER_ENTRY = 10.0
+
+_generating = threading.Lock()
+
+
+@dataclass(frozen=True)
+class EntryRequest:
+    """Which entry: the `index`-th that the generator makes from these settings and this seed."""
+
+    dataset: str
+    seed: int
+    index: int
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def library() -> Any:
+    """The reasoning_gym package. Raises Error if it is not installed."""
+    try:
+        import reasoning_gym.factory
+    except ImportError as missing:
+        raise Error("reasoning-gym is not installed: pip install 'skyrl-gym[reasoning-gym]'") from missing
+    return reasoning_gym
+
+
+def dataset_names() -> list[str]:
+    """All generators, sorted. The package's `composite` is not one: `reasoning_gym_rows` mixes."""
+    return sorted(name for name in library().factory.DATASETS if name != "composite")
+
+
+def check_name(name: str) -> str:
+    """The name itself. Raises TaskError, with the nearest names, if there is no such generator."""
+    names = dataset_names()
+    if name not in names:
+        nearest = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(nearest)}?" if nearest else f"there are {', '.join(names)}"
+        raise TaskError(f"dataset must be a generator of reasoning-gym; got {name!r}; {hint}")
+    return name
+
+
+def check_config(name: str, config: Any) -> dict[str, Any]:
+    """Settings of a generator as a dict, from a mapping, its JSON text, or None.
+
+    A value None means the generator's default, because a column of mappings comes back from parquet with every key.
+
+    Raises:
+        TaskError: not a mapping, a setting that the generator does not have, or a value that it refuses.
+    """
+    config = parse_json_object("dataset_config", config)
+    config = {key: value for key, value in config.items() if value is not None}
+    config_class = library().factory.DATASETS[check_name(name)][1]
+    known = [setting.name for setting in dataclasses.fields(config_class)]
+    for key in config:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}"
+            raise TaskError(f"dataset_config of {name} has no setting {key!r}; {hint}")
+    try:
+        settings = config_class(**config)
+        if hasattr(settings, "validate"):
+            settings.validate()
+    except Exception as refusal:  # validators of a hundred authors: assert, ValueError, TypeError, KeyError
+        raise TaskError(f"dataset_config of {name} is refused: {refusal}; got {config}") from refusal
+    return config
+
+
+def parse_json_object(name: str, value: Any) -> dict[str, Any]:
+    """A column that holds a mapping or its JSON text; None is an empty one. Raises TaskError."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as mistake:
+            raise TaskError(
+                f"{name} must be a mapping or the JSON text of one: {mistake}; got {value!r:.200}"
+            ) from None
+    if not isinstance(value, Mapping):
+        raise TaskError(f"{name} must be a mapping or the JSON text of one; got {value!r:.200}")
+    return dict(value)
+
+
+def find_system_prompt(text_or_name: str) -> str:
+    """reasoning-gym's own system prompt of that name, else the text itself."""
+    library()
+    from reasoning_gym.utils import SYSTEM_PROMPTS
+
+    return SYSTEM_PROMPTS.get(text_or_name, text_or_name)
+
+
+def generator(name: str, config: Mapping[str, Any]) -> Any:
+    """The generator object of these settings (checked before). Shared between threads, so only read from it."""
+    return _generator(name, json.dumps(dict(config), sort_keys=True))
+
+
+@functools.lru_cache(maxsize=128)
+def _generator(name: str, config_json: str) -> Any:
+    return library().create_dataset(name, **json.loads(config_json))
+
+
+def generate(requests: Sequence[EntryRequest]) -> list[Entry]:
+    """The entries asked for, in order.
+
+    Raises:
+        TaskError: a generator or its settings are not right, or it cannot make that entry.
+        InfraError: the child process failed.
+    """
+    for request in requests:
+        check_config(request.dataset, request.config)
+    entries: dict[int, Entry] = {}
+    elsewhere = [i for i, request in enumerate(requests) if request.dataset in PROCESS_DEPENDENT]
+    if elsewhere:
+        entries |= zip(elsewhere, _generate_in_child([requests[i] for i in elsewhere]), strict=True)
+    with _generating:  # some generators are not thread-safe
+        return [entries[i] if i in entries else _make_entry(request) for i, request in enumerate(requests)]
+
+
+def _make_entry(request: EntryRequest) -> Entry:
+    config = {"size": max(500, request.index + 1)} | dict(request.config) | {"seed": request.seed}
+    try:
+        return generator(request.dataset, config)[request.index]
+    except Exception as failure:  # a generator that gives up after its attempts raises whatever its author chose
+        raise TaskError(f"{request.dataset} could not make entry {request.index} of {config}: {failure!r}") from failure
+
+
+def _generate_in_child(requests: Sequence[EntryRequest]) -> list[Entry]:
+    seconds = CHILD_START_SECONDS + CHILD_SECONDS_PER_ENTRY * len(requests)
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", f"import {__name__} as library; library.answer_requests()"],
+            input=json.dumps([dataclasses.asdict(request) for request in requests]),
+            env=os.environ | {"PYTHONHASHSEED": "0"},
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        raise InfraError(f"reasoning-gym did not make {len(requests)} entries within {seconds:.0f} s") from None
+    if child.returncode != 0:
+        raise InfraError(f"reasoning-gym failed in its child process:\n{child.stderr[-2000:]}")
+    return json.loads(child.stdout)
+
+
+def answer_requests() -> None:
+    """What the child process does: entries to the requests on stdin, as JSON on stdout."""
+    entries = []
+    with contextlib.redirect_stdout(sys.stderr):  # some generators print
+        for fields in json.load(sys.stdin):
+            request = EntryRequest(**fields)
+            random.seed(f"{request.dataset}:{request.seed}:{request.index}")
+            entries.append(_make_entry(request))
+    json.dump(entries, sys.stdout)
+
+
+def check_entry(name: str, value: Any) -> Entry:
+    """A ready entry from a dataset row, a mapping or its JSON text. Raises TaskError that names what is missing."""
+    entry = parse_json_object("entry", value)
+    for key in ("question", "answer", "metadata"):
+        if key not in entry:
+            raise TaskError(f"entry must have question, answer and metadata; {key} is missing, got {', '.join(entry)}")
+    if not isinstance(entry["metadata"], Mapping):
+        raise TaskError(f"entry.metadata must be a mapping; got {entry['metadata']!r:.200}")
+    metadata = dict(entry["metadata"])
+    if name in ("arc_agi", "rearc"):  # they compare boards as tuples, which JSON does not have
+        metadata |= {key: tuple(map(tuple, metadata[key])) for key in ("input", "output") if key in metadata}
+    return entry | {"metadata": metadata}
+
+
+ORACLE_KEYS = ("possible_answer", "example_answer", "example_correct_answer")
+
+
+def oracle_answer(entry: Entry) -> str | None:
+    """A right answer to an entry: its own, or the example that a generator without a single answer keeps.
+
+    None for `boxnet` and `rush_hour`, which keep none.
+    """
+    if entry["answer"] is not None:
+        return str(entry["answer"])
+    for key in ORACLE_KEYS:
+        answer = entry["metadata"].get(key)
+        if answer is not None:
+            return answer if isinstance(answer, str) else json.dumps(answer)
+    return None

@@ -1,0 +1,88 @@
+"""Rows of a dataset of procedural tasks: a weighted mixture of generators, the same for the same seed."""
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from skyrl_gym.envs.reasoning_gym.curriculum import Source, config_at
+from skyrl_gym.envs.reasoning_gym.library import EntryRequest, check_config, find_system_prompt, generate
+from skyrl_gym.error import TaskError
+
+
+def reasoning_gym_rows(
+    sources: Sequence[str | Source],
+    size: int,
+    seed: int,
+    *,
+    system_prompt: str | None = "default",
+    split: str = "train",
+) -> Iterator[dict[str, Any]]:
+    """`size` rows; each source has its share of them to within one row, in random order.
+
+    Args:
+        sources: generators by name, or with weight, level and settings; one may come more than once
+        size: number of rows
+        seed: decides everything; the same in every process
+        system_prompt: a text, the name of one of reasoning-gym's, or None for no system message
+        split: written into `extra_info`
+
+    Raises:
+        TaskError: a generator, a level or a setting that does not exist, a weight that is not positive, or no source.
+    """
+    mixture = [Source(source) if isinstance(source, str) else source for source in sources]
+    _check(mixture, size)
+    configs = [_config(source) for source in mixture]
+    order = _shares([source.weight for source in mixture], size)
+    random.Random(f"reasoning_gym_rows:{seed}").shuffle(order)
+    counts = [0] * len(mixture)
+    requests = []
+    seeds = [_seed_of(seed, number) for number in range(len(mixture))]
+    for number in order:
+        requests.append(EntryRequest(mixture[number].dataset, seeds[number], counts[number], configs[number]))
+        counts[number] += 1
+    prefix = [{"role": "system", "content": find_system_prompt(system_prompt)}] if system_prompt else []
+    for index, (request, entry) in enumerate(zip(requests, generate(requests), strict=True)):
+        yield {
+            "data_source": f"reasoning_gym/{request.dataset}",
+            "prompt": [*prefix, {"role": "user", "content": entry["question"]}],
+            "env_class": "reasoning_gym",
+            "reward_spec": {"method": "rule", "ground_truth": entry["answer"] or ""},
+            "dataset": request.dataset,
+            # JSON text: columns of mappings would be given the keys of all generators
+            "dataset_config": json.dumps(dict(request.config), sort_keys=True),
+            "entry": json.dumps(entry),
+            "extra_info": {"split": split, "index": index, "seed": request.seed, "entry_index": request.index},
+        }
+
+
+def _seed_of(seed: int, number: int) -> int:
+    """Far from each other: generators add the index to the seed, so the entries of neighbouring seeds are the same."""
+    return random.Random(f"reasoning_gym_rows:{seed}:{number}").randrange(2**31)
+
+
+def _check(mixture: Sequence[Source], size: int) -> None:
+    if not mixture:
+        raise TaskError("sources must name at least one generator")
+    if size < 0:
+        raise TaskError(f"size must be 0 or more; got {size}")
+    for source in mixture:
+        if not source.weight > 0:
+            raise TaskError(f"weight must be above 0; got {source.weight} for {source.dataset}")
+
+
+def _config(source: Source) -> dict[str, Any]:
+    config = check_config(source.dataset, source.config)
+    if source.level is None:
+        return config
+    return check_config(source.dataset, config_at(source.dataset, source.level) | config)
+
+
+def _shares(weights: Sequence[float], size: int) -> list[int]:
+    """Source numbers, each as often as its weight says: whole parts first, then the largest remainders."""
+    exact = [weight * size / sum(weights) for weight in weights]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda i: counts[i] - exact[i])
+    for i in by_remainder[: size - sum(counts)]:
+        counts[i] += 1
+    return [i for i, count in enumerate(counts) for _ in range(count)]

@@ -1,0 +1,370 @@
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import skyrl_gym
+from skyrl_gym.episode import run_episode
+from skyrl_gym.error import TaskError
+
+pytest.importorskip("reasoning_gym", reason="needs skyrl-gym[reasoning-gym]")
+
+from skyrl_gym.envs.reasoning_gym.curriculum import (
+    Curriculum,
+    Source,
+    attribute_levels,
+    config_at,
+    has_curriculum,
+    valid_levels,
+)
+from skyrl_gym.envs.reasoning_gym.env import ReasoningGymEnv
+from skyrl_gym.envs.reasoning_gym.grading import FULL_SCORE, grade, last_answer
+from skyrl_gym.envs.reasoning_gym.library import (
+    EntryRequest,
+    check_entry,
+    dataset_names,
+    generate,
+    oracle_answer,
+)
+from skyrl_gym.envs.reasoning_gym.rows import reasoning_gym_rows
+from skyrl_gym.graders.results import Invalid, Score
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file.*arcagi:ResourceWarning")  # the library's loader of ARC
+
+QUICK = [
+    "ab",
+    "arc_agi",
+    "chain_sum",
+    "countdown",
+    "graph_color",
+    "maze",
+    "n_queens",
+    "propositional_logic",
+    "rubiks_cube",
+]
+WITHOUT_ORACLE = {"boxnet", "rush_hour"}
+"""Neither an answer nor an example of one is in their entries."""
+
+FREE_FORM = {"figlet_font", "list_functions", "propositional_logic", "spell_backward"}
+"""They give part credit to short or matching guesses, so a random guess may get more than 0.05; never a full score."""
+
+CHAIN_SUM = {"question": "State the sum: 4 + 3 =", "answer": "7", "metadata": {"source_dataset": "chain_sum"}}
+
+
+def make(config: Any = None, **extras: Any) -> Any:
+    return skyrl_gym.make("reasoning_gym", env_config=config, extras=extras)
+
+
+def value(name, entry, answer):
+    result = grade(name, {}, entry, f"<answer>{answer}</answer>")
+    assert isinstance(result, Score | Invalid)
+    return result.value if isinstance(result, Score) else 0.0
+
+
+def oracle_scores_and_guesses_do_not(name, seed, count):
+    entries = generate([EntryRequest(name, seed, index) for index in range(count)])
+    for entry in entries:
+        from_row = check_entry(name, json.dumps(entry))
+        assert from_row["question"]
+        oracle = oracle_answer(entry)
+        if name in WITHOUT_ORACLE:
+            assert oracle is None
+        elif not (name == "intermediate_integration" and "Integral(" in str(oracle)):  # an answer that is no answer
+            assert value(name, entry, oracle) >= FULL_SCORE, (name, oracle)
+            assert value(name, from_row, oracle) >= FULL_SCORE, (name, oracle)
+        for text in ("", "no tag", "<answer></answer>", "<answer>qqq</answer>", "<answer>nan</answer>"):
+            result = grade(name, {}, from_row, text)
+            guess = result.value if isinstance(result, Score) else 0.0
+            assert guess < FULL_SCORE if name in FREE_FORM else guess <= 0.05, (name, text, guess)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_right_answers_score_one_and_guesses_next_to_nothing(name):
+    oracle_scores_and_guesses_do_not(name, seed=3, count=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", dataset_names())
+def test_every_generator_scores_its_own_answers_one_and_guesses_next_to_nothing(name):
+    oracle_scores_and_guesses_do_not(name, seed=11, count=6)
+
+
+def test_all_generators_are_there():
+    names = dataset_names()
+    assert len(names) >= 100
+    assert "composite" not in names
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("<answer>7</answer>", "7"),
+        ("<answer>6</answer> no: <answer> 7\n</answer>", "7"),
+        ("<answer><answer>7</answer>", "7"),
+        ("<answer>7</answer> <answer>8", "7"),
+        ("7", None),
+        ("</answer>7<answer>", None),
+    ],
+)
+def test_the_last_closed_answer_counts(text, answer):
+    assert last_answer(text) == answer
+
+
+def test_an_episode_from_a_ready_entry():
+    env = make(entry=CHAIN_SUM)
+    messages, _ = env.init([])
+    assert messages == [{"role": "user", "content": "State the sum: 4 + 3 ="}]
+    output = env.step("<answer>7.0</answer>")
+    assert (output["reward"], output["done"], output["observations"]) == (1.0, True, [])
+    assert env.get_metrics() == {"outcome_reward": 1.0, "score": 1.0, "answered": True, "solved/chain_sum": 1.0}
+
+
+def test_part_credit_is_part_of_the_reward_but_not_of_the_outcome():
+    shaped, strict = make(entry=CHAIN_SUM), make({"strict": True}, entry=CHAIN_SUM)
+    assert shaped.step("<answer>it is 7</answer>")["reward"] == pytest.approx(1 / 7)  # one of its seven characters
+    assert strict.step("<answer>it is 7</answer>")["reward"] == 0.0
+    assert shaped.get_metrics()["outcome_reward"] == strict.get_metrics()["outcome_reward"] == 0.0
+
+
+def test_an_entry_made_of_seed_and_index_must_be_what_the_prompt_asks():
+    [entry] = generate([EntryRequest("chain_sum", seed=4, index=2, config={"max_terms": 3})])
+    row = {"dataset": "chain_sum", "dataset_config": {"max_terms": 3}, "seed": 4, "index": 2}
+    env = make(**row)
+    env.init([{"role": "user", "content": f"Please: {entry['question']}"}])
+    assert env.step(f"<answer>{entry['answer']}</answer>")["reward"] == 1.0
+    with pytest.raises(TaskError, match="prompt does not ask the question"):
+        make(**row).init([{"role": "user", "content": "What is 1 + 1?"}])
+
+
+def test_a_system_prompt_is_added_where_there_is_none():
+    question = [{"role": "user", "content": "4 + 3?"}]
+    messages, _ = make({"system_prompt": "direct"}, entry=CHAIN_SUM).init(question)
+    assert [m["role"] for m in messages] == ["system", "user"]
+    assert "<answer>" in messages[0]["content"]
+    assert make({"system_prompt": "Be brief."}, entry=CHAIN_SUM).init(messages)[0] == messages
+    assert len(question) == 1
+
+
+@pytest.mark.parametrize(
+    "extras, text",
+    [
+        ({}, "dataset field is required"),
+        ({"dataset": "chain_sun", "seed": 1}, "did you mean chain_sum"),
+        ({"dataset": "composite", "seed": 1}, "dataset must be a generator"),
+        ({"dataset": "chain_sum", "seed": 1, "dataset_config": {"max_term": 3}}, "'max_term'; did you mean max_terms"),
+        ({"dataset": "chain_sum", "seed": 1, "dataset_config": {"min_terms": 0}}, "min_terms must be positive"),
+        ({"dataset": "chain_sum", "seed": 1, "dataset_config": "{"}, "dataset_config must be a mapping or the JSON"),
+        ({"dataset": "chain_sum"}, "seed must be a whole number"),
+        ({"dataset": "chain_sum", "seed": 1, "index": -1}, "index must be a whole number"),
+        ({"dataset": "chain_sum", "entry": {"question": "?", "answer": "1"}}, "metadata is missing"),
+    ],
+)
+def test_a_wrong_row_is_refused_with_the_field_and_the_rule(extras, text):
+    with pytest.raises(TaskError, match=text):
+        make(**extras)
+
+
+def test_settings_that_parquet_filled_with_none_are_the_defaults():
+    assert make(entry=CHAIN_SUM, dataset_config={"max_terms": 3, "min_rows": None}).dataset_config == {"max_terms": 3}
+
+
+ATTACKS = [
+    "__import__('pathlib').Path({path!r}).touch()",
+    "[__import__('pathlib').Path({path!r}).touch()]",
+    "(lambda: open({path!r}, 'w'))()",
+    'S(\'__import__("os").system("touch {path}")\')',
+    "[x for x in [open({path!r}, 'w')]]",
+]
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize(
+    "name",
+    ["binary_matrix", "n_queens", "spiral_matrix", "string_insertion", "simple_integration", "countdown", "puzzle24"],
+)
+def test_an_answer_is_never_run_as_code(name, attack, tmp_path):
+    target = tmp_path / "pwned"
+    [entry] = generate([EntryRequest(name, seed=1, index=0)])
+    assert value(name, entry, attack.format(path=str(target))) <= 0.01
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["simple_integration", "polynomial_multiplication", "countdown", "coin_flip", "puzzle24"]
+)
+@pytest.mark.parametrize(
+    "bomb",
+    ["9**9**9**9", "9**(99*99*99*99)", "(9**999)**999", "1e999999999", "(" * 5000 + "1" + ")" * 5000, "9" * 100_000],
+)
+def test_an_answer_that_would_take_for_ever_is_refused_at_once(name, bomb):
+    metadata = {"numbers": [1, 2], "target": 3, "variable": "x", "integrand": "2*x"}
+    started = time.perf_counter()
+    assert value(name, {"question": "", "answer": "x**2 + C", "metadata": metadata}, bomb) <= 0.05
+    assert time.perf_counter() - started < 5
+
+
+def test_full_scores_that_generators_give_away_are_not_given():
+    halting = {"question": "", "answer": "True", "metadata": {}}
+    assert value("game_of_life_halting", halting, "whatever") == 0
+    assert value("game_of_life_halting", halting, "false") == 0
+    assert value("game_of_life_halting", halting, "true") == 1
+    make_24 = {"question": "", "answer": "4*6*(2-1)", "metadata": {"numbers": [4, 6, 2, 1]}}
+    assert value("puzzle24", make_24, "6*4*(2-1)") == 1
+    assert value("puzzle24", make_24, "8*3*(2-1)") == 0  # 24, but of other numbers
+    no_such_day = {"question": "", "answer": "-1", "metadata": {"task": "recurring_event_day"}}
+    assert value("calendar_arithmetic", no_such_day, "-1") == 1
+    assert value("calendar_arithmetic", no_such_day, "5") == 0
+    complex_sum = {"question": "", "answer": "1.0 + 2.0i", "metadata": {"result": [1.0, 2.0]}}
+    assert value("complex_arithmetic", complex_sum, "1.0 + 2.0i") == 1
+    assert value("complex_arithmetic", complex_sum, "nan") == 0
+
+
+def test_a_mixture_has_the_asked_shares_and_rows_that_score():
+    sources = [Source("chain_sum", weight=3), Source("word_sorting", config={"max_words": 4}), "spell_backward"]
+    rows = list(reasoning_gym_rows(sources, size=50, seed=1))
+    counts = {
+        name: sum(row["dataset"] == name for row in rows) for name in ("chain_sum", "word_sorting", "spell_backward")
+    }
+    assert counts == {"chain_sum": 30, "word_sorting": 10, "spell_backward": 10}
+    assert len({row["entry"] for row in rows}) == 50
+    for row in rows:
+        assert row["prompt"][0]["role"] == "system"
+        env = make(**{key: column for key, column in row.items() if key not in ("prompt", "env_class")})
+        env.init(row["prompt"])
+        assert env.step(f"<answer>{row['reward_spec']['ground_truth']}</answer>")["reward"] == 1.0
+
+
+def test_rows_depend_on_the_seed_alone():
+    def rows(seed):
+        return list(reasoning_gym_rows(["chain_sum", "base_conversion"], size=10, seed=seed))
+
+    assert rows(1) == rows(1)
+    assert not {row["entry"] for row in rows(1)} & {row["entry"] for row in rows(2)}
+
+
+@pytest.mark.slow
+def test_rows_are_the_same_in_every_process():
+    """Of generators that follow the order of sets and global random states, too."""
+    program = """if True:
+        import json
+        from skyrl_gym.envs.reasoning_gym.rows import reasoning_gym_rows
+        names = ["word_ladder", "isomorphic_strings", "list_functions", "pool_matrix", "chain_sum", "ransom_note"]
+        print(json.dumps(list(reasoning_gym_rows(names, size=24, seed=2))))
+    """
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=200,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    assert len(json.loads(outputs[0])) == 24
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize(
+    "sources, text",
+    [
+        ([], "at least one generator"),
+        ([Source("chain_sum", weight=0)], "weight must be above 0"),
+        (["chain_sums"], "did you mean chain_sum"),
+        ([Source("chain_sum", level=99)], "level of chain_sum must be 0 to 10; got 99"),
+        ([Source("chain_sum", level={"terms": 1})], "no attribute 'terms'; there are num_terms, num_digits"),
+        ([Source("chain_sum", level={"num_digits": 10})], "chain_sum.num_digits must be 0 to 9"),
+        ([Source("acre", level=0)], "acre has no curriculum"),
+    ],
+)
+def test_a_wrong_mixture_is_refused(sources, text):
+    with pytest.raises(TaskError, match=text):
+        list(reasoning_gym_rows(sources, size=3, seed=0))
+
+
+def test_levels_raise_difficulty():
+    assert attribute_levels("chain_sum")["num_digits"] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert config_at("chain_sum", 0)["max_terms"] == 2
+    assert config_at("chain_sum", 4) | {"allow_negation": False} == {
+        "allow_negation": False,
+        **{"min_terms": 2, "max_terms": 6, "min_digits": 1, "max_digits": 5},
+    }
+    assert config_at("chain_sum", {"num_digits": 3})["max_digits"] == 4
+    lengths = [
+        sum(len(row["prompt"][0]["content"]) for row in rows)
+        for rows in (
+            reasoning_gym_rows([Source("chain_sum", level=level)], size=30, seed=0, system_prompt=None)
+            for level in (0, 5, 10)
+        )
+    ]
+    assert lengths[0] < lengths[1] < lengths[2]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", dataset_names())
+def test_every_curriculum_has_levels_that_differ(name):
+    if not has_curriculum(name):
+        assert name in {"acre", "gsm_symbolic", "list_functions"}
+        return
+    levels = valid_levels(name)
+    configs = [json.dumps(config_at(name, level), sort_keys=True) for level in levels]
+    assert len(levels) >= 2
+    assert len(set(configs)) == len(configs)
+
+
+def test_levels_that_the_generator_refuses_are_left_out():
+    assert valid_levels("caesar_cipher") == (0, 1)  # its levels 2 and 3 rotate by more letters than there are
+    with pytest.raises(TaskError, match="rotation must be in range"):
+        config_at("caesar_cipher", 2)
+
+
+def test_a_curriculum_follows_success():
+    curriculum = Curriculum(["chain_sum", "maze"], up=0.75, down=0.25, window=4)
+    assert curriculum.update() == {}
+    for solved in (1, 1, 0, 1):
+        curriculum.record("chain_sum", solved)
+    curriculum.record("maze", 0)
+    assert curriculum.success_rate("chain_sum") == 0.75
+    assert curriculum.update() == {"chain_sum": 1}
+    assert curriculum.levels == {"chain_sum": 1, "maze": 0}
+    assert curriculum.success_rate("chain_sum") is None  # a new level, a new count
+    for solved in (0, 0, 0, 1):
+        curriculum.record("chain_sum", solved)
+        curriculum.record("maze", 0)
+    assert curriculum.update() == {"chain_sum": -1}  # maze cannot go lower
+    assert [source.level for source in curriculum.sources({"maze": 2.0})] == [0, 0]
+
+
+def test_a_curriculum_goes_on_after_a_checkpoint():
+    one, other = (Curriculum(["chain_sum", "lcm"], window=2) for _ in range(2))
+    one.record("chain_sum", 1)
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    for curriculum in (one, other):
+        curriculum.record("chain_sum", 1)
+        assert curriculum.update() == {"chain_sum": 1}
+    with pytest.raises(ValueError, match="the state is of"):
+        Curriculum(["lcm"]).load_state_dict(one.state_dict())
+    with pytest.raises(ValueError, match="0 <= down < up <= 1"):
+        Curriculum(["lcm"], up=0.1, down=0.2)
+
+
+def test_many_threads_get_what_one_gets():
+    requests = [EntryRequest(name, seed, 0) for name in ("chain_sum", "maze", "mini_sudoku") for seed in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda request: generate([request])[0], requests)) == generate(requests)
+
+
+def test_examples_earn_everything_with_their_oracle_and_nothing_with_another_answer():
+    examples = ReasoningGymEnv.examples()
+    assert len(examples) >= 4
+    for example, other in zip(examples, examples[1:] + examples[:1], strict=True):
+        env = make(**example.extras)
+        assert run_episode(env, example.prompt, lambda _, example=example: example.oracle[0]).outcome_reward == 1.0
+        wrong = run_episode(make(**example.extras), example.prompt, lambda _, other=other: other.oracle[0])
+        assert wrong.outcome_reward == 0.0
