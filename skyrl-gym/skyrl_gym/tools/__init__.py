@@ -1,6 +1,41 @@
-"""Tools that environments offer to a model."""
+"""Tools that environments offer to a model. What a group stands on is imported when the group is asked for."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from skyrl_gym.tools.calculator import CalculatorToolGroup
 from skyrl_gym.tools.core import ToolGroup, tool
 
-__all__ = ["CalculatorToolGroup", "ToolGroup", "tool"]
+if TYPE_CHECKING:
+    from skyrl_gym.tools.calls import ToolCall, parse_tool_calls
+    from skyrl_gym.tools.mcp import MCPToolGroup
+    from skyrl_gym.tools.python import PythonCodeExecutorToolGroup
+    from skyrl_gym.tools.search import SearchToolGroup
+    from skyrl_gym.tools.sql import SQLCodeExecutorToolGroup
+
+__all__ = [
+    "CalculatorToolGroup",
+    "MCPToolGroup",
+    "PythonCodeExecutorToolGroup",
+    "SQLCodeExecutorToolGroup",
+    "SearchToolGroup",
+    "ToolCall",
+    "ToolGroup",
+    "parse_tool_calls",
+    "tool",
+]
+
+_MODULES = {
+    "MCPToolGroup": "mcp",
+    "PythonCodeExecutorToolGroup": "python",
+    "SQLCodeExecutorToolGroup": "sql",
+    "SearchToolGroup": "search",
+    "ToolCall": "calls",
+    "parse_tool_calls": "calls",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,30 +1,81 @@
-"""Tools: methods of a `ToolGroup`, found by their `@tool` mark and called by name."""
+"""Tools: methods of a `ToolGroup`, found by their `@tool` mark and called by name.
 
-from collections.abc import Callable
-from typing import Any
+Two ways to call one. An environment that has read the arguments itself uses `execute_tool`, and errors are exceptions.
+A call as a model wrote it goes through `call`, and errors are text that tells the model what to do better.
+"""
+
+import difflib
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from skyrl_gym.error import InfraError
+from skyrl_gym.tools.signature import ArgumentError, Schema, Signature, parse_docstring
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""What inference servers accept as a function's name."""
 
 
 class tool:
-    """Marks a method of a `ToolGroup` as a tool. Through an instance it is the bound method."""
+    """Marks a method of a `ToolGroup` as a tool: `@tool`, or `@tool(name=..., description=...)`.
 
-    def __init__(self, func: Callable[..., Any]):
+    The method may be `async def`. Through an instance it is the bound method; through the class, this mark.
+
+    Args:
+        name: What a model calls it by; the method's name unless given.
+        description: What a model is told of it; the docstring up to its first section (`Args:`, ...) unless given.
+
+    Raises:
+        TypeError: it takes `*args` or `**kwargs`, or is not a method. Raised where the class is written.
+        ValueError: the name is none that models can use.
+    """
+
+    def __new__(cls, func: Callable[..., Any] | None = None, **options: Any) -> Any:
+        return super().__new__(cls) if func is not None else lambda func: cls(func, **options)
+
+    def __init__(self, func: Callable[..., Any], *, name: str | None = None, description: str | None = None):
+        if not inspect.isfunction(func):
+            raise TypeError(f"@tool marks a method written with def or async def; got {func!r}")
         self.func = func
-        self.name = func.__name__
+        self.name = name or func.__name__
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"tool name {self.name!r}: use up to 64 letters, digits, _ and -")
+        self.description = description if description is not None else parse_docstring(func.__doc__).description
+        self.signature = Signature(func)
         self.__doc__ = func.__doc__
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else self.func.__get__(instance, owner)
 
+    def schema(self) -> Schema:
+        """As OpenAI-compatible servers and chat templates take it."""
+        return function_schema(self.name, self.description, self.signature.schema())
+
+
+def function_schema(name: str, description: str, parameters: Schema) -> Schema:
+    """One tool in OpenAI's form."""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
 
 class ToolGroup:
     """Tools that share state, under one name. Tools of base classes are tools too."""
 
+    async_timeout: ClassVar[float] = 300.0
+    """Seconds an `async def` tool may take. One that is `def` keeps its own time: a thread cannot be stopped."""
+
     def __init__(self, name: str):
+        """Raises ValueError if two of the tools have one name."""
         self.name = name
         self._tool_registry: dict[str, Callable[..., Any]] = {}
+        self._marks: dict[str, tool] = {}
         for attribute in dir(type(self)):
             marked = getattr(type(self), attribute)
             if isinstance(marked, tool):
+                if marked.name in self._marks:
+                    raise ValueError(f"two tools of {type(self).__name__} are called {marked.name!r}")
+                self._marks[marked.name] = marked
                 self._tool_registry[marked.name] = marked.__get__(self, type(self))
 
     def get_name(self) -> str:
@@ -34,15 +85,75 @@ class ToolGroup:
         return self._tool_registry.get(name)
 
     def get_tool_names(self) -> list[str]:
-        """In alphabetical order."""
+        """In alphabetical order of the methods."""
         return list(self._tool_registry)
 
     def execute_tool(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Raises ValueError if this group has no such tool; what the tool raises reaches the caller."""
+        """What the tool returns; an `async def` tool is waited for, on an event loop that is not the caller's.
+
+        Raises:
+            ValueError: this group has no such tool.
+            TimeoutError: an `async def` tool took longer than `async_timeout`.
+            Exception: whatever the tool raises.
+        """
         found = self.get_tool(name)
         if found is None:
             raise ValueError(f"Tool '{name}' not found in group '{self.name}'.")
-        return found(*args, **kwargs)
+        result = found(*args, **kwargs)
+        if not inspect.iscoroutine(result):
+            return result
+        from skyrl_gym.tools.background_loop import shared_loop  # asyncio is heavy for those who do not use it
+
+        return shared_loop().run(result, self.async_timeout)
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Answers a call as a model wrote it, with text for the model whatever it wrote and whatever the tool did.
+
+        Raises:
+            InfraError: what the tool stands on did not work; that is not for the model to mend.
+        """
+        if name not in self._tool_registry:
+            return unknown_tool(name, self.get_tool_names())
+        if not isinstance(arguments, Mapping):
+            return f"Error calling {name}: the arguments must be an object with a value for each name"
+        try:
+            return as_text(self.execute_tool(name, **self._marks[name].signature.bind(arguments)))
+        except ArgumentError as failure:
+            return f"Error calling {name}: {failure}"
+        except InfraError:
+            raise
+        except Exception as failure:  # a tool may do anything, and the episode goes on
+            return f"Error in {name}: {failure or type(failure).__name__}"
+
+    def schemas(self) -> list[Schema]:
+        """The tools in OpenAI's form: what goes into a request's `tools` or a chat template.
+
+        Raises:
+            TypeError: a tool has a parameter whose type hint JSON cannot express.
+        """
+        return [marked.schema() for marked in self._marks.values()]
 
     def get_tool_to_group_mapping(self) -> dict[str, str]:
         return dict.fromkeys(self._tool_registry, self.name)
+
+    def close(self) -> None:
+        """Gives resources back. May be called more than once."""
+
+
+def unknown_tool(name: str, known: list[str]) -> str:
+    """What a model is told that called a tool there is not."""
+    nearest = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"did you mean {nearest[0]}?" if nearest else f"there are: {', '.join(known) or 'none'}"
+    return f"Error: there is no tool {str(name)[:100]!r}; {hint}"
+
+
+def as_text(result: Any) -> str:
+    """A tool's result for a model: text as it is, nothing as nothing, the rest as JSON where it can be."""
+    if result is None:
+        return ""
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return str(result)

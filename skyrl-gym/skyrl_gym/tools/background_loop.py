@@ -1,0 +1,55 @@
+"""An event loop in a thread of its own, for asynchronous code that is called from synchronous code."""
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+CANCEL_SECONDS = 5.0
+"""Granted to a cancelled coroutine for its clean-up."""
+
+
+class BackgroundLoop:
+    """Runs coroutines for any number of threads. The thread is a daemon: it keeps no process alive."""
+
+    def __init__(self, name: str):
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
+        """The result of a coroutine. After `timeout` seconds it is cancelled. Raises TimeoutError."""
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError("called from its own event loop, which would wait for itself: use await there")
+        future = self.start(asyncio.wait_for(work, timeout))
+        try:
+            return future.result(timeout + CANCEL_SECONDS)
+        except TimeoutError as failure:
+            raise TimeoutError(str(failure) or f"no result within {timeout:g} seconds") from failure
+
+    def close(self) -> None:
+        """Ends the thread; what still runs is abandoned. May be called more than once."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+_shared: dict[int, BackgroundLoop] = {}
+_shared_lock = threading.Lock()
+
+
+def shared_loop() -> BackgroundLoop:
+    """One loop for all asynchronous tools of this process. A forked child has no threads, and so makes another."""
+    with _shared_lock:
+        if os.getpid() not in _shared:
+            _shared[os.getpid()] = BackgroundLoop("tools")
+        return _shared[os.getpid()]

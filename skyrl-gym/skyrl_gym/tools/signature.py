@@ -1,0 +1,396 @@
+"""What a tool takes, told to a model and checked: a JSON schema from hints and docstring, and arguments back.
+
+A hint is read by two functions that mirror each other: `schema_of` says what JSON it admits, `read` makes a value of
+such JSON. Knows no tools and no groups.
+"""
+
+import dataclasses
+import enum
+import inspect
+import json
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NotRequired, Required, Union, get_args, get_origin, get_type_hints
+
+Schema = dict[str, Any]
+
+SOLE_ARGUMENT = ""
+"""Key of an argument that came without a name; it goes to the tool's first parameter."""
+
+_NO_DEFAULT = inspect.Parameter.empty
+_SEQUENCES = {list, tuple, set, frozenset, Sequence}
+_MAPPINGS = {dict, Mapping}
+_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", types.NoneType: "null"}
+_SHOWN_CHARACTERS = 80
+
+
+class ArgumentError(ValueError):
+    """A model called a tool wrongly. The text is for the model: which argument, what it was, what it must be."""
+
+
+class Signature:
+    """A tool's parameters. `func` is a method: its first parameter is left out.
+
+    Raises:
+        TypeError: `func` takes `*args` or `**kwargs`, or positional-only parameters: a model calls by name.
+    """
+
+    def __init__(self, func: Callable[..., Any]):
+        self._func = func
+        self._parameters = list(inspect.signature(func).parameters.values())[1:]
+        for parameter in self._parameters:
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise TypeError(
+                    f"tool {func.__qualname__}: {parameter} cannot be called by name; "
+                    f"a tool's parameters must each have a name"
+                )
+
+    @property
+    def _hints(self) -> dict[str, Any]:
+        """Read late: at the time of decoration the names in them may not exist yet."""
+        try:
+            return get_type_hints(self._func, include_extras=True)
+        except NameError as failure:
+            raise TypeError(f"tool {self._func.__qualname__}: a type hint cannot be read: {failure}") from failure
+
+    def schema(self) -> Schema:
+        """JSON schema of the arguments. Raises TypeError for a hint that has none."""
+        hints, texts = self._hints, parse_docstring(self._func.__doc__).arguments
+        properties: Schema = {}
+        for parameter in self._parameters:
+            try:
+                described = schema_of(hints.get(parameter.name, Any))
+            except TypeError as failure:
+                raise TypeError(f"tool {self._func.__qualname__}, parameter {parameter.name}: {failure}") from None
+            if parameter.name in texts:
+                described.setdefault("description", texts[parameter.name])
+            if parameter.default is not _NO_DEFAULT and _is_json(parameter.default):
+                described["default"] = parameter.default
+            properties[parameter.name] = described
+        required = [parameter.name for parameter in self._parameters if parameter.default is _NO_DEFAULT]
+        return {"type": "object", "properties": properties, "required": required}
+
+    def bind(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments from a model as keyword arguments of the right types.
+
+        A number or boolean that came as text is read; null for a parameter with a default means the default.
+
+        Raises:
+            ArgumentError: one is missing, unknown or of the wrong type.
+        """
+        known = {parameter.name: parameter for parameter in self._parameters}
+        if set(arguments) == {SOLE_ARGUMENT}:
+            arguments = self._named(arguments[SOLE_ARGUMENT])
+        unknown = [name for name in arguments if name not in known]
+        if unknown:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise ArgumentError(f"there is no argument {_shown(unknown[0])}; {takes}")
+        hints, bound = self._hints, {}
+        for name, parameter in known.items():
+            has_default = parameter.default is not _NO_DEFAULT
+            hint = hints.get(name, Any)
+            if name not in arguments or (has_default and arguments[name] is None and not _admits_none(hint)):
+                if not has_default:
+                    raise ArgumentError(f"argument {name!r} ({describe(hint)}) is missing")
+                continue
+            bound[name] = read(hint, arguments[name], name)
+        return bound
+
+    def _named(self, value: Any) -> dict[str, Any]:
+        if not self._parameters and value in ("", None):
+            return {}
+        return {self._parameters[0].name if self._parameters else SOLE_ARGUMENT: value}
+
+
+def schema_of(hint: Any, _inside: tuple[Any, ...] = ()) -> Schema:
+    """JSON schema of a type hint. Raises TypeError for a hint that JSON cannot express."""
+    if hint in _inside:
+        raise TypeError(f"{hint.__name__} contains itself")
+    hint, text = _unwrapped(hint)
+    schema = _bare_schema(hint, _inside)
+    return schema | {"description": text} if text else schema
+
+
+def _bare_schema(hint: Any, inside: tuple[Any, ...]) -> Schema:
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if hint is Any or hint is object:
+        return {}
+    if hint in _JSON_TYPES:
+        return {"type": _JSON_TYPES[hint]}
+    if origin is Literal:
+        return _enum_schema(arguments)
+    if _is_enum(hint):
+        return _enum_schema([member.value for member in hint])
+    if origin in (Union, types.UnionType):
+        return _union_schema([schema_of(arm, inside) for arm in arguments])
+    if origin in _SEQUENCES:
+        return _array_schema(origin, arguments, inside)
+    if origin in _MAPPINGS:
+        if arguments and arguments[0] is not str:
+            raise TypeError(f"{hint} has keys that are not str, and JSON has none other")
+        values = schema_of(arguments[1], inside) if arguments else {}
+        return {"type": "object", **({"additionalProperties": values} if values else {})}
+    if fields := _record_fields(hint):
+        return {
+            "type": "object",
+            "properties": {name: schema_of(field, (*inside, hint)) for name, (field, _) in fields.items()},
+            "required": [name for name, (_, required) in fields.items() if required],
+            "additionalProperties": False,
+        }
+    raise TypeError(
+        f"{hint!r} cannot be described to a model; use str, int, float, bool, Literal, Enum, list, dict, "
+        f"TypedDict, a dataclass, or unions of these"
+    )
+
+
+def _enum_schema(values: Sequence[Any]) -> Schema:
+    kinds = {_JSON_TYPES.get(type(value)) for value in values}
+    if None in kinds:
+        raise TypeError(f"{list(values)} has values that JSON does not have")
+    return {**({"type": kinds.pop()} if len(kinds) == 1 else {}), "enum": list(values)}
+
+
+def _union_schema(arms: list[Schema]) -> Schema:
+    """Plain types share one `type` list, which every chat template can show; anything richer is `anyOf`."""
+    if any(not arm for arm in arms):
+        return {}
+    if all(set(arm) == {"type"} for arm in arms):
+        return {"type": [arm["type"] for arm in arms]}
+    return {"anyOf": arms}
+
+
+def _array_schema(origin: Any, arguments: tuple[Any, ...], inside: tuple[Any, ...]) -> Schema:
+    if origin is tuple and arguments and arguments[-1] is not Ellipsis:
+        items = [schema_of(item, inside) for item in arguments]
+        return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
+    items = schema_of(arguments[0], inside) if arguments else {}
+    unique = {"uniqueItems": True} if origin in (set, frozenset) else {}
+    return {"type": "array", **({"items": items} if items else {}), **unique}
+
+
+def read(hint: Any, value: Any, where: str) -> Any:
+    """A JSON value as what the hint says. `where` names it in errors. Raises ArgumentError."""
+    try:
+        return _read(hint, value, where)
+    except ArgumentError as failure:
+        parsed = _parsed(value)
+        if parsed is None:
+            raise
+        try:
+            return _read(hint, parsed, where)
+        except ArgumentError:
+            raise failure from None
+
+
+def _parsed(value: Any) -> Any:
+    """What a text says in JSON, if that is not text again: some call formats have no other type."""
+    if not isinstance(value, str):
+        return None
+    text = {"True": "true", "False": "false"}.get(value.strip(), value)
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return None if isinstance(parsed, str) else parsed
+
+
+def _read(hint: Any, value: Any, where: str) -> Any:
+    hint, _ = _unwrapped(hint)
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if hint is Any or hint is object:
+        return value
+    wrong = ArgumentError(f"argument {where!r} must be {describe(hint)}; got {_shown(value)}")
+    if hint in _JSON_TYPES:
+        return _read_plain(hint, value, wrong)
+    if origin is Literal:
+        return _member(dict.fromkeys(arguments), value, wrong)
+    if _is_enum(hint):
+        return hint(_member({member.value: member for member in hint}, value, wrong))
+    if origin in (Union, types.UnionType):
+        return _read_union(arguments, value, where, wrong)
+    if origin in _SEQUENCES:
+        if not isinstance(value, list):
+            raise wrong
+        return _read_items(origin, arguments, value, where, wrong)
+    if not isinstance(value, Mapping):
+        raise wrong
+    if origin in _MAPPINGS:
+        return {key: read(arguments[1], item, f"{where}.{key}") for key, item in value.items()} if arguments else value
+    return _read_record(hint, value, where)
+
+
+def _read_plain(hint: type, value: Any, wrong: ArgumentError) -> Any:
+    """Not `isinstance`: True is no number. 5.0 is a whole number, 5 is a number."""
+    if type(value) is hint:
+        if hint is float and not math.isfinite(value):
+            raise wrong
+        return value
+    if hint is int and type(value) is float and value.is_integer():
+        return int(value)
+    if hint is float and type(value) is int:
+        try:
+            return float(value)
+        except OverflowError:
+            raise wrong from None
+    raise wrong
+
+
+def _member(members: Mapping[Any, Any], value: Any, wrong: ArgumentError) -> Any:
+    for member in members:
+        if type(member) is type(value) and member == value:
+            return member
+    raise wrong
+
+
+def _read_union(arms: tuple[Any, ...], value: Any, where: str, wrong: ArgumentError) -> Any:
+    for reader in (lambda arm: _read(arm, value, where), lambda arm: read(arm, value, where)):
+        for arm in arms:
+            try:
+                return reader(arm)
+            except ArgumentError:
+                continue
+    raise wrong
+
+
+def _read_items(origin: Any, arguments: tuple[Any, ...], value: list[Any], where: str, wrong: ArgumentError) -> Any:
+    if origin is tuple and arguments and arguments[-1] is not Ellipsis:
+        if len(value) != len(arguments):
+            raise wrong
+        hints = list(arguments)
+    else:
+        hints = [arguments[0] if arguments else Any] * len(value)
+    items = [read(hint, item, f"{where}[{i}]") for i, (hint, item) in enumerate(zip(hints, value, strict=True))]
+    if origin in (list, Sequence):
+        return items
+    try:
+        return origin(items)
+    except TypeError:  # a set of lists
+        raise wrong from None
+
+
+def _read_record(hint: Any, value: Mapping[str, Any], where: str) -> Any:
+    fields = _record_fields(hint)
+    for name in value:
+        if name not in fields:
+            raise ArgumentError(f"argument {where!r} has no field {_shown(name)}; it has {', '.join(fields)}")
+    for name, (field, required) in fields.items():
+        if required and name not in value:
+            raise ArgumentError(f"argument {where!r} must have the field {name!r} ({describe(field)})")
+    made = {name: read(fields[name][0], item, f"{where}.{name}") for name, item in value.items()}
+    if not dataclasses.is_dataclass(hint):
+        return made
+    try:
+        return hint(**made)  # pyright: ignore[reportCallIssue]
+    except (ValueError, TypeError) as failure:  # what its __post_init__ refuses
+        raise ArgumentError(f"argument {where!r}: {failure}") from failure
+
+
+def _record_fields(hint: Any) -> dict[str, tuple[Any, bool]]:
+    """Name -> (hint, required) of a TypedDict or dataclass; empty for anything else."""
+    if typing.is_typeddict(hint):
+        return {
+            name: (field, name in hint.__required_keys__)
+            for name, field in get_type_hints(hint, include_extras=True).items()
+        }
+    if dataclasses.is_dataclass(hint):
+        hints = get_type_hints(hint, include_extras=True)
+        return {
+            field.name: (hints[field.name], field.default is field.default_factory is dataclasses.MISSING)
+            for field in dataclasses.fields(hint)
+            if field.init
+        }
+    return {}
+
+
+def _unwrapped(hint: Any) -> tuple[Any, str | None]:
+    """A hint without `Annotated`, `Required`, `NotRequired` and `NewType` around it, and the outermost text given."""
+    text: str | None = None
+    while True:
+        origin = get_origin(hint)
+        if origin is Annotated:
+            text = text or next((note for note in hint.__metadata__ if isinstance(note, str)), None)
+            hint = hint.__origin__
+        elif origin in (Required, NotRequired):
+            hint = get_args(hint)[0]
+        elif isinstance(hint, typing.NewType):
+            hint = hint.__supertype__
+        else:
+            return (types.NoneType if hint is None else hint), text
+
+
+def _is_enum(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, enum.Enum)
+
+
+def _admits_none(hint: Any) -> bool:
+    try:
+        _read(hint, None, "")
+    except ArgumentError:
+        return False
+    return True
+
+
+def describe(hint: Any) -> str:
+    """A hint in a model's words: JSON's, not Python's."""
+    schema = schema_of(hint)
+    if "enum" in schema:
+        return "one of " + ", ".join(json.dumps(value) for value in schema["enum"])
+    if "anyOf" in schema:
+        return " or ".join(describe(arm) for arm in get_args(_unwrapped(hint)[0]))
+    kind = schema.get("type", "anything")
+    if isinstance(kind, list):
+        return " or ".join(kind)
+    if kind == "array" and "minItems" in schema:
+        return f"array of {schema['minItems']} values"
+    return kind
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+class Docstring(typing.NamedTuple):
+    """What a docstring says of a function as a whole, and of each argument."""
+
+    description: str
+    arguments: dict[str, str]
+
+
+_SECTION = re.compile(r"(Args|Arguments|Parameters|Returns?|Yields?|Raises|Examples?|Notes?):\s*")
+_ARGUMENT = re.compile(r"(\*{0,2}\w+(?:\s*,\s*\*{0,2}\w+)*)\s*(?:\([^)]*\))?\s*:\s*(.*)")
+
+
+def parse_docstring(docstring: str | None) -> Docstring:
+    """Reads Google's style (https://google.github.io/styleguide/pyguide.html#383-functions-and-methods)."""
+    section, description, arguments = None, [], {}
+    names: list[str] = []
+    indent = 0
+    for line in inspect.cleandoc(docstring or "").splitlines():
+        if found := _SECTION.fullmatch(line):
+            section, names = found[1], []
+        elif section is None or (line and not line[0].isspace()):
+            section = None
+            description.append(line)
+        elif section in ("Args", "Arguments", "Parameters") and line.strip():
+            depth = len(line) - len(line.lstrip())
+            entry = _ARGUMENT.fullmatch(line.strip()) if not names or depth <= indent else None
+            if entry:
+                names, indent = [name.strip(" *") for name in entry[1].split(",")], depth
+            for name in names:
+                arguments[name] = f"{arguments.get(name, '')} {entry[2] if entry else line.strip()}".strip()
+    return Docstring("\n".join(description).strip(), arguments)
