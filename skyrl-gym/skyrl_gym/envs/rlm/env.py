@@ -1,0 +1,242 @@
+"""Recursive language models: the model sees a question, and the text it is about only through a Python REPL whose code
+can ask models in turn (https://arxiv.org/abs/2512.24601)."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import (
+    BaseTextEnv,
+    BaseTextEnvStepOutput,
+    ConversationType,
+    Example,
+    MessageType,
+    ground_truth_of,
+    typed_config,
+)
+from skyrl_gym.envs.rlm import prompts
+from skyrl_gym.envs.rlm.answers import final_text, final_variable, last_repl_block
+from skyrl_gym.envs.rlm.examples import examples
+from skyrl_gym.envs.rlm.repl import PersistentREPL, REPLResult
+from skyrl_gym.error import Error, TaskError
+from skyrl_gym.graders import qa, reward_of
+
+DEFAULT_MAX_TURNS = 10
+
+
+@dataclass
+class RLMEnvConfig:
+    """Settings of the `rlm` environment."""
+
+    repl_timeout: float = 180.0
+    """Seconds for the code of one turn, its questions to models included. The row's `repl_timeout` goes first."""
+
+    allow_imports: bool = True
+    """Whether that code may import modules. The sandbox holds it either way."""
+
+    ephemeral_turn_prompt: bool = False
+    """Take each turn's prompt out of the history again when the model has answered it.
+
+    It is done in the list that `init` returned, so it needs a driver that goes on with that very list and makes each
+    turn's input of it anew; since the history is then not append-only, each turn must be trained on as a sample of its
+    own (`generator.step_wise_trajectories`). A driver that does not use the list is found out in the second turn.
+    """
+
+
+class BaseRLMEnv(BaseTextEnv):
+    """A question about a context that stands in a REPL. Ends with a final answer, or after `max_turns` without one.
+
+    A row gives the context as `extra_info.context_text` (a text that is a JSON object becomes a dict); without it, the
+    prompt itself is the context. Beside it, `max_turns` (10), `repl_timeout`, and what no file can hold: `lm_callback`
+    and `subcall_fn` (see `PersistentREPL`), which whoever makes the environment adds, with `depth`, the number of
+    recursive models above this one.
+
+    A subclass says what an answer is worth (`_get_reward`), and may say how the task is explained
+    (`_get_system_prompt`) and what else the REPL has (`_get_repl_tools`).
+    """
+
+    config_class = RLMEnvConfig
+
+    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+        super().__init__()
+        self.config = typed_config(RLMEnvConfig, env_config)
+        self.extras = extras or {}
+        self.max_turns: int = self.extras.get("max_turns", DEFAULT_MAX_TURNS)
+        self.depth: int = self.extras.get("depth", 0)
+        self.lm_callback: Callable[[list[str]], list[str]] | None = self.extras.get("lm_callback")
+        self.repl: PersistentREPL | None = None
+        self._context: Any = None
+        self._question = ""
+        self._messages: ConversationType = []
+        self._turn_prompt: MessageType = {}
+        self._final_answer: str | None = None
+        self._reward = 0.0
+
+    # What a subclass may define
+
+    def _get_reward(self, final_answer: str) -> float:
+        """What the final answer is worth. Here: 1 for any answer that is not empty."""
+        return 1.0 if final_answer.strip() else 0.0
+
+    def _get_system_prompt(self) -> str:
+        """The system prompt; `{custom_tools_section}` in it becomes the description of the tools."""
+        queries = prompts.QUERIES_SECTION if self.lm_callback is not None else ""
+        return prompts.SYSTEM_PROMPT.replace("{queries_section}", queries)
+
+    def _get_repl_tools(self) -> Mapping[str, Any]:
+        """Functions and plain values for the REPL: name to value, or to {"tool": value, "description": text}.
+
+        Called when `self._context` is known.
+        """
+        return {}
+
+    # The episode
+
+    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
+        self._question = "\n\n".join(_text_of(message) for message in prompt)
+        self._context = self._context_of_row()
+        tools = {name: _tool_and_description(tool) for name, tool in self._get_repl_tools().items()}
+        self.repl = PersistentREPL(
+            timeout=self.extras.get("repl_timeout", self.config.repl_timeout),
+            custom_tools={name: tool for name, (tool, _) in tools.items()},
+            lm_callback=self.lm_callback,
+            subcall_fn=self.extras.get("subcall_fn"),
+            allow_imports=self.config.allow_imports,
+        )
+        self.repl.add_context(self._context)
+        descriptions = {name: description for name, (_, description) in tools.items()}
+        self._turn_prompt = self._next_turn_prompt()
+        self._messages = [
+            {"role": "system", "content": prompts.system_prompt(self._get_system_prompt(), descriptions)},
+            {"role": "user", "content": prompts.context_line(self._context)},
+            self._turn_prompt,
+        ]
+        return self._messages, {}
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        if self.config.ephemeral_turn_prompt:
+            self._take_turn_prompt_back()
+        code = last_repl_block(action)
+        result = self._execute(code) if code is not None else None
+        self._final_answer = self._find_final_answer(action, result)
+        if self._final_answer is not None:
+            self._reward = float(self._get_reward(self._final_answer))
+        done = self._final_answer is not None or self.turns >= self.max_turns
+        output = BaseTextEnvStepOutput(
+            observations=[] if done else self._observations(action, code, result),
+            reward=self._reward,
+            done=done,
+            metadata={},
+        )
+        if done and self._final_answer is None:
+            output["truncated"] = True
+        return output
+
+    def close(self) -> None:
+        if self.repl is not None:
+            self.repl.cleanup()
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {
+            "turns_used": self.turns,
+            "final_value_set": self._final_answer is not None,
+            "final_answer": self._final_answer,
+            "reward": self._reward,
+        }
+
+    def _context_of_row(self) -> Any:
+        text = (self.extras.get("extra_info") or {}).get("context_text")
+        if text is None:
+            return self._question
+        if not isinstance(text, str):
+            raise TaskError(f"extra_info.context_text must be a text; got {type(text).__name__}")
+        return _dict_or_text(text)
+
+    def _execute(self, code: str) -> REPLResult:
+        assert self.repl is not None, "step before init"
+        return self.repl.execute(code)
+
+    def _find_final_answer(self, action: str, result: REPLResult | None) -> str | None:
+        """What the code gave as the answer, else what the text around it does.
+
+        A turn without code may answer as well: a model that knows the answer need not run anything for show.
+        """
+        if result is not None and result.final_answer is not None:
+            return result.final_answer
+        name = final_variable(action)
+        if name is not None and (answer := self._execute(f"FINAL_VAR({name!r})").final_answer) is not None:
+            return answer
+        return final_text(action)
+
+    def _observations(self, action: str, code: str | None, result: REPLResult | None) -> ConversationType:
+        said = []
+        if code is not None and result is not None:
+            output = "\n".join(part for part in (result.stdout, result.stderr) if part.strip())
+            said.append(prompts.observation(code, output, result.locals))
+        if (name := final_variable(action)) is not None:
+            said.append(prompts.NO_VARIABLE.format(name=name))
+        self._turn_prompt = self._next_turn_prompt()
+        return [{"role": "user", "content": "\n\n".join(said) or prompts.NO_BLOCK}, self._turn_prompt]
+
+    def _next_turn_prompt(self) -> MessageType:
+        return {"role": "user", "content": prompts.turn_prompt(self._question, self.turns, self.max_turns)}
+
+    def _take_turn_prompt_back(self) -> None:
+        """Raises Error if the driver's history is not the list that `init` returned."""
+        if not self._messages or self._messages[-1] != self._turn_prompt:
+            raise Error(
+                "rlm: ephemeral_turn_prompt needs a driver that adds each turn to the list that init returned; "
+                "this one keeps a history of its own, so leave the setting off"
+            )
+        self._messages.pop()
+
+
+class RLMEnv(BaseRLMEnv):
+    """Pays 1 for an answer that equals one in `reward_spec.ground_truth`, by the rules of question answering, else 0.
+
+    The ground truth is a text, a list of texts, or {"target": either}.
+    """
+
+    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+        super().__init__(env_config, extras)
+        self.ground_truth = _targets(ground_truth_of(self.extras))
+
+    def _get_reward(self, final_answer: str) -> float:
+        return reward_of(qa.exact_match(final_answer, self.ground_truth))
+
+    @classmethod
+    def examples(cls) -> list[Example]:
+        return examples()
+
+
+def _text_of(message: MessageType) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.get("text", "") for part in content)
+
+
+def _dict_or_text(text: str) -> dict[str, Any] | str:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _tool_and_description(tool: Any) -> tuple[Any, str | None]:
+    if isinstance(tool, Mapping) and "tool" in tool:
+        return tool["tool"], tool.get("description")
+    return tool, None
+
+
+def _targets(ground_truth: Any) -> list[str]:
+    """Raises TaskError unless there is at least one text."""
+    target = ground_truth["target"] if isinstance(ground_truth, Mapping) and "target" in ground_truth else ground_truth
+    try:
+        return qa.as_list(target)
+    except (TypeError, ValueError) as failure:
+        rule = "a text or texts, which may stand under 'target'"
+        raise TaskError(f"reward_spec.ground_truth must be {rule}; got {ground_truth!r:.200}") from failure

@@ -1,0 +1,404 @@
+"""A Python REPL in a sandbox, whose code can ask a language model and call functions of the host.
+
+The code runs in a process of its own (`repl_process.py`), which lives as long as the REPL does, and its variables with
+it. Who writes that code is not trusted, and neither is what the process says: it can claim any output, variable or
+final answer, which are its own to choose anyway, and call the functions it was offered, with plain values. Anything
+else it sends ends it.
+"""
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from skyrl_gym.envs.rlm import repl_process
+from skyrl_gym.envs.rlm.pipe import BadFrame, Pipe
+from skyrl_gym.envs.rlm.repl_process import decode, encode
+from skyrl_gym.error import InfraError
+from skyrl_gym.sandbox import Sandbox, SandboxProcess, make_sandbox
+
+LmCallback = Callable[[list[str]], list[str]]
+"""Answers of a language model, one to each prompt."""
+
+RESERVED_TOOL_NAMES = frozenset(
+    {*repl_process.FUNCTIONS, "llm_query", "llm_query_batched", "rlm_query", "rlm_query_batched", "context"}
+)
+"""Names that a custom tool cannot have. So are `context_0`, `context_1` and so on."""
+
+START_SECONDS = 60.0
+GRACE_SECONDS = 3.0
+"""How long interrupted code may take to end before the process does."""
+LIFETIME_SECONDS = 6 * 3600.0
+CPU_SECONDS_PER_TIMEOUT = 20
+"""The process may use this many times the time-out of one execution: as long as a long episode, with some to spare."""
+MAX_BATCH = 1000
+MAX_PARALLEL_SUBCALLS = 2
+MAX_CONTEXT_BYTES = 1 << 29
+
+_CONTEXT_NAME = re.compile(r"context(_\d+)?")
+_PROGRAM = Path(repl_process.__file__)
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """Stands for a variable that did not cross: it is no plain value, or too large a one."""
+
+    type_name: str
+
+
+@dataclass
+class REPLResult:
+    """What one execution did."""
+
+    stdout: str
+    stderr: str
+    """Tracebacks, and what happened to the REPL if its code did not end by itself."""
+    locals: dict[str, Any] = field(default_factory=dict)
+    """The variables there are now; `Opaque` stands for those that are not plain values."""
+    final_answer: str | None = None
+    """Given by FINAL_VAR."""
+
+
+class _Gone(Exception):
+    """The process ended, or had to be. The text says why, for the model."""
+
+
+class PersistentREPL:
+    """Runs code, execution after execution, in one namespace. The process starts with the first one.
+
+    `globals` are the functions that the code is offered, as they are on the host; `locals` are copies of its variables
+    as they were after the last execution. To change either changes nothing inside. The functions, tools and contexts
+    are there anew after each execution, whatever the code did to their names.
+
+    Code that runs longer than `timeout` is interrupted and its variables are kept. If it does not stop then, or ends
+    its process, or runs out of memory, the next execution finds a new process: with contexts and tools, without the
+    variables, which the result's stderr says. Functions of the host count as running code; one that is at work when
+    the time is up is waited for, so they need time-outs of their own.
+
+    One thread at a time uses a REPL; any number of REPLs run side by side.
+
+    Args:
+        timeout: seconds for one execution.
+        custom_tools: functions of the host and plain values, by the name that the code sees. A function is given
+            whatever plain values the code chooses, and what it returns crosses as a plain value, else as text; what it
+            raises, the code sees as a RuntimeError, except InfraError, which `execute` raises.
+        lm_callback: makes `llm_query`, `llm_query_batched`, `rlm_query` and `rlm_query_batched` available.
+        subcall_fn: `subcall_fn(prompt)` or `subcall_fn(prompt, context)` answers `rlm_query`, two at a time; without it
+            the language model does. Called from other threads.
+        sandbox: where the process runs, not yet started; `cleanup` closes it. Default: `make_sandbox()`.
+        allow_imports: whether the code may import modules. The sandbox is what holds it, so it may; without, it is the
+            bare language, as earlier releases had it. No boundary either way.
+        max_output: bytes of each of stdout and stderr that one execution gives back.
+
+    Raises:
+        ValueError: a tool has a reserved name, or none that code can use.
+        TypeError: a value among the tools is not plain.
+    """
+
+    def __init__(
+        self,
+        timeout: float = 15.0,
+        custom_tools: Mapping[str, Any] | None = None,
+        lm_callback: LmCallback | None = None,
+        subcall_fn: Callable[..., Any] | None = None,
+        *,
+        sandbox: Sandbox | None = None,
+        allow_imports: bool = True,
+        max_output: int = 100_000,
+    ) -> None:
+        self.timeout = timeout
+        self.allow_imports = allow_imports
+        self.max_output = max_output
+        self._lm_callback = lm_callback
+        self._subcall_fn = subcall_fn
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._values: dict[str, Any] = {}
+        self._contexts: dict[int, Any] = {}
+        for name, tool in (custom_tools or {}).items():
+            self._add_tool(name, tool)
+        if lm_callback is not None:
+            self._functions |= {
+                "llm_query": self._llm_query,
+                "llm_query_batched": self._llm_query_batched,
+                "rlm_query": self._rlm_query,
+                "rlm_query_batched": self._rlm_query_batched,
+            }
+        self.globals: dict[str, Any] = {
+            "FINAL_VAR": self._final_var,
+            "SHOW_VARS": self._show_vars,
+            **self._functions,
+            **self._values,
+        }
+        self.locals: dict[str, Any] = {}
+        self._sandbox = sandbox if sandbox is not None else make_sandbox()
+        self._sandbox_started = False
+        self._process: SandboxProcess | None = None
+        self._pipe: Pipe | None = None
+        self._deadline = float("inf")
+        self._closed = False
+
+    def _add_tool(self, name: str, tool: Any) -> None:
+        if name in RESERVED_TOOL_NAMES or _CONTEXT_NAME.fullmatch(name):
+            raise ValueError(f"custom tool {name!r}: the name is reserved; reserved are {sorted(RESERVED_TOOL_NAMES)}")
+        if not name.isidentifier():
+            raise ValueError(f"custom tool {name!r}: the name must be a Python identifier")
+        if callable(tool):
+            self._functions[name] = tool
+        else:
+            encode(tool)
+            self._values[name] = tool
+
+    def add_context(self, payload: Any, index: int = 0) -> None:
+        """Binds a plain value as `context_{index}`, and the one of index 0 as `context` too.
+
+        Raises TypeError if it is not a plain value.
+        """
+        encode(payload, MAX_CONTEXT_BYTES)
+        self._contexts[index] = payload
+        self.locals |= self._context_names()
+        if self._pipe is not None:
+            try:
+                self._send_context(index, time.monotonic() + START_SECONDS)
+            except (OSError, TimeoutError):
+                self._stop()  # the next execution starts anew, with all contexts
+
+    def execute(self, code: str) -> REPLResult:
+        """Runs code. Whatever it does, this returns.
+
+        Raises:
+            InfraError: the sandbox failed, or a function of the host reported a broken service. Variables are gone.
+            ValueError: the REPL is closed.
+        """
+        if self._closed:
+            raise ValueError("this REPL is closed")
+        try:
+            if self._pipe is None:
+                self._start()
+            result = self._run(code, self.timeout)
+        except _Gone as gone:
+            self._stop()
+            self.locals = self._context_names()
+            note = f"{gone}. The REPL was started anew: its variables are gone, the context and the tools are there."
+            return REPLResult(stdout="", stderr=note, locals=dict(self.locals))
+        except BaseException:
+            self._stop()
+            raise
+        self.locals = dict(result.locals)
+        return result
+
+    def cleanup(self) -> None:
+        """Ends the process and closes the sandbox. May be called more than once."""
+        self._closed = True
+        self._stop()
+        self._sandbox.close()
+
+    close = cleanup
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.cleanup()
+
+    # The process
+
+    def _start(self) -> None:
+        """Raises InfraError."""
+        if not self._sandbox_started:
+            self._sandbox.start()
+            self._sandbox_started = True
+        limits = dataclasses.replace(
+            self._sandbox.limits,
+            wall_seconds=LIFETIME_SECONDS,
+            cpu_seconds=max(60.0, CPU_SECONDS_PER_TIMEOUT * self.timeout),
+        )
+        imports = "imports" if self.allow_imports else "no imports"
+        program = [self._sandbox.python, "-I", "-c", _PROGRAM.read_text("utf-8"), str(self.max_output), imports]
+        self._process = self._sandbox.popen(program, limits=limits)
+        self._pipe = Pipe(self._process)
+        deadline = time.monotonic() + START_SECONDS
+        try:
+            self._pipe.send(["bind", {name: encode(value) for name, value in self._values.items()}], deadline)
+            self._pipe.send(["offer", list(self._functions)], deadline)
+            for index in self._contexts:
+                self._send_context(index, deadline)
+            self._run("", START_SECONDS)
+        except (_Gone, OSError, TimeoutError) as failure:
+            raise InfraError(f"a REPL does not start in its sandbox: {failure}") from failure
+
+    def _send_context(self, index: int, deadline: float) -> None:
+        assert self._pipe is not None
+        self._pipe.send(["context", [index, encode(self._contexts[index], MAX_CONTEXT_BYTES)]], deadline)
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+        if self._pipe is not None:
+            self._pipe.close()
+        self._process = self._pipe = None
+
+    def _run(self, code: str, timeout: float) -> REPLResult:
+        """Raises _Gone if the process must be replaced."""
+        assert self._pipe is not None
+        self._deadline = time.monotonic() + timeout
+        try:
+            self._pipe.send(["run", code], self._deadline)
+            done, interrupted = self._serve(self._pipe)
+            result = self._result_of(done)
+        except BadFrame as failure:
+            raise _Gone(f"The code broke the REPL ({failure})") from failure
+        except TimeoutError as failure:
+            raise _Gone(f"The code did not stop within {timeout:g} seconds, nor when it was interrupted") from failure
+        except (EOFError, OSError) as failure:
+            raise _Gone(self._cause_of_death()) from failure
+        finally:
+            self._deadline = float("inf")
+        if interrupted:
+            result.stderr += f"\nThe code was interrupted after {timeout:g} seconds. Its variables are kept."
+        return result
+
+    def _serve(self, pipe: Pipe) -> tuple[dict[str, Any], bool]:
+        """Answers the running code's calls until it is done. Returns what it reports, and whether it was interrupted.
+
+        Raises TimeoutError, EOFError, OSError and BadFrame.
+        """
+        deadline, interrupted = self._deadline, False
+        while True:
+            try:
+                frame = pipe.receive(deadline)
+            except TimeoutError:
+                if interrupted or self._process is None:
+                    raise
+                self._process.interrupt()
+                deadline, interrupted = time.monotonic() + GRACE_SECONDS, True
+                continue
+            match frame:
+                case ["call", str(name), list(arguments), dict(named)]:
+                    answer = [False, "time is up"] if interrupted else self._call(name, arguments, named)
+                    pipe.send(["answer", *answer], max(deadline, time.monotonic() + GRACE_SECONDS))
+                case ["done", dict(done)]:
+                    return done, interrupted
+                case _:
+                    raise BadFrame(f"unknown frame {str(frame)[:80]!r}")
+
+    def _result_of(self, done: dict[str, Any]) -> REPLResult:
+        """Raises BadFrame."""
+        try:
+            stdout, stderr, answer = (decode(done[key]) for key in ("stdout", "stderr", "final_answer"))
+            variables = {
+                decode(name): decode(value) if by_value else Opaque(str(value))
+                for name, by_value, value in done["variables"]
+            }
+        except (KeyError, TypeError, ValueError) as failure:
+            raise BadFrame(f"a report without its parts: {failure}") from failure
+        if not (isinstance(stdout, str) and isinstance(stderr, str) and isinstance(answer, str | None)):
+            raise BadFrame("a report whose output is no text")
+        return REPLResult(stdout, stderr, variables | self._context_names(), answer)
+
+    def _cause_of_death(self) -> str:
+        assert self._process is not None
+        try:
+            result = self._process.wait(timeout=GRACE_SECONDS)
+        except TimeoutError:
+            return "The code closed the REPL"
+        causes = {"exited": f"The code ended the REPL's process (status {result.returncode})"}
+        return causes.get(result.outcome, f"The REPL reached its limit of {result.outcome.replace('_', ' ')}")
+
+    def _context_names(self) -> dict[str, Any]:
+        names = {f"context_{index}": payload for index, payload in self._contexts.items()}
+        return names | ({"context": self._contexts[0]} if 0 in self._contexts else {})
+
+    # What the code calls
+
+    def _call(self, name: str, arguments: list[Any], named: dict[str, Any]) -> list[Any]:
+        """[True, result] or [False, what went wrong], encoded. Raises InfraError, and BadFrame."""
+        function = self._functions.get(name)
+        if function is None:
+            raise BadFrame(f"a call of {name[:80]!r}, which is not offered")
+        try:
+            values = [decode(value) for value in arguments]
+            named_values = {key: decode(value) for key, value in named.items()}
+        except ValueError as failure:
+            raise BadFrame(str(failure)) from failure
+        try:
+            result = function(*values, **named_values)
+        except InfraError:
+            raise
+        except Exception as failure:  # whatever a tool raises on what the model gave it, the model is told
+            return [False, f"{type(failure).__name__}: {failure}"]
+        try:
+            return [True, encode(result, MAX_CONTEXT_BYTES)]
+        except (TypeError, ValueError):
+            return [True, str(result)]
+
+    def _llm_query(self, prompt: str) -> str:
+        """One answer of the language model; text that begins with "Error: LM query failed" if there is none."""
+        return self._llm_query_batched([prompt])[0]
+
+    def _llm_query_batched(self, prompts: list[str]) -> list[str]:
+        """The language model's answers, in the order of the prompts."""
+        prompts = _texts(prompts)
+        try:
+            if self._lm_callback is None:
+                raise ValueError("there is no language model to ask")
+            _check_batch(prompts)
+            answers = [str(answer) for answer in self._lm_callback(prompts)]
+            if len(answers) != len(prompts):
+                raise ValueError(f"{len(prompts)} prompts got {len(answers)} answers")
+        except InfraError:
+            raise
+        except Exception as failure:  # whatever a callback raises, the model is told
+            return [f"Error: LM query failed - {failure}"] * len(prompts)
+        return answers
+
+    def _rlm_query(self, prompt: str, context: Any = None) -> str:
+        """The answer of a child that has a REPL of its own, or of the language model if there are no children."""
+        if self._subcall_fn is None:
+            return self._llm_query(prompt if context is None else f"{prompt}\n\n{context}")
+        try:
+            if time.monotonic() > self._deadline:
+                raise TimeoutError("time is up")
+            arguments = (str(prompt),) if context is None else (str(prompt), context)
+            return str(self._subcall_fn(*arguments))
+        except InfraError:
+            raise
+        except Exception as failure:  # whatever a child raises, the model is told
+            return f"Error: RLM query failed - {failure}"
+
+    def _rlm_query_batched(self, prompts: list[str], contexts: list[Any] | None = None) -> list[str]:
+        """The answers of children, in the order of the prompts; `contexts` are one to each prompt."""
+        prompts = _texts(prompts)
+        if self._subcall_fn is None and contexts is None:
+            return self._llm_query_batched(prompts)
+        given = [None] * len(prompts) if contexts is None else list(contexts)
+        try:
+            _check_batch(prompts)
+            if len(given) != len(prompts):
+                raise ValueError(f"{len(prompts)} prompts and {len(given)} contexts")
+        except ValueError as failure:
+            return [f"Error: RLM query failed - {failure}"] * len(prompts)
+        with ThreadPoolExecutor(MAX_PARALLEL_SUBCALLS, thread_name_prefix="rlm-subcall") as pool:
+            return list(pool.map(self._rlm_query, prompts, given))
+
+    def _final_var(self, name: str) -> str | None:
+        """What the code's FINAL_VAR makes of a variable's name; None if there is none."""
+        return self.execute(f"FINAL_VAR({name!r})").final_answer
+
+    def _show_vars(self) -> str:
+        return self.execute("print(SHOW_VARS())").stdout.strip()
+
+
+def _texts(prompts: Any) -> list[str]:
+    return [prompts] if isinstance(prompts, str) else [str(prompt) for prompt in prompts]
+
+
+def _check_batch(prompts: list[str]) -> None:
+    if len(prompts) > MAX_BATCH:
+        raise ValueError(f"a batch holds at most {MAX_BATCH} prompts; got {len(prompts)}")

@@ -1,0 +1,683 @@
+"""The recursive language model environment and its REPL, in real sandboxes."""
+
+import json
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import skyrl_gym
+from skyrl_gym.envs.rlm import repl_process
+from skyrl_gym.envs.rlm.answers import final_text, final_variable, last_repl_block
+from skyrl_gym.envs.rlm.env import BaseRLMEnv, RLMEnv
+from skyrl_gym.envs.rlm.repl import RESERVED_TOOL_NAMES, Opaque, PersistentREPL
+from skyrl_gym.episode import run_episode
+from skyrl_gym.error import Error, InfraError, TaskError
+
+pytestmark = pytest.mark.slow
+
+QUESTION = [{"role": "user", "content": "What is the code word?"}]
+
+
+def shout(prompts):
+    return [prompt.upper() for prompt in prompts]
+
+
+def fail(*_):
+    raise RuntimeError("the model is asleep")
+
+
+@pytest.fixture
+def make_repl():
+    made = []
+
+    def make(*arguments, **settings):
+        made.append(PersistentREPL(*arguments, **{"timeout": 20.0, **settings}))
+        return made[-1]
+
+    yield make
+    for repl in made:
+        repl.cleanup()
+
+
+@pytest.fixture
+def make_env():
+    made = []
+
+    def make(context="the code word is plum", env_class=RLMEnv, env_config=None, **extras):
+        row = {"reward_spec": {"ground_truth": "plum"}, "extra_info": {"context_text": context}}
+        env = env_class(env_config, {**row, **extras})
+        messages, _ = env.init(list(QUESTION))
+        made.append(env)
+        return env, messages
+
+    yield make
+    for env in made:
+        env.close()
+
+
+def block(code):
+    return f"Let me see.\n```repl\n{code}\n```"
+
+
+def text_of(output):
+    return "\n".join(message["content"] for message in output["observations"])
+
+
+def command_lines():
+    """Of every process there is."""
+    lines = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                lines[int(folder.name)] = (folder / "cmdline").read_bytes()
+            except OSError:  # it ended meanwhile
+                continue
+    return lines
+
+
+def processes_with(marker):
+    return [pid for pid, line in command_lines().items() if marker.encode() in line and pid != os.getpid()]
+
+
+def wait_until_gone(marker):
+    deadline = time.monotonic() + 10
+    while processes_with(marker):
+        assert time.monotonic() < deadline, f"still there: {processes_with(marker)}"
+        time.sleep(0.02)
+
+
+# The namespace
+
+
+def test_variables_stay_from_one_execution_to_the_next(make_repl):
+    repl = make_repl()
+    repl.execute("numbers = [1, 2, 3]\ndef double(x): return 2 * x")
+    result = repl.execute("print(double(sum(numbers)))")
+    assert (result.stdout, result.stderr) == ("12\n", "")
+    assert result.locals["numbers"] == repl.locals["numbers"] == [1, 2, 3]
+    assert result.locals["double"] == Opaque("function")
+
+
+def test_values_cross_the_pipe_as_they_are(make_repl):
+    repl = make_repl(custom_tools={"echo": lambda value: value})
+    value = {"a": (1, 2.5, None), 3: {"x", "y"}, "b": [b"\x00\xff", True, {"deep": frozenset({4})}], "text": "é\n漢"}
+    repl.add_context(value)
+    result = repl.execute("same = echo(context) == context; copy = echo(context)")
+    assert result.locals["same"] is True
+    assert result.locals["copy"] == value
+
+
+def test_an_exception_is_a_traceback_of_the_code_alone(make_repl):
+    result = make_repl().execute("x = 1\nprint(x / 0)")
+    assert result.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
+    assert "print(x / 0)" in result.stderr
+    assert result.stderr.count("File ") == 1
+
+
+def test_what_a_child_process_prints_is_output_too(make_repl):
+    result = make_repl().execute("import os\nprint('first')\nos.system('echo second; echo third >&2')\nprint('fourth')")
+    assert (result.stdout, result.stderr) == ("first\nsecond\nfourth\n", "third\n")
+
+
+def test_output_is_cut_with_a_note(make_repl):
+    result = make_repl(max_output=1000).execute("print('x' * 5000)")
+    assert result.stdout == "x" * 1000 + "\n... (4001 more bytes)"
+
+
+def test_the_context_is_bound_and_bound_again(make_repl):
+    repl = make_repl()
+    repl.add_context("first")
+    repl.add_context({"second": 2}, index=1)
+    assert repl.execute("print(context, context_0, context_1)\ncontext = 0").stdout == "first first {'second': 2}\n"
+    assert repl.execute("print(context)").stdout == "first\n"
+    assert repl.locals["context_1"] == {"second": 2}
+
+
+def test_a_context_can_come_after_the_first_execution(make_repl):
+    repl = make_repl()
+    repl.execute("x = 1")
+    repl.add_context("late")
+    assert repl.execute("print(x, context)").stdout == "1 late\n"
+
+
+def test_final_var_gives_the_value_of_a_variable(make_repl):
+    repl = make_repl()
+    assert repl.execute("answer = 6 * 7\nFINAL_VAR('answer')").final_answer == "42"
+    assert repl.execute("1").final_answer is None
+    wrong = repl.execute("print(FINAL_VAR('anwser'))")
+    assert wrong.final_answer is None
+    assert "answer: int" in wrong.stdout
+
+
+def test_imports_can_be_switched_off(make_repl):
+    assert make_repl().execute("import math; print(math.floor(2.5))").stdout == "2\n"
+    repl = make_repl(allow_imports=False)
+    assert "ImportError" in repl.execute("import os").stderr
+    assert repl.execute("print(sorted([2, 1]))").stdout == "[1, 2]\n"
+
+
+# Functions of the host
+
+
+def test_queries_are_answered_by_the_callback(make_repl):
+    repl = make_repl(lm_callback=shout)
+    result = repl.execute("one = llm_query('a'); many = llm_query_batched(['b', 'c', 'd'])")
+    assert result.locals["one"] == "A"
+    assert result.locals["many"] == ["B", "C", "D"]
+    assert {"llm_query", "llm_query_batched", "rlm_query", "rlm_query_batched"} <= set(repl.globals)
+
+
+def test_without_a_callback_there_are_no_queries(make_repl):
+    repl = make_repl()
+    assert "NameError" in repl.execute("llm_query('a')").stderr
+    assert "llm_query" not in repl.globals
+    assert {"FINAL_VAR", "SHOW_VARS"} <= set(repl.globals)
+
+
+def test_overwritten_names_are_restored(make_repl):
+    repl = make_repl(lm_callback=shout, custom_tools={"seven": 7})
+    repl.execute("llm_query = FINAL_VAR = seven = None\ndel SHOW_VARS\n__builtins__ = {}")
+    assert repl.globals["llm_query"] == repl._llm_query
+    result = repl.execute("print(llm_query('again'), seven, SHOW_VARS())\nFINAL_VAR('seven')")
+    assert result.stdout.startswith("AGAIN 7 Variables:")
+    assert result.final_answer == "7"
+
+
+def test_a_failing_callback_becomes_text(make_repl):
+    repl = make_repl(lm_callback=fail)
+    result = repl.execute("one = llm_query('a'); many = llm_query_batched(['b', 'c'])")
+    assert result.locals["one"].startswith("Error: LM query failed")
+    assert "the model is asleep" in result.locals["one"]
+    assert [answer.startswith("Error: LM query failed") for answer in result.locals["many"]] == [True, True]
+
+
+def test_a_failing_child_is_one_error_among_the_answers(make_repl):
+    def answer(prompt, context=None):
+        if prompt == "bad":
+            raise ValueError("no such thing")
+        return f"{prompt}:{context}"
+
+    repl = make_repl(lm_callback=shout, subcall_fn=answer)
+    result = repl.execute("answers = rlm_query_batched(['a', 'bad', 'c'], ['x', 'y', 'z'])")
+    first, second, third = result.locals["answers"]
+    assert (first, third) == ("a:x", "c:z")
+    assert second.startswith("Error: RLM query failed")
+
+
+def test_children_answer_two_at_a_time_and_in_order(make_repl):
+    lock, at_work, most = threading.Lock(), 0, 0
+
+    def answer(prompt):
+        nonlocal at_work, most
+        with lock:
+            at_work += 1
+            most = max(most, at_work)
+        time.sleep(0.02 * (6 - int(prompt)))  # the first take longest
+        with lock:
+            at_work -= 1
+        return prompt
+
+    repl = make_repl(lm_callback=shout, subcall_fn=answer)
+    assert repl.execute("got = rlm_query_batched(list('012345'))").locals["got"] == [0, 1, 2, 3, 4, 5]
+    assert most == 2
+
+
+def test_what_a_child_answers_is_a_value_if_it_spells_one(make_repl):
+    answers = {"list": "[1, 2]", "text": "[1, 2 and more", "code": "__import__('os')"}
+    repl = make_repl(lm_callback=shout, subcall_fn=answers.__getitem__)
+    result = repl.execute("got = rlm_query_batched(['list', 'text', 'code'])")
+    assert result.locals["got"] == [[1, 2], "[1, 2 and more", "__import__('os')"]
+
+
+def test_without_children_the_language_model_answers(make_repl):
+    repl = make_repl(lm_callback=shout)
+    result = repl.execute("one = rlm_query('a'); many = rlm_query_batched(['b', 'c'])")
+    assert (result.locals["one"], result.locals["many"]) == ("A", ["B", "C"])
+
+
+def test_custom_tools_are_functions_and_values(make_repl):
+    repl = make_repl(custom_tools={"add": lambda a, b=1: a + b, "table": {"x": 1}, "broken": fail})
+    assert repl.execute("print(add(2), add(2, b=5), table['x'])").stdout == "3 7 1\n"
+    assert "RuntimeError: the model is asleep" in repl.execute("broken()").stderr
+    assert "TypeError" in repl.execute("add()").stderr
+
+
+@pytest.mark.parametrize("name", [*sorted(RESERVED_TOOL_NAMES), "context_0", "not a name"])
+def test_a_tool_cannot_have_a_reserved_name(name):
+    with pytest.raises(ValueError, match=name):
+        PersistentREPL(custom_tools={name: 1})
+
+
+def test_a_tool_that_is_neither_function_nor_plain_value_is_refused():
+    with pytest.raises(TypeError, match="object"):
+        PersistentREPL(custom_tools={"thing": object()})
+
+
+def test_a_broken_service_is_no_answer(make_repl):
+    def unreachable(prompts):
+        raise InfraError("no server at this address")
+
+    repl = make_repl(lm_callback=unreachable)
+    with pytest.raises(InfraError, match="no server"):
+        repl.execute("llm_query('a')")
+
+
+def test_threads_of_the_code_take_turns_to_ask(make_repl):
+    repl = make_repl(lm_callback=shout)
+    code = (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "with ThreadPoolExecutor(8) as pool: got = list(pool.map(llm_query, map(str, range(40))))"
+    )
+    assert repl.execute(code).locals["got"] == [str(number) for number in range(40)]
+
+
+# Limits
+
+
+def test_code_that_runs_too_long_is_interrupted_and_its_variables_stay(make_repl):
+    repl = make_repl(timeout=1.0)
+    started = time.monotonic()
+    result = repl.execute("x = 5\nprint('before')\nwhile True: pass")
+    assert time.monotonic() - started < 3
+    assert "interrupted after 1 seconds" in result.stderr
+    assert result.stdout == "before\n"
+    assert repl.execute("print(x)").stdout == "5\n"
+
+
+def test_asking_for_ever_is_running_too_long(make_repl):
+    repl = make_repl(timeout=1.0, lm_callback=shout)
+    assert "interrupted" in repl.execute("count = 0\nwhile True: llm_query('x'); count += 1").stderr
+    assert repl.execute("print(count > 10)").stdout == "True\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass",
+        "while True:\n  try:\n    while True: sum(range(1000))\n  except BaseException: pass",
+    ],
+    ids=["ignores the signal", "catches everything"],
+)
+def test_code_that_does_not_stop_is_ended_and_the_repl_starts_anew(make_repl, code):
+    repl = make_repl(timeout=0.5, lm_callback=shout, custom_tools={"seven": 7})
+    repl.add_context("plum")
+    repl.execute("x = 5")
+    result = repl.execute(code)
+    assert "variables are gone" in result.stderr
+    assert result.locals == {"context": "plum", "context_0": "plum"}
+    after = repl.execute("print(context, seven, llm_query('a'), 'x' in globals())")
+    assert after.stdout == "plum 7 A False\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os._exit(3)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "import ctypes; ctypes.string_at(0)",
+        "import os; os.closerange(3, 100)",
+    ],
+)
+def test_code_that_ends_the_process_is_told_so(make_repl, code):
+    repl = make_repl()
+    assert "The REPL was started anew" in repl.execute(code).stderr
+    assert repl.execute("print(1)").stdout == "1\n"
+
+
+def test_too_much_memory_is_an_error_or_a_new_process(make_repl):
+    repl = make_repl()
+    stderr = repl.execute("hog = [bytes(10**8) for _ in range(100)]").stderr
+    assert "MemoryError" in stderr or "started anew" in stderr
+    assert repl.execute("print(1)").stdout == "1\n"
+
+
+FORGE = """
+import os, stat
+def tell(line):
+    for number in range(3, 64):
+        try:
+            if stat.S_ISFIFO(os.fstat(number).st_mode): os.write(number, line)
+        except OSError: pass
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"garbage\n",
+        b"{}\n",
+        b'["done", {}]\n',
+        b'["done", {"stdout": 1, "stderr": "", "final_answer": null, "variables": []}]\n',
+        b'["call", "eval", ["1"], {}]\n',
+        b'["call", "add", [{"dict": [[[], 1]]}], {}]\n',
+        b'["call", "add", [{"pickle": "x"}], {}]\n',
+        b"[" * 100_000 + b"\n",
+        b"1" * 10_000 + b"\n",
+        b"\xff\xfe\n",
+    ],
+)
+def test_forged_frames_end_the_process_and_nothing_else(make_repl, line):
+    repl = make_repl(custom_tools={"add": lambda a, b: a + b})
+    result = repl.execute(f"{FORGE}\ntell({line!r})")
+    assert "The code broke the REPL" in result.stderr
+    assert repl.execute("print(add(1, 2))").stdout == "3\n"
+
+
+def test_an_endless_line_is_cut_off(make_repl):
+    repl = make_repl()
+    result = repl.execute(f"{FORGE}\nwhile True: tell(b'x' * 65536)")
+    assert "a line of more than" in result.stderr
+    assert repl.execute("print(1)").stdout == "1\n"
+
+
+def test_only_offered_functions_can_be_called(make_repl):
+    calls = []
+    repl = make_repl(custom_tools={"add": calls.append})
+    for name in ("_add_tool", "execute", "__init__", "cleanup"):
+        frame = json.dumps(["call", name, ["x"], {}]).encode() + b"\n"
+        assert "not offered" in repl.execute(f"{FORGE}\ntell({frame!r})").stderr
+    assert calls == []
+
+
+def test_text_that_no_encoding_takes_is_replaced(make_repl):
+    asked = []
+
+    def remember(prompts):
+        asked.extend(prompts)
+        return prompts
+
+    repl = make_repl(lm_callback=remember)
+    result = repl.execute("text = 'a\\ud800b'\nllm_query(text)\nFINAL_VAR('text')")
+    assert (asked, result.final_answer, result.locals["text"]) == (["a?b"], "a?b", "a?b")
+
+
+def test_keys_that_could_be_made_to_collide_do_not_cross():
+    with pytest.raises(repl_process.TooLarge):
+        repl_process.encode({number: None for number in range(2000)})
+    with pytest.raises(repl_process.TooLarge):
+        repl_process.decode({"set": list(range(2000))})
+    assert len(repl_process.decode(repl_process.encode({str(number): None for number in range(2000)}))) == 2000
+
+
+def test_nothing_of_the_host_can_be_seen(make_repl, tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("plum")
+    result = make_repl().execute(f"print(open({str(secret)!r}).read())")
+    assert "plum" not in result.stdout
+    assert "FileNotFoundError" in result.stderr or "PermissionError" in result.stderr
+
+
+def test_the_process_starts_with_the_first_execution_and_ends_with_the_repl(make_repl):
+    repl = make_repl(max_output=987_654_321)  # an argument of its process, to know it by
+    assert not processes_with("987654321")
+    repl.execute("import subprocess\nchild = subprocess.Popen(['sleep', '4321.5'])")
+    assert processes_with("987654321")
+    repl.cleanup()
+    repl.cleanup()
+    wait_until_gone("987654321")
+    wait_until_gone("4321.5")
+    with pytest.raises(ValueError, match="closed"):
+        repl.execute("1")
+
+
+def test_sixteen_at_once_do_not_mix(make_repl):
+    repls = [make_repl(lm_callback=lambda prompts, n=number: [f"{n}!"] * len(prompts)) for number in range(16)]
+
+    def work(number):
+        repl = repls[number]
+        repl.add_context(f"context {number}")
+        outputs = []
+        for turn in range(3):
+            repl.execute(f"x = {number}")
+            outputs.append(repl.execute(f"for i in range(50): print(x, context, llm_query('?'), {turn})").stdout)
+        return outputs
+
+    with ThreadPoolExecutor(16) as pool:
+        for number, outputs in enumerate(pool.map(work, range(16))):
+            assert outputs == [f"{number} context {number} {number}! {turn}\n" * 50 for turn in range(3)]
+
+
+# What the model wrote
+
+
+@pytest.mark.parametrize(
+    "text, code",
+    [
+        ("no block", None),
+        ("```python\nx\n```", None),
+        ("```repl\nx = 1\n```", "x = 1"),
+        ("```repl\nfirst\n```\nand\n```repl\nsecond\nthird\n```\n", "second\nthird"),
+        ("```repl\nx = 1", None),
+        ("```repl\nprint('```')\n```", "print('```')"),
+        ("```repl\n\n```", ""),
+    ],
+)
+def test_the_last_repl_block_is_run(text, code):
+    assert last_repl_block(text) == code
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("FINAL(42)", "42"),
+        ("I think\n  FINAL(it is (about) 3)\nreally", "it is (about) 3"),
+        ("FINAL(one)\nFINAL(two)", "two"),
+        ("FINAL(a\nb)", "a\nb"),
+        ("FINAL(:()", ":("),
+        ("the form FINAL(x) in a sentence", None),
+        ("FINAL(never closed", None),
+        ("```repl\nFINAL(3)\n```", None),
+        ("FINAL_VAR(x)", None),
+    ],
+)
+def test_a_final_answer_begins_a_line(text, answer):
+    assert final_text(text) == answer
+
+
+@pytest.mark.parametrize(
+    "text, name",
+    [
+        ("FINAL_VAR(x)", "x"),
+        ("so\nFINAL_VAR('best_one')\nFINAL_VAR(last)", "last"),
+        ("```repl\nif False:\n    FINAL_VAR('x')\n```", None),
+        ("say FINAL_VAR(x)", None),
+    ],
+)
+def test_a_final_variable_begins_a_line_outside_of_code(text, name):
+    assert final_variable(text) == name
+
+
+# The environment
+
+
+@pytest.mark.parametrize("number", range(len(RLMEnv.examples())))
+def test_the_examples_can_be_solved(number):
+    example = RLMEnv.examples()[number]
+    turns = iter(example.oracle)
+    result = run_episode(RLMEnv(None, example.extras), example.prompt, lambda _: next(turns))
+    assert result.total_reward == 1.0
+    assert result.metrics == {
+        "turns_used": len(example.oracle),
+        "final_value_set": True,
+        "final_answer": example.extras["reward_spec"]["ground_truth"],
+        "reward": 1.0,
+    }
+
+
+def test_the_base_environment_pays_for_any_answer(make_env):
+    env, _ = make_env(env_class=BaseRLMEnv)
+    assert env.step("FINAL(anything)")["reward"] == 1.0
+    env, _ = make_env(env_class=BaseRLMEnv)
+    assert env.step("FINAL( )")["reward"] == 0.0
+
+
+def test_the_first_messages(make_env):
+    _, messages = make_env(context="x" * 1234)
+    assert [message["role"] for message in messages] == ["system", "user", "user"]
+    assert "1234 characters" in messages[1]["content"]
+    assert QUESTION[0]["content"] in messages[2]["content"]
+    assert "{custom_tools_section}" not in messages[0]["content"]
+
+
+def test_queries_are_explained_where_there_are_any(make_env):
+    _, without = make_env()
+    _, with_callback = make_env(lm_callback=shout)
+    assert "llm_query" not in without[0]["content"]
+    assert "llm_query" in with_callback[0]["content"]
+
+
+def test_the_observation_shows_what_the_model_asked_answered(make_env):
+    env, _ = make_env(lm_callback=shout)
+    output = env.step(block("answer = llm_query('plum'); print(answer)"))
+    assert not output["done"]
+    assert "PLUM" in text_of(output)
+    assert "REPL variables: answer" in text_of(output)
+
+
+def test_without_a_callback_the_observation_is_a_name_error(make_env):
+    env, _ = make_env()
+    assert "NameError" in text_of(env.step(block("llm_query('plum')")))
+
+
+def test_a_turn_without_code_and_answer_is_told_the_format(make_env):
+    env, _ = make_env()
+    output = env.step("I wonder.")
+    assert (output["done"], output["reward"]) == (False, 0.0)
+    assert "```repl" in text_of(output)
+
+
+def test_the_answer_may_come_without_any_code(make_env):
+    env, _ = make_env()
+    output = env.step("I know it.\nFINAL(a plum)")
+    assert (output["done"], output["reward"], output["observations"]) == (True, 1.0, [])
+    assert env.repl._process is None
+
+
+def test_what_the_code_gives_goes_before_what_the_text_says(make_env):
+    env, _ = make_env()
+    assert env.step(block("x = 'plum'\nFINAL_VAR('x')") + "\nFINAL(pear)")["reward"] == 1.0
+    env, _ = make_env()
+    assert env.step(block("x = 'pear'") + "\nFINAL(plum)\nFINAL_VAR(x)")["reward"] == 0.0
+
+
+def test_a_final_variable_that_does_not_exist_is_pointed_out(make_env):
+    env, _ = make_env()
+    output = env.step("FINAL_VAR(missing)")
+    assert not output["done"]
+    assert "no variable missing" in text_of(output)
+    assert env.step(block("missing = 'plum'") + "\nFINAL_VAR(missing)")["reward"] == 1.0
+
+
+def test_out_of_turns_is_truncated_and_worth_nothing(make_env):
+    env, _ = make_env(max_turns=2)
+    first = env.step(block("print(1)"))
+    assert "last turn" in text_of(first)
+    output = env.step(block("print(2)"))
+    assert (output["done"], output["truncated"], output["reward"], output["observations"]) == (True, True, 0.0, [])
+    assert env.get_metrics() == {"turns_used": 2, "final_value_set": False, "final_answer": None, "reward": 0.0}
+
+
+def test_many_guesses_are_not_the_answer(make_env):
+    env, _ = make_env()
+    assert env.step("FINAL(plum pear apple)")["reward"] == 0.0
+
+
+def test_long_output_is_cut(make_env):
+    env, _ = make_env()
+    content = env.step(block("print('x' * 50_000)"))["observations"][0]["content"]
+    assert "(30001 more characters)" in content
+    assert len(content) < 21_000
+
+
+def test_a_json_object_is_a_dict_and_other_text_is_text(make_env):
+    env, messages = make_env(context='{"plum": [1, 2]}')
+    assert "a dict with 1 keys" in messages[1]["content"]
+    assert "[1, 2]" in text_of(env.step(block("print(context['plum'])")))
+    env, _ = make_env(context="[1, 2]")
+    assert "<class 'str'>" in text_of(env.step(block("print(type(context))")))
+
+
+def test_without_a_context_the_prompt_is_it(make_env):
+    env, _ = make_env(extra_info=None)
+    assert QUESTION[0]["content"] in text_of(env.step(block("print(context)")))
+
+
+def test_a_subclass_adds_tools_and_explains_them(make_env):
+    class Library(BaseRLMEnv):
+        def _get_system_prompt(self):
+            return "Find the book. {custom_tools_section}"
+
+        def _get_repl_tools(self):
+            return {
+                "words": {"tool": lambda: len(self._context.split()), "description": "number of words"},
+                "shelf": "B7",
+            }
+
+    env, messages = make_env(env_class=Library)
+    assert messages[0]["content"].startswith("Find the book.")
+    assert "- words: number of words" in messages[0]["content"]
+    assert "5 B7" in text_of(env.step(block("print(words(), shelf)")))
+
+
+@pytest.mark.parametrize("truth", ["plum", ["pear", "plum"], {"target": "plum"}, {"target": ["Plum"]}])
+def test_the_ground_truth_is_one_text_or_several(truth, make_env):
+    env, _ = make_env(reward_spec={"ground_truth": truth})
+    assert env.step("FINAL(The plum!)")["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "extras, message",
+    [
+        ({}, "reward_spec field is required"),
+        ({"reward_spec": {}}, "ground_truth is required in reward_spec field"),
+        ({"reward_spec": {"ground_truth": []}}, "reward_spec.ground_truth"),
+        ({"reward_spec": {"ground_truth": 5}}, "reward_spec.ground_truth"),
+    ],
+)
+def test_a_wrong_row_is_named(extras, message):
+    with pytest.raises(TaskError, match=message):
+        skyrl_gym.make("rlm", env_config={}, extras=extras)
+
+
+def test_a_context_that_is_no_text_is_named():
+    env = RLMEnv(None, {"reward_spec": {"ground_truth": "x"}, "extra_info": {"context_text": 5}})
+    with pytest.raises(TaskError, match="context_text"):
+        env.init(QUESTION)
+
+
+def test_an_unknown_setting_is_named():
+    with pytest.raises(ValueError, match="did you mean repl_timeout"):
+        RLMEnv({"repl_timout": 5}, {"reward_spec": {"ground_truth": "x"}})
+
+
+def test_the_turn_prompt_is_taken_back_from_a_driver_that_shares_its_history(make_env):
+    env, history = make_env(env_config={"ephemeral_turn_prompt": True})
+    for _ in range(3):
+        output = env.step(block("print(1)"))
+        history += [{"role": "assistant", "content": "..."}, *output["observations"]]
+    prompts = [message for message in history if "Question:" in message["content"]]
+    assert len(prompts) == 1
+    assert prompts == history[-1:]
+
+
+def test_a_driver_with_a_history_of_its_own_is_found_out(make_env):
+    env, _ = make_env(env_config={"ephemeral_turn_prompt": True})
+    env.step(block("print(1)"))
+    with pytest.raises(Error, match="ephemeral_turn_prompt"):
+        env.step(block("print(2)"))
+
+
+def test_closing_ends_the_process_and_may_be_done_twice(make_env):
+    env, _ = make_env()
+    env.step(block("x = 1"))
+    env.close()
+    env.close()
+    assert env.repl._process is None
+
+
+def test_an_environment_that_never_began_can_be_closed():
+    RLMEnv(None, {"reward_spec": {"ground_truth": "x"}}).close()
