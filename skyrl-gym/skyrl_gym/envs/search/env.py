@@ -1,0 +1,133 @@
+"""Question answering with a search engine, as in Search-R1 (https://arxiv.org/abs/2503.09516)."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import (
+    BaseTextEnv,
+    BaseTextEnvStepOutput,
+    ConversationType,
+    Example,
+    ground_truth_of,
+    typed_config,
+)
+from skyrl_gym.error import InfraError, TaskError
+from skyrl_gym.graders import qa
+from skyrl_gym.graders.results import reward_of
+from skyrl_gym.tools.search import DEFAULT_RETRY_SECONDS, DEFAULT_SEARCH_URL, SearchToolGroup
+
+DEFAULT_MAX_TURNS = 2
+
+_SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
+
+
+@dataclass
+class SearchEnvConfig:
+    """Settings of the `search` environment."""
+
+    log_requests: bool = False
+    search_url: str = DEFAULT_SEARCH_URL
+    """Address of a retrieval server; `python -m skyrl_gym.tools.retrieval` is one."""
+    topk: int = 3
+    """Documents for each query."""
+    timeout: float = 30
+    """Seconds for one request."""
+    retry_seconds: float = DEFAULT_RETRY_SECONDS
+    """How long a request is made again while the server fails, before the episode fails."""
+
+
+class SearchEnv(BaseTextEnv):
+    """`<search>query</search>` is answered by a user message with documents in `<information>` tags; an
+    `<answer>` ends the episode: 1 if it matches an accepted answer after normalization, else 0.
+
+    The last of `max_turns` turns (from the extras, else 2) ends the episode in any case. Only what the model itself
+    wrote is graded: an answer that stands in a document earns nothing. A server that stays away raises `InfraError`.
+    """
+
+    config_class = SearchEnvConfig
+
+    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        config = typed_config(SearchEnvConfig, env_config)
+        extras = extras or {}
+        self.ground_truth = ground_truth_of(extras)
+        self.targets = _accepted_answers(self.ground_truth)
+        self.max_turns: int = extras.get("max_turns", DEFAULT_MAX_TURNS)
+        self.num_searches = 0
+        self.chat_history: ConversationType = []
+        """What was said in this episode, without the prompt."""
+        self.tool_group = SearchToolGroup(
+            search_url=config.search_url,
+            topk=config.topk,
+            timeout=config.timeout,
+            log_requests=config.log_requests,
+            retry_seconds=config.retry_seconds,
+        )
+        self.init_tool_groups([self.tool_group])
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        self.chat_history.append({"role": "assistant", "content": action})
+        if self._is_done(action):
+            return BaseTextEnvStepOutput(
+                observations=[], reward=self._get_reward(), done=True, metadata={}, truncated=not _has_answer(action)
+            )
+        query = self._parse_action(action)
+        observation = {"role": "user", "content": self._search(query)}
+        self.chat_history.append(observation)
+        metadata = {"tool_group": self.tool_group.name, "tool_name": "search", "tool_input": query}
+        return BaseTextEnvStepOutput(observations=[observation], reward=0.0, done=False, metadata=metadata)
+
+    def _parse_action(self, action: str) -> list[str | None]:
+        """The arguments of the tool: the first query, with the space around it, or None."""
+        query = _SEARCH.search(action)
+        return [query.group(1) if query else None]
+
+    def _is_done(self, action: str) -> bool:
+        return self.turns >= self.max_turns or _has_answer(action)
+
+    def _search(self, query: list[str | None]) -> str:
+        """What the model is told. A tool that fails on a query is no reason to end the episode."""
+        self.num_searches += query != [None]
+        try:
+            return self._execute_tool(self.tool_group.name, "search", query)
+        except InfraError:
+            raise
+        except Exception as failure:
+            return str(failure)
+
+    def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: list[Any] | tuple[Any, ...]) -> str:
+        output = super()._execute_tool(tool_group_name, tool_name, tool_input)
+        return f"\n<information>{output}</information>\n"
+
+    def _get_reward(self) -> float:
+        written = "".join(message["content"] for message in self.chat_history if message["role"] == "assistant")
+        return reward_of(qa.exact_match(qa.extract_solution(written), self.targets))
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"turns": self.turns, "searches": self.num_searches}
+
+    @classmethod
+    def examples(cls) -> list[Example]:
+        """They need a retrieval server over `skyrl_gym.envs.search.examples.EXAMPLE_DOCUMENTS`."""
+        from skyrl_gym.envs.search.examples import make_examples
+
+        return make_examples()
+
+
+def _has_answer(action: str) -> bool:
+    return "<answer>" in action and "</answer>" in action
+
+
+def _accepted_answers(ground_truth: Any) -> list[str]:
+    """`target` of a row's ground truth: a text, or several (a list, or an array as parquet readers give)."""
+    rule = "reward_spec.ground_truth must be {'target': an answer, or a list of answers that are accepted}"
+    if not isinstance(ground_truth, Mapping) or ground_truth.get("target") is None:
+        raise TaskError(f"{rule}; got {ground_truth!r:.200}")
+    target = ground_truth["target"]
+    answers = [target] if isinstance(target, str) else list(target) if hasattr(target, "__iter__") else []
+    if not answers or not all(isinstance(answer, str) and answer.strip() for answer in answers):
+        raise TaskError(f"{rule}; target is {target!r:.200}")
+    return [str(answer) for answer in answers]

@@ -1,0 +1,94 @@
+"""The retrieval server's two addresses, `POST /retrieve` and `GET /health`."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from skyrl_gym.tools.retrieval.batching import Batcher, Overloaded
+from skyrl_gym.tools.retrieval.corpus import Document
+from skyrl_gym.tools.retrieval.settings import RetrievalSettings
+from skyrl_gym.tools.retrieval.store import Retriever
+
+
+class RetrieveRequest(BaseModel):
+    """One query, or several."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    query: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)] | None = None
+    queries: list[Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]] | None = None
+    topk: int | None = Field(default=None, ge=1)
+    """Documents for each query. None: as many as the server was started with."""
+    return_scores: bool = False
+    """Whether each document comes with its score: `{"document": ..., "score": ...}`."""
+
+
+def create_app(retriever: Retriever, settings: RetrievalSettings | None = None) -> FastAPI:
+    """An application that answers from a retriever. `settings` hold its limits."""
+    settings = settings or RetrievalSettings()
+    batcher = Batcher(retriever.index)
+
+    @contextlib.asynccontextmanager
+    async def searching(_: FastAPI) -> AsyncIterator[None]:
+        task = asyncio.create_task(batcher.run())
+        yield
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    app = FastAPI(title="Retrieval", lifespan=searching, max_body_size=settings.max_body_bytes)
+    app.add_exception_handler(RequestValidationError, _explain)
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        """What is served. It answers only when the server is ready."""
+        return {"ready": True, "index": retriever.kind, "documents": len(retriever.documents)}
+
+    @app.post("/retrieve")
+    async def retrieve(request: RetrieveRequest) -> Response:
+        """`{"result": [[document, ...], ...]}`: for each query its documents, the best first."""
+        queries, topk = _checked(request, settings)
+        try:
+            answers = await batcher.search(queries, topk)
+        except Overloaded as failure:
+            raise HTTPException(503, f"{failure}; try again", headers={"Retry-After": "1"}) from failure
+
+        def shown(number: int, score: float) -> Document:
+            document = retriever.documents[number]
+            return {"document": document, "score": score} if request.return_scores else document
+
+        result = [[shown(*hit) for hit in hits] for hits in answers]
+        # ASCII, because a document may hold what UTF-8 cannot express.
+        return Response(json.dumps({"result": result}), media_type="application/json")
+
+    return app
+
+
+def _checked(request: RetrieveRequest, settings: RetrievalSettings) -> tuple[list[str], int]:
+    """Queries and number of documents, within the limits. Raises HTTPException, for the model to read."""
+    if (request.query is None) == (request.queries is None):
+        raise HTTPException(422, "give either query, a text, or queries, a list of texts")
+    queries = [request.query] if request.query is not None else request.queries or []
+    if not 1 <= len(queries) <= settings.max_queries:
+        raise HTTPException(422, f"queries must hold 1 to {settings.max_queries} texts; it holds {len(queries)}")
+    longest = max(map(len, queries))
+    if longest > settings.max_query_characters:
+        raise HTTPException(422, f"a query has {longest} characters; {settings.max_query_characters} are allowed")
+    topk = settings.topk if request.topk is None else request.topk
+    if topk > settings.max_topk:
+        raise HTTPException(422, f"topk must be 1 to {settings.max_topk}; got {topk}")
+    return queries, topk
+
+
+async def _explain(_: Request, failure: Exception) -> JSONResponse:
+    """A wrong request in one line: which field, and which rule."""
+    assert isinstance(failure, RequestValidationError)
+    faults = (f"{'.'.join(map(str, error['loc'][1:])) or 'body'}: {error['msg']}" for error in failure.errors())
+    return JSONResponse({"detail": "; ".join(faults)}, status_code=422)

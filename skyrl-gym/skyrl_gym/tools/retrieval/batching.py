@@ -1,0 +1,80 @@
+"""Queries that arrive while others are searched are searched together next: a model reads many at the price of few.
+
+Nothing waits for company: a query that meets an idle index is searched at once.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from skyrl_gym.tools.retrieval.ranking import Hit, Index
+
+
+class Overloaded(Exception):
+    """More queries wait than can be answered in reasonable time."""
+
+
+class _Waiting(NamedTuple):
+    queries: Sequence[str]
+    topk: int
+    answer: "asyncio.Future[list[list[Hit]]]"
+
+
+class Batcher:
+    """One index, asked by many tasks of one event loop, searched by one thread."""
+
+    def __init__(self, index: Index, max_waiting: int = 4096) -> None:
+        self._index = index
+        self._max_waiting = max_waiting
+        self._waiting: deque[_Waiting] = deque()
+        self._num_waiting = 0
+        self._arrived = asyncio.Event()
+
+    async def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        """For each query at most `topk` documents, the best first. Raises Overloaded, and what the index raises."""
+        if self._num_waiting + len(queries) > self._max_waiting:
+            raise Overloaded(f"{self._num_waiting} queries are waiting")
+        answer = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Waiting(queries, topk, answer))
+        self._num_waiting += len(queries)
+        self._arrived.set()
+        return await answer
+
+    async def run(self) -> None:
+        """Searches, until cancelled."""
+        with ThreadPoolExecutor(1, thread_name_prefix="retrieval") as thread:
+            while True:
+                await self._arrived.wait()
+                self._arrived.clear()
+                while batch := self._next_batch():
+                    await self._answer(batch, thread)
+
+    def _next_batch(self) -> list[_Waiting]:
+        """Requests in the order of arrival, with about as many queries as the index likes together."""
+        batch: list[_Waiting] = []
+        num_queries = 0
+        while self._waiting and (not batch or num_queries + len(self._waiting[0].queries) <= self._index.batch_size):
+            request = self._waiting.popleft()
+            self._num_waiting -= len(request.queries)
+            if not request.answer.done():  # else whoever asked has gone
+                batch.append(request)
+                num_queries += len(request.queries)
+        return batch
+
+    async def _answer(self, batch: list[_Waiting], thread: ThreadPoolExecutor) -> None:
+        queries = [query for request in batch for query in request.queries]
+        topk = max(request.topk for request in batch)
+        loop = asyncio.get_running_loop()
+        try:
+            found = iter(await loop.run_in_executor(thread, self._index.search, queries, topk))
+        except Exception as failure:  # belongs to those who asked, and the next batch may do better
+            for request in batch:
+                if not request.answer.done():
+                    request.answer.set_exception(failure)
+            return
+        for request in batch:
+            hits = [next(found)[: request.topk] for _ in request.queries]
+            if not request.answer.done():
+                request.answer.set_result(hits)

@@ -1,0 +1,225 @@
+"""An index on disk: made once, whole or not at all, and known by what it was made from."""
+
+import contextlib
+import fcntl
+import gzip
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from skyrl_gym.tools.retrieval.corpus import CorpusError, Document, as_documents, digest_of, read_corpus
+from skyrl_gym.tools.retrieval.documents import DocumentFile, Documents
+from skyrl_gym.tools.retrieval.ranking import Hit, Index
+from skyrl_gym.tools.retrieval.settings import BM25Settings, RetrievalSettings
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+
+_NOT_IN_THE_INDEX = {"query_prefix", "batch_size", "device"}
+"""Settings of the dense index that may change from start to start."""
+
+
+class IndexMismatchError(ValueError):
+    """The folder holds an index of something else, or no index. The text says what, and what to do."""
+
+
+class Retriever:
+    """An index and the documents that it is of."""
+
+    def __init__(self, kind: str, index: Index, documents: Documents) -> None:
+        self.kind = kind
+        self.index = index
+        self.documents = documents
+
+    @classmethod
+    def of(cls, documents: Sequence[Mapping[str, Any] | str], settings: BM25Settings | None = None) -> "Retriever":
+        """BM25 over a handful of documents, in memory. Raises CorpusError."""
+        from skyrl_gym.tools.retrieval.bm25 import BM25Index
+
+        found = list(as_documents(documents))
+        return cls("bm25", BM25Index.build(found, settings or BM25Settings()), found)
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        """For each query at most `topk` documents, the best first."""
+        return self.index.search(queries, topk)
+
+
+def build_index(settings: RetrievalSettings) -> Path:
+    """Makes the index that the settings describe, if it is not there. Of several processes at once, one makes it.
+
+    Returns its folder.
+
+    Raises:
+        IndexMismatchError: there is an index of another corpus or with other settings (and `rebuild` is not set), or
+            the folder holds something else.
+        CorpusError: the corpus has no documents, or a row that is none.
+        FileNotFoundError: there is no corpus.
+    """
+    folder = settings.folder()
+    if _is_ready_made(settings):
+        made_of = {"kind": "documents"}
+        folder = folder.with_name(f"{folder.name}.documents")
+    else:
+        made_of = {"kind": settings.index, **_settings_of_index(settings)}
+    if settings.corpus is None and not (folder / MANIFEST).is_file():
+        raise IndexMismatchError(f"{folder} holds no index, and there is no corpus to make it from")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        found = _read_manifest(folder)
+        if found is not None and not settings.rebuild:
+            _check(folder, found, made_of, settings.corpus)
+        elif settings.corpus is None:
+            raise IndexMismatchError(f"{folder} cannot be made anew without a corpus")
+        else:
+            corpus = settings.corpus
+            _write_whole(folder, lambda place: _build(place, corpus, made_of, settings))
+    return folder
+
+
+def open_retriever(settings: RetrievalSettings) -> Retriever:
+    """The retriever that the settings describe; its index is made if it is not there. Raises as `build_index`."""
+    folder = build_index(settings)
+    documents = DocumentFile(folder)
+    if settings.index == "bm25":
+        from skyrl_gym.tools.retrieval.bm25 import BM25Index
+
+        return Retriever("bm25", BM25Index.load(folder, settings.bm25), documents)
+
+    from skyrl_gym.tools.retrieval.dense import DenseIndex
+
+    index = DenseIndex.load(settings.folder(), settings.dense)
+    if len(index) != len(documents):
+        raise IndexMismatchError(
+            f"{settings.folder()} has {len(index)} vectors, the corpus {len(documents)} documents: it is of another one"
+        )
+    return Retriever("dense", index, documents)
+
+
+def _is_ready_made(settings: RetrievalSettings) -> bool:
+    """Whether the path names a faiss index that was made elsewhere. Then only the documents are ours to store."""
+    return settings.index == "dense" and settings.folder().is_file()
+
+
+def _settings_of_index(settings: RetrievalSettings) -> dict[str, Any]:
+    chosen = asdict(settings.bm25 if settings.index == "bm25" else settings.dense)
+    return {name: value for name, value in chosen.items() if name not in _NOT_IN_THE_INDEX}
+
+
+def _build(folder: Path, corpus: Path, made_of: dict[str, Any], settings: RetrievalSettings) -> None:
+    try:
+        documents = DocumentFile.write(folder, _shown(read_corpus(corpus), "reading documents"))
+    except CorpusError:
+        raise
+    except (ValueError, EOFError, gzip.BadGzipFile) as failure:
+        raise CorpusError(f"{corpus}: {failure}") from failure
+    if made_of["kind"] == "bm25":
+        from skyrl_gym.tools.retrieval.bm25 import BM25Index
+
+        BM25Index.build(_shown(documents, "indexing", len(documents)), settings.bm25).save(folder)
+    elif made_of["kind"] == "dense":
+        from skyrl_gym.tools.retrieval.dense import DenseIndex
+
+        DenseIndex.build(_shown(documents, "encoding", len(documents)), settings.dense).save(folder)
+    manifest = {
+        "format": _FORMAT,
+        "made_of": made_of,
+        "documents": len(documents),
+        "corpus": {"path": str(corpus), "sha256": digest_of(corpus), **asdict(_Stamp.of(corpus))},
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def _shown(documents: Any, what: str, total: int | None = None) -> Iterator[Document]:
+    """With a progress bar, if somebody looks."""
+    return tqdm(documents, desc=what, total=total, unit=" documents", disable=None)  # pyright: ignore[reportReturnType]
+
+
+@dataclass(frozen=True)
+class _Stamp:
+    """What tells without reading that a file is as it was."""
+
+    bytes: int
+    modified_ns: int
+
+    @staticmethod
+    def of(path: Path) -> "_Stamp":
+        status = path.stat()
+        return _Stamp(bytes=status.st_size, modified_ns=status.st_mtime_ns)
+
+
+def _check(folder: Path, found: dict[str, Any], made_of: dict[str, Any], corpus: Path | None) -> None:
+    advice = "name another index_path, or ask for it to be made anew (--rebuild)"
+    if found.get("format") != _FORMAT:
+        raise IndexMismatchError(f"{folder} is of format {found.get('format')}, this is {_FORMAT}: {advice}")
+    differing = [
+        f"{name} {found['made_of'].get(name)!r}, not {value!r}"
+        for name, value in made_of.items()
+        if found["made_of"].get(name) != value
+    ]
+    if differing:
+        raise IndexMismatchError(f"the index at {folder} was made with {'; '.join(differing)}: {advice}")
+    if corpus is None:
+        return
+    known = found["corpus"]
+    stamp = _Stamp(bytes=known["bytes"], modified_ns=known["modified_ns"])
+    if _Stamp.of(corpus) != stamp and digest_of(corpus) != known["sha256"]:
+        raise IndexMismatchError(
+            f"the index at {folder} was made from another corpus ({known['path']}, {known['bytes']} bytes) than "
+            f"{corpus} is now: {advice}"
+        )
+
+
+def _read_manifest(folder: Path) -> dict[str, Any] | None:
+    """What a finished index was made from; None if there is none.
+
+    Raises:
+        IndexMismatchError: the folder holds something that is not an index of ours.
+    """
+    file = folder / MANIFEST
+    if file.is_file():
+        manifest = json.loads(file.read_text())
+        if isinstance(manifest, dict) and "made_of" in manifest:
+            return manifest
+        raise IndexMismatchError(f"{file} is not the manifest of an index")
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise IndexMismatchError(f"{folder} is no index and not empty: name another index_path")
+    return None
+
+
+def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
+    """Lets `write` fill a folder beside, and puts it in place when it is complete.
+
+    Who has the old one open keeps reading it: its files live until they are closed.
+    """
+    unfinished, old = folder.with_name(f".{folder.name}.unfinished"), folder.with_name(f".{folder.name}.old")
+    for leftover in (unfinished, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    unfinished.mkdir()
+    try:
+        write(unfinished)
+        if folder.exists():
+            folder.rename(old)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time. The lock goes with the process that holds it, however that ends."""
+    try:
+        file = folder.with_name(f".{folder.name}.lock").open("w")
+    except PermissionError:
+        if not (folder / MANIFEST).is_file():
+            raise
+        yield  # a finished index on a read-only disk
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
