@@ -607,11 +607,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("env", nargs="+", metavar="ENV", help="a registered id, or package.module:Class")
     parser.add_argument("--seconds-per-call", type=float, default=30.0, help="deadline of one call (default: 30)")
+    parser.add_argument("--env-config", type=json.loads, metavar="JSON", help="settings of the environment")
     options = parser.parse_args(arguments)
-    reports = [check_env(env, seconds_per_call=options.seconds_per_call, raise_on_error=False) for env in options.env]
-    for report in reports:
+    all_ok = True
+    for env in options.env:
+        report = check_env(
+            env, env_config=options.env_config, seconds_per_call=options.seconds_per_call, raise_on_error=False
+        )
         print(report)
-    return 0 if all(report.ok for report in reports) else 1
+        all_ok = all_ok and report.ok
+    return 0 if all_ok else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,119 @@
+"""What an audit found, and how it is shown."""
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+ORACLE_AT_LEAST = 0.98
+"""Of the highest outcome reward, which is 1."""
+
+CHEATER_AT_MOST = 0.05
+"""Of the oracle's outcome reward."""
+
+
+@dataclass(frozen=True)
+class PolicyOutcome:
+    """What one policy earned, on each example it applies to."""
+
+    name: str
+    outcomes: list[float]
+    """For success."""
+    totals: list[float]
+    """With shaping rewards: a format bonus, a penalty."""
+
+    @property
+    def outcome(self) -> float:
+        """Mean over the examples."""
+        return statistics.fmean(self.outcomes)
+
+    @property
+    def shaping(self) -> float:
+        """Mean of what was earned beside the outcome."""
+        return statistics.fmean(total - outcome for total, outcome in zip(self.totals, self.outcomes, strict=True))
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """The oracle and the cheaters on one environment."""
+
+    env: str
+    num_examples: int
+    oracle: PolicyOutcome
+    cheaters: list[PolicyOutcome]
+
+    @property
+    def best_cheater(self) -> PolicyOutcome:
+        return max(self.cheaters, key=lambda cheater: cheater.outcome)
+
+    @property
+    def best_shaped(self) -> PolicyOutcome:
+        """The cheater that earned most beside the outcome."""
+        return max(self.cheaters, key=lambda cheater: cheater.shaping)
+
+    @property
+    def gap(self) -> float:
+        return self.oracle.outcome - self.best_cheater.outcome
+
+    @property
+    def complaints(self) -> list[str]:
+        """What is wrong; nothing if the environment passes."""
+        found = []
+        if self.oracle.outcome < ORACLE_AT_LEAST:
+            found.append(f"the oracle earns {self.oracle.outcome:.3f}; it must earn at least {ORACLE_AT_LEAST:g}")
+        allowed = CHEATER_AT_MOST * max(self.oracle.outcome, 0.0)
+        found += [
+            f"{cheater.name!r} earns {cheater.outcome:.3f}; cheaters may earn at most {allowed:.3f}"
+            for cheater in sorted(self.cheaters, key=lambda cheater: -cheater.outcome)
+            if cheater.outcome > allowed
+        ]
+        return found
+
+    @property
+    def ok(self) -> bool:
+        return not self.complaints
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "env": self.env,
+            "ok": self.ok,
+            "complaints": self.complaints,
+            "num_examples": self.num_examples,
+            "oracle": _as_json(self.oracle),
+            "best_cheater": self.best_cheater.name,
+            "gap": self.gap,
+            "cheaters": [_as_json(cheater) for cheater in self.cheaters],
+        }
+
+
+def _as_json(policy: PolicyOutcome) -> dict[str, Any]:
+    return {
+        "name": policy.name,
+        "outcome": policy.outcome,
+        "shaping": policy.shaping,
+        "outcomes": policy.outcomes,
+        "totals": policy.totals,
+    }
+
+
+HEADINGS = ("environment", "oracle", "cheater", "gap", "best cheater", "shaping: oracle", "cheater", "verdict")
+
+
+def table(reports: list[AuditReport]) -> str:
+    """One line for each environment. Outcome rewards first; what is paid beside them apart."""
+    rows = [
+        (
+            report.env,
+            f"{report.oracle.outcome:.3f}",
+            f"{report.best_cheater.outcome:.3f}",
+            f"{report.gap:.3f}",
+            report.best_cheater.name if report.best_cheater.outcome > 0 else "-",
+            f"{report.oracle.shaping:.3f}",
+            f"{report.best_shaped.shaping:.3f}",
+            "ok" if report.ok else "FAIL",
+        )
+        for report in reports
+    ]
+    widths = [max(len(row[column]) for row in [HEADINGS, *rows]) for column in range(len(HEADINGS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [HEADINGS, *rows]]
+    complaints = [f"{report.env}: {complaint}" for report in reports for complaint in report.complaints]
+    return "\n".join(line.rstrip() for line in [*lines, *complaints])

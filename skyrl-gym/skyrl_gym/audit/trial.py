@@ -1,0 +1,71 @@
+"""Plays an environment's examples with each policy."""
+
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from skyrl_gym.audit.cheats import Turns, cheats_for
+from skyrl_gym.audit.report import AuditReport, PolicyOutcome
+from skyrl_gym.check import examples_of, spec_of
+from skyrl_gym.envs.base_text_env import Example
+from skyrl_gym.envs.registration import EnvSpec, env_class_of, make
+from skyrl_gym.episode import EpisodeResult, run_episode
+
+MAX_STEPS = 50
+"""For an environment that does not end by itself; a longer solution gets its own length."""
+
+
+def audit(
+    env: Any,
+    examples: Sequence[Example] | None = None,
+    *,
+    env_config: Mapping[str, Any] | None = None,
+    max_turns: int | None = None,
+) -> AuditReport:
+    """Plays the oracle and every cheat (`cheats_for`) on every example.
+
+    Args:
+        env: an id, "package.module:Class", a spec or a class.
+        examples: the environment's own if not given.
+        env_config: settings, on top of the examples' own; see `services_for`.
+        max_turns: stands in for the turn limit of the examples.
+
+    Raises:
+        ValueError: there are no examples, or one has no oracle.
+        InfraError: something the environment needs does not work; nothing can be said then.
+    """
+    env_spec = spec_of(env)
+    tasks = list(examples_of(env_spec) if examples is None else examples)
+    if not tasks or not all(task.oracle for task in tasks):
+        raise ValueError(f"{env_spec.id} cannot be audited: it needs examples() with an oracle each")
+    tasks = [_adjusted(task, env_config, max_turns) for task in tasks]
+    oracle = _outcome(env_spec, "oracle", [(task, task.oracle) for task in tasks])
+    cheaters = []
+    for cheat in cheats_for(env_class_of(env_spec), tasks):
+        attempts = [(task, turns) for task in tasks if (turns := cheat.turns(task)) is not None]
+        if attempts:
+            cheaters.append(_outcome(env_spec, cheat.name, attempts))
+    return AuditReport(env_spec.id, len(tasks), oracle, cheaters)
+
+
+def _adjusted(task: Example, env_config: Mapping[str, Any] | None, max_turns: int | None) -> Example:
+    limit = {} if max_turns is None else {"max_turns": max_turns}
+    return replace(task, extras={**task.extras, **limit}, env_config={**task.env_config, **(env_config or {})})
+
+
+def _outcome(env_spec: EnvSpec, name: str, attempts: list[tuple[Example, Turns]]) -> PolicyOutcome:
+    results = [play(env_spec, task, turns) for task, turns in attempts]
+    return PolicyOutcome(
+        name, [result.outcome_reward for result in results], [result.total_reward for result in results]
+    )
+
+
+def play(env_spec: EnvSpec, task: Example, turns: Turns) -> EpisodeResult:
+    """One episode in which the model writes `turns`, the last of them again and again if the episode goes on."""
+    env = make(env_spec, env_config=dict(task.env_config), extras=copy.deepcopy(task.extras))
+
+    texts = itertools.chain(turns, itertools.repeat(turns[-1]))
+    max_steps = max(MAX_STEPS, len(task.oracle))
+    return run_episode(env, copy.deepcopy(task.prompt), lambda messages: next(texts), seed=0, max_steps=max_steps)
