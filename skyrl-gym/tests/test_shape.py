@@ -121,7 +121,7 @@ def test_imports_point_down():
 
 
 def test_environments_do_not_import_each_other():
-    """Each folder of `envs` can be read, copied or deleted alone (the calculator's problems are those of arithmetic)."""
+    """Each folder of `envs` can be read, copied or deleted alone (the calculator shares problems with arithmetic)."""
     crossing = []
     for path in sorted((PACKAGE / "envs").rglob("*/*.py")):
         own = path.relative_to(PACKAGE / "envs").parts[0]
