@@ -1,0 +1,74 @@
+"""Which sandbox there is on this machine."""
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Literal, get_args
+
+from skyrl_gym.error import InfraError
+from skyrl_gym.sandbox.base import Limits, Sandbox
+from skyrl_gym.sandbox.local import LocalSandbox
+
+Kind = Literal["auto", "local", "docker", "process"]
+KIND_VARIABLE = "SKYRL_GYM_SANDBOX"
+PROBE_LIMITS = Limits(wall_seconds=30.0)
+
+_found: dict[str, InfraError | None] = {}
+_finding = threading.Lock()
+
+
+def make_sandbox(kind: Kind = "auto", *, limits: Limits | None = None) -> Sandbox:
+    """A sandbox, not started.
+
+    Args:
+        kind: "local" is bubblewrap, "docker" a container; "auto" the first of these that works here, or what the
+            environment variable SKYRL_GYM_SANDBOX names. "process" has limits but neither a file system nor a network
+            of its own: for code one trusts, and never chosen automatically.
+        limits: of each command, unless `exec` or `popen` is given others.
+
+    Raises:
+        InfraError: that kind does not work on this machine; the text says why and what to install.
+    """
+    if kind == "auto":
+        kind = os.environ.get(KIND_VARIABLE, "auto")  # pyright: ignore[reportAssignmentType]
+    if kind not in get_args(Kind):
+        raise ValueError(f"a sandbox is one of {', '.join(get_args(Kind))}; got {kind!r}")
+    if kind != "auto":
+        if (error := _probe(kind)) is not None:
+            raise error
+        return BACKENDS[kind](limits)
+    errors = {}
+    for kind in ("local", "docker"):
+        if (error := _probe(kind)) is None:
+            return BACKENDS[kind](limits)
+        errors[kind] = error
+    raise InfraError(
+        "no sandbox for untrusted code works on this machine: "
+        + "; ".join(f"{kind}: {error}" for kind, error in errors.items())
+        + ". Install bubblewrap (apt-get install bubblewrap), start Docker, or, for code that you trust only, "
+        f"choose the one without isolation: {KIND_VARIABLE}=process"
+    )
+
+
+def _probe(kind: str) -> InfraError | None:
+    """Why that kind does not work here; None if it does. Tried once in a process."""
+    with _finding:
+        if kind not in _found:
+            _found[kind] = _try(BACKENDS[kind]) if kind in BACKENDS else InfraError("not built yet")
+        return _found[kind]
+
+
+def _try(backend: Callable[..., Sandbox]) -> InfraError | None:
+    try:
+        with backend(PROBE_LIMITS) as sandbox:
+            result = sandbox.exec([sandbox.python, "-I", "-S", "-c", "print(6 * 7)"])
+    except InfraError as error:
+        return error
+    if result.stdout != "42\n":
+        return InfraError(
+            f"Python does not run in it: {result.outcome}, {result.returncode}, {result.stderr.strip()!r}"
+        )
+    return None
+
+
+BACKENDS: dict[str, Callable[..., Sandbox]] = {"local": LocalSandbox}

@@ -1,0 +1,349 @@
+"""One running command of a sandbox on this machine: its pipes, its limits, its end. Knows no kind of isolation.
+
+What contains the command, and how all of it is ended and measured, is a `Containment`.
+"""
+
+import errno
+import os
+import select
+import selectors
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import IO, Protocol
+
+from skyrl_gym.error import InfraError
+from skyrl_gym.sandbox.base import ExecResult, Limits, Outcome
+
+CHUNK = 1 << 16
+END_SECONDS = 30.0
+"""How long a killed command may take to be gone, on a machine that is busy."""
+CHECK_SECONDS = 0.05
+CHECK_SHARE = 0.1
+"""Of one core, at most, for checking the limits of all commands."""
+
+
+def as_bytes(text: str | bytes) -> bytes:
+    """UTF-8. Half of a surrogate pair, which a model may write, is encoded as if it were a character."""
+    return text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
+
+
+class Containment(Protocol):
+    """What is around one command."""
+
+    def kill(self, process: "subprocess.Popen[bytes]") -> None:
+        """Sends SIGKILL to the command and everything it started. May be called more than once."""
+        ...
+
+    def interrupt(self, process: "subprocess.Popen[bytes]") -> None:
+        """Sends SIGINT to the command itself."""
+        ...
+
+    def over_limit(self, process: "subprocess.Popen[bytes]", limits: Limits) -> Outcome | None:
+        """Which limit on all processes or all files together is passed, if one is."""
+        ...
+
+    def returncode(self, status: int) -> int | None:
+        """The command's own, from that of the process we started; None if that one failed and there was no command."""
+        ...
+
+    def close(self) -> None:
+        """Closes what it holds, after the end. May be called more than once."""
+        ...
+
+
+@dataclass
+class Launch:
+    """What to start: the whole command line, and descriptors to keep open for it (closed here once it runs)."""
+
+    argv: Sequence[str | bytes]
+    containment: Containment
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str = "/"
+    descriptors: Sequence[int] = ()
+    owner: int | None = None
+    """User id that the pipes belong to, so that /dev/stdin and /dev/stdout can be opened by name."""
+
+
+class Command:
+    """A started command. Ended by itself, by a limit or by `kill`; then all of it is gone and has been waited for."""
+
+    def __init__(self, launch: Launch, limits: Limits, *, stderr_to_file: bool = False):
+        self.limits = limits
+        self._containment = launch.containment
+        self._stopped_by: Outcome | None = None
+        self._killed = False
+        self._failure: InfraError | None = None
+        self._pidfd = -1
+        self._lock = threading.Lock()
+        self._result: ExecResult | None = None
+        self._cpu_seconds = 0.0
+        self._stderr_file = tempfile.TemporaryFile() if stderr_to_file else None  # noqa: SIM115
+        inner_stdin, stdin = os.pipe()
+        stdout, inner_stdout = os.pipe()
+        stderr, inner_stderr = os.pipe() if self._stderr_file is None else (-1, os.dup(self._stderr_file.fileno()))
+        self.stdin: IO[bytes] = os.fdopen(stdin, "wb", buffering=0)
+        self.stdout: IO[bytes] = os.fdopen(stdout, "rb", buffering=0)
+        self._stderr: IO[bytes] | None = os.fdopen(stderr, "rb", buffering=0) if stderr >= 0 else None
+        inner = (inner_stdin, inner_stdout, inner_stderr)
+        self._started = time.monotonic()
+        try:
+            if launch.owner is not None:
+                for descriptor in inner:
+                    os.fchown(descriptor, launch.owner, launch.owner)
+            self._process = subprocess.Popen(
+                launch.argv,
+                stdin=inner_stdin,
+                stdout=inner_stdout,
+                stderr=inner_stderr,
+                env=launch.env,
+                cwd=launch.cwd,
+                pass_fds=launch.descriptors,
+                start_new_session=True,
+            )
+            self._pidfd = os.pidfd_open(self._process.pid)
+        except OSError as error:
+            self.close()
+            if error.errno == errno.E2BIG:
+                raise ValueError("the command's arguments are too long") from None
+            raise InfraError(f"a sandboxed command could not be started: {error}") from error
+        except ValueError:
+            self.close()
+            raise
+        finally:
+            for descriptor in (*inner, *launch.descriptors):
+                os.close(descriptor)
+        self.deadline = self._started + limits.wall_seconds
+        background.monitor.add(self)
+
+    def communicate(self, stdin: bytes) -> ExecResult:
+        """Feeds the command, reads what it says up to the limit, and waits for its end."""
+        pending = memoryview(stdin)
+        said: dict[IO[bytes], bytearray] = {self.stdout: bytearray(), self._stderr: bytearray()}  # pyright: ignore
+        last_moment = self.deadline + END_SECONDS
+        with selectors.DefaultSelector() as selector:
+            for file in (self.stdin, *said):
+                os.set_blocking(file.fileno(), False)
+            if pending:
+                selector.register(self.stdin, selectors.EVENT_WRITE)
+            else:
+                self.stdin.close()
+            for file in said:
+                selector.register(file, selectors.EVENT_READ)
+            selector.register(self._pidfd, selectors.EVENT_READ)
+            while not self.ended:
+                now = time.monotonic()
+                if now >= self.deadline:
+                    self._kill("wall_time")
+                if now > last_moment:
+                    raise InfraError(f"a sandboxed command could not be ended within {END_SECONDS} s")
+                for key, _ in selector.select(timeout=max(0.01, min(1.0, self.deadline - now))):
+                    if key.fileobj is self.stdin:
+                        pending = self._feed(pending)
+                        if not pending:
+                            selector.unregister(self.stdin)
+                            self.stdin.close()
+                    elif isinstance(key.fileobj, int):
+                        self._reap()
+                    elif not self._hear(key.fileobj, said[key.fileobj]):  # pyright: ignore
+                        selector.unregister(key.fileobj)
+            # Everything that could hold the other end is dead: what is in the pipes is all there will be.
+            for file, heard in said.items():
+                while self._hear(file, heard):
+                    pass
+        stdout, stderr = (bytes(heard[: self.limits.output_bytes]) for heard in said.values())
+        return self._finish(stdout, stderr)
+
+    def wait(self, timeout: float | None = None) -> ExecResult:
+        if self._result is None:
+            if not self._wait_for_end(timeout):
+                raise TimeoutError(f"the command has not ended within {timeout} s")
+            stderr = b""
+            if self._stderr_file is not None:
+                stderr = os.pread(self._stderr_file.fileno(), self.limits.output_bytes, 0)
+            self._finish(b"", stderr)
+        assert self._result is not None
+        return self._result
+
+    def interrupt(self) -> None:
+        with self._lock:
+            if self._process.returncode is None:
+                self._containment.interrupt(self._process)
+
+    def kill(self) -> None:
+        self._kill(None)
+        if not self._wait_for_end(END_SECONDS):
+            raise InfraError(f"a sandboxed command could not be ended within {END_SECONDS} s")
+
+    def check(self) -> None:
+        """Ends the command if it is over a limit. Called by the monitor."""
+        try:
+            over = self._limit_passed()
+            if over is not None:
+                self._kill(over)
+        except (OSError, InfraError) as error:
+            self._failure = InfraError(f"the limits of a sandboxed command could not be checked: {error!r}")
+            self._process.kill()
+
+    def _limit_passed(self) -> Outcome | None:
+        if time.monotonic() >= self.deadline:
+            return "wall_time"
+        if self._stderr_file is not None and os.fstat(self._stderr_file.fileno()).st_size > self.limits.output_bytes:
+            return "output"
+        return self._containment.over_limit(self._process, self.limits)
+
+    @property
+    def ended(self) -> bool:
+        return self._process.returncode is not None
+
+    def close(self) -> None:
+        """Closes what we hold of it. The command must have ended."""
+        for file in (self.stdin, self.stdout, self._stderr, self._stderr_file):
+            if file is not None:
+                file.close()
+        self._containment.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _kill(self, why: Outcome | None) -> None:
+        with self._lock:
+            if self._process.returncode is None and not self._killed:
+                self._killed = True
+                self._stopped_by = why
+                self._containment.kill(self._process)
+
+    def _wait_for_end(self, timeout: float | None) -> bool:
+        if not self.ended:
+            poll = select.poll()
+            poll.register(self._pidfd, select.POLLIN)
+            poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
+            self._reap()
+        return self.ended
+
+    def _reap(self) -> None:
+        """Takes the exit status if the process has ended."""
+        with self._lock:
+            if self._process.returncode is not None:
+                return
+            try:
+                pid, status, usage = os.wait4(self._process.pid, os.WNOHANG)
+            except ChildProcessError as error:
+                self._process.returncode = -signal.SIGKILL
+                self._failure = InfraError("something else in this process took the exit status of a sandboxed command")
+                self._failure.__cause__ = error
+                return
+            if pid == 0:
+                return
+            self._process.returncode = os.waitstatus_to_exitcode(status)
+            self._cpu_seconds = usage.ru_utime + usage.ru_stime
+        background.monitor.remove(self)
+
+    def _feed(self, pending: memoryview) -> memoryview:
+        try:
+            return pending[os.write(self.stdin.fileno(), pending[:CHUNK]) :]
+        except BlockingIOError:
+            return pending
+        except BrokenPipeError:
+            return memoryview(b"")
+
+    def _hear(self, file: IO[bytes], heard: bytearray) -> bool:
+        """Reads once. False at the end, or when there is nothing to read."""
+        try:
+            chunk = os.read(file.fileno(), CHUNK)
+        except BlockingIOError:
+            return False
+        room = self.limits.output_bytes + 1 - len(heard)
+        heard += chunk[: max(0, room)]
+        if len(heard) > self.limits.output_bytes:
+            self._kill("output")
+        return bool(chunk)
+
+    def _finish(self, stdout: bytes, stderr: bytes) -> ExecResult:
+        wall_seconds = time.monotonic() - self._started
+        if self._failure is not None:
+            raise self._failure
+        returncode = self._containment.returncode(self._process.returncode)
+        if returncode is None and not self._killed:
+            said = stderr.decode(errors="replace").strip()
+            raise InfraError(f"the sandbox ended without running the command ({self._process.returncode}): {said}")
+        returncode = -signal.SIGKILL if returncode is None else returncode
+        outcome = self._stopped_by or _outcome_of(returncode, self._cpu_seconds, self.limits)
+        if outcome == "exited":  # too fast for the monitor
+            outcome = self._containment.over_limit(self._process, self.limits) or outcome
+        self._result = ExecResult(
+            outcome, returncode, stdout.decode(errors="replace"), stderr.decode(errors="replace"), wall_seconds
+        )
+        return self._result
+
+
+def _outcome_of(returncode: int, cpu_seconds: float, limits: Limits) -> Outcome:
+    """What the kernel's own limits did. CPU time: SIGXCPU, and a second later SIGKILL."""
+    if returncode == -signal.SIGXCPU or (returncode == -signal.SIGKILL and cpu_seconds >= limits.cpu_seconds):
+        return "cpu_time"
+    return "workspace" if returncode == -signal.SIGXFSZ else "exited"
+
+
+class Monitor:
+    """One thread of this process that checks the limits of every running command."""
+
+    def __init__(self):
+        self._commands: set[Command] = set()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def add(self, command: Command) -> None:
+        with self._changed:
+            self._commands.add(command)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="sandbox-monitor", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def remove(self, command: Command) -> None:
+        with self._changed:
+            self._commands.discard(command)
+
+    def _run(self) -> None:
+        pause = CHECK_SECONDS
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._commands)
+            time.sleep(pause)  # most commands end before their first check
+            with self._changed:
+                commands = list(self._commands)
+            started = time.monotonic()
+            for command in commands:
+                command.check()
+            pause = max(CHECK_SECONDS, (time.monotonic() - started) / CHECK_SHARE)
+
+
+class Background:
+    """What this process has once: the monitor, and a thread that starts commands which outlive the calling thread.
+
+    A command asks the kernel to be killed when the *thread* that started it ends, so a lasting thread must start it.
+    """
+
+    def __init__(self):
+        self.monitor = Monitor()
+        self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sandbox-starter")
+
+    def start(self, launch: Launch, limits: Limits) -> Command:
+        return self._starter.submit(Command, launch, limits, stderr_to_file=True).result()
+
+
+background = Background()
+
+
+def _after_fork() -> None:
+    """Threads do not come along into a forked process."""
+    global background
+    background = Background()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,152 @@
+"""The private folder of one sandbox on the host. Hostile code made what is inside: nothing here follows a link."""
+
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from skyrl_gym.error import InfraError
+
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+ENTRY_BYTES = 4096
+"""What a file counts for beside its blocks, so that many empty ones are not free."""
+MAX_DEPTH = 64
+DELETE_SECONDS = 120
+
+
+class Workspace:
+    """`files` is where commands work; `tmp` and `shm` are their /tmp and /dev/shm. All count together.
+
+    Args:
+        owner: user and group id that the folders belong to; our own if None.
+    """
+
+    def __init__(self, owner: int | None = None):
+        self.owner = owner
+        self.root = tempfile.mkdtemp(prefix="skyrl-sandbox-")  # mode 0700
+        for name in ("files", "tmp", "shm"):
+            path = os.path.join(self.root, name)
+            os.mkdir(path, 0o700)
+            if owner is not None:
+                os.chown(path, owner, owner)
+        self.files, self.tmp, self.shm = (os.path.join(self.root, name) for name in ("files", "tmp", "shm"))
+        self.device = os.stat(self.root).st_dev
+
+    def write(self, path: str, data: bytes) -> None:
+        """Writes a file, with the folders it needs. What had its name before is replaced, not written through."""
+        *folders, name = _parts(path)
+        with self._folder(folders, make=True, path=path) as folder:
+            with suppress(FileNotFoundError):
+                try:
+                    os.unlink(name, dir_fd=folder)
+                except (IsADirectoryError, PermissionError):
+                    raise ValueError(f"{path!r} is a folder or cannot be replaced") from None
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with os.fdopen(os.open(name, flags, 0o644, dir_fd=folder), "wb") as file:
+                self._give(file.fileno())
+                file.write(data)
+
+    def read(self, path: str, max_bytes: int) -> bytes:
+        """A regular file's bytes. Raises ValueError for what is none, for a link on the way, and above `max_bytes`."""
+        *folders, name = _parts(path)
+        with self._folder(folders, make=False, path=path) as folder:
+            # Without blocking: a pipe with no writer would hold us.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            with _unsafe_is_value_error(path):
+                descriptor = os.open(name, flags, dir_fd=folder)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ValueError(f"{path!r} is not a plain file of the workspace")
+            with os.fdopen(descriptor, "rb", closefd=False) as file:
+                data = file.read(max_bytes + 1)
+        finally:
+            os.close(descriptor)
+        if len(data) > max_bytes:
+            raise ValueError(f"{path!r} is larger than {max_bytes} bytes")
+        return data
+
+    def usage(self, stop_above: int) -> int:
+        """Bytes that the files take, counted until `stop_above` is passed. Folders too deep count as all of it."""
+        total = 0
+        for folder in (self.files, self.tmp, self.shm):
+            with suppress(OSError):  # the folder's mode is its owner's to change: nothing can be added either
+                total += _tree_bytes(os.open(folder, FOLDER), stop_above - total, MAX_DEPTH)
+            if total > stop_above:
+                break
+        return total
+
+    def delete(self) -> None:
+        """Deletes everything, whatever was made of it. May be called more than once."""
+        with suppress(OSError, RecursionError):
+            shutil.rmtree(self.root)
+        if not os.path.lexists(self.root):
+            return
+        # Folders nested too deep for a recursion, or whose mode keeps us out.
+        for command in (["chmod", "-R", "u+rwx", "--", self.root], ["rm", "-rf", "--", self.root]):
+            subprocess.run(command, stderr=subprocess.DEVNULL, timeout=DELETE_SECONDS, check=False)
+        if os.path.lexists(self.root):
+            raise InfraError(f"the sandbox's folder {self.root} could not be deleted")
+
+    @contextmanager
+    def _folder(self, folders: list[str], *, make: bool, path: str) -> Iterator[int]:
+        """A descriptor of a folder of the workspace, reached one name at a time and never through a link."""
+        descriptor = os.open(self.files, FOLDER)
+        try:
+            for name in folders:
+                with _unsafe_is_value_error(path):
+                    if make:
+                        with suppress(FileExistsError):
+                            os.mkdir(name, 0o755, dir_fd=descriptor)
+                    inner = os.open(name, FOLDER, dir_fd=descriptor)
+                os.close(descriptor)
+                descriptor = inner
+                if make:
+                    self._give(descriptor)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _give(self, descriptor: int) -> None:
+        if self.owner is not None:
+            os.fchown(descriptor, self.owner, self.owner)
+
+
+def _parts(path: str) -> list[str]:
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if path.startswith("/") or not parts or ".." in parts or "\0" in path:
+        raise ValueError(f"{path!r} is not a path inside the workspace")
+    return parts
+
+
+@contextmanager
+def _unsafe_is_value_error(path: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no file {path!r} in the workspace") from None
+    except OSError as error:  # a link (ELOOP), not a folder (ENOTDIR), a socket (ENXIO), no permission
+        raise ValueError(f"{path!r} is not a plain file of the workspace: {error.strerror}") from None
+
+
+def _tree_bytes(descriptor: int, stop_above: int, depth: int) -> int:
+    """Takes over the open folder. Entries may come and go meanwhile: a command is running."""
+    total = 0
+    try:
+        with os.scandir(descriptor) as entries:
+            for entry in entries:
+                with suppress(OSError):
+                    about = entry.stat(follow_symlinks=False)
+                    total += about.st_blocks * 512 + ENTRY_BYTES
+                    if stat.S_ISDIR(about.st_mode):
+                        if depth == 0:
+                            return stop_above + 1
+                        inner = os.open(entry.name, FOLDER, dir_fd=descriptor)
+                        total += _tree_bytes(inner, stop_above - total, depth - 1)
+                if total > stop_above:
+                    return total
+    finally:
+        os.close(descriptor)
+    return total
