@@ -1,0 +1,152 @@
+"""Questions to a database, answered by a SQL query, as in SkyRL-SQL: the model may try queries before it settles."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import (
+    BaseTextEnv,
+    BaseTextEnvStepOutput,
+    ConversationType,
+    Example,
+    ground_truth_of,
+    required,
+    typed_config,
+)
+from skyrl_gym.error import InfraError, TaskError
+from skyrl_gym.graders.results import reward_of
+from skyrl_gym.graders.sql import grade_sql, verify_format_and_extract
+from skyrl_gym.tools.sql import SQLCodeExecutorToolGroup, database_file
+
+DEFAULT_MAX_TURNS = 5
+INVALID_FORMAT_REWARD = -1.0
+
+DATABASE_FOLDERS = {
+    "synsql": "SynSQL-2.5M/databases",
+    "spider": "spider/database",
+    "bird": "bird/train/train_databases",
+}
+"""Where below `db_path` the databases of each dataset are."""
+
+_ORDER_BY = re.compile(r"\border\s+by\b", re.IGNORECASE)
+
+
+@dataclass
+class Text2SQLEnvConfig:
+    """Settings of the `text2sql` environment."""
+
+    db_path: str = "/home/ray/default/sql_data"
+    """Folder with the databases: `spider/database/<db_id>/<db_id>.sqlite` and so on."""
+    compare_order: bool = False
+    """Rows must come in the gold query's order, and as often, if that query has an ORDER BY."""
+
+
+class SQLEnv(BaseTextEnv):
+    """`<sql>query</sql>` is answered by a user message with the rows in an `<observation>`; a
+    `<solution>query</solution>` ends the episode. 1 if it gives the rows of the gold query, else 0; -1 if the episode is
+    not of the asked form (`skyrl_gym.graders.sql.verify_format_and_extract`), which includes that there is no solution.
+
+    The last of `max_turns` turns (from the extras, else 5) ends the episode in any case. Only what the model itself
+    wrote is graded: of observations, the form check sees that they were there.
+
+    A dataset row has `db_id`, `data` (one of `DATABASE_FOLDERS`) and `reward_spec.ground_truth`, the gold query. One
+    that gives no rows makes a poor task: every query that finds nothing solves it.
+    """
+
+    config_class = Text2SQLEnvConfig
+
+    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+        super().__init__()
+        config = typed_config(Text2SQLEnvConfig, env_config)
+        extras = extras or {}
+        self.db_id: str = required(extras, "db_id")
+        self.gold_sql: str = _query(ground_truth_of(extras))
+        self.task: str = required(extras, "data")
+        self.max_turns: int = extras.get("max_turns", DEFAULT_MAX_TURNS)
+        folder = str(Path(config.db_path) / _folder_of(self.task))
+        self.db_file = _existing_database(folder, self.db_id)
+        self.ordered = config.compare_order and bool(_ORDER_BY.search(self.gold_sql))
+        self.outcome_reward = 0.0
+        self.valid_format = False
+        self.chat_history: ConversationType = []
+        """What was said in this episode, without the prompt."""
+        self.tool_group = SQLCodeExecutorToolGroup(db_file_path=folder)
+        self.init_tool_groups([self.tool_group])
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        self.chat_history.append({"role": "assistant", "content": action})
+        solved = "<solution>" in action and "</solution>" in action
+        if solved or self.turns >= self.max_turns:
+            return BaseTextEnvStepOutput(
+                observations=[], reward=self._get_reward(), done=True, metadata={}, truncated=not solved
+            )
+        tool_group, tool_name, tool_input = self._parse_action(action)
+        observation = {"role": "user", "content": self._run(tool_group, tool_name, tool_input)}
+        self.chat_history.append(observation)
+        metadata = {"tool_group": tool_group, "tool_name": tool_name, "tool_input": tool_input}
+        return BaseTextEnvStepOutput(observations=[observation], reward=0.0, done=False, metadata=metadata)
+
+    def _parse_action(self, action: str) -> tuple[str, str, tuple[str, str | None, int]]:
+        """Group, tool and its arguments: the first query, or None."""
+        query, end, _ = action.partition("<sql>")[2].partition("</sql>")
+        return self.tool_group.name, "sql", (self.db_id, query if end else None, self.max_turns - self.turns)
+
+    def _run(self, tool_group: str, tool_name: str, tool_input: tuple[Any, ...]) -> str:
+        """What the model is told. A tool that fails on a query is no reason to end the episode."""
+        try:
+            return self._execute_tool(tool_group, tool_name, tool_input)
+        except InfraError:
+            raise
+        except Exception as failure:
+            return str(failure)
+
+    def _get_reward(self) -> float:
+        self.valid_format, _, solution, _ = verify_format_and_extract(self._written())
+        if solution is None:
+            return INVALID_FORMAT_REWARD
+        grade = grade_sql(solution, self.gold_sql, self.db_file, ordered=self.ordered)
+        self.outcome_reward = reward_of(grade)
+        return self.outcome_reward
+
+    def _written(self) -> str:
+        """The episode with the content of observations left out: it holds whatever the database holds, tags too."""
+        return "".join(
+            message["content"] if message["role"] == "assistant" else "<observation></observation>"
+            for message in self.chat_history
+        )
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"turns": self.turns, "valid_format": self.valid_format, "outcome_reward": self.outcome_reward}
+
+    @classmethod
+    def examples(cls) -> list[Example]:
+        from skyrl_gym.envs.sql.examples import make_examples
+
+        return make_examples()
+
+
+def _query(ground_truth: Any) -> str:
+    if not isinstance(ground_truth, str) or not ground_truth.strip():
+        raise TaskError(f"reward_spec.ground_truth must be a SQL query; got {ground_truth!r:.200}")
+    return ground_truth
+
+
+def _folder_of(data: str) -> str:
+    if data not in DATABASE_FOLDERS:
+        raise TaskError(f"data must be one of {', '.join(DATABASE_FOLDERS)}; got {data!r:.100}")
+    return DATABASE_FOLDERS[data]
+
+
+def _existing_database(folder: str, db_id: str) -> str:
+    try:
+        db_file = database_file(folder, db_id)
+    except ValueError as failure:
+        raise TaskError(str(failure)) from failure
+    if not os.path.exists(db_file):
+        raise FileNotFoundError(
+            f"there is no database at {db_file}; environment.skyrl_gym.text2sql.db_path must be the folder above"
+        )
+    return db_file

@@ -1,0 +1,137 @@
+"""Grading of text-to-SQL: a query is right if it gives the rows that the gold query gives (execution match)."""
+
+import re
+from collections.abc import Generator
+from contextlib import closing
+
+from skyrl_gym.error import TaskError
+from skyrl_gym.graders.results import Grade, InfraError, Invalid, Score, Timeout, reward_of
+from skyrl_gym.sandbox.sqlite import QueryError, QueryLimits, QueryTimeout, Row, read_rows
+
+QUERY_SECONDS = 30.0
+MAX_GOLD_ROWS = 1_000_000
+
+_OPEN, _CLOSE = "<solution>", "</solution>"
+_THOUGHT_TAG = re.compile(r"<(/?)think>", re.IGNORECASE)
+_TAG_IN_SOLUTION = re.compile(r"</?(?:think|sql|observation)\b", re.IGNORECASE)
+_OBSERVATION_END = re.compile(r"</observation>", re.IGNORECASE)
+_THOUGHT_BEGINS = re.compile(r"\s*<think>", re.IGNORECASE)
+
+
+def verify_format_and_extract(output: str) -> tuple[bool, list[str] | None, str | None, None]:
+    """Whether a whole episode has the asked form, its thoughts, and its solution; `(False, None, None, None)` if not.
+
+    There is one `<solution>` with its end, without a tag of another kind inside; at least one `<think>...</think>`; and
+    a thought begins right after every observation before the solution. Never raises.
+    """
+    invalid = (False, None, None, None)
+    if output.count(_OPEN) != 1:
+        return invalid
+    before, _, rest = output.partition(_OPEN)
+    if rest.count(_CLOSE) != 1:
+        return invalid
+    solution = rest.partition(_CLOSE)[0]
+    thoughts = _thoughts(output)
+    if _TAG_IN_SOLUTION.search(solution) or not thoughts:
+        return invalid
+    if not all(_THOUGHT_BEGINS.match(before, end.end()) for end in _OBSERVATION_END.finditer(before)):
+        return invalid
+    return True, thoughts, solution, None
+
+
+def _thoughts(text: str) -> list[str]:
+    """What stands in `<think>...</think>`; not by one regular expression, which is quadratic where ends are missing."""
+    thoughts: list[str] = []
+    start: int | None = None
+    for tag in _THOUGHT_TAG.finditer(text):
+        if not tag[1]:
+            start = tag.end() if start is None else start
+        elif start is not None:
+            thoughts.append(text[start : tag.start()])
+            start = None
+    return thoughts
+
+
+def grade_sql(
+    predicted: str, gold: str, db_file: str, *, ordered: bool = False, timeout: float = QUERY_SECONDS
+) -> Grade:
+    """1 if both queries give the same rows on the database, else 0.
+
+    The order of columns counts; the order of rows and how often each comes do not, unless `ordered`. Values are equal
+    as Python's are: 2 and 2.0 are, '2' and 2 are not. Only the gold query's rows are held in memory: the first row that
+    is not among them ends the other.
+
+    Args:
+        timeout: Seconds for each of the two queries.
+
+    Returns:
+        `Score`; `Invalid` if the predicted query does not run, `Timeout` if it does not end; `InfraError` if the
+        database cannot be read or the gold query does not end, which on a machine of its own it would.
+
+    Raises:
+        TaskError: the gold query does not run, or gives more rows than can be compared.
+    """
+    limits = QueryLimits(wall_seconds=timeout)
+    try:
+        gold_rows = _gold_rows(gold, db_file, limits)
+        with closing(read_rows(db_file, predicted, limits)) as rows:
+            return _compare_lists(rows, gold_rows) if ordered else _compare_sets(rows, gold_rows)
+    except InfraError as failure:
+        return failure
+    except QueryTimeout:
+        return Timeout(timeout, "the query")
+    except QueryError as failure:
+        return Invalid(str(failure))
+
+
+def _gold_rows(gold: str, db_file: str, limits: QueryLimits) -> list[Row]:
+    rows: list[Row] = []
+    try:
+        with closing(read_rows(db_file, gold, limits)) as results:
+            for row in results:
+                rows.append(row)
+                if len(rows) > MAX_GOLD_ROWS:
+                    raise QueryError(f"it gives more than {MAX_GOLD_ROWS} rows")
+    except QueryTimeout as failure:
+        raise InfraError(f"the gold query {gold!r:.500} on {db_file}: {failure}") from failure
+    except QueryError as failure:
+        raise TaskError(
+            f"reward_spec.ground_truth must be a query that runs on {db_file}; {gold!r:.500} does not: {failure}"
+        ) from failure
+    return rows
+
+
+def _compare_sets(rows: Generator[Row, None, None], gold_rows: list[Row]) -> Score:
+    gold, found = set(gold_rows), set()
+    for row in rows:
+        if row not in gold:
+            return Score(0.0, details={"reason": f"a row that the gold query does not give: {row!r:.200}"})
+        found.add(row)
+    return _score(len(found), len(gold))
+
+
+def _compare_lists(rows: Generator[Row, None, None], gold: list[Row]) -> Score:
+    num_rows = 0
+    for row in rows:
+        if num_rows >= len(gold) or row != gold[num_rows]:
+            return Score(0.0, details={"reason": f"row {num_rows + 1} is not the gold query's: {row!r:.200}"})
+        num_rows += 1
+    return _score(num_rows, len(gold))
+
+
+def _score(found: int, wanted: int) -> Score:
+    if found == wanted:
+        return Score(1.0, details={"rows": wanted})
+    return Score(0.0, details={"reason": f"{found} of the gold query's {wanted} rows"})
+
+
+def compute_score_single(completion: str, reference: str, db_file: str) -> float:
+    """The reward of a whole episode's text: -1 without the asked form, 1 for the gold query's rows, else 0.
+
+    Raises:
+        InfraError, TaskError: as `grade_sql` says; there is no reward then.
+    """
+    valid, _, solution, _ = verify_format_and_extract(completion)
+    if not valid or solution is None:
+        return -1.0
+    return reward_of(grade_sql(solution, reference, db_file))

@@ -1,0 +1,302 @@
+"""Tool calls as models write them: text in, calls in order of appearance out.
+
+The text must still have the special tokens a format is made of (`skip_special_tokens=False`). Rendering of schemas and
+results is the chat template's part; running a call is `ToolGroup.call`'s.
+"""
+
+import json
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from skyrl_gym.graders.results import Invalid
+from skyrl_gym.tools.signature import SOLE_ARGUMENT
+
+__all__ = ["CallFormat", "Invalid", "ToolCall", "parse_tool_calls"]
+
+CallFormat = Literal["xml", "hermes", "llama3_json", "gpt_oss"]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that can be tried. Whether there is such a tool, and its arguments fit, is for the tool to say."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """By name; `SOLE_ARGUMENT` where the format has one argument without a name."""
+    id: str | None = None
+
+
+Parsed = ToolCall | Invalid
+
+
+class _Malformed(ValueError):
+    """The text is for the model."""
+
+
+def parse_tool_calls(text: str, format: CallFormat) -> list[Parsed]:
+    """The calls in what a model wrote in one turn; an `Invalid` for each that is malformed, with what to mend.
+
+    - `xml`: `<tool><name>argument</name></tool>`.
+    - `hermes` (Hermes, Qwen): `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, and as Qwen3-Coder writes it
+      `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, where values are text.
+    - `llama3_json`: `{"name": ..., "parameters": {...}}` and nothing else, or after `<|python_tag|>`; several with `;`
+      between.
+    - `gpt_oss` (harmony, https://cookbook.openai.com/articles/openai-harmony): a message to `functions.name`.
+
+    In `hermes` and `llama3_json` what stands before `</think>` is a thought and has no calls. The end of the text stands
+    in for a closing tag or token, since a stop string may have taken it. Never raises for any text.
+
+    Raises:
+        ValueError: there is no such format.
+    """
+    if format not in _PARSERS:
+        raise ValueError(f"format must be one of {', '.join(_PARSERS)}; got {format!r}")
+    return list(_PARSERS[format](text))
+
+
+# --- xml ---------------------------------------------------------------------------------------------------------------
+
+_TAG = re.compile(r"<(/?)(\w+)>")
+
+
+def _xml(text: str) -> Iterator[Parsed]:
+    position = text.find("<tool>")
+    while position >= 0:
+        start = position + len("<tool>")
+        end = text.find("</tool>", start)
+        if end < 0:
+            yield Invalid("No <tool>...</tool> block: <tool> is not closed by </tool>")
+            return
+        yield _xml_call(text[start:end])
+        position = text.find("<tool>", end)
+
+
+def _xml_call(body: str) -> Parsed:
+    """The first tag that is closed. Its name is the tool's, its content the argument."""
+    tags = list(_TAG.finditer(body))
+    closing: defaultdict[str, list[int]] = defaultdict(list)
+    for tag in tags:
+        if tag[1]:
+            closing[tag[2]].append(tag.start())
+    for tag in tags:
+        ends = closing[tag[2]]
+        index = bisect_left(ends, tag.end())
+        if not tag[1] and index < len(ends):
+            return ToolCall(tag[2], {SOLE_ARGUMENT: body[tag.end() : ends[index]].strip()})
+    return Invalid("No valid inner tool tag: write <tool><name>argument</name></tool> with the tool's name")
+
+
+# --- JSON, which the others share --------------------------------------------------------------------------------------
+
+_DECODER = json.JSONDecoder(strict=False)  # models break lines inside strings
+_SPACE = re.compile(r"\s*")
+
+
+def _after_space(text: str, position: int) -> int:
+    found = _SPACE.match(text, position)
+    return found.end() if found else position
+
+
+def _json_object(text: str, position: int) -> tuple[dict[str, Any], int]:
+    """The object that begins at `position`, and where it ends. Raises `_Malformed`."""
+    if not text.startswith("{", position):
+        raise _Malformed("a tool call must be a JSON object, beginning with {")
+    try:
+        value, end = _DECODER.raw_decode(text, position)
+    except json.JSONDecodeError as failure:
+        raise _Malformed(f"not valid JSON: {failure.msg} at character {failure.pos - position}") from failure
+    except (ValueError, RecursionError) as failure:  # a number of thousands of digits, thousands of brackets
+        raise _Malformed("not valid JSON: a number is too long or the nesting too deep") from failure
+    return value, end
+
+
+def _json_call(call: dict[str, Any]) -> ToolCall:
+    """`arguments` and `parameters` are one thing under two names. Raises `_Malformed`."""
+    name = call.get("name")
+    if not isinstance(name, str) or not name.strip():
+        raise _Malformed('a tool call needs "name", the name of the tool')
+    unknown = set(call) - {"name", "arguments", "parameters", "id", "type"}
+    if unknown:
+        raise _Malformed(f'{min(unknown)[:50]!r} does not belong beside "name": put arguments inside "arguments"')
+    if "arguments" in call and "parameters" in call:
+        raise _Malformed('a tool call has "arguments" or "parameters", not both')
+    arguments = call.get("arguments", call.get("parameters"))
+    if isinstance(arguments, str):  # an object written as text, as in OpenAI's responses
+        arguments = _whole_json_object(arguments)
+    if arguments is not None and not isinstance(arguments, dict):
+        raise _Malformed('"arguments" must be an object with a value for each argument name')
+    identifier = call.get("id")
+    return ToolCall(name.strip(), arguments or {}, identifier if isinstance(identifier, str) else None)
+
+
+def _whole_json_object(text: str) -> dict[str, Any]:
+    """Raises `_Malformed` if it is anything else, or if something follows."""
+    value, end = _json_object(text, _after_space(text, 0))
+    if _after_space(text, end) != len(text):
+        raise _Malformed("something follows after the JSON object")
+    return value
+
+
+def _after_thought(text: str) -> str:
+    """A prompt may have opened the thought, so its beginning need not be there."""
+    thought, end, rest = text.partition("</think>")
+    if end:
+        return rest
+    return "" if thought.lstrip().startswith("<think>") else text
+
+
+# --- hermes ------------------------------------------------------------------------------------------------------------
+
+_CALL_OPEN, _CALL_CLOSE = "<tool_call>", "</tool_call>"
+_FUNCTION = re.compile(r"<function=([^<>\s]+)>")
+_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>")
+
+
+def _hermes(text: str) -> Iterator[Parsed]:
+    text = _after_thought(text)
+    position = text.find(_CALL_OPEN)
+    while position >= 0:
+        start = _after_space(text, position + len(_CALL_OPEN))
+        try:
+            call, end = _function_call(text, start) if text.startswith("<", start) else _hermes_call(text, start)
+            end = _after_space(text, end)
+            if end < len(text) and not text.startswith((_CALL_CLOSE, "<|im_end|>"), end):
+                raise _Malformed(f"a call must be followed by {_CALL_CLOSE}")
+            yield call
+        except _Malformed as failure:
+            yield Invalid(f"Malformed tool call: {failure}")
+            end = text.find(_CALL_CLOSE, start)
+            end = len(text) if end < 0 else end
+        position = text.find(_CALL_OPEN, end)
+
+
+def _hermes_call(text: str, start: int) -> tuple[ToolCall, int]:
+    value, end = _json_object(text, start)
+    return _json_call(value), end
+
+
+def _function_call(text: str, start: int) -> tuple[ToolCall, int]:
+    """Qwen3-Coder's form: each value is text between line breaks of its own."""
+    function = _FUNCTION.match(text, start)
+    if function is None:
+        raise _Malformed('write {"name": ..., "arguments": {...}} or <function=name>...</function> in a tool call')
+    arguments: dict[str, Any] = {}
+    position = _after_space(text, function.end())
+    while parameter := _PARAMETER.match(text, position):
+        end = text.find("</parameter>", parameter.end())
+        if end < 0:
+            raise _Malformed(f"<parameter={parameter[1][:50]}> is not closed by </parameter>")
+        value = text[parameter.end() : end]
+        arguments[parameter[1]] = value.removeprefix("\n").removesuffix("\n")
+        position = _after_space(text, end + len("</parameter>"))
+    if not text.startswith("</function>", position):
+        raise _Malformed("<function=...> must hold <parameter=key>value</parameter> only, and end in </function>")
+    return ToolCall(function[1], arguments), position + len("</function>")
+
+
+# --- llama3_json -------------------------------------------------------------------------------------------------------
+
+_PYTHON_TAG = "<|python_tag|>"
+_LLAMA_END = re.compile(r"(?:<\|(?:eom_id|eot_id|end_of_text)\|>|\s)+\Z")
+
+
+def _llama3_json(text: str) -> Iterator[Parsed]:
+    text = _after_thought(text).strip()
+    _, tag, tagged = text.partition(_PYTHON_TAG)
+    body = _without_llama_end(tagged if tag else text)
+    if not tag and not _looks_like_llama_call(body):
+        return
+    position = _after_space(body, 0)
+    while True:
+        try:
+            value, end = _json_object(body, position)
+            yield _json_call(value)
+        except _Malformed as failure:
+            yield Invalid(f"Malformed tool call: {failure}")
+            return
+        position = _after_space(body, end)
+        if position == len(body):
+            return
+        if body[position] != ";":
+            yield Invalid("Malformed tool call: several calls are separated by ; and nothing else stands beside them")
+            return
+        position = _after_space(body, position + 1)
+        if position == len(body):
+            return
+
+
+def _without_llama_end(text: str) -> str:
+    for token in ("<|eom_id|>", "<|eot_id|>", "<|end_of_text|>"):
+        text = text.partition(token)[0]
+    return text
+
+
+def _looks_like_llama_call(body: str) -> bool:
+    """An answer may be JSON too: what begins with `{` is a call if it has a name, or would have if it were JSON."""
+    position = _after_space(body, 0)
+    if not body.startswith("{", position):
+        return False
+    try:
+        return "name" in _json_object(body, position)[0]
+    except _Malformed:
+        return '"name"' in body
+
+
+# --- gpt_oss -----------------------------------------------------------------------------------------------------------
+
+_MESSAGE_END = re.compile(r"<\|(?:call|end|return|start)\|>")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_AUTHOR = re.compile(r"\s*([\w.-]+)")
+
+
+def _gpt_oss(text: str) -> Iterator[Parsed]:
+    """Messages are `<|start|>header<|message|>content<|end|>`; the first header begins in the prompt.
+
+    The recipient stands in the header, before or after the channel.
+    """
+    position = 0
+    while True:
+        body = text.find("<|message|>", position)
+        if body < 0:
+            return
+        header = text[position:body].rpartition("<|start|>")
+        body += len("<|message|>")
+        end = _MESSAGE_END.search(text, body)
+        content = text[body : end.start() if end else len(text)]
+        recipient = _RECIPIENT.search(header[2])
+        if recipient and recipient[1] != "assistant" and _by_assistant(header[2], bool(header[1])):
+            yield _harmony_call(recipient[1], content, is_json="json" in header[2])
+        if end is None:
+            return
+        position = end.end() if end[0] != "<|start|>" else end.start()
+
+
+def _by_assistant(header: str, is_whole: bool) -> bool:
+    """A result, which is the tool's message to the assistant, is no call."""
+    author = _AUTHOR.match(header)
+    return not is_whole or (author is not None and author[1] == "assistant")
+
+
+def _harmony_call(recipient: str, content: str, is_json: bool) -> Parsed:
+    """`functions.name` takes JSON; built-in tools such as `python` may take plain text."""
+    name = recipient.removeprefix("functions.")
+    if not name:
+        return Invalid("Malformed tool call: the recipient must be functions.NAME with the tool's name")
+    try:
+        return ToolCall(name, _whole_json_object(content) if content.strip() else {})
+    except _Malformed as failure:
+        if name == recipient and not is_json:
+            return ToolCall(name, {SOLE_ARGUMENT: content})
+        return Invalid(f"Malformed tool call to {recipient[:100]}: {failure}")
+
+
+_PARSERS: dict[str, Callable[[str], Iterator[Parsed]]] = {
+    "xml": _xml,
+    "hermes": _hermes,
+    "llama3_json": _llama3_json,
+    "gpt_oss": _gpt_oss,
+}
