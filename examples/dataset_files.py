@@ -1,0 +1,186 @@
+"""What the dataset builders share: problems from files or the hub in, `train.parquet` and `validation.parquet` out.
+
+A builder is a function from a problem to a row (`Row`: the columns `prompt` and `env_class`, and what the environment
+reads). The rest, options included, is the same for all of them:
+
+    --output_dir DIR            where both files go
+    --input PATH ...            local .jsonl, .json (either may be gzipped) or .parquet files, or folders of them
+    --hub_train NAME[:CONFIG]@SPLIT, --hub_test ...      datasets of the Hugging Face hub instead
+    --validation_share SHARE    hold this share out where there is no file for validation
+    --max_train_dataset_length N
+
+A local file belongs to the split that its name holds: train, or test / dev / validation. With --validation_share, one
+whose name holds none may be given too.
+"""
+
+import argparse
+import gzip
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from skyrl_train.errors import DataError
+
+Problem = dict[str, Any]
+Row = dict[str, Any]
+Problems = dict[str, list[Problem]]
+"""By split: `train` and `test`."""
+MakeRow = Callable[[Problem, str, int], Row | None]
+"""(problem, split, index) -> row, or None to leave the problem out."""
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+SPLIT_NAMES = {"train": "train", "test": "test", "dev": "test", "valid": "test"}
+"""What a file's name may hold, and which split that is."""
+
+
+def make_parser(
+    description: str | None,
+    output_dir: str,
+    hub_train: str | None = None,
+    hub_test: str | None = None,
+    validation_share: float | None = None,
+) -> argparse.ArgumentParser:
+    """The options that builders share; the arguments are the defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", "--local_dir", type=Path, default=Path(output_dir), help="folder to write")
+    parser.add_argument("--input", type=Path, nargs="+", help="local files or folders instead of the hub")
+    parser.add_argument("--hub_train", default=hub_train, help="NAME[:CONFIG]@SPLIT on the hub; default: %(default)s")
+    parser.add_argument("--hub_test", default=hub_test, help="the same for validation; default: %(default)s")
+    parser.add_argument(
+        "--validation_share", type=float, default=validation_share, help="share to hold out if there is one set only"
+    )
+    parser.add_argument("--max_train_dataset_length", type=int, help="write only so many training rows")
+    return parser
+
+
+def build(options: argparse.Namespace, make_row: MakeRow, columns: Sequence[str]) -> None:
+    """Reads, makes the rows, writes. Every problem needs the `columns`; "a|b" means one of them.
+
+    Raises DataError on input that cannot be used.
+    """
+    local = [path.expanduser() for path in options.input or []]
+    problems = read_local(local, options.validation_share is not None) if local else read_hub(options.hub_train, options.hub_test)
+    problems = hold_out(problems, options.validation_share)
+    for split, found in problems.items():
+        _check_columns(found, columns, split)
+    rows = {
+        split: [row for index, problem in enumerate(found) if (row := make_row(problem, split, index)) is not None]
+        for split, found in problems.items()
+    }
+    num_left_out = sum(len(found) - len(rows[split]) for split, found in problems.items())
+    if num_left_out:
+        print(f"{num_left_out} problems are left out")
+    rows["train"] = rows["train"][: options.max_train_dataset_length]
+    write(rows, options.output_dir)
+
+
+def write(rows: dict[str, list[Row]], output_dir: Path) -> None:
+    """Writes both files. Raises DataError if there is nothing for one of them."""
+    output = output_dir.expanduser()
+    output.mkdir(parents=True, exist_ok=True)
+    for split, name in (("train", "train"), ("test", "validation")):
+        path = output / f"{name}.parquet"
+        if not rows[split]:
+            raise DataError(f"there are no {split} problems: nothing to write to {path}; see --validation_share")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[split]), path)
+        print(f"{len(rows[split])} problems: {path}")
+
+
+def hold_out(problems: Problems, share: float | None) -> Problems:
+    """Deals the one set there is out to both splits, the same way every time. Two sets stay as they are."""
+    full = [split for split in ("train", "test") if problems[split]]
+    if share is None or len(full) != 1:
+        return problems
+    if not 0 < share < 1:
+        raise DataError(f"--validation_share must be between 0 and 1; got {share}")
+    found = problems[full[0]]
+    is_held_out = [int((i + 1) * share) > int(i * share) for i in range(len(found))]
+    return {
+        "train": [problem for problem, held_out in zip(found, is_held_out, strict=True) if not held_out],
+        "test": [problem for problem, held_out in zip(found, is_held_out, strict=True) if held_out],
+    }
+
+
+def read_local(paths: Iterable[Path], any_name: bool = False) -> Problems:
+    """Problems from files or the files of folders; a file that is given by itself may have `any_name`.
+
+    Raises DataError on a file of another form, or whose name holds no split.
+    """
+    problems: Problems = {"train": [], "test": []}
+    for path in paths:
+        found = [file for file in _files(path) if path.is_file() or split_of(file) is not None]
+        if not found:
+            raise DataError(f"--input {path}: no train.* or test.* with one of the endings {', '.join(SUFFIXES)}")
+        for file in found:
+            split = split_of(file) or ("train" if any_name else None)
+            if split is None:
+                raise DataError(f"--input {file}: the name must hold train, test or validation, to tell which it is")
+            problems[split] += read_file(file)
+    return problems
+
+
+def read_hub(train: str | None, test: str | None) -> Problems:
+    """Problems from the Hugging Face hub. Raises DataError if neither is named."""
+    if train is None and test is None:
+        raise DataError("there is no dataset to read: give --input, or --hub_train and --hub_test")
+    return {"train": _read_hub(train), "test": _read_hub(test)}
+
+
+def _read_hub(name: str | None) -> list[Problem]:
+    import datasets  # heavy, and not needed for local files
+
+    if name is None:
+        return []
+    dataset, _, split = name.partition("@")
+    path, _, config = dataset.partition(":")
+    return list(datasets.load_dataset(path, config or None, split=split or "train"))
+
+
+def split_of(path: Path) -> str | None:
+    """The split that a file's name holds."""
+    return next((split for name, split in SPLIT_NAMES.items() if name in path.name.lower()), None)
+
+
+def read_file(path: Path) -> list[Problem]:
+    """The rows of one file. Raises DataError if it is not a list of objects, or one object a line."""
+    if path.suffix == ".parquet":
+        return pyarrow.parquet.read_table(path).to_pylist()
+    content = path.read_bytes()
+    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
+    try:
+        is_one_value = ".json" in path.suffixes
+        rows = json.loads(text) if is_one_value else [json.loads(line) for line in text.split("\n") if line.strip()]
+    except ValueError as failure:
+        raise DataError(f"{path} is not JSON: {failure}") from failure
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{path} must hold a list of JSON objects, or one JSON object a line")
+    return rows
+
+
+def first(problem: Problem, columns: str) -> Any:
+    """The first of the columns "a|b|c" that holds something."""
+    return next(problem[name] for name in columns.split("|") if problem.get(name) is not None)
+
+
+def texts(value: Any) -> list[str]:
+    """One text or several, as a list."""
+    return [value] if isinstance(value, str) else [str(item) for item in value]
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise DataError(f"--input {path}: no such file or folder")
+    candidates = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [file for file in candidates if file.name.endswith(SUFFIXES)]
+
+
+def _check_columns(problems: list[Problem], columns: Sequence[str], split: str) -> None:
+    for number, problem in enumerate(problems):
+        for column in columns:
+            if all(problem.get(name) is None for name in column.split("|")):
+                names = " or ".join(repr(name) for name in column.split("|"))
+                raise DataError(f"{split} problem {number} has no column {names}; its columns are {', '.join(problem)}")
