@@ -2,18 +2,24 @@
 
 from typing import Any
 
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ground_truth_of
-from skyrl_gym.envs.gsm8k.utils import compute_score
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of
+from skyrl_gym.envs.gsm8k import problems
+from skyrl_gym.graders import reward_of
+from skyrl_gym.graders.math import grade_number
 
 
 class GSM8kEnv(BaseTextEnv):
-    """`extras["reward_spec"]["ground_truth"]` is the answer as text, without thousands separators."""
+    """`extras["reward_spec"]["ground_truth"]` is the answer as text. The number after the first `#### ` counts."""
 
     def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
         super().__init__()
-        self.ground_truth: str = ground_truth_of(extras or {})
+        self.ground_truth = str(ground_truth_of(extras or {}))
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
-        reward = compute_score(action, self.ground_truth)
+        reward = reward_of(grade_number(action, self.ground_truth))
         return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
+
+    @classmethod
+    def examples(cls) -> list[Example]:
+        return problems.examples()

@@ -2,8 +2,10 @@
 
 from typing import Any
 
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ground_truth_of
-from skyrl_gym.envs.gsm8k.utils import compute_score
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of
+from skyrl_gym.envs.gsm8k import problems
+from skyrl_gym.graders import Score, reward_of
+from skyrl_gym.graders.math import grade_number
 
 DEFAULT_MAX_TURNS = 5
 FORMAT_SCORE = 0.2
@@ -14,32 +16,50 @@ LAST_TURN = "This is your last turn. Give only the final number, as `#### ANSWER
 
 
 class GSM8kMultiTurnEnv(BaseTextEnv):
-    """Ends at the right answer or after `max_turns` (from the extras, else from their `extra_info`, else 5)."""
+    """Ends at the right answer or after `max_turns` (from the extras, else from their `extra_info`, else 5).
+
+    What the right answer earns is also reported as `outcome_reward`, without the turns' format rewards.
+    """
 
     def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
         super().__init__()
         extras = extras or {}
-        self.ground_truth: str = ground_truth_of(extras)
+        self.ground_truth = str(ground_truth_of(extras))
         from_dataset = (extras.get("extra_info") or {}).get("max_turns", DEFAULT_MAX_TURNS)
         self.max_turns: int = extras.get("max_turns", from_dataset)
         self.format_score_per_turn = FORMAT_SCORE / self.max_turns
+        self.solved = False
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
-        reward = compute_score(action, self.ground_truth, format_score=self.format_score_per_turn)
-        done = reward == 1.0 or self.turns >= self.max_turns
-        observations = [] if done else [self._reply()]
-        return BaseTextEnvStepOutput(observations=observations, reward=reward, done=done, metadata={})
+        grade = grade_number(action, self.ground_truth)
+        self.solved = reward_of(grade) == 1.0
+        done = self.solved or self.turns >= self.max_turns
+        shaping = self.format_score_per_turn if isinstance(grade, Score) else 0.0
+        return BaseTextEnvStepOutput(
+            observations=[] if done else [self._reply()],
+            reward=1.0 if self.solved else shaping,
+            done=done,
+            truncated=done and not self.solved,
+            metadata={},
+        )
 
     def _reply(self) -> dict[str, Any]:
         content = LAST_TURN if self.max_turns - self.turns == 1 else TRY_AGAIN
         return {"role": "user", "content": content}
 
     def get_metrics(self) -> dict[str, Any]:
-        return {"steps": self.turns}
+        return {"steps": self.turns, "outcome_reward": float(self.solved)}
+
+    @classmethod
+    def examples(cls) -> list[Example]:
+        return problems.examples()
 
     @staticmethod
     def aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, Any]:
         if not metrics:
             return {}
-        return {"avg_steps": sum(episode["steps"] for episode in metrics) / len(metrics)}
+        return {
+            "avg_steps": sum(episode["steps"] for episode in metrics) / len(metrics),
+            "outcome_reward": sum(episode.get("outcome_reward", 0.0) for episode in metrics) / len(metrics),
+        }

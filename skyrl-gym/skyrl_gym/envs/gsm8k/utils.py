@@ -1,25 +1,19 @@
-"""Grading of grade-school mathematics (GSM8K, https://arxiv.org/abs/2110.14168): the number after `#### `."""
+"""The names under which GSM8K's grading is known. It is done in `skyrl_gym.graders.math`."""
 
-import re
 from typing import Literal
 
-_STRICT = re.compile(r"#### (-?[0-9.,]+)")
-_NUMBER = re.compile(r"-?[0-9.,]+")
+from skyrl_gym.graders.math import extract_number
 
 
 def extract_solution(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
-    """The final answer of a solution, without thousands separators, or None.
+    """The final answer of a solution, without thousands separators, or None; see `extract_number`.
 
-    `strict`: the number after the first `#### `. `flexible`: the last number anywhere. A full stop that follows
-    the number belongs to it, so "#### 42." is not "42".
+    Raises:
+        ValueError: the method is neither `strict` (the number after the first `#### `) nor `flexible` (the last one).
     """
-    if method == "strict":
-        found = _STRICT.search(solution_str)
-        return found.group(1).replace(",", "") if found else None
-    if method == "flexible":
-        numbers = [run for run in _NUMBER.findall(solution_str) if run.strip("-,") not in ("", ".")]
-        return numbers[-1].replace(",", "") if numbers else None
-    raise ValueError(f"method must be strict or flexible; got {method!r}")
+    if method not in ("strict", "flexible"):
+        raise ValueError(f"method must be strict or flexible; got {method!r}")
+    return extract_number(solution_str, strict=method == "strict")
 
 
 def compute_score(

@@ -1,46 +1,66 @@
 r"""Multiplication over several turns; the answer stands in `\boxed{}`."""
 
-import re
 from typing import Any
 
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ground_truth_of
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of
+from skyrl_gym.graders import Score, reward_of
+from skyrl_gym.graders.math import grade_first_box
 
 DEFAULT_MAX_TURNS = 5
-_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+BOXED_WRONG_SCORE = 0.5
+"""What a wrong boxed answer earns in the last turn."""
+
+_QUOTED_CHARACTERS = 100
 
 
 class MultiplyEnv(BaseTextEnv):
-    """Ends at the right answer or after `max_turns`. Right: 1. A wrong boxed answer: 0.5 in the last turn, 0 before."""
+    r"""Ends at the right answer or after `max_turns`. The first `\boxed{}` without braces inside counts.
+
+    Right: 1. A wrong boxed answer: 0.5 in the last turn, 0 before. `outcome_reward` is 1 or 0.
+    """
 
     def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
         super().__init__()
         extras = extras or {}
         self.ground_truth = str(ground_truth_of(extras)).strip()
         self.max_turns: int = extras.get("max_turns", DEFAULT_MAX_TURNS)
+        self.solved = False
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
-        found = _BOXED.search(action)
-        answer = found.group(1).strip() if found else None
-        is_right = answer == self.ground_truth
-        done = is_right or self.turns >= self.max_turns
+        grade = grade_first_box(action, self.ground_truth)
+        answer = grade.prediction if isinstance(grade, Score) else None
+        self.solved = reward_of(grade) == 1.0
+        done = self.solved or self.turns >= self.max_turns
+        shaping = BOXED_WRONG_SCORE if done and answer is not None else 0.0
         return BaseTextEnvStepOutput(
             observations=[] if done else [_reply(answer)],
-            reward=_reward(answer, is_right, done),
+            reward=1.0 if self.solved else shaping,
             done=done,
+            truncated=done and not self.solved,
             metadata={"parsed_answer": answer},
         )
 
+    def get_metrics(self) -> dict[str, Any]:
+        return {"turns": self.turns, "outcome_reward": float(self.solved)}
 
-def _reward(answer: str | None, is_right: bool, done: bool) -> float:
-    if is_right:
-        return 1.0
-    return 0.5 if done and answer is not None else 0.0
+    @classmethod
+    def examples(cls) -> list[Example]:
+        instruction = r"Work it out step by step and put the product in \boxed{}."
+        return [
+            Example(
+                prompt=[{"role": "user", "content": f"What is {left} * {right}? {instruction}"}],
+                extras={"reward_spec": {"method": "rule", "ground_truth": str(left * right)}},
+                oracle=[rf"{left} * {right} = \boxed{{{left * right}}}"],
+            )
+            for left, right in ((37, 48), (91, 26), (73, 59), (84, 67))
+        ]
 
 
 def _reply(answer: str | None) -> dict[str, Any]:
     if answer is None:
         content = r"There is no answer in \boxed{}. Work it out step by step and put the product in \boxed{}."
     else:
-        content = rf"{answer} is not right. Check your steps and put the product in \boxed{{}}."
+        quoted = answer if len(answer) <= _QUOTED_CHARACTERS else answer[:_QUOTED_CHARACTERS] + "..."
+        content = rf"{quoted} is not right. Check your steps and put the product in \boxed{{}}."
     return {"role": "user", "content": content}

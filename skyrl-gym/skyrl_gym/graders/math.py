@@ -1,0 +1,169 @@
+r"""Graders of mathematical answers: GSM8K's number, a boxed answer compared as text, by value, or as for AIME.
+
+Only one answer of a response counts, the same one always, so that listing guesses does not help.
+"""
+
+import re
+
+from skyrl_gym.graders.math_minerva import grade_minerva, grade_strict_box, normalize_final_answer
+from skyrl_gym.graders.math_pool import EquivalencePool, default_pool
+from skyrl_gym.graders.math_text import (
+    clean,
+    extract_number,
+    first_boxed,
+    join_thousands,
+    last_boxed_only_string,
+    normalize_answer,
+    remove_boxed,
+)
+from skyrl_gym.graders.results import Grade, Invalid, Score
+
+__all__ = [
+    "EquivalencePool",
+    "extract_number",
+    "first_boxed",
+    "grade_equivalence",
+    "grade_first_box",
+    "grade_last_box",
+    "grade_minerva",
+    "grade_number",
+    "grade_strict_box",
+    "last_boxed_only_string",
+    "normalize_answer",
+    "normalize_final_answer",
+    "remove_boxed",
+]
+
+MAX_ANSWER_CHARACTERS = 1000
+"""Of one answer; the longest of MATH has about 150."""
+
+
+def grade_number(response: str, gold: str, *, strict: bool = True) -> Score | Invalid:
+    """GSM8K: 1 if the number that `extract_number` finds reads as the gold, digit by digit ("42.0" is not "42")."""
+    answer = extract_number(response, strict=strict)
+    if answer is None:
+        return Invalid("there is no number after '#### '" if strict else "there is no number")
+    return Score(float(answer == gold.strip().replace(",", "")), answer)
+
+
+def grade_first_box(response: str, gold: str) -> Score | Invalid:
+    r"""1 if the first `\boxed{}` holds the gold to the letter, but for space around it."""
+    answer = first_boxed(response)
+    if answer is None:
+        return Invalid("there is no answer in \\boxed{}")
+    return Score(float(answer == gold.strip()), answer)
+
+
+def grade_last_box(response: str, gold: str, *, question: str = "", pool: EquivalencePool | None = None) -> Grade:
+    r"""1 if what the last `\boxed{}` holds means the same as the gold, by `grade_equivalence`."""
+    boxed = last_boxed_only_string(response)
+    if boxed is None:
+        return Invalid("there is no closed \\boxed{...}")
+    return grade_equivalence(remove_boxed(boxed), gold, question=question, pool=pool)
+
+
+def grade_equivalence(answer: str, gold: str, *, question: str = "", pool: EquivalencePool | None = None) -> Grade:
+    r"""1 if an answer means the same as the gold: `0.5` is `\frac{1}{2}`, `3+2x` is `2x+3`, `2,1` is `1,2`.
+
+    What reads the same after `normalize_answer`, words and whole numbers are decided here; the rest by the math-verify
+    library in one of `pool`'s processes (those of `default_pool()` if None), within bounds of time and memory.
+
+    An answer must be worked out, else a policy learns to put the question into the box. Invalid are, unless they read
+    as the gold does:
+    - where the gold is a plain number, anything but one number: `6\cdot 7`, `2^{10}`;
+    - an operation that the gold has not: `\int`, `\max`, `\binom`; a function, if the gold has none at all;
+    - where the gold is solved for its unknowns (`x=5`, `-7<x<7`), what is not: `2x=10`;
+    - an expression that stands in `question`: `x^2-1`, if that is what was to be factored.
+
+    Returns:
+        Score; Invalid, also for an answer that is empty, too long, or several numbers side by side; Timeout if
+        comparing takes all the time there is; InfraError if no process can be had.
+    """
+    if len(answer) > max(MAX_ANSWER_CHARACTERS, 2 * len(gold)):
+        return Invalid(f"the answer is too long: {len(answer)} characters")
+    readable = normalize_answer(answer)
+    if not readable:
+        return Invalid("the answer is empty")
+    if _SIDE_BY_SIDE.search(join_thousands(clean(answer))) and not _SIDE_BY_SIDE.search(join_thousands(clean(gold))):
+        return Invalid("the answer has numbers side by side")
+    if _read_the_same(answer, gold):
+        return Score(1.0, readable)
+    if _is_words(gold):
+        return Score(float(_letters(answer) == _letters(gold)), readable)
+    expected = join_thousands(_TRAILING_UNITS.sub("", clean(gold)))
+    candidate = _without_names(join_thousands(clean(answer)), expected)
+    if _read_the_same(candidate, expected):
+        return Score(1.0, readable)
+    if flaw := _flaw(candidate, expected, question):
+        return Invalid(flaw)
+    if _WHOLE.fullmatch(candidate) and _WHOLE.fullmatch(expected):
+        return Score(float(int(candidate) == int(expected)), readable)
+    grade = (pool or default_pool()).compare(candidate, expected)
+    return Score(grade.value, readable) if isinstance(grade, Score) else grade
+
+
+_WHOLE = re.compile(r"[+-]?[0-9]{1,1000}")
+_PLAIN_NUMBER = re.compile(r"[+-]?(?:[0-9]*\.?[0-9]+|[0-9]*\\frac\{-?[0-9]+\}\{[0-9]+\}|[0-9]+/[0-9]+)")
+_WORD_GOLD = re.compile(r"\\(?:text|textbf|textit|textrm|mbox|mathrm)\s*\{[^{}0-9]*\}|[A-Za-z]{4}[A-Za-z ]*")
+_SIDE_BY_SIDE = re.compile(r"(?<!_)[0-9] +[0-9]+(?![0-9]*/)")
+_SEVERAL = re.compile(r"[,;<>]|\b(?:or|and)\b|\\(?:lor|vee|wedge|land)(?![A-Za-z])")
+_TRAILING_WORDS = re.compile(r"(?<=[0-9])(?: +[A-Za-z]{2,})+$")
+_UNITS = re.compile(r"\\(?:text|textrm|mbox|mathrm|operatorname)\s*\{[^{}]*\}(?:\^(?:\{[0-9]\}|[0-9]))?")
+_TRAILING_UNITS = re.compile(rf"(?<=[0-9}}])\s*{_UNITS.pattern}$")
+_SCIENTIFIC = re.compile(r"(?:\\times|\\cdot|\*) *10 *\^ *(?:\{ *-?[0-9]+ *\}|[0-9])")
+_OPERATION = re.compile(r"[+*^!|]|(?<=[\w})]) *[-(]|\\(?!frac(?![A-Za-z]))[A-Za-z]+")
+_CALCULATION = re.compile(
+    r"\\(?:i*int|oint|sum|prod|lim(?:sup|inf)?|max|min|sup|inf|[dt]?binom|choose|gcd|lcm|det|operatorname|mod|bmod|pmod)"
+    r"(?![A-Za-z])|!"
+)
+_FUNCTION = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc|log|ln|lg)")
+_RELATION = re.compile(r"[=<>]|\\(?:leq?|geq?|lt|gt)(?:slant)?(?![A-Za-z])")
+_RELATION_OR_COMMA = re.compile(rf"[,;]|\b(?:or|and)\b|{_RELATION.pattern}")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_SYMBOL = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?")
+
+
+def _read_the_same(answer: str, gold: str) -> bool:
+    """Also without thousands separators, which in "100,200" may separate two numbers as well."""
+    return any(normalize_answer(form(answer)) == normalize_answer(form(gold)) for form in (str, join_thousands))
+
+
+def _is_words(gold: str) -> bool:
+    """Not for algebra, which would take "east" for a product of e, a, s and t."""
+    return _WORD_GOLD.fullmatch(clean(gold)) is not None
+
+
+def _letters(answer: str) -> str:
+    """(C) is C, and Ellipse is ellipse."""
+    return normalize_answer(answer).casefold().removeprefix("(").removesuffix(")")
+
+
+def _without_names(answer: str, gold: str) -> str:
+    """5 of "area = 5 cm": what follows the last sign of equality, without words after a number. One value only."""
+    if "=" not in gold and not _SEVERAL.search(answer):
+        answer = answer.rpartition("=")[2].strip()
+    return _TRAILING_WORDS.sub("", answer) if _PLAIN_NUMBER.fullmatch(normalize_answer(gold)) else answer
+
+
+def _flaw(answer: str, gold: str, question: str) -> str | None:
+    """Why an answer cannot count, whatever its value is."""
+    if _PLAIN_NUMBER.fullmatch(normalize_answer(gold)):
+        found = _OPERATION.search(_SCIENTIFIC.sub("", _UNITS.sub("", answer)))
+        return f"the answer is not a plain number, it has {found.group().strip()}" if found else None
+    found = next((c for c in _CALCULATION.finditer(answer) if c.group() not in gold), None)
+    if found is None and not _FUNCTION.search(gold):
+        found = _FUNCTION.search(answer)
+    if found is not None:
+        return f"the answer is not worked out, it has {found.group()}"
+    if _RELATION.search(gold) and _is_solved(gold) and not _is_solved(answer):
+        return "the answer is not solved for the unknown"
+    readable = normalize_answer(answer)
+    if not _PLAIN_NUMBER.fullmatch(readable) and readable in normalize_answer(question):
+        return "the answer repeats the question"
+    return None
+
+
+def _is_solved(answer: str) -> bool:
+    """Whether each side of each relation is a lone symbol or has no symbols."""
+    sides = (side.strip() for side in _RELATION_OR_COMMA.split(_UNITS.sub("", answer)))
+    return all(_SYMBOL.fullmatch(side) or not re.search("[A-Za-z]", _COMMAND.sub("", side)) for side in sides)
