@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from skyrl_gym.envs.arithmetic.problems import extract_answer
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ground_truth_of
+from skyrl_gym.envs.arithmetic.problems import example_of, extract_answer, make_problems
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of
 
 
 class ArithmeticEnv(BaseTextEnv):
@@ -22,3 +22,7 @@ class ArithmeticEnv(BaseTextEnv):
 
     def get_metrics(self) -> dict[str, Any]:
         return {"answered": self.answer is not None}
+
+    @classmethod
+    def examples(cls) -> list[Example]:
+        return [example_of(row) for row in make_problems(4, num_digits=4, operators="+-", seed=1)]

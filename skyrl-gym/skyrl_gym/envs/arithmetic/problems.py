@@ -1,13 +1,13 @@
 """Arithmetic problems without end, and the format of their answers."""
 
 import random
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from skyrl_gym.envs.base_text_env import Example
+
 INSTRUCTION = "Work it out, then give the final number inside <answer> tags, as in <answer>42</answer>."
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _OPERATORS: dict[str, Callable[[int, int], int]] = {
     "+": lambda left, right: left + right,
     "-": lambda left, right: left - right,
@@ -17,8 +17,20 @@ _OPERATORS: dict[str, Callable[[int, int], int]] = {
 
 def extract_answer(text: str) -> str | None:
     """What the last `<answer>` tag holds, without thousands separators; None if there is none."""
-    answers = _ANSWER.findall(text)
-    return answers[-1].strip().replace(",", "") if answers else None
+    answer, position = None, 0
+    while (found := find_tagged(text, "answer", position)) is not None:
+        answer, position = found
+    return answer.strip().replace(",", "") if answer is not None else None
+
+
+def find_tagged(text: str, tag: str, position: int = 0) -> tuple[str, int] | None:
+    """What the first `<tag>...</tag>` from a position on holds, and where it ends. In linear time, however many tags
+    stay open, which a regular expression would not do."""
+    start = text.find(f"<{tag}>", position)
+    end = text.find(f"</{tag}>", start)
+    if start < 0 or end < 0:
+        return None
+    return text[start + len(tag) + 2 : end], end + len(tag) + 3
 
 
 def make_problems(
@@ -68,3 +80,9 @@ def _row(index: int, problem: str, answer: int, env_class: str, instruction: str
         "reward_spec": {"method": "rule", "ground_truth": str(answer)},
         "extra_info": {"index": index, "problem": problem},
     }
+
+
+def example_of(row: dict[str, Any]) -> Example:
+    """A row with what a perfect model answers."""
+    extras = {name: value for name, value in row.items() if name not in ("prompt", "env_class")}
+    return Example(row["prompt"], extras, oracle=[f"<answer>{row['reward_spec']['ground_truth']}</answer>"])

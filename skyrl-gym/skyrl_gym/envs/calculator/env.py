@@ -1,16 +1,14 @@
 """Arithmetic with a calculator: the model may ask for the value of an expression, then it must state the answer."""
 
-import re
 from typing import Any
 
-from skyrl_gym.envs.arithmetic.problems import extract_answer
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ground_truth_of
+from skyrl_gym.envs.arithmetic.problems import example_of, extract_answer, find_tagged
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of
+from skyrl_gym.envs.calculator.problems import make_problems
 from skyrl_gym.tools.calculator import CalculatorError, CalculatorToolGroup
 
 DEFAULT_MAX_TURNS = 2
 NO_ACTION = "Write an expression inside <calculator> tags, or the final number inside <answer> tags."
-
-_CALL = re.compile(r"<calculator>(.*?)</calculator>", re.DOTALL)
 
 
 class CalculatorEnv(BaseTextEnv):
@@ -32,21 +30,37 @@ class CalculatorEnv(BaseTextEnv):
         answer = extract_answer(action)
         if answer is not None or self.turns >= self.max_turns:
             reward = 1.0 if answer == self.ground_truth else 0.0
-            return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={"parsed_answer": answer})
+            return BaseTextEnvStepOutput(
+                observations=[],
+                reward=reward,
+                done=True,
+                truncated=answer is None,
+                metadata={"parsed_answer": answer},
+            )
         return BaseTextEnvStepOutput(
             observations=[{"role": "user", "content": self._reply(action)}], reward=0.0, done=False, metadata={}
         )
 
     def _reply(self, action: str) -> str:
-        call = _CALL.search(action)
+        call = find_tagged(action, "calculator")
         if call is None:
             return NO_ACTION
         self.num_calls += 1
         try:
-            result = self._execute_tool(self.tool_group.name, "calculator", [call.group(1)])
+            result = self._execute_tool(self.tool_group.name, "calculator", [call[0]])
         except CalculatorError as failure:
             result = f"error: {failure}"
         return f"<result>{result}</result>"
 
     def get_metrics(self) -> dict[str, Any]:
         return {"turns": self.turns, "calculator_calls": self.num_calls}
+
+    @classmethod
+    def examples(cls) -> list[Example]:
+        return [_with_a_call(example_of(row)) for row in make_problems(4, num_digits=3, seed=1)]
+
+
+def _with_a_call(example: Example) -> Example:
+    """The model asks before it answers."""
+    call = f"<calculator>{example.extras['extra_info']['problem']}</calculator>"
+    return Example(example.prompt, example.extras, oracle=[call, *example.oracle])

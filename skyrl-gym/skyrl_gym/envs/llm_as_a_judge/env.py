@@ -1,0 +1,92 @@
+"""One turn that a language model judges against the reference answer: any OpenAI-compatible server."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import (
+    BaseTextEnv,
+    BaseTextEnvStepOutput,
+    ConversationType,
+    Example,
+    ground_truth_of,
+    typed_config,
+)
+from skyrl_gym.graders import Score, reward_of
+from skyrl_gym.graders.judge import Judge, JudgeSettings
+
+_SHOWN_CHARACTERS = 2000
+
+
+@dataclass(frozen=True)
+class LLMJudgeEnvConfig(JudgeSettings):
+    """Settings of the `llm_as_a_judge` environment."""
+
+
+class LLMJudgeEnv(BaseTextEnv):
+    """The reward is the judge's score from 0 to 1. `extras["reward_spec"]["ground_truth"]` is the reference answer.
+
+    The judge is told the last user message, the reference and what the model wrote. It can be talked to: see
+    `skyrl_gym.graders.judge`. A judge that fails, or that gives no score, is an `InfraError`, never 0. For trying out
+    without a model there is `LocalJudge` in the module `local_judge` beside this one.
+
+    Raises:
+        ValueError: the public service without a key, or a prompt template without the answer.
+    """
+
+    config_class = LLMJudgeEnvConfig
+
+    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+        super().__init__()
+        self.ground_truth = str(ground_truth_of(extras or {}))
+        self.judge = Judge(typed_config(LLMJudgeEnvConfig, env_config))
+        self.question = ""
+
+    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
+        self.question = last_user_text(prompt)
+        return prompt, {}
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Raises InfraError if the judge fails."""
+        self.turns += 1
+        grade = self.judge.grade(self.question, self.ground_truth, action)
+        reward = reward_of(grade)
+        reply = grade.details["reply"][-_SHOWN_CHARACTERS:] if isinstance(grade, Score) else ""
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={"judge_reply": reply})
+
+    def close(self) -> None:
+        self.judge.close()
+
+    @classmethod
+    def examples(cls) -> list[Example]:
+        """They need a judge: give the environment the `base_url` of one."""
+        return [
+            Example(
+                prompt=[{"role": "user", "content": f"{question} Explain, and end with the answer."}],
+                extras={"reward_spec": {"method": "judge", "ground_truth": answer}},
+                oracle=[f"{steps} The answer is {answer}"],
+            )
+            for question, steps, answer in _PROBLEMS
+        ]
+
+
+def last_user_text(prompt: ConversationType) -> str:
+    """What the user said last; of a message in parts, those that are text."""
+    content = next((message.get("content") for message in reversed(prompt) if message["role"] == "user"), "")
+    if isinstance(content, list):
+        return "\n".join(str(part["text"]) for part in content if isinstance(part, dict) and "text" in part)
+    return str(content or "")
+
+
+GSM8kLLMJudgeEnv = LLMJudgeEnv
+GSM8kLLMJudgeEnvConfig = LLMJudgeEnvConfig
+
+_PROBLEMS = [
+    ("A baker fills 26 trays with 18 rolls each and sells 139 rolls. How many are left?", "26 * 18 = 468.", "329"),
+    (
+        "A tank holds 2400 litres and loses 17 litres an hour. How much is left after 23 hours?",
+        "17 * 23 = 391.",
+        "2009",
+    ),
+    ("Seats cost 35 each. A school buys 48 and gets 126 off. What does it pay?", "48 * 35 = 1680.", "1554"),
+    ("A clerk sorts 58 letters a minute. How many does he sort in 2 hours and 5 minutes?", "125 minutes.", "7250"),
+]
