@@ -1,0 +1,22 @@
+"""How good is a model at an environment? Plays episodes with any OpenAI-compatible endpoint.
+
+python -m skyrl_gym.eval --env gsm8k --base-url http://127.0.0.1:8000/v1 --model NAME --data test.parquet
+"""
+
+from skyrl_gym.eval.endpoint import ChatEndpoint, EndpointRefused, ModelError, Reply
+from skyrl_gym.eval.runner import evaluate
+from skyrl_gym.eval.settings import EvalSettings
+from skyrl_gym.eval.statistics import Estimate, pass_at_k
+from skyrl_gym.eval.summary import Summary
+
+__all__ = [
+    "ChatEndpoint",
+    "EndpointRefused",
+    "Estimate",
+    "EvalSettings",
+    "ModelError",
+    "Reply",
+    "Summary",
+    "evaluate",
+    "pass_at_k",
+]

@@ -1,0 +1,92 @@
+"""`python -m skyrl_gym.eval`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from skyrl_gym.error import Error
+from skyrl_gym.eval.runner import evaluate
+from skyrl_gym.eval.settings import EvalSettings
+from skyrl_gym.eval.summary import table
+
+EPILOG = """Run the same command again to go on after an interruption, and to retry the episodes that failed. Exit code:
+0 if every episode is scored, 1 if some failed, 2 if the evaluation could not run."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit code."""
+    options = vars(_parser().parse_args(arguments))
+    is_quiet = options.pop("quiet")
+    if options["output"] is None:
+        options["output"] = Path("eval") / f"{options['env']}-{options['model']}".replace("/", "_").replace(":", ".")
+    try:
+        settings = EvalSettings(**options)
+        summary = evaluate(settings, progress=not is_quiet)
+    except (Error, OSError) as failure:
+        print(f"{type(failure).__name__}: {failure}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped; what is finished is kept: run again to go on", file=sys.stderr)
+        return 130
+    print(table(summary))
+    print(f"written to {settings.output}")
+    return 0 if summary.is_complete else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m skyrl_gym.eval",
+        description="Evaluates the model behind an OpenAI-compatible endpoint on an environment.",
+        epilog=EPILOG,
+        argument_default=argparse.SUPPRESS,  # defaults have one home: EvalSettings
+    )
+    add = parser.add_argument
+    add("--env", required=True, help="a registered id, or package.module:Class")
+    add("--base-url", required=True, metavar="URL", help="of the server, with /v1")
+    add("--model", required=True, metavar="NAME", help="as the server calls it")
+    add("--data", type=Path, metavar="FILE", help=".parquet or .jsonl with a column prompt (default: own examples)")
+    add("--output", type=Path, default=None, metavar="DIR", help="where to write (default: eval/ENV-MODEL)")
+    add("--num-samples", type=int, metavar="N", help="episodes of each task (default: 1)")
+    add("--pass-k", type=_numbers, metavar="K,K", help="which pass@k to report (default: 1)")
+    add("--limit", type=int, metavar="N", help="only the first N tasks")
+    add("--max-turns", type=int, metavar="N", help="turn limit in place of the rows' own")
+    add("--env-config", type=_json_object, metavar="JSON", help="settings of the environment")
+    add("--success-at", type=float, metavar="R", help="outcome reward that counts as success (default: 1)")
+    add("--temperature", type=float, help="default: the server's")
+    add("--top-p", type=float, help="default: the server's")
+    add("--max-tokens", type=int, metavar="N", help="of one turn (default: the server's)")
+    add("--stop", type=str, action="append", metavar="TEXT", help="ends a turn, and stays in it; may be repeated")
+    add("--seed", type=int, help="for environments with randomness")
+    add("--extra-body", type=_json_object, metavar="JSON", help="further fields of each request")
+    add("--api-key-env", metavar="NAME", help="variable that holds the key (default: OPENAI_API_KEY)")
+    add("--concurrency", type=int, metavar="N", help="episodes at the same time (default: 16)")
+    add("--max-retries", type=int, metavar="N", help="of a request that failed (default: 5)")
+    add("--retry-seconds", type=float, metavar="S", help="wait before the first retry; it doubles (default: 1)")
+    add("--request-timeout", dest="request_seconds", type=float, metavar="S", help="of one request (default: 600)")
+    add("--episode-timeout", dest="episode_seconds", type=float, metavar="S", help="of an episode (default: 3600)")
+    add("--quiet", action="store_true", default=False, help="no progress bar")
+    return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(each) for each in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between, as in 1,4; got {text!r}") from None
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as failure:
+        raise argparse.ArgumentTypeError(f"is not JSON: {failure}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object; got {text}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

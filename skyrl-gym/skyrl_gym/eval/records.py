@@ -1,0 +1,118 @@
+"""The file of episodes: one JSON line each, whole or absent, and not played again once finished."""
+
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from skyrl_gym.error import Error
+
+FailureKind = Literal["infra", "model", "environment"]
+"""infra: the endpoint, or a service of the environment, did not work. model: the endpoint refused the conversation.
+environment: it raised something else, broke its promises, or did not come back."""
+
+
+@dataclass(kw_only=True)
+class EpisodeRecord:
+    """One line of episodes.jsonl."""
+
+    task: int
+    """Row of the data."""
+    sample: int
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """Prompt, turns and observations; as far as it came, in an episode that failed."""
+    rewards: list[float] = field(default_factory=list)
+    """Of each turn."""
+    reward: float | None = None
+    """Sum of the turns'. None if the episode failed: a failure is not a 0."""
+    outcome_reward: float | None = None
+    success: bool | None = None
+    done: bool = False
+    truncated: bool = False
+    metrics: dict[str, Any] = field(default_factory=dict)
+    finish_reasons: list[str | None] = field(default_factory=list)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+    model_seconds: float = 0.0
+    failure: FailureKind | None = None
+    error: str | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.task, self.sample
+
+
+class EpisodeFile:
+    """episodes.jsonl in an output folder, held by one process at a time.
+
+    Raises:
+        Error: another evaluation writes it, or its episodes were made with other settings.
+    """
+
+    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "episodes.jsonl"
+        self._file = self.path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as held:
+            self._file.close()
+            raise Error(f"--output {folder}: another evaluation is writing there") from held
+        try:
+            _check_identity(folder / "settings.json", identity)
+            self.records = self._read()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _read(self) -> dict[tuple[int, int], EpisodeRecord]:
+        """The last line of each episode counts. A line that a killed process left unfinished is cut off."""
+        records = {}
+        whole = 0
+        content = self.path.read_bytes()
+        for line in content.splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break
+            record = EpisodeRecord(**json.loads(line))
+            records[record.key] = record
+            whole += len(line)
+        if whole < len(content):
+            os.truncate(self.path, whole)
+        return records
+
+    def is_finished(self, key: tuple[int, int]) -> bool:
+        """Failed episodes are not: they are played again."""
+        return key in self.records and self.records[key].failure is None
+
+    def add(self, record: EpisodeRecord) -> None:
+        self._file.write(json.dumps(asdict(record), default=str) + "\n")
+        self._file.flush()
+        self.records[record.key] = record
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_identity(path: Path, identity: dict[str, Any]) -> None:
+    if not path.exists():
+        path.write_text(json.dumps(identity, indent=2) + "\n")
+        return
+    before = json.loads(path.read_text())
+    for flag, value in identity.items():
+        if before.get(flag) != value:
+            raise Error(
+                f"{flag} is {value!r}, but the episodes in {path.parent} were made with {before.get(flag)!r}: "
+                f"give another --output"
+            )

@@ -1,0 +1,95 @@
+"""Tasks from a file of dataset rows."""
+
+import gzip
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from skyrl_gym.check import examples_of, spec_of
+from skyrl_gym.envs.base_text_env import ConversationType, Example
+from skyrl_gym.error import Error, TaskError
+
+
+def read_tasks(env: str, data: Path | None, limit: int | None = None) -> tuple[list[Example], str]:
+    """Tasks, and a digest that changes when they do.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        TaskError: a row is not one; the text names file and row.
+        Error: the file's kind is unknown, its reader is not installed, or there are no tasks.
+    """
+    if data is None:
+        tasks = examples_of(spec_of(env))
+        if not tasks:
+            raise Error(f"--data is needed: {env} has no examples of its own")
+        content = repr([(task.prompt, task.extras) for task in tasks]).encode()
+        return tasks[:limit], f"examples {hashlib.sha256(content).hexdigest()}"
+    if not data.is_file():
+        raise FileNotFoundError(f"--data: there is no file {data}")
+    tasks = []
+    for number, row in enumerate(_rows(data)):
+        if limit is not None and number >= limit:
+            break
+        tasks.append(_task(row, f"{data}, row {number}"))
+    if not tasks:
+        raise Error(f"--data: {data} has no rows")
+    return tasks, hashlib.sha256(data.read_bytes()).hexdigest()
+
+
+def _rows(path: Path) -> Iterator[Any]:
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".parquet"):
+        yield from _parquet_rows(path)
+    elif name.endswith(".jsonl"):
+        with _opened(path) as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _parsed(line, f"{path}, line {number}")
+    elif name.endswith(".json"):
+        with _opened(path) as text:
+            yield from _parsed(text.read(), str(path))
+    else:
+        raise Error(f"--data must be .parquet, .jsonl or .json (or .gz of the last two); got {path}")
+
+
+def _opened(path: Path) -> Any:
+    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as failure:
+        raise TaskError(f"{where}: not JSON: {failure}") from failure
+
+
+def _parquet_rows(path: Path) -> Iterator[Any]:
+    try:
+        import pyarrow.parquet  # pyright: ignore[reportMissingImports]
+    except ImportError as missing:
+        raise Error(
+            f"--data {path}: reading parquet needs pyarrow (`pip install pyarrow`); .jsonl needs nothing"
+        ) from missing
+    for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1000):
+        for row in batch.to_pylist():
+            yield _without_none(row)
+
+
+def _without_none(value: Any) -> Any:
+    """Parquet gives all messages the fields of any: those that a message does not have are None."""
+    if isinstance(value, dict):
+        return {name: _without_none(each) for name, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value
+
+
+def _task(row: Any, where: str) -> Example:
+    if not isinstance(row, dict) or not row.get("prompt"):
+        raise TaskError(f"{where}: a row needs a column `prompt`; got {row!r:.200}")
+    prompt: ConversationType | str = row["prompt"]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not all(isinstance(m, dict) and "role" in m for m in prompt):
+        raise TaskError(f"{where}: prompt must be a list of chat messages or a text; got {prompt!r:.200}")
+    return Example(prompt=prompt, extras={name: row[name] for name in row if name != "prompt"}, oracle=[])

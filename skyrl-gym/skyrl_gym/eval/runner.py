@@ -1,0 +1,218 @@
+"""Plays the episodes of an evaluation, many at a time, and writes each down as it ends."""
+
+import copy
+import json
+import os
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from skyrl_gym.check import spec_of
+from skyrl_gym.deadline import DeadlineExceeded, call_before_deadline
+from skyrl_gym.envs.base_text_env import ConversationType, Example
+from skyrl_gym.envs.registration import env_class_of, make
+from skyrl_gym.episode import EpisodeResult, run_episode
+from skyrl_gym.error import Error, InfraError
+from skyrl_gym.eval.endpoint import Cancelled, ChatEndpoint, EndpointRefused, ModelError, Reply
+from skyrl_gym.eval.records import EpisodeFile, EpisodeRecord, FailureKind
+from skyrl_gym.eval.rows import read_tasks
+from skyrl_gym.eval.settings import EvalSettings, SettingsError
+from skyrl_gym.eval.summary import Summary, summarize
+
+LEAVE_SECONDS = 5.0
+"""How long episodes may take to end when an evaluation is stopped."""
+
+
+def evaluate(settings: EvalSettings, *, progress: bool = False) -> Summary:
+    """Plays what `settings.output` does not have yet, and sums up all of it.
+
+    Raises:
+        Error: something is wrong with the settings, or the endpoint fails again and again; what is finished is kept.
+    """
+    env_spec = spec_of(settings.env)
+    try:
+        env_class_of(env_spec)
+    except (ImportError, AttributeError, ValueError) as failure:
+        raise SettingsError(f"--env {settings.env} cannot be imported: {failure}") from failure
+    tasks, digest = read_tasks(settings.env, settings.data, settings.limit)
+    with EpisodeFile(settings.output, settings.identity(digest)) as file:
+        wanted = [(task, sample) for sample in range(settings.num_samples) for task in range(len(tasks))]
+        missing = [key for key in wanted if not file.is_finished(key)]
+        if missing:
+            with _Crew(
+                settings, lambda config, extras: make(env_spec, env_config=config, extras=extras), tasks
+            ) as crew:
+                bar = tqdm(total=len(wanted), initial=len(wanted) - len(missing), unit="episode", disable=not progress)
+                with bar:
+                    _collect(crew, missing, file, bar)
+        summary = summarize(settings, len(tasks), file.records.values())
+    (settings.output / "summary.json").write_text(json.dumps(summary.as_json(), indent=2, default=str) + "\n")
+    return summary
+
+
+def _collect(crew: "_Crew", missing: list[tuple[int, int]], file: EpisodeFile, bar: Any) -> None:
+    """Writes records as they come. Raises what makes going on pointless."""
+    patience = max(10, 2 * crew.settings.concurrency)
+    infra_in_a_row = num_failed = num_right = num_scored = 0
+    for record in crew.play(missing):
+        file.add(record)
+        bar.update()
+        num_failed += record.failure is not None
+        num_scored += record.failure is None
+        num_right += bool(record.success)
+        infra_in_a_row = infra_in_a_row + 1 if record.failure == "infra" else 0
+        bar.set_postfix_str(f"right {num_right}/{num_scored}, failed {num_failed}", refresh=False)
+        if infra_in_a_row >= patience:
+            raise InfraError(
+                f"{infra_in_a_row} episodes in a row failed for want of infrastructure; last: {record.error}. "
+                f"What is finished is kept: run again to go on"
+            )
+
+
+@dataclass
+class _Player:
+    """The model's side of one episode: asks the endpoint, and remembers what was said and what it cost."""
+
+    endpoint: ChatEndpoint
+    seed: int | None = None
+    messages: ConversationType = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
+    is_waiting: bool = False
+    is_abandoned: bool = False
+
+    def __call__(self, messages: ConversationType) -> str:
+        if self.is_abandoned:
+            raise Cancelled
+        self.messages = messages
+        self.is_waiting = True
+        reply = self.endpoint.complete(messages, None if self.seed is None else self.seed + len(self.replies))
+        self.is_waiting = False
+        self.replies.append(reply)
+        self.messages = [*messages, {"role": "assistant", "content": reply.text}]
+        return reply.text
+
+
+class _Crew:
+    """Threads that play episodes. They are daemons: one that hangs does not keep the process from ending."""
+
+    def __init__(
+        self, settings: EvalSettings, make_env: Callable[[Any, dict[str, Any]], Any], tasks: list[Example]
+    ) -> None:
+        self.settings = settings
+        self.make_env = make_env
+        self.tasks = tasks
+        self.cancelled = threading.Event()
+        self._waiting: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[EpisodeRecord | BaseException] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "max_tokens": settings.max_tokens}
+        self.endpoint = ChatEndpoint(
+            settings.base_url,
+            settings.model,
+            sampling={name: value for name, value in sampling.items() if value is not None} | dict(settings.extra_body),
+            stop=settings.stop,
+            api_key=os.environ.get(settings.api_key_env),
+            max_retries=settings.max_retries,
+            retry_seconds=settings.retry_seconds,
+            request_seconds=settings.request_seconds,
+            max_connections=settings.concurrency,
+            cancelled=self.cancelled,
+        )
+
+    def __enter__(self) -> "_Crew":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancelled.set()
+        leave_at = time.monotonic() + LEAVE_SECONDS
+        for thread in self._threads:
+            thread.join(max(leave_at - time.monotonic(), 0.0))
+        self.endpoint.close()
+
+    def play(self, keys: list[tuple[int, int]]) -> Any:
+        """Yields records as episodes end. Raises Error if the endpoint cannot be reached or refuses."""
+        try:
+            self.endpoint.check()
+        except InfraError as dead:
+            raise Error(f"no answer from --base-url: {dead}") from dead
+        for key in keys:
+            self._waiting.put(key)
+        for _ in range(min(self.settings.concurrency, len(keys))):
+            thread = threading.Thread(target=self._work, name="skyrl-gym-eval", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        for _ in keys:
+            result = self._finished.get()
+            if isinstance(result, BaseException):
+                raise result
+            yield result
+
+    def _work(self) -> None:
+        while not self.cancelled.is_set():
+            try:
+                key = self._waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                self._finished.put(self._episode(*key))
+            except Cancelled:
+                return
+            except BaseException as error:  # carried to the main thread: going on is pointless
+                self._finished.put(error)
+                return
+
+    def _episode(self, task: int, sample: int) -> EpisodeRecord:
+        record = EpisodeRecord(task=task, sample=sample)
+        player = _Player(self.endpoint, _seed_of(self.settings.seed, task, sample))
+        started = time.perf_counter()
+        try:
+            result = call_before_deadline(self.settings.episode_seconds, self._run, task, sample, player)
+            self._fill(record, result)
+        except (Cancelled, EndpointRefused):
+            raise
+        except Exception as error:  # environments are users' code: whatever they raise ends this episode only
+            player.is_abandoned = True
+            record.failure = _kind(error, player)
+            record.error = f"{type(error).__name__}: {error}"[:2000]
+            record.messages = player.messages
+        record.seconds = time.perf_counter() - started
+        record.finish_reasons = [reply.finish_reason for reply in player.replies]
+        record.prompt_tokens = sum(reply.prompt_tokens for reply in player.replies)
+        record.completion_tokens = sum(reply.completion_tokens for reply in player.replies)
+        record.model_seconds = sum(reply.seconds for reply in player.replies)
+        return record
+
+    def _run(self, task: int, sample: int, player: _Player) -> EpisodeResult:
+        example = self.tasks[task]
+        extras = copy.deepcopy(example.extras)
+        if self.settings.max_turns is not None:
+            extras["max_turns"] = self.settings.max_turns
+        env = self.make_env({**example.env_config, **self.settings.env_config}, extras)
+        return run_episode(env, copy.deepcopy(example.prompt), player, seed=player.seed)
+
+    def _fill(self, record: EpisodeRecord, result: EpisodeResult) -> None:
+        record.messages = result.messages
+        record.rewards = result.rewards
+        record.reward = result.total_reward
+        record.outcome_reward = result.outcome_reward
+        record.success = result.outcome_reward >= self.settings.success_at - 1e-9
+        record.done = result.done
+        record.truncated = result.truncated
+        record.metrics = result.metrics
+
+
+def _seed_of(seed: int | None, task: int, sample: int) -> int | None:
+    """Of one episode, in 31 bits: servers read it as a signed number."""
+    return None if seed is None else zlib.crc32(f"{seed}/{task}/{sample}".encode()) >> 1
+
+
+def _kind(error: Exception, player: _Player) -> FailureKind:
+    if isinstance(error, InfraError) or (isinstance(error, DeadlineExceeded) and player.is_waiting):
+        return "infra"
+    return "model" if isinstance(error, ModelError) else "environment"

@@ -1,0 +1,94 @@
+"""Numbers with their uncertainty. Pure functions of numbers."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+RESAMPLES = 2000
+EXACT = "Clopper-Pearson"
+BOOTSTRAP = "bootstrap"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over tasks with its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+    method: str
+    """How the interval was made: `Clopper-Pearson` (exact) where each task gives 0 or 1, `bootstrap` over the tasks
+    otherwise."""
+    num_tasks: int
+    level: float = 0.95
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """The probability that at least one of k samples is right, estimated without bias from n samples of which c are
+    (Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1):
+
+        pass@k = 1 - C(n - c, k) / C(n, k)
+
+    Raises:
+        ValueError: not 1 <= k <= n, or not 0 <= c <= n.
+    """
+    if not 1 <= k <= num_samples or not 0 <= num_right <= num_samples:
+        raise ValueError(f"pass@{k} of {num_samples} samples with {num_right} right is not defined")
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def estimate(values: Sequence[float], level: float = 0.95) -> Estimate | None:
+    """The mean of one value for each task, and its interval. None if there are no tasks."""
+    if not values:
+        return None
+    mean = math.fsum(values) / len(values)
+    if all(value in (0.0, 1.0) for value in values):
+        low, high = clopper_pearson(round(sum(values)), len(values), level)
+        return Estimate(mean, low, high, EXACT, len(values), level)
+    low, high = bootstrap(values, level)
+    return Estimate(mean, low, high, BOOTSTRAP, len(values), level)
+
+
+def clopper_pearson(num_right: int, num_tasks: int, level: float = 0.95) -> tuple[float, float]:
+    """The exact interval of a proportion (Clopper and Pearson 1934, https://doi.org/10.1093/biomet/26.4.404): the
+    smallest and the largest p that would not make x of n, or something farther out, rarer than (1 - level) / 2."""
+    tail = (1 - level) / 2
+
+    def at_least(p: float) -> float:
+        return _binomial_sum(num_right, num_tasks, num_tasks, p)
+
+    def at_most(p: float) -> float:
+        return _binomial_sum(0, num_right, num_tasks, p)
+
+    low = 0.0 if num_right == 0 else _bisect(lambda p: at_least(p) >= tail)
+    high = 1.0 if num_right == num_tasks else _bisect(lambda p: at_most(p) < tail)
+    return low, high
+
+
+def _binomial_sum(first: int, last: int, n: int, p: float) -> float:
+    """P(first <= X <= last) for X ~ Binomial(n, p), 0 < p < 1."""
+    log_n = math.lgamma(n + 1)
+    log_p, log_q = math.log(p), math.log1p(-p)
+    return math.fsum(
+        math.exp(log_n - math.lgamma(x + 1) - math.lgamma(n - x + 1) + x * log_p + (n - x) * log_q)
+        for x in range(first, last + 1)
+    )
+
+
+def _bisect(is_above: Callable[[float], bool]) -> float:
+    """Where a condition on (0, 1), false below and true above, becomes true."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_above(middle) else (middle, high)
+    return (low + high) / 2
+
+
+def bootstrap(values: Sequence[float], level: float = 0.95, resamples: int = RESAMPLES) -> tuple[float, float]:
+    """The percentile interval of the mean over resampled tasks (Efron 1979, https://doi.org/10.1214/aos/1176344552).
+    The same for the same values."""
+    draw = random.Random(0)
+    means = sorted(math.fsum(draw.choices(values, k=len(values))) / len(values) for _ in range(resamples))
+    tail = (1 - level) / 2
+    return means[math.floor(tail * resamples)], means[math.ceil((1 - tail) * resamples) - 1]
