@@ -7,7 +7,6 @@ curriculum.record("chain_sum", solved=1.0)     # once per episode: the metric so
 curriculum.update()                       # between rounds: levels go up or down
 """
 
-import dataclasses
 import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -49,7 +48,8 @@ def config_at(name: str, level: int | Mapping[str, int]) -> dict[str, Any]:
     Args:
         name: the generator
         level: one level for all attributes (those with fewer stay at their last), or a level for each by name, the
-            others at 0. Ranges run from the easiest value to that of the level.
+            others at 0. Ranges run from the easiest value to that of the level, or only over the level's own if the
+            generator refuses the easiest.
 
     Raises:
         TaskError: no curriculum, attribute or level of that kind, or a level whose settings the generator refuses.
@@ -69,23 +69,37 @@ def config_at(name: str, level: int | Mapping[str, int]) -> dict[str, Any]:
         if level not in range(last + 1):
             raise TaskError(f"level of {name} must be 0 to {last}; got {level!r}")
         curriculum.set_global_level(level)
-    settings = dataclasses.asdict(curriculum.generate_configuration())
-    return check_config(name, {key: value for key, value in settings.items() if key not in ("seed", "size")})
+    try:
+        return _settings(name, curriculum, "inclusive")
+    except TaskError:
+        return _settings(name, curriculum, "upper_bound")
+
+
+def _settings(name: str, curriculum: Any, ranges: str) -> dict[str, Any]:
+    """What a level sets: the settings that differ from the generator's defaults."""
+    from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
+
+    context = DefaultCurriculumContext(mode=RangeAttributeMode(ranges))
+    settings = vars(curriculum.generate_configuration(context=context))
+    defaults = vars(library().factory.DATASETS[name][1]())
+    return check_config(name, {key: value for key, value in settings.items() if value != defaults[key]})
 
 
 @functools.lru_cache(maxsize=256)
 def valid_levels(name: str) -> tuple[int, ...]:
-    """The levels for all attributes at once that make settings which the generator accepts; not all do."""
+    """The levels for all attributes at once that the generator accepts and that differ from the level before."""
     count = max((len(values) for values in attribute_levels(name).values()), default=0)
-    return tuple(level for level in range(count) if _is_valid(name, level))
-
-
-def _is_valid(name: str, level: int) -> bool:
-    try:
-        config_at(name, level)
-    except TaskError:
-        return False
-    return True
+    levels: list[int] = []
+    before = None
+    for level in range(count):
+        try:
+            config = config_at(name, level)
+        except TaskError:
+            continue
+        if config != before:
+            levels.append(level)
+            before = config
+    return tuple(levels)
 
 
 def _curriculum(name: str) -> Any:
@@ -116,7 +130,7 @@ class Curriculum:
         if not 0 < window <= KEPT_EPISODES:
             raise ValueError(f"window must be 1 to {KEPT_EPISODES} episodes; got {window}")
         self.up, self.down, self.window = up, down, window
-        self.levels = {name: min(level, len(valid_levels(name)) - 1) for name in datasets}
+        self.levels = {name: min(max(level, 0), len(valid_levels(name)) - 1) for name in datasets}
         self._solved: dict[str, deque[float]] = {name: deque(maxlen=window) for name in datasets}
 
     def record(self, dataset: str, solved: float) -> None:

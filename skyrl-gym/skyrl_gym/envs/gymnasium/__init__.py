@@ -1,0 +1,1 @@
+"""Any environment registered with the Gymnasium package, as a text environment."""

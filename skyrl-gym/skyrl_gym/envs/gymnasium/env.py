@@ -1,0 +1,279 @@
+"""Any environment registered with Gymnasium (CartPole to MuJoCo, and other packages' own) as a text environment."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from skyrl_gym.envs.base_text_env import (
+    BaseTextEnv,
+    BaseTextEnvStepOutput,
+    ConversationType,
+    Example,
+    required,
+    typed_config,
+)
+from skyrl_gym.error import Error, TaskError
+
+if TYPE_CHECKING:
+    from skyrl_gym.envs.gymnasium.player import Played, Player
+
+DEFAULT_MAX_TURNS = 100
+"""Of environments that have no time limit of their own."""
+
+OPEN, CLOSE = "<action>", "</action>"
+
+
+@dataclass
+class GymnasiumConfig:
+    """Settings of `environment.skyrl_gym.gymnasium`. A dataset row may have the same names, which win."""
+
+    actions_per_turn: int = 1
+    """How many actions a model may give in one turn, as a JSON list."""
+
+    frame_skip: int = 1
+    """How many steps of the environment each action is taken for."""
+
+    ansi: bool = False
+    """Observations are followed by the environment's own text rendering (FrozenLake, Taxi, CliffWalking have one)."""
+
+    describe: bool = True
+    """The first message says what the task, the observations and the actions are."""
+
+    documentation_chars: int = 1500
+    """Length to which each section of the environment's own documentation is cut in that message. 0: none of it."""
+
+    digits: int = 4
+    """Significant digits of numbers in observations."""
+
+    max_numbers: int = 128
+    """Observations of more numbers are cut, with a note."""
+
+    reward_scale: float = 1.0
+    """The environment's rewards times this are the rewards of the steps."""
+
+    reward_range: tuple[float, float] | None = None
+    """Returns that count as 0 and as 1 in `outcome_reward`, before `reward_scale`."""
+
+
+class GymnasiumEnv(BaseTextEnv):
+    """The last `<action>...</action>` of each turn is taken; its content is JSON as the action space asks.
+
+    The dataset row gives `env_id`; and, if need be, `env_kwargs` (a mapping or its JSON text), `seed`, `max_turns`, and
+    settings of `GymnasiumConfig`. An illegal action is answered with the rule; it costs a turn and changes nothing.
+
+    `outcome_reward` is the return, mapped so that `reward_range` is 0 to 1 and cut there; without one, its share of a
+    positive reward threshold of the environment, at most 1; with a negative threshold 1 if an episode of full length
+    reaches it, else 0; with neither, the return as it is.
+    """
+
+    config_class = GymnasiumConfig
+
+    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+        super().__init__()
+        extras = extras or {}
+        self.config = _checked(typed_config(GymnasiumConfig, _settings(env_config, extras)))
+        self.seed = _seed_of(extras)
+        self.player = make_player(str(required(extras, "env_id")), _kwargs_of(extras), self.config)
+        self.max_turns: int = extras.get("max_turns") or self._default_max_turns()
+        self.steps = 0
+        self.episode_return = 0.0
+        self.illegal_actions = 0
+        self.terminated = False
+        self.success: bool | None = None
+        self._closed = False
+
+    def _default_max_turns(self) -> int:
+        limit = self.player.time_limit
+        per_turn = self.config.actions_per_turn * self.config.frame_skip
+        return math.ceil(limit / per_turn) if limit else DEFAULT_MAX_TURNS
+
+    def init(self, prompt: ConversationType, seed: int | None = None) -> tuple[ConversationType, dict[str, Any]]:
+        """Adds the task and the first observation to the last user message. `seed` wins over that of the row."""
+        self.player.reset(self.seed if seed is None else seed)
+        parts = [self._task()] if self.config.describe else []
+        content = "\n\n".join([*parts, self._observation()])
+        messages = list(prompt)
+        if messages and messages[-1]["role"] == "user" and isinstance(messages[-1]["content"], str):
+            content = f"{messages.pop()['content']}\n\n{content}"
+        return [*messages, {"role": "user", "content": content}], {}
+
+    def _task(self) -> str:
+        text = f"{self.player.task(self.config.documentation_chars)}\n\nAct by writing {OPEN}your action{CLOSE}."
+        if self.config.actions_per_turn > 1:
+            text += (
+                f" You may give a JSON list of 1 to {self.config.actions_per_turn} actions, which are taken in order "
+                f"until the episode ends."
+            )
+        if self.config.frame_skip > 1:
+            text += f" Each action is taken for {self.config.frame_skip} steps."
+        example = self.player.example_action()
+        if example is not None:
+            text += f" For example: {OPEN}{example}{CLOSE}"
+        return f"{text}\nThere are {self.max_turns} turns."
+
+    def _observation(self) -> str:
+        picture = f"\n{self.player.picture()}" if self.config.ansi else ""
+        return f"Observation:\n{self.player.observation()}{picture}"
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        from skyrl_gym.envs.gymnasium.spaces import IllegalAction
+
+        self.turns += 1
+        try:
+            actions = self.player.read_actions(last_action(action), self.config.actions_per_turn)
+        except IllegalAction as fault:
+            self.illegal_actions += 1
+            return self._illegal(str(fault))
+        played = self.player.play(actions, self.config.frame_skip)
+        self._count(played)
+        done = played.terminated or played.truncated or self.turns >= self.max_turns
+        output = BaseTextEnvStepOutput(
+            observations=[] if done else [self._reply(played, len(actions))],
+            reward=played.reward * self.config.reward_scale,
+            done=done,
+            metadata={"steps": played.steps},
+        )
+        if done and not played.terminated:
+            output["truncated"] = True
+        return output
+
+    def _illegal(self, fault: str) -> BaseTextEnvStepOutput:
+        done = self.turns >= self.max_turns
+        text = f"Illegal action: {fault}. An action is {self.player.action_rule()}. Nothing has changed."
+        reply = {"role": "user", "content": f"{text} {self._turns_left()}"}
+        output = BaseTextEnvStepOutput(
+            observations=[] if done else [reply], reward=0.0, done=done, metadata={"illegal": fault}
+        )
+        if done:
+            output["truncated"] = True
+        return output
+
+    def _reply(self, played: "Played", num_actions: int) -> dict[str, Any]:
+        taken = f" after {num_actions} actions" if num_actions > 1 else ""
+        content = f"Reward{taken}: {played.reward:.{self.config.digits}g}\n{self._observation()}\n{self._turns_left()}"
+        return {"role": "user", "content": content}
+
+    def _turns_left(self) -> str:
+        left = self.max_turns - self.turns
+        return f"{left} turn{'' if left == 1 else 's'} left."
+
+    def _count(self, played: "Played") -> None:
+        self.steps += played.steps
+        self.episode_return += played.reward
+        self.terminated = played.terminated
+        self.success = self.success if played.success is None else played.success
+        if not math.isfinite(self.episode_return):
+            raise Error(f"{self.player.env.spec} gave a reward that is not a finite number: {played.reward}")
+
+    @property
+    def reaches_threshold(self) -> bool:
+        """Whether the return is what the environment counts as solved. Of costs, fewer are no merit if cut short."""
+        threshold = self.player.threshold
+        if threshold is None or self.episode_return < threshold:
+            return False
+        return threshold > 0 or self.terminated or self.steps >= (self.player.full_length or math.inf)
+
+    @property
+    def outcome_reward(self) -> float:
+        threshold = self.player.threshold
+        if self.config.reward_range is not None:
+            low, high = self.config.reward_range
+        elif threshold is not None and threshold > 0:
+            low, high = 0.0, float(threshold)
+        elif threshold is not None:
+            return float(self.reaches_threshold)
+        else:
+            return self.episode_return
+        return min(max((self.episode_return - low) / (high - low), 0.0), 1.0)
+
+    def get_metrics(self) -> dict[str, Any]:
+        metrics = {
+            "outcome_reward": self.outcome_reward,
+            "return": self.episode_return,
+            "steps": self.steps,
+            "turns": self.turns,
+            "illegal_actions": self.illegal_actions,
+            "terminated": self.terminated,
+        }
+        success = self.success
+        if success is None and self.player.threshold is not None:
+            success = self.reaches_threshold
+        return metrics if success is None else metrics | {"success": success}
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.player.env.close()
+
+    @classmethod
+    def examples(cls) -> list[Example]:
+        """Raises Error if Gymnasium is not installed."""
+        _check_installed()
+        from skyrl_gym.envs.gymnasium.examples import examples
+
+        return examples()
+
+
+def last_action(text: str) -> str:
+    """What the last closed `<action>...</action>` holds. Raises IllegalAction if there is none."""
+    from skyrl_gym.envs.gymnasium.spaces import IllegalAction
+
+    end = text.rfind(CLOSE)
+    start = text.rfind(OPEN, 0, end) if end >= 0 else -1
+    if start < 0:
+        raise IllegalAction(f"there is no {OPEN}...{CLOSE} in what you wrote")
+    return text[start + len(OPEN) : end].strip()
+
+
+def make_player(env_id: str, env_kwargs: Mapping[str, Any], config: GymnasiumConfig) -> "Player":
+    """Raises TaskError for an environment that there is not, Error for a package that is not installed."""
+    _check_installed()
+    from skyrl_gym.envs.gymnasium.player import Player, make_environment
+
+    return Player(make_environment(env_id, env_kwargs, config.ansi), config.digits, config.max_numbers)
+
+
+def _check_installed() -> None:
+    try:
+        import gymnasium  # noqa: F401
+    except ImportError as missing:
+        raise Error("Gymnasium is not installed: pip install 'skyrl-gym[gymnasium]'") from missing
+
+
+def _settings(env_config: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
+    config = vars(typed_config(GymnasiumConfig, env_config))
+    return {name: value if extras.get(name) is None else extras[name] for name, value in config.items()}
+
+
+def _checked(config: GymnasiumConfig) -> GymnasiumConfig:
+    for name in ("actions_per_turn", "frame_skip", "digits", "max_numbers"):
+        if getattr(config, name) < 1:
+            raise TaskError(f"{name} must be 1 or more; got {getattr(config, name)}")
+    if config.reward_range is not None:
+        bounds = list(config.reward_range)
+        if len(bounds) != 2 or not bounds[0] < bounds[1]:
+            raise TaskError(f"reward_range must be two numbers, the lower one first; got {config.reward_range!r}")
+    return config
+
+
+def _kwargs_of(extras: Mapping[str, Any]) -> dict[str, Any]:
+    value = extras.get("env_kwargs") or {}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as mistake:
+            raise TaskError(f"env_kwargs must be a mapping or its JSON text: {mistake}; got {value!r:.200}") from None
+    if not isinstance(value, Mapping):
+        raise TaskError(f"env_kwargs must be a mapping or its JSON text; got {value!r:.200}")
+    return {key: part for key, part in value.items() if part is not None}  # parquet fills columns of mappings with None
+
+
+def _seed_of(extras: Mapping[str, Any]) -> int | None:
+    seed = extras.get("seed")
+    if seed is None:
+        return None
+    if isinstance(seed, bool) or int(seed) != seed or seed < 0:
+        raise TaskError(f"seed must be a whole number from 0 on; got {seed!r}")
+    return int(seed)
