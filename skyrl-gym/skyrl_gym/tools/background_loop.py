@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -23,6 +23,11 @@ class BackgroundLoop:
 
     def start(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Calls a function on the loop, some time soon. Does nothing once the loop is closed."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function)
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
         """The result of a coroutine. After `timeout` seconds it is cancelled. Raises TimeoutError."""

@@ -47,8 +47,8 @@ def parse_tool_calls(text: str, format: CallFormat) -> list[Parsed]:
       between.
     - `gpt_oss` (harmony, https://cookbook.openai.com/articles/openai-harmony): a message to `functions.name`.
 
-    In `hermes` and `llama3_json` what stands before `</think>` is a thought and has no calls. The end of the text stands
-    in for a closing tag or token, since a stop string may have taken it. Never raises for any text.
+    In `hermes` and `llama3_json` what stands before `</think>` is a thought and has no calls. The end of the text
+    stands in for the last closing tag or token of JSON, since a stop string may have taken it. No text raises.
 
     Raises:
         ValueError: there is no such format.
@@ -58,7 +58,7 @@ def parse_tool_calls(text: str, format: CallFormat) -> list[Parsed]:
     return list(_PARSERS[format](text))
 
 
-# --- xml ---------------------------------------------------------------------------------------------------------------
+# xml
 
 _TAG = re.compile(r"<(/?)(\w+)>")
 
@@ -90,7 +90,7 @@ def _xml_call(body: str) -> Parsed:
     return Invalid("No valid inner tool tag: write <tool><name>argument</name></tool> with the tool's name")
 
 
-# --- JSON, which the others share --------------------------------------------------------------------------------------
+# JSON, which the others share
 
 _DECODER = json.JSONDecoder(strict=False)  # models break lines inside strings
 _SPACE = re.compile(r"\s*")
@@ -149,7 +149,7 @@ def _after_thought(text: str) -> str:
     return "" if thought.lstrip().startswith("<think>") else text
 
 
-# --- hermes ------------------------------------------------------------------------------------------------------------
+# hermes
 
 _CALL_OPEN, _CALL_CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"<function=([^<>\s]+)>")
@@ -198,10 +198,10 @@ def _function_call(text: str, start: int) -> tuple[ToolCall, int]:
     return ToolCall(function[1], arguments), position + len("</function>")
 
 
-# --- llama3_json -------------------------------------------------------------------------------------------------------
+# llama3_json
 
 _PYTHON_TAG = "<|python_tag|>"
-_LLAMA_END = re.compile(r"(?:<\|(?:eom_id|eot_id|end_of_text)\|>|\s)+\Z")
+_LLAMA_ENDS = ("<|eom_id|>", "<|eot_id|>", "<|end_of_text|>")
 
 
 def _llama3_json(text: str) -> Iterator[Parsed]:
@@ -230,7 +230,7 @@ def _llama3_json(text: str) -> Iterator[Parsed]:
 
 
 def _without_llama_end(text: str) -> str:
-    for token in ("<|eom_id|>", "<|eot_id|>", "<|end_of_text|>"):
+    for token in _LLAMA_ENDS:
         text = text.partition(token)[0]
     return text
 
@@ -246,7 +246,7 @@ def _looks_like_llama_call(body: str) -> bool:
         return '"name"' in body
 
 
-# --- gpt_oss -----------------------------------------------------------------------------------------------------------
+# gpt_oss
 
 _MESSAGE_END = re.compile(r"<\|(?:call|end|return|start)\|>")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")

@@ -176,7 +176,7 @@ def read(hint: Any, value: Any, where: str) -> Any:
     try:
         return _read(hint, value, where)
     except ArgumentError as failure:
-        parsed = _parsed(value)
+        parsed = parse_text(value)
         if parsed is None:
             raise
         try:
@@ -185,7 +185,7 @@ def read(hint: Any, value: Any, where: str) -> Any:
             raise failure from None
 
 
-def _parsed(value: Any) -> Any:
+def parse_text(value: Any) -> Any:
     """What a text says in JSON, if that is not text again: some call formats have no other type."""
     if not isinstance(value, str):
         return None

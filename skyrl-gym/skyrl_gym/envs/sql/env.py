@@ -45,8 +45,8 @@ class Text2SQLEnvConfig:
 
 class SQLEnv(BaseTextEnv):
     """`<sql>query</sql>` is answered by a user message with the rows in an `<observation>`; a
-    `<solution>query</solution>` ends the episode. 1 if it gives the rows of the gold query, else 0; -1 if the episode is
-    not of the asked form (`skyrl_gym.graders.sql.verify_format_and_extract`), which includes that there is no solution.
+    `<solution>query</solution>` ends the episode. 1 if it gives the rows of the gold query, else 0; -1 if the episode
+    is not of the asked form (`skyrl_gym.graders.sql.verify_format_and_extract`), for one because it has no solution.
 
     The last of `max_turns` turns (from the extras, else 5) ends the episode in any case. Only what the model itself
     wrote is graded: of observations, the form check sees that they were there.
