@@ -7,7 +7,9 @@ from typing import Literal, get_args
 
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox.base import Limits, Sandbox
+from skyrl_gym.sandbox.docker import DockerSandbox
 from skyrl_gym.sandbox.local import LocalSandbox
+from skyrl_gym.sandbox.process import ProcessSandbox
 
 Kind = Literal["auto", "local", "docker", "process"]
 KIND_VARIABLE = "SKYRL_GYM_SANDBOX"
@@ -54,7 +56,7 @@ def _probe(kind: str) -> InfraError | None:
     """Why that kind does not work here; None if it does. Tried once in a process."""
     with _finding:
         if kind not in _found:
-            _found[kind] = _try(BACKENDS[kind]) if kind in BACKENDS else InfraError("not built yet")
+            _found[kind] = _try(BACKENDS[kind])
         return _found[kind]
 
 
@@ -71,4 +73,8 @@ def _try(backend: Callable[..., Sandbox]) -> InfraError | None:
     return None
 
 
-BACKENDS: dict[str, Callable[..., Sandbox]] = {"local": LocalSandbox}
+BACKENDS: dict[str, Callable[..., Sandbox]] = {
+    "local": LocalSandbox,
+    "docker": DockerSandbox,
+    "process": ProcessSandbox,
+}

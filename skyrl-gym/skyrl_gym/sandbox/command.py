@@ -63,7 +63,8 @@ class Launch:
 
     argv: Sequence[str | bytes]
     containment: Containment
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] | None = field(default_factory=dict)
+    """Of the process we start; None for ours."""
     cwd: str = "/"
     descriptors: Sequence[int] = ()
     owner: int | None = None

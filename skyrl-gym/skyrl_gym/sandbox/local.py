@@ -8,32 +8,27 @@ kernel ends whatever else is in the process namespace. Two ways to the same wall
 - As any other user, everything happens in a user namespace, in which no further one can be made.
 """
 
-import math
 import os
 import random
 import re
-import resource
 import select
 import signal
 import subprocess
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from skyrl_gym.error import InfraError
-from skyrl_gym.sandbox import command as commands
-from skyrl_gym.sandbox.base import ExecResult, Limits, Outcome, SandboxProcess
-from skyrl_gym.sandbox.command import Command, Launch, as_bytes
+from skyrl_gym.sandbox.base import Limits, Outcome
+from skyrl_gym.sandbox.command import Launch, as_bytes
+from skyrl_gym.sandbox.host import HostSandbox
+from skyrl_gym.sandbox.rlimits import ENVIRONMENT, rlimits, tool
 from skyrl_gym.sandbox.seccomp import seccomp_filter
+from skyrl_gym.sandbox.usage import ProcFolder
 from skyrl_gym.sandbox.workspace import Workspace
 
-OPEN_FILES = 256
-NOT_STARTED = 126
 START_SECONDS = 5.0
 """How long bubblewrap may take to say which process it made."""
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
@@ -41,108 +36,36 @@ SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/et
 DEVICES = ("null", "zero", "full", "random", "urandom")
 INIT = 'exec 3>&2 2>/dev/null; echo 1000 >/proc/self/oom_score_adj; cd /workspace && (exec "$@" 2>&3 3>&-); exit $?'
 """Process 1: first to be chosen if the machine runs out of memory; its own standard error is not the command's."""
-ENVIRONMENT = {
-    "HOME": "/workspace",
-    "USER": "sandbox",
-    "TMPDIR": "/tmp",
-    "LANG": "C.UTF-8",
-    "PYTHONDONTWRITEBYTECODE": "1",
-    # A thread takes address space for its stack and its arena: few of them, so that the memory limit means memory.
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MALLOC_ARENA_MAX": "2",
-}
 USER = 1000
 """Who a command thinks it is, where that is ours to choose."""
 FREE_USERS = range(0x70000000, 0x7F000000)
 """User ids that nobody hands out (https://systemd.io/UIDS-GIDS/)."""
-WRITTEN_SHARE = 16
-"""How many times `workspace_bytes` a command may write in all: bounds files that are held without a name."""
-PACKAGES = {"bwrap": "bubblewrap", "prlimit": "util-linux", "setpriv": "util-linux", "env": "coreutils"}
 FIRST_PROCESS = re.compile(rb'"child-pid": (\d+)')
 EXIT_CODE = re.compile(rb'"exit-code": (\d+)')
-PROPORTIONAL = re.compile(r"^Pss: +(\d+) kB", re.MULTILINE)
-WRITTEN = re.compile(r"^write_bytes: (\d+)", re.MULTILINE)
 PASSWD = b"sandbox:x:%d:%d::/workspace:/bin/sh\n"
 HOSTS = b"127.0.0.1 localhost\n::1 localhost\n"
 
 
-class LocalSandbox:
-    """A `Sandbox` on this machine. Made by `make_sandbox`."""
+class LocalSandbox(HostSandbox[Workspace]):
+    """A `Sandbox` on this machine, by bubblewrap. Made by `make_sandbox`."""
 
     python = sys.executable
 
     def __init__(self, limits: Limits | None = None):
-        self.limits = limits or Limits()
-        self._owner = _spare_user()
-        self._workspace: Workspace | None = None
-        self._running: set[Command] = set()
+        super().__init__(limits)
+        self._user = _spare_user()
 
-    def start(self) -> None:
-        if self._workspace is None:
-            self._workspace = Workspace(self._owner)
-            self._finalizer = weakref.finalize(self, _clean, self._running, self._workspace)
-
-    def exec(
-        self,
-        command: Sequence[str],
-        *,
-        stdin: str | bytes = b"",
-        env: Mapping[str, str] | None = None,
-        limits: Limits | None = None,
-    ) -> ExecResult:
-        limits = limits or self.limits
-        try:
-            running = Command(self._launch(command, env, limits), limits)
-        except ValueError as error:  # what no system can start: a zero byte or megabytes in an argument
-            return ExecResult("exited", NOT_STARTED, "", f"{error}\n", 0.0)
-        try:
-            return running.communicate(as_bytes(stdin))
-        finally:
-            running.kill()
-            running.close()
-
-    def popen(
-        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, limits: Limits | None = None
-    ) -> SandboxProcess:
-        limits = limits or self.limits
-        running = commands.background.start(self._launch(command, env, limits), limits)
-        self._running.add(running)
-        return running
-
-    def write(self, path: str, data: str | bytes) -> None:
-        self._started().write(path, as_bytes(data))
-
-    def read(self, path: str) -> bytes:
-        return self._started().read(path, self.limits.file_bytes)
-
-    def close(self) -> None:
-        if self._workspace is not None:
-            self._workspace = None
-            self._finalizer()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _started(self) -> Workspace:
-        if self._workspace is None:
-            raise InfraError("the sandbox is not started, or closed")
-        return self._workspace
+    def _make_workspace(self) -> Workspace:
+        return Workspace(self._user)
 
     def _launch(self, command: Sequence[str], env: Mapping[str, str] | None, limits: Limits) -> Launch:
         workspace = self._started()
-        user = self._owner or USER
+        user = self._user or USER
         data = [seccomp_filter(), PASSWD % (user, user), HOSTS]
         descriptors = [_in_memory(content) for content in data]
         status, inner_status = os.pipe()
         argv: list[str | bytes] = [
-            *_bwrap(as_root=self._owner is not None),
+            *_bwrap(as_root=self._user is not None),
             *("--json-status-fd", str(inner_status)),
             *("--add-seccomp-fd", str(descriptors[0])),
             *("--file", str(descriptors[1]), "/etc/passwd"),
@@ -153,15 +76,15 @@ class LocalSandbox:
             *_python_folders(),
             *("--remount-ro", "/dev", "--remount-ro", "/", "--"),
         ]
-        if self._owner is not None:
-            user_id = str(self._owner)
-            argv += [_tool("setpriv"), "--reuid", user_id, "--regid", user_id, "--clear-groups", "--bounding-set=-all"]
+        if self._user is not None:
+            user_id = str(self._user)
+            argv += [tool("setpriv"), "--reuid", user_id, "--regid", user_id, "--clear-groups", "--bounding-set=-all"]
             argv += ["--inh-caps=-all", "--pdeathsig", "KILL", "--"]
-        argv += ["/bin/sh", "-c", INIT, "sh", _tool("prlimit"), *rlimits(limits, processes=limits.processes + 1), "--"]
+        argv += ["/bin/sh", "-c", INIT, "sh", tool("prlimit"), *rlimits(limits, processes=limits.processes + 1), "--"]
         if env:
-            argv += [_tool("env"), *(as_bytes(f"{name}={value}") for name, value in env.items())]
+            argv += [tool("env"), *(as_bytes(f"{name}={value}") for name, value in env.items())]
         argv += [as_bytes(part) for part in command]
-        return Launch(argv, Bubblewrap(status, workspace), {}, "/", [inner_status, *descriptors], self._owner)
+        return Launch(argv, Bubblewrap(status, workspace), {}, "/", [inner_status, *descriptors], self._user)
 
 
 class Bubblewrap:
@@ -176,7 +99,7 @@ class Bubblewrap:
         self._status_file = os.fdopen(status, "rb", buffering=0)
         self._status = b""
         self._workspace = workspace
-        self._proc: int | None = None
+        self._proc: ProcFolder | None = None
 
     def kill(self, process: "subprocess.Popen[bytes]") -> None:
         # Not bwrap itself: it must outlive process 1 to wait for it, and it ends when all inside is gone.
@@ -188,26 +111,22 @@ class Bubblewrap:
             os.kill(first, signal.SIGKILL)
 
     def interrupt(self, process: "subprocess.Popen[bytes]") -> None:
-        if self._open_proc(process, START_SECONDS):
-            with suppress(ProcessLookupError, FileNotFoundError):
-                inside = os.open("2", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)  # the shell starts one process
-                try:
-                    signal.pidfd_send_signal(inside, signal.SIGINT)
-                finally:
-                    os.close(inside)
+        if not self._open_proc(process, START_SECONDS):
+            return
+        assert self._proc is not None
+        with suppress(ProcessLookupError, FileNotFoundError):
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+            command = os.open("2", flags, dir_fd=self._proc.descriptor)  # the one process that the shell starts
+            try:
+                signal.pidfd_send_signal(command, signal.SIGINT)
+            finally:
+                os.close(command)
 
     def over_limit(self, process: "subprocess.Popen[bytes]", limits: Limits) -> Outcome | None:
-        unlinked = 0
-        if self._open_proc(process, 0.0):
-            inside = [name for name in os.listdir(self._proc) if name.isdigit()]
-            # The first, cheap sum counts shared pages once for each process.
-            if all(sum(map(measure, inside)) > limits.memory_bytes for measure in (self._resident, self._proportional)):
-                return "memory"
-            unlinked = self._unlinked_bytes(inside)
-            if self._written_bytes(inside) > WRITTEN_SHARE * limits.workspace_bytes:
-                return "workspace"
-        used = unlinked + self._workspace.usage(limits.workspace_bytes - unlinked)
-        return "workspace" if used > limits.workspace_bytes else None
+        if not self._open_proc(process, 0.0):
+            return "workspace" if self._workspace.usage(limits.workspace_bytes) > limits.workspace_bytes else None
+        assert self._proc is not None
+        return self._proc.over_limit(self._proc.processes(), limits, self._workspace)
 
     def returncode(self, status: int) -> int | None:
         self._read_status()
@@ -220,7 +139,7 @@ class Bubblewrap:
     def close(self) -> None:
         self._status_file.close()
         if self._proc is not None:
-            os.close(self._proc)
+            self._proc.close()
             self._proc = None
 
     def _first_process(self, process: "subprocess.Popen[bytes]", wait_seconds: float) -> int | None:
@@ -249,60 +168,18 @@ class Bubblewrap:
             if first is None:
                 return False
             with suppress(OSError):
-                proc = os.open(f"/proc/{first}/root/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                if os.fstat(proc).st_dev == os.stat("/proc").st_dev:  # still the machine's: bwrap is at work
-                    os.close(proc)
+                proc = ProcFolder(f"/proc/{first}/root/proc")
+                if os.fstat(proc.descriptor).st_dev == os.stat("/proc").st_dev:  # still the machine's: bwrap is at work
+                    proc.close()
                 else:
                     self._proc = proc
         return self._proc is not None
-
-    def _text(self, path: str) -> str:
-        """A file of the sandbox's /proc; empty once its process is gone."""
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._proc)
-        except OSError:
-            return ""
-        try:
-            return os.read(descriptor, 1 << 16).decode(errors="replace")
-        except OSError:
-            return ""
-        finally:
-            os.close(descriptor)
-
-    def _resident(self, process: str) -> int:
-        fields = self._text(f"{process}/statm").split()
-        return int(fields[1]) * resource.getpagesize() if fields else 0
-
-    def _proportional(self, process: str) -> int:
-        found = PROPORTIONAL.search(self._text(f"{process}/smaps_rollup"))
-        return int(found[1]) * 1024 if found else self._resident(process)
-
-    def _written_bytes(self, processes: list[str]) -> int:
-        """Ever written to disk, also by processes that have ended: process 1 inherits their counts."""
-        found = [WRITTEN.search(self._text(f"{process}/io")) for process in processes]
-        return sum(int(match[1]) for match in found if match)
-
-    def _unlinked_bytes(self, processes: list[str]) -> int:
-        """Of files that have no name any more, but are open."""
-        files: dict[int, int] = {}
-        for process in processes:
-            with suppress(OSError):
-                descriptors = os.open(f"{process}/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._proc)
-                try:
-                    for name in os.listdir(descriptors):
-                        with suppress(OSError):
-                            about = os.stat(name, dir_fd=descriptors)
-                            if about.st_nlink == 0 and about.st_dev == self._workspace.device:
-                                files[about.st_ino] = about.st_blocks * 512
-                finally:
-                    os.close(descriptors)
-        return sum(files.values())
 
 
 @cache
 def _bwrap(as_root: bool) -> list[str]:
     """The part of the command line that is the same for every command. Raises InfraError without bubblewrap."""
-    argv = [_tool("bwrap"), "--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--hostname", "sandbox"]
+    argv = [tool("bwrap"), "--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--hostname", "sandbox"]
     argv += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     argv += ["--cap-drop", "ALL"]
     if as_root:
@@ -354,29 +231,6 @@ def _below(path: str, folders: Sequence[str]) -> bool:
     return any(path == folder or path.startswith(folder + "/") for folder in folders)
 
 
-def rlimits(limits: Limits, processes: int) -> list[str]:
-    """Arguments of `prlimit`, none above what this process may have itself."""
-    cpu_seconds = math.ceil(limits.cpu_seconds)
-    wanted = {
-        "as": limits.memory_bytes,
-        "fsize": limits.file_bytes,
-        "nproc": processes,
-        "nofile": OPEN_FILES,
-        "core": 0,
-        "msgqueue": 0,
-        "memlock": 0,
-        "rtprio": 0,
-    }
-    argv = []
-    for name, value in wanted.items():
-        _, ceiling = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
-        argv.append(f"--{name}={value if ceiling == resource.RLIM_INFINITY else min(value, ceiling)}")
-    _, ceiling = resource.getrlimit(resource.RLIMIT_CPU)
-    if ceiling == resource.RLIM_INFINITY or cpu_seconds + 1 <= ceiling:
-        argv.append(f"--cpu={cpu_seconds}:{cpu_seconds + 1}")
-    return argv
-
-
 def _spare_user() -> int | None:
     """A user and group id for one sandbox if we are root and may choose, else None."""
     if os.geteuid() != 0:
@@ -390,25 +244,9 @@ def _spare_user() -> int | None:
     return first + count // 2 + random.SystemRandom().randrange(count // 2)
 
 
-@cache
-def _tool(name: str) -> str:
-    for folder in ("/usr/bin", "/bin", "/usr/local/bin", "/usr/sbin"):
-        if os.access(os.path.join(folder, name), os.X_OK):
-            return os.path.join(folder, name)
-    raise InfraError(f"{name} is not installed (apt-get install {PACKAGES.get(name, name)})")
-
-
 def _in_memory(content: bytes) -> int:
     """A descriptor that reads `content`."""
     descriptor = os.memfd_create("sandbox")
     os.write(descriptor, content)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
-
-
-def _clean(running: set[Command], workspace: Workspace) -> None:
-    for command in running:
-        command.kill()
-        command.close()
-    running.clear()
-    workspace.delete()

@@ -37,7 +37,7 @@ class Workspace:
 
     def write(self, path: str, data: bytes) -> None:
         """Writes a file, with the folders it needs. What had its name before is replaced, not written through."""
-        *folders, name = _parts(path)
+        *folders, name = path_parts(path)
         with self._folder(folders, make=True, path=path) as folder:
             with suppress(FileNotFoundError):
                 try:
@@ -51,7 +51,7 @@ class Workspace:
 
     def read(self, path: str, max_bytes: int) -> bytes:
         """A regular file's bytes. Raises ValueError for what is none, for a link on the way, and above `max_bytes`."""
-        *folders, name = _parts(path)
+        *folders, name = path_parts(path)
         with self._folder(folders, make=False, path=path) as folder:
             # Without blocking: a pipe with no writer would hold us.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -114,7 +114,8 @@ class Workspace:
             os.fchown(descriptor, self.owner, self.owner)
 
 
-def _parts(path: str) -> list[str]:
+def path_parts(path: str) -> list[str]:
+    """The names on the way to a file of the workspace. Raises ValueError for a path that leads, or looks, outside."""
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/") or not parts or ".." in parts or "\0" in path:
         raise ValueError(f"{path!r} is not a path inside the workspace")

@@ -1,0 +1,97 @@
+"""Commands with limits but without walls: they see this machine's files and network as we do.
+
+For code one trusts, on a machine where neither bubblewrap nor Docker can work; never chosen automatically. A command
+that sets out to leave something behind (a session of its own and an emptied environment) can.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from skyrl_gym.sandbox.base import Limits, Outcome
+from skyrl_gym.sandbox.command import Launch, as_bytes
+from skyrl_gym.sandbox.host import HostSandbox
+from skyrl_gym.sandbox.rlimits import ENVIRONMENT, rlimits, tool
+from skyrl_gym.sandbox.usage import ProcFolder
+from skyrl_gym.sandbox.workspace import Workspace
+
+MARK = "SKYRL_GYM_COMMAND"
+"""Environment variable by which processes that left the process group are found again."""
+KILL_ROUNDS = 1000
+
+
+class ProcessSandbox(HostSandbox[Workspace]):
+    """A `Sandbox` that is none: for trusted code only. Made by `make_sandbox("process")`."""
+
+    python = sys.executable
+
+    def _make_workspace(self) -> Workspace:
+        return Workspace()
+
+    def _launch(self, command: Sequence[str], env: Mapping[str, str] | None, limits: Limits) -> Launch:
+        workspace = self._started()
+        mark = uuid.uuid4().hex
+        surroundings = {
+            **ENVIRONMENT,
+            "PATH": f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin",
+            "HOME": workspace.files,
+            "TMPDIR": workspace.tmp,
+            **(env or {}),
+            MARK: mark,
+        }
+        # The number of processes is not limited here: the kernel would count all that this user has.
+        argv = [tool("prlimit"), *rlimits(limits), "--", *map(as_bytes, command)]
+        return Launch(argv, ProcessGroup(mark, workspace), surroundings, workspace.files)
+
+
+class ProcessGroup:
+    """The processes of one command: its group, and whatever still carries its mark."""
+
+    def __init__(self, mark: str, workspace: Workspace):
+        self._mark = f"{MARK}={mark}"
+        self._workspace = workspace
+        self._proc = ProcFolder("/proc")
+
+    def kill(self, process: "subprocess.Popen[bytes]") -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        self._kill_marked()
+
+    def interrupt(self, process: "subprocess.Popen[bytes]") -> None:
+        process.send_signal(signal.SIGINT)
+
+    def over_limit(self, process: "subprocess.Popen[bytes]", limits: Limits) -> Outcome | None:
+        marked = self._marked()
+        if len(marked) > limits.processes:  # no outcome has that name: each of them takes memory
+            return "memory"
+        return self._proc.over_limit(marked, limits, self._workspace)
+
+    def returncode(self, status: int) -> int | None:
+        self._kill_marked()
+        return status
+
+    def close(self) -> None:
+        self._proc.close()
+
+    def _marked(self) -> list[str]:
+        return [process for process in self._proc.processes() if self._mark in self._proc.text(f"{process}/environ")]
+
+    def _kill_marked(self) -> None:
+        for _ in range(KILL_ROUNDS):  # new ones may appear while one looks
+            marked = self._marked()
+            if not marked:
+                return
+            for process in marked:
+                with suppress(OSError):
+                    folder = os.open(process, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._proc.descriptor)
+                    try:
+                        if self._mark in self._proc.text(f"{process}/environ"):  # the number is still the same process
+                            signal.pidfd_send_signal(folder, signal.SIGKILL)
+                    finally:
+                        os.close(folder)
+            time.sleep(0.001)

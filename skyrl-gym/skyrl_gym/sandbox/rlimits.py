@@ -1,0 +1,56 @@
+"""Limits that the kernel keeps for each process, and the surroundings a command starts with."""
+
+import math
+import os
+import resource
+from functools import cache
+
+from skyrl_gym.error import InfraError
+from skyrl_gym.sandbox.base import Limits
+
+OPEN_FILES = 256
+ENVIRONMENT = {
+    "HOME": "/workspace",
+    "USER": "sandbox",
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    # A thread takes address space for its stack and its arena: few of them, so that the memory limit means memory.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",
+}
+PACKAGES = {"bwrap": "bubblewrap", "prlimit": "util-linux", "setpriv": "util-linux", "env": "coreutils"}
+
+
+def rlimits(limits: Limits, processes: int | None = None) -> list[str]:
+    """Arguments of `prlimit`, none above what this process may have itself. `processes` are counted per user."""
+    cpu_seconds = math.ceil(limits.cpu_seconds)
+    wanted = {
+        "as": limits.memory_bytes,
+        "fsize": limits.file_bytes,
+        "nofile": OPEN_FILES,
+        "core": 0,
+        "msgqueue": 0,
+        "memlock": 0,
+        "rtprio": 0,
+    }
+    if processes is not None:
+        wanted["nproc"] = processes
+    argv = []
+    for name, value in wanted.items():
+        _, ceiling = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
+        argv.append(f"--{name}={value if ceiling == resource.RLIM_INFINITY else min(value, ceiling)}")
+    _, ceiling = resource.getrlimit(resource.RLIMIT_CPU)
+    if ceiling == resource.RLIM_INFINITY or cpu_seconds + 1 <= ceiling:
+        argv.append(f"--cpu={cpu_seconds}:{cpu_seconds + 1}")
+    return argv
+
+
+@cache
+def tool(name: str) -> str:
+    """Where a program of the system is. Raises InfraError with the package to install."""
+    for folder in ("/usr/bin", "/bin", "/usr/local/bin", "/usr/sbin"):
+        if os.access(os.path.join(folder, name), os.X_OK):
+            return os.path.join(folder, name)
+    raise InfraError(f"{name} is not installed (apt-get install {PACKAGES.get(name, name)})")
