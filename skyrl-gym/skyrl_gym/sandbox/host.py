@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
@@ -107,6 +108,8 @@ class HostSandbox(Generic[FilesType]):
 def _clean(running: set[Command], workspace: Files) -> None:
     for command in running:
         command.kill()
+        with suppress(InfraError):  # for who still waits for it
+            command.wait()
         command.close()
     running.clear()
     workspace.delete()

@@ -1,0 +1,231 @@
+"""What the protocol promises, on every kind of sandbox that works here."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from skyrl_gym.error import InfraError
+from skyrl_gym.sandbox import Limits, Sandbox, make_sandbox
+
+ECHO = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=True)"
+ANSWERING = """
+import sys
+while True:
+    try:
+        print(eval(sys.stdin.readline()), flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+
+
+def python(sandbox: Sandbox, source: str, *arguments: str) -> list[str]:
+    return [sandbox.python, "-I", "-S", "-c", source, *arguments]
+
+
+def test_a_command_gets_its_input_and_gives_its_output(sandbox):
+    result = sandbox.exec(python(sandbox, "print(input()[::-1])"), stdin="très\n")
+    assert (result.outcome, result.returncode, result.stdout, result.stderr) == ("exited", 0, "sèrt\n", "")
+    assert result.ok
+    assert 0 < result.wall_seconds < 20
+
+
+def test_standard_output_and_error_are_apart(sandbox):
+    result = sandbox.exec(["sh", "-c", "echo out; echo err >&2; exit 3"])
+    assert (result.stdout, result.stderr, result.returncode, result.ok) == ("out\n", "err\n", 3, False)
+
+
+def test_arguments_arrive_as_they_are(sandbox):
+    arguments = ["a b", "'", '"', "$HOME", "*", "\\", "", "é", "-x", "a=b"]
+    result = sandbox.exec(python(sandbox, "import sys; print(ascii(sys.argv[1:]))", *arguments))
+    assert result.stdout.strip() == ascii(arguments)
+
+
+def test_the_environment_is_what_one_gives(sandbox, monkeypatch):
+    monkeypatch.setenv("HOST_SECRET", "hunter2")
+    result = sandbox.exec(python(sandbox, "import os; print(dict(os.environ))"), env={"COLOUR": "dark blue", "E": "a=b"})
+    assert "'COLOUR': 'dark blue'" in result.stdout
+    assert "'E': 'a=b'" in result.stdout
+    assert "hunter2" not in result.stdout
+
+
+def test_standard_streams_can_be_opened_by_name(sandbox):
+    result = sandbox.exec(["sh", "-c", "cat /dev/stdin >/dev/stdout; echo err >/dev/stderr"], stdin="in")
+    assert (result.stdout, result.stderr) == ("in", "err\n")
+
+
+def test_bytes_that_are_not_text_become_replacement_characters(sandbox):
+    result = sandbox.exec(python(sandbox, "import os; os.write(1, b'a\\xffb')"))
+    assert result.stdout == "a�b"
+
+
+def test_a_command_that_does_not_exist_is_a_result(sandbox):
+    result = sandbox.exec(["no-such-program"])
+    assert (result.outcome, result.returncode) == ("exited", 127)
+    assert "no-such-program" in result.stderr
+
+
+@pytest.mark.parametrize("argument", ["a\0b", "x" * 10_000_000], ids=["zero byte", "ten megabytes"])
+def test_a_command_that_no_system_can_start_is_a_result(sandbox, argument):
+    assert sandbox.exec(["echo", argument]).returncode == 126
+
+
+def test_half_a_surrogate_pair_in_code_is_the_codes_mistake(sandbox):
+    assert sandbox.exec(python(sandbox, "print('\ud800')")).returncode == 1
+
+
+@pytest.mark.parametrize("code", [0, 1, 7, 42, 126, 127, 128, 255])
+def test_exit_codes_pass(sandbox, code):
+    assert sandbox.exec(["sh", "-c", f"exit {code}"]).returncode == code
+
+
+@pytest.mark.parametrize("signal", [1, 6, 9, 11, 15])
+def test_a_signal_is_a_negative_code(sandbox, signal):
+    result = sandbox.exec(python(sandbox, f"import os; os.kill(os.getpid(), {signal})"))
+    assert (result.outcome, result.returncode, result.stderr) == ("exited", -signal, "")
+
+
+def test_ten_megabytes_pass_through_without_a_deadlock(sandbox):
+    limits = Limits(wall_seconds=30.0, output_bytes=20 << 20)
+    text = "0123456789" * (1 << 20)
+    result = sandbox.exec(["cat"], stdin=text, limits=limits)
+    assert result.stdout == text
+
+
+def test_input_that_nobody_reads_is_thrown_away(sandbox):
+    assert sandbox.exec(["true"], stdin=b"x" * 10_000_000).ok
+
+
+def test_commands_share_the_workspace_and_start_in_it(sandbox):
+    assert sandbox.exec(["sh", "-c", "mkdir a && echo 1 > a/b && pwd > here"]).ok
+    sandbox.write("a/c.txt", "two\n")
+    assert sandbox.exec(["cat", "a/b", "a/c.txt"]).stdout == "1\ntwo\n"
+    assert sandbox.read("a/b") == b"1\n"
+
+
+def test_a_file_written_can_be_changed_and_one_made_inside_replaced(sandbox):
+    sandbox.write("x", b"\x00\xff")
+    assert sandbox.exec(["sh", "-c", "echo more >> x; echo mine > y"]).ok
+    assert sandbox.read("x") == b"\x00\xffmore\n"
+    sandbox.write("y", "yours")
+    assert sandbox.read("y") == b"yours"
+
+
+def test_a_file_that_is_not_there_is_not_found(sandbox):
+    for path in ("nothing", "no/folder"):
+        with pytest.raises(FileNotFoundError):
+            sandbox.read(path)
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "", ".", "a\0b"])
+def test_a_path_outside_is_refused(sandbox, path):
+    with pytest.raises(ValueError, match="workspace"):
+        sandbox.read(path)
+    with pytest.raises(ValueError, match="workspace"):
+        sandbox.write(path, "x")
+
+
+def test_two_sandboxes_do_not_see_each_others_files(sandbox):
+    with type(sandbox)() as other:
+        other.write("mine", "x")
+        with pytest.raises(FileNotFoundError):
+            sandbox.read("mine")
+
+
+def test_wall_time_ends_a_command(sandbox):
+    started = time.monotonic()
+    result = sandbox.exec(["sh", "-c", "echo begun; sleep 60"], limits=Limits(wall_seconds=0.5))
+    assert (result.outcome, result.returncode, result.stdout) == ("wall_time", -9, "begun\n")
+    assert time.monotonic() - started < 10
+
+
+def test_cpu_time_ends_a_command(sandbox):
+    result = sandbox.exec(python(sandbox, "while True: pass"), limits=Limits(wall_seconds=30, cpu_seconds=1))
+    assert result.outcome == "cpu_time"
+
+
+def test_output_ends_a_command_and_what_it_said_first_is_kept(sandbox):
+    result = sandbox.exec(["yes"], limits=Limits(output_bytes=1000))
+    assert (result.outcome, result.stdout) == ("output", "y\n" * 500)
+
+
+def test_output_at_the_limit_is_no_offence(sandbox):
+    result = sandbox.exec(["sh", "-c", "printf 12345; printf 123456789 >&2"], limits=Limits(output_bytes=9))
+    assert (result.outcome, result.stdout, result.stderr) == ("exited", "12345", "123456789")
+
+
+def test_memory_of_one_process_is_an_error_in_it(sandbox):
+    result = sandbox.exec(python(sandbox, "x = bytearray(1 << 30)"), limits=Limits(memory_bytes=256 << 20))
+    assert "MemoryError" in result.stderr
+
+
+def test_one_talks_to_a_running_command_and_interrupts_it(sandbox):
+    process = sandbox.popen(python(sandbox, ANSWERING))
+    process.stdin.write(b"6 * 7\n")
+    assert process.stdout.read(100) == b"42\n"
+    process.stdin.write(b"__import__('time').sleep(60)\n")
+    time.sleep(0.3)
+    process.interrupt()
+    assert process.stdout.read(100) == b"interrupted\n"
+    process.stdin.write(b"'still here'\n")
+    assert process.stdout.read(100) == b"still here\n"
+    with pytest.raises(TimeoutError):
+        process.wait(timeout=0.05)
+    process.kill()
+    process.kill()
+    assert process.wait(timeout=5).returncode == -9
+    assert process.stdout.read(100) == b""
+
+
+def test_closing_the_input_lets_a_running_command_end(sandbox):
+    process = sandbox.popen(["sh", "-c", "cat; echo bad >&2; exit 4"])
+    process.stdin.write(b"hello")
+    process.stdin.close()
+    result = process.wait(timeout=10)
+    assert (result.outcome, result.returncode, result.stdout, result.stderr) == ("exited", 4, "", "bad\n")
+    assert process.stdout.read(100) == b"hello"
+    assert process.wait() == result
+
+
+def test_limits_hold_for_a_running_command(sandbox):
+    asleep = sandbox.popen(["sleep", "60"], limits=Limits(wall_seconds=0.3))
+    assert asleep.wait(timeout=10).outcome == "wall_time"
+
+
+def test_a_running_command_outlives_the_thread_that_started_it(sandbox):
+    started = []
+    thread = threading.Thread(target=lambda: started.append(sandbox.popen(python(sandbox, ECHO))))
+    thread.start()
+    thread.join()
+    time.sleep(0.1)
+    started[0].stdin.write(b"alive\n")
+    assert started[0].stdout.read(100) == b"ALIVE\n"
+
+
+def test_a_command_can_run_beside_a_running_one(sandbox):
+    process = sandbox.popen(python(sandbox, ECHO))
+    assert sandbox.exec(["sh", "-c", "sleep 60 & echo done"]).stdout == "done\n"
+    process.stdin.write(b"a\n")
+    assert process.stdout.read(100) == b"A\n"
+
+
+def test_close_ends_what_runs_and_is_repeatable(sandbox):
+    process = sandbox.popen(["sleep", "60"])
+    sandbox.close()
+    sandbox.close()
+    assert process.wait(timeout=5).returncode == -9
+    with pytest.raises(InfraError, match="not started, or closed"):
+        sandbox.exec(["true"])
+
+
+def test_a_sandbox_nobody_closed_is_cleaned_up():
+    sandbox = make_sandbox("process")
+    sandbox.start()
+    sandbox.write("x", "")
+    folder = sandbox.exec(["pwd"]).stdout.strip()
+    assert os.path.isdir(folder)
+    process = sandbox.popen(["sleep", "60"])
+    del sandbox
+    assert not os.path.exists(folder)
+    assert process.wait(timeout=5).returncode == -9
