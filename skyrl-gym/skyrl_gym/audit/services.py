@@ -7,7 +7,6 @@ from typing import Any
 from skyrl_gym.audit.cheats import plant_key
 from skyrl_gym.check import spec_of
 from skyrl_gym.envs.base_text_env import Example
-from skyrl_gym.envs.registration import EnvSpec
 
 
 @contextlib.contextmanager
@@ -25,7 +24,7 @@ def services_for(env: Any, examples: Sequence[Example]) -> Iterator[dict[str, An
         if env_spec.id in ("search", "searchcode"):
             yield {"search_url": running.enter_context(_retrieval_server(examples))}
         elif env_spec.id == "llm_as_a_judge":
-            yield running.enter_context(_judge(env_spec))
+            yield {"base_url": running.enter_context(_judge())}
         else:
             yield {}
 
@@ -44,8 +43,8 @@ def _retrieval_server(examples: Sequence[Example]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _judge(env_spec: EnvSpec) -> Iterator[dict[str, Any]]:
-    from skyrl_gym.envs.llm_as_a_judge.local_judge import local_judge
+def _judge() -> Iterator[str]:
+    from skyrl_gym.envs.llm_as_a_judge.local_judge import LocalJudge
 
-    with local_judge() as judge:
-        yield {"base_url": judge.base_url}
+    with LocalJudge() as judge:
+        yield judge.base_url

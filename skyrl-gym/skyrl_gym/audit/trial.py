@@ -68,4 +68,4 @@ def play(env_spec: EnvSpec, task: Example, turns: Turns) -> EpisodeResult:
 
     texts = itertools.chain(turns, itertools.repeat(turns[-1]))
     max_steps = max(MAX_STEPS, len(task.oracle))
-    return run_episode(env, copy.deepcopy(task.prompt), lambda messages: next(texts), seed=0, max_steps=max_steps)
+    return run_episode(env, copy.deepcopy(task.prompt), lambda messages: next(texts), max_steps=max_steps)
