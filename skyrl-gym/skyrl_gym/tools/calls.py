@@ -10,12 +10,16 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 from skyrl_gym.graders.results import Invalid
 from skyrl_gym.tools.signature import SOLE_ARGUMENT
 
 __all__ = ["CallFormat", "Invalid", "ToolCall", "parse_tool_calls"]
+
+MAX_CALLS = 100
+"""Of one turn that are read."""
 
 CallFormat = Literal["xml", "hermes", "llama3_json", "gpt_oss"]
 
@@ -48,14 +52,18 @@ def parse_tool_calls(text: str, format: CallFormat) -> list[Parsed]:
     - `gpt_oss` (harmony, https://cookbook.openai.com/articles/openai-harmony): a message to `functions.name`.
 
     In `hermes` and `llama3_json` what stands before `</think>` is a thought and has no calls. The end of the text
-    stands in for the last closing tag or token of JSON, since a stop string may have taken it. No text raises.
+    stands in for the last closing tag or token of JSON, since a stop string may have taken it. No text raises. The
+    calls after the first `MAX_CALLS` are one `Invalid`.
 
     Raises:
         ValueError: there is no such format.
     """
     if format not in _PARSERS:
         raise ValueError(f"format must be one of {', '.join(_PARSERS)}; got {format!r}")
-    return list(_PARSERS[format](text))
+    calls = list(islice(_PARSERS[format](text), MAX_CALLS + 1))
+    if len(calls) > MAX_CALLS:
+        calls[-1] = Invalid(f"Malformed tool call: more than {MAX_CALLS} calls in one turn")
+    return calls
 
 
 # xml

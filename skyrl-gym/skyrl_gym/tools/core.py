@@ -123,7 +123,7 @@ class ToolGroup:
         except InfraError:
             raise
         except Exception as failure:  # a tool may do anything, and the episode goes on
-            return f"Error in {name}: {failure or type(failure).__name__}"
+            return f"Error in {name}: {str(failure) or type(failure).__name__}"
 
     def schemas(self) -> list[Schema]:
         """The tools in OpenAI's form: what goes into a request's `tools` or a chat template.
