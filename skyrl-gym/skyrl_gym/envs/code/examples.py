@@ -1,0 +1,106 @@
+"""Small tasks with solutions, and ways to pass tests without solving them, which must earn nothing."""
+
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import Example
+
+MEDIAN_PROMPT = '''def is_even(number: int) -> bool:
+    """Whether a number is even."""
+    return number % 2 == 0
+
+
+def median(numbers: list[float]) -> float:
+    """The middle one of the numbers in order of size, or the mean of the two in the middle.
+    >>> median([3, 1, 2])
+    2
+    """
+'''
+MEDIAN_SOLUTION = """def median(numbers: list[float]) -> float:
+    ordered = sorted(numbers)
+    half = len(ordered) // 2
+    return (ordered[half - 1] + ordered[half]) / 2 if is_even(len(ordered)) else ordered[half]"""
+MEDIAN_TEST = """def check(candidate):
+    assert candidate([3, 1, 2]) == 2
+    assert candidate([4, 1, 3, 2]) == 2.5
+    for length in range(1, 6):
+        numbers = list(range(10, 10 + length))
+        assert candidate(numbers[::-1]) == (10 + numbers[-1]) / 2, is_even(length)
+"""
+
+
+def make_examples() -> list[Example]:
+    return [
+        _example(
+            "Write a function `run_lengths(text)` that returns, for each run of one letter, the letter and its length.",
+            "def run_lengths(text):\n    return [(letter, len(list(run))) for letter, run in itertools.groupby(text)]",
+            {
+                "tests": [
+                    "assert run_lengths('aab') == [('a', 2), ('b', 1)]",
+                    "assert run_lengths('') == []",
+                    "assert run_lengths('abba') == [('a', 1), ('b', 2), ('a', 1)]",
+                ],
+                "entry_point": "run_lengths",
+            },
+        ),
+        _example(
+            f"Complete this function:\n\n{MEDIAN_PROMPT}",
+            MEDIAN_SOLUTION,
+            {"tests": [MEDIAN_TEST], "entry_point": "median", "prompt": MEDIAN_PROMPT},
+        ),
+        _example(
+            "Write a function `digits_of(number)` that returns the digits of a whole number as a list, and raises "
+            "ValueError for a negative one.",
+            "def digits_of(number):\n"
+            "    if number < 0:\n"
+            "        raise ValueError('negative')\n"
+            "    return [int(digit) for digit in str(number)]",
+            {
+                "tests": [
+                    "assert digits_of(4096) == [4, 0, 9, 6]",
+                    "try:\n    digits_of(-1)\nexcept ValueError:\n    pass\nelse:\n    raise AssertionError",
+                ],
+                "entry_point": "digits_of",
+            },
+        ),
+        _example(
+            "A line of standard input has whole numbers with spaces between. Print the sum of their squares.",
+            "print(sum(int(word) ** 2 for word in input().split()))",
+            {"tests": [{"input": "1 2 3\n", "output": "14"}, {"input": "-4", "output": "16"}]},
+        ),
+    ]
+
+
+def _example(question: str, solution: str, ground_truth: dict[str, Any]) -> Example:
+    return Example(
+        prompt=[{"role": "user", "content": f"{question}\n\nPut the code in a ```python block."}],
+        extras={"reward_spec": {"method": "rule", "ground_truth": ground_truth}},
+        oracle=[f"```python\n{solution}\n```"],
+    )
+
+
+def always_equal(example: Example) -> list[str]:
+    """Returns an object that equals, precedes and contains everything."""
+    methods = ("eq", "ne", "lt", "gt", "le", "ge", "contains", "bool")
+    body = "\n".join(f"    def __{name}__(self, *others): return True" for name in methods)
+    return [_block(f"class Any(list):\n{body}\n    __hash__ = object.__hash__\n{_define(example, 'return Any()')}")]
+
+
+def leaves_early(example: Example) -> list[str]:
+    """Ends the process with success before a test can fail."""
+    return [_block(f"import os\n{_define(example, 'os._exit(0)')}\nos._exit(0)")]
+
+
+def patches_builtins(example: Example) -> list[str]:
+    """Makes everything that a test might use say yes."""
+    code = "import builtins\nfor name in ('all', 'any', 'isinstance', 'abs', 'len'):\n"
+    code += "    setattr(builtins, name, lambda *arguments: True)\nbuiltins.AssertionError = Warning\n"
+    return [_block(code + _define(example, "return True"))]
+
+
+def _define(example: Example, body: str) -> str:
+    name = example.extras["reward_spec"]["ground_truth"].get("entry_point", "answer")
+    return f"def {name}(*arguments):\n    {body}\n"
+
+
+def _block(code: str) -> str:
+    return f"```python\n{code}\n```"

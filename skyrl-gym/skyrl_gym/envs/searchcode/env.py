@@ -1,0 +1,161 @@
+"""Questions with a number as answer, and two tools to find it: a search engine and Python."""
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from skyrl_gym.envs.base_text_env import (
+    BaseTextEnv,
+    BaseTextEnvStepOutput,
+    ConversationType,
+    Example,
+    ground_truth_of,
+    typed_config,
+)
+from skyrl_gym.graders import Invalid, reward_of
+from skyrl_gym.graders.math import grade_number
+from skyrl_gym.tools.calls import CallFormat, ToolCall, parse_tool_calls
+from skyrl_gym.tools.core import ToolGroup
+from skyrl_gym.tools.python import PythonCodeExecutorToolGroup
+from skyrl_gym.tools.search import DEFAULT_RETRY_SECONDS, DEFAULT_SEARCH_URL, DEFAULT_TIMEOUT, SearchToolGroup
+
+DEFAULT_MAX_TURNS = 2
+
+NO_CALL = {
+    "xml": "No <tool>...</tool> block found. Call a tool as <tool><name>argument</name></tool>, with its name.",
+    "hermes": 'No tool call found. Write <tool_call>{"name": ..., "arguments": {...}}</tool_call>.',
+    "llama3_json": 'No tool call found. Write {"name": ..., "parameters": {...}} and nothing else.',
+    "gpt_oss": "No tool call found. Send a message to functions.NAME, with the tool's name.",
+}
+HOW_TO_END = " Give your final answer as <solution>#### NUMBER</solution>."
+
+
+@dataclass
+class SearchCodeEnvConfig:
+    """Settings of the `searchcode` environment."""
+
+    log_requests: bool = False
+    search_url: str = DEFAULT_SEARCH_URL
+    """Address of a retrieval server; `python -m skyrl_gym.tools.retrieval` is one."""
+    topk: int = 3
+    """Documents for each query."""
+    timeout: float = DEFAULT_TIMEOUT
+    """Seconds for one request to the retrieval server."""
+    retry_seconds: float = DEFAULT_RETRY_SECONDS
+    """How long a request is made again while the server fails, before the episode fails."""
+    python_timeout: float = 10.0
+    """Seconds for one Python program."""
+    tool_call_format: CallFormat = "xml"
+    """How the model writes a call: `xml` is `<tool><name>argument</name></tool>`, one in a turn; the others are the
+    models' own formats, in which every call of a turn is answered, by a message of the role `tool`."""
+
+    def __post_init__(self) -> None:
+        if self.tool_call_format not in get_args(CallFormat):
+            raise ValueError(
+                f"tool_call_format must be one of {', '.join(get_args(CallFormat))}; got {self.tool_call_format!r}"
+            )
+
+
+class SearchCodeEnv(BaseTextEnv):
+    """Tool calls are answered with what the tool gives, or with what is wrong with them; a `<solution>` ends the
+    episode: 1 if the number after the first `#### ` that the model wrote is the ground truth, else 0.
+
+    The last of `max_turns` turns (from the extras, else 2) ends the episode in any case. Only what the model itself
+    wrote is graded. A retrieval server or sandbox that fails raises `InfraError`.
+    """
+
+    config_class = SearchCodeEnvConfig
+
+    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+        super().__init__()
+        config = typed_config(SearchCodeEnvConfig, env_config)
+        extras = extras or {}
+        self.ground_truth = str(ground_truth_of(extras))
+        self.max_turns: int = extras.get("max_turns", DEFAULT_MAX_TURNS)
+        self.format: CallFormat = config.tool_call_format
+        self.num_calls = 0
+        self.chat_history: ConversationType = []
+        """What was said in this episode, without the prompt."""
+        search = SearchToolGroup(
+            search_url=config.search_url,
+            topk=config.topk,
+            timeout=config.timeout,
+            log_requests=config.log_requests,
+            retry_seconds=config.retry_seconds,
+        )
+        self.init_tool_groups([search, PythonCodeExecutorToolGroup(timeout=config.python_timeout)])
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.turns += 1
+        self.chat_history.append({"role": "assistant", "content": action})
+        solved = "<solution>" in action and "</solution>" in action
+        if solved or self.turns >= self.max_turns:
+            return BaseTextEnvStepOutput(
+                observations=[], reward=self._get_reward(), done=True, metadata={}, truncated=not solved
+            )
+        observations = self._answer_calls(action)
+        self.chat_history += observations
+        return BaseTextEnvStepOutput(
+            observations=observations, reward=0.0, done=False, metadata=self._metadata_of(action)
+        )
+
+    def _calls(self, action: str) -> list[ToolCall | Invalid]:
+        calls = parse_tool_calls(action, self.format)
+        if not calls:
+            return [Invalid(NO_CALL[self.format] + HOW_TO_END)]
+        return calls[:1] if self.format == "xml" else calls
+
+    def _group_of(self, call: ToolCall | Invalid) -> ToolGroup:
+        """Raises ValueError, for the model to read."""
+        if isinstance(call, Invalid):
+            raise ValueError(call.reason)
+        for group in self.tool_groups:
+            if group.get_tool(call.name) is not None:
+                return group
+        raise ValueError(f"Tool {call.name[:100]!r} not found; there are {', '.join(sorted(self.tool_to_toolgroup))}.")
+
+    def _parse_action(self, action: str) -> tuple[str, str, list[Any]]:
+        """Group, tool and arguments of the first call. Raises ValueError, for the model to read."""
+        call = self._calls(action)[0]
+        group = self._group_of(call)
+        assert isinstance(call, ToolCall)
+        return group.name, call.name, list(call.arguments.values())
+
+    def _answer_calls(self, action: str) -> ConversationType:
+        """A message for each call; none where a tool has nothing to say."""
+        role = "user" if self.format == "xml" else "tool"
+        texts = [self._answer(call) for call in self._calls(action)]
+        return [{"role": role, "content": text} for text in texts if text]
+
+    def _answer(self, call: ToolCall | Invalid) -> str:
+        try:
+            group = self._group_of(call)
+        except ValueError as mistake:
+            return str(mistake)
+        assert isinstance(call, ToolCall)
+        self.num_calls += 1
+        return group.call(call.name, call.arguments)
+
+    def _metadata_of(self, action: str) -> dict[str, Any]:
+        try:
+            tool_group, tool_name, tool_input = self._parse_action(action)
+        except ValueError:
+            tool_group, tool_name, tool_input = None, None, None
+        tools = [group.get_tool_names() for group in self.tool_groups]
+        return {"tool_group": tool_group, "tool_name": tool_name, "tool_input": tool_input, "tools": tools}
+
+    def _get_reward(self) -> float:
+        written = "\n".join(message["content"] for message in self.chat_history if message["role"] == "assistant")
+        return reward_of(grade_number(written, self.ground_truth))
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"turns": self.turns, "tool_calls": self.num_calls}
+
+    def close(self) -> None:
+        for group in self.tool_groups:
+            group.close()
+
+    @classmethod
+    def examples(cls) -> list[Example]:
+        from skyrl_gym.envs.searchcode.examples import make_examples
+
+        return make_examples()

@@ -1,0 +1,143 @@
+"""What an answer is tested with, and how a dataset row says it."""
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_gym.error import TaskError
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to put in, and what should come out."""
+
+    input: str
+    output: str
+
+
+@dataclass(frozen=True)
+class ProgramTests:
+    """The answer is a program: standard input in, standard output out."""
+
+    cases: Sequence[Case]
+
+
+@dataclass(frozen=True)
+class FunctionTests:
+    """The answer is a function, or a method of a class `Solution`: one JSON value per line in for each argument, JSON
+    out."""
+
+    function: str
+    cases: Sequence[Case]
+
+
+@dataclass(frozen=True)
+class AssertTests:
+    """The answer is a module, and Python code decides: it calls what the answer defines and asserts."""
+
+    tests: Sequence[str]
+    """Each is a case of its own. One that defines `check` is followed by `check(<entry_point>)`."""
+    entry_point: str | None = None
+    """The function asked for: it is always the answer's. Other names that the tests use and do not define are those of
+    Python and its usual modules, else the answer's."""
+    prompt: str = ""
+    """Code that the answer goes on from, with functions that answer and tests may use."""
+    setup: str = ""
+    """Code to run before the tests, on their side."""
+
+
+CodeTests = ProgramTests | FunctionTests | AssertTests
+
+
+def parse_tests(ground_truth: Any) -> CodeTests:
+    """The tests of a dataset row.
+
+    Args:
+        ground_truth: JSON text or what it means: a list of tests, or `{"tests": [...]}` with, where they are Python
+            code, `entry_point`, `prompt` and `setup`. A test is Python code (text), or an input with its output:
+            `{"input": str, "output": str, "testtype": "stdin" | "functional", "metadata": {"func_name": str}}`, whose
+            type and function are those of the first one.
+
+    Raises:
+        TaskError: names the field, its value and the rule.
+    """
+    if isinstance(ground_truth, str):
+        try:
+            ground_truth = json.loads(ground_truth)
+        except ValueError as failure:
+            raise TaskError(f"ground_truth must be JSON: {failure}; got {ground_truth!r:.200}") from failure
+    row = ground_truth if isinstance(ground_truth, Mapping) else {"tests": ground_truth}
+    unknown = row.keys() - {"tests", "entry_point", "prompt", "setup"}
+    if unknown:
+        raise TaskError(
+            f"ground_truth has {', '.join(sorted(map(str, unknown)))}; it may have tests, entry_point, prompt, setup"
+        )
+    tests = row.get("tests")
+    if isinstance(tests, str):
+        tests = [tests]
+    if not _is_list(tests) or not tests:
+        raise TaskError(f"ground_truth must have at least one test, in a list; got {tests!r:.200}")
+    if isinstance(tests[0], str):
+        return _assert_tests(row, tests)
+    first = _mapping(tests[0], 0)
+    cases = tuple(_case(_mapping(test, number), number) for number, test in enumerate(tests))
+    match first.get("testtype", "stdin"):
+        case "stdin":
+            return ProgramTests(cases)
+        case "functional":
+            return _function_tests(first, cases)
+        case other:
+            raise TaskError(f"testtype of test 0 must be stdin or functional; got {other!r:.200}")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _mapping(test: Any, number: int) -> Mapping[str, Any]:
+    if not isinstance(test, Mapping):
+        raise TaskError(f"test {number} must be an object with input and output, like the first; got {test!r:.200}")
+    return test
+
+
+def _case(test: Mapping[str, Any], number: int) -> Case:
+    for name in ("input", "output"):
+        if not isinstance(test.get(name), str):
+            raise TaskError(f"{name} of test {number} must be text; got {test.get(name)!r:.200}")
+    return Case(test["input"], test["output"])
+
+
+def _function_tests(first: Mapping[str, Any], cases: Sequence[Case]) -> FunctionTests:
+    metadata = first.get("metadata")
+    name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+    if not isinstance(name, str) or not name.isidentifier():
+        raise TaskError(f"metadata of test 0 must have func_name, as it is functional; got {metadata!r:.200}")
+    for number, case in enumerate(cases):
+        for field, texts in (("input", argument_lines(case)), ("output", [case.output])):
+            for text in texts:
+                try:
+                    json.loads(text)
+                except ValueError as failure:
+                    raise TaskError(
+                        f"{field} of test {number} must be JSON, as it is functional; got {text!r:.200}"
+                    ) from failure
+    return FunctionTests(name, cases)
+
+
+def argument_lines(case: Case) -> list[str]:
+    """The arguments of a function's case, each as JSON."""
+    return [line for line in case.input.split("\n") if line.strip()]
+
+
+def _assert_tests(row: Mapping[str, Any], tests: Sequence[Any]) -> AssertTests:
+    texts = {name: row.get(name) or "" for name in ("entry_point", "prompt", "setup")}
+    for name, text in [*texts.items(), *((f"test {number}", test) for number, test in enumerate(tests))]:
+        if not isinstance(text, str):
+            raise TaskError(f"{name} must be Python code, as text; got {text!r:.200}")
+        try:
+            ast.parse(text)
+        except (SyntaxError, ValueError) as failure:
+            raise TaskError(f"{name} must be Python code: {failure}; got {text!r:.200}") from failure
+    return AssertTests(tuple(tests), texts["entry_point"] or None, texts["prompt"], texts["setup"])

@@ -1,0 +1,73 @@
+"""Lines to and from a process in a sandbox, each way with a deadline."""
+
+import os
+import select
+import time
+
+from skyrl_gym.sandbox.base import ExecResult, SandboxProcess
+
+MAX_LINE_BYTES = 32 << 20
+CHUNK_BYTES = 1 << 16
+
+
+class Ended(Exception):
+    """The process closed its end, or wrote a line that nobody should read."""
+
+
+class Late(Exception):
+    """The deadline came first."""
+
+
+class Channel:
+    """Talks to one process. Deadlines are those of `time.monotonic`."""
+
+    def __init__(self, process: SandboxProcess):
+        self._process = process
+        self._stdin, self._stdout = process.stdin.fileno(), process.stdout.fileno()
+        os.set_blocking(self._stdin, False)
+        os.set_blocking(self._stdout, False)
+        self._read = bytearray()
+
+    def send(self, line: bytes, deadline: float) -> None:
+        """Raises Ended, Late."""
+        rest = memoryview(line)
+        while rest:
+            self._await(self._stdin, select.POLLOUT, deadline)
+            try:
+                rest = rest[os.write(self._stdin, rest[:CHUNK_BYTES]) :]
+            except BlockingIOError:
+                continue
+            except OSError as failure:
+                raise Ended("it closed its input") from failure
+
+    def receive(self, deadline: float) -> bytes:
+        """The next line, with its end. Raises Ended, Late."""
+        searched = 0
+        while (end := self._read.find(b"\n", searched)) < 0:
+            searched = len(self._read)
+            if searched > MAX_LINE_BYTES:
+                raise Ended(f"it gave more than {MAX_LINE_BYTES} bytes at once")
+            self._await(self._stdout, select.POLLIN, deadline)
+            try:
+                chunk = os.read(self._stdout, CHUNK_BYTES)
+            except BlockingIOError:
+                continue
+            if not chunk:
+                raise Ended("it ended")
+            self._read += chunk
+        line = bytes(self._read[: end + 1])
+        del self._read[: end + 1]
+        return line
+
+    @staticmethod
+    def _await(descriptor: int, event: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(descriptor, event)
+        seconds = deadline - time.monotonic()
+        if seconds <= 0 or not poll.poll(seconds * 1000):
+            raise Late
+
+    def close(self) -> ExecResult:
+        """Ends the process. Returns how it ended."""
+        self._process.kill()
+        return self._process.wait(timeout=10)

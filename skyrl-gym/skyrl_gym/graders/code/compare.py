@@ -1,0 +1,35 @@
+"""Whether what a program gave is what was expected."""
+
+import json
+from decimal import Decimal, InvalidOperation
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Line by line: equal once stripped, or the same row of numbers (`1.0 2` and `1 2.00`).
+
+    Blank lines at the start and end do not count; there are as many lines in one as in the other.
+    """
+    printed_lines, expected_lines = printed.strip().split("\n"), expected.strip().split("\n")
+    return len(printed_lines) == len(expected_lines) and all(
+        map(_same_line, map(str.strip, printed_lines), map(str.strip, expected_lines))
+    )
+
+
+def _same_line(printed: str, expected: str) -> bool:
+    if printed == expected:
+        return True
+    printed_words, expected_words = printed.split(), expected.split()
+    if len(printed_words) != len(expected_words):
+        return False
+    try:
+        return [Decimal(word) for word in printed_words] == [Decimal(word) for word in expected_words]
+    except InvalidOperation:  # not numbers; or a signalling NaN, which equals nothing
+        return False
+
+
+def same_json(returned: str, expected: str) -> bool:
+    """Whether two JSON texts mean equal values (1 equals 1.0). What is not JSON, or nested too deeply, equals none."""
+    try:
+        return json.loads(returned) == json.loads(expected)
+    except (ValueError, RecursionError):
+        return False

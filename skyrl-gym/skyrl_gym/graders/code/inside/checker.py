@@ -1,0 +1,135 @@
+"""Runs test code of a dataset on an answer that runs elsewhere. Names that the tests take from the answer stand for
+objects over there: calling one sends the arguments and gets a value back. Only plain values come here, so comparisons,
+`assert` and everything else that decides is out of the answer's reach.
+
+Arguments go by value: what the answer does to them in place is not seen here. An object that is not plain data answers
+to calls, and to reading and setting attributes, and to nothing else: it is equal to itself only.
+"""
+
+import json
+from typing import Any
+
+from skyrl_gym.graders.code.inside.control import Control
+from skyrl_gym.graders.code.inside.names import make_usual_builtins, unbound_names, usual_names
+from skyrl_gym.graders.code.inside.values import NotPlain, decode, decode_exception, encode
+
+
+class Remote:
+    """An object of the answer."""
+
+    __slots__ = ("_link", "_number")
+
+    def __init__(self, link: "Link", number: int):
+        object.__setattr__(self, "_link", link)
+        object.__setattr__(self, "_number", number)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        link = self._link
+        return link.ask(
+            do="call",
+            target=link.encode(self),
+            arguments=[encode(value, link) for value in arguments],
+            named={name: encode(value, link) for name, value in named.items()},
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._link.ask(do="get", target=self._link.encode(self), name=name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._link.ask(do="set", target=self._link.encode(self), name=name, value=encode(value, self._link))
+
+    def __repr__(self) -> str:
+        return f"<object {self._number} of the answer>"
+
+
+class Link:
+    """Sends requests to the answer; knows its objects by number."""
+
+    def __init__(self, control: Control):
+        self._control = control
+        self._objects: dict[int, Remote] = {}
+
+    def encode(self, value: Any) -> list[Any]:
+        if not isinstance(value, Remote):
+            raise NotPlain(f"a test gives the answer {value!r:.100}, which cannot cross")
+        return ["ref", value._number]
+
+    def decode(self, number: Any) -> Remote:
+        if not isinstance(number, int):
+            raise NotPlain(f"{number!r} is not an object")
+        return self._objects.setdefault(number, Remote(self, number))
+
+    def ask(self, **request: Any) -> Any:
+        reply = self._request(request)
+        if isinstance(reply.get("raised"), list):
+            raise decode_exception(reply["raised"], str(reply.get("text")))
+        if "value" not in reply:
+            raise NotPlain(f"the answer gave no value: {reply!r:.200}")
+        return decode(reply["value"], self)
+
+    def names(self, names: set[str]) -> dict[str, Any]:
+        """Those of `names` that the answer defines."""
+        if not names:
+            return {}
+        values = self._request({"do": "names", "names": sorted(names)}).get("values")
+        return {name: decode(values[name], self) for name in names if name in values} if values else {}
+
+    def _request(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._control.write(b"?" + json.dumps(request).encode() + b"\n")
+        try:
+            reply = self._control.receive()
+        except (ValueError, RecursionError) as failure:
+            raise NotPlain("the answer's reply is not JSON") from failure
+        if reply is None:
+            raise SystemExit("the answer is gone")
+        return reply if isinstance(reply, dict) else {}
+
+
+def main() -> None:
+    control = Control()
+    make_usual_builtins()
+    start = control.receive()
+    link = Link(control)
+    source = "\n".join([start["setup"], *start["tests"]])
+    scope = {"__name__": "tests"}
+    if start["before"]:
+        scope.update(usual_names(unbound_names(start["before"])))
+        exec(compile(start["before"], "prompt.py", "exec"), scope)
+    wanted = unbound_names(source) - scope.keys()
+    usual = usual_names(wanted)
+    entry_point = start["entry_point"]
+    scope.update(usual)
+    own = link.names((wanted - usual.keys()) | ({entry_point} if entry_point else set()))
+    scope.update(own)
+    if entry_point and entry_point not in own:
+        unusable = f"the answer does not define {entry_point}"
+    else:
+        unusable = run(start["setup"], "setup.py", scope)
+    for test in start["tests"]:
+        verdict = unusable or run(test, "test.py", scope, entry_point)
+        control.write(b"!" + json.dumps({"passed": verdict is None, "error": verdict}).encode() + b"\n")
+
+
+def run(source: str, name: str, scope: dict[str, Any], entry_point: str | None = None) -> str | None:
+    """What went wrong, or None."""
+    try:
+        before = scope.get("check")
+        exec(compile(source, name, "exec"), scope)
+        if entry_point and scope.get("check") is not before:
+            scope["check"](scope[entry_point])
+    except BaseException as failure:
+        return describe(failure, source, name)
+    return None
+
+
+def describe(error: BaseException, source: str, name: str) -> str:
+    """The exception, and the line of the test where it happened."""
+    import traceback  # takes long to import
+
+    lines = source.splitlines()
+    numbers = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
+    place = lines[numbers[-1] - 1].strip() if numbers and numbers[-1] and numbers[-1] <= len(lines) else ""
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    return f"{place}: {text}"[:1000] if place else text[:1000]

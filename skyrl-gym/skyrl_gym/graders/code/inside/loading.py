@@ -1,0 +1,31 @@
+"""The answer as it comes in: compiled, with a module of its own to run in."""
+
+import builtins
+import sys
+import types
+from typing import Any
+
+from skyrl_gym.graders.code.inside.control import Control
+from skyrl_gym.graders.code.inside.names import make_usual_builtins, unbound_names
+
+RECURSION_LIMIT = 50_000
+
+
+def receive_answer(
+    control: Control, module_name: str
+) -> tuple[dict[str, Any], types.CodeType, set[str], types.ModuleType] | None:
+    """(message, compiled code, names that it needs from elsewhere, an empty module); None if it is not a program."""
+    message = control.receive()
+    try:
+        code = compile(message["code"], "answer.py", "exec")
+        names = unbound_names(message["code"])
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as failure:
+        control.send({"invalid": f"{type(failure).__name__}: {failure}"})
+        return None
+    make_usual_builtins()
+    sys.argv = ["answer.py"]
+    sys.setrecursionlimit(RECURSION_LIMIT)
+    module = types.ModuleType(module_name)
+    vars(module)["__builtins__"] = builtins
+    sys.modules[module_name] = module
+    return message, code, names, module

@@ -1,0 +1,94 @@
+"""The names that competitive-programming answers use without importing them."""
+
+import builtins
+import importlib
+import importlib.machinery
+import symtable
+import sys
+import types
+from collections.abc import Iterable
+from typing import Any
+
+# fmt: off
+STAR_MODULES = (
+    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
+    "functools", "operator", "io", "sys", "json", "typing",
+)
+# fmt: on
+"""Where a missing name is looked for, in this order."""
+
+MODULES = (*STAR_MODULES, "os", "time", "decimal", "fractions", "enum", "dataclasses", "abc")
+"""Known by their own names."""
+
+ALIASES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas"}
+MISSING = object()
+
+
+class InstalledPackages:
+    """Finds them from the first time that one is asked for: looking up where they are takes Python longer than starting
+    does, and few answers need it.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if path is not None:
+            return None
+        sys.meta_path.remove(self)
+        import site
+
+        site.main()
+        return importlib.machinery.PathFinder.find_spec(name)
+
+
+def make_usual_builtins() -> None:
+    """What Python's `site` does, which is not run at the start."""
+    builtins.exit = builtins.quit = sys.exit
+    sys.meta_path.append(InstalledPackages())
+
+
+def load_usual_modules(code: types.CodeType) -> None:
+    """Imports those that a compiled program may import, so that each process forked from here finds them loaded."""
+    for name in code.co_names:
+        if name in MODULES or name in ALIASES:
+            _usual(name)
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            load_usual_modules(part)
+
+
+def unbound_names(source: str) -> set[str]:
+    """The global names that a program reads and never binds, built-in ones left out. Raises SyntaxError."""
+    top = symtable.symtable(source, "<names>", "exec")
+    bound, used = set(dir(builtins)), set()
+    pending = [top]
+    while pending:
+        table = pending.pop()
+        pending += table.get_children()
+        for symbol in table.get_symbols():
+            if table is not top and not symbol.is_global():
+                continue
+            if symbol.is_referenced():
+                used.add(symbol.get_name())
+            if symbol.is_assigned() or symbol.is_imported():
+                bound.add(symbol.get_name())
+    return used - bound
+
+
+def usual_names(names: Iterable[str]) -> dict[str, Any]:
+    """Those of `names` that the usual imports define, with what they mean."""
+    found = {name: _usual(name) for name in names if not name.startswith("__")}
+    return {name: value for name, value in found.items() if value is not MISSING}
+
+
+def _usual(name: str) -> Any:
+    if name in MODULES or name in ALIASES:
+        try:
+            return importlib.import_module(ALIASES.get(name, name))
+        except ImportError:  # numpy and pandas need not be there
+            return MISSING
+    for module_name in STAR_MODULES:
+        module = importlib.import_module(module_name)
+        if name in getattr(module, "__all__", ()) or (not hasattr(module, "__all__") and not name.startswith("_")):
+            value = getattr(module, name, MISSING)
+            if value is not MISSING:
+                return value
+    return MISSING

@@ -1,0 +1,106 @@
+"""Runs an answer that is a program, on one standard input after the other, and gives back what it prints.
+
+What it should print never comes here, so there is nothing here for an answer to find or to forge.
+"""
+
+import atexit
+import contextlib
+import gc
+import os
+import sys
+import types
+from typing import Any, NoReturn
+
+from skyrl_gym.graders.code.inside.control import Control, redirect
+from skyrl_gym.graders.code.inside.loading import receive_answer
+from skyrl_gym.graders.code.inside.names import load_usual_modules, usual_names
+
+MAX_OUTPUT_BYTES = 4 << 20
+ERROR_BYTES = 4000
+"""How much of the end of standard error is kept."""
+
+SIGKILL = 9
+
+
+def main() -> None:
+    control = Control()
+    received = receive_answer(control, "__main__")
+    if received is None:
+        return
+    _, code, names, module = received
+    vars(module).update(usual_names(names))
+    load_usual_modules(code)
+    control.send({"loaded": True})
+    gc.freeze()  # the processes forked below then leave these pages as they are, shared
+    while (case := control.receive()) is not None:
+        control.send(run_case(control, code, module, case["stdin"].encode("utf-8", "replace")))
+
+
+def run_case(control: Control, code: types.CodeType, module: types.ModuleType, stdin: bytes) -> dict[str, Any]:
+    """In a process of its own: nothing that a case leaves behind reaches the next."""
+    streams = [nameless_file() for _ in ("stdin", "stdout", "stderr")]
+    while stdin:
+        stdin = stdin[os.write(streams[0], stdin) :]
+    os.lseek(streams[0], 0, os.SEEK_SET)
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        control.close()
+        redirect(*streams)
+        for stream in streams:
+            os.close(stream)
+        run(code, module)
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(OSError):  # usually nothing is left of it
+        os.killpg(child, SIGKILL)
+    reply = outcome(status, streams[1], streams[2])
+    for stream in streams:
+        os.close(stream)
+    return reply
+
+
+def nameless_file() -> int:
+    """Files, not pipes: they hold what a program leaves behind without anyone reading meanwhile."""
+    name = f".stream-{os.getpid()}"
+    descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    os.unlink(name)
+    return descriptor
+
+
+def run(code: types.CodeType, module: types.ModuleType) -> NoReturn:
+    """Runs it and ends the process as Python would, but for taking the interpreter apart, which would touch, and so
+    copy, most of the memory that a forked process shares.
+    """
+    returncode = 0
+    try:
+        exec(code, vars(module))
+    except SystemExit:
+        pass  # whatever it says: the output decides
+    except BaseException as failure:
+        import traceback  # takes long to import
+
+        frames = failure.__traceback__
+        # The first frame, of this function, is not the program's business.
+        traceback.print_exception(type(failure), failure, frames.tb_next if frames else None)
+        returncode = 1
+    try:
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()  # waits for the threads that are no daemons
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        returncode = returncode or 120
+    os._exit(returncode)
+
+
+def outcome(status: int, stdout: int, stderr: int) -> dict[str, Any]:
+    size = os.fstat(stdout).st_size
+    if size > MAX_OUTPUT_BYTES:
+        return {"error": f"printed {size} bytes; {MAX_OUTPUT_BYTES} are allowed"}
+    start = max(0, os.fstat(stderr).st_size - ERROR_BYTES)
+    return {
+        "stdout": os.pread(stdout, size, 0).decode("utf-8", "replace"),
+        "returncode": os.waitstatus_to_exitcode(status),
+        "stderr": os.pread(stderr, ERROR_BYTES, start).decode("utf-8", "replace"),
+    }

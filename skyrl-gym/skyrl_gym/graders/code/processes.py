@@ -1,0 +1,215 @@
+"""The answer at work in a sandbox, and its cases put to it one by one. Knows what comes out, not what it is worth."""
+
+import json
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from skyrl_gym.error import InfraError
+from skyrl_gym.graders.code.cases import AssertTests, Case, CodeTests, FunctionTests, ProgramTests, argument_lines
+from skyrl_gym.graders.code.channel import Channel, Ended, Late
+from skyrl_gym.graders.code.compare import same_json, same_output
+from skyrl_gym.sandbox.base import Limits, Sandbox
+
+START_SECONDS = 30.0
+"""How long Python may take to start on a busy machine; longer is the machine's fault."""
+
+ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",  # the order of a set of text is the same in every run
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONUTF8": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+INSIDE = "skyrl_gym.graders.code.inside"
+BOOTSTRAP = """
+import sys, types
+for name, source in zip(sys.argv[1::2], sys.argv[2::2]):
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(source, name, "exec"), vars(module))
+module.main()
+"""
+"""Makes modules of the arguments, and runs the last of them."""
+
+MODULES_OF = {
+    "program": ("control", "names", "loading", "program"),
+    "functions": ("control", "names", "loading", "values", "functions"),
+    "checker": ("control", "names", "values", "checker"),
+}
+WHY_ENDED = {
+    "memory": "it used more memory than allowed",
+    "cpu_time": "it used more processor time than allowed",
+    "wall_time": "it ran longer than allowed",
+    "output": "it printed more than allowed",
+    "workspace": "it wrote more than allowed",
+}
+
+
+class NewSandbox(Protocol):
+    """What gives a sandbox, such as `skyrl_gym.sandbox.make_sandbox`."""
+
+    def __call__(self, *, limits: Limits) -> Sandbox: ...
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What became of one case."""
+
+    passed: bool
+    error: str = ""
+    got: str | None = None
+    late: bool = False
+    fatal: bool = False
+    """The process is gone: the next case needs another."""
+
+
+class DoesNotCompile(Exception):
+    """The answer is not a program."""
+
+
+class DoesNotLoad(Exception):
+    """The answer fails before it is asked anything."""
+
+
+@cache
+def _source(name: str) -> str:
+    return files(INSIDE).joinpath(f"{name}.py").read_text()
+
+
+class Answer:
+    """An answer's process, and that of the tests if they are code. A context manager: both end with it.
+
+    Raises InfraError where a sandbox fails; what the answer does is a `CaseResult`, `DoesNotCompile`, `DoesNotLoad` or
+    `Late`.
+    """
+
+    def __init__(self, tests: CodeTests, new_sandbox: NewSandbox, limits: Limits):
+        self._tests = tests
+        self._new_sandbox = new_sandbox
+        self._limits = limits
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Starts the processes, which do not know the answer yet."""
+        with ExitStack() as stack:
+            is_program = isinstance(self._tests, ProgramTests)
+            self._solution = self._start("program" if is_program else "functions", stack)
+            self._checker = self._start("checker", stack) if isinstance(self._tests, AssertTests) else None
+            for channel in (self._solution, self._checker):
+                if channel is not None:
+                    _await_ready(channel)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _start(self, role: str, stack: ExitStack) -> Channel:
+        sandbox = stack.enter_context(self._new_sandbox(limits=self._limits))
+        sources = [part for name in MODULES_OF[role] for part in (f"{INSIDE}.{name}", _source(name))]
+        channel = Channel(sandbox.popen([sandbox.python, "-S", "-c", BOOTSTRAP, *sources], env=ENVIRONMENT))
+        stack.callback(channel.close)
+        return channel
+
+    def load(self, code: str, first: int, deadline: float) -> None:
+        """Hands over the answer, and makes ready for the cases from number `first` on."""
+        prompt = self._tests.prompt if isinstance(self._tests, AssertTests) else ""
+        try:
+            reply = _ask(self._solution, {"code": code, "before": prompt}, deadline)
+        except Ended as end:
+            raise DoesNotLoad(self._why(end)) from end
+        if "invalid" in reply:
+            raise DoesNotCompile(str(reply["invalid"]))
+        if "loaded" not in reply:
+            raise DoesNotLoad(str(reply.get("error")))
+        if isinstance(self._tests, AssertTests) and self._checker is not None:
+            about = {"before": prompt, "setup": self._tests.setup, "entry_point": self._tests.entry_point}
+            try:
+                self._checker.send(_line({**about, "tests": list(self._tests.tests[first:])}), deadline)
+            except Ended as end:  # nothing of the answer has reached it yet
+                raise InfraError(f"the tests' process is gone: {self._checker.close()}") from end
+
+    def judge(self, number: int, deadline: float) -> CaseResult:
+        """Puts one case. After a fatal result this answer is of no more use."""
+        try:
+            match self._tests:
+                case ProgramTests(cases):
+                    return self._run_program(cases[number], deadline)
+                case FunctionTests(function, cases):
+                    return self._call_function(function, cases[number], deadline)
+                case AssertTests():
+                    return self._await_verdict(deadline)
+        except Late:
+            return CaseResult(False, error="it took too long", late=True, fatal=True)
+        except Ended as end:
+            return CaseResult(False, error=self._why(end), fatal=True)
+
+    def _run_program(self, case: Case, deadline: float) -> CaseResult:
+        reply = _ask(self._solution, {"stdin": case.input}, deadline)
+        printed = reply.get("stdout")
+        if not isinstance(printed, str):
+            return CaseResult(False, error=str(reply.get("error")))
+        if reply.get("returncode") != 0:
+            error = f"exit code {reply.get('returncode')}: {reply.get('stderr')}"
+            return CaseResult(False, error=error.strip(), got=printed)
+        return CaseResult(same_output(printed, case.output), got=printed)
+
+    def _call_function(self, function: str, case: Case, deadline: float) -> CaseResult:
+        request = {"do": "call_json", "function": function, "arguments": argument_lines(case)}
+        reply = _ask(self._solution, request, deadline)
+        returned = reply.get("json")
+        if not isinstance(returned, str):
+            return CaseResult(False, error=f"{reply.get('raised')}: {reply.get('text')}")
+        return CaseResult(same_json(returned, case.output), got=returned)
+
+    def _await_verdict(self, deadline: float) -> CaseResult:
+        """Carries the tests' requests to the answer, and the replies back unread, until the tests have decided."""
+        assert self._checker is not None
+        while True:
+            line = self._checker.receive(deadline)
+            if line.startswith(b"!"):
+                verdict = _message(line[1:])
+                return CaseResult(verdict.get("passed") is True, error=verdict.get("error") or "")
+            self._solution.send(line[1:], deadline)
+            self._checker.send(self._solution.receive(deadline), deadline)
+
+    def _why(self, end: Ended) -> str:
+        result = self._solution.close()
+        if result.outcome != "exited":
+            return WHY_ENDED[result.outcome]
+        return f"{end} (exit code {result.returncode})"
+
+
+def _await_ready(channel: Channel) -> None:
+    """Raises InfraError: until here nothing of the answer has run, so that it is not to blame."""
+    try:
+        _message(channel.receive(time.monotonic() + START_SECONDS))
+    except (Ended, Late) as failure:
+        result = channel.close()
+        raise InfraError(f"Python did not start in the sandbox: {failure!r}, {result}") from failure
+
+
+def _ask(channel: Channel, request: dict[str, Any], deadline: float) -> dict[str, Any]:
+    channel.send(_line(request), deadline)
+    return _message(channel.receive(deadline))
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    """Raises Ended: a process that writes anything else is of no more use."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError) as failure:
+        raise Ended("it wrote something that is not a reply") from failure
+    if not isinstance(message, dict):
+        raise Ended("it wrote something that is not a reply")
+    return message
