@@ -1,0 +1,1 @@
+"""Text adventures from JSON worlds in TextWorld's format (https://arxiv.org/abs/1806.11532)."""

@@ -1,0 +1,168 @@
+"""A game as its JSON file says it (facts, things, rules, quests), and one playing of it. Speaks in commands only."""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_gym.envs.textworld.house import HOUSE_RULES
+from skyrl_gym.envs.textworld.logic import CONSTANTS, PLAYER, Action, Atom, Logic, parse_logic
+from skyrl_gym.error import TaskError
+
+
+@dataclass(frozen=True)
+class Thing:
+    """Something in the world, or a room of it."""
+
+    id: str
+    type: str
+    name: str
+    description: str = ""
+
+
+@dataclass(frozen=True)
+class Quest:
+    """Reached when all facts of one of the `wins` hold at once; failed likewise."""
+
+    reward: int
+    wins: tuple[tuple[Atom, ...], ...]
+    fails: tuple[tuple[Atom, ...], ...]
+
+
+@dataclass(frozen=True)
+class Game:
+    """What does not change while it is played."""
+
+    logic: Logic
+    facts: frozenset[Atom]
+    things: Mapping[str, Thing]
+    quests: Sequence[Quest]
+    objective: str
+    walkthrough: Sequence[str]
+
+    @property
+    def max_score(self) -> int:
+        return sum(quest.reward for quest in self.quests)
+
+
+def parse_game(value: Any) -> Game:
+    """A game from the JSON object of its file, or its text.
+
+    Raises:
+        TaskError: a part is missing or not of its form.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as mistake:
+            raise TaskError(f"game must be a JSON object or its text: {mistake}; got {value!r:.200}") from None
+    if not isinstance(value, Mapping):
+        raise TaskError(f"game must be a JSON object or its text; got {value!r:.200}")
+    for key in ("world", "quests"):
+        if not isinstance(value.get(key), Sequence):
+            raise TaskError(f"game.{key} must be a list; the game has {', '.join(value) or 'nothing'}")
+    logic = _logic((value.get("KB") or {}).get("logic") or HOUSE_RULES)
+    try:
+        types: dict[str, str] = dict(CONSTANTS)
+        facts = frozenset(logic.normal(_atom(fact, types)) for fact in value["world"])
+        infos = {info["id"]: info for info in (pair[1] for pair in value.get("infos") or [])}
+        quests = [_quest(quest, logic) for quest in value["quests"]]
+    except (KeyError, TypeError, IndexError, ValueError) as fault:
+        raise TaskError(f"game is not of TextWorld's format: {fault!r}") from fault
+    if not any(quest.wins for quest in quests):
+        raise TaskError("game.quests must have one with win_events: this game cannot be won")
+    if not any(fact.name == "at" and fact.arguments[0] == PLAYER for fact in facts):
+        raise TaskError("game.world must say where the player is: at(P, room)")
+    return Game(
+        logic=logic,
+        facts=facts,
+        things={name: _thing(name, kind, infos.get(name, {})) for name, kind in types.items()},
+        quests=quests,
+        objective=str(value.get("objective") or ""),
+        walkthrough=list((value.get("metadata") or {}).get("walkthrough") or []),
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def _logic(text: str) -> Logic:
+    return parse_logic(text)
+
+
+def _atom(fact: Mapping[str, Any], types: dict[str, str]) -> Atom:
+    for argument in fact["arguments"]:
+        types[argument["name"]] = argument["type"]
+    return Atom(fact["name"], tuple(argument["name"] for argument in fact["arguments"]))
+
+
+def _thing(name: str, kind: str, info: Mapping[str, Any]) -> Thing:
+    return Thing(name, kind, str(info.get("name") or name).lower(), str(info.get("desc") or ""))
+
+
+def _quest(quest: Mapping[str, Any], logic: Logic) -> Quest:
+    def events(key: str) -> tuple[tuple[Atom, ...], ...]:
+        return tuple(
+            tuple(logic.normal(_atom(fact, {})) for fact in event["condition"]["preconditions"])
+            for event in quest.get(key) or []
+        )
+
+    return Quest(int(quest.get("reward", 1)), events("win_events"), events("fail_events"))
+
+
+class Playing:
+    """A game being played."""
+
+    def __init__(self, game: Game) -> None:
+        self.game = game
+        self.facts = game.facts
+        self._types = {thing.id: thing.type for thing in game.things.values()}
+        self._open_quests = list(game.quests)
+        self.score = 0
+        self.lost = False
+        self._update_quests()
+
+    @property
+    def won(self) -> bool:
+        return not self.lost and not any(quest.wins for quest in self._open_quests)
+
+    @property
+    def over(self) -> bool:
+        return self.won or self.lost
+
+    @property
+    def room(self) -> str:
+        return next(f.arguments[1] for f in self.facts if f.name == "at" and f.arguments[0] == PLAYER)
+
+    def commands(self) -> dict[str, Action]:
+        """What can be done now, by how it is said, in alphabetical order."""
+        found: dict[str, Action] = {}
+        for action in self.game.logic.actions(self.facts, self._types):
+            if action.rule.name in self.game.logic.commands:
+                found.setdefault(self.said(action), action)
+        return dict(sorted(found.items()))
+
+    def said(self, action: Action) -> str:
+        """The command of an action."""
+        template = self.game.logic.commands[action.rule.name]
+        for variable, thing in action.binding.items():
+            template = template.replace(f"{{{variable}}}", self.game.things[thing].name)
+        return template
+
+    def do(self, action: Action) -> int:
+        """Takes an action that can be taken. Returns what it adds to the score."""
+        before = self.score
+        self.facts = action.apply(self.facts)
+        self._update_quests()
+        return self.score - before
+
+    def _update_quests(self) -> None:
+        for quest in list(self._open_quests):
+            if any(self.holds(event) for event in quest.wins):
+                self.score += quest.reward
+                self._open_quests.remove(quest)
+            elif any(self.holds(event) for event in quest.fails):
+                self.lost = True
+
+    def holds(self, facts: Sequence[Atom]) -> bool:
+        """Whether all of some facts are so."""
+        return self.facts.issuperset(facts)
