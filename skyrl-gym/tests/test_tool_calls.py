@@ -2,7 +2,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_gym.tools import ToolGroup, tool
@@ -181,6 +181,7 @@ PIECES = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(PIECES | st.text(max_size=5), max_size=30).map("".join), st.sampled_from(FORMATS))
 def test_no_text_raises(text, format):
     for call in parse_tool_calls(text, format):
@@ -194,6 +195,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(st.dictionaries(st.text(min_size=1, max_size=5), JSON, max_size=3), min_size=1, max_size=3))
 def test_what_is_written_in_a_json_format_is_read_back(arguments):
     calls = [ToolCall(f"f{index}", values) for index, values in enumerate(arguments)]
