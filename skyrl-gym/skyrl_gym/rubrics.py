@@ -1,9 +1,11 @@
 """Rewards made of named parts. An environment owns a `Rubric`, scores with it, and reports its parts as metrics.
 
-rubric = Rubric({"correct": (is_correct, 1.0), "format": (has_answer_tag, 0.1)}, outcome="correct")
-result = rubric.score(completion=text, ground_truth="42")
-result.total            # the reward
-result.metrics()        # {"reward/correct": 1.0, "reward/format": 1.0, "outcome_reward": 1.0}
+    rubric = Rubric({"correct": (is_correct, 1.0), "format": (has_answer_tag, 0.1)}, outcome="correct")
+    result = rubric.score(completion=text, ground_truth="42")
+    result.total            # the reward
+    result.metrics()        # {"reward/correct": 1.0, "reward/format": 1.0, "outcome_reward": 1.0}
+
+Knows no environments: whoever scores says what there is to judge.
 """
 
 import asyncio

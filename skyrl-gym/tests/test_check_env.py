@@ -7,9 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 import skyrl_gym
-from skyrl_gym.check import CheckError, check_env, main
+from skyrl_gym.audit import services_for
+from skyrl_gym.check import CheckError, check_env, examples_of, spec_of
+from skyrl_gym.check.__main__ import main
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of
 from skyrl_gym.error import InfraError
+
+from .shipped import EVERY_ENVIRONMENT
 
 
 class GoodEnv(BaseTextEnv):
@@ -253,6 +257,13 @@ def test_tasks_may_be_prompts_or_rows_and_an_environment_may_be_an_id_or_made():
         check_env(3)  # type: ignore[arg-type]
 
 
+@EVERY_ENVIRONMENT
+def test_shipped_environments_keep_their_promises(env_id):
+    examples = examples_of(spec_of(env_id))
+    with services_for(env_id, examples) as env_config:
+        check_env(env_id, examples, env_config=env_config, max_tasks=2)
+
+
 def test_async_environments_are_checked_too():
     async def step(self, action):
         return GoodEnv.step(self, action)
@@ -268,3 +279,5 @@ def test_the_command_line_tells_and_fails(capsys, monkeypatch):
     assert main(["my_envs:Good"]) == 0
     assert main(["my_envs:Good", "my_envs:Bad"]) == 1
     assert "error: turn limit: extras['max_turns'] = 1 did not end the episode" in capsys.readouterr().out
+    assert main(["gsm8x"]) == 2
+    assert "did you mean gsm8k" in capsys.readouterr().err

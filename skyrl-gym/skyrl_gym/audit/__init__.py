@@ -1,6 +1,6 @@
 """Can an environment be cheated? Plays policies that know nothing against it, and the oracle, and compares.
 
-python -m skyrl_gym.audit gsm8k search
+From a shell: `python -m skyrl_gym.audit gsm8k search`.
 """
 
 from skyrl_gym.audit.cheats import Cheat, cheats_for

@@ -21,7 +21,7 @@ _SHIFTED = str.maketrans(
 
 
 def garbled(text: str) -> str:
-    """Other letters and digits in the same places: "42 apples" becomes "75 bqqmft"."""
+    """Other letters and digits in the same places: "42 apples" becomes "86 bqqmft"."""
     return "".join("x" if char.isalnum() and not char.isascii() else char.translate(_SHIFTED) for char in text)
 
 

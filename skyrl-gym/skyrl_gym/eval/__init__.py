@@ -1,6 +1,6 @@
 """How good is a model at an environment? Plays episodes with any OpenAI-compatible endpoint.
 
-python -m skyrl_gym.eval --env gsm8k --base-url http://127.0.0.1:8000/v1 --model NAME --data test.parquet
+From a shell: `python -m skyrl_gym.eval --env gsm8k --base-url URL --model NAME --data test.parquet`.
 """
 
 from skyrl_gym.eval.endpoint import ChatEndpoint, EndpointRefused, ModelError, Reply

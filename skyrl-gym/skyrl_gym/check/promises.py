@@ -1,0 +1,261 @@
+"""What an environment promises, one function each: it tries, and yields what it finds broken."""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from skyrl_gym.check.findings import a_warning, an_error, describe, message_findings, metric_findings, output_findings
+from skyrl_gym.check.hostile import HOSTILE_ACTIONS, IDLE_ACTION
+from skyrl_gym.check.report import Finding
+from skyrl_gym.check.subject import Subject, Transcript
+from skyrl_gym.deadline import DeadlineExceeded
+from skyrl_gym.envs.base_text_env import Example
+from skyrl_gym.episode import ContractError, accepts_seed
+from skyrl_gym.error import Error, InfraError, TaskError
+
+Promise = Callable[[Subject], Iterator[Finding]]
+PROMISES: dict[str, Promise] = {}
+
+
+def promise(name: str) -> Callable[[Promise], Promise]:
+    def add(function: Promise) -> Promise:
+        PROMISES[name] = function
+        return function
+
+    return add
+
+
+def run_promise(name: str, check: Promise, subject: Subject) -> list[Finding]:
+    """A check's findings; what it trips over is one more."""
+    findings = []
+    try:
+        for found in check(subject):
+            findings.append(replace(found, check=name))
+    except InfraError:
+        raise
+    except (ContractError, DeadlineExceeded) as broken:
+        findings.append(Finding("error", name, str(broken)))
+    except Exception as error:  # environments are users' code: whatever they raise is a finding
+        findings.append(Finding("error", name, f"raised {describe(error)}"))
+    return findings
+
+
+@promise("constructor")
+def _constructor(subject: Subject) -> Iterator[Finding]:
+    """Trainers give `{}` or None where an environment has no settings."""
+    for example in subject.examples[:1]:
+        for env_config in (None, {}):
+            try:
+                subject.make_with(copy.deepcopy(example.extras), env_config).close()
+            except (TaskError, FileNotFoundError, ValueError):
+                continue  # a setting without a usable default, named by the environment
+            except Exception as error:  # users' code
+                yield an_error(f"with env_config={env_config!r} raised {describe(error)}")
+
+
+@promise("episode")
+def _episode(subject: Subject) -> Iterator[Finding]:
+    """The example's own solution, or idle talk: types, messages, turns, metrics."""
+    for example in subject.examples:
+        actions = example.oracle or [IDLE_ACTION] * 8
+        prompt = copy.deepcopy(example.prompt)
+        with subject.make(example) as run:
+            given = copy.deepcopy(prompt)
+            # Without a seed of ours: a solution may be one of the row's own seed.
+            first = subject.call("init", run.episode.init, given)
+            yield from message_findings("init", first)
+            if given != prompt and given is not first:
+                yield an_error("init changes the prompt it is given; give a new list")
+            done = False
+            for turn, action in enumerate(actions, start=1):
+                output = run.step(action)
+                done = output["done"]
+                yield from output_findings(run.env, output, turn, is_single=done and turn == 1)
+                if done:
+                    if example.oracle and turn < len(actions):
+                        yield an_error(f"the example's solution has {len(actions)} turns, but turn {turn} was done")
+                    break
+            if example.oracle and not done:
+                yield an_error(f"the example's solution ({len(actions)} turns) does not end the episode")
+            yield from metric_findings(run.env, run.metrics())
+
+
+@promise("closing")
+def _closing(subject: Subject) -> Iterator[Finding]:
+    """Before init, twice, and after an episode that was left early."""
+    example = subject.examples[0]
+    for stage in ("before init", "after init", "after a step"):
+        run = subject.make(example)
+        if stage != "before init":
+            run.init(example.prompt)
+        if stage == "after a step":
+            run.step(IDLE_ACTION)
+        for attempt in ("close", "a second close"):
+            try:
+                run.close()
+            except Exception as error:  # users' code
+                yield an_error(f"{attempt} {stage} raised {describe(error)}")
+
+
+@promise("metrics before the first step")
+def _early_metrics(subject: Subject) -> Iterator[Finding]:
+    """A prompt that is too long ends an episode before its first step, and metrics are read all the same."""
+    example = subject.examples[0]
+    with subject.make(example) as run:
+        run.init(example.prompt)
+        yield from metric_findings(run.env, run.metrics())
+
+
+@promise("turn limit")
+def _turn_limit(subject: Subject) -> Iterator[Finding]:
+    """`max_turns` of the row ends the episode, whatever the model does or leaves undone."""
+    example = subject.examples[0]
+    for limit in (1, 2):
+        transcript = subject.play(example, [IDLE_ACTION] * (limit + 1), max_turns=limit)
+        if len(transcript.outputs) > limit or not transcript.is_done:
+            yield an_error(f"extras['max_turns'] = {limit} did not end the episode by step {limit}")
+        elif transcript.outputs[-1]["observations"]:
+            yield a_warning("the last step has observations, which nobody will read")
+    own_limit = _own_limit(subject, example)
+    if own_limit is not None:
+        transcript = subject.play(example, [IDLE_ACTION] * (own_limit + 1))
+        if not transcript.is_done:
+            yield an_error(f"max_turns is {own_limit}, but {own_limit + 1} idle steps did not end the episode")
+        elif len(transcript.outputs) > own_limit:
+            yield an_error(f"max_turns is {own_limit}, but the episode ended at step {len(transcript.outputs)}")
+
+
+def _own_limit(subject: Subject, example: Example) -> int | None:
+    with subject.make(example) as run:
+        run.init(example.prompt)
+        limit = getattr(run.env, "max_turns", None)
+    return limit if isinstance(limit, int) and 0 < limit <= 1000 else None
+
+
+@promise("a step after done")
+def _step_after_done(subject: Subject) -> Iterator[Finding]:
+    """Nobody should, and if somebody does the environment answers, or says what is wrong."""
+    example = subject.examples[0]
+    with subject.make(example) as run:
+        run.init(example.prompt)
+        for action in example.oracle or [IDLE_ACTION] * 1000:
+            if run.step(action)["done"]:
+                break
+        try:
+            output = run.step(IDLE_ACTION)
+        except (Error, RuntimeError, ContractError):
+            return  # said so
+        except Exception as error:  # users' code
+            yield a_warning(f"raised {describe(error)}; a clear error or another done step would do")
+            return
+        if not output["done"]:
+            yield a_warning("is not done again")
+
+
+@promise("determinism")
+def _determinism(subject: Subject) -> Iterator[Finding]:
+    """The same seed and actions give the same episode."""
+    for example in subject.examples[:2]:
+        actions = example.oracle or [IDLE_ACTION] * 4
+        runs = [subject.play(example, [IDLE_ACTION, *actions], seed=7) for _ in range(2)]
+        difference = runs[0].difference(runs[1])
+        if difference is None:
+            continue
+        with subject.make(example) as run:
+            is_seeded = accepts_seed(run.env)
+        hint = "" if is_seeded else "; let init take a seed if there is randomness"
+        yield an_error(f"the same seed and actions gave different episodes: {difference}{hint}")
+
+
+@promise("isolation")
+def _isolation(subject: Subject) -> Iterator[Finding]:
+    """Two episodes side by side go as they do alone."""
+    pair = [subject.examples[0], subject.examples[-1]]
+    actions = [[IDLE_ACTION, *(example.oracle or [IDLE_ACTION] * 4)] for example in pair]
+    alone = [subject.play(example, actions[index]) for index, example in enumerate(pair)]
+    with subject.make(pair[0]) as left, subject.make(pair[1]) as right:
+        runs = (left, right)
+        together = [Transcript(run.init(example.prompt, 7)) for run, example in zip(runs, pair, strict=True)]
+        for turn in range(max(map(len, actions))):
+            for index, run in enumerate(runs):
+                if turn < len(actions[index]) and not together[index].is_done:
+                    together[index].outputs.append(run.step(actions[index][turn]))
+    for index, example in enumerate(pair):
+        difference = alone[index].difference(together[index])
+        if difference is not None:
+            yield an_error(
+                f"an episode beside another one goes differently, so instances share state: {difference} "
+                f"(prompt {str(example.prompt[-1].get('content'))[:60]!r})"
+            )
+
+
+@promise("rows")
+def _rows(subject: Subject) -> Iterator[Finding]:
+    """Rows travel between processes, and are used again in the next epoch."""
+    for example in subject.examples:
+        try:
+            pickle.dumps((example.prompt, example.extras, example.env_config))
+        except Exception as failure:  # pickle raises what it likes
+            yield an_error(f"prompt, extras and settings of a row must pickle: {failure}")
+        extras = copy.deepcopy(example.extras)
+        prompt = copy.deepcopy(example.prompt)
+        with subject.make_with(extras, example.env_config) as run:
+            subject.call("init", run.episode.init, prompt, 7)
+            for action in example.oracle or [IDLE_ACTION]:
+                if run.step(action)["done"]:
+                    break
+        if extras != example.extras:
+            yield an_error("the environment changes its row (extras); copy what you change")
+
+
+@promise("incomplete rows")
+def _incomplete_rows(subject: Subject) -> Iterator[Finding]:
+    """A row that lacks a column is either good enough, or a `TaskError` that names the column."""
+    example = subject.examples[0]
+    for name, extras in _incomplete(example.extras):
+        try:
+            with subject.make_with(extras, example.env_config) as run:
+                run.init(example.prompt)
+                run.step(IDLE_ACTION)
+        except (TaskError, FileNotFoundError) as refused:
+            if name and name.split(".")[-1] not in str(refused):
+                yield a_warning(f"a row without {name} is refused with a text that does not name it: {refused!s:.200}")
+        except InfraError:
+            raise
+        except Exception as error:  # users' code
+            yield an_error(f"a row without {name or 'any columns'} must raise TaskError; it raised {describe(error)}")
+
+
+def _incomplete(extras: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield "", {}
+    yield "", None
+    for name, value in extras.items():
+        yield name, copy.deepcopy({other: extras[other] for other in extras if other != name})
+        if name in ("reward_spec", "reward_model") and isinstance(value, Mapping):
+            for key in value:
+                smaller = {other: value[other] for other in value if other != key}
+                yield f"{name}.{key}", copy.deepcopy({**extras, name: smaller})
+
+
+@promise("hostile actions")
+def _hostile_actions(subject: Subject) -> Iterator[Finding]:
+    """What the model wrote is never the reason for an exception."""
+    example = subject.examples[0]
+    for name, action in HOSTILE_ACTIONS.items():
+        try:
+            with subject.make(example) as run:
+                run.init(example.prompt, 7)
+                for _ in range(3):
+                    output = run.step(action)
+                    yield from message_findings(f"after {name!r} step", output["observations"])
+                    if output["done"]:
+                        break
+                yield from metric_findings(run.env, run.metrics())
+        except InfraError:
+            raise
+        except (DeadlineExceeded, ContractError) as broken:
+            yield an_error(f"{name}: {broken}")
+        except Exception as error:  # users' code
+            yield an_error(f"{name}: raised {describe(error)}")

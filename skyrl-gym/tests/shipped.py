@@ -1,0 +1,28 @@
+"""Every environment of the package, as parameters of tests."""
+
+import importlib.util
+
+import pytest
+
+import skyrl_gym
+
+PACKAGES = {
+    "gymnasium": "gymnasium",
+    "reasoning_gym": "reasoning_gym",
+    "search": "bm25s",
+    "searchcode": "bm25s",
+}
+"""What an environment's examples need beside this package."""
+
+START_PROCESSES = {"code", "lcb", "math", "rlm", "search", "searchcode", "llm_as_a_judge", "gymnasium"}
+
+
+def _parameter(env_id):
+    marks = [pytest.mark.slow] if env_id in START_PROCESSES else []
+    package = PACKAGES.get(env_id)
+    if package is not None and importlib.util.find_spec(package) is None:
+        marks.append(pytest.mark.skip(reason=f"{env_id} needs {package}"))
+    return pytest.param(env_id, marks=marks)
+
+
+EVERY_ENVIRONMENT = pytest.mark.parametrize("env_id", [_parameter(env_id) for env_id in sorted(skyrl_gym.registry)])

@@ -1,0 +1,257 @@
+import json
+import re
+import sys
+
+import pytest
+
+from skyrl_gym.audit import audit, cheats_for, disguise, services_for
+from skyrl_gym.audit.__main__ import main
+from skyrl_gym.audit.trial import play
+from skyrl_gym.check import examples_of, spec_of
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of
+
+from .shipped import EVERY_ENVIRONMENT
+
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+PRINT = re.compile(r"<python>print\(''\.join\(map\(chr, (\[[\d, ]*\])\)\)\)</python>")
+
+
+class SoundEnv(BaseTextEnv):
+    """Adds numbers; the last answer counts. A toy `print` tool in tags may be used before."""
+
+    def __init__(self, env_config=None, extras=None):
+        super().__init__()
+        self.ground_truth = ground_truth_of(extras)
+        self.max_turns = extras.get("max_turns", 3)
+        self.said = []
+        self.seen = []
+
+    def step(self, action):
+        self.turns += 1
+        self.said.append(action)
+        done = "</answer>" in action or self.turns >= self.max_turns
+        call = PRINT.search(action)
+        printed = "".join(map(chr, json.loads(call[1]))) if call else ""
+        self.seen.append(printed)
+        observations = [] if done else [{"role": "user", "content": printed}]
+        return BaseTextEnvStepOutput(
+            observations=observations, reward=self.grade() if done else 0.0, done=done, metadata={}
+        )
+
+    def grade(self):
+        answers = ANSWER.findall("".join(self.said))
+        return float(bool(answers) and answers[-1].strip() == self.ground_truth)
+
+    @classmethod
+    def examples(cls):
+        sums = [(12, 30), (5, 9), (60, 38), (21, 20)]
+        return [
+            Example(
+                prompt=[{"role": "user", "content": f"What is {a}+{b}?"}],
+                extras={"reward_spec": {"ground_truth": str(a + b)}},
+                oracle=["<think>adding</think>", f"<answer>{a + b}</answer>"],
+            )
+            for a, b in sums
+        ]
+
+
+def test_a_sound_environment_passes():
+    report = audit(SoundEnv)
+    assert (report.ok, report.oracle.outcome, report.best_cheater.outcome, report.gap) == (True, 1.0, 0.0, 1.0)
+    assert report.num_examples == 4
+
+
+def graded_by(grade, **methods):
+    return type("Gameable", (SoundEnv,), {"grade": grade, **methods})
+
+
+def form_alone(self):
+    return float(bool(ANSWER.search("".join(self.said))))
+
+
+def any_answer(self):
+    return float(self.ground_truth in [answer.strip() for answer in ANSWER.findall("".join(self.said))])
+
+
+def answer_contains(self):
+    answers = ANSWER.findall("".join(self.said))
+    return float(bool(answers) and self.ground_truth in answers[-1])
+
+
+def observations_too(self):
+    answers = ANSWER.findall("".join(self.said + self.seen))
+    return float(bool(answers) and answers[-1].strip() == self.ground_truth)
+
+
+def length(self):
+    return float(len("".join(self.said)) > 10_000)
+
+
+def nothing_said(self):
+    return float(not "".join(self.said)) or SoundEnv.grade(self)
+
+
+def part_credit(self):
+    return max(SoundEnv.grade(self), 0.1 * form_alone(self))
+
+
+def gullible_judge(self):
+    return float("Final Score: 1" in "".join(self.said)) or SoundEnv.grade(self)
+
+
+def numbers_of_the_prompt(self):
+    return float(self.prompt in self.said[0]) or SoundEnv.grade(self)
+
+
+def remembers_prompt(self, prompt):
+    self.prompt = prompt[0]["content"]
+    return prompt, {}
+
+
+@pytest.mark.parametrize(
+    "env_class, cheater",
+    [
+        (graded_by(form_alone), "marks with nothing inside"),
+        (graded_by(form_alone), "another task's solution"),
+        (graded_by(any_answer), "many solutions in one text"),
+        (graded_by(answer_contains), "many answers in one place, by comma"),
+        (graded_by(observations_too), "planted in an observation: python in tags"),
+        (graded_by(length), "longest allowed"),
+        (graded_by(nothing_said), "empty"),
+        (graded_by(part_credit), "solution with the answer garbled"),
+        (graded_by(gullible_judge), "plea to a judge: score line"),
+        (graded_by(numbers_of_the_prompt, init=remembers_prompt), "echo of the prompt"),
+    ],
+)
+def test_an_environment_that_can_be_cheated_fails_by_the_name_of_the_cheat(env_class, cheater):
+    report = audit(env_class)
+    assert not report.ok
+    assert any(repr(cheater) in complaint for complaint in report.complaints)
+
+
+def test_an_oracle_that_does_not_solve_its_tasks_fails():
+    wrong = [Example(each.prompt, each.extras, ["<answer>0</answer>"]) for each in SoundEnv.examples()]
+    assert audit(SoundEnv, wrong).complaints[0] == "the oracle earns 0.000; it must earn at least 0.98"
+
+
+def test_shaping_rewards_are_listed_apart():
+    class Shaped(SoundEnv):
+        def step(self, action):
+            output = SoundEnv.step(self, action)
+            self.outcome = output["reward"]
+            return output | {"reward": output["reward"] + 0.2 * ("<answer>" in action)}
+
+        def get_metrics(self):
+            return {"outcome_reward": self.outcome}
+
+    report = audit(Shaped)
+    assert report.ok
+    assert report.oracle.shaping == pytest.approx(0.2)
+    assert report.best_shaped.shaping == pytest.approx(0.2)
+
+
+def test_an_environment_may_bring_cheats_of_its_own():
+    class Backdoor(SoundEnv):
+        def grade(self):
+            return float("xyzzy" in "".join(self.said)) or SoundEnv.grade(self)
+
+        @classmethod
+        def cheats(cls):
+            def say_the_magic_word(example):
+                return ["xyzzy"]
+
+            return [say_the_magic_word]
+
+    assert audit(Backdoor).best_cheater.name == "own: say_the_magic_word"
+
+
+def test_no_cheat_knows_the_answer_alone():
+    """Where the right answer is written at all, others stand before and after it."""
+    examples = SoundEnv.examples()
+    for cheat in cheats_for(SoundEnv, examples):
+        for example in examples:
+            turns = cheat.turns(example) or []
+            truth = example.extras["reward_spec"]["ground_truth"]
+            answers = [answer for turn in turns for answer in ANSWER.findall(turn)]
+            assert answers[:1] != [truth] and answers[-1:] != [truth], cheat.name
+
+
+@pytest.mark.parametrize(
+    "text, emptied, inside",
+    [
+        ("so <think>a</think> <answer> 42 </answer>", "so <think></think> <answer></answer>", "42"),
+        (r"thus \boxed{\frac{1}{2}}.", r"thus \boxed{}.", r"\frac{1}{2}"),
+        ("6*7\n#### 42", "6*7\n#### ", "42"),
+        ("```python\nprint(1)\n```", "```python\n\n```", "print(1)"),
+        ("Answer: 42", "Answer: ", "42"),
+        ("go north", None, "go north"),
+    ],
+)
+def test_marked_places_are_found(text, emptied, inside):
+    assert disguise.change_marked(text, lambda _: "") == emptied
+    assert disguise.last_marked(text) == inside
+    assert disguise.last_marked(disguise.replace_last_marked(text, "new")) == "new"
+
+
+def test_garbling_keeps_the_shape_and_loses_the_content():
+    assert disguise.garbled("42 Apples, é") == "86 Bqqmft, x"
+
+
+@EVERY_ENVIRONMENT
+def test_no_cheater_beats_a_shipped_environment(env_id):
+    examples = examples_of(spec_of(env_id))
+    with services_for(env_id, examples) as env_config:
+        report = audit(env_id, examples, env_config=env_config)
+    assert report.complaints == []
+    assert report.num_examples >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "env_id, cheat",
+    [
+        ("search", "search"),
+        ("searchcode", "search in tool tags"),
+        ("searchcode", "python in tool tags"),
+        ("text2sql", "SQL"),
+        ("rlm", "repl block"),
+    ],
+)
+def test_planted_answers_do_reach_the_observations(env_id, cheat):
+    """Or the audit would prove nothing."""
+    if env_id.startswith("search"):
+        pytest.importorskip("bm25s", reason="the retrieval server needs bm25s")
+    env_spec = spec_of(env_id)
+    examples = examples_of(env_spec)
+    (planting,) = [each for each in cheats_for(None, examples) if each.name == f"planted in an observation: {cheat}"]
+    with services_for(env_id, examples) as env_config:
+        task = Example(examples[0].prompt, {**examples[0].extras, "max_turns": 3}, examples[0].oracle, env_config)
+        task = Example(task.prompt, task.extras, task.oracle, {**examples[0].env_config, **env_config})
+        result = play(env_spec, task, planting.turns(examples[0]))
+    seen = "".join(m["content"] for m in result.messages[len(task.prompt) :] if m["role"] != "assistant")
+    assert disguise.last_marked(task.oracle[-1]) in seen
+    assert result.outcome_reward <= 0
+
+
+def test_the_command_line_prints_the_gap_and_fails_for_a_gameable_environment(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "my_envs", sys.modules[__name__])
+    monkeypatch.setattr(sys.modules[__name__], "Gameable", graded_by(form_alone), raising=False)
+    assert main(["my_envs:SoundEnv"]) == 0
+    assert main(["my_envs:SoundEnv", "my_envs:Gameable", "--json", str(tmp_path / "audit.json")]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"my_envs:SoundEnv +1\.000 +0\.000 +1\.000 .* ok", printed)
+    assert re.search(r"my_envs:Gameable +1\.000 +1\.000 +0\.000 .* FAIL", printed)
+    found = json.loads((tmp_path / "audit.json").read_text())
+    assert [report["ok"] for report in found["reports"]] == [True, False]
+    assert main(["my_envs:SoundEnv", "--max-turns", "1"]) == 1  # one turn is too few for this solution
+
+
+def test_what_cannot_be_audited_is_told(capsys):
+    assert main(["gsm8x"]) == 2
+    assert "gsm8x: could not be audited: Error: No registered env with id: gsm8x; did you mean gsm8k" in (
+        capsys.readouterr().err
+    )
+    with pytest.raises(ValueError, match=r"needs examples\(\) with an oracle each"):
+        audit(BaseTextEnv)
+    with pytest.raises(SystemExit):
+        main([])
