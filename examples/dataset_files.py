@@ -9,8 +9,8 @@ reads). The rest, options included, is the same for all of them:
     --validation_share SHARE    hold this share out where there is no file for validation
     --max_train_dataset_length N
 
-A local file belongs to the split that its name holds: train, or test / dev / validation. With --validation_share, one
-whose name holds none may be given too.
+A local file belongs to the split that its name holds: train, or test / dev / validation. With --validation_share, files
+whose name holds none are read too.
 """
 
 import argparse
@@ -40,16 +40,15 @@ SPLIT_NAMES = {"train": "train", "test": "test", "dev": "test", "valid": "test"}
 def make_parser(
     description: str | None,
     output_dir: str,
-    hub_train: str | None = None,
-    hub_test: str | None = None,
+    hub: tuple[str | None, str | None],
     validation_share: float | None = None,
 ) -> argparse.ArgumentParser:
-    """The options that builders share; the arguments are the defaults."""
+    """The options that builders share; the arguments are the defaults, `hub` those for training and validation."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", "--local_dir", type=Path, default=Path(output_dir), help="folder to write")
     parser.add_argument("--input", type=Path, nargs="+", help="local files or folders instead of the hub")
-    parser.add_argument("--hub_train", default=hub_train, help="NAME[:CONFIG]@SPLIT on the hub; default: %(default)s")
-    parser.add_argument("--hub_test", default=hub_test, help="the same for validation; default: %(default)s")
+    parser.add_argument("--hub_train", default=hub[0], help="NAME[:CONFIG]@SPLIT on the hub; default: %(default)s")
+    parser.add_argument("--hub_test", default=hub[1], help="the same for validation; default: %(default)s")
     parser.add_argument(
         "--validation_share", type=float, default=validation_share, help="share to hold out if there is one set only"
     )
@@ -63,7 +62,11 @@ def build(options: argparse.Namespace, make_row: MakeRow, columns: Sequence[str]
     Raises DataError on input that cannot be used.
     """
     local = [path.expanduser() for path in options.input or []]
-    problems = read_local(local, options.validation_share is not None) if local else read_hub(options.hub_train, options.hub_test)
+    problems = (
+        read_local(local, options.validation_share is not None)
+        if local
+        else read_hub(options.hub_train, options.hub_test)
+    )
     problems = hold_out(problems, options.validation_share)
     for split, found in problems.items():
         _check_columns(found, columns, split)
@@ -82,10 +85,11 @@ def write(rows: dict[str, list[Row]], output_dir: Path) -> None:
     """Writes both files. Raises DataError if there is nothing for one of them."""
     output = output_dir.expanduser()
     output.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "test"):
+        if not rows[split]:
+            raise DataError(f"there are no {split} problems, nothing is written to {output}; see --validation_share")
     for split, name in (("train", "train"), ("test", "validation")):
         path = output / f"{name}.parquet"
-        if not rows[split]:
-            raise DataError(f"there are no {split} problems: nothing to write to {path}; see --validation_share")
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[split]), path)
         print(f"{len(rows[split])} problems: {path}")
 
@@ -106,13 +110,13 @@ def hold_out(problems: Problems, share: float | None) -> Problems:
 
 
 def read_local(paths: Iterable[Path], any_name: bool = False) -> Problems:
-    """Problems from files or the files of folders; a file that is given by itself may have `any_name`.
+    """Problems from files or the files of folders. With `any_name`, one whose name holds no split is a training file.
 
     Raises DataError on a file of another form, or whose name holds no split.
     """
     problems: Problems = {"train": [], "test": []}
     for path in paths:
-        found = [file for file in _files(path) if path.is_file() or split_of(file) is not None]
+        found = [file for file in _files(path) if path.is_file() or any_name or split_of(file) is not None]
         if not found:
             raise DataError(f"--input {path}: no train.* or test.* with one of the endings {', '.join(SUFFIXES)}")
         for file in found:
@@ -137,16 +141,19 @@ def _read_hub(name: str | None) -> list[Problem]:
         return []
     dataset, _, split = name.partition("@")
     path, _, config = dataset.partition(":")
-    return list(datasets.load_dataset(path, config or None, split=split or "train"))
+    return datasets.load_dataset(path, config or None, split=split or "train").to_list()  # pyright: ignore
 
 
 def split_of(path: Path) -> str | None:
-    """The split that a file's name holds."""
-    return next((split for name, split in SPLIT_NAMES.items() if name in path.name.lower()), None)
+    """The split that a file's name holds, or that one of the two folders above is called."""
+    for name, split in SPLIT_NAMES.items():
+        if name in path.name.lower() or name in (parent.name.lower() for parent in path.parents[:2]):
+            return split
+    return None
 
 
 def read_file(path: Path) -> list[Problem]:
-    """The rows of one file. Raises DataError if it is not a list of objects, or one object a line."""
+    """The rows of one file: objects in a list or one a line, or a single one. Raises DataError on anything else."""
     if path.suffix == ".parquet":
         return pyarrow.parquet.read_table(path).to_pylist()
     content = path.read_bytes()
@@ -156,6 +163,8 @@ def read_file(path: Path) -> list[Problem]:
         rows = json.loads(text) if is_one_value else [json.loads(line) for line in text.split("\n") if line.strip()]
     except ValueError as failure:
         raise DataError(f"{path} is not JSON: {failure}") from failure
+    if isinstance(rows, dict):
+        rows = [rows]
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{path} must hold a list of JSON objects, or one JSON object a line")
     return rows

@@ -18,7 +18,7 @@ from dataset_files import Problem, Row, build, make_parser
 from skyrl_train.errors import DataError
 
 DATA_SOURCE = "openai/gsm8k"
-HUB = {"hub_train": f"{DATA_SOURCE}:main@train", "hub_test": f"{DATA_SOURCE}:main@test"}
+HUB = (f"{DATA_SOURCE}:main@train", f"{DATA_SOURCE}:main@test")
 COLUMNS = ("question", "answer")
 INSTRUCTION = 'Reason step by step, and write the final number after "#### " on the last line.'
 
@@ -46,7 +46,7 @@ def training_row(problem: Problem, split: str, index: int, instruction: str = IN
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser("Write GSM8K in the form that the trainer reads.", "~/data/gsm8k", **HUB)
+    parser = make_parser(__doc__, "~/data/gsm8k", HUB)
     build(parser.parse_args(argv), training_row, COLUMNS)
 
 
