@@ -1,3 +1,4 @@
+import time
 from typing import Any
 
 import pytest
@@ -81,6 +82,7 @@ def test_the_last_turn_ends_the_episode_without_an_answer():
     env = make("calculator", "1776", max_turns=1)
     output = env.step("<calculator>37*48</calculator>")
     assert (output["reward"], output["done"], output["observations"]) == (0.0, True, [])
+    assert output["truncated"]
     assert env.get_metrics() == {"turns": 1, "calculator_calls": 0}
 
 
@@ -110,13 +112,57 @@ def test_multiply_rewards_over_two_turns():
     first = env.step(r"\boxed{143}")
     assert (first["reward"], first["done"], first["metadata"]) == (0.0, False, {"parsed_answer": "143"})
     assert "143 is not right" in first["observations"][0]["content"]
-    assert env.step(r"so \boxed{144}")["reward"] == 1.0
+    last = env.step(r"so \boxed{144}")
+    assert (last["reward"], last["done"], last["truncated"]) == (1.0, True, False)
+    assert env.get_metrics() == {"turns": 2, "outcome_reward": 1.0}
 
 
 @pytest.mark.parametrize("action, reward", [(r"\boxed{144}", 1.0), (r"\boxed{143}", 0.5), ("144", 0.0)])
 def test_multiply_in_its_last_turn_pays_half_for_a_boxed_wrong_answer(action, reward):
     output = make("multiply", "144", max_turns=1).step(action)
     assert (output["reward"], output["done"], output["observations"]) == (reward, True, [])
+    assert output["truncated"] is (reward != 1.0)
+
+
+def test_the_half_for_a_wrong_box_is_not_for_success():
+    env = make("multiply", "144", max_turns=1)
+    env.step(r"\boxed{143}")
+    assert env.get_metrics()["outcome_reward"] == 0.0
+
+
+@pytest.mark.parametrize("action", [r"\boxed{}", r"\boxed{ }", r"\boxed{{144}}", r"\boxed{144"])
+def test_multiply_takes_an_empty_nested_or_open_box_for_no_answer(action):
+    output = make("multiply", "144", max_turns=1).step(action)
+    assert (output["reward"], output["metadata"]) == (0.0, {"parsed_answer": None})
+
+
+def test_the_first_box_counts_so_that_listing_products_does_not_help():
+    guesses = " ".join(rf"\boxed{{{number}}}" for number in range(100, 200))
+    assert make("multiply", "144", max_turns=1).step(guesses)["metadata"] == {"parsed_answer": "100"}
+
+
+def test_a_long_wrong_answer_is_not_quoted_whole():
+    reply = make("multiply", "144").step(rf"\boxed{{{'1' * 100_000}}}")["observations"][0]["content"]
+    assert len(reply) < 300
+
+
+def test_tags_that_stay_open_take_no_time():
+    """A regular expression would try each of them to the end of the text: hours."""
+    for env_id, tag in (("arithmetic", "<answer>"), ("calculator", "<calculator>")):
+        started = time.perf_counter()
+        make(env_id, "1").step(tag * 200_000)
+        assert time.perf_counter() - started < 2.0
+
+
+@pytest.mark.parametrize("env_id", ["arithmetic", "calculator", "multiply"])
+def test_what_the_examples_write_earns_the_reward(env_id):
+    env_class = skyrl_gym.envs.registration.env_class_of(skyrl_gym.spec(env_id))
+    examples = env_class.examples()
+    assert len(examples) >= 4
+    for example in examples:
+        env: Any = skyrl_gym.make(env_id, env_config=example.env_config, extras=example.extras)
+        outputs = [env.step(action) for action in example.oracle]
+        assert (outputs[-1]["reward"], outputs[-1]["done"]) == (1.0, True)
 
 
 def test_multiply_asks_for_a_box_and_has_five_turns():

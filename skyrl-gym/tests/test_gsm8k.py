@@ -1,24 +1,25 @@
 import gzip
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import skyrl_gym
 from skyrl_gym.envs.gsm8k.utils import compute_score, extract_solution
-
-DEFAULT_DATA = Path(__file__).parents[3] / "shared" / "data"
-GSM8K = Path(os.environ.get("SKYRL_TEST_DATA", DEFAULT_DATA)) / "gsm8k"
-needs_data = pytest.mark.skipif(
-    not GSM8K.is_dir(), reason="GSM8K is not there; set SKYRL_TEST_DATA to its parent folder"
-)
+from skyrl_gym.graders import Invalid, Score
+from skyrl_gym.graders.math import grade_number
 
 
-def read_rows(name):
-    with gzip.open(GSM8K / name, "rt", encoding="utf-8") as lines:
+def read_rows(folder, name):
+    with gzip.open(folder / "gsm8k" / name, "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
+
+
+def step(ground_truth, action) -> Any:
+    extras = {"reward_spec": {"method": "rule", "ground_truth": ground_truth}}
+    return skyrl_gym.make("gsm8k", env_config={}, extras=extras).step(action)
 
 
 @pytest.mark.parametrize(
@@ -63,23 +64,47 @@ def test_a_row_without_an_answer_is_refused():
         skyrl_gym.make("gsm8k", env_config={}, extras={"reward_spec": {}})
 
 
-@needs_data
-@pytest.mark.parametrize("name, rows", [("train", 7473), ("test", 1319)])
-def test_every_published_solution_scores_one(name, rows):
-    solutions = read_rows(f"{name}.jsonl.gz")
+@pytest.mark.parametrize("ground_truth", ["1,234", 1234, " 1234 "])
+def test_a_ground_truth_may_be_written_as_people_write_numbers(ground_truth):
+    assert step(ground_truth, "#### 1,234")["reward"] == 1.0
+
+
+@given(st.text(st.sampled_from("#0159.,-$ \n") | st.characters()))
+def test_any_text_gets_a_grade(text):
+    for strict in (True, False):
+        grade = grade_number(text, "42", strict=strict)
+        assert isinstance(grade, Invalid) or (isinstance(grade, Score) and grade.value in (0.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    "name, rows, every",
+    [
+        pytest.param("train", 7473, 10, id="a tenth of train"),
+        pytest.param("test", 1319, 10, id="a tenth of test"),
+        pytest.param("train", 7473, 1, id="train", marks=pytest.mark.full),
+        pytest.param("test", 1319, 1, id="test", marks=pytest.mark.full),
+    ],
+)
+def test_every_published_solution_earns_the_reward(test_data, name, rows, every):
+    solutions = read_rows(test_data, f"{name}.jsonl.gz")
     assert len(solutions) == rows
-    assert sum(compute_score(row["answer"], row["final"]) for row in solutions) == rows
+    assert [row["id"] for row in solutions[::every] if step(row["final"], row["answer"])["reward"] != 1.0] == []
 
 
-@needs_data
-def test_scores_of_real_model_solutions_agree_with_their_published_labels():
+def test_scores_of_real_model_solutions_agree_with_their_published_labels(test_data):
     """Their last line reads "A: 18" instead of "#### 18"; 2,001 of 5,276 are labelled right."""
-    solutions = read_rows("model_solutions.jsonl.gz")
-    expected = [row["ground_truth"].rpartition("A: ")[2].replace(",", "") for row in solutions]
-    answers = [row["response"].replace("A: ", "#### ") for row in solutions]
-    scores = [compute_score(answer, truth) for answer, truth in zip(answers, expected, strict=True)]
-    assert scores == [float(row["is_correct"]) for row in solutions]
-    assert sum(scores) == 2001
+    solutions = read_rows(test_data, "model_solutions.jsonl.gz")
+    labels = [float(row["is_correct"]) for row in solutions]
+    truths = [row["ground_truth"].rpartition("A: ")[2].replace(",", "") for row in solutions]
+    last_numbers = [
+        compute_score(row["response"], truth, method="flexible") for row, truth in zip(solutions, truths, strict=True)
+    ]
+    after_hashes = [
+        compute_score(row["response"].replace("A: ", "#### "), truth)
+        for row, truth in zip(solutions, truths, strict=True)
+    ]
+    assert last_numbers == after_hashes == labels
+    assert sum(labels) == 2001
 
 
 def multi_turn(**extras) -> Any:
@@ -96,13 +121,29 @@ def test_a_turn_with_a_wrong_answer_earns_its_share_of_the_format_score():
     assert "last turn" in third["observations"][0]["content"] and "last turn" not in first["observations"][0]["content"]
     last = env.step("#### 42")
     assert (last["reward"], last["done"], last["observations"]) == (1.0, True, [])
-    assert env.get_metrics() == {"steps": 4}
+    assert env.get_metrics() == {"steps": 4, "outcome_reward": 1.0}  # without the first turn's 0.05
+
+
+def test_a_solved_episode_stays_solved():
+    env = multi_turn(max_turns=3)
+    env.step("#### 42")
+    assert env.step("#### 41")["done"] is True
+    assert env.get_metrics()["outcome_reward"] == 1.0
+
+
+def test_metrics_of_several_episodes():
+    solved, failed = multi_turn(max_turns=2), multi_turn(max_turns=2)
+    for env, answer in ((solved, "#### 42"), (failed, "#### 1"), (failed, "#### 2")):
+        env.step(answer)
+    aggregate = type(solved).aggregate_metrics
+    assert aggregate([solved.get_metrics(), failed.get_metrics()]) == {"avg_steps": 1.5, "outcome_reward": 0.5}
+    assert aggregate([]) == {}
 
 
 def test_the_right_answer_ends_the_episode_early_and_the_last_turn_ends_it_anyway():
     assert multi_turn(max_turns=3).step("#### 42")["done"] is True
     env = multi_turn(max_turns=1)
-    assert env.step("#### 41") == {"observations": [], "reward": 0.2, "done": True, "metadata": {}}
+    assert env.step("#### 41") == {"observations": [], "reward": 0.2, "done": True, "truncated": True, "metadata": {}}
 
 
 def test_where_the_number_of_turns_comes_from():

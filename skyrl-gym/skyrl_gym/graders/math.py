@@ -72,7 +72,8 @@ def grade_equivalence(answer: str, gold: str, *, question: str = "", pool: Equiv
     as the gold does:
     - where the gold is a plain number, anything but one number: `6\cdot 7`, `2^{10}`;
     - an operation that the gold has not: `\int`, `\max`, `\binom`; a function, if the gold has none at all;
-    - where the gold is solved for its unknowns (`x=5`, `-7<x<7`), what is not: `2x=10`;
+    - where the gold is solved for its unknowns (`x=5`, `-7<x<7`), what is not: `x+1=6`;
+    - a number in a base that the gold has not, since the library knows no bases: `40_8` for `40_9`;
     - an expression that stands in `question`: `x^2-1`, if that is what was to be factored.
 
     Returns:
@@ -119,6 +120,7 @@ _CALCULATION = re.compile(
 _FUNCTION = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc|log|ln|lg)")
 _RELATION = re.compile(r"[=<>]|\\(?:leq?|geq?|lt|gt)(?:slant)?(?![A-Za-z])")
 _RELATION_OR_COMMA = re.compile(rf"[,;]|\b(?:or|and)\b|{_RELATION.pattern}")
+_BASE = re.compile(r"(?<=[0-9])_(\{[^{}]*\}|.)")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _SYMBOL = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?")
 
@@ -141,12 +143,24 @@ def _letters(answer: str) -> str:
 def _without_names(answer: str, gold: str) -> str:
     """5 of "area = 5 cm": what follows the last sign of equality, without words after a number. One value only."""
     if "=" not in gold and not _SEVERAL.search(answer):
-        answer = answer.rpartition("=")[2].strip()
+        answer = answer[_end_of_last_equality(answer) :].strip()
     return _TRAILING_WORDS.sub("", answer) if _PLAIN_NUMBER.fullmatch(normalize_answer(gold)) else answer
+
+
+def _end_of_last_equality(answer: str) -> int:
+    r"""Where the part after the last `=` begins, not counting those inside braces and brackets, as in `\sum_{i=1}`."""
+    depth = end = 0
+    for position, character in enumerate(answer):
+        depth += (character in "{([") - (character in "})]")
+        if character == "=" and depth == 0:
+            end = position + 1
+    return end
 
 
 def _flaw(answer: str, gold: str, question: str) -> str | None:
     """Why an answer cannot count, whatever its value is."""
+    if not _bases(answer) <= _bases(gold):
+        return "the answer is in another base"
     if _PLAIN_NUMBER.fullmatch(normalize_answer(gold)):
         found = _OPERATION.search(_SCIENTIFIC.sub("", _UNITS.sub("", answer)))
         return f"the answer is not a plain number, it has {found.group().strip()}" if found else None
@@ -161,6 +175,11 @@ def _flaw(answer: str, gold: str, question: str) -> str | None:
     if not _PLAIN_NUMBER.fullmatch(readable) and readable in normalize_answer(question):
         return "the answer repeats the question"
     return None
+
+
+def _bases(answer: str) -> set[str]:
+    """What stands below numbers."""
+    return {base.strip("{}") for base in _BASE.findall(normalize_answer(answer))}
 
 
 def _is_solved(answer: str) -> bool:

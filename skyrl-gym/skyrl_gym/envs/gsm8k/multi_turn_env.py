@@ -33,12 +33,13 @@ class GSM8kMultiTurnEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
         grade = grade_number(action, self.ground_truth)
-        self.solved = reward_of(grade) == 1.0
+        is_right = reward_of(grade) == 1.0
+        self.solved |= is_right
         done = self.solved or self.turns >= self.max_turns
         shaping = self.format_score_per_turn if isinstance(grade, Score) else 0.0
         return BaseTextEnvStepOutput(
             observations=[] if done else [self._reply()],
-            reward=1.0 if self.solved else shaping,
+            reward=1.0 if is_right else shaping,
             done=done,
             truncated=done and not self.solved,
             metadata={},

@@ -30,12 +30,13 @@ class MultiplyEnv(BaseTextEnv):
         self.turns += 1
         grade = grade_first_box(action, self.ground_truth)
         answer = grade.prediction if isinstance(grade, Score) else None
-        self.solved = reward_of(grade) == 1.0
+        is_right = reward_of(grade) == 1.0
+        self.solved |= is_right
         done = self.solved or self.turns >= self.max_turns
         shaping = BOXED_WRONG_SCORE if done and answer is not None else 0.0
         return BaseTextEnvStepOutput(
             observations=[] if done else [_reply(answer)],
-            reward=1.0 if self.solved else shaping,
+            reward=1.0 if is_right else shaping,
             done=done,
             truncated=done and not self.solved,
             metadata={"parsed_answer": answer},

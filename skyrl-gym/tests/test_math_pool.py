@@ -1,0 +1,102 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from skyrl_gym.graders import InfraError, Score, Timeout, reward_of
+from skyrl_gym.graders.math import EquivalencePool, grade_equivalence
+
+pytest.importorskip("math_verify")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = EquivalencePool(num_processes=2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "gold, answer",
+    [
+        ("x", "9^{9^{9^9}}"),
+        ("9^{9^{9^9}}", "9^{9^{9^8}}"),
+        ("x", "7" * 100_000),
+        ("x", r"\frac{1}{" * 90 + "1" + "}" * 90),
+        ("x", "(" * 450 + "1" + ")" * 450),
+        ("x^5-x-1=0", "x^{55}-x-1=0"),
+        ("x", "(x+1)^{5000}"),
+    ],
+)
+def test_no_answer_takes_for_ever(pool, gold, answer):
+    started = time.perf_counter()
+    assert reward_of(grade_equivalence(answer, gold, pool=pool)) == 0.0
+    assert time.perf_counter() - started < 60  # the bound is of CPU time; the machine may be busy
+    assert grade_equivalence("3+2x", "2x+3", pool=pool) == Score(1.0, "3+2x")  # the next one does not suffer for it
+
+
+@pytest.mark.slow
+def test_an_answer_that_hangs_algebra_is_a_timeout():
+    pool = EquivalencePool(num_processes=1, cpu_seconds=1.0)
+    try:
+        assert grade_equivalence("9^{9^{9^8}}", "9^{9^{9^9}}", pool=pool) == Timeout(1.0, "comparing the answer")
+    finally:
+        pool.close()
+
+
+@pytest.mark.slow
+def test_many_threads_share_few_processes(pool):
+    with ThreadPoolExecutor(32) as threads:
+        grades = list(threads.map(lambda n: pool.compare(f"{n}+x", f"x+{n}"), range(100)))
+    assert grades == [Score(1.0)] * 100
+    assert len(pool._alive) <= 2
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_an_infrastructure_failure_once(pool):
+    assert pool.compare("x+1", "1+x") == Score(1.0)
+    for process in list(pool._alive):
+        os.kill(process._process.pid, signal.SIGKILL)
+    grades = [pool.compare("x+1", "1+x") for _ in range(3)]
+    assert [isinstance(grade, InfraError) for grade in grades].count(True) <= 2  # of two processes
+    assert grades[-1] == Score(1.0)
+
+
+@pytest.mark.parametrize("python", ["/nonexistent/python", "/bin/false"])
+def test_a_process_that_cannot_start_is_an_infrastructure_failure(python):
+    pool = EquivalencePool(num_processes=1, python=python)
+    grade = grade_equivalence("3+2x", "2x+3", pool=pool)
+    pool.close()
+    assert isinstance(grade, InfraError) and "cannot start" in str(grade)
+    with pytest.raises(InfraError):
+        reward_of(grade)
+
+
+PARENT = """
+import sys, time
+from skyrl_gym.graders.math import default_pool, grade_equivalence
+print(grade_equivalence("3+2x", "2x+3").value, *(process._process.pid for process in default_pool()._alive), flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [False, True], ids=["parent ends", "parent is killed"])
+def test_no_process_outlives_its_parent(kill):
+    command = [sys.executable, "-W", "error", "-c", PARENT, "60" if kill else "0"]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    value, worker = parent.stdout.readline().split()
+    if kill:
+        parent.kill()
+    _, errors = parent.communicate(timeout=60)
+    assert (value, errors) == ("1.0", "")
+    deadline = time.monotonic() + 20
+    while os.path.exists(f"/proc/{worker}") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{worker}")
