@@ -41,7 +41,7 @@ class Frame:
         if not self._columns:
             return EMPTY[:num_characters]
         line_length = sum(self._widths) + len(self._widths)
-        wanted = None if num_characters is None else -(-num_characters // line_length)
+        wanted = None if num_characters is None else num_characters // line_length + 1
         lines = (
             " ".join(cell.rjust(width) for cell, width in zip(line, self._widths, strict=True))
             for line in zip(*self._columns, strict=True)
