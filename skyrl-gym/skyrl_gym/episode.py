@@ -126,6 +126,12 @@ def check_step_output(output: Any) -> BaseTextEnvStepOutput:
         raise ContractError(f"step must give a finite number as reward; got {reward!r:.200}")
     if not isinstance(output["done"], bool):
         raise ContractError(f"step must give done as a bool; got {output['done']!r:.200}")
+    truncated = output.get("truncated", False)
+    if not isinstance(truncated, bool) or (truncated and not output["done"]):
+        raise ContractError(
+            f"step must give truncated as a bool, and True only together with done (truncated without done is no end); "
+            f"got truncated {truncated!r} and done {output['done']}"
+        )
     check_messages("step", output["observations"])
     return output  # pyright: ignore[reportReturnType]
 

@@ -1,13 +1,14 @@
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from skyrl_gym.audit import audit, cheats_for, disguise, services_for
 from skyrl_gym.audit.__main__ import main
 from skyrl_gym.audit.trial import play
-from skyrl_gym.check import examples_of, spec_of
+from skyrl_gym.check import check_env, examples_of, spec_of
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of
 
 from .shipped import EVERY_ENVIRONMENT
@@ -195,6 +196,18 @@ def test_marked_places_are_found(text, emptied, inside):
 
 def test_garbling_keeps_the_shape_and_loses_the_content():
     assert disguise.garbled("42 Apples, é") == "86 Bqqmft, x"
+
+
+GUIDE = Path(__file__).parents[2] / "docs" / "environments.md"
+
+
+@pytest.mark.skipif(not GUIDE.exists(), reason="the guide is not beside the package")
+def test_the_environment_of_the_guide_keeps_its_promises_and_cannot_be_cheated():
+    code = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[0]
+    names = {}
+    exec(code, names)
+    assert check_env(names["CapitalsEnv"]).findings == []
+    assert audit(names["CapitalsEnv"]).complaints == []
 
 
 @EVERY_ENVIRONMENT
