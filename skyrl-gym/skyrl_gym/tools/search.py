@@ -237,8 +237,15 @@ class SearchToolGroup(ToolGroup):
     def search(self, query: str | None) -> str:
         """Searches for documents that answer a query.
 
-        Returns a JSON object as text: `result` holds the documents, numbered from 1, or what was wrong with the query.
-        Raises InfraError.
+        Args:
+            query: What to look for, in words.
+
+        Returns:
+            A JSON object as text: `result` holds the documents, numbered from 1, or what was wrong with the query.
+            Nothing if there is no query.
+
+        Raises:
+            InfraError: as `call_search_api`.
         """
         if query is None:
             return ""
