@@ -280,6 +280,13 @@ def test_settings_that_cannot_work_are_refused(settings):
         Judge(JudgeSettings(base_url="http://127.0.0.1:1", **settings))
 
 
+def test_settings_may_come_from_a_configuration_file():
+    config = pytest.importorskip("omegaconf").OmegaConf.create({"request_fields": {"extra": {"stop": ["a"]}}})
+    with Failing(0) as judge, make(judge, **config) as env:
+        assert env.step("42")["reward"] == 1.0
+    assert judge.requests[0]["extra"] == {"stop": ["a"]}
+
+
 def test_a_judge_is_a_grader_too():
     with LocalJudge() as server, Judge(JudgeSettings(base_url=server.base_url)) as judge:
         grade = judge.grade("What is 6 * 7?", "6 * 7 = 42\n#### 42", "42")

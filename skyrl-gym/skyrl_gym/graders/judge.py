@@ -103,7 +103,7 @@ class Judge:
             )
         self.url = (settings.base_url or PUBLIC_BASE_URL).rstrip("/") + "/chat/completions"
         key = os.environ.get(settings.api_key_env, "")
-        if not key and settings.base_url is None:
+        if not key and not settings.base_url:
             raise ValueError(
                 f"the judge {settings.model} needs a key in the environment variable {settings.api_key_env}, "
                 f"or another server in base_url"
@@ -151,7 +151,7 @@ class Judge:
         """Raises _Retry if trying again may help, else InfraError."""
         request = {**self.settings.request_fields, "model": self.settings.model}
         request["messages"] = [{"role": "user", "content": prompt}]
-        body = json.dumps(request).encode()  # ASCII: also lone surrogates go through
+        body = json.dumps(request, default=_plain).encode()  # ASCII: also lone surrogates go through
         deadline = time.monotonic() + self.settings.timeout
         try:
             headers = {**self._headers, "Content-Type": "application/json"}
@@ -251,6 +251,11 @@ def _content(body: str) -> str:
     if not isinstance(content, str):
         raise _Retry(f"a chat completion without text: {body:.300}")
     return content
+
+
+def _plain(value: Any) -> Any:
+    """Settings that came from a configuration library, as JSON knows them."""
+    return dict(value) if isinstance(value, Mapping) else list(value)
 
 
 @functools.cache

@@ -141,7 +141,7 @@ class _Process:
     """One `math_worker`, used by one thread at a time."""
 
     def __init__(self, python: str) -> None:
-        paths = os.pathsep.join(path for path in sys.path if path)  # so that it finds what we have found
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)  # so that it finds what we have found
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
         try:
             self._process = subprocess.Popen(
