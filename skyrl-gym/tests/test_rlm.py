@@ -16,10 +16,19 @@ from skyrl_gym.envs.rlm.env import BaseRLMEnv, RLMEnv
 from skyrl_gym.envs.rlm.repl import RESERVED_TOOL_NAMES, Opaque, PersistentREPL
 from skyrl_gym.episode import run_episode
 from skyrl_gym.error import Error, InfraError, TaskError
+from skyrl_gym.sandbox import make_sandbox
 
 pytestmark = pytest.mark.slow
 
 QUESTION = [{"role": "user", "content": "What is the code word?"}]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _a_sandbox():
+    try:
+        make_sandbox()
+    except InfraError as reason:
+        pytest.skip(str(reason))
 
 
 def shout(prompts):
@@ -329,10 +338,25 @@ def test_code_that_ends_the_process_is_told_so(make_repl, code):
 
 
 def test_too_much_memory_is_an_error_or_a_new_process(make_repl):
-    repl = make_repl()
+    repl = make_repl(memory_bytes=1 << 29)
     stderr = repl.execute("hog = [bytes(10**8) for _ in range(100)]").stderr
     assert "MemoryError" in stderr or "started anew" in stderr
     assert repl.execute("print(1)").stdout == "1\n"
+
+
+def test_a_process_that_forks_stays_one_repl(make_repl):
+    repl = make_repl(lm_callback=shout)
+    code = "import os\nx = 'child' if os.fork() == 0 else 'parent'\nif x == 'child': llm_query('a')\nelse: os.wait()"
+    assert repl.execute(code).locals["x"] == "parent"
+    assert repl.execute("print(x, llm_query('b'))").stdout == "parent B\n"
+
+
+def test_a_sandbox_that_is_given_stays_the_callers(make_repl):
+    with make_sandbox() as sandbox:
+        repl = make_repl(sandbox=sandbox)
+        repl.execute("open('note.txt', 'w').write('plum')")
+        repl.cleanup()
+        assert sandbox.read("note.txt") == b"plum"
 
 
 FORGE = """
@@ -579,6 +603,13 @@ def test_out_of_turns_is_truncated_and_worth_nothing(make_env):
     output = env.step(block("print(2)"))
     assert (output["done"], output["truncated"], output["reward"], output["observations"]) == (True, True, 0.0, [])
     assert env.get_metrics() == {"turns_used": 2, "final_value_set": False, "final_answer": None, "reward": 0.0}
+
+
+def test_a_step_after_the_end_changes_nothing(make_env):
+    env, _ = make_env()
+    env.step("FINAL(pear)")
+    output = env.step("FINAL(plum)")
+    assert (output["done"], output["reward"], env.turns) == (True, 0.0, 1)
 
 
 def test_many_guesses_are_not_the_answer(make_env):

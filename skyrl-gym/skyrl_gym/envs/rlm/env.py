@@ -35,6 +35,9 @@ class RLMEnvConfig:
     allow_imports: bool = True
     """Whether that code may import modules. The sandbox holds it either way."""
 
+    memory_bytes: int = 1 << 30
+    """What that code may use, context and variables included."""
+
     ephemeral_turn_prompt: bool = False
     """Take each turn's prompt out of the history again when the model has answered it.
 
@@ -72,6 +75,7 @@ class BaseRLMEnv(BaseTextEnv):
         self._turn_prompt: MessageType = {}
         self._final_answer: str | None = None
         self._reward = 0.0
+        self._done = False
 
     # What a subclass may define
 
@@ -103,6 +107,7 @@ class BaseRLMEnv(BaseTextEnv):
             lm_callback=self.lm_callback,
             subcall_fn=self.extras.get("subcall_fn"),
             allow_imports=self.config.allow_imports,
+            memory_bytes=self.config.memory_bytes,
         )
         self.repl.add_context(self._context)
         descriptions = {name: description for name, (_, description) in tools.items()}
@@ -115,6 +120,8 @@ class BaseRLMEnv(BaseTextEnv):
         return self._messages, {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
+        if self._done:
+            return BaseTextEnvStepOutput(observations=[], reward=0.0, done=True, metadata={})
         self.turns += 1
         if self.config.ephemeral_turn_prompt:
             self._take_turn_prompt_back()
@@ -123,7 +130,7 @@ class BaseRLMEnv(BaseTextEnv):
         self._final_answer = self._find_final_answer(action, result)
         if self._final_answer is not None:
             self._reward = float(self._get_reward(self._final_answer))
-        done = self._final_answer is not None or self.turns >= self.max_turns
+        done = self._done = self._final_answer is not None or self.turns >= self.max_turns
         output = BaseTextEnvStepOutput(
             observations=[] if done else self._observations(action, code, result),
             reward=self._reward,

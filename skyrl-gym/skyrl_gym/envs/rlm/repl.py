@@ -90,10 +90,12 @@ class PersistentREPL:
         lm_callback: makes `llm_query`, `llm_query_batched`, `rlm_query` and `rlm_query_batched` available.
         subcall_fn: `subcall_fn(prompt)` or `subcall_fn(prompt, context)` answers `rlm_query`, two at a time; without it
             the language model does. Called from other threads.
-        sandbox: where the process runs, not yet started; `cleanup` closes it. Default: `make_sandbox()`.
+        sandbox: where the process runs, started; it stays the caller's. Without one, the first execution makes one that
+            `cleanup` closes.
         allow_imports: whether the code may import modules. The sandbox is what holds it, so it may; without, it is the
             bare language, as earlier releases had it. No boundary either way.
         max_output: bytes of each of stdout and stderr that one execution gives back.
+        memory_bytes: what the process may use, contexts and variables included.
 
     Raises:
         ValueError: a tool has a reserved name, or none that code can use.
@@ -110,10 +112,12 @@ class PersistentREPL:
         sandbox: Sandbox | None = None,
         allow_imports: bool = True,
         max_output: int = 100_000,
+        memory_bytes: int = 1 << 30,
     ) -> None:
         self.timeout = timeout
         self.allow_imports = allow_imports
         self.max_output = max_output
+        self.memory_bytes = memory_bytes
         self._lm_callback = lm_callback
         self._subcall_fn = subcall_fn
         self._functions: dict[str, Callable[..., Any]] = {}
@@ -135,8 +139,8 @@ class PersistentREPL:
             **self._values,
         }
         self.locals: dict[str, Any] = {}
-        self._sandbox = sandbox if sandbox is not None else make_sandbox()
-        self._sandbox_started = False
+        self._sandbox = sandbox
+        self._owned_sandbox: Sandbox | None = None
         self._process: SandboxProcess | None = None
         self._pipe: Pipe | None = None
         self._deadline = float("inf")
@@ -195,7 +199,8 @@ class PersistentREPL:
         """Ends the process and closes the sandbox. May be called more than once."""
         self._closed = True
         self._stop()
-        self._sandbox.close()
+        if self._owned_sandbox is not None:
+            self._owned_sandbox.close()
 
     close = cleanup
 
@@ -211,17 +216,16 @@ class PersistentREPL:
 
     def _start(self) -> None:
         """Raises InfraError."""
-        if not self._sandbox_started:
-            self._sandbox.start()
-            self._sandbox_started = True
+        sandbox = self._started_sandbox()
         limits = dataclasses.replace(
-            self._sandbox.limits,
+            sandbox.limits,
             wall_seconds=LIFETIME_SECONDS,
             cpu_seconds=max(60.0, CPU_SECONDS_PER_TIMEOUT * self.timeout),
+            memory_bytes=self.memory_bytes,
         )
         imports = "imports" if self.allow_imports else "no imports"
-        program = [self._sandbox.python, "-I", "-c", _PROGRAM.read_text("utf-8"), str(self.max_output), imports]
-        self._process = self._sandbox.popen(program, limits=limits)
+        program = [sandbox.python, "-I", "-c", _PROGRAM.read_text("utf-8"), str(self.max_output), imports]
+        self._process = sandbox.popen(program, limits=limits)
         self._pipe = Pipe(self._process)
         deadline = time.monotonic() + START_SECONDS
         try:
@@ -230,8 +234,17 @@ class PersistentREPL:
             for index in self._contexts:
                 self._send_context(index, deadline)
             self._run("", START_SECONDS)
-        except (_Gone, OSError, TimeoutError) as failure:
-            raise InfraError(f"a REPL does not start in its sandbox: {failure}") from failure
+        except (_Gone, OSError) as failure:
+            raise InfraError(f"a REPL does not start in its sandbox: {failure or type(failure).__name__}") from failure
+
+    def _started_sandbox(self) -> Sandbox:
+        if self._sandbox is not None:
+            return self._sandbox
+        if self._owned_sandbox is None:
+            sandbox = make_sandbox()
+            sandbox.start()
+            self._owned_sandbox = sandbox
+        return self._owned_sandbox
 
     def _send_context(self, index: int, deadline: float) -> None:
         assert self._pipe is not None
@@ -308,8 +321,10 @@ class PersistentREPL:
             result = self._process.wait(timeout=GRACE_SECONDS)
         except TimeoutError:
             return "The code closed the REPL"
-        causes = {"exited": f"The code ended the REPL's process (status {result.returncode})"}
-        return causes.get(result.outcome, f"The REPL reached its limit of {result.outcome.replace('_', ' ')}")
+        if result.outcome != "exited":
+            return f"The REPL reached its limit of {result.outcome.replace('_', ' ')}"
+        said = f": {result.stderr[-500:].strip()}" if result.stderr.strip() else ""
+        return f"The code ended the REPL's process (status {result.returncode}{said})"
 
     def _context_names(self) -> dict[str, Any]:
         names = {f"context_{index}": payload for index, payload in self._contexts.items()}

@@ -147,6 +147,7 @@ class Repl:
         self.max_output = max_output
         self.pipe = threading.RLock()
         """Held while a call waits for its answer: threads of the code that runs take turns."""
+        self.process_id = os.getpid()
         self.running = False
         self.in_call = False
         self.interrupted = False
@@ -216,6 +217,8 @@ class Repl:
             self.running = False
         except BaseException:  # an interrupt in the middle of the above, or a report that fails: nothing more to say
             pass
+        if os.getpid() != self.process_id:
+            os._exit(0)  # the code has forked: the pipe belongs to the parent
         with self.pipe:
             self.running = False
             stdout, stderr = self.take_output()
@@ -262,8 +265,8 @@ class Repl:
         def call(*arguments, **named):
             frame = ["call", name, [encode(value) for value in arguments], {k: encode(v) for k, v in named.items()}]
             with self.pipe:
-                if not self.running:
-                    raise RuntimeError(f"{name} can only be called while code runs")
+                if not self.running or os.getpid() != self.process_id:
+                    raise RuntimeError(f"{name} can only be called while code runs, and by its own process")
                 self.in_call = True
                 try:
                     self.send(frame)
