@@ -165,7 +165,7 @@ class Answer:
         reply = _ask(self._solution, request, deadline)
         returned = reply.get("json")
         if not isinstance(returned, str):
-            return CaseResult(False, error=f"{reply.get('raised')}: {reply.get('text')}")
+            return CaseResult(False, error=_error_text(reply))
         return CaseResult(same_json(returned, case.output), got=returned)
 
     def _await_verdict(self, deadline: float) -> CaseResult:
@@ -184,6 +184,14 @@ class Answer:
         if result.outcome != "exited":
             return WHY_ENDED[result.outcome]
         return f"{end} (exit code {result.returncode})"
+
+
+def _error_text(reply: dict[str, Any]) -> str:
+    """Of the exception that the answer says it raised; it may say anything."""
+    match reply:
+        case {"raised": [str(kind), *_], "text": str(text)}:
+            return f"{kind}: {text}"
+    return f"not a result: {reply!r:.200}"
 
 
 def _await_ready(channel: Channel) -> None:

@@ -6,12 +6,17 @@ Arguments go by value: what the answer does to them in place is not seen here. A
 to calls, and to reading and setting attributes, and to nothing else: it is equal to itself only.
 """
 
+from __future__ import annotations
+
 import json
-from typing import Any
 
 from skyrl_gym.graders.code.inside.control import Control
 from skyrl_gym.graders.code.inside.names import make_usual_builtins, unbound_names, usual_names
 from skyrl_gym.graders.code.inside.values import NotPlain, decode, decode_exception, encode
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing typing takes long
+    from typing import Any
 
 
 class Remote:
@@ -19,7 +24,7 @@ class Remote:
 
     __slots__ = ("_link", "_number")
 
-    def __init__(self, link: "Link", number: int):
+    def __init__(self, link: Link, number: int):
         object.__setattr__(self, "_link", link)
         object.__setattr__(self, "_number", number)
 
@@ -96,7 +101,7 @@ def main() -> None:
     scope = {"__name__": "tests"}
     if start["before"]:
         scope.update(usual_names(unbound_names(start["before"])))
-        exec(compile(start["before"], "prompt.py", "exec"), scope)
+        exec(compile(start["before"], "prompt.py", "exec", dont_inherit=True), scope)
     wanted = unbound_names(source) - scope.keys()
     usual = usual_names(wanted)
     entry_point = start["entry_point"]
@@ -116,7 +121,7 @@ def run(source: str, name: str, scope: dict[str, Any], entry_point: str | None =
     """What went wrong, or None."""
     try:
         before = scope.get("check")
-        exec(compile(source, name, "exec"), scope)
+        exec(compile(source, name, "exec", dont_inherit=True), scope)
         if entry_point and scope.get("check") is not before:
             scope["check"](scope[entry_point])
     except BaseException as failure:

@@ -1,9 +1,14 @@
 """Talking to whoever started this process: one JSON value on a line, over what were standard input and output."""
 
+from __future__ import annotations
+
 import json
 import os
 import sys
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing typing takes long
+    from typing import Any
 
 
 class Control:

@@ -3,13 +3,18 @@
 What they should return never comes here, nor does test code: there is nothing here for an answer to find or to forge.
 """
 
+from __future__ import annotations
+
 import json
-from typing import Any
 
 from skyrl_gym.graders.code.inside.control import Control
 from skyrl_gym.graders.code.inside.loading import receive_answer
 from skyrl_gym.graders.code.inside.names import unbound_names, usual_names
 from skyrl_gym.graders.code.inside.values import NotPlain, References, decode, encode, encode_exception
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing typing takes long
+    from typing import Any
 
 
 def main() -> None:
@@ -22,7 +27,7 @@ def main() -> None:
     try:
         if message["before"]:
             scope.update(usual_names(unbound_names(message["before"])))
-            exec(compile(message["before"], "prompt.py", "exec"), scope)
+            exec(compile(message["before"], "prompt.py", "exec", dont_inherit=True), scope)
         scope.update(usual_names(names - scope.keys()))
         given = dict(scope)
         exec(code, scope)

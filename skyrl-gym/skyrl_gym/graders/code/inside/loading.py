@@ -1,12 +1,17 @@
 """The answer as it comes in: compiled, with a module of its own to run in."""
 
+from __future__ import annotations
+
 import builtins
 import sys
 import types
-from typing import Any
 
 from skyrl_gym.graders.code.inside.control import Control
 from skyrl_gym.graders.code.inside.names import make_usual_builtins, unbound_names
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing typing takes long
+    from typing import Any
 
 RECURSION_LIMIT = 50_000
 
@@ -17,7 +22,7 @@ def receive_answer(
     """(message, compiled code, names that it needs from elsewhere, an empty module); None if it is not a program."""
     message = control.receive()
     try:
-        code = compile(message["code"], "answer.py", "exec")
+        code = compile(message["code"], "answer.py", "exec", dont_inherit=True)
         names = unbound_names(message["code"])
     except (SyntaxError, ValueError, RecursionError, MemoryError) as failure:
         control.send({"invalid": f"{type(failure).__name__}: {failure}"})

@@ -1,13 +1,18 @@
 """The names that competitive-programming answers use without importing them."""
 
+from __future__ import annotations
+
 import builtins
 import importlib
 import importlib.machinery
 import symtable
 import sys
 import types
-from collections.abc import Iterable
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing typing takes long
+    from collections.abc import Iterable
+    from typing import Any
 
 # fmt: off
 STAR_MODULES = (

@@ -3,17 +3,22 @@
 What it should print never comes here, so there is nothing here for an answer to find or to forge.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import gc
 import os
 import sys
 import types
-from typing import Any, NoReturn
 
 from skyrl_gym.graders.code.inside.control import Control, redirect
 from skyrl_gym.graders.code.inside.loading import receive_answer
 from skyrl_gym.graders.code.inside.names import load_usual_modules, usual_names
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing typing takes long
+    from typing import Any, NoReturn
 
 MAX_OUTPUT_BYTES = 4 << 20
 ERROR_BYTES = 4000

@@ -4,17 +4,31 @@ the other side. What has no plain form (a class, a function, an object) stays wh
 An atom stands for itself; anything else is `[tag, part, ...]`.
 """
 
+from __future__ import annotations
+
 import builtins
 import collections
 import datetime
 import itertools
-from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, Protocol
 
-Each = Callable[[Any], Any]
-"""Writes or reads a part of a value."""
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing typing takes long
+    from collections.abc import Callable
+    from typing import Any, Protocol
+
+    Each = Callable[[Any], Any]
+    """Writes or reads a part of a value."""
+
+    class ObjectTable(Protocol):
+        """What knows the objects that cross as references."""
+
+        def encode(self, value: Any) -> list[Any]: ...
+
+        def decode(self, number: int) -> Any: ...
+
 
 MAX_DEPTH = 200
 MAX_ITERATOR_ITEMS = 100_000
@@ -26,14 +40,6 @@ FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, tuple
 
 class NotPlain(ValueError):
     """The text of the other side is not a value, or the value is nested too deeply."""
-
-
-class ObjectTable(Protocol):
-    """What knows the objects that cross as references."""
-
-    def encode(self, value: Any) -> list[Any]: ...
-
-    def decode(self, number: int) -> Any: ...
 
 
 class References:
