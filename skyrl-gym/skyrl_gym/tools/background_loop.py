@@ -42,9 +42,11 @@ class BackgroundLoop:
 
     def close(self) -> None:
         """Ends the thread; what still runs is abandoned. May be called more than once."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CANCEL_SECONDS)
+        if not self._thread.is_alive():  # else something blocks the loop; the thread is a daemon
             self._loop.close()
 
 
