@@ -1,5 +1,6 @@
 """Calls that may never come back. Knows no environments."""
 
+import contextvars
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -25,9 +26,11 @@ def call_before_deadline(seconds: float | None, function: Callable[..., T], *arg
     results: list[T] = []
     errors: list[BaseException] = []
 
+    context = contextvars.copy_context()
+
     def work() -> None:
         try:
-            results.append(function(*args))
+            results.append(context.run(function, *args))
         except BaseException as error:  # carried to the caller, whatever it is
             errors.append(error)
 

@@ -99,7 +99,7 @@ def test_pass_at_k_of_a_model_that_is_right_every_other_time(settings):
     assert summary.pass_at[2].mean == pytest.approx(5 / 6)
     assert summary.pass_at[4].mean == 1.0
     assert summary.pass_at[1].method == "bootstrap"
-    assert "pass@2          0.8333" in table(summary)
+    assert "pass@2              0.8333" in table(summary)
 
 
 @pytest.mark.parametrize("n, c, k", [(1, 0, 1), (1, 1, 1), (4, 2, 2), (5, 1, 3), (6, 5, 2), (6, 0, 6)])
@@ -306,13 +306,31 @@ def test_a_server_that_dies_stops_the_evaluation_and_the_next_run_goes_on(settin
     def dying(messages):
         return right(messages) if answered.acquire(blocking=False) else (502, {"error": "gone"})
 
-    text = r"10 episodes in a row failed .* run again to go on"
+    text = r"10 episodes in a row failed; last: infra, .*run again to go on"
     with ChatServer(dying) as server, pytest.raises(InfraError, match=text):
         evaluate(replace(running, base_url=server.base_url))
     with ChatServer(right) as server:
         summary = evaluate(replace(running, base_url=server.base_url))
     assert summary.is_complete and summary.reward.mean == 1.0
     assert len(server.requests) == 40
+
+
+def test_an_evaluation_in_which_nothing_works_stops_early(settings, tmp_path):
+    data = tmp_path / "many.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in make_problems(60, seed=2, instruction="")))
+    with ChatServer(lambda messages: (400, {"error": "unknown field max_tokens"})) as server:
+        with pytest.raises(InfraError, match=r"10 episodes in a row failed; last: model, .*unknown field max_tokens"):
+            evaluate(replace(settings, data=data, base_url=server.base_url))
+        assert len(server.requests) < 20
+
+
+def test_half_a_character_from_the_model_can_be_sent_back(settings, tmp_path):
+    data = tmp_path / "calculator.jsonl"
+    data.write_text(json.dumps({"prompt": "6*7", "reward_spec": {"ground_truth": "42"}}))
+    with ChatServer(lambda messages: "\ud83d" if len(messages) == 1 else "<answer>42</answer>") as server:
+        summary = evaluate(replace(settings, env="calculator", data=data, base_url=server.base_url))
+    assert summary.reward.mean == 1.0
+    assert server.requests[1]["messages"][1]["content"] == "\ufffd"
 
 
 @pytest.mark.parametrize("status, flag", [(401, "--api-key-env"), (404, "--base-url or --model")])

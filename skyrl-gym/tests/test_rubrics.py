@@ -82,16 +82,19 @@ def test_async_parts_wait_at_the_same_time():
     assert rubric.score(completion="x").total == 7.0
 
 
-async def test_on_an_event_loop_async_parts_are_awaited():
+def test_on_an_event_loop_async_parts_are_awaited():
     async def judge(completion):
         await asyncio.sleep(0)
         return 0.5
 
-    rubric = Rubric({"judge": judge})
-    assert (await rubric.score_async(completion="x")).total == 0.5
-    with pytest.raises(RuntimeError, match=r"await rubric\.score_async"):
-        rubric.score(completion="x")
-    assert Rubric({"plain": lambda: 1.0}).score().total == 1.0  # plain parts need no loop of their own
+    async def on_a_loop():
+        rubric = Rubric({"judge": judge})
+        assert (await rubric.score_async(completion="x")).total == 0.5
+        with pytest.raises(RuntimeError, match=r"await rubric\.score_async"):
+            rubric.score(completion="x")
+        assert Rubric({"plain": lambda: 1.0}).score().total == 1.0  # plain parts need no loop of their own
+
+    asyncio.run(on_a_loop())
 
 
 def test_a_plain_function_that_gives_an_awaitable_is_named():

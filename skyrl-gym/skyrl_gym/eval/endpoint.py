@@ -141,10 +141,8 @@ class ChatEndpoint:
         try:
             answer = response.json()
             choice = answer["choices"][0]
-            text = choice["message"].get("content") or ""
+            text = _valid_unicode(choice["message"].get("content") or "")
             usage = answer.get("usage") or {}
-            if not isinstance(text, str):
-                raise TypeError("content is no text")
         except (ValueError, LookupError, TypeError, AttributeError) as failure:
             raise ModelError(f"no reply in the answer ({failure!r}): {response.text[:500]}") from failure
         finish_reason = choice.get("finish_reason")
@@ -178,6 +176,11 @@ def _last_open(text: str, tag: str) -> int:
     """Where a tag is opened and not closed after it, or -1."""
     opening = text.rfind(f"<{tag}>")
     return opening if opening > text.rfind(f"</{tag}>") else -1
+
+
+def _valid_unicode(text: str) -> str:
+    """Halves of characters, which JSON can carry and UTF-8 cannot, become U+FFFD: the text has to be sent again."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _seconds(retry_after: str | None) -> float:

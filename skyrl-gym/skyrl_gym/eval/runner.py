@@ -67,11 +67,12 @@ def _collect(crew: "_Crew", missing: list[tuple[int, int]], file: EpisodeFile, b
         num_scored += record.failure is None
         num_right += bool(record.success)
         infra_in_a_row = infra_in_a_row + 1 if record.failure == "infra" else 0
+        nothing_works = num_scored == 0 and num_failed >= patience
         bar.set_postfix_str(f"right {num_right}/{num_scored}, failed {num_failed}", refresh=False)
-        if infra_in_a_row >= patience:
+        if infra_in_a_row >= patience or nothing_works:
             raise InfraError(
-                f"{infra_in_a_row} episodes in a row failed for want of infrastructure; last: {record.error}. "
-                f"What is finished is kept: run again to go on"
+                f"{num_failed if nothing_works else infra_in_a_row} episodes in a row failed; last: {record.failure}, "
+                f"{record.error}. What is finished is kept: run again to go on"
             )
 
 

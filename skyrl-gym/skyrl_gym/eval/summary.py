@@ -110,14 +110,14 @@ def table(summary: Summary) -> str:
     ]
     named = {f"pass@{k}": value for k, value in summary.pass_at.items()}
     named |= {"reward": summary.reward, "outcome reward": summary.outcome_reward}
-    lines += [f"  {name:<16}{_shown(value)}" for name, value in named.items()]
+    lines += [f"  {name:<20}{_shown(value)}" for name, value in named.items()]
     means = summary.means | {
         name: value for name, value in summary.environment.items() if isinstance(value, float | int)
     }
-    lines += [f"  {name:<16}{value:.4g}" for name, value in means.items()]
+    lines += [f"  {name:<20}{value:.4g}" for name, value in means.items()]
     if summary.failures:
         lines.append("failed, and counted in none of the above (run again to retry):")
-        lines += [f"  {kind:<16}{count}, e.g. {summary.errors[kind][:200]}" for kind, count in summary.failures.items()]
+        lines += [f"  {kind:<20}{count}, e.g. {summary.errors[kind][:200]}" for kind, count in summary.failures.items()]
     return "\n".join(lines)
 
 
