@@ -12,8 +12,9 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO, Protocol
 
@@ -25,7 +26,11 @@ END_SECONDS = 30.0
 """How long a killed command may take to be gone, on a machine that is busy."""
 CHECK_SECONDS = 0.05
 CHECK_SHARE = 0.1
-"""Of one core, at most, for checking the limits of all commands."""
+"""Of one core, for checking the limits of all commands: with many of them the checks become rarer,"""
+LONGEST_PAUSE_SECONDS = 0.5
+"""but not more than this."""
+COMMANDS_PER_PROCESSOR = 3
+TURN_SECONDS = 3600.0
 
 
 def as_bytes(text: str | bytes) -> bytes:
@@ -187,7 +192,7 @@ class Command:
             over = self._limit_passed()
             if over is not None:
                 self._kill(over)
-        except (OSError, InfraError) as error:
+        except Exception as error:  # whatever it is: nothing unwatched may run on, and the monitor must
             self._failure = InfraError(f"the limits of a sandboxed command could not be checked: {error!r}")
             self._process.kill()
 
@@ -318,21 +323,32 @@ class Monitor:
             time.sleep(pause)  # most commands end before their first check
             with self._changed:
                 commands = list(self._commands)
-            started = time.monotonic()
+            started = time.thread_time()
             for command in commands:
                 command.check()
-            pause = max(CHECK_SECONDS, (time.monotonic() - started) / CHECK_SHARE)
+            pause = min(max(CHECK_SECONDS, (time.thread_time() - started) / CHECK_SHARE), LONGEST_PAUSE_SECONDS)
 
 
 class Background:
-    """What this process has once: the monitor, and a thread that starts commands which outlive the calling thread.
+    """What this process has once: the monitor, turns, and a thread that starts commands which outlive their caller's.
 
     A command asks the kernel to be killed when the *thread* that started it ends, so a lasting thread must start it.
+    And commands take turns, a few for each processor: hundreds at once would only use up each other's wall clock.
     """
 
     def __init__(self):
         self.monitor = Monitor()
+        self._turns = threading.BoundedSemaphore(COMMANDS_PER_PROCESSOR * (os.cpu_count() or 1))
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sandbox-starter")
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        if not self._turns.acquire(timeout=TURN_SECONDS):
+            raise InfraError(f"no turn for a sandboxed command within {TURN_SECONDS} s")
+        try:
+            yield
+        finally:
+            self._turns.release()
 
     def start(self, launch: Launch, limits: Limits) -> Command:
         return self._starter.submit(Command, launch, limits, stderr_to_file=True).result()

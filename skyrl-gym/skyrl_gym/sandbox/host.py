@@ -1,5 +1,6 @@
 """What sandboxes on this machine share: a workspace folder, commands started from here, an end that leaves nothing."""
 
+import os
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -44,7 +45,7 @@ class HostSandbox(Generic[FilesType]):
                 self._workspace = self._make_workspace()
             except OSError as error:
                 raise InfraError(f"no folder for a sandbox: {error}") from error
-            self._finalizer = weakref.finalize(self, _clean, self._running, self._workspace)
+            self._finalizer = weakref.finalize(self, _clean, self._running, self._workspace, os.getpid())
 
     def exec(
         self,
@@ -55,15 +56,16 @@ class HostSandbox(Generic[FilesType]):
         limits: Limits | None = None,
     ) -> ExecResult:
         limits = limits or self.limits
-        try:
-            running = Command(self._launch(command, env, limits), limits)
-        except ValueError as error:  # what no system can start: a zero byte or megabytes in an argument
-            return ExecResult("exited", NOT_STARTED, "", f"{error}\n", 0.0)
-        try:
-            return running.communicate(as_bytes(stdin))
-        finally:
-            running.kill()
-            running.close()
+        with commands.background.turn():
+            try:
+                running = Command(self._launch(command, env, limits), limits)
+            except ValueError as error:  # what no system can start: a zero byte or megabytes in an argument
+                return ExecResult("exited", NOT_STARTED, "", f"{error}\n", 0.0)
+            try:
+                return running.communicate(as_bytes(stdin))
+            finally:
+                running.kill()
+                running.close()
 
     def popen(
         self, command: Sequence[str], *, env: Mapping[str, str] | None = None, limits: Limits | None = None
@@ -105,7 +107,9 @@ class HostSandbox(Generic[FilesType]):
         raise NotImplementedError
 
 
-def _clean(running: set[Command], workspace: Files) -> None:
+def _clean(running: set[Command], workspace: Files, process: int) -> None:
+    if os.getpid() != process:  # a forked process that ends: the sandbox is its parent's
+        return
     for command in running:
         command.kill()
         with suppress(InfraError):  # for who still waits for it

@@ -35,6 +35,7 @@ class ProcessSandbox(HostSandbox[Workspace]):
 
     def _launch(self, command: Sequence[str], env: Mapping[str, str] | None, limits: Limits) -> Launch:
         workspace = self._started()
+        workspace.open()
         mark = uuid.uuid4().hex
         surroundings = {
             **ENVIRONMENT,

@@ -43,22 +43,29 @@ REFUSED = {
     "msgget": (errno.ENOSYS, 68, 186),
     "fallocate": (errno.EOPNOTSUPP, 285, 47),  # blocks that nobody wrote; the C library falls back to writing
 }
+SHARED, ANONYMOUS = 0x01, 0x20
+"""Of mmap: together, memory that stays when all but a page of it is unmapped, and then is in no resident set."""
 SOCKET_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)  # 16: AF_NETLINK, to list interfaces
 
 MACHINES = {
-    # machine: (audit architecture, column of REFUSED, number of socket, number of clone)
-    "x86_64": (0xC000003E, 1, 41, 56),
-    "aarch64": (0xC00000B7, 2, 198, 220),
+    # machine: (audit architecture, column of REFUSED, numbers of socket, clone and mmap)
+    "x86_64": (0xC000003E, 1, 41, 56, 9),
+    "aarch64": (0xC00000B7, 2, 198, 220, 222),
 }
 X32_BIT = 0x40000000
 
 LOAD, JUMP_EQUAL, JUMP_GREATER_EQUAL, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-NUMBER_OFFSET, ARCHITECTURE_OFFSET, FIRST_ARGUMENT_OFFSET = 0, 4, 16  # in struct seccomp_data, little endian
+NUMBER_OFFSET, ARCHITECTURE_OFFSET, FIRST_ARGUMENT_OFFSET, FOURTH_ARGUMENT_OFFSET = (
+    0,
+    4,
+    16,
+    40,
+)  # in struct seccomp_data, little endian
 
 
 def seccomp_filter(machine: str = platform.machine()) -> bytes:
     """The filter's bytes for this kind of processor. Raises KeyError for one whose system calls are not known here."""
-    architecture, column, socket_number, clone_number = MACHINES[machine]
+    architecture, column, socket_number, clone_number, mmap_number = MACHINES[machine]
     program = [
         _instruction(LOAD, ARCHITECTURE_OFFSET),
         _instruction(JUMP_EQUAL, architecture, 1, 0),
@@ -73,6 +80,12 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
         _instruction(JUMP_EQUAL, clone_number, 0, 4),
         _instruction(LOAD, FIRST_ARGUMENT_OFFSET),
         _instruction(JUMP_ANY_BIT, NAMESPACE_FLAGS, 0, 1),
+        _instruction(RETURN, ERRNO | errno.EPERM),
+        _instruction(RETURN, ALLOW),
+        _instruction(JUMP_EQUAL, mmap_number, 0, 5),
+        _instruction(LOAD, FOURTH_ARGUMENT_OFFSET),
+        _instruction(JUMP_ANY_BIT, SHARED, 0, 2),
+        _instruction(JUMP_ANY_BIT, ANONYMOUS, 0, 1),
         _instruction(RETURN, ERRNO | errno.EPERM),
         _instruction(RETURN, ALLOW),
         _instruction(JUMP_EQUAL, socket_number, 1, 0),

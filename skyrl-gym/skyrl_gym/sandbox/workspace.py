@@ -1,12 +1,16 @@
 """The private folder of one sandbox on the host. Hostile code made what is inside: nothing here follows a link."""
 
+import fcntl
+import glob
 import os
 import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 
 from skyrl_gym.error import InfraError
 
@@ -15,6 +19,9 @@ ENTRY_BYTES = 4096
 """What a file counts for beside its blocks, so that many empty ones are not free."""
 MAX_DEPTH = 64
 DELETE_SECONDS = 120
+PREFIX = "skyrl-sandbox-"
+SWEEP_SECONDS = 3600
+"""How old a folder must be to be taken for left behind."""
 
 
 class Workspace:
@@ -25,8 +32,11 @@ class Workspace:
     """
 
     def __init__(self, owner: int | None = None):
+        _sweep()
         self.owner = owner
-        self.root = tempfile.mkdtemp(prefix="skyrl-sandbox-")  # mode 0700
+        self.root = tempfile.mkdtemp(prefix=PREFIX)  # mode 0700
+        self._lock = os.open(self.root, FOLDER)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # while we live
         for name in ("files", "tmp", "shm"):
             path = os.path.join(self.root, name)
             os.mkdir(path, 0o700)
@@ -34,6 +44,11 @@ class Workspace:
                 os.chown(path, owner, owner)
         self.files, self.tmp, self.shm = (os.path.join(self.root, name) for name in ("files", "tmp", "shm"))
         self.device = os.stat(self.root).st_dev
+
+    def open(self) -> None:
+        """Undoes what a command did to the modes of the folders themselves."""
+        for folder in (self.files, self.tmp, self.shm):
+            os.chmod(folder, 0o700)
 
     def write(self, path: str, data: bytes) -> None:
         """Writes a file, with the folders it needs. What had its name before is replaced, not written through."""
@@ -71,8 +86,9 @@ class Workspace:
     def usage(self, stop_above: int) -> int:
         """Bytes that the files take, counted until `stop_above` is passed. Folders too deep count as all of it."""
         total = 0
+        self.open()
         for folder in (self.files, self.tmp, self.shm):
-            with suppress(OSError):  # the folder's mode is its owner's to change: nothing can be added either
+            with suppress(OSError):  # closed again at this moment
                 total += _tree_bytes(os.open(folder, FOLDER), stop_above - total, MAX_DEPTH)
             if total > stop_above:
                 break
@@ -80,15 +96,10 @@ class Workspace:
 
     def delete(self) -> None:
         """Deletes everything, whatever was made of it. May be called more than once."""
-        with suppress(OSError, RecursionError):
-            shutil.rmtree(self.root)
-        if not os.path.lexists(self.root):
-            return
-        # Folders nested too deep for a recursion, or whose mode keeps us out.
-        for command in (["chmod", "-R", "u+rwx", "--", self.root], ["rm", "-rf", "--", self.root]):
-            subprocess.run(command, stderr=subprocess.DEVNULL, timeout=DELETE_SECONDS, check=False)
-        if os.path.lexists(self.root):
-            raise InfraError(f"the sandbox's folder {self.root} could not be deleted")
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+        _delete(self.root)
 
     @contextmanager
     def _folder(self, folders: list[str], *, make: bool, path: str) -> Iterator[int]:
@@ -112,6 +123,34 @@ class Workspace:
     def _give(self, descriptor: int) -> None:
         if self.owner is not None:
             os.fchown(descriptor, self.owner, self.owner)
+
+
+def _delete(root: str) -> None:
+    with suppress(OSError, RecursionError):
+        shutil.rmtree(root)
+    if not os.path.lexists(root):
+        return
+    # Folders nested too deep for a recursion, or whose mode keeps us out.
+    for command in (["chmod", "-R", "u+rwx", "--", root], ["rm", "-rf", "--", root]):
+        subprocess.run(command, stderr=subprocess.DEVNULL, timeout=DELETE_SECONDS, check=False)
+    if os.path.lexists(root):
+        raise InfraError(f"the sandbox's folder {root} could not be deleted")
+
+
+@cache
+def _sweep() -> None:
+    """Deletes folders of processes that were killed before they could: old ones that nobody holds a lock on. Once."""
+    for path in glob.glob(os.path.join(tempfile.gettempdir(), f"{PREFIX}*")):
+        with suppress(OSError, InfraError, subprocess.TimeoutExpired):
+            about = os.lstat(path)
+            if about.st_uid != os.geteuid() or time.time() - about.st_mtime < SWEEP_SECONDS:
+                continue
+            lock = os.open(path, FOLDER)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _delete(path)
+            finally:
+                os.close(lock)
 
 
 def path_parts(path: str) -> list[str]:
@@ -138,16 +177,30 @@ def _tree_bytes(descriptor: int, stop_above: int, depth: int) -> int:
     try:
         with os.scandir(descriptor) as entries:
             for entry in entries:
-                with suppress(OSError):
+                try:
                     about = entry.stat(follow_symlinks=False)
                     total += about.st_blocks * 512 + ENTRY_BYTES
                     if stat.S_ISDIR(about.st_mode):
                         if depth == 0:
                             return stop_above + 1
-                        inner = os.open(entry.name, FOLDER, dir_fd=descriptor)
+                        inner = _open_folder(entry.name, descriptor, about.st_mode)
                         total += _tree_bytes(inner, stop_above - total, depth - 1)
+                except OSError:
+                    continue
                 if total > stop_above:
                     return total
     finally:
         os.close(descriptor)
     return total
+
+
+def _open_folder(name: str, parent: int, mode: int) -> int:
+    """Opens a folder, also one whose mode keeps its owner, who may be us, from looking into it."""
+    if mode & stat.S_IRWXU == stat.S_IRWXU:
+        return os.open(name, FOLDER, dir_fd=parent)
+    closed = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        os.chmod(f"/proc/self/fd/{closed}", stat.S_IMODE(mode) | stat.S_IRWXU)
+        return os.open(f"/proc/self/fd/{closed}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    finally:
+        os.close(closed)

@@ -44,7 +44,9 @@ def test_arguments_arrive_as_they_are(sandbox):
 
 def test_the_environment_is_what_one_gives(sandbox, monkeypatch):
     monkeypatch.setenv("HOST_SECRET", "hunter2")
-    result = sandbox.exec(python(sandbox, "import os; print(dict(os.environ))"), env={"COLOUR": "dark blue", "E": "a=b"})
+    result = sandbox.exec(
+        python(sandbox, "import os; print(dict(os.environ))"), env={"COLOUR": "dark blue", "E": "a=b"}
+    )
     assert "'COLOUR': 'dark blue'" in result.stdout
     assert "'E': 'a=b'" in result.stdout
     assert "hunter2" not in result.stdout

@@ -1,0 +1,70 @@
+"""The local sandbox for somebody who is not root: the same tests, by another user's Python."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import skyrl_gym
+from skyrl_gym.error import InfraError
+from skyrl_gym.sandbox import make_sandbox
+
+NOBODY = 65534
+
+
+DEPENDS_ON_USER = """contained and (bomb or processes or threads or memory or namespaces or mounts or folder or daemon
+    or secrets or trace or limits or name or environments or kernel or roots)"""
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        pytest.param(DEPENDS_ON_USER, marks=pytest.mark.slow, id="those that depend on the user"),
+        pytest.param("not process]", marks=pytest.mark.full, id="all"),
+    ],
+)
+def test_all_of_this_holds_for_a_user_who_is_not_root(tests):
+    if os.geteuid() != 0:
+        pytest.skip("we are not root: the other tests are this one")
+    try:
+        make_sandbox("local")
+    except InfraError as error:
+        pytest.skip(str(error))
+    python = python_of_nobody()
+    here = Path(__file__).parent
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(here.parents[1]), "--import-mode=importlib"]
+    files = [str(here / name) for name in ("test_conformance.py", "test_hostile.py")]
+    ended = as_nobody([python, "-m", "pytest", *options, "-W", "error", "-k", " ".join(tests.split()), *files])
+    assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-2000:]
+    assert " passed" in ended.stdout
+    assert "skipped" not in ended.stdout.splitlines()[-1]
+
+
+def python_of_nobody() -> str:
+    for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
+        if shutil.which(python) and as_nobody([python, "-c", "import pytest, skyrl_gym"]).returncode == 0:
+            return python
+    pytest.skip("another user can run no Python of this version here, or not read this package")
+
+
+def as_nobody(command: list[str]) -> "subprocess.CompletedProcess[str]":
+    folders = [str(Path(skyrl_gym.__file__).parents[1]), str(Path(pytest.__file__).parents[1])]
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(folders), "HOME": "/nonexistent"}
+    try:
+        return subprocess.run(
+            command,
+            env={**env, "PYTHONDONTWRITEBYTECODE": "1"},
+            cwd="/",
+            capture_output=True,
+            text=True,
+            user=NOBODY,
+            group=NOBODY,
+            extra_groups=[],
+            timeout=280,
+            check=False,
+        )
+    except PermissionError as error:
+        return subprocess.CompletedProcess(command, 126, "", str(error))
