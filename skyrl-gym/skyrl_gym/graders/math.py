@@ -105,11 +105,13 @@ def grade_equivalence(answer: str, gold: str, *, question: str = "", pool: Equiv
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,1000}")
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:[0-9]*\.?[0-9]+|[0-9]*\\frac\{-?[0-9]+\}\{[0-9]+\}|[0-9]+/[0-9]+)")
-_WORD_GOLD = re.compile(r"\\(?:text|textbf|textit|textrm|mbox|mathrm)\s*\{[^{}0-9]*\}|[A-Za-z]{4}[A-Za-z ]*")
+_WORD_GOLD = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mbox|mathrm)\s*\{[^{}0-9]*\}|(?:[A-Z][a-z]{2}|[A-Za-z]{4})[A-Za-z ]*"
+)
 _SIDE_BY_SIDE = re.compile(r"(?<!_)[0-9] +[0-9]+(?![0-9]*/)")
 _SEVERAL = re.compile(r"[,;<>]|\b(?:or|and)\b|\\(?:lor|vee|wedge|land)(?![A-Za-z])")
 _TRAILING_WORDS = re.compile(r"(?<=[0-9])(?: +[A-Za-z]{2,})+$")
-_UNITS = re.compile(r"\\(?:text|textrm|mbox|mathrm|operatorname)\s*\{[^{}]*\}(?:\^(?:\{[0-9]\}|[0-9]))?")
+_UNITS = re.compile(r"\\(?:text|textrm|mbox|mathrm|operatorname)\s*\{[^{}0-9]*\}(?:\^(?:\{[0-9]\}|[0-9]))?")
 _TRAILING_UNITS = re.compile(rf"(?<=[0-9}}])\s*{_UNITS.pattern}$")
 _SCIENTIFIC = re.compile(r"(?:\\times|\\cdot|\*) *10 *\^ *(?:\{ *-?[0-9]+ *\}|[0-9])")
 _OPERATION = re.compile(r"[+*^!|]|(?<=[\w})]) *[-(]|\\(?!frac(?![A-Za-z]))[A-Za-z]+")
