@@ -86,7 +86,7 @@ def test_the_ranking_is_that_of_comparing_with_every_document(settings, retrieve
     queries_QD = encoder.queries(queries)
     np.testing.assert_allclose(np.linalg.norm(queries_QD, axis=1), 1.0, rtol=1e-5)
     scores_QN = queries_QD @ passages_ND.T
-    for hits, scores_N in zip(retriever.search(queries, 10), scores_QN, strict=True):
+    for hits, scores_N in zip(retriever.index.search(queries, 10), scores_QN, strict=True):
         expected = np.argsort(-scores_N, kind="stable")[:10]
         assert [number for number, _ in hits] == expected.tolist()
         np.testing.assert_allclose([score for _, score in hits], scores_N[expected], rtol=1e-4)
@@ -95,7 +95,7 @@ def test_the_ranking_is_that_of_comparing_with_every_document(settings, retrieve
 def test_a_document_is_the_first_answer_to_its_own_text(retriever):
     texts = make_texts()
     found = retriever.search(texts, 1)
-    assert [texts[hits[0][0]] for hits in found] == texts
+    assert [hits[0][0]["contents"] for hits in found] == texts
     assert all(hits[0][1] == pytest.approx(1.0, abs=1e-4) for hits in found)
 
 
@@ -119,7 +119,7 @@ def test_the_index_is_made_once(settings, retriever):
     made = (settings.folder() / VECTORS_FILE).stat().st_mtime_ns
     again = open_retriever(replace(settings, dense=replace(settings.dense, batch_size=3)))  # does not change vectors
     assert (settings.folder() / VECTORS_FILE).stat().st_mtime_ns == made
-    assert again.search(["kabar"], 5)[0][0][0] == retriever.search(["kabar"], 5)[0][0][0]
+    assert again.search(["kabar"], 5)[0][0] == retriever.search(["kabar"], 5)[0][0]
     with pytest.raises(IndexMismatchError, match=r"was made with model .*, not"):
         build_index(replace(settings, dense=replace(settings.dense, model="another")))
 
@@ -128,8 +128,8 @@ def test_the_index_is_made_once(settings, retriever):
 def test_other_kinds_of_faiss_index_find_nearly_the_same(settings, retriever, tmp_path, factory):
     other = replace(settings, index_path=tmp_path / "index", dense=replace(settings.dense, factory=factory))
     queries = make_texts()[:50]
-    found = [hits[0][0] for hits in open_retriever(other).search(queries, 1)]
-    exact = [hits[0][0] for hits in retriever.search(queries, 1)]
+    found = [hits[0][0] for hits in open_retriever(other).index.search(queries, 1)]
+    exact = [hits[0][0] for hits in retriever.index.search(queries, 1)]
     assert np.mean(np.equal(found, exact)) >= 0.8
 
 

@@ -33,7 +33,7 @@ def settings(tmp_path) -> RetrievalSettings:
 
 
 def ids(retriever: Retriever, query: str, topk: int = 3) -> list[str]:
-    return [retriever.documents[number]["id"] for number, _ in retriever.search([query], topk)[0]]
+    return [document["id"] for document, _ in retriever.search([query], topk)[0]]
 
 
 def test_words_are_stemmed_folded_and_without_stop_words():
@@ -55,7 +55,7 @@ def test_the_score_is_that_of_the_formula():
     retriever = Retriever.of(["fish fly high", "fish swim in the deep sea"], PLAIN)
     idf = math.log(1 + 0.5 / 2.5)
     expected = [idf / (1 + 1.2 * (1 - 0.75 + 0.75 * length / 4.5)) for length in (3, 6)]
-    assert retriever.search(["fish"], 2)[0] == [
+    assert retriever.index.search(["fish"], 2)[0] == [
         (0, pytest.approx(expected[0], rel=1e-5)),
         (1, pytest.approx(expected[1], rel=1e-5)),
     ]
@@ -71,7 +71,7 @@ def test_titles_count_and_the_best_document_is_first():
 
 def test_equal_documents_come_in_the_order_of_the_corpus():
     retriever = Retriever.of(["same words"] * 50, PLAIN)
-    assert [number for number, _ in retriever.search(["words"], 5)[0]] == [0, 1, 2, 3, 4]
+    assert [number for number, _ in retriever.index.search(["words"], 5)[0]] == [0, 1, 2, 3, 4]
 
 
 def test_best_agrees_with_sorting_everything():

@@ -162,57 +162,53 @@ def test_a_server_can_be_started_again_at_its_address():
     server.stop()
 
 
-class RecordingIndex:
+class RecordingSearch:
     """Answers each query with its length, slowly, and remembers what it was asked together."""
-
-    batch_size = 4
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
 
-    def search(self, queries: Sequence[str], topk: int) -> list[list[tuple[int, float]]]:
+    def __call__(self, queries: Sequence[str], topk: int) -> list[list[int]]:
         time.sleep(0.05)
         self.batches.append(list(queries))
         if "bad" in queries:
             raise RuntimeError("a bad query")
-        return [[(len(query), 1.0)] * topk for query in queries]
-
-    def save(self, folder) -> None: ...
+        return [[len(query)] * topk for query in queries]
 
 
 async def test_queries_that_arrive_during_a_search_are_searched_together():
-    index = RecordingIndex()
-    batcher = Batcher(index)
+    search = RecordingSearch()
+    batcher = Batcher(search, batch_size=4)
     task = asyncio.create_task(batcher.run())
     first = asyncio.create_task(batcher.search(["a"], 1))
     await asyncio.sleep(0.01)
     others = [asyncio.create_task(batcher.search(["b" * number], number)) for number in range(1, 7)]
-    assert await first == [[(1, 1.0)]]
-    assert [await other for other in others] == [[[(number, 1.0)] * number] for number in range(1, 7)]
-    assert index.batches == [["a"], ["b", "bb", "bbb", "bbbb"], ["bbbbb", "bbbbbb"]]
+    assert await first == [[1]]
+    assert [await other for other in others] == [[[number] * number] for number in range(1, 7)]
+    assert search.batches == [["a"], ["b", "bb", "bbb", "bbbb"], ["bbbbb", "bbbbbb"]]
     task.cancel()
 
 
 async def test_a_search_that_fails_fails_those_who_asked_and_nobody_later():
-    batcher = Batcher(RecordingIndex())
+    batcher = Batcher(RecordingSearch(), batch_size=4)
     task = asyncio.create_task(batcher.run())
     with pytest.raises(RuntimeError, match="a bad query"):
         await batcher.search(["bad"], 1)
-    assert await batcher.search(["ok"], 1) == [[(2, 1.0)]]
+    assert await batcher.search(["ok"], 1) == [[2]]
     task.cancel()
 
 
 async def test_more_than_can_wait_is_refused_and_who_has_gone_is_not_searched_for():
-    index = RecordingIndex()
-    batcher = Batcher(index, max_waiting=2)
+    search = RecordingSearch()
+    batcher = Batcher(search, batch_size=4, max_waiting=2)
     gone, stays = (asyncio.create_task(batcher.search([query], 1)) for query in ("gone", "stays"))
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="2 queries are waiting"):
         await batcher.search(["third"], 1)
     gone.cancel()
     task = asyncio.create_task(batcher.run())
-    assert await stays == [[(5, 1.0)]]
-    assert index.batches == [["stays"]]
+    assert await stays == [[5]]
+    assert search.batches == [["stays"]]
     task.cancel()
 
 

@@ -33,7 +33,7 @@ class RetrieveRequest(BaseModel):
 def create_app(retriever: Retriever, settings: RetrievalSettings | None = None) -> FastAPI:
     """An application that answers from a retriever. `settings` hold its limits."""
     settings = settings or RetrievalSettings()
-    batcher = Batcher(retriever.index)
+    batcher = Batcher(retriever.search, retriever.index.batch_size)
 
     @contextlib.asynccontextmanager
     async def searching(_: FastAPI) -> AsyncIterator[None]:
@@ -56,15 +56,14 @@ def create_app(retriever: Retriever, settings: RetrievalSettings | None = None) 
         """`{"result": [[document, ...], ...]}`: for each query its documents, the best first."""
         queries, topk = _checked(request, settings)
         try:
-            answers = await batcher.search(queries, topk)
+            groups = await batcher.search(queries, topk)
         except Overloaded as failure:
             raise HTTPException(503, f"{failure}; try again", headers={"Retry-After": "1"}) from failure
 
-        def shown(number: int, score: float) -> Document:
-            document = retriever.documents[number]
+        def shown(document: Document, score: float) -> Document:
             return {"document": document, "score": score} if request.return_scores else document
 
-        result = [[shown(*hit) for hit in hits] for hits in answers]
+        result = [[shown(*found) for found in group] for group in groups]
         # ASCII, because a document may hold what UTF-8 cannot express.
         return Response(json.dumps({"result": result}), media_type="application/json")
 

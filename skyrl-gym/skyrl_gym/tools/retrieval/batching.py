@@ -5,11 +5,11 @@ Nothing waits for company: a query that meets an idle index is searched at once.
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from skyrl_gym.tools.retrieval.ranking import Hit, Index
+T = TypeVar("T")
 
 
 class Overloaded(Exception):
@@ -19,21 +19,30 @@ class Overloaded(Exception):
 class _Waiting(NamedTuple):
     queries: Sequence[str]
     topk: int
-    answer: "asyncio.Future[list[list[Hit]]]"
+    answer: "asyncio.Future[Any]"
 
 
-class Batcher:
+class Batcher(Generic[T]):
     """One index, asked by many tasks of one event loop, searched by one thread."""
 
-    def __init__(self, index: Index, max_waiting: int = 4096) -> None:
-        self._index = index
+    def __init__(
+        self, search: Callable[[Sequence[str], int], list[list[T]]], batch_size: int, max_waiting: int = 4096
+    ) -> None:
+        """
+        Args:
+            search: queries and a number -> for each query at most that many answers, the best first.
+            batch_size: queries worth searching together.
+            max_waiting: queries that may wait.
+        """
+        self._search = search
+        self._batch_size = batch_size
         self._max_waiting = max_waiting
         self._waiting: deque[_Waiting] = deque()
         self._num_waiting = 0
         self._arrived = asyncio.Event()
 
-    async def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """For each query at most `topk` documents, the best first. Raises Overloaded, and what the index raises."""
+    async def search(self, queries: Sequence[str], topk: int) -> list[list[T]]:
+        """For each query at most `topk` answers, the best first. Raises Overloaded, and what the search raises."""
         if self._num_waiting + len(queries) > self._max_waiting:
             raise Overloaded(f"{self._num_waiting} queries are waiting")
         answer = asyncio.get_running_loop().create_future()
@@ -52,10 +61,10 @@ class Batcher:
                     await self._answer(batch, thread)
 
     def _next_batch(self) -> list[_Waiting]:
-        """Requests in the order of arrival, with about as many queries as the index likes together."""
+        """Requests in the order of arrival, with about as many queries as are worth it."""
         batch: list[_Waiting] = []
         num_queries = 0
-        while self._waiting and (not batch or num_queries + len(self._waiting[0].queries) <= self._index.batch_size):
+        while self._waiting and (not batch or num_queries + len(self._waiting[0].queries) <= self._batch_size):
             request = self._waiting.popleft()
             self._num_waiting -= len(request.queries)
             if not request.answer.done():  # else whoever asked has gone
@@ -68,7 +77,7 @@ class Batcher:
         topk = max(request.topk for request in batch)
         loop = asyncio.get_running_loop()
         try:
-            found = iter(await loop.run_in_executor(thread, self._index.search, queries, topk))
+            found = iter(await loop.run_in_executor(thread, self._search, queries, topk))
         except Exception as failure:  # belongs to those who asked, and the next batch may do better
             for request in batch:
                 if not request.answer.done():

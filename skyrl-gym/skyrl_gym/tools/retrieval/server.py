@@ -51,7 +51,7 @@ class RetrievalServer:
 
     @property
     def base_url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return _address(self.host, self.port)
 
     @property
     def url(self) -> str:
@@ -105,6 +105,10 @@ class RetrievalServer:
         self.stop()
 
 
+def _address(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def _listener(host: str, port: int) -> socket.socket:
     """A bound socket. asyncio sends small packets at once only through sockets that say that they are TCP; through
     others each answer on a used connection waits 40 ms for the client's delayed acknowledgement."""
@@ -146,8 +150,8 @@ def serve(
             timeout_keep_alive=IDLE_CONNECTION_SECONDS,
             timeout_graceful_shutdown=5,
         )
-        address = f"http://{host}:{listener.getsockname()[1]}/retrieve"
-        print(f"serving {folder} ({settings.index}) at {address} as soon as it is read", flush=True)
+        address = _address(host, listener.getsockname()[1])
+        print(f"serving {folder} ({settings.index}) at {address}/retrieve as soon as it is read", flush=True)
         if workers > 1:
             Multiprocess(config, sockets=[listener]).run()
         else:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from skyrl_gym.tools.retrieval.corpus import CorpusError, Document, as_documents, digest_of, read_corpus
 from skyrl_gym.tools.retrieval.documents import DocumentFile, Documents
-from skyrl_gym.tools.retrieval.ranking import Hit, Index
+from skyrl_gym.tools.retrieval.ranking import Index
 from skyrl_gym.tools.retrieval.settings import BM25Settings, RetrievalSettings
 
 MANIFEST = "manifest.json"
@@ -44,9 +44,11 @@ class Retriever:
         found = list(as_documents(documents))
         return cls("bm25", BM25Index.build(found, settings or BM25Settings()), found)
 
-    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """For each query at most `topk` documents, the best first."""
-        return self.index.search(queries, topk)
+    def search(self, queries: Sequence[str], topk: int) -> list[list[tuple[Document, float]]]:
+        """For each query at most `topk` documents with their scores, the best first."""
+        return [
+            [(self.documents[number], score) for number, score in hits] for hits in self.index.search(queries, topk)
+        ]
 
 
 def build_index(settings: RetrievalSettings) -> Path:
