@@ -378,6 +378,19 @@ def test_what_is_not_for_the_model_to_mend_is_raised():
         Warehouse().call("burn", {"kind": "infra"})
 
 
+def test_a_tool_that_no_model_can_call_is_its_author_s_mistake():
+    class Files(ToolGroup):
+        @tool
+        def send(self, data: bytes, to: "Nowhere"):  # type: ignore[name-defined] # noqa: F821
+            return "sent"
+
+    group = Files("Files")
+    assert group.execute_tool("send", b"x", None) == "sent"  # code can
+    for ask in (group.schemas, lambda: group.call("send", {"data": "x", "to": ""})):
+        with pytest.raises(TypeError, match=r"tool .*send: a type hint cannot be read: name 'Nowhere'"):
+            ask()
+
+
 def test_an_async_tool_is_waited_for_also_on_a_running_loop():
     async def inside_a_loop() -> str:
         return Warehouse().execute_tool("fetch")

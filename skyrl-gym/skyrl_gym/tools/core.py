@@ -111,15 +111,18 @@ class ToolGroup:
 
         Raises:
             InfraError: what the tool stands on did not work; that is not for the model to mend.
+            TypeError: the tool is written with a type hint that JSON cannot express.
         """
         if name not in self._tool_registry:
             return unknown_tool(name, self.get_tool_names())
         if not isinstance(arguments, Mapping):
             return f"Error calling {name}: the arguments must be an object with a value for each name"
         try:
-            return as_text(self.execute_tool(name, **self._marks[name].signature.bind(arguments)))
+            bound = self._marks[name].signature.bind(arguments)
         except ArgumentError as failure:
             return f"Error calling {name}: {failure}"
+        try:
+            return as_text(self.execute_tool(name, **bound))
         except InfraError:
             raise
         except Exception as failure:  # a tool may do anything, and the episode goes on
