@@ -27,8 +27,8 @@ from skyrl_train.errors import DataError
 
 Problem = dict[str, Any]
 Row = dict[str, Any]
-Problems = dict[str, list[Problem]]
-"""By split: `train` and `test`."""
+Problems = dict[str, Sequence[Problem]]
+"""By split: `train` and `test`. Those of the hub are read while one goes through them."""
 MakeRow = Callable[[Problem, str, int], Row | None]
 """(problem, split, index) -> row, or None to leave the problem out."""
 
@@ -68,17 +68,25 @@ def build(options: argparse.Namespace, make_row: MakeRow, columns: Sequence[str]
         else read_hub(options.hub_train, options.hub_test)
     )
     problems = hold_out(problems, options.validation_share)
-    for split, found in problems.items():
-        _check_columns(found, columns, split)
-    rows = {
-        split: [row for index, problem in enumerate(found) if (row := make_row(problem, split, index)) is not None]
-        for split, found in problems.items()
-    }
+    rows = {split: _make_rows(found, split, make_row, columns) for split, found in problems.items()}
     num_left_out = sum(len(found) - len(rows[split]) for split, found in problems.items())
     if num_left_out:
         print(f"{num_left_out} problems are left out")
     rows["train"] = rows["train"][: options.max_train_dataset_length]
     write(rows, options.output_dir)
+
+
+def _make_rows(problems: Sequence[Problem], split: str, make_row: MakeRow, columns: Sequence[str]) -> list[Row]:
+    rows = []
+    for index, problem in enumerate(problems):
+        for column in columns:
+            if all(problem.get(name) is None for name in column.split("|")):
+                names = " or ".join(repr(name) for name in column.split("|"))
+                raise DataError(f"{split} problem {index} has no column {names}; its columns are {', '.join(problem)}")
+        row = make_row(problem, split, index)
+        if row is not None:
+            rows.append(row)
+    return rows
 
 
 def write(rows: dict[str, list[Row]], output_dir: Path) -> None:
@@ -96,7 +104,7 @@ def write(rows: dict[str, list[Row]], output_dir: Path) -> None:
 
 def hold_out(problems: Problems, share: float | None) -> Problems:
     """Deals the one set there is out to both splits, the same way every time. Two sets stay as they are."""
-    full = [split for split in ("train", "test") if problems[split]]
+    full = [split for split in ("train", "test") if len(problems[split])]
     if share is None or len(full) != 1:
         return problems
     if not 0 < share < 1:
@@ -114,7 +122,7 @@ def read_local(paths: Iterable[Path], any_name: bool = False) -> Problems:
 
     Raises DataError on a file of another form, or whose name holds no split.
     """
-    problems: Problems = {"train": [], "test": []}
+    problems: dict[str, list[Problem]] = {"train": [], "test": []}
     for path in paths:
         found = [file for file in _files(path) if path.is_file() or any_name or split_of(file) is not None]
         if not found:
@@ -124,7 +132,7 @@ def read_local(paths: Iterable[Path], any_name: bool = False) -> Problems:
             if split is None:
                 raise DataError(f"--input {file}: the name must hold train, test or validation, to tell which it is")
             problems[split] += read_file(file)
-    return problems
+    return {**problems}
 
 
 def read_hub(train: str | None, test: str | None) -> Problems:
@@ -134,14 +142,14 @@ def read_hub(train: str | None, test: str | None) -> Problems:
     return {"train": _read_hub(train), "test": _read_hub(test)}
 
 
-def _read_hub(name: str | None) -> list[Problem]:
+def _read_hub(name: str | None) -> Sequence[Problem]:
     import datasets  # heavy, and not needed for local files
 
     if name is None:
         return []
     dataset, _, split = name.partition("@")
     path, _, config = dataset.partition(":")
-    return datasets.load_dataset(path, config or None, split=split or "train").to_list()  # pyright: ignore
+    return datasets.load_dataset(path, config or None, split=split or "train")  # pyright: ignore[reportReturnType]
 
 
 def split_of(path: Path) -> str | None:
@@ -185,11 +193,3 @@ def _files(path: Path) -> list[Path]:
         raise DataError(f"--input {path}: no such file or folder")
     candidates = sorted(path.iterdir()) if path.is_dir() else [path]
     return [file for file in candidates if file.name.endswith(SUFFIXES)]
-
-
-def _check_columns(problems: list[Problem], columns: Sequence[str], split: str) -> None:
-    for number, problem in enumerate(problems):
-        for column in columns:
-            if all(problem.get(name) is None for name in column.split("|")):
-                names = " or ".join(repr(name) for name in column.split("|"))
-                raise DataError(f"{split} problem {number} has no column {names}; its columns are {', '.join(problem)}")

@@ -150,6 +150,21 @@ def test_a_folder_may_say_which_split_a_file_is(tmp_path):
     assert (len(rows["train"]), len(rows["validation"])) == (3, 2)
 
 
+@pytest.mark.slow
+def test_datasets_of_the_hub_are_read_by_name_config_and_split(tmp_path):
+    """A folder is a name too, for the library that reads the hub."""
+    gsm8k_files(tmp_path)
+    (tmp_path / "test.jsonl").write_text((tmp_path / "validation.jsonl").read_text())
+    script = str(EXAMPLES / "gsm8k" / "gsm8k_dataset.py")
+    sources = ["--hub_train", f"{tmp_path}:default@train", "--hub_test", f"{tmp_path}@test"]
+    command = [sys.executable, script, "--output_dir", str(tmp_path / "out"), *sources]
+    offline = {"HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    done = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    rows = pyarrow.parquet.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    assert [row["reward_spec"]["ground_truth"] for row in rows] == ["1001", "1022", "1333"]
+
+
 @pytest.mark.parametrize(
     "content, message",
     [

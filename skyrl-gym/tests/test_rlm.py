@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 import skyrl_gym
-from skyrl_gym.envs.rlm import repl_process
-from skyrl_gym.envs.rlm.answers import final_text, final_variable, last_repl_block
 from skyrl_gym.envs.rlm.env import BaseRLMEnv, RLMEnv
 from skyrl_gym.envs.rlm.repl import RESERVED_TOOL_NAMES, Opaque, PersistentREPL
 from skyrl_gym.episode import run_episode
@@ -419,14 +417,6 @@ def test_text_that_no_encoding_takes_is_replaced(make_repl):
     assert (asked, result.final_answer, result.locals["text"]) == (["a?b"], "a?b", "a?b")
 
 
-def test_keys_that_could_be_made_to_collide_do_not_cross():
-    with pytest.raises(repl_process.TooLarge):
-        repl_process.encode({number: None for number in range(2000)})
-    with pytest.raises(repl_process.TooLarge):
-        repl_process.decode({"set": list(range(2000))})
-    assert len(repl_process.decode(repl_process.encode({str(number): None for number in range(2000)}))) == 2000
-
-
 def test_nothing_of_the_host_can_be_seen(make_repl, tmp_path):
     secret = tmp_path / "secret.txt"
     secret.write_text("plum")
@@ -463,56 +453,6 @@ def test_sixteen_at_once_do_not_mix(make_repl):
     with ThreadPoolExecutor(16) as pool:
         for number, outputs in enumerate(pool.map(work, range(16))):
             assert outputs == [f"{number} context {number} {number}! {turn}\n" * 50 for turn in range(3)]
-
-
-# What the model wrote
-
-
-@pytest.mark.parametrize(
-    "text, code",
-    [
-        ("no block", None),
-        ("```python\nx\n```", None),
-        ("```repl\nx = 1\n```", "x = 1"),
-        ("```repl\nfirst\n```\nand\n```repl\nsecond\nthird\n```\n", "second\nthird"),
-        ("```repl\nx = 1", None),
-        ("```repl\nprint('```')\n```", "print('```')"),
-        ("```repl\n\n```", ""),
-    ],
-)
-def test_the_last_repl_block_is_run(text, code):
-    assert last_repl_block(text) == code
-
-
-@pytest.mark.parametrize(
-    "text, answer",
-    [
-        ("FINAL(42)", "42"),
-        ("I think\n  FINAL(it is (about) 3)\nreally", "it is (about) 3"),
-        ("FINAL(one)\nFINAL(two)", "two"),
-        ("FINAL(a\nb)", "a\nb"),
-        ("FINAL(:()", ":("),
-        ("the form FINAL(x) in a sentence", None),
-        ("FINAL(never closed", None),
-        ("```repl\nFINAL(3)\n```", None),
-        ("FINAL_VAR(x)", None),
-    ],
-)
-def test_a_final_answer_begins_a_line(text, answer):
-    assert final_text(text) == answer
-
-
-@pytest.mark.parametrize(
-    "text, name",
-    [
-        ("FINAL_VAR(x)", "x"),
-        ("so\nFINAL_VAR('best_one')\nFINAL_VAR(last)", "last"),
-        ("```repl\nif False:\n    FINAL_VAR('x')\n```", None),
-        ("say FINAL_VAR(x)", None),
-    ],
-)
-def test_a_final_variable_begins_a_line_outside_of_code(text, name):
-    assert final_variable(text) == name
 
 
 # The environment

@@ -1,0 +1,110 @@
+"""What the recursive language model environment reads in a turn, and what its REPL's pipe lets through."""
+
+import json
+
+import pytest
+
+from skyrl_gym.envs.rlm.answers import final_text, final_variable, last_repl_block
+from skyrl_gym.envs.rlm.repl_process import TooLarge, decode, encode
+
+
+@pytest.mark.parametrize(
+    "text, code",
+    [
+        ("no block", None),
+        ("```python\nx\n```", None),
+        ("```repl\nx = 1\n```", "x = 1"),
+        ("```repl\nfirst\n```\nand\n```repl\nsecond\nthird\n```\n", "second\nthird"),
+        ("```repl\nx = 1", None),
+        ("```repl\nprint('```')\n```", "print('```')"),
+        ("```repl\n\n```", ""),
+    ],
+)
+def test_the_last_repl_block_is_run(text, code):
+    assert last_repl_block(text) == code
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("FINAL(42)", "42"),
+        ("I think\n  FINAL(it is (about) 3)\nreally", "it is (about) 3"),
+        ("FINAL(one)\nFINAL(two)", "two"),
+        ("FINAL(a\nb)", "a\nb"),
+        ("FINAL(:()", ":("),
+        ("the form FINAL(x) in a sentence", None),
+        ("FINAL(never closed", None),
+        ("```repl\nFINAL(3)\n```", None),
+        ("FINAL_VAR(x)", None),
+    ],
+)
+def test_a_final_answer_begins_a_line(text, answer):
+    assert final_text(text) == answer
+
+
+@pytest.mark.parametrize(
+    "text, name",
+    [
+        ("FINAL_VAR(x)", "x"),
+        ("so\nFINAL_VAR('best_one')\nFINAL_VAR(last)", "last"),
+        ("```repl\nif False:\n    FINAL_VAR('x')\n```", None),
+        ("say FINAL_VAR(x)", None),
+    ],
+)
+def test_a_final_variable_begins_a_line_outside_of_code(text, name):
+    assert final_variable(text) == name
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        -7,
+        2.5,
+        "text \n é 漢",
+        b"\x00\xff",
+        [1, [2, (3,)]],
+        {"a": 1, 2: {"b"}, (1, 2): None},
+        {frozenset({1}), "x"},
+    ],
+)
+def test_plain_values_cross_as_they_are(value):
+    crossed = decode(json.loads(json.dumps(encode(value))))
+    assert crossed == value
+    assert type(crossed) is type(value)
+
+
+def test_what_is_not_plain_does_not_cross():
+    loop: list = []
+    loop.append(loop)
+    for value in (object(), print, [lambda: 1], loop):
+        with pytest.raises(TypeError):
+            encode(value)
+    for value in ("x" * 1000, [0] * 1000, 10**5000):
+        with pytest.raises(TooLarge):
+            encode(value, 1000)
+
+
+@pytest.mark.parametrize(
+    "frame", [{}, {"a": 1, "b": 2}, {"pickle": "x"}, {"bytes": "é"}, {"dict": [1]}, {"dict": [[[], 1]]}, {"set": [[1]]}]
+)
+def test_what_is_not_an_encoded_value_is_refused(frame):
+    with pytest.raises(ValueError):
+        decode(frame)
+
+
+def test_nesting_without_end_is_refused():
+    value: list = []
+    for _ in range(100_000):
+        value = [value]
+    with pytest.raises(ValueError, match="recursion"):
+        decode(value)
+
+
+def test_keys_that_could_be_made_to_collide_do_not_cross():
+    with pytest.raises(TooLarge):
+        encode({number: None for number in range(2000)})
+    with pytest.raises(TooLarge):
+        decode({"set": list(range(2000))})
+    assert len(decode(encode({str(number): None for number in range(2000)}))) == 2000
