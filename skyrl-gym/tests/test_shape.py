@@ -14,7 +14,7 @@ LAYERS = [
     {"error", "core", "deadline"},
     {"envs.registration"},
     {"metrics"},
-    {"tools.core"},
+    {"tools.core", "tools.signature"},
     {"envs.base_text_env"},
     {"sandbox"},
     {"graders"},
