@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import itertools
 import json
 from collections.abc import Iterator
 
@@ -16,14 +17,21 @@ SWAPS = {
 }  # fmt: skip
 
 
-def mutants(source: str) -> Iterator[str]:
-    """Operators and comparisons swapped, numbers one greater, conditions turned round, results left out."""
+def mutants(source: str, function: str | None = None) -> Iterator[str]:
+    """Operators and comparisons swapped, numbers one greater, conditions turned round, results left out; of one
+    function, if it is named.
+    """
     tree = ast.parse(source)
-    for place, node in enumerate(ast.walk(tree)):
+    for place, node in enumerate(ast.walk(_part(tree, function))):
         for change in _changes(node):
             changed = copy.deepcopy(tree)
-            change(next(other for number, other in enumerate(ast.walk(changed)) if number == place))
+            change(next(other for number, other in enumerate(ast.walk(_part(changed, function))) if number == place))
             yield ast.unparse(ast.fix_missing_locations(changed))
+
+
+def _part(tree: ast.Module, function: str | None) -> ast.AST:
+    named = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    return named[-1] if named else tree
 
 
 def _changes(node):
@@ -63,9 +71,9 @@ for number, program in enumerate(programs):
 """Says which program is the first that fails its tests, by running both together as Python does, without the grader."""
 
 
-def first_telling_mutant(source: str, tests: str, tried: int = 40) -> str | None:
+def first_telling_mutant(source: str, tests: str, function: str | None = None, tried: int = 40) -> str | None:
     """The first mutant that fails the tests; None if none of the first `tried` does."""
-    programs = [mutant for _, mutant in zip(range(tried), mutants(source), strict=False)]
+    programs = list(itertools.islice(mutants(source, function), tried))
     with make_sandbox(limits=Limits(wall_seconds=120, cpu_seconds=60)) as sandbox:
         result = sandbox.exec([sandbox.python, "-c", FIRST_FAILING], stdin=json.dumps([programs, tests]))
     assert result.ok, result

@@ -13,6 +13,9 @@ from skyrl_gym.graders.code import grade_code, parse_tests
 from .mutants import first_telling_mutant
 from .sandboxed import sandboxed
 
+# Some references and tests have "\w" where they mean r"\w".
+pytestmark = pytest.mark.filterwarnings("ignore:invalid escape sequence")
+
 
 def read_rows(test_data, name):
     with gzip.open(test_data / "code" / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
@@ -20,15 +23,16 @@ def read_rows(test_data, name):
 
 
 def humaneval(test_data, step=1):
-    """(reference, tests, tests as one text)"""
+    """(reference, tests, tests as one text, what to mutate: tests use the prompt's other functions as they are there)"""
     for row in read_rows(test_data, "humaneval")[::step]:
         about = {name: row[name] for name in ("entry_point", "prompt")}
         tests = parse_tests(about | {"tests": [row["test"]]})
-        yield row["prompt"] + row["canonical_solution"], tests, f"{row['test']}\ncheck({row['entry_point']})"
+        as_one = f"{row['test']}\ncheck({row['entry_point']})"
+        yield row["prompt"] + row["canonical_solution"], tests, as_one, row["entry_point"]
 
 
 def mbpp(test_data, step=1):
-    """(reference, tests, tests as one text)"""
+    """(reference, tests, tests as one text, nothing: the whole program may be mutated)"""
     rows = [row for row in read_rows(test_data, "mbpp") if row["verified"]]
     assert len(rows) == 971
     for row in rows[::step]:
@@ -37,13 +41,13 @@ def mbpp(test_data, step=1):
         called = {node.id for node in ast.walk(ast.parse("\n".join(row["test_list"]))) if isinstance(node, ast.Name)}
         entry_point = next(name for name in defined if name in called)
         tests = parse_tests({"tests": row["test_list"], "setup": setup, "entry_point": entry_point})
-        yield code, tests, "\n".join([setup, *row["test_list"]])
+        yield code, tests, "\n".join([setup, *row["test_list"]]), None
 
 
 def judge_task(task):
     """Grades of a reference and of a mutant that the tests tell from it (None if there is none)."""
-    reference, tests, as_one = task
-    mutant = first_telling_mutant(reference, as_one)
+    reference, tests, as_one, function = task
+    mutant = first_telling_mutant(reference, as_one, function)
     return grade_code(reference, tests), None if mutant is None else grade_code(mutant, tests), mutant
 
 

@@ -35,7 +35,12 @@ class FunctionTests:
 
 @dataclass(frozen=True)
 class AssertTests:
-    """The answer is a module, and Python code decides: it calls what the answer defines and asserts."""
+    """The answer is a module, and Python code decides: it calls what the answer defines and asserts.
+
+    Arguments and results cross between two processes by value: plain data is copied, so a test does not see what the
+    answer does to an argument in place, and an iterator comes with at most 100,000 items. Any other object stays with
+    the answer; a test may call it and read or set its attributes, but operators, `len` and iteration do not reach it.
+    """
 
     tests: Sequence[str]
     """Each is a case of its own. One that defines `check` is followed by `check(<entry_point>)`."""
