@@ -64,11 +64,10 @@ def call_search_api(
     """Asks a retrieval server for the documents that answer a query.
 
     A request that meets no server, a time-out, a broken connection or a status of 500 and above (or 429) is made again
-    after a growing, random delay, at most `max_retries` times and for `retry_seconds`: the call takes no longer than
-    `retry_seconds + timeout`.
+    after a growing, random delay: at most `max_retries` requests, none later than `retry_seconds` after the first.
 
     Args:
-        timeout: seconds for each request.
+        timeout: seconds for each request; one that is answered in pieces may end up to as much later.
         log_requests: log each request, and each that is made again.
         session: client to use; else the one that everything in this process shares for this server.
 

@@ -13,6 +13,7 @@ from skyrl_gym.envs.base_text_env import (
     ground_truth_of,
     typed_config,
 )
+from skyrl_gym.envs.search.examples import make_examples
 from skyrl_gym.error import InfraError, TaskError
 from skyrl_gym.graders import qa
 from skyrl_gym.graders.results import reward_of
@@ -112,8 +113,6 @@ class SearchEnv(BaseTextEnv):
     @classmethod
     def examples(cls) -> list[Example]:
         """They need a retrieval server over `skyrl_gym.envs.search.examples.EXAMPLE_DOCUMENTS`."""
-        from skyrl_gym.envs.search.examples import make_examples
-
         return make_examples()
 
 
