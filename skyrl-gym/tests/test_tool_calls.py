@@ -68,6 +68,8 @@ def test_xml(text, calls):
             [ToolCall("run", {"code": "if a < 1:\n    b\n", "n": "5"})],
         ),
         ("<tool_call><function=now></function></tool_call>", [ToolCall("now")]),
+        ("I look.\n<function=now>\n</function>\n</tool_call>", [ToolCall("now")]),  # as that model does at times
+        ("There is <function=f> in the file.", []),
         ('<think>perhaps <tool_call>{"name": "a"}</tool_call></think><tool_call>{"name": "b"}', [ToolCall("b")]),
         ('perhaps <tool_call>{"name": "a"}</tool_call></think>no', []),  # the prompt opened the thought
         ('<think>perhaps <tool_call>{"name": "a"}</tool_call>', []),

@@ -41,6 +41,7 @@ def test_marked_methods_are_tools_and_know_their_instance():
     assert english.get_tool_names() == ["greet"]
     assert english.execute_tool("greet", "Ann") == "hello Ann"
     assert german.execute_tool("greet", "Ann", loudly=True) == "hallo Ann!"
+    assert english.call("greet", {"name": "Ann"}) == english.execute_tool("greet", name="Ann") == "hello Ann"
     assert german.greet("Bob") == "hallo Bob"  # still an ordinary method
     assert isinstance(Greetings.greet, tool) and Greetings.greet.__doc__ == "Says hello."
 

@@ -46,7 +46,8 @@ def parse_tool_calls(text: str, format: CallFormat) -> list[Parsed]:
 
     - `xml`: `<tool><name>argument</name></tool>`.
     - `hermes` (Hermes, Qwen): `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, and as Qwen3-Coder writes it
-      `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, where values are text.
+      `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, where values are text and
+      the outer tags may be missing.
     - `llama3_json`: `{"name": ..., "parameters": {...}}` and nothing else, or after `<|python_tag|>`; several with `;`
       between.
     - `gpt_oss` (harmony, https://cookbook.openai.com/articles/openai-harmony): a message to `functions.name`.
@@ -166,6 +167,9 @@ _PARAMETER = re.compile(r"<parameter=([^<>\s]+)>")
 
 def _hermes(text: str) -> Iterator[Parsed]:
     text = _after_thought(text)
+    if _CALL_OPEN not in text:
+        yield from _bare_functions(text)
+        return
     position = text.find(_CALL_OPEN)
     while position >= 0:
         start = _after_space(text, position + len(_CALL_OPEN))
@@ -185,6 +189,19 @@ def _hermes(text: str) -> Iterator[Parsed]:
 def _hermes_call(text: str, start: int) -> tuple[ToolCall, int]:
     value, end = _json_object(text, start)
     return _json_call(value), end
+
+
+def _bare_functions(text: str) -> Iterator[Parsed]:
+    """Qwen3-Coder leaves `<tool_call>` out at times."""
+    position = text.find("<function=") if "</function>" in text else -1
+    while position >= 0:
+        try:
+            call, end = _function_call(text, position)
+            yield call
+        except _Malformed as failure:
+            yield Invalid(f"Malformed tool call: {failure}")
+            end = position + 1
+        position = text.find("<function=", end)
 
 
 def _function_call(text: str, start: int) -> tuple[ToolCall, int]:

@@ -88,7 +88,7 @@ class ToolGroup:
         """In alphabetical order of the methods."""
         return list(self._tool_registry)
 
-    def execute_tool(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def execute_tool(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """What the tool returns; an `async def` tool is waited for, on an event loop that is not the caller's.
 
         Raises:

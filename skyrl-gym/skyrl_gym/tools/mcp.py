@@ -179,7 +179,7 @@ class _Server:
         connection = self._living()
         try:
             return self._loop.run(connection.list_tools(), self._start_timeout)
-        except Exception as failure:
+        except Exception as failure:  # as in `call`
             raise self._lost(connection, failure) from failure
 
     def call(self, tool: str, arguments: dict[str, Any], timeout: float) -> "CallToolResult | str":
@@ -232,7 +232,7 @@ class _Server:
         """Whether the server does anything at all. Asked because one error code means that it is gone, or anything."""
         try:
             self._loop.run(connection.list_tools(), PROBE_SECONDS)
-        except Exception:
+        except Exception:  # as in `call`
             return False
         return True
 
