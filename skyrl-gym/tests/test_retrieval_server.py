@@ -323,3 +323,14 @@ def test_gold_paragraphs_of_public_questions_are_among_the_first_five(test_data,
             recall = {topk: recall_at(topk, questions, base_url) for topk in (1, 5)}
             print(f"\n{name}, {len(questions)} questions: recall@1 {recall[1]:.3f}, recall@5 {recall[5]:.3f}")
             assert recall[5] >= least
+
+
+def test_names_of_settings_that_other_servers_use_are_understood(tmp_path, capsys):
+    from skyrl_gym.tools.retrieval.__main__ import main
+
+    write_corpus(tmp_path / "corpus.jsonl")
+    asked = ["--corpus_path", str(tmp_path / "corpus.jsonl"), "--retriever_name", "bm25", "--build_only"]
+    assert main(asked) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "corpus.jsonl.bm25-index")
+    assert main(["--index_path", str(tmp_path / "none.index"), "--retriever_name", "e5", "--build_only"]) == 2
+    assert "holds no index" in capsys.readouterr().err
