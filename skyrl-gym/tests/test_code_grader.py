@@ -3,6 +3,7 @@ import datetime
 import itertools
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from fractions import Fraction
 
@@ -348,6 +349,21 @@ def test_memory_and_output_are_bounded():
 def test_many_cases_cost_one_start():
     tests = ProgramTests([Case(f"{n} 1", str(n + 1)) for n in range(100)])
     assert value_of(grade_code("a, b = map(int, input().split())\nprint(a + b)", tests)) == 1.0
+
+
+@sandboxed
+def test_threads_do_not_disturb_each_other():
+    def grade(number):
+        asserts = AssertTests([f"assert f({number}) == {number}", "assert f(1) == 1"])
+        program = ProgramTests([Case("x", str(number))])
+        wrong = number % 2
+        return (
+            reward_of(grade_code(f"def f(x): return x + ({wrong} if x == {number} else 0)", asserts)),
+            reward_of(grade_code(f"print({number} + {wrong})", program)),
+        )
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(grade, range(10, 26))) == [(1.0, 1.0), (0.0, 0.0)] * 8
 
 
 @sandboxed

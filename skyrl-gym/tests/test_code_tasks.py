@@ -23,7 +23,7 @@ def read_rows(test_data, name):
 
 
 def humaneval(test_data, step=1):
-    """(reference, tests, tests as one text, what to mutate: tests use the prompt's other functions as they are there)"""
+    """(reference, tests, tests as one text, what to mutate: the tests have the prompt's other functions)"""
     for row in read_rows(test_data, "humaneval")[::step]:
         about = {name: row[name] for name in ("entry_point", "prompt")}
         tests = parse_tests(about | {"tests": [row["test"]]})
