@@ -158,6 +158,7 @@ def test_final_var_gives_the_value_of_a_variable(make_repl):
     wrong = repl.execute("print(FINAL_VAR('anwser'))")
     assert wrong.final_answer is None
     assert "answer: int" in wrong.stdout
+    assert wrong.stderr == wrong.stdout
 
 
 def test_imports_can_be_switched_off(make_repl):
@@ -374,6 +375,7 @@ def tell(line):
         b"{}\n",
         b'["done", {}]\n',
         b'["done", {"stdout": 1, "stderr": "", "final_answer": null, "variables": []}]\n',
+        b'["done", {"stdout": "", "stderr": "", "final_answer": null, "variables": [[{"list": 1}, true, 1]]}]\n',
         b'["call", "eval", ["1"], {}]\n',
         b'["call", "add", [{"dict": [[[], 1]]}], {}]\n',
         b'["call", "add", [{"pickle": "x"}], {}]\n',
@@ -562,6 +564,15 @@ def test_long_output_is_cut(make_env):
     content = env.step(block("print('x' * 50_000)"))["observations"][0]["content"]
     assert "(30001 more characters)" in content
     assert len(content) < 21_000
+
+
+def test_lies_about_variables_do_not_end_the_episode(make_env):
+    env, _ = make_env()
+    report = {"stdout": "", "stderr": "", "final_answer": None, "variables": [[5, True, 1], ["NAME", True, 2]]}
+    frame = json.dumps(["done", report]).encode() + b"\n"
+    output = env.step(block(f"{FORGE}\ntell({frame!r}.replace(b'NAME', b'x' * 10**6))"))
+    assert not output["done"]
+    assert len(text_of(output)) < 10_000
 
 
 def test_a_json_object_is_a_dict_and_other_text_is_text(make_env):

@@ -107,4 +107,6 @@ def test_keys_that_could_be_made_to_collide_do_not_cross():
         encode({number: None for number in range(2000)})
     with pytest.raises(TooLarge):
         decode({"set": list(range(2000))})
+    many = {number: None for number in range(2000)}
+    assert decode(encode(many, for_host=False), from_host=True) == many
     assert len(decode(encode({str(number): None for number in range(2000)}))) == 2000

@@ -44,6 +44,7 @@ NO_BLOCK = (
 NO_VARIABLE = "FINAL_VAR({name}) is no answer: there is no variable {name} whose value has a text."
 
 MAX_OUTPUT_CHARACTERS = 20_000
+MAX_NAMES_CHARACTERS = 2_000
 
 
 def system_prompt(template: str, tools: Mapping[str, str | None]) -> str:
@@ -82,5 +83,5 @@ def observation(code: str, output: str, variables: Mapping[str, Any]) -> str:
     parts = [f"Code that was run:\n```python\n{code}\n```", f"REPL output:\n{shown.strip() or '(nothing)'}"]
     simple = [name for name, value in variables.items() if isinstance(value, str | int | float | list | dict | tuple)]
     if simple:
-        parts.append(f"REPL variables: {', '.join(simple)}")
+        parts.append(f"REPL variables: {', '.join(simple)[:MAX_NAMES_CHARACTERS]}")
     return "\n\n".join(parts)

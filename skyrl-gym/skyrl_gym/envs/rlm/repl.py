@@ -154,7 +154,7 @@ class PersistentREPL:
         if callable(tool):
             self._functions[name] = tool
         else:
-            encode(tool)
+            encode(tool, MAX_CONTEXT_BYTES, for_host=False)
             self._values[name] = tool
 
     def add_context(self, payload: Any, index: int = 0) -> None:
@@ -162,7 +162,7 @@ class PersistentREPL:
 
         Raises TypeError if it is not a plain value.
         """
-        encode(payload, MAX_CONTEXT_BYTES)
+        encode(payload, MAX_CONTEXT_BYTES, for_host=False)
         self._contexts[index] = payload
         self.locals |= self._context_names()
         if self._pipe is not None:
@@ -229,7 +229,8 @@ class PersistentREPL:
         self._pipe = Pipe(self._process)
         deadline = time.monotonic() + START_SECONDS
         try:
-            self._pipe.send(["bind", {name: encode(value) for name, value in self._values.items()}], deadline)
+            values = {name: encode(value, MAX_CONTEXT_BYTES, for_host=False) for name, value in self._values.items()}
+            self._pipe.send(["bind", values], deadline)
             self._pipe.send(["offer", list(self._functions)], deadline)
             for index in self._contexts:
                 self._send_context(index, deadline)
@@ -248,7 +249,8 @@ class PersistentREPL:
 
     def _send_context(self, index: int, deadline: float) -> None:
         assert self._pipe is not None
-        self._pipe.send(["context", [index, encode(self._contexts[index], MAX_CONTEXT_BYTES)]], deadline)
+        context = encode(self._contexts[index], MAX_CONTEXT_BYTES, for_host=False)
+        self._pipe.send(["context", [index, context]], deadline)
 
     def _stop(self) -> None:
         if self._process is not None:
@@ -306,13 +308,14 @@ class PersistentREPL:
         try:
             stdout, stderr, answer = (decode(done[key]) for key in ("stdout", "stderr", "final_answer"))
             variables = {
-                decode(name): decode(value) if by_value else Opaque(str(value))
+                str(decode(name)): decode(value) if by_value else Opaque(str(decode(value)))
                 for name, by_value, value in done["variables"]
             }
         except (KeyError, TypeError, ValueError) as failure:
             raise BadFrame(f"a report without its parts: {failure}") from failure
         if not (isinstance(stdout, str) and isinstance(stderr, str) and isinstance(answer, str | None)):
             raise BadFrame("a report whose output is no text")
+        answer = answer and answer[: repl_process.MAX_ANSWER_CHARACTERS]
         return REPLResult(stdout, stderr, variables | self._context_names(), answer)
 
     def _cause_of_death(self) -> str:
@@ -349,7 +352,7 @@ class PersistentREPL:
         except Exception as failure:  # whatever a tool raises on what the model gave it, the model is told
             return [False, f"{type(failure).__name__}: {failure}"]
         try:
-            return [True, encode(result, MAX_CONTEXT_BYTES)]
+            return [True, encode(result, MAX_CONTEXT_BYTES, for_host=False)]
         except (TypeError, ValueError):
             return [True, str(result)]
 

@@ -51,12 +51,12 @@ class TooLarge(ValueError):
     """A value that does not fit into a frame."""
 
 
-def encode(value: Any, budget: int = MAX_FRAME_BYTES) -> Any:
+def encode(value: Any, budget: int = MAX_FRAME_BYTES, for_host: bool = True) -> Any:
     """A literal (None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict) as what JSON can hold.
 
     Raises:
         TypeError: it is something else, or holds something else.
-        TooLarge: it would be longer than about `budget` bytes.
+        TooLarge: it would be longer than about `budget` bytes, or `for_host` has too many keys that are not text.
     """
     left = [budget]
 
@@ -81,7 +81,7 @@ def encode(value: Any, budget: int = MAX_FRAME_BYTES) -> Any:
             return {"bytes": base64.b64encode(value).decode("ascii")}
         if isinstance(value, list):
             return [walk(item) for item in value]
-        if isinstance(value, (dict, set, frozenset)):
+        if for_host and isinstance(value, (dict, set, frozenset)):
             check_keys(value)
         if isinstance(value, dict):
             return {"dict": [[walk(key), walk(item)] for key, item in value.items()]}
@@ -96,15 +96,15 @@ def encode(value: Any, budget: int = MAX_FRAME_BYTES) -> Any:
         raise TypeError("a value nested so deeply cannot be handed over") from None
 
 
-def decode(value: Any) -> Any:
+def decode(value: Any, from_host: bool = False) -> Any:
     """The literal that `encode` was given. Lone surrogates in text, which no encoder takes, become question marks.
 
     Raises:
         ValueError: `value` is not what `encode` gives.
     """
     try:
-        return _decode(value)
-    except (TypeError, RecursionError) as failure:
+        return _decode(value, from_host)
+    except (TypeError, LookupError, RecursionError) as failure:
         raise ValueError(f"not an encoded value: {failure}") from None
 
 
@@ -114,25 +114,24 @@ def check_keys(keys: Any) -> None:
         raise TooLarge(f"a dict or set of more than {MAX_ODD_KEYS} keys that are not text cannot be handed over")
 
 
-def _decode(value: Any) -> Any:
+def _decode(value: Any, from_host: bool) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if isinstance(value, dict):
-        ((kind, content),) = value.items()
-        if kind == "bytes":
-            return base64.b64decode(content)
-        if kind == "dict":
-            check_keys([key for key, _ in content])
-            return {_decode(key): _decode(item) for key, item in content}
-        if kind == "tuple":
-            return tuple(_decode(item) for item in content)
-        if kind in ("set", "frozenset"):
-            check_keys(content)
-            return {"set": set, "frozenset": frozenset}[kind](_decode(item) for item in content)
-        raise ValueError(f"unknown kind of value: {kind!r}")
-    return value
+        return [_decode(item, from_host) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "bytes":
+        return base64.b64decode(content)
+    if kind in ("dict", "set", "frozenset") and not from_host:
+        check_keys([item[0] for item in content] if kind == "dict" else content)
+    if kind == "dict":
+        return {_decode(key, from_host): _decode(item, from_host) for key, item in content}
+    for collection in (tuple, set, frozenset):
+        if kind == collection.__name__:
+            return collection(_decode(item, from_host) for item in content)
+    raise ValueError(f"unknown kind of value: {kind!r}")
 
 
 class Repl:
@@ -166,10 +165,10 @@ class Repl:
         for line in self.pipe_in:
             kind, content = json.loads(line)
             if kind == "bind":
-                self.bound.update({name: decode(value) for name, value in content.items()})
+                self.bound.update({name: decode(value, from_host=True) for name, value in content.items()})
             elif kind == "context":
                 number, context = content
-                self.bound[f"context_{number}"] = decode(context)
+                self.bound[f"context_{number}"] = decode(context, from_host=True)
                 if number == 0:
                     self.bound["context"] = self.bound["context_0"]
             elif kind == "offer":
@@ -244,7 +243,7 @@ class Repl:
         return texts
 
     def report_variables(self) -> list[list[Any]]:
-        """[name, whether by value, value or type name] of the code's own variables. Runs none of their methods."""
+        """[name, whether by value, value or type name] of the code's own variables."""
         report, left = [], MAX_LOCALS_BYTES
         for name, value in list(self.variables.items()):
             if not isinstance(name, str) or name.startswith("__") or name in self.offered or name in self.bound:
@@ -253,7 +252,7 @@ class Repl:
                 encoded = encode(value, min(MAX_LOCAL_BYTES, left))
                 left -= len(json.dumps(encoded))
                 report.append([name, True, encoded])
-            except (TypeError, ValueError):
+            except Exception:  # a subclass of a plain type may do anything
                 report.append([name, False, type(value).__name__])
             if len(report) == 1000:
                 break
@@ -277,8 +276,8 @@ class Repl:
                 self.interrupted = False
                 os.kill(os.getpid(), signal.SIGINT)  # the main thread takes it, whichever thread this is
             if not succeeded:
-                raise RuntimeError(decode(value))
-            value = decode(value)
+                raise RuntimeError(value)
+            value = decode(value, from_host=True)
             if name == "rlm_query":
                 return as_literal(value)
             return [as_literal(answer) for answer in value] if name == "rlm_query_batched" else value
@@ -299,7 +298,9 @@ class Repl:
         if isinstance(name, str):
             name = name.strip().strip("\"'")
             if name not in self.variables:
-                return f"Error: there is no variable {name!r}. {self.SHOW_VARS()}"
+                error = f"Error: there is no variable {name!r}. {self.SHOW_VARS()}"
+                print(error, file=sys.stderr)  # it ends the turn all the same, so most code does not print it
+                return error
             value = self.variables[name]
         self.final_answer = str(value)[:MAX_ANSWER_CHARACTERS]
         return self.final_answer
