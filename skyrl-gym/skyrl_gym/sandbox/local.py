@@ -5,6 +5,7 @@ kernel ends whatever else is in the process namespace. Two ways to the same wall
 
 - As root, the mounts are made with root's eyes (an interpreter below a closed home folder stays usable) and the command
   runs as a user id that nothing else on the machine has, because the kernel does not count the processes of root.
+  Process 1 stays root's, as bwrap is: only so may the kernel end it in the name of a bwrap that died.
 - As any other user, everything happens in a user namespace, in which no further one can be made.
 """
 
@@ -78,11 +79,14 @@ class LocalSandbox(HostSandbox[Workspace]):
             *_python_folders(),
             *("--remount-ro", "/dev", "--remount-ro", "/", "--"),
         ]
+        argv += ["/bin/sh", "-c", INIT, "sh"]
         if self._user is not None:
             user_id = str(self._user)
-            argv += [tool("setpriv"), "--reuid", user_id, "--regid", user_id, "--clear-groups", "--bounding-set=-all"]
-            argv += ["--inh-caps=-all", "--pdeathsig", "KILL", "--"]
-        argv += ["/bin/sh", "-c", INIT, "sh", tool("prlimit"), *rlimits(limits, processes=limits.processes + 1), "--"]
+            argv += [tool("setpriv"), "--reuid", user_id, "--regid", user_id, "--clear-groups"]
+            argv += ["--bounding-set=-all", "--inh-caps=-all", "--"]
+        # In a user namespace the shell counts as one of the user's processes.
+        processes = limits.processes + (self._user is None)
+        argv += [tool("prlimit"), *rlimits(limits, processes), "--"]
         if env:
             argv += [tool("env"), *(as_bytes(f"{name}={value}") for name, value in env.items())]
         argv += [as_bytes(part) for part in command]
@@ -186,6 +190,7 @@ def _bwrap(as_root: bool) -> list[str]:
     argv += ["--cap-drop", "ALL"]
     if as_root:
         argv += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
+        argv += ["--cap-add", "CAP_SYS_RESOURCE"]  # the shell's: what it says about its end then cannot be taken back
     else:
         argv += ["--unshare-user", "--disable-userns", "--uid", str(USER), "--gid", str(USER)]
     for name, value in ENVIRONMENT.items():

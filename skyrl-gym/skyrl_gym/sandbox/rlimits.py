@@ -20,6 +20,7 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "2",
 }
+FOLDERS = ("/usr/bin", "/bin", "/usr/local/bin", "/usr/sbin")
 PACKAGES = {"bwrap": "bubblewrap", "prlimit": "util-linux", "setpriv": "util-linux", "env": "coreutils"}
 
 
@@ -50,7 +51,7 @@ def rlimits(limits: Limits, processes: int | None = None) -> list[str]:
 @cache
 def tool(name: str) -> str:
     """Where a program of the system is. Raises InfraError with the package to install."""
-    for folder in ("/usr/bin", "/bin", "/usr/local/bin", "/usr/sbin"):
+    for folder in FOLDERS:
         if os.access(os.path.join(folder, name), os.X_OK):
             return os.path.join(folder, name)
     raise InfraError(f"{name} is not installed (apt-get install {PACKAGES.get(name, name)})")

@@ -39,16 +39,19 @@ class Workspace:
         fcntl.flock(self._lock, fcntl.LOCK_EX)  # while we live
         for name in ("files", "tmp", "shm"):
             path = os.path.join(self.root, name)
-            os.mkdir(path, 0o700)
+            os.mkdir(path)
             if owner is not None:
-                os.chown(path, owner, owner)
+                os.chown(path, owner, os.getegid())
         self.files, self.tmp, self.shm = (os.path.join(self.root, name) for name in ("files", "tmp", "shm"))
         self.device = os.stat(self.root).st_dev
 
     def open(self) -> None:
-        """Undoes what a command did to the modes of the folders themselves."""
-        for folder in (self.files, self.tmp, self.shm):
-            os.chmod(folder, 0o700)
+        """Lets their owner and our group into the folders, whatever a command did to their modes."""
+        try:
+            for folder in (self.files, self.tmp, self.shm):
+                os.chmod(folder, 0o770)
+        except OSError as error:
+            raise InfraError(f"the sandbox's folder is gone: {error}") from error
 
     def write(self, path: str, data: bytes) -> None:
         """Writes a file, with the folders it needs. What had its name before is replaced, not written through."""

@@ -42,3 +42,8 @@ def walled(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     """Each kind that contains hostile code."""
     with backend(request.param) as started:
         yield started
+
+
+@pytest.fixture
+def needs_local() -> None:
+    backend("local")

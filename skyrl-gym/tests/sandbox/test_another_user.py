@@ -36,7 +36,7 @@ def test_all_of_this_holds_for_a_user_who_is_not_root(tests):
     python = python_of_nobody()
     here = Path(__file__).parent
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(here.parents[1]), "--import-mode=importlib"]
-    files = [str(here / name) for name in ("test_conformance.py", "test_hostile.py")]
+    files = [str(here / name) for name in ("test_conformance.py", "test_hostile.py", "test_many.py")]
     ended = as_nobody([python, "-m", "pytest", *options, "-W", "error", "-k", " ".join(tests.split()), *files])
     assert ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-2000:]
     assert " passed" in ended.stdout

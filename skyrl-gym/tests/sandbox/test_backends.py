@@ -1,0 +1,92 @@
+"""Which sandbox one gets, and that it is never a weaker one than asked for."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from skyrl_gym.error import InfraError
+from skyrl_gym.sandbox import local, make_sandbox
+from skyrl_gym.sandbox.docker import DockerSandbox
+from skyrl_gym.sandbox.local import LocalSandbox
+from skyrl_gym.sandbox.process import ProcessSandbox
+from skyrl_gym.sandbox.seccomp import MACHINES, seccomp_filter
+
+
+def test_the_local_sandbox_is_chosen_where_it_works(needs_local, monkeypatch):
+    monkeypatch.delenv("SKYRL_GYM_SANDBOX", raising=False)
+    assert isinstance(make_sandbox(), LocalSandbox)
+
+
+def test_the_environment_variable_chooses(monkeypatch):
+    monkeypatch.setenv("SKYRL_GYM_SANDBOX", "process")
+    assert isinstance(make_sandbox(), ProcessSandbox)
+
+
+def test_an_argument_outranks_the_environment_variable(needs_local, monkeypatch):
+    monkeypatch.setenv("SKYRL_GYM_SANDBOX", "process")
+    assert isinstance(make_sandbox("local"), LocalSandbox)
+
+
+@pytest.mark.parametrize("name", ["bubblewrap", "none", ""])
+def test_a_name_that_is_none_is_refused(name, monkeypatch):
+    monkeypatch.setenv("SKYRL_GYM_SANDBOX", name)
+    with pytest.raises(ValueError, match="one of auto, local, docker, process"):
+        make_sandbox()
+
+
+def test_without_walls_there_is_no_sandbox_but_an_error_that_says_what_to_do(tmp_path):
+    """In another process, because what works is found out once: one that finds neither bubblewrap nor Docker."""
+    program = (
+        "import sys; from skyrl_gym.sandbox import rlimits, make_sandbox\n"
+        "rlimits.FOLDERS = (sys.argv[1],)\n"
+        "for kind in 'auto', 'auto', 'local':\n"
+        "    try: make_sandbox(kind)\n"
+        "    except Exception as error: print(type(error).__name__, error)\n"
+    )
+    env = {**os.environ, "PATH": str(tmp_path), "SKYRL_GYM_SANDBOX": "auto"}
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=env, capture_output=True, text=True)
+    first, second, local = ended.stdout.splitlines()
+    assert first == second
+    assert first.startswith(
+        "InfraError no sandbox for untrusted code works on this machine: local: bwrap is not installed"
+    )
+    for way_out in ("apt-get install bubblewrap", "start Docker", "SKYRL_GYM_SANDBOX=process"):
+        assert way_out in first
+    assert local == "InfraError bwrap is not installed (apt-get install bubblewrap)"
+
+
+def test_walls_that_cannot_be_set_up_are_an_infrastructure_error(needs_local, monkeypatch):
+    monkeypatch.setattr(local, "_python_folders", lambda: ["--ro-bind", "/no/such/folder", "/python"])
+    with make_sandbox("local") as sandbox:
+        with pytest.raises(InfraError, match=r"bwrap: .*no/such/folder"):
+            sandbox.exec(["true"])
+        with pytest.raises(InfraError, match=r"bwrap: .*no/such/folder"):
+            sandbox.popen(["true"]).wait(timeout=10)
+
+
+def test_a_workspace_that_somebody_deleted_is_an_infrastructure_error(needs_local):
+    with make_sandbox("local") as sandbox:
+        shutil.rmtree(sandbox._workspace.root)  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(InfraError, match="is gone"):
+            sandbox.exec(["true"])
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_filter_of_system_calls_is_a_program_whose_jumps_stay_inside(machine):
+    program = seccomp_filter(machine)
+    assert len(program) % 8 == 0
+    count = len(program) // 8
+    for number in range(count):
+        code, if_true, if_false = program[8 * number], program[8 * number + 2], program[8 * number + 3]
+        if code & 0x07 == 0x05:  # a jump
+            assert number + 1 + max(if_true, if_false) < count
+    assert program[-8] == 0x06  # it ends in a return
+
+
+def test_every_kind_has_the_protocols_methods():
+    for kind in (LocalSandbox, DockerSandbox, ProcessSandbox):
+        for name in ("start", "exec", "popen", "write", "read", "close", "__enter__", "__exit__"):
+            assert callable(getattr(kind, name))
