@@ -195,17 +195,62 @@ def test_an_answer_is_never_run_as_code(name, attack, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["simple_integration", "polynomial_multiplication", "countdown", "coin_flip", "puzzle24"]
+    "name",
+    ["simple_integration", "polynomial_multiplication", "countdown", "coin_flip", "puzzle24", "propositional_logic"],
 )
 @pytest.mark.parametrize(
     "bomb",
-    ["9**9**9**9", "9**(99*99*99*99)", "(9**999)**999", "1e999999999", "(" * 5000 + "1" + ")" * 5000, "9" * 100_000],
+    [
+        "9**9**9**9",
+        "9**(99*99*99*99)",
+        "(9**999)**999",
+        "1e999999999",
+        "¬(" * 9000 + "P" + ")" * 9000,
+        "P ∧ " * 4000 + "P",
+        "(" * 5000 + "1" + ")" * 5000,
+        "9" * 100_000,
+    ],
 )
 def test_an_answer_that_would_take_for_ever_is_refused_at_once(name, bomb):
-    metadata = {"numbers": [1, 2], "target": 3, "variable": "x", "integrand": "2*x"}
+    metadata = {
+        "numbers": [1, 2],
+        "target": 3,
+        "variable": "x",
+        "integrand": "2*x",
+        "variables": ["P"],
+        "premises": ["P"],
+    }
     started = time.perf_counter()
     assert value(name, {"question": "", "answer": "x**2 + C", "metadata": metadata}, bomb) <= 0.05
     assert time.perf_counter() - started < 5
+
+
+def test_integrals_are_judged_in_bounded_time_whatever_their_form():
+    entry = {
+        "question": "",
+        "answer": "x**2*log(x)/2 - x**2/4 + C",
+        "metadata": {"variable": "x", "integrand": "x*log(x)"},
+    }
+    for right in (entry["answer"], "(2*x**2*ln(x) - x**2)/4", "x*(x*log(x) - x/2)/2 + 5", "x**2*log(x*E)/2 - 3*x**2/4"):
+        assert value("intermediate_integration", entry, right) == 1, right
+    nested = "atan(" * 50 + "x" + ")" * 50
+    hard = [
+        "(sin(x) + cos(x) + x)**64",
+        "exp(sin(exp(cos(log(x + 1)))))**8 / (x**2 + 1)**7 * tan(x)",
+        nested,
+        "x**x**x**x",
+    ]
+    for wrong in ("x*log(x)", "x**2*log(x)/2 - x**2/4 + C*x", "Integral(x*log(x), x)", "1/0", "x/0", *hard):
+        started = time.perf_counter()
+        assert value("intermediate_integration", entry, wrong) == 0, wrong
+        assert time.perf_counter() - started < 2
+
+
+@pytest.mark.full
+def test_a_generator_that_gives_up_is_asked_for_another_entry():
+    """At this level about every second board of knight_swap has no puzzle that is short enough."""
+    requests = [EntryRequest("knight_swap", 3, index, config_at("knight_swap", 1)) for index in range(2)]
+    assert all(entry["answer"] for entry in generate(requests))
 
 
 def test_full_scores_that_generators_give_away_are_not_given():

@@ -78,7 +78,7 @@ class ReasoningGymEnv(BaseTextEnv):
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
         """Raises TaskError if the prompt asks something else than the question that the row's seed makes."""
         question = self.entry["question"]
-        messages = list(prompt or [{"role": "user", "content": question}])
+        messages = list(prompt) or [{"role": "user", "content": question}]
         if not self.is_ready_made and not any(question in str(message.get("content")) for message in messages):
             raise TaskError(
                 f"prompt does not ask the question that {self.dataset} makes of seed and index: {question!r:.200}; "

@@ -37,8 +37,11 @@ PROCESS_DEPENDENT = frozenset(
     }
 )
 
+MAX_ATTEMPTS = 8
+ATTEMPT_STRIDE = 100_000_007
+
 CHILD_START_SECONDS = 60.0
-CHILD_SECONDS_PER_ENTRY = 10.0
+CHILD_SECONDS_PER_ENTRY = 60.0
 
 _generating = threading.Lock()
 
@@ -155,11 +158,15 @@ def generate(requests: Sequence[EntryRequest]) -> list[Entry]:
 
 
 def _make_entry(request: EntryRequest) -> Entry:
-    config = {"size": max(500, request.index + 1)} | dict(request.config) | {"seed": request.seed}
-    try:
-        return generator(request.dataset, config)[request.index]
-    except Exception as failure:  # a generator that gives up after its attempts raises whatever its author chose
-        raise TaskError(f"{request.dataset} could not make entry {request.index} of {config}: {failure!r}") from failure
+    """The entry, or that of another seed, far away, where the generator gives up on this one: some do at times."""
+    config = {"size": max(500, request.index + 1)} | dict(request.config)
+    failures = []
+    for attempt in range(MAX_ATTEMPTS):
+        try:
+            return generator(request.dataset, config | {"seed": request.seed + attempt * ATTEMPT_STRIDE})[request.index]
+        except Exception as failure:  # giving up is whatever exception its author chose
+            failures.append(failure)
+    raise TaskError(f"{request.dataset} could not make entry {request.index} with {config}: {failures[0]!r}")
 
 
 def _generate_in_child(requests: Sequence[EntryRequest]) -> list[Entry]:

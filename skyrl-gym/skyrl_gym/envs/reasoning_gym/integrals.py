@@ -1,0 +1,101 @@
+"""Whether a formula is an antiderivative, by numbers: no symbolic algebra, whose time nothing bounds.
+
+Two analytic expressions that agree to many digits at many points are the same for every purpose here. Numbers have 50
+digits, derivatives about as many, and agreement is asked to 12.
+"""
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from skyrl_gym.envs.reasoning_gym.expressions import CONSTANTS
+
+DIGITS = 50
+TOLERANCE = 1e-12
+
+POINTS = tuple(sign * 0.1317 * 1.3**step for step in range(20) for sign in (1, -1))
+"""Between 0.13 and 20 on both sides of zero."""
+
+MIN_POINTS = 4
+"""At fewer points than this where both can be evaluated, nothing is said to agree."""
+
+MAX_ARGUMENT = 1e6
+"""Of functions, and of the logarithm of a power: more is not evaluated, as exponents grow without bound."""
+
+_OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+
+
+def is_antiderivative(formula: str, integrand: str, variable: str) -> bool:
+    """Whether the derivative of `formula` is `integrand`. Both must have passed `why_not_expression`.
+
+    Compared where the integrand is real, if there are enough such points: on branch cuts equal formulas may differ.
+    """
+    from mpmath.ctx_mp import MPContext
+
+    context = MPContext()  # of its own: the library's default one is shared by all threads
+    context.dps = DIGITS
+    value = _function(formula, variable, context)
+    expected = {point: _try(_function(integrand, variable, context), point, context) for point in POINTS}
+    finite = {point: number for point, number in expected.items() if number is not None}
+    real = {point: number for point, number in finite.items() if context.im(number) == 0}
+    agreed = 0
+    for point, number in (real if len(real) >= MIN_POINTS else finite).items():
+        derivative = _try(lambda x: context.diff(value, x), point, context)
+        if derivative is None:
+            continue
+        if abs(derivative - number) > TOLERANCE * (1 + abs(number)):
+            return False
+        agreed += 1
+    return agreed >= MIN_POINTS
+
+
+def _try(function: Callable[[Any], Any], point: float, context: Any) -> Any:
+    """The value at a point; None where there is none, or where it would be too large."""
+    try:
+        number = function(context.mpf(point))
+    except (ArithmeticError, ValueError, context.NoConvergence):
+        return None
+    return number if context.isfinite(number) else None
+
+
+def _function(formula: str, variable: str, context: Any) -> Callable[[Any], Any]:
+    tree = ast.parse(formula.strip(), mode="eval").body
+    constants = {"pi": context.pi, "E": context.e, "C": context.mpf("0.61803")}
+    assert set(constants) == CONSTANTS
+    return lambda x: _value(tree, {**constants, variable: x}, context)
+
+
+def _value(node: ast.AST, names: Mapping[str, Any], context: Any) -> Any:
+    match node:
+        case ast.Constant(value=number):
+            return context.mpf(str(number))
+        case ast.Name(id=name):
+            if name not in names:
+                raise ValueError(f"{name} has no value")
+            return names[name]
+        case ast.UnaryOp(op=op, operand=operand):
+            return _OPERATORS[type(op)](_value(operand, names, context))
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            return _power(_value(left, names, context), _value(right, names, context), context)
+        case ast.BinOp(left=left, op=op, right=right):
+            return _OPERATORS[type(op)](_value(left, names, context), _value(right, names, context))
+        case ast.Call(func=ast.Name(id=name), args=[argument]):
+            value = _value(argument, names, context)
+            if abs(value) > MAX_ARGUMENT:
+                raise OverflowError
+            return abs(value) if name == "Abs" else getattr(context, name)(value)
+    raise ValueError(f"{type(node).__name__} is not part of a formula")
+
+
+def _power(base: Any, exponent: Any, context: Any) -> Any:
+    if base != 0 and abs(exponent * context.log(abs(base))) > MAX_ARGUMENT:
+        raise OverflowError
+    return base**exponent
