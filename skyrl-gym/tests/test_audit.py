@@ -1,5 +1,6 @@
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -128,6 +129,46 @@ def test_an_environment_that_can_be_cheated_fails_by_the_name_of_the_cheat(env_c
     report = audit(env_class)
     assert not report.ok
     assert any(repr(cheater) in complaint for complaint in report.complaints)
+
+
+class NaiveCodeEnv(BaseTextEnv):
+    """Runs the program and its tests in one file; success is the exit code, or what was printed."""
+
+    def __init__(self, env_config=None, extras=None):
+        super().__init__()
+        self.tests, self.judged_by = extras["tests"], (env_config or {}).get("judged_by", "exit code")
+
+    def step(self, action):
+        program = action.removeprefix("```python\n").removesuffix("\n```") + f"\n{self.tests}\nprint('PASSED')"
+        result = subprocess.run([sys.executable, "-IS", "-"], input=program, capture_output=True, text=True, timeout=60)
+        is_right = result.returncode == 0 if self.judged_by == "exit code" else "PASSED" in result.stdout
+        return BaseTextEnvStepOutput(observations=[], reward=float(is_right), done=True, metadata={})
+
+    @classmethod
+    def examples(cls):
+        return [
+            Example(
+                prompt=[{"role": "user", "content": f"Write add_{n}(x)."}],
+                extras={"tests": f"assert add_{n}(10) == {10 + n}"},
+                oracle=[f"```python\ndef add_{n}(x):\n    return x + {n}\n```"],
+            )
+            for n in (3, 4)
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "judged_by, cheaters",
+    [
+        ("exit code", {"ends with success", "raises SystemExit(0)", "returns what equals everything"}),
+        ("output", {"says that it passed", "returns what equals everything"}),
+    ],
+)
+def test_programs_that_cheat_are_tried_where_solutions_are_programs(judged_by, cheaters):
+    report = audit(NaiveCodeEnv, env_config={"judged_by": judged_by})
+    paid = {cheater.name.removeprefix("program that ") for cheater in report.cheaters if cheater.outcome == 1.0}
+    assert cheaters <= paid and report.oracle.outcome == 1.0
+    assert "breaks comparison" not in paid
 
 
 def test_an_oracle_that_does_not_solve_its_tasks_fails():

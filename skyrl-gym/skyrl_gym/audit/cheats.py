@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_gym.audit import disguise
+from skyrl_gym.audit import disguise, programs
 from skyrl_gym.envs.base_text_env import Example
 
 Turns = list[str]
@@ -39,6 +39,7 @@ def cheats_for(env_class: Any, examples: Sequence[Example]) -> list[Cheat]:
         *_copied_form(examples),
         *_many_guesses(examples),
         *_planted(examples),
+        *_programs(),
         *_pleading(),
         *own,
     ]
@@ -120,6 +121,7 @@ def _many_guesses(examples: Sequence[Example]) -> Iterable[Cheat]:
     yield Cheat("many answers in one place, by comma", in_one_place(", "))
     yield Cheat("many answers in one place, by or", in_one_place(" or "))
     yield Cheat("many answers in one place, by line", in_one_place("\n"))
+    yield Cheat("many answers in one place, by equals sign", in_one_place(" = "))
     yield Cheat("another answer each turn", one_each_turn)
     yield Cheat("0 to 200, each in the form", enumerated)
     yield Cheat("0 to 200 in one place", enumerated_in_one_place)
@@ -166,6 +168,21 @@ def _sql(text: str) -> str:
 
 def _tool_call(name: str, arguments: dict[str, Any]) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def _programs() -> Iterable[Cheat]:
+    """For solutions that are programs."""
+
+    def cheating(program: str) -> Callable[[Example], Turns | None]:
+        def write(example: Example) -> Turns | None:
+            if programs.program_in(example.oracle[-1]) is None:
+                return None
+            return [programs.replace_program(example.oracle[-1], program)]
+
+        return write
+
+    for name, program in programs.CHEATING_PROGRAMS.items():
+        yield Cheat(f"program that {name}", cheating(program))
 
 
 def _pleading() -> Iterable[Cheat]:

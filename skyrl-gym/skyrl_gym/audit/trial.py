@@ -3,18 +3,25 @@
 import copy
 import itertools
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 from skyrl_gym.audit.cheats import Turns, cheats_for
 from skyrl_gym.audit.report import AuditReport, PolicyOutcome
 from skyrl_gym.check import examples_of, spec_of
+from skyrl_gym.deadline import DeadlineExceeded, call_before_deadline
 from skyrl_gym.envs.base_text_env import Example
 from skyrl_gym.envs.registration import EnvSpec, env_class_of, make
 from skyrl_gym.episode import EpisodeResult, run_episode
 
 MAX_STEPS = 50
 """For an environment that does not end by itself; a longer solution gets its own length."""
+
+NUM_THREADS = 4
+"""Episodes at the same time: most wait for a sandbox or a server."""
+
+EPISODE_SECONDS = 300.0
 
 
 def audit(
@@ -35,6 +42,7 @@ def audit(
     Raises:
         ValueError: there are no examples, or one has no oracle.
         InfraError: something the environment needs does not work; nothing can be said then.
+        TimeoutError: an episode does not end.
     """
     env_spec = spec_of(env)
     tasks = list(examples_of(env_spec) if examples is None else examples)
@@ -56,10 +64,18 @@ def _adjusted(task: Example, env_config: Mapping[str, Any] | None, max_turns: in
 
 
 def _outcome(env_spec: EnvSpec, name: str, attempts: list[tuple[Example, Turns]]) -> PolicyOutcome:
-    results = [play(env_spec, task, turns) for task, turns in attempts]
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="skyrl-gym-audit") as threads:
+        results = list(threads.map(lambda attempt: _play_before_deadline(env_spec, name, *attempt), attempts))
     return PolicyOutcome(
         name, [result.outcome_reward for result in results], [result.total_reward for result in results]
     )
+
+
+def _play_before_deadline(env_spec: EnvSpec, name: str, task: Example, turns: Turns) -> EpisodeResult:
+    try:
+        return call_before_deadline(EPISODE_SECONDS, play, env_spec, task, turns)
+    except DeadlineExceeded as late:
+        raise DeadlineExceeded(f"an episode of {name!r} {late}") from None
 
 
 def play(env_spec: EnvSpec, task: Example, turns: Turns) -> EpisodeResult:
