@@ -201,6 +201,7 @@ def test_gsm8k_rows_are_solved_in_a_second_turn(tmp_path):
         assert result.total_reward == pytest.approx(1.0 + 0.2 / 5)
 
 
+@pytest.mark.slow
 def test_math_rows_are_solved(tmp_path, test_data):
     rows = build(
         "math/math_dataset.py", tmp_path, "--input", test_data / "math/math500.jsonl.gz", "--validation_share", 0.1
@@ -405,6 +406,7 @@ def test_judged_rows_are_solved(tmp_path):
             assert play(row, ["It is 7."], config).total_reward == 0.0
 
 
+@pytest.mark.slow
 def test_reasoning_gym_rows_are_solved(tmp_path):
     pytest.importorskip("reasoning_gym")
     sizes = ("--train_size", 30, "--test_size", 10)
