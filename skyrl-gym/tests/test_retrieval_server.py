@@ -98,6 +98,12 @@ def test_health_says_what_is_served(server):
     assert answer == {"ready": True, "index": "bm25", "documents": len(EXAMPLE_DOCUMENTS)}
 
 
+def test_a_body_without_a_declared_length_is_bounded_too(server):
+    chunks = (b"x" * (1 << 20) for _ in range(5))
+    response = httpx.post(server.url, content=chunks, headers={"Content-Type": "application/json"})
+    assert response.status_code == 413 and "Too Large" in response.json()["detail"]
+
+
 @pytest.mark.parametrize(
     "body, status, text",
     [

@@ -10,6 +10,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl_gym.tools.retrieval.batching import Batcher, Overloaded
 from skyrl_gym.tools.retrieval.corpus import Document
@@ -43,7 +44,8 @@ def create_app(retriever: Retriever, settings: RetrievalSettings | None = None) 
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
-    app = FastAPI(title="Retrieval", lifespan=searching, max_body_size=settings.max_body_bytes)
+    app = FastAPI(title="Retrieval", lifespan=searching)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_exception_handler(RequestValidationError, _explain)
 
     @app.get("/health")
@@ -68,6 +70,35 @@ def create_app(retriever: Retriever, settings: RetrievalSettings | None = None) 
         return Response(json.dumps({"result": result}), media_type="application/json")
 
     return app
+
+
+class BodyLimit:
+    """Refuses a request whose body is too long, before all of it is read."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        declared = dict(scope.get("headers", [])).get(b"content-length", b"")
+        if declared.isdigit() and int(declared) > self.max_bytes:
+            await JSONResponse({"detail": self._rule}, status_code=413)(scope, receive, send)
+            return
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self.max_bytes:  # it came in chunks, without a declared length
+                raise HTTPException(413, self._rule)
+            return message
+
+        await self.app(scope, counted, send)
+
+    @property
+    def _rule(self) -> str:
+        return f"Content Too Large: a request may have {self.max_bytes} bytes"
 
 
 def _checked(request: RetrieveRequest, settings: RetrievalSettings) -> tuple[list[str], int]:
