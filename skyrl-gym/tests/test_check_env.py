@@ -2,6 +2,7 @@ import random
 import sqlite3
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -233,6 +234,18 @@ def test_warnings_do_not_fail():
     assert report.ok
     assert {finding.severity for finding in report.findings} == {"warning"}
     assert "tokens that it did not write" in str(report)
+
+
+def test_a_column_of_a_kind_that_cannot_be_meant_is_a_warning_if_it_is_no_task_error():
+    def with_limit(self, env_config=None, extras=None):
+        GoodEnv.__init__(self, env_config, extras)
+        self.bonus = len(extras.get("bonus", ""))
+
+    tasks = [replace(example, extras={**example.extras, "bonus": "abc"}) for example in GoodEnv.examples()]
+    (finding,) = check_env(broken(__init__=with_limit), tasks).findings
+    assert str(finding).startswith(
+        "warning: misused columns: a row with bonus = -1 should raise TaskError; it raised Typ"
+    )
 
 
 def test_tasks_may_be_prompts_or_rows_and_an_environment_may_be_an_id_or_made():

@@ -157,9 +157,8 @@ def _step_after_done(subject: Subject) -> Iterator[Finding]:
 @promise("determinism")
 def _determinism(subject: Subject) -> Iterator[Finding]:
     """The same seed and actions give the same episode."""
-    for example in subject.examples[:2]:
-        actions = example.oracle or [IDLE_ACTION] * 4
-        runs = [subject.play(example, [IDLE_ACTION, *actions], seed=7) for _ in range(2)]
+    for example, actions in ((each, actions) for each in subject.examples[:2] for actions in _scripts(each)):
+        runs = [subject.play(example, actions, seed=7) for _ in range(2)]
         difference = runs[0].difference(runs[1])
         if difference is None:
             continue
@@ -169,11 +168,16 @@ def _determinism(subject: Subject) -> Iterator[Finding]:
         yield an_error(f"the same seed and actions gave different episodes: {difference}{hint}")
 
 
+def _scripts(example: Example) -> list[list[str]]:
+    """The solution, and a model that comes to it late: in one turn the second is only its idle first turn."""
+    return [example.oracle, [IDLE_ACTION, *example.oracle]] if example.oracle else [[IDLE_ACTION] * 4]
+
+
 @promise("isolation")
 def _isolation(subject: Subject) -> Iterator[Finding]:
     """Two episodes side by side go as they do alone."""
     pair = [subject.examples[0], subject.examples[-1]]
-    actions = [[IDLE_ACTION, *(example.oracle or [IDLE_ACTION] * 4)] for example in pair]
+    actions = [_scripts(example)[0] for example in pair]
     alone = [subject.play(example, actions[index]) for index, example in enumerate(pair)]
     with subject.make(pair[0]) as left, subject.make(pair[1]) as right:
         runs = (left, right)
@@ -226,6 +230,28 @@ def _incomplete_rows(subject: Subject) -> Iterator[Finding]:
             raise
         except Exception as error:  # users' code
             yield an_error(f"a row without {name or 'any columns'} must raise TaskError; it raised {describe(error)}")
+
+
+@promise("misused columns")
+def _misused_columns(subject: Subject) -> Iterator[Finding]:
+    """A column of a kind that cannot be meant is a `TaskError` that names it, if it matters."""
+    example = subject.examples[0]
+    for name in example.extras:
+        for value in _MISUSES:
+            try:
+                with subject.make(example, **{name: value}) as run:
+                    run.init(example.prompt)
+                    run.step(IDLE_ACTION)
+            except (TaskError, FileNotFoundError):
+                continue
+            except InfraError:
+                raise
+            except Exception as error:  # users' code
+                yield a_warning(f"a row with {name} = {value!r} should raise TaskError; it raised {describe(error)}")
+                break
+
+
+_MISUSES = (-1, "\0", [], {"ground_truth": [None]}, 3.5)
 
 
 def _incomplete(extras: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
