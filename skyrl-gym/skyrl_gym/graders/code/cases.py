@@ -39,7 +39,8 @@ class AssertTests:
 
     Arguments and results cross between two processes by value: plain data is copied, so a test does not see what the
     answer does to an argument in place, and an iterator comes with at most 100,000 items. Any other object stays with
-    the answer; a test may call it and read or set its attributes, but operators, `len` and iteration do not reach it.
+    the answer; a test may call it and read or set its attributes, but operators, `len` and iteration do not reach it. A
+    test cannot give the answer a function or an object of its own.
     """
 
     tests: Sequence[str]

@@ -1,8 +1,10 @@
-"""Lines to and from a process in a sandbox, each way with a deadline."""
+"""Messages to and from a process in a sandbox: a JSON object on a line, each way with a deadline."""
 
+import json
 import os
 import select
 import time
+from typing import Any
 
 from skyrl_gym.sandbox.base import ExecResult, SandboxProcess
 
@@ -10,23 +12,44 @@ MAX_LINE_BYTES = 32 << 20
 CHUNK_BYTES = 1 << 16
 
 
-class Ended(Exception):
-    """The process closed its end, or wrote a line that nobody should read."""
-
-
 class Late(Exception):
     """The deadline came first."""
+
+
+class Ended(Exception):
+    """The process closed its end, or wrote what is no message: it is of no more use."""
+
+    def __init__(self, channel: "Channel", text: str):
+        super().__init__(f"{channel.name} {text}")
+        self.channel = channel
 
 
 class Channel:
     """Talks to one process. Deadlines are those of `time.monotonic`."""
 
-    def __init__(self, process: SandboxProcess):
+    def __init__(self, process: SandboxProcess, name: str):
+        """`name` is for errors."""
+        self.name = name
         self._process = process
         self._stdin, self._stdout = process.stdin.fileno(), process.stdout.fileno()
         os.set_blocking(self._stdin, False)
         os.set_blocking(self._stdout, False)
         self._read = bytearray()
+
+    def ask(self, request: dict[str, Any], deadline: float) -> dict[str, Any]:
+        """Raises Ended, Late."""
+        self.send(json.dumps(request).encode() + b"\n", deadline)
+        return self.message(self.receive(deadline))
+
+    def message(self, line: bytes) -> dict[str, Any]:
+        """What a line of this process says. Raises Ended."""
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError) as failure:
+            raise Ended(self, "wrote something that is not a message") from failure
+        if not isinstance(message, dict):
+            raise Ended(self, "wrote something that is not a message")
+        return message
 
     def send(self, line: bytes, deadline: float) -> None:
         """Raises Ended, Late."""
@@ -38,7 +61,7 @@ class Channel:
             except BlockingIOError:
                 continue
             except OSError as failure:
-                raise Ended("it closed its input") from failure
+                raise Ended(self, "closed its input") from failure
 
     def receive(self, deadline: float) -> bytes:
         """The next line, with its end. Raises Ended, Late."""
@@ -46,14 +69,14 @@ class Channel:
         while (end := self._read.find(b"\n", searched)) < 0:
             searched = len(self._read)
             if searched > MAX_LINE_BYTES:
-                raise Ended(f"it gave more than {MAX_LINE_BYTES} bytes at once")
+                raise Ended(self, f"wrote more than {MAX_LINE_BYTES} bytes at once")
             self._await(self._stdout, select.POLLIN, deadline)
             try:
                 chunk = os.read(self._stdout, CHUNK_BYTES)
             except BlockingIOError:
                 continue
             if not chunk:
-                raise Ended("it ended")
+                raise Ended(self, "ended")
             self._read += chunk
         line = bytes(self._read[: end + 1])
         del self._read[: end + 1]

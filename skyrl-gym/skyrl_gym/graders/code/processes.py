@@ -113,7 +113,8 @@ class Answer:
     def _start(self, role: str, stack: ExitStack) -> Channel:
         sandbox = stack.enter_context(self._new_sandbox(limits=self._limits))
         sources = [part for name in MODULES_OF[role] for part in (f"{INSIDE}.{name}", _source(name))]
-        channel = Channel(sandbox.popen([sandbox.python, "-S", "-c", BOOTSTRAP, *sources], env=ENVIRONMENT))
+        process = sandbox.popen([sandbox.python, "-S", "-c", BOOTSTRAP, *sources], env=ENVIRONMENT)
+        channel = Channel(process, "the tests' process" if role == "checker" else "the answer's process")
         stack.callback(channel.close)
         return channel
 
@@ -121,19 +122,24 @@ class Answer:
         """Hands over the answer, and makes ready for the cases from number `first` on."""
         prompt = self._tests.prompt if isinstance(self._tests, AssertTests) else ""
         try:
-            reply = _ask(self._solution, {"code": code, "before": prompt}, deadline)
+            reply = self._solution.ask({"code": code, "before": prompt}, deadline)
         except Ended as end:
-            raise DoesNotLoad(self._why(end)) from end
+            raise DoesNotLoad(_why(end)) from end
         if "invalid" in reply:
             raise DoesNotCompile(str(reply["invalid"]))
         if "loaded" not in reply:
             raise DoesNotLoad(str(reply.get("error")))
         if isinstance(self._tests, AssertTests) and self._checker is not None:
-            about = {"before": prompt, "setup": self._tests.setup, "entry_point": self._tests.entry_point}
+            tests = {
+                "before": prompt,
+                "setup": self._tests.setup,
+                "entry_point": self._tests.entry_point,
+                "tests": list(self._tests.tests[first:]),
+            }
             try:
-                self._checker.send(_line({**about, "tests": list(self._tests.tests[first:])}), deadline)
+                self._checker.send(json.dumps(tests).encode() + b"\n", deadline)
             except Ended as end:  # nothing of the answer has reached it yet
-                raise InfraError(f"the tests' process is gone: {self._checker.close()}") from end
+                raise InfraError(_why(end)) from end
 
     def judge(self, number: int, deadline: float) -> CaseResult:
         """Puts one case. After a fatal result this answer is of no more use."""
@@ -148,10 +154,10 @@ class Answer:
         except Late:
             return CaseResult(False, error="it took too long", late=True, fatal=True)
         except Ended as end:
-            return CaseResult(False, error=self._why(end), fatal=True)
+            return CaseResult(False, error=_why(end), fatal=True)
 
     def _run_program(self, case: Case, deadline: float) -> CaseResult:
-        reply = _ask(self._solution, {"stdin": case.input}, deadline)
+        reply = self._solution.ask({"stdin": case.input}, deadline)
         printed = reply.get("stdout")
         if not isinstance(printed, str):
             return CaseResult(False, error=str(reply.get("error")))
@@ -162,7 +168,7 @@ class Answer:
 
     def _call_function(self, function: str, case: Case, deadline: float) -> CaseResult:
         request = {"do": "call_json", "function": function, "arguments": argument_lines(case)}
-        reply = _ask(self._solution, request, deadline)
+        reply = self._solution.ask(request, deadline)
         returned = reply.get("json")
         if not isinstance(returned, str):
             return CaseResult(False, error=_error_text(reply))
@@ -174,16 +180,15 @@ class Answer:
         while True:
             line = self._checker.receive(deadline)
             if line.startswith(b"!"):
-                verdict = _message(line[1:])
-                return CaseResult(verdict.get("passed") is True, error=verdict.get("error") or "")
+                verdict = self._checker.message(line[1:])
+                return CaseResult(verdict.get("passed") is True, error=str(verdict.get("error") or ""))
             self._solution.send(line[1:], deadline)
             self._checker.send(self._solution.receive(deadline), deadline)
 
-    def _why(self, end: Ended) -> str:
-        result = self._solution.close()
-        if result.outcome != "exited":
-            return WHY_ENDED[result.outcome]
-        return f"{end} (exit code {result.returncode})"
+
+def _why(end: Ended) -> str:
+    result = end.channel.close()
+    return f"{end}: {WHY_ENDED.get(result.outcome) or f'exit code {result.returncode}'}"
 
 
 def _error_text(reply: dict[str, Any]) -> str:
@@ -197,27 +202,7 @@ def _error_text(reply: dict[str, Any]) -> str:
 def _await_ready(channel: Channel) -> None:
     """Raises InfraError: until here nothing of the answer has run, so that it is not to blame."""
     try:
-        _message(channel.receive(time.monotonic() + START_SECONDS))
+        channel.message(channel.receive(time.monotonic() + START_SECONDS))
     except (Ended, Late) as failure:
         result = channel.close()
         raise InfraError(f"Python did not start in the sandbox: {failure!r}, {result}") from failure
-
-
-def _ask(channel: Channel, request: dict[str, Any], deadline: float) -> dict[str, Any]:
-    channel.send(_line(request), deadline)
-    return _message(channel.receive(deadline))
-
-
-def _line(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-def _message(line: bytes) -> dict[str, Any]:
-    """Raises Ended: a process that writes anything else is of no more use."""
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError) as failure:
-        raise Ended("it wrote something that is not a reply") from failure
-    if not isinstance(message, dict):
-        raise Ended("it wrote something that is not a reply")
-    return message
