@@ -11,7 +11,7 @@ import skyrl_gym
 PACKAGE = Path(skyrl_gym.__file__).parent
 
 LAYERS = [
-    {"error", "core", "deadline"},
+    {"error", "core", "deadline", "tags"},
     {"envs.registration"},
     {"metrics"},
     {"tools.core", "tools.signature"},

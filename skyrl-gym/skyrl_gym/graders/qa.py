@@ -11,21 +11,21 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from skyrl_gym.graders.results import Grade, Invalid, Score, reward_of
+from skyrl_gym.tags import last_tagged
 
 Golds = str | Iterable[str]
 """One accepted answer, or several."""
 
 NO_ANSWER = "there is no <answer>...</answer>"
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _DROP_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def extract_solution(solution_str: str) -> str | None:
     """What the last `<answer>...</answer>` holds, without the space around it; None if there is none."""
-    answers = _ANSWER.findall(solution_str)
-    return answers[-1].strip() if answers else None
+    answer = last_tagged(solution_str, "answer")
+    return answer.strip() if answer is not None else None
 
 
 def normalize_answer(s: str) -> str:

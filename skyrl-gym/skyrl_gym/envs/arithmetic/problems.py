@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from skyrl_gym.envs.base_text_env import Example
+from skyrl_gym.tags import last_tagged
 
 INSTRUCTION = "Work it out, then give the final number inside <answer> tags, as in <answer>42</answer>."
 
@@ -17,20 +18,8 @@ _OPERATORS: dict[str, Callable[[int, int], int]] = {
 
 def extract_answer(text: str) -> str | None:
     """What the last `<answer>` tag holds, without thousands separators; None if there is none."""
-    answer, position = None, 0
-    while (found := find_tagged(text, "answer", position)) is not None:
-        answer, position = found
+    answer = last_tagged(text, "answer")
     return answer.strip().replace(",", "") if answer is not None else None
-
-
-def find_tagged(text: str, tag: str, position: int = 0) -> tuple[str, int] | None:
-    """What the first `<tag>...</tag>` from a position on holds, and where it ends. In linear time, however many tags
-    stay open, which a regular expression would not do."""
-    start = text.find(f"<{tag}>", position)
-    end = text.find(f"</{tag}>", start)
-    if start < 0 or end < 0:
-        return None
-    return text[start + len(tag) + 2 : end], end + len(tag) + 3
 
 
 def make_problems(

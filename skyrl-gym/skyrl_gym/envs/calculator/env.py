@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from skyrl_gym.envs.arithmetic.problems import example_of, extract_answer, find_tagged
+from skyrl_gym.envs.arithmetic.problems import example_of, extract_answer
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of
 from skyrl_gym.envs.calculator.problems import make_problems
+from skyrl_gym.tags import first_tagged
 from skyrl_gym.tools.calculator import CalculatorError, CalculatorToolGroup
 
 DEFAULT_MAX_TURNS = 2
@@ -42,12 +43,12 @@ class CalculatorEnv(BaseTextEnv):
         )
 
     def _reply(self, action: str) -> str:
-        call = find_tagged(action, "calculator")
-        if call is None:
+        expression = first_tagged(action, "calculator")
+        if expression is None:
             return NO_ACTION
         self.num_calls += 1
         try:
-            result = self._execute_tool(self.tool_group.name, "calculator", [call[0]])
+            result = self._execute_tool(self.tool_group.name, "calculator", [expression])
         except CalculatorError as failure:
             result = f"error: {failure}"
         return f"<result>{result}</result>"

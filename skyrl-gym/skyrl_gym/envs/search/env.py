@@ -1,6 +1,5 @@
 """Question answering with a search engine, as in Search-R1 (https://arxiv.org/abs/2503.09516)."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +16,10 @@ from skyrl_gym.envs.search.examples import make_examples
 from skyrl_gym.error import InfraError, TaskError
 from skyrl_gym.graders import qa
 from skyrl_gym.graders.results import reward_of
+from skyrl_gym.tags import first_tagged
 from skyrl_gym.tools.search import DEFAULT_RETRY_SECONDS, DEFAULT_SEARCH_URL, SearchToolGroup
 
 DEFAULT_MAX_TURNS = 2
-
-_SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 
 
 @dataclass
@@ -83,8 +81,7 @@ class SearchEnv(BaseTextEnv):
 
     def _parse_action(self, action: str) -> list[str | None]:
         """The arguments of the tool: the first query, with the space around it, or None."""
-        query = _SEARCH.search(action)
-        return [query.group(1) if query else None]
+        return [first_tagged(action, "search")]
 
     def _is_done(self, action: str) -> bool:
         return self.turns >= self.max_turns or _has_answer(action)
