@@ -11,13 +11,8 @@ from skyrl_train.generators.base import GeneratorInput, TrajectoryID
 from skyrl_train.generators.sampling import episode_seed
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 
-REWRITES_ITS_HISTORY = {"rlm"}
-"""What the model reads is not what it read before plus more: these need one training sample a turn."""
-
 SHIPPED = sorted(
-    env_id
-    for env_id, spec in skyrl_gym.registry.items()
-    if str(spec.entry_point).startswith("skyrl_gym.envs.") and env_id not in REWRITES_ITS_HISTORY
+    env_id for env_id, spec in skyrl_gym.registry.items() if str(spec.entry_point).startswith("skyrl_gym.envs.")
 )
 NUM_EXAMPLES = 2
 SEED = 5
