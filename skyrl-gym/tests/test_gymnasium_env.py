@@ -1,6 +1,8 @@
 import json
 import math
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -202,6 +204,25 @@ def test_a_wrong_row_is_refused_with_the_field_and_the_rule(extras, text):
 def test_a_setting_that_there_is_not_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match="did you mean frame_skip"):
         make(config={"frame_skp": 2})
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    for attempt in (make, GymnasiumEnv.examples):
+        with pytest.raises(Error, match=r"pip install 'skyrl-gym\[gymnasium\]'"):
+            attempt()
+
+
+def test_many_threads_play_as_one_does():
+    examples = GymnasiumEnv.examples()
+
+    def play(example):
+        moves = iter(example.oracle)
+        env = make(config=example.env_config, **example.extras)
+        return run_episode(env, example.prompt, lambda _: next(moves)).messages
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(play, examples * 2)) == [play(example) for example in examples * 2]
 
 
 # Every registered environment

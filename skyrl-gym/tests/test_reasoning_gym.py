@@ -10,7 +10,7 @@ import pytest
 
 import skyrl_gym
 from skyrl_gym.episode import run_episode
-from skyrl_gym.error import TaskError
+from skyrl_gym.error import Error, TaskError
 
 pytest.importorskip("reasoning_gym", reason="needs skyrl-gym[reasoning-gym]")
 
@@ -167,6 +167,13 @@ def test_a_system_prompt_is_added_where_there_is_none():
 def test_a_wrong_row_is_refused_with_the_field_and_the_rule(extras, text):
     with pytest.raises(TaskError, match=text):
         make(**extras)
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    for attempt in (lambda: make(entry=CHAIN_SUM), ReasoningGymEnv.examples):
+        with pytest.raises(Error, match=r"pip install 'skyrl-gym\[reasoning-gym\]'"):
+            attempt()
 
 
 def test_settings_that_parquet_filled_with_none_are_the_defaults():

@@ -180,6 +180,15 @@ def test_a_failed_quest_ends_the_episode_without_reward():
     assert env.get_metrics() == {"outcome_reward": 0.0, "lost": True, "turns": 3, "illegal_commands": 0, "score": 0.0}
 
 
+def test_a_game_is_won_without_its_optional_quests():
+    game = house_game(3)
+    optional = {"reward": 3, "win_events": house_game(0)["quests"][0]["win_events"], "optional": True}
+    moves = iter(TASKS[3][2])
+    env = make(game=game | {"quests": [*game["quests"], optional]})
+    result = run_episode(env, [], lambda _: say(next(moves)))
+    assert (result.outcome_reward, result.total_reward) == (1.0, 0.25)
+
+
 def test_the_last_turn_ends_the_episode_as_cut_short():
     output = make(max_turns=1).step(say("look"))
     assert (output["done"], output["truncated"]) == (True, True)

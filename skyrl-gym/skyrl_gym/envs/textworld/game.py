@@ -23,11 +23,17 @@ class Thing:
 
 @dataclass(frozen=True)
 class Quest:
-    """Reached when all facts of one of the `wins` hold at once; failed likewise."""
+    """Reached, once, when all facts of one of the `wins` hold; failed likewise."""
 
     reward: int
     wins: tuple[tuple[Atom, ...], ...]
     fails: tuple[tuple[Atom, ...], ...]
+    optional: bool = False
+    """The game is won without it, too."""
+
+    @property
+    def is_needed(self) -> bool:
+        return bool(self.wins) and not self.optional
 
 
 @dataclass(frozen=True)
@@ -70,8 +76,8 @@ def parse_game(value: Any) -> Game:
         quests = [_quest(quest, logic) for quest in value["quests"]]
     except (KeyError, TypeError, IndexError, ValueError) as fault:
         raise TaskError(f"game is not of TextWorld's format: {fault!r}") from fault
-    if not any(quest.wins for quest in quests):
-        raise TaskError("game.quests must have one with win_events: this game cannot be won")
+    if not any(quest.is_needed for quest in quests):
+        raise TaskError("game.quests must have one with win_events that is not optional: this game cannot be won")
     if not any(fact.name == "at" and fact.arguments[0] == PLAYER for fact in facts):
         raise TaskError("game.world must say where the player is: at(P, room)")
     return Game(
@@ -106,7 +112,9 @@ def _quest(quest: Mapping[str, Any], logic: Logic) -> Quest:
             for event in quest.get(key) or []
         )
 
-    return Quest(int(quest.get("reward", 1)), events("win_events"), events("fail_events"))
+    return Quest(
+        int(quest.get("reward", 1)), events("win_events"), events("fail_events"), bool(quest.get("optional", False))
+    )
 
 
 class Playing:
@@ -123,7 +131,7 @@ class Playing:
 
     @property
     def won(self) -> bool:
-        return not self.lost and not any(quest.wins for quest in self._open_quests)
+        return not self.lost and not any(quest.is_needed for quest in self._open_quests)
 
     @property
     def over(self) -> bool:

@@ -196,7 +196,7 @@ def _read_words(logic: Logic, type_name: str, block: Block) -> None:
             if header == "commands" and quoted:
                 logic.commands[name.strip()] = quoted[0]
             elif header == "type" and name.strip() == "kind" and quoted:
-                logic.kinds[type_name] = quoted[0]
+                logic.kinds[type_name] = quoted[0].removesuffix("-like")
 
 
 def _read_rule(statement: str) -> Rule:

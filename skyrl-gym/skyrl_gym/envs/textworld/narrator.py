@@ -135,7 +135,7 @@ class Narrator:
                 branches.pop()
             elif part.startswith("a list of things") and all(branch == "active" for branch in branches):
                 shown.append(self._listed(part))
-        return re.sub(r"[ \t]+", " ", "".join(shown)).strip()
+        return re.sub(r" *\n *", "\n", re.sub(r"[ \t]+", " ", "".join(shown))).strip()
 
     def _next_branch(self, branch: str, part: str, thing: Thing) -> str:
         if branch != "waiting":
