@@ -237,6 +237,7 @@ def test_marked_places_are_found(text, emptied, inside):
 
 def test_garbling_keeps_the_shape_and_loses_the_content():
     assert disguise.garbled("42 Apples, é") == "86 Bqqmft, x"
+    assert disguise.garbled("(+ +)") == "xx xx"
 
 
 GUIDE = Path(__file__).parents[2] / "docs" / "environments.md"

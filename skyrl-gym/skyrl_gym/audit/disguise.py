@@ -21,7 +21,9 @@ _SHIFTED = str.maketrans(
 
 
 def garbled(text: str) -> str:
-    """Other letters and digits in the same places: "42 apples" becomes "86 bqqmft"."""
+    """Other letters and digits in the same places: "42 apples" becomes "86 bqqmft". Of text without any, x for each."""
+    if not any(char.isalnum() for char in text):
+        return re.sub(r"\S", "x", text)
     return "".join("x" if char.isalnum() and not char.isascii() else char.translate(_SHIFTED) for char in text)
 
 
