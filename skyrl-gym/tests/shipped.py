@@ -14,11 +14,23 @@ PACKAGES = {
 }
 """What an environment's examples need beside this package."""
 
-START_PROCESSES = {"code", "lcb", "math", "rlm", "search", "searchcode", "llm_as_a_judge", "gymnasium"}
+SLOW = {
+    "code",
+    "gymnasium",
+    "lcb",
+    "llm_as_a_judge",
+    "math",
+    "reasoning_gym",
+    "rlm",
+    "search",
+    "searchcode",
+    "textworld",
+}
+"""Whose tests start processes, or take some seconds."""
 
 
 def _parameter(env_id):
-    marks = [pytest.mark.slow] if env_id in START_PROCESSES else []
+    marks = [pytest.mark.slow] if env_id in SLOW else []
     package = PACKAGES.get(env_id)
     if package is not None and importlib.util.find_spec(package) is None:
         marks.append(pytest.mark.skip(reason=f"{env_id} needs {package}"))
