@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import skyrl_gym
+from skyrl_gym.envs.registration import env_class_of
 
 PACKAGE = Path(skyrl_gym.__file__).parent
 
@@ -75,6 +76,7 @@ PUBLIC_NAMES = {
         "MCPToolGroup",
     ],
     "skyrl_gym.tools.search": ["call_search_api", "SearchToolGroup"],
+    "skyrl_gym.tools.retrieval": ["RetrievalServer"],
 }
 
 
@@ -138,4 +140,4 @@ def test_public_names_are_there(module):
 
 @pytest.mark.parametrize("env_id", sorted(skyrl_gym.registry))
 def test_the_module_behind_every_id_exists(env_id):
-    assert skyrl_gym.envs.registration.env_class_of(skyrl_gym.spec(env_id)) is not None
+    assert env_class_of(skyrl_gym.spec(env_id)) is not None
