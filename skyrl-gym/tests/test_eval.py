@@ -380,6 +380,34 @@ def test_a_killed_evaluation_goes_on_where_it_was(settings, rows):
     assert Counter((each["task"], each["sample"]) for each in episodes(settings)).most_common(1)[0][1] == 1
 
 
+@pytest.mark.slow
+def test_ctrl_c_ends_an_evaluation_soon_and_keeps_what_is_finished(settings, rows):
+    """Even while the model takes its time."""
+    served = threading.Semaphore(2)
+    over = threading.Event()
+
+    def stuck(messages):
+        if not served.acquire(blocking=False):
+            over.wait(60)
+        return right(messages)
+
+    with ChatServer(stuck) as server:
+        command = [sys.executable, "-m", "skyrl_gym.eval", "--env", "arithmetic", "--base-url", server.base_url]
+        command += ["--model", "adder", "--data", str(rows), "--output", str(settings.output), "--concurrency", "2"]
+        process = subprocess.Popen([*command, "--quiet"], stderr=subprocess.PIPE, text=True)
+        path = settings.output / "episodes.jsonl"
+        give_up = time.monotonic() + 60
+        while not (path.exists() and path.read_bytes().count(b"\n") == 2 and len(server.requests) == 4):
+            assert time.monotonic() < give_up and process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+        over.set()
+    assert process.returncode == 130
+    assert "run again to go on" in said and "Traceback" not in said
+    assert len(episodes(settings)) == 2
+
+
 def test_two_evaluations_do_not_share_a_folder(settings):
     with EpisodeFile(settings.output, {}), pytest.raises(Error, match="another evaluation is writing there"):
         EpisodeFile(settings.output, {})
