@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import IO, Protocol
 
@@ -86,51 +86,67 @@ class Command:
         self._killed = False
         self._failure: InfraError | None = None
         self._pidfd = -1
+        self._stderr_to_file = stderr_to_file
         self._lock = threading.Lock()
         self._result: ExecResult | None = None
         self._cpu_seconds = 0.0
-        self._stderr_file = tempfile.TemporaryFile() if stderr_to_file else None  # noqa: SIM115
-        inner_stdin, stdin = os.pipe()
-        stdout, inner_stdout = os.pipe()
-        stderr, inner_stderr = os.pipe() if self._stderr_file is None else (-1, os.dup(self._stderr_file.fileno()))
-        self.stdin: IO[bytes] = os.fdopen(stdin, "wb", buffering=0)
-        self.stdout: IO[bytes] = os.fdopen(stdout, "rb", buffering=0)
-        self._stderr: IO[bytes] | None = os.fdopen(stderr, "rb", buffering=0) if stderr >= 0 else None
-        inner = (inner_stdin, inner_stdout, inner_stderr)
+        self._files: list[IO[bytes]] = []
         self._started = time.monotonic()
+        self.deadline = self._started + limits.wall_seconds
         try:
+            self._process = self._start(launch, stderr_to_file)
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in an argument
+            self.close()
+            if isinstance(error, ValueError):
+                raise
+            if error.errno == errno.E2BIG:
+                raise ValueError("the command's arguments are too long") from None
+            raise InfraError(f"a sandboxed command could not be started: {error}") from error
+        background.monitor.add(self)
+
+    def _start(self, launch: Launch, stderr_to_file: bool) -> "subprocess.Popen[bytes]":
+        with ExitStack() as inner:  # our copies of what is the command's
+
+            def ends(pipe: tuple[int, int], ours: int) -> tuple[IO[bytes], int]:
+                inner.callback(os.close, pipe[1 - ours])
+                self._files.append(os.fdopen(pipe[ours], "wb" if ours else "rb", buffering=0))
+                return self._files[-1], pipe[1 - ours]
+
+            for descriptor in launch.descriptors:
+                inner.callback(os.close, descriptor)
+            self.stdin, stdin = ends(os.pipe(), 1)
+            self.stdout, stdout = ends(os.pipe(), 0)
+            if stderr_to_file:
+                self._stderr = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+                self._files.append(self._stderr)
+                stderr = self._stderr.fileno()
+            else:
+                self._stderr, stderr = ends(os.pipe(), 0)
             if launch.owner is not None:
-                for descriptor in inner:
+                for descriptor in (stdin, stdout, stderr):
                     os.fchown(descriptor, launch.owner, launch.owner)
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 launch.argv,
-                stdin=inner_stdin,
-                stdout=inner_stdout,
-                stderr=inner_stderr,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
                 env=launch.env,
                 cwd=launch.cwd,
                 pass_fds=launch.descriptors,
                 start_new_session=True,
             )
-            self._pidfd = os.pidfd_open(self._process.pid)
-        except OSError as error:
-            self.close()
-            if error.errno == errno.E2BIG:
-                raise ValueError("the command's arguments are too long") from None
-            raise InfraError(f"a sandboxed command could not be started: {error}") from error
-        except ValueError:
-            self.close()
+        try:
+            self._pidfd = os.pidfd_open(process.pid)
+        except OSError:
+            process.kill()
+            process.wait()
             raise
-        finally:
-            for descriptor in (*inner, *launch.descriptors):
-                os.close(descriptor)
-        self.deadline = self._started + limits.wall_seconds
-        background.monitor.add(self)
+        return process
 
     def communicate(self, stdin: bytes) -> ExecResult:
         """Feeds the command, reads what it says up to the limit, and waits for its end."""
         pending = memoryview(stdin)
-        said: dict[IO[bytes], bytearray] = {self.stdout: bytearray(), self._stderr: bytearray()}  # pyright: ignore
+        said: dict[IO[bytes], bytearray] = {self.stdout: bytearray(), self._stderr: bytearray()}
         last_moment = self.deadline + END_SECONDS
         with selectors.DefaultSelector() as selector:
             for file in (self.stdin, *said):
@@ -169,10 +185,7 @@ class Command:
         if self._result is None:
             if not self._wait_for_end(timeout):
                 raise TimeoutError(f"the command has not ended within {timeout} s")
-            stderr = b""
-            if self._stderr_file is not None:
-                stderr = os.pread(self._stderr_file.fileno(), self.limits.output_bytes, 0)
-            self._finish(b"", stderr)
+            self._finish(b"", os.pread(self._stderr.fileno(), self.limits.output_bytes, 0))
         assert self._result is not None
         return self._result
 
@@ -199,7 +212,7 @@ class Command:
     def _limit_passed(self) -> Outcome | None:
         if time.monotonic() >= self.deadline:
             return "wall_time"
-        if self._stderr_file is not None and os.fstat(self._stderr_file.fileno()).st_size > self.limits.output_bytes:
+        if self._stderr_to_file and os.fstat(self._stderr.fileno()).st_size > self.limits.output_bytes:
             return "output"
         return self._containment.over_limit(self._process, self.limits)
 
@@ -209,9 +222,8 @@ class Command:
 
     def close(self) -> None:
         """Closes what we hold of it. The command must have ended."""
-        for file in (self.stdin, self.stdout, self._stderr, self._stderr_file):
-            if file is not None:
-                file.close()
+        for file in self._files:
+            file.close()
         self._containment.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)

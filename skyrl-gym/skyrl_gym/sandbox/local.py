@@ -33,8 +33,8 @@ from skyrl_gym.sandbox.workspace import Workspace
 START_SECONDS = 5.0
 """How long bubblewrap may take to say which process it made."""
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
-SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/localtime")
-DEVICES = ("null", "full", "random", "urandom")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives")
+DEVICES = ("null", "random", "urandom")
 """Without zero: a shared mapping of it is memory that nobody counts (see `seccomp`)."""
 INIT = 'exec 3>&2 2>/dev/null; echo 1000 >/proc/self/oom_score_adj; cd /workspace && (exec "$@" 2>&3 3>&-); exit $?'
 """Process 1: first to be chosen if the machine runs out of memory; its own standard error is not the command's."""
@@ -152,7 +152,9 @@ class Bubblewrap:
         """The process id, out here, of process 1 inside; None if there is none (yet, or any more)."""
         if FIRST_PROCESS.search(self._status) is None:
             if wait_seconds:
-                select.select([self._status_file], [], [], wait_seconds)
+                poll = select.poll()
+                poll.register(self._status_file, select.POLLIN)
+                poll.poll(1000 * wait_seconds)
             self._read_status()
         found = FIRST_PROCESS.search(self._status)
         if found is None:
@@ -192,7 +194,9 @@ def _bwrap(as_root: bool) -> list[str]:
         argv += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
         argv += ["--cap-add", "CAP_SYS_RESOURCE"]  # the shell's: what it says about its end then cannot be taken back
     else:
-        argv += ["--unshare-user", "--disable-userns", "--uid", str(USER), "--gid", str(USER)]
+        argv += ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
+        if _version(argv[0]) >= (0, 8):
+            argv += ["--disable-userns"]  # older ones leave it to the filter of system calls alone
     for name, value in ENVIRONMENT.items():
         argv += ["--setenv", name, value]
     argv += ["--setenv", "PATH", f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin"]
@@ -211,6 +215,11 @@ def _bwrap(as_root: bool) -> list[str]:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         argv += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
     return argv
+
+
+def _version(bwrap: str) -> tuple[int, ...]:
+    said = subprocess.run([bwrap, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
+    return tuple(int(number) for number in re.findall(r"\d+", said))
 
 
 @cache

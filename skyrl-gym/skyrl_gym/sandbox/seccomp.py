@@ -9,6 +9,9 @@ import errno
 import platform
 import socket
 import struct
+from functools import cache
+
+from skyrl_gym.error import InfraError
 
 ALLOW = 0x7FFF0000
 KILL_PROCESS = 0x80000000
@@ -63,8 +66,11 @@ NUMBER_OFFSET, ARCHITECTURE_OFFSET, FIRST_ARGUMENT_OFFSET, FOURTH_ARGUMENT_OFFSE
 )  # in struct seccomp_data, little endian
 
 
+@cache
 def seccomp_filter(machine: str = platform.machine()) -> bytes:
-    """The filter's bytes for this kind of processor. Raises KeyError for one whose system calls are not known here."""
+    """The filter's bytes for a kind of processor. Raises InfraError for one whose system calls are not known here."""
+    if machine not in MACHINES:
+        raise InfraError(f"the sandbox knows the system calls of {', '.join(MACHINES)}, not of {machine}")
     architecture, column, socket_number, clone_number, mmap_number = MACHINES[machine]
     program = [
         _instruction(LOAD, ARCHITECTURE_OFFSET),

@@ -7,9 +7,10 @@ fail, and says whether it did) and `syscall`.
 import json
 import os
 import socket
+import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from skyrl_gym.sandbox import Limits, Sandbox, make_sandbox
+from skyrl_gym.sandbox.docker import KEEPER, Container
 
 PRELUDE = r"""
 import ctypes, errno, json, mmap, os, platform, resource, signal, socket, struct, subprocess, sys, threading, time
@@ -687,27 +689,39 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
         yield Host(server, abstract, file, [Path(folder), Path(at_home)], f"canary-{Path(folder).name}")
 
 
-def folder_of(sandbox: Sandbox) -> str:
-    return sandbox._workspace.root  # pyright: ignore
+def traces_of(sandbox: Sandbox) -> Callable[[], list[str]]:
+    """Gives a function that lists what there is of a sandbox on the host: its processes, its folder or container."""
+    workspace = sandbox._workspace  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(workspace, Container):
+        keeper = ("sleep 600", KEEPER, "COMMAND")
+
+        def in_docker() -> list[str]:
+            top = subprocess.run(["docker", "top", workspace.name, "-o", "args"], capture_output=True, text=True)
+            return ["container"] * (top.returncode == 0) + [
+                line for line in top.stdout.splitlines() if line and not line.endswith(keeper)
+            ]
+
+        return in_docker
+    return lambda: ["folder"] * os.path.exists(workspace.root) + processes_that_see(os.path.basename(workspace.root))
 
 
-def processes_of(folder: str) -> list[int]:
+def processes_that_see(folder: str) -> list[str]:
     """Processes that have a sandbox's folder mounted: all it ever started, and no others."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
-            if os.path.basename(folder) in Path(f"/proc/{name}/mountinfo").read_text():
-                found.append(int(name))
+            if folder in Path(f"/proc/{name}/mountinfo").read_text():
+                found.append(name)
     return found
 
 
 @pytest.mark.parametrize("program", [pytest.param(p, id=p.name, marks=[pytest.mark.slow] * p.slow) for p in PROGRAMS])
 def test_a_hostile_program_is_contained(walled, host, program):
-    folder = folder_of(walled)
+    traces = traces_of(walled)
     arguments = ["-I", "-S", "-c", PRELUDE + program.source, json.dumps(host.described())]
     started = time.monotonic()
     result = walled.exec([walled.python, *arguments], stdin=program.stdin, limits=program.limits)
-    assert processes_of(folder) == []
+    assert len(traces()) == 1, traces()  # the folder or container
     said = result.stdout + result.stderr
     assert time.monotonic() - started < program.limits.wall_seconds + 10
     assert result.outcome in program.outcomes, said
@@ -717,7 +731,7 @@ def test_a_hostile_program_is_contained(walled, host, program):
     host.check()
     assert walled.exec(["echo", "well"]).stdout == "well\n" or result.outcome == "workspace"
     walled.close()
-    assert not os.path.exists(folder)
+    assert traces() == []
 
 
 def test_there_are_enough_of_them():
