@@ -52,29 +52,36 @@ def _changes(node):
 
 FIRST_FAILING = """
 import json, os, signal, sys
-programs, tests = json.load(sys.stdin)
-for number, program in enumerate(programs):
+
+def passes(program):
     child = os.fork()
     if child == 0:
         signal.alarm(2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(1, 2)
         try:
-            exec(program + "\\n" + tests, {"__name__": "tests"})
+            exec(program, {"__name__": "tests"})
         except BaseException:
             os._exit(1)
         os._exit(0)
-    if os.waitpid(child, 0)[1] != 0:
-        print(number)
-        break
+    return os.waitpid(child, 0)[1] == 0
+
+for programs, tests in json.load(sys.stdin):
+    failing = (number for number, program in enumerate(programs) if not passes(program + "\\n" + tests))
+    print(next(failing, -1), flush=True)
 """
 """Says which program is the first that fails its tests, by running both together as Python does, without the grader."""
 
+TRIED = 40
+"""Mutants of one program."""
 
-def first_telling_mutant(source: str, tests: str, function: str | None = None, tried: int = 40) -> str | None:
-    """The first mutant that fails the tests; None if none of the first `tried` does."""
-    programs = list(itertools.islice(mutants(source, function), tried))
-    with make_sandbox(limits=Limits(wall_seconds=120, cpu_seconds=60)) as sandbox:
-        result = sandbox.exec([sandbox.python, "-c", FIRST_FAILING], stdin=json.dumps([programs, tests]))
+
+def first_telling_mutants(tasks: list[tuple[str, str, str | None]]) -> list[str | None]:
+    """Of each (program, tests, function to mutate) the first mutant that fails the tests, None if there is none."""
+    programs = [list(itertools.islice(mutants(source, function), TRIED)) for source, _, function in tasks]
+    request = json.dumps([[each, tests] for each, (_, tests, _) in zip(programs, tasks, strict=True)])
+    with make_sandbox(limits=Limits(wall_seconds=600, cpu_seconds=300)) as sandbox:
+        result = sandbox.exec([sandbox.python, "-c", FIRST_FAILING], stdin=request)
     assert result.ok, result
-    return programs[int(result.stdout)] if result.stdout else None
+    numbers = map(int, result.stdout.split())
+    return [None if number < 0 else each[number] for number, each in zip(numbers, programs, strict=True)]

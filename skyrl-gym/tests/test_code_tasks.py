@@ -10,11 +10,15 @@ import pytest
 from skyrl_gym.graders import Score, reward_of
 from skyrl_gym.graders.code import grade_code, parse_tests
 
-from .mutants import first_telling_mutant
+from .mutants import first_telling_mutants
 from .sandboxed import sandboxed
 
 # Some references and tests have "\w" where they mean r"\w".
 pytestmark = pytest.mark.filterwarnings("ignore:invalid escape sequence")
+
+
+CHUNK = 25
+"""Tasks whose mutants are tried in one sandbox."""
 
 
 def read_rows(test_data, name):
@@ -44,25 +48,18 @@ def mbpp(test_data, step=1):
         yield code, tests, "\n".join([setup, *row["test_list"]]), None
 
 
-def judge_task(task):
-    """Grades of a reference and of a mutant that the tests tell from it (None if there is none)."""
-    reference, tests, as_one, function = task
-    mutant = first_telling_mutant(reference, as_one, function)
-    return grade_code(reference, tests), None if mutant is None else grade_code(mutant, tests), mutant
-
-
-def check_tasks(tasks, equivalent):
-    """References pass; mutants that fail when they and the tests are run together fail. `equivalent`: how many tasks
-    may have no such mutant among the first tried.
-    """
+def check_tasks(tasks):
+    """References pass; of each a mutant fails that also fails when it and the tests are run together."""
     tasks = list(tasks)
+    chunks = [tasks[start : start + CHUNK] for start in range(0, len(tasks), CHUNK)]
     with ThreadPoolExecutor(2) as threads:
-        judged = list(threads.map(judge_task, tasks))
-    failed = [(task[0], passed) for task, (passed, _, _) in zip(tasks, judged, strict=True) if passed != right(task)]
-    assert not failed
-    fooled = [(mutant, grade) for _, grade, mutant in judged if grade is not None and reward_of(grade) != 0.0]
-    assert not fooled
-    assert sum(mutant is None for _, _, mutant in judged) <= equivalent
+        found = threads.map(lambda chunk: first_telling_mutants([(each[0], *each[2:]) for each in chunk]), chunks)
+        mutants = [mutant for chunk in found for mutant in chunk]
+        passed = list(threads.map(lambda task: grade_code(task[0], task[1]), tasks))
+        failed = list(threads.map(lambda task, mutant: mutant and grade_code(mutant, task[1]), tasks, mutants))
+    assert [(task[0], grade) for task, grade in zip(tasks, passed, strict=True) if grade != right(task)] == []
+    assert [(mutant, grade) for mutant, grade in zip(mutants, failed, strict=True) if grade and reward_of(grade)] == []
+    assert None not in mutants
 
 
 def right(task):
@@ -72,12 +69,12 @@ def right(task):
 
 @sandboxed
 def test_some_humaneval_references_pass_and_their_mutants_fail(test_data):
-    check_tasks(humaneval(test_data, step=16), equivalent=0)
+    check_tasks(humaneval(test_data, step=16))
 
 
 @sandboxed
 def test_some_mbpp_references_pass_and_their_mutants_fail(test_data):
-    check_tasks(mbpp(test_data, step=97), equivalent=0)
+    check_tasks(mbpp(test_data, step=97))
 
 
 @sandboxed
@@ -86,14 +83,14 @@ def test_some_mbpp_references_pass_and_their_mutants_fail(test_data):
 def test_every_humaneval_reference_passes_and_its_mutant_fails(test_data):
     tasks = list(humaneval(test_data))
     assert len(tasks) == 164
-    check_tasks(tasks, equivalent=0)
+    check_tasks(tasks)
 
 
 @sandboxed
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_every_mbpp_reference_passes_and_its_mutant_fails(test_data):
-    check_tasks(mbpp(test_data), equivalent=0)
+    check_tasks(mbpp(test_data))
 
 
 SQUARES_AND_CUBES = """
