@@ -696,7 +696,7 @@ def traces_of(sandbox: Sandbox) -> Callable[[], list[str]]:
         keeper = ("sleep 600", KEEPER, "COMMAND")
 
         def in_docker() -> list[str]:
-            top = subprocess.run(["docker", "top", workspace.name, "-o", "args"], capture_output=True, text=True)
+            top = subprocess.run(["docker", "top", workspace.name, "-o", "pid,args"], capture_output=True, text=True)
             return ["container"] * (top.returncode == 0) + [
                 line for line in top.stdout.splitlines() if line and not line.endswith(keeper)
             ]
