@@ -31,7 +31,7 @@ def rlimits(limits: Limits, processes: int | None = None) -> list[str]:
         "as": limits.memory_bytes,
         "fsize": limits.file_bytes,
         "nofile": OPEN_FILES,
-        "core": 0,
+        "core": 1,  # not 0: only at 1 the kernel also spares a crash handler of the machine, which it would feed a core
         "msgqueue": 0,
         "memlock": 0,
         "rtprio": 0,

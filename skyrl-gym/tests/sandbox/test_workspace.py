@@ -1,0 +1,107 @@
+"""The folder of a sandbox on the host: what is counted, what is deleted, and when."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from skyrl_gym.error import InfraError
+from skyrl_gym.sandbox import command, make_sandbox, workspace
+from skyrl_gym.sandbox.workspace import ENTRY_BYTES, Workspace
+
+FORKED = """
+import os, sys
+from skyrl_gym.sandbox import make_sandbox
+sandbox = make_sandbox(sys.argv[1])
+sandbox.start()
+sandbox.exec(["true"])
+if os.fork() == 0:
+    with make_sandbox(sys.argv[1]) as own:
+        print(own.exec(["echo", "child"]).stdout, end="", flush=True)
+    sys.exit()
+os.wait()
+sandbox.write("x", "parent")
+print(sandbox.exec(["cat", "x"]).stdout)
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    workspace._sweep.cache_clear()
+    return tmp_path
+
+
+@pytest.fixture
+def made(place):
+    made = Workspace()
+    yield made
+    made.delete()
+    assert list(place.iterdir()) == []
+
+
+def test_only_its_owner_can_look_into_it(made):
+    assert os.stat(made.root).st_mode & 0o077 == 0
+
+
+def test_every_entry_counts_beside_its_blocks(made):
+    made.write("a/b", b"")
+    assert made.usage(1 << 30) >= 2 * ENTRY_BYTES
+    before = made.usage(1 << 30)
+    made.write("big", bytes(1 << 20))
+    os.sync()
+    assert (1 << 20) <= made.usage(1 << 30) - before <= (1 << 20) + 4 * ENTRY_BYTES
+
+
+def test_counting_stops_above_the_limit(made):
+    for number in range(50):
+        made.write(str(number), b"")
+    assert 10 * ENTRY_BYTES < made.usage(10 * ENTRY_BYTES) <= 13 * ENTRY_BYTES
+
+
+def test_links_count_as_themselves(made):
+    os.symlink("/", os.path.join(made.files, "link"))
+    assert made.usage(1 << 30) <= 2 * ENTRY_BYTES
+
+
+def test_folders_too_deep_are_over_any_limit(made):
+    made.write("d/" * 100 + "file", b"")
+    assert made.usage(1 << 30) > 1 << 30
+
+
+def test_folders_of_killed_processes_are_deleted_by_a_later_one(place):
+    left, recent = place / "skyrl-sandbox-left", place / "skyrl-sandbox-recent"
+    for folder in (left, recent):
+        (folder / "files").mkdir(parents=True)
+    in_use = Workspace()
+    an_hour_ago = time.time() - 2 * workspace.SWEEP_SECONDS
+    for folder in (left, in_use.root):
+        os.utime(folder, (an_hour_ago, an_hour_ago))
+    workspace._sweep.cache_clear()
+    Workspace().delete()
+    assert sorted(place.iterdir()) == sorted([recent, Path(in_use.root)])
+    in_use.delete()
+
+
+@pytest.mark.parametrize("kind", ["local", "process"])
+def test_a_forked_process_leaves_its_parents_sandbox_alone_and_can_have_its_own(kind, request):
+    if kind == "local":
+        request.getfixturevalue("needs_local")
+    ended = subprocess.run([sys.executable, "-c", FORKED, kind], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "child\nparent\n", ended.stderr
+
+
+def test_a_command_that_cannot_be_watched_is_ended_and_reported(needs_local, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no /proc")
+
+    with make_sandbox("local") as sandbox:
+        monkeypatch.setattr(command.Command, "_limit_passed", broken)
+        started = time.monotonic()
+        with pytest.raises(InfraError, match=r"could not be checked.*no /proc"):
+            sandbox.exec(["sleep", "60"])
+        assert time.monotonic() - started < 10
