@@ -270,6 +270,12 @@ def value_of(grade):
         "import sys\nprint('working', file=sys.stderr)\nprint(sum(map(int, input().split())))",
         "class A:\n    def f(self):\n        return sum(map(int, input().split()))\nprint(A().f())",
         "import __main__\nx = 1\nassert __main__.x == 1\nprint(sum(map(int, input().split())))",
+        "import io, os\ndata = io.BytesIO(os.read(0, os.fstat(0).st_size))\nprint(sum(map(int, data.read().split())))",
+        "def deep(n): return n and 1 + deep(n - 1)\ndeep(40_000)\nprint(sum(map(int, input().split())))",
+        "from multiprocessing import Pool\nwith Pool(2) as pool:\n    print(sum(pool.map(int, input().split())))",
+        "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 27)\n"
+        "def run():\n    print(sum(map(int, sys.stdin.buffer.readline().split())))\n"
+        "thread = threading.Thread(target=run)\nthread.start()\nthread.join()",
     ],
 )
 def test_a_right_program_passes_however_it_is_written(program):
