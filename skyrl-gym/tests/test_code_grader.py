@@ -470,7 +470,7 @@ def test_a_prompt_lends_its_functions_to_answer_and_tests_but_its_stub_is_no_ans
     prompt = 'def double(x):\n    return 2 * x\n\ndef quadruple(x):\n    """Four times x."""\n'
     tests = AssertTests(["def check(candidate):\n    assert candidate(3) == double(6)"], "quadruple", prompt)
     assert value_of(grade_code("def quadruple(x): return double(double(x))", tests)) == 1.0
-    # An answer that changes the helper changes it for itself only.
+    # An answer that changes `double` changes it for itself only.
     assert value_of(grade_code("def double(x): return 0\ndef quadruple(x): return 0", tests)) == 0.0
     nothing = AssertTests(["def check(candidate):\n    assert candidate(3) is None"], "quadruple", prompt)
     assert value_of(grade_code("x = 1", nothing)) == 0.0
