@@ -154,7 +154,7 @@ def test_the_first_observation_joins_the_users_message():
     env.close()
 
 
-def test_the_seed_decides_and_that_of_init_wins():
+def test_the_seed_decides_and_that_of_the_row_wins():
     def first(seed_of_row, seed):
         env = make(seed=seed_of_row)
         messages, _ = env.init([], seed)
@@ -162,7 +162,7 @@ def test_the_seed_decides_and_that_of_init_wins():
         env.close()
         return messages, output
 
-    assert first(1, None) == first(1, None) == first(2, 1)
+    assert first(1, None) == first(1, 2) == first(None, 1)
     assert first(1, None) != first(2, None)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import skyrl_gym
 from skyrl_gym import error
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ground_truth_of, typed_config
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, ground_truth_of, max_turns_of, typed_config
 from skyrl_gym.envs.registration import EnvSpec, load_env_creator, register_installed, spec
 from skyrl_gym.metrics import aggregate_for_environment, default_aggregate_metrics
 
@@ -209,6 +209,13 @@ def test_settings_of_an_environment_become_its_dataclass(given):
 def test_a_misspelt_setting_names_the_nearest():
     with pytest.raises(ValueError, match="WeatherConfig has no setting 'station_ulr'; did you mean station_url"):
         typed_config(WeatherConfig, {"station_ulr": "http://127.0.0.1:1"})
+
+
+def test_a_limit_on_turns_is_a_whole_number():
+    assert max_turns_of({}, 3) == max_turns_of({"max_turns": None}, 3) == max_turns_of({"max_turns": 3.0}, 9) == 3
+    for value in (0, "four", 2.5, True, float("nan"), float("inf")):
+        with pytest.raises(error.TaskError, match=r"max_turns must be a whole number from 1 on; got"):
+            max_turns_of({"max_turns": value}, 3)
 
 
 @pytest.mark.parametrize(

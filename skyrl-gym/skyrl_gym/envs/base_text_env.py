@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, ClassVar, NotRequired, TypeVar, cast
 
 from skyrl_gym.core import Env, EnvStepOutput
@@ -15,6 +16,9 @@ MessageType = dict[str, Any]
 """One chat message: `role`, `content` (text, or a list of typed parts), and what else the chat template reads."""
 
 ConversationType = list[MessageType]
+
+
+NumberT = TypeVar("NumberT", int, None)
 
 
 class BaseTextEnvStepOutput(EnvStepOutput[ConversationType]):
@@ -128,6 +132,21 @@ def required(extras: Mapping[str, Any], name: str) -> Any:
     if extras.get(name) is None:
         raise TaskError(f"{name} field is required; the row has {', '.join(sorted(extras)) or 'no columns'}")
     return extras[name]
+
+
+def max_turns_of(extras: Mapping[str, Any], default: int) -> int:
+    """A row's `max_turns`. Raises TaskError if it is no whole number from 1 on."""
+    return whole_number(extras, "max_turns", default, least=1)
+
+
+def whole_number(extras: Mapping[str, Any], name: str, default: NumberT, least: int = 0) -> int | NumberT:
+    """A whole number among a row's columns, or the default. Raises TaskError if it is none, or below the least."""
+    value = extras.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, Integral | float) or value % 1 != 0 or value < least:
+        raise TaskError(f"{name} must be a whole number from {least} on; got {value!r:.200}")
+    return int(value)
 
 
 ConfigT = TypeVar("ConfigT")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from skyrl_gym.envs.arithmetic.problems import example_of, extract_answer
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of, max_turns_of
 from skyrl_gym.envs.calculator.problems import make_problems
 from skyrl_gym.tags import first_tagged
 from skyrl_gym.tools.calculator import CalculatorError, CalculatorToolGroup
@@ -21,7 +21,7 @@ class CalculatorEnv(BaseTextEnv):
         super().__init__()
         extras = extras or {}
         self.ground_truth = str(ground_truth_of(extras)).strip()
-        self.max_turns: int = extras.get("max_turns", DEFAULT_MAX_TURNS)
+        self.max_turns = max_turns_of(extras, DEFAULT_MAX_TURNS)
         self.num_calls = 0
         self.tool_group = CalculatorToolGroup()
         self.init_tool_groups([self.tool_group])

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of, max_turns_of
 from skyrl_gym.envs.gsm8k import problems
 from skyrl_gym.graders import Score, reward_of
 from skyrl_gym.graders.math import grade_number
+from skyrl_gym.metrics import default_aggregate_metrics
 
 DEFAULT_MAX_TURNS = 5
 FORMAT_SCORE = 0.2
@@ -25,8 +26,7 @@ class GSM8kMultiTurnEnv(BaseTextEnv):
         super().__init__()
         extras = extras or {}
         self.ground_truth = str(ground_truth_of(extras))
-        from_dataset = (extras.get("extra_info") or {}).get("max_turns", DEFAULT_MAX_TURNS)
-        self.max_turns: int = extras.get("max_turns", from_dataset)
+        self.max_turns = max_turns_of(extras, max_turns_of(extras.get("extra_info") or {}, DEFAULT_MAX_TURNS))
         self.format_score_per_turn = FORMAT_SCORE / self.max_turns
         self.solved = False
 
@@ -58,9 +58,6 @@ class GSM8kMultiTurnEnv(BaseTextEnv):
 
     @staticmethod
     def aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, Any]:
-        if not metrics:
-            return {}
         return {
-            "avg_steps": sum(episode["steps"] for episode in metrics) / len(metrics),
-            "outcome_reward": sum(episode.get("outcome_reward", 0.0) for episode in metrics) / len(metrics),
+            "avg_steps" if key == "steps" else key: mean for key, mean in default_aggregate_metrics(metrics).items()
         }

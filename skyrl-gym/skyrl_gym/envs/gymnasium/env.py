@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from skyrl_gym.envs.base_text_env import (
@@ -11,8 +12,10 @@ from skyrl_gym.envs.base_text_env import (
     BaseTextEnvStepOutput,
     ConversationType,
     Example,
+    max_turns_of,
     required,
     typed_config,
+    whole_number,
 )
 from skyrl_gym.error import Error, TaskError
 
@@ -74,9 +77,9 @@ class GymnasiumEnv(BaseTextEnv):
         super().__init__()
         extras = extras or {}
         self.config = _checked(typed_config(GymnasiumConfig, _settings(env_config, extras)))
-        self.seed = _seed_of(extras)
+        self.seed = whole_number(extras, "seed", None)
         self.player = make_player(str(required(extras, "env_id")), _kwargs_of(extras), self.config)
-        self.max_turns: int = extras.get("max_turns") or self._default_max_turns()
+        self.max_turns = max_turns_of(extras, self._default_max_turns())
         self.steps = 0
         self.episode_return = 0.0
         self.illegal_actions = 0
@@ -90,8 +93,11 @@ class GymnasiumEnv(BaseTextEnv):
         return math.ceil(limit / per_turn) if limit else DEFAULT_MAX_TURNS
 
     def init(self, prompt: ConversationType, seed: int | None = None) -> tuple[ConversationType, dict[str, Any]]:
-        """Adds the task and the first observation to the last user message. `seed` wins over that of the row."""
-        self.player.reset(self.seed if seed is None else seed)
+        """Adds the task and the first observation to the last user message.
+
+        A seed of the row wins over `seed`: it is part of the task.
+        """
+        self.player.reset(seed if self.seed is None else self.seed)
         parts = [self._task()] if self.config.describe else []
         content = "\n\n".join([*parts, self._observation()])
         messages = list(prompt)
@@ -252,8 +258,8 @@ def _checked(config: GymnasiumConfig) -> GymnasiumConfig:
         if getattr(config, name) < 1:
             raise TaskError(f"{name} must be 1 or more; got {getattr(config, name)}")
     if config.reward_range is not None:
-        bounds = list(config.reward_range)
-        if len(bounds) != 2 or not bounds[0] < bounds[1]:
+        bounds = list(config.reward_range) if isinstance(config.reward_range, Iterable) else []
+        if len(bounds) != 2 or not all(isinstance(bound, Real) for bound in bounds) or not bounds[0] < bounds[1]:
             raise TaskError(f"reward_range must be two numbers, the lower one first; got {config.reward_range!r}")
     return config
 
@@ -268,12 +274,3 @@ def _kwargs_of(extras: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise TaskError(f"env_kwargs must be a mapping or its JSON text; got {value!r:.200}")
     return {key: part for key, part in value.items() if part is not None}  # parquet fills columns of mappings with None
-
-
-def _seed_of(extras: Mapping[str, Any]) -> int | None:
-    seed = extras.get("seed")
-    if seed is None:
-        return None
-    if isinstance(seed, bool) or int(seed) != seed or seed < 0:
-        raise TaskError(f"seed must be a whole number from 0 on; got {seed!r}")
-    return int(seed)

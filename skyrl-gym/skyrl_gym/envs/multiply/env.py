@@ -2,7 +2,7 @@ r"""Multiplication over several turns; the answer stands in `\boxed{}`."""
 
 from typing import Any
 
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of, max_turns_of
 from skyrl_gym.graders import Score, reward_of
 from skyrl_gym.graders.math import grade_first_box
 
@@ -23,7 +23,7 @@ class MultiplyEnv(BaseTextEnv):
         super().__init__()
         extras = extras or {}
         self.ground_truth = str(ground_truth_of(extras)).strip()
-        self.max_turns: int = extras.get("max_turns", DEFAULT_MAX_TURNS)
+        self.max_turns = max_turns_of(extras, DEFAULT_MAX_TURNS)
         self.solved = False
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

@@ -13,6 +13,7 @@ from skyrl_gym.envs.base_text_env import (
     Example,
     MessageType,
     ground_truth_of,
+    max_turns_of,
     typed_config,
 )
 from skyrl_gym.envs.rlm import prompts
@@ -65,7 +66,7 @@ class BaseRLMEnv(BaseTextEnv):
         super().__init__()
         self.config = typed_config(RLMEnvConfig, env_config)
         self.extras = extras or {}
-        self.max_turns: int = self.extras.get("max_turns", DEFAULT_MAX_TURNS)
+        self.max_turns = max_turns_of(self.extras, DEFAULT_MAX_TURNS)
         self.depth: int = self.extras.get("depth", 0)
         self.lm_callback: Callable[[list[str]], list[str]] | None = self.extras.get("lm_callback")
         self.repl: PersistentREPL | None = None
@@ -154,7 +155,10 @@ class BaseRLMEnv(BaseTextEnv):
         }
 
     def _context_of_row(self) -> Any:
-        text = (self.extras.get("extra_info") or {}).get("context_text")
+        information = self.extras.get("extra_info") or {}
+        if not isinstance(information, Mapping):
+            raise TaskError(f"extra_info must be a mapping; got {information!r:.200}")
+        text = information.get("context_text")
         if text is None:
             return self._question
         if not isinstance(text, str):

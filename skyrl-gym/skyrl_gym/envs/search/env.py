@@ -10,6 +10,7 @@ from skyrl_gym.envs.base_text_env import (
     ConversationType,
     Example,
     ground_truth_of,
+    max_turns_of,
     typed_config,
 )
 from skyrl_gym.envs.search.examples import make_examples
@@ -53,7 +54,7 @@ class SearchEnv(BaseTextEnv):
         extras = extras or {}
         self.ground_truth = ground_truth_of(extras)
         self.targets = _accepted_answers(self.ground_truth)
-        self.max_turns: int = extras.get("max_turns", DEFAULT_MAX_TURNS)
+        self.max_turns = max_turns_of(extras, DEFAULT_MAX_TURNS)
         self.num_searches = 0
         self.chat_history: ConversationType = []
         """What was said in this episode, without the prompt."""

@@ -9,6 +9,7 @@ from skyrl_gym.envs.base_text_env import (
     ConversationType,
     Example,
     ground_truth_of,
+    max_turns_of,
     typed_config,
 )
 from skyrl_gym.graders import Invalid, reward_of
@@ -70,7 +71,7 @@ class SearchCodeEnv(BaseTextEnv):
         config = typed_config(SearchCodeEnvConfig, env_config)
         extras = extras or {}
         self.ground_truth = str(ground_truth_of(extras))
-        self.max_turns: int = extras.get("max_turns", DEFAULT_MAX_TURNS)
+        self.max_turns = max_turns_of(extras, DEFAULT_MAX_TURNS)
         self.format: CallFormat = config.tool_call_format
         self.num_calls = 0
         self.chat_history: ConversationType = []

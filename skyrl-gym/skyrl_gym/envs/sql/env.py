@@ -12,6 +12,7 @@ from skyrl_gym.envs.base_text_env import (
     ConversationType,
     Example,
     ground_truth_of,
+    max_turns_of,
     required,
     typed_config,
 )
@@ -64,7 +65,7 @@ class SQLEnv(BaseTextEnv):
         self.db_id: str = required(extras, "db_id")
         self.gold_sql: str = _query(ground_truth_of(extras))
         self.task: str = required(extras, "data")
-        self.max_turns: int = extras.get("max_turns", DEFAULT_MAX_TURNS)
+        self.max_turns = max_turns_of(extras, DEFAULT_MAX_TURNS)
         folder = str(Path(config.db_path) / _folder_of(self.task))
         self.db_file = _existing_database(folder, self.db_id)
         self.ordered = config.compare_order and bool(_ORDER_BY.search(self.gold_sql))
@@ -135,7 +136,7 @@ def _query(ground_truth: Any) -> str:
 
 
 def _folder_of(data: str) -> str:
-    if data not in DATABASE_FOLDERS:
+    if not isinstance(data, str) or data not in DATABASE_FOLDERS:
         raise TaskError(f"data must be one of {', '.join(DATABASE_FOLDERS)}; got {data!r:.100}")
     return DATABASE_FOLDERS[data]
 

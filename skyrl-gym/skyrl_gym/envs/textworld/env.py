@@ -10,6 +10,7 @@ from skyrl_gym.envs.base_text_env import (
     BaseTextEnvStepOutput,
     ConversationType,
     Example,
+    max_turns_of,
     required,
     typed_config,
 )
@@ -59,7 +60,7 @@ class TextWorldEnv(BaseTextEnv):
         extras = extras or {}
         self.config = typed_config(TextWorldConfig, env_config)
         self.game = _game_of(extras)
-        self.max_turns: int = extras.get("max_turns") or DEFAULT_MAX_TURNS
+        self.max_turns = max_turns_of(extras, DEFAULT_MAX_TURNS)
         self._start()
 
     def _start(self) -> None:
