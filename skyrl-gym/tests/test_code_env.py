@@ -77,9 +77,11 @@ def test_a_malformed_row_is_refused(extras, says):
         skyrl_gym.make("code", env_config={}, extras=extras)
 
 
-def test_an_unknown_setting_is_refused_by_name():
+def test_a_wrong_setting_is_refused_by_name():
     with pytest.raises(ValueError, match="did you mean case_seconds"):
         make(ABSOLUTE, case_second=1)
+    with pytest.raises(ValueError, match="total_seconds must be greater than 0; got 0"):
+        make(ABSOLUTE, total_seconds=0)
     assert make(ABSOLUTE).settings == CodeSettings()
 
 

@@ -58,6 +58,11 @@ class CodeSettings:
     """False: 1 if every case passes, else 0, and the first that fails is the last that is run. True: every case is run,
     and the score is the share that passes."""
 
+    def __post_init__(self) -> None:
+        for name in ("case_seconds", "total_seconds", "memory_bytes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be greater than 0; got {getattr(self, name)!r}")
+
 
 def grade_answer(
     text: str, tests: CodeTests, settings: CodeSettings | None = None, *, new_sandbox: NewSandbox = make_sandbox
