@@ -13,6 +13,8 @@ PACKAGE = Path(skyrl_gym.__file__).parent
 
 LAYERS = [
     {"error", "core", "deadline", "tags"},
+    {"services"},
+    {"chat"},
     {"envs.registration"},
     {"metrics"},
     {"tools.core", "tools.signature"},

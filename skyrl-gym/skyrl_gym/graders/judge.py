@@ -5,25 +5,18 @@ to write so. What a policy wrote is fenced in the judge's prompt, and only the j
 use a judge that is stronger than the policy, watch what it is fooled by, and prefer a rule where there is one.
 """
 
-import email.utils
-import functools
 import hashlib
-import json
 import os
-import random
 import re
-import ssl
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
 
-import httpx
-
+from skyrl_gym.chat import ChatModel, ModelError
 from skyrl_gym.error import InfraError
 from skyrl_gym.graders.results import Grade, Score
+from skyrl_gym.services import Retries, Service
 
 __all__ = ["DEFAULT_PROMPT", "Judge", "JudgeSettings", "fence", "parse_final_score"]
 
@@ -51,12 +44,6 @@ or several different ones, is wrong. Explain in at most three sentences, then en
 MAX_ANSWER_CHARACTERS = 20_000
 """Of an answer, its end is what the judge reads."""
 
-MAX_REPLY_BYTES = 1 << 20
-MAX_WAIT_SECONDS = 30.0
-"""Between two tries."""
-
-_RETRIED_STATUS = (408, 409, 429)
-
 
 @dataclass(frozen=True)
 class JudgeSettings:
@@ -74,7 +61,7 @@ class JudgeSettings:
     """Seconds for one reply, from sending the request to its last byte."""
 
     max_retries: int = 4
-    """Further tries after a time-out, a lost connection, or a status of 408, 409, 429 or 5xx."""
+    """Further tries after a time-out, a lost connection, or a status of 408, 409, 425, 429 or 5xx."""
 
     retry_wait: float = 0.5
     """Seconds before the first further try, at most; doubled each time, up to 30."""
@@ -89,7 +76,7 @@ class JudgeSettings:
 class Judge:
     """Asks a judge whether an answer means the same as a reference.
 
-    One connection, for one thread at a time; close it after use. Raises ValueError for settings that cannot work.
+    From any number of threads; close it after use. Raises ValueError for settings that cannot work.
     """
 
     def __init__(self, settings: JudgeSettings) -> None:
@@ -101,15 +88,20 @@ class Judge:
             raise ValueError(
                 f"timeout must be positive and max_retries not negative; got {settings.timeout}, {settings.max_retries}"
             )
-        self.url = (settings.base_url or PUBLIC_BASE_URL).rstrip("/") + "/chat/completions"
         key = os.environ.get(settings.api_key_env, "")
         if not key and not settings.base_url:
             raise ValueError(
                 f"the judge {settings.model} needs a key in the environment variable {settings.api_key_env}, "
                 f"or another server in base_url"
             )
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client: httpx.Client | None = None
+        service = Service(
+            settings.base_url or PUBLIC_BASE_URL,
+            api_key=key,
+            timeout=settings.timeout,
+            retries=Retries(settings.max_retries + 1, settings.retry_wait),
+        )
+        self._model = ChatModel(service, settings.model, settings.request_fields)
+        self.url = self._model.service.url
 
     def grade(self, question: str, reference: str, answer: str) -> Grade:
         """The judge's score, from 0 to 1, with its reply in `details["reply"]`; InfraError if none can be had.
@@ -118,16 +110,21 @@ class Judge:
         """
         if not answer.strip():
             return Score(0.0, details={"reply": "", "reason": "the answer is empty, so the judge was not asked"})
-        prompt = self.prompt(question, reference, answer)
+        messages = [{"role": "user", "content": self.prompt(question, reference, answer)}]
         reply = ""
-        try:
-            for _ in range(2):
-                reply = self._ask(prompt)
+        for _ in range(2):
+            try:
+                reply = self._model.complete(messages).text
+            except InfraError as failure:
+                return failure
+            except ModelError as failure:
+                if failure.status != 200:
+                    return InfraError(f"the judge at {self.url} refused: {failure}")
+                reply = str(failure)
+            else:
                 score = parse_final_score(reply)
                 if score is not None:
                     return Score(score, details={"reply": reply})
-        except InfraError as failure:
-            return failure
         return InfraError(f"the judge {self.settings.model} gave no '### Final Score: ' twice; last: {reply!r:.300}")
 
     def prompt(self, question: str, reference: str, answer: str) -> str:
@@ -135,60 +132,9 @@ class Judge:
         values = {"question": question, "reference": reference, "answer": fence(answer[-MAX_ANSWER_CHARACTERS:])}
         return re.sub(r"\{(question|reference|answer)\}", lambda name: values[name[1]], self.template)
 
-    def _ask(self, prompt: str) -> str:
-        """The text of the judge's reply, tried for again as the settings say. Raises InfraError."""
-        for attempt in range(self.settings.max_retries + 1):
-            try:
-                return self._ask_once(prompt)
-            except _Retry as failure:
-                if attempt == self.settings.max_retries:
-                    tries = f"{attempt + 1} {'tries' if attempt else 'try'}"
-                    raise InfraError(f"the judge at {self.url} failed after {tries}: {failure}") from failure
-                time.sleep(failure.wait_seconds(attempt, self.settings.retry_wait))
-        raise AssertionError("unreachable")
-
-    def _ask_once(self, prompt: str) -> str:
-        """Raises _Retry if trying again may help, else InfraError."""
-        request = {**self.settings.request_fields, "model": self.settings.model}
-        request["messages"] = [{"role": "user", "content": prompt}]
-        body = json.dumps(request, default=_plain).encode()  # ASCII: also lone surrogates go through
-        deadline = time.monotonic() + self.settings.timeout
-        try:
-            headers = {**self._headers, "Content-Type": "application/json"}
-            with self._connection().stream("POST", self.url, content=body, headers=headers) as response:
-                received = b""
-                for chunk in response.iter_bytes():
-                    received += chunk
-                    if time.monotonic() > deadline:
-                        raise _Retry(f"no whole reply within {self.settings.timeout:g} s")
-                    if len(received) > MAX_REPLY_BYTES:
-                        raise InfraError(f"the judge at {self.url} sent more than {MAX_REPLY_BYTES} bytes")
-        except httpx.TransportError as failure:
-            self.close()
-            raise _Retry(f"{type(failure).__name__} {failure}".strip()) from failure
-        except (httpx.InvalidURL, httpx.DecodingError) as failure:
-            raise InfraError(f"the judge at {self.url}: {failure}") from failure
-        text = received.decode(errors="replace")
-        if response.status_code in _RETRIED_STATUS or response.status_code >= 500:
-            raise _Retry(f"status {response.status_code}: {text:.300}", _retry_after(response))
-        if response.status_code != 200:
-            raise InfraError(f"the judge at {self.url} refused: status {response.status_code}: {text:.300}")
-        return _content(text)
-
-    def _connection(self) -> httpx.Client:
-        if self._client is None:
-            # A proxy of the environment is not meant for this machine itself.
-            is_local = urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
-            self._client = httpx.Client(
-                timeout=self.settings.timeout, verify=_certificates(), trust_env=not is_local, follow_redirects=False
-            )
-        return self._client
-
     def close(self) -> None:
         """May be called more than once, and before further use."""
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        self._model.service.close()
 
     def __enter__(self) -> Self:
         return self
@@ -216,49 +162,3 @@ def parse_final_score(reply: str) -> float | None:
         return None
     score = float(found[-1])
     return score if 0.0 <= score <= 1.0 else None
-
-
-class _Retry(Exception):
-    """Something that may be gone next time."""
-
-    def __init__(self, text: str, after: float | None = None) -> None:
-        super().__init__(text)
-        self.after = after
-
-    def wait_seconds(self, attempt: int, first: float) -> float:
-        """What the server asked for, else doubling with full jitter, so that many clients do not come back as one."""
-        if self.after is not None:
-            return min(self.after, MAX_WAIT_SECONDS)
-        return random.uniform(0, min(first * 2**attempt, MAX_WAIT_SECONDS))
-
-
-def _retry_after(response: httpx.Response) -> float | None:
-    """Seconds from the `Retry-After` header, which gives seconds or a date."""
-    value = response.headers.get("Retry-After", "")
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        date = email.utils.parsedate_tz(value)
-        return max(0.0, email.utils.mktime_tz(date) - time.time()) if date else None
-
-
-def _content(body: str) -> str:
-    """The text of the first choice. Raises _Retry if the server sent something else: a proxy's page, half a reply."""
-    try:
-        content = json.loads(body)["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError):
-        raise _Retry(f"not a chat completion: {body:.300}") from None
-    if not isinstance(content, str):
-        raise _Retry(f"a chat completion without text: {body:.300}")
-    return content
-
-
-def _plain(value: Any) -> Any:
-    """Settings that came from a configuration library, as JSON knows them."""
-    return dict(value) if isinstance(value, Mapping) else list(value)
-
-
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    """Read once: that takes longer than many a request."""
-    return ssl.create_default_context()

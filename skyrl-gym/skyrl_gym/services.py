@@ -1,0 +1,253 @@
+"""A service that is asked over HTTP, with JSON, and that may be away for a moment: a retriever, a judge, a model.
+
+What may be over soon (nobody listens, no answer in time, a broken connection, a status that says so) is tried again for
+a while, and is then an `InfraError`. Any other answer goes to whoever asked, who knows what it means.
+"""
+
+import functools
+import json
+import logging
+import math
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from skyrl_gym.error import InfraError
+
+logger = logging.getLogger(__name__)
+
+FAULTS_OF_THE_REQUEST = frozenset({400, 413, 422})
+"""Only these may be due to what a model wrote. A wrong address or missing rights are the same for every request."""
+
+PASSING_STATUSES = frozenset({408, 409, 425, 429, *range(500, 600)})
+
+MAX_BODY_BYTES = 64 << 20
+"""A longer answer is a failure."""
+CONNECT_SECONDS = 10.0
+"""At most: an address that swallows everything is noticed long before a slow answer is given up."""
+IDLE_CONNECTION_SECONDS = 4.0
+"""Below the 5 s after which common servers close an idle connection, so that few requests meet a closed one."""
+
+
+class Cancelled(Exception):
+    """Whoever asked does not want to know any more."""
+
+
+@dataclass(frozen=True)
+class Retries:
+    """How often, and for how long, a request is made again."""
+
+    attempts: int = 5
+    """The first included."""
+    first_wait: float = 0.5
+    """Seconds before the second attempt, at most; doubled with each further one."""
+    longest_wait: float = 30.0
+    """Seconds; the doubling ends here, and so does what a server may ask for."""
+    window: float = math.inf
+    """No attempt is begun later than this many seconds after the first."""
+
+    def __post_init__(self) -> None:
+        if self.attempts < 1:
+            raise ValueError(f"a request needs at least 1 attempt; got {self.attempts}")
+
+    def wait_before(self, attempt: int, asked: float) -> float:
+        """Seconds before attempt 2, 3 ...: not less than the server asked for. Random, or all would come at once."""
+        longest = min(self.longest_wait, self.first_wait * 2 ** min(attempt - 2, 32))
+        return max(random.uniform(0.5, 1.0) * longest, min(asked, self.longest_wait))
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a service answered."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body.decode(errors="replace")
+
+
+class Service:
+    """Asks one service, from any number of threads.
+
+    Args:
+        url: where it is.
+        api_key: sent as a bearer token, if there is one.
+        timeout: seconds for one attempt, from connecting to the last byte; one answered in pieces may take twice that.
+        cancelled: when set, waiting ends and no further attempt is made.
+        connections: by default those that everything in this process shares for this host.
+
+    Raises:
+        ValueError: `url` is not an http address.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout: float = 60.0,
+        retries: Retries | None = None,
+        cancelled: threading.Event | None = None,
+        connections: "Connections | None" = None,
+    ) -> None:
+        self.url = url
+        self._origin = origin_of(url)
+        self.timeout = timeout
+        self.retries = retries or Retries()
+        self.cancelled = cancelled or threading.Event()
+        self._headers = {"Authorization": f"Bearer {api_key.strip()}"} if api_key else {}
+        self._connections = connections
+
+    def request(self, body: Any = None, *, path: str = "", method: str = "POST", label: str | None = None) -> Response:
+        """Sends `body` as JSON to the service's address, with `path` added, as often as it takes.
+
+        Args:
+            label: name under which each attempt is logged; nothing is without.
+
+        Raises:
+            InfraError: the last attempt failed, or one failed in a way that lasts.
+            Cancelled: see above.
+        """
+        url = self.url.rstrip("/") + path if path else self.url
+        content = b"" if body is None else json.dumps(body, default=_plain).encode()  # ASCII: lone surrogates pass
+        connections = self._connect()  # held until the end, or a `close` meanwhile would end this request
+        started, attempt = time.monotonic(), 0
+        while not self.cancelled.is_set():
+            attempt += 1
+            if label:
+                logger.info("%s, attempt %d", label, attempt)
+            try:
+                return self._attempt(connections, method, url, content)
+            except _Passing as fault:
+                at_once = fault.dropped and attempt == 1
+                wait = 0.0 if at_once else self.retries.wait_before(attempt + 1, fault.asked)
+                elapsed = time.monotonic() - started
+                if attempt == self.retries.attempts or elapsed + wait > self.retries.window:
+                    times = "1 time" if attempt == 1 else f"{attempt} times"
+                    raise InfraError(f"{url} failed {times} in {elapsed:.1f} s; last: {fault.text}") from fault
+                if label:
+                    logger.warning("%s: %s; again in %.1f s", label, fault.text, wait)
+            self.cancelled.wait(wait)
+        raise Cancelled
+
+    def _attempt(self, connections: "Connections", method: str, url: str, content: bytes) -> Response:
+        """Raises _Passing, and InfraError for what would fail again."""
+        import httpx
+
+        deadline = time.monotonic() + self.timeout
+        timeout = httpx.Timeout(self.timeout, connect=min(self.timeout, CONNECT_SECONDS))
+        headers = {"Content-Type": "application/json", **self._headers}
+        body = bytearray()
+        try:
+            with connections.client.stream(method, url, content=content, headers=headers, timeout=timeout) as answer:
+                for chunk in answer.iter_bytes():
+                    body += chunk
+                    if time.monotonic() > deadline:
+                        raise httpx.ReadTimeout("the answer trickled in too slowly")
+                    if len(body) > MAX_BODY_BYTES:
+                        raise InfraError(f"{url}: the answer is longer than {MAX_BODY_BYTES} bytes")
+        except httpx.ConnectTimeout as failure:
+            raise _Passing(f"timeout: no connection within {timeout.connect:g} s") from failure
+        except httpx.TimeoutException as failure:
+            raise _Passing(f"timeout: no answer within {self.timeout:g} s") from failure
+        except (httpx.ConnectError, httpx.ProxyError) as failure:
+            raise _Passing(f"{type(failure).__name__}: {failure}") from failure
+        except (httpx.NetworkError, httpx.RemoteProtocolError) as failure:
+            raise _Passing(f"{type(failure).__name__}: {failure}", dropped=True) from failure
+        except (httpx.HTTPError, httpx.InvalidURL) as failure:
+            raise InfraError(f"{url}: {type(failure).__name__}: {failure}") from failure
+        response = Response(answer.status_code, answer.headers, bytes(body))
+        if response.status in PASSING_STATUSES:
+            raise _Passing(f"status {response.status}: {response.text:.300}", asked=_retry_after(response))
+        return response
+
+    def _connect(self) -> "Connections":
+        if self._connections is None or self._connections.process != os.getpid():
+            self._connections = connections_to(self._origin)
+        return self._connections
+
+    def close(self) -> None:
+        """Lets go of the connections. May be called more than once, and before further requests."""
+        self._connections = None
+
+
+@dataclass(eq=False)
+class _Passing(Exception):
+    """One attempt failed; another may not."""
+
+    text: str
+    dropped: bool = False
+    """The connection was closed on us, as happens to one that has idled: nothing has to be waited for."""
+    asked: float = 0.0
+    """Seconds for which the server wants to be left alone."""
+
+
+def _retry_after(response: Response) -> float:
+    """Seconds from the header, which gives seconds or a date; 0 if it gives neither."""
+    from email.utils import parsedate_to_datetime
+
+    value = response.headers.get("Retry-After", "0")
+    try:
+        return float(value) if value[:1].isdigit() else parsedate_to_datetime(value).timestamp() - time.time()
+    except (ValueError, OverflowError):
+        return 0.0
+
+
+def _plain(value: Any) -> Any:
+    """Settings that came from a configuration library, as JSON knows them."""
+    return dict(value) if isinstance(value, Mapping) else list(value)
+
+
+class Connections:
+    """Of this process to one host; closed when the last one who holds them is gone."""
+
+    def __init__(self, origin: str) -> None:
+        import httpx  # only when a service is used: `import skyrl_gym` stays light
+
+        self.process = os.getpid()
+        # No bound on open connections: there are as many as threads that ask, and a bound would make some of them wait.
+        limits = httpx.Limits(max_keepalive_connections=256, keepalive_expiry=IDLE_CONNECTION_SECONDS)
+        # A proxy that the machine sets for the internet does not know our loopback.
+        is_loopback = urlsplit(origin).hostname in ("127.0.0.1", "localhost", "::1")
+        self.client = httpx.Client(
+            limits=limits, follow_redirects=True, trust_env=not is_loopback, verify=_certificates()
+        )
+        weakref.finalize(self, self.client.close)
+
+
+_shared: "weakref.WeakValueDictionary[tuple[int, str], Connections]" = weakref.WeakValueDictionary()
+_shared_lock = threading.Lock()
+
+
+def connections_to(origin: str) -> Connections:
+    """Those that everything in this process shares. Safe from any thread."""
+    key = (os.getpid(), origin)  # connections do not survive a fork
+    with _shared_lock:
+        connections = _shared.get(key) or Connections(origin)
+        _shared[key] = connections
+        return connections
+
+
+def origin_of(url: str, setting: str = "base_url") -> str:
+    """`scheme://host:port` of an address. Raises ValueError, which names the setting, if it is not an http address."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"{setting} must be an address such as http://127.0.0.1:8000; got {url!r}")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+@functools.cache
+def _certificates() -> Any:
+    """Read once: that takes longer than many a request."""
+    import httpx
+
+    return httpx.create_ssl_context()
