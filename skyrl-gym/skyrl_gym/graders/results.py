@@ -1,4 +1,4 @@
-"""What a grader says. Graders are pure functions of an answer and what was expected; environments make rewards of it."""
+"""What a grader says. Graders are pure functions of an answer and what was expected; environments make rewards."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class Invalid:
 
 @dataclass(frozen=True)
 class Timeout:
-    """The answer used up its own time (an endless loop, an endless query). Not for a slow server: that is `InfraError`."""
+    """The answer used up its own time (an endless loop, an endless query). A slow server is an `InfraError` instead."""
 
     seconds: float
     what: str = "the answer"
