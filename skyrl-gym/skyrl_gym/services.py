@@ -43,8 +43,8 @@ class Cancelled(Exception):
 class Retries:
     """How often, and for how long, a request is made again."""
 
-    attempts: int = 5
-    """The first included."""
+    attempts: float = 5
+    """The first included; `math.inf` leaves it to the window."""
     first_wait: float = 0.5
     """Seconds before the second attempt, at most; doubled with each further one."""
     longest_wait: float = 30.0

@@ -16,6 +16,8 @@ from skyrl_gym.episode import run_episode
 from skyrl_gym.error import Error, InfraError, TaskError
 from skyrl_gym.sandbox import make_sandbox
 
+from .chat_server import ChatServer
+
 pytestmark = pytest.mark.slow
 
 QUESTION = [{"role": "user", "content": "What is the code word?"}]
@@ -663,3 +665,88 @@ def test_closing_ends_the_process_and_may_be_done_twice(make_env):
 
 def test_an_environment_that_never_began_can_be_closed():
     RLMEnv(None, {"reward_spec": {"ground_truth": "x"}}).close()
+
+
+# Queries to a server
+
+
+def asking(server, **settings):
+    return {"base_url": server.base_url, "model": "small", "retry_seconds": 0.1, **settings}
+
+
+def test_a_row_and_settings_are_enough_for_queries(monkeypatch):
+    monkeypatch.setenv("SMALL_KEY", "secret")
+    row = {"reward_spec": {"ground_truth": "plum"}, "extra_info": {"context_text": "the code word is plum"}}
+    with ChatServer(lambda messages: messages[0]["content"].split()[-1], api_key="secret") as server:
+        settings = asking(server, api_key_env="SMALL_KEY", max_tokens=7)
+        with skyrl_gym.make("rlm", env_config=settings, extras=row) as env:
+            messages, _ = env.init(list(QUESTION))
+            assert "llm_query" in messages[0]["content"]
+            assert env.step(block("word = llm_query(context)\nFINAL_VAR('word')"))["reward"] == 1.0
+    assert server.requests == [
+        {"max_tokens": 7, "model": "small", "messages": [{"role": "user", "content": "the code word is plum"}]}
+    ]
+
+
+def test_a_callback_goes_before_the_server(make_env):
+    with ChatServer(lambda messages: "from the server") as server:
+        env, _ = make_env(env_config=asking(server), lm_callback=shout)
+        assert "PLUM" in text_of(env.step(block("print(llm_query('plum'))")))
+    assert server.requests == []
+
+
+def test_a_batch_is_asked_two_at_a_time_and_answered_in_order(make_env):
+    lock, at_work, most = threading.Lock(), 0, 0
+
+    def answer(messages):
+        nonlocal at_work, most
+        with lock:
+            at_work += 1
+            most = max(most, at_work)
+        time.sleep(0.02 * (6 - int(messages[0]["content"])))  # the first take longest
+        with lock:
+            at_work -= 1
+        return messages[0]["content"]
+
+    with ChatServer(answer) as server:
+        env, _ = make_env(env_config=asking(server))
+        assert "['0', '1', '2', '3', '4', '5']" in text_of(env.step(block("print(llm_query_batched(list('012345')))")))
+    assert most == 2
+
+
+def test_a_prompt_that_the_server_refuses_is_told_to_the_code(make_env):
+    def answer(messages):
+        text = messages[0]["content"]
+        return (400, {"error": "too long"}) if len(text) > 10 else text
+
+    with ChatServer(answer) as server:
+        env, _ = make_env(env_config=asking(server))
+        told = text_of(env.step(block("print(llm_query_batched(['plum', 'x' * 100]))")))
+    assert "['plum', 'Error: LM query failed - status 400" in told and "too long" in told
+
+
+@pytest.mark.parametrize("fault", [(503, {"error": "no GPU"}), (401, {"error": "no such key"}), (200, b"<html>")])
+def test_a_server_that_fails_is_no_answer(make_env, fault):
+    with ChatServer(lambda messages: fault) as server:
+        env, _ = make_env(env_config=asking(server))
+        with pytest.raises(InfraError, match=server.base_url):
+            env.step(block("llm_query_batched(['plum'] * 50)"))
+    assert len(server.requests) <= 4
+
+
+def test_no_query_is_begun_when_the_time_is_up(make_env):
+    def answer(messages):
+        time.sleep(0.2)
+        return "plum"
+
+    with ChatServer(answer) as server:
+        env, _ = make_env(env_config=asking(server), repl_timeout=1.0)
+        told = text_of(env.step(block("words = llm_query_batched(['a'] * 100)")))
+        assert "interrupted after 1 seconds" in told
+    assert 2 <= len(server.requests) <= 14
+
+
+@pytest.mark.parametrize("settings", [{"base_url": "http://127.0.0.1:1"}, {"model": "small"}])
+def test_a_server_and_its_model_go_together(settings):
+    with pytest.raises(ValueError, match="base_url and model go together"):
+        RLMEnv(settings, {"reward_spec": {"ground_truth": "x"}})

@@ -119,6 +119,19 @@ class BaseTextEnv(Env[ConversationType, str]):
         return default_aggregate_metrics(metrics)
 
 
+def text_of(message: MessageType) -> str:
+    """What a message says; of one in parts, those that are text."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part["text"]) for part in content if isinstance(part, Mapping) and "text" in part)
+
+
+def last_user_text(prompt: ConversationType) -> str:
+    """What the user said last; nothing if there is no user."""
+    return next((text_of(message) for message in reversed(prompt) if message["role"] == "user"), "")
+
+
 def ground_truth_of(extras: dict[str, Any], spec_field: str = "reward_spec") -> Any:
     """The expected answer of a dataset row: `reward_spec.ground_truth`. Raises TaskError if it is not there."""
     spec = required(extras, spec_field)

@@ -9,6 +9,7 @@ from skyrl_gym.envs.base_text_env import (
     ConversationType,
     Example,
     ground_truth_of,
+    last_user_text,
     typed_config,
 )
 from skyrl_gym.graders import Score, reward_of
@@ -67,14 +68,6 @@ class LLMJudgeEnv(BaseTextEnv):
             )
             for question, steps, answer in _PROBLEMS
         ]
-
-
-def last_user_text(prompt: ConversationType) -> str:
-    """What the user said last; of a message in parts, those that are text."""
-    content = next((message.get("content") for message in reversed(prompt) if message["role"] == "user"), "")
-    if isinstance(content, list):
-        return "\n".join(str(part["text"]) for part in content if isinstance(part, dict) and "text" in part)
-    return str(content or "")
 
 
 GSM8kLLMJudgeEnv = LLMJudgeEnv

@@ -2,10 +2,13 @@
 can ask models in turn (https://arxiv.org/abs/2512.24601)."""
 
 import json
+import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_gym.chat import ChatModel
 from skyrl_gym.envs.base_text_env import (
     BaseTextEnv,
     BaseTextEnvStepOutput,
@@ -14,14 +17,17 @@ from skyrl_gym.envs.base_text_env import (
     MessageType,
     ground_truth_of,
     max_turns_of,
+    text_of,
     typed_config,
 )
 from skyrl_gym.envs.rlm import prompts
 from skyrl_gym.envs.rlm.answers import final_text, final_variable, last_repl_block
 from skyrl_gym.envs.rlm.examples import examples
+from skyrl_gym.envs.rlm.queries import answer_queries
 from skyrl_gym.envs.rlm.repl import PersistentREPL, REPLResult
 from skyrl_gym.error import Error, TaskError
 from skyrl_gym.graders import qa, reward_of
+from skyrl_gym.services import Retries, Service
 
 DEFAULT_MAX_TURNS = 10
 
@@ -39,6 +45,25 @@ class RLMEnvConfig:
     memory_bytes: int = 1 << 30
     """What that code may use, context and variables included."""
 
+    base_url: str | None = None
+    """Of an OpenAI-compatible server, with `/v1`: its `model` answers `llm_query`, unless an `lm_callback` is given.
+    With neither, there is no `llm_query`."""
+
+    model: str | None = None
+    """As that server calls it."""
+
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds its key; no key is sent if it is not set."""
+
+    max_tokens: int | None = 4096
+    """Of one of its answers; None leaves it to the server."""
+
+    request_timeout: float = 120.0
+    """Seconds for one answer."""
+
+    retry_seconds: float = 60.0
+    """How long a query is made again while the server fails, before the episode fails."""
+
     ephemeral_turn_prompt: bool = False
     """Take each turn's prompt out of the history again when the model has answered it.
 
@@ -54,7 +79,7 @@ class BaseRLMEnv(BaseTextEnv):
     A row gives the context as `extra_info.context_text` (a text that is a JSON object becomes a dict); without it, the
     prompt itself is the context. Beside it, `max_turns` (10), `repl_timeout`, and what no file can hold: `lm_callback`
     and `subcall_fn` (see `PersistentREPL`), which whoever makes the environment adds, with `depth`, the number of
-    recursive models above this one.
+    recursive models above this one. Rows without an `lm_callback` use the model of the settings, if they name one.
 
     A subclass says what an answer is worth (`_get_reward`), and may say how the task is explained
     (`_get_system_prompt`) and what else the REPL has (`_get_repl_tools`).
@@ -69,6 +94,10 @@ class BaseRLMEnv(BaseTextEnv):
         self.max_turns = max_turns_of(self.extras, DEFAULT_MAX_TURNS)
         self.depth: int = self.extras.get("depth", 0)
         self.lm_callback: Callable[[list[str]], list[str]] | None = self.extras.get("lm_callback")
+        self._model: ChatModel | None = None
+        if self.lm_callback is None and (self.config.base_url or self.config.model):
+            self._model = _model_of(self.config)
+            self.lm_callback = self._ask_model
         self.repl: PersistentREPL | None = None
         self._context: Any = None
         self._question = ""
@@ -99,7 +128,7 @@ class BaseRLMEnv(BaseTextEnv):
     # The episode
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
-        self._question = "\n\n".join(_text_of(message) for message in prompt)
+        self._question = "\n\n".join(text_of(message) for message in prompt)
         self._context = self._context_of_row()
         tools = {name: _tool_and_description(tool) for name, tool in self._get_repl_tools().items()}
         self.repl = PersistentREPL(
@@ -145,6 +174,8 @@ class BaseRLMEnv(BaseTextEnv):
     def close(self) -> None:
         if self.repl is not None:
             self.repl.cleanup()
+        if self._model is not None:
+            self._model.service.close()
 
     def get_metrics(self) -> dict[str, Any]:
         return {
@@ -164,6 +195,10 @@ class BaseRLMEnv(BaseTextEnv):
         if not isinstance(text, str):
             raise TaskError(f"extra_info.context_text must be a text; got {type(text).__name__}")
         return _dict_or_text(text)
+
+    def _ask_model(self, prompts: list[str]) -> list[str]:
+        assert self._model is not None and self.repl is not None
+        return answer_queries(self._model, prompts, self.repl.deadline)
 
     def _execute(self, code: str) -> REPLResult:
         assert self.repl is not None, "step before init"
@@ -222,11 +257,14 @@ class RLMEnv(BaseRLMEnv):
         return examples()
 
 
-def _text_of(message: MessageType) -> str:
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.get("text", "") for part in content)
+def _model_of(config: RLMEnvConfig) -> ChatModel:
+    """Raises ValueError if the settings do not name one."""
+    if not config.base_url or not config.model:
+        raise ValueError(f"rlm: base_url and model go together; got {config.base_url!r} and {config.model!r}")
+    key = os.environ.get(config.api_key_env)
+    retries = Retries(attempts=math.inf, longest_wait=8.0, window=config.retry_seconds)
+    service = Service(config.base_url, api_key=key, timeout=config.request_timeout, retries=retries)
+    return ChatModel(service, config.model, {} if config.max_tokens is None else {"max_tokens": config.max_tokens})
 
 
 def _dict_or_text(text: str) -> dict[str, Any] | str:

@@ -143,7 +143,8 @@ class PersistentREPL:
         self._owned_sandbox: Sandbox | None = None
         self._process: SandboxProcess | None = None
         self._pipe: Pipe | None = None
-        self._deadline = float("inf")
+        self.deadline = float("inf")
+        """On the clock `time.monotonic`: when the time of the code that runs now is up."""
         self._closed = False
 
     def _add_tool(self, name: str, tool: Any) -> None:
@@ -262,9 +263,9 @@ class PersistentREPL:
     def _run(self, code: str, timeout: float) -> REPLResult:
         """Raises _Gone if the process must be replaced."""
         assert self._pipe is not None
-        self._deadline = time.monotonic() + timeout
+        self.deadline = time.monotonic() + timeout
         try:
-            self._pipe.send(["run", code], self._deadline)
+            self._pipe.send(["run", code], self.deadline)
             done, interrupted = self._serve(self._pipe)
             result = self._result_of(done)
         except BadFrame as failure:
@@ -274,7 +275,7 @@ class PersistentREPL:
         except (EOFError, OSError) as failure:
             raise _Gone(self._cause_of_death()) from failure
         finally:
-            self._deadline = float("inf")
+            self.deadline = float("inf")
         if interrupted:
             result.stderr += f"\nThe code was interrupted after {timeout:g} seconds. Its variables are kept."
         return result
@@ -284,7 +285,7 @@ class PersistentREPL:
 
         Raises TimeoutError, EOFError, OSError and BadFrame.
         """
-        deadline, interrupted = self._deadline, False
+        deadline, interrupted = self.deadline, False
         while True:
             try:
                 frame = pipe.receive(deadline)
@@ -381,7 +382,7 @@ class PersistentREPL:
         if self._subcall_fn is None:
             return self._llm_query(prompt if context is None else f"{prompt}\n\n{context}")
         try:
-            if time.monotonic() > self._deadline:
+            if time.monotonic() > self.deadline:
                 raise TimeoutError("time is up")
             arguments = (str(prompt),) if context is None else (str(prompt), context)
             return str(self._subcall_fn(*arguments))
