@@ -98,7 +98,8 @@ def patches_builtins(example: Example) -> list[str]:
 
 
 def _define(example: Example, body: str) -> str:
-    name = example.extras["reward_spec"]["ground_truth"].get("entry_point", "answer")
+    ground_truth = example.extras["reward_spec"]["ground_truth"]
+    name = ground_truth.get("entry_point", "answer") if isinstance(ground_truth, dict) else "answer"
     return f"def {name}(*arguments):\n    {body}\n"
 
 
