@@ -18,14 +18,13 @@ from skyrl_gym.envs.base_text_env import (
     whole_number,
 )
 from skyrl_gym.error import Error, TaskError
+from skyrl_gym.tags import last_tagged
 
 if TYPE_CHECKING:
     from skyrl_gym.envs.gymnasium.player import Played, Player
 
 DEFAULT_MAX_TURNS = 100
 """Of environments that have no time limit of their own."""
-
-OPEN, CLOSE = "<action>", "</action>"
 
 
 @dataclass
@@ -106,7 +105,7 @@ class GymnasiumEnv(BaseTextEnv):
         return [*messages, {"role": "user", "content": content}], {}
 
     def _task(self) -> str:
-        text = f"{self.player.task(self.config.documentation_chars)}\n\nAct by writing {OPEN}your action{CLOSE}."
+        text = f"{self.player.task(self.config.documentation_chars)}\n\nAct by writing <action>your action</action>."
         if self.config.actions_per_turn > 1:
             text += (
                 f" You may give a JSON list of 1 to {self.config.actions_per_turn} actions, which are taken in order "
@@ -116,7 +115,7 @@ class GymnasiumEnv(BaseTextEnv):
             text += f" Each action is taken for {self.config.frame_skip} steps."
         example = self.player.example_action()
         if example is not None:
-            text += f" For example: {OPEN}{example}{CLOSE}"
+            text += f" For example: <action>{example}</action>"
         return f"{text}\nThere are {self.max_turns} turns."
 
     def _observation(self) -> str:
@@ -226,11 +225,10 @@ def last_action(text: str) -> str:
     """What the last closed `<action>...</action>` holds. Raises IllegalAction if there is none."""
     from skyrl_gym.envs.gymnasium.spaces import IllegalAction
 
-    end = text.rfind(CLOSE)
-    start = text.rfind(OPEN, 0, end) if end >= 0 else -1
-    if start < 0:
-        raise IllegalAction(f"there is no {OPEN}...{CLOSE} in what you wrote")
-    return text[start + len(OPEN) : end].strip()
+    action = last_tagged(text, "action")
+    if action is None:
+        raise IllegalAction("there is no <action>...</action> in what you wrote")
+    return action.strip()
 
 
 def make_player(env_id: str, env_kwargs: Mapping[str, Any], config: GymnasiumConfig) -> "Player":

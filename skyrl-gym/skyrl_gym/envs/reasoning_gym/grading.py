@@ -14,6 +14,7 @@ from skyrl_gym.envs.reasoning_gym.integrals import is_antiderivative
 from skyrl_gym.envs.reasoning_gym.library import Entry, generator, oracle_answer
 from skyrl_gym.error import TaskError
 from skyrl_gym.graders.results import Grade, Invalid, Score
+from skyrl_gym.tags import last_tagged
 
 FULL_SCORE = 1 - 1e-6
 """A score of at least this is a solved task. Answers that are only near get up to 0.99999 from some generators."""
@@ -48,9 +49,8 @@ _HUGE_NUMBER = re.compile(r"[\s+-]*[\d.,_]*e[+-]?[\d_]{4,}\s*", re.IGNORECASE)
 
 def last_answer(text: str) -> str | None:
     """What the last closed `<answer>...</answer>` holds, or None."""
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
-    return text[start + len("<answer>") : end].strip() if start >= 0 else None
+    answer = last_tagged(text, "answer")
+    return None if answer is None else answer.strip()
 
 
 def grade(name: str, config: Mapping[str, Any], entry: Entry, text: str) -> Grade:

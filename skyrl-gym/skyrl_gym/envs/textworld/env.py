@@ -17,10 +17,10 @@ from skyrl_gym.envs.base_text_env import (
 from skyrl_gym.envs.textworld.game import Game, Playing, parse_game
 from skyrl_gym.envs.textworld.house import TASKS, house_game
 from skyrl_gym.envs.textworld.narrator import Narrator
+from skyrl_gym.tags import last_tagged
 
 DEFAULT_MAX_TURNS = 50
 
-OPEN, CLOSE = "<action>", "</action>"
 
 SHORT_FORMS = {
     **{"n": "go north", "s": "go south", "e": "go east", "w": "go west"},
@@ -82,7 +82,7 @@ class TextWorldEnv(BaseTextEnv):
 
     def _instructions(self) -> str:
         return (
-            f"Give one command in each turn, as {OPEN}look{CLOSE}. Commands are: {', '.join(self._forms())}. "
+            f"Give one command in each turn, as <action>look</action>. Commands are: {', '.join(self._forms())}. "
             f"There are {self.max_turns} turns."
         )
 
@@ -124,7 +124,7 @@ class TextWorldEnv(BaseTextEnv):
 
     def _refusal(self, command: str | None) -> str:
         if command is None:
-            return f"There is no {OPEN}...{CLOSE} in what you wrote. Nothing has changed."
+            return "There is no <action>...</action> in what you wrote. Nothing has changed."
         verbs = {form.split()[0] for form in self._forms()}
         fault = "cannot be done here and now"
         if command.partition(" ")[0] not in verbs:
@@ -160,7 +160,7 @@ class TextWorldEnv(BaseTextEnv):
             Example(
                 prompt=prompt,
                 extras={"game": game, "max_turns": 20},
-                oracle=[f"{OPEN}{command}{CLOSE}" for command in game["metadata"]["walkthrough"]],
+                oracle=[f"<action>{command}</action>" for command in game["metadata"]["walkthrough"]],
             )
             for game in games
         ]
@@ -177,11 +177,10 @@ def _game_of(extras: dict[str, Any]) -> Game:
 
 def last_command(text: str) -> str | None:
     """The last closed `<action>...</action>` as a command: lower case, no articles, short forms written out."""
-    end = text.rfind(CLOSE)
-    start = text.rfind(OPEN, 0, end) if end >= 0 else -1
-    if start < 0:
+    written = last_tagged(text, "action")
+    if written is None:
         return None
-    words = text[start + len(OPEN) : end].lower().strip(" \t\r\n.!>").split()
+    words = written.lower().strip(" \t\r\n.!>").split()
     if words and words[0] == "x":
         words[0] = "examine"
     command = " ".join(word for word in words if word not in ("the", "a", "an"))
