@@ -171,9 +171,10 @@ class Service:
         return response
 
     def _connect(self) -> "Connections":
-        if self._connections is None or self._connections.process != os.getpid():
-            self._connections = connections_to(self._origin)
-        return self._connections
+        connections = self._connections
+        if connections is None or connections.process != os.getpid():
+            connections = self._connections = connections_to(self._origin)
+        return connections
 
     def close(self) -> None:
         """Lets go of the connections. May be called more than once, and before further requests."""

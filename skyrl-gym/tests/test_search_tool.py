@@ -88,12 +88,6 @@ def test_a_wrong_address_or_missing_rights_are_no_fault_of_the_model(status):
         assert len(server.requests) == 1
 
 
-def test_nobody_listens(hurried):
-    url = unused_url()
-    with pytest.raises(InfraError, match=f"^Search error: {url} failed 10 times .* ConnectError"):
-        call_search_api(url, "q")
-
-
 def test_retrying_ends_with_its_time():
     started = time.monotonic()
     with pytest.raises(InfraError, match="failed 2 times"):  # after 0.5 to 1 s; the third would be later than 1.2 s
