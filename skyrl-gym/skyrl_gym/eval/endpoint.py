@@ -30,7 +30,6 @@ class ChatEndpoint:
         sampling: fields of each request beside `model` and `messages`.
         stop: strings that end a turn. Servers cut them off; `complete` puts them back.
         api_key: sent as a bearer token.
-        max_connections: of no effect; there are as many as threads that ask.
         cancelled: ends waiting and further requests when set.
     """
 
@@ -45,7 +44,6 @@ class ChatEndpoint:
         max_retries: int = 5,
         retry_seconds: float = 1.0,
         request_seconds: float = 600.0,
-        max_connections: int | None = None,
         cancelled: threading.Event | None = None,
     ) -> None:
         self.stop = list(stop)

@@ -122,7 +122,6 @@ class _Crew:
             max_retries=settings.max_retries,
             retry_seconds=settings.retry_seconds,
             request_seconds=settings.request_seconds,
-            max_connections=settings.concurrency,
             cancelled=self.cancelled,
         )
 
