@@ -5,8 +5,10 @@ the kernel keeps. What a command leaves behind ends with it, or with the last of
 """
 
 import random
+import re
 import signal
 import subprocess
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +18,8 @@ from skyrl_gym.sandbox.base import MEBIBYTE, Limits, Outcome
 from skyrl_gym.sandbox.command import Launch, as_bytes
 from skyrl_gym.sandbox.host import HostSandbox
 from skyrl_gym.sandbox.rlimits import ENVIRONMENT, OPEN_FILES, rlimits
-from skyrl_gym.sandbox.workspace import path_parts
+from skyrl_gym.sandbox.seccomp import MACHINES, seccomp_filter
+from skyrl_gym.sandbox.workspace import ENTRY_BYTES, path_parts
 
 IMAGE = "python:3.12-slim"
 USERS = range(30_000, 60_000)
@@ -24,11 +27,42 @@ USERS = range(30_000, 60_000)
 START_SECONDS = 600.0
 """The first start may download the image."""
 CALL_SECONDS = 60.0
-KEEPER = "end=$(($(date +%s) + 86400)); while [ $(date +%s) -lt $end ]; do sleep 600; done"
-"""Process 1: waits, and ends the container that nobody closed after a day."""
+KEEPER = """
+trap '' HUP INT QUIT USR1 USR2 PIPE ALRM TERM
+end=$(($(date +%s) + 86400))
+while [ $(date +%s) -lt $end ]; do sleep 600; done
+"""
+"""Process 1: waits, deaf to the commands beside it, and ends a container that nobody closed after a day."""
 SPARE_PROCESSES = 16
-BEGIN = 'echo $$ >"/tmp/$0.pid"; exec "$@"'
+BEGIN = """
+import ctypes, os, platform, sys
+mark, filters, *command = sys.argv[1:]
+with open(f"/tmp/{mark}.pid", "w") as file:
+    file.write(str(os.getpid()))
+code = bytes.fromhex(dict(pair.split("=") for pair in filters.split(","))[platform.machine()])
+class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
+program = Program(len(code) // 8, code)
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.byref(program), 0, 0):
+    sys.exit("no filter of system calls: " + os.strerror(ctypes.get_errno()))
+try:
+    os.execvp(command[0], command)
+except OSError as error:
+    print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+    sys.exit(126)
+"""
+"""Puts our filter of system calls on top of Docker's (prctl: PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP), which lets through
+sockets to the host of a virtual machine."""
 INTERRUPT = 'kill -INT "$(cat "/tmp/$0.pid")"'
+END = """
+kill -9 -1
+cat /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control 2>/dev/null
+stat --file-system --format "free %a %d" /workspace /tmp /dev/shm
+"""
+"""Ends what is left, and says what ran out. (In a shell `kill` spares the shell itself.)"""
+OUT_OF_MEMORY = re.compile(r"^oom_kill (\d+)", re.MULTILINE)
+FULL = re.compile(r"^free (0 \d+|\d+ 0)$", re.MULTILINE)
 READ = """
 import os, stat, sys
 limit, *folders, name = sys.argv[1:]
@@ -77,6 +111,7 @@ class Container:
     def __init__(self, image: str, limits: Limits):
         self.name = f"skyrl-gym-{uuid.uuid4().hex}"
         self.user = random.SystemRandom().choice(USERS)
+        self._killed_for_memory = 0
         try:
             _docker(self.run_arguments(image, limits), timeout=START_SECONDS)
         except InfraError:
@@ -85,18 +120,18 @@ class Container:
             raise
 
     def run_arguments(self, image: str, limits: Limits) -> list[str]:
-        owner = f"uid={self.user},gid={self.user}"
+        place = f"rw,exec,nosuid,nodev,mode=0700,uid={self.user},gid={self.user}"
         memory = limits.memory_bytes + limits.workspace_bytes  # the workspace is counted as memory
         return [
             *("run", "--detach", "--rm", "--name", self.name, "--label", "skyrl-gym-sandbox", "--hostname", "sandbox"),
             *("--network", "none", "--ipc", "private", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
             *("--user", f"{self.user}:{self.user}", "--read-only", "--workdir", "/workspace"),
-            *("--tmpfs", f"/workspace:rw,exec,nosuid,nodev,mode=0700,{owner},size={limits.workspace_bytes}"),
-            *("--tmpfs", f"/tmp:rw,exec,nosuid,nodev,mode=0700,{owner},size={64 * MEBIBYTE}"),
+            *("--tmpfs", f"/workspace:{place},{_size(limits.workspace_bytes)}"),
+            *("--tmpfs", f"/tmp:{place},{_size(64 * MEBIBYTE)}"),
             *("--shm-size", str(64 * MEBIBYTE)),
             *("--memory", str(memory), "--memory-swap", str(memory), "--cpus", "1"),
             *("--pids-limit", str(limits.processes + SPARE_PROCESSES)),
-            *("--ulimit", "core=0", "--ulimit", f"nofile={OPEN_FILES}", "--log-driver", "none"),
+            *("--ulimit", "core=1", "--ulimit", f"nofile={OPEN_FILES}", "--log-driver", "none"),
             *(option for item in ENVIRONMENT.items() for option in ("--env", "=".join(item))),
             *("--entrypoint", "sh", image, "-c", KEEPER),
         ]
@@ -121,11 +156,24 @@ class Container:
             raise ValueError(f"{path!r} is larger than {max_bytes} bytes")
         return ended.stdout
 
-    def shell(self, script: str, *arguments: str) -> None:
-        """Runs a script of ours inside. What becomes of it shows in the command it is about."""
+    def shell(self, script: str, *arguments: str) -> str:
+        """What a script of ours says inside; nothing if it does not end: that shows in the command it is about."""
+        command = self.exec_arguments("sh", "-c", script, *arguments)
         with suppress(subprocess.TimeoutExpired):
-            command = self.exec_arguments("sh", "-c", script, *arguments)
-            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=CALL_SECONDS, check=False)
+            ended = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=CALL_SECONDS, check=False
+            )
+            return ended.stdout.decode(errors="replace")
+        return ""
+
+    def end(self) -> Outcome | None:
+        """Ends all that runs in it, and gives what had run out since the last time."""
+        said = self.shell(END)
+        killed = OUT_OF_MEMORY.search(said)
+        before, self._killed_for_memory = self._killed_for_memory, int(killed[1]) if killed else 0
+        if self._killed_for_memory > before:
+            return "memory"
+        return "workspace" if FULL.search(said) else None
 
     def runs(self) -> bool:
         with suppress(InfraError):
@@ -168,8 +216,10 @@ class DockerSandbox(HostSandbox[Container]):
         container = self._started()
         mark = uuid.uuid4().hex
         variables = [f"{name}={value}" for name, value in (env or {}).items()]
+        filters = ",".join(f"{machine}={seccomp_filter(machine).hex()}" for machine in MACHINES)
         argv = container.exec_arguments(
-            *("sh", "-c", BEGIN, mark, "prlimit", *rlimits(limits, processes=limits.processes), "--"),
+            *(self.python, "-I", "-S", "-c", BEGIN, mark, filters),
+            *("prlimit", *rlimits(limits, processes=limits.processes), "--"),
             *(["env", *map(as_bytes, variables)] if variables else []),
             *map(as_bytes, command),
         )
@@ -184,27 +234,38 @@ class ContainerCommand:
         self._container = container
         self._mark = mark
         self._alone = alone
+        self._started = time.monotonic()
+        self._seconds = 0.0
+        self._ran_out: Outcome | None = None
 
     def kill(self, process: "subprocess.Popen[bytes]") -> None:
+        process.kill()  # first, so that output that nobody reads any more holds nothing up
         # All of the user's processes but process 1: what a command started cannot be told apart from it.
-        self._container.shell("kill -9 -1")
-        process.kill()
+        self._container.end()
 
     def interrupt(self, process: "subprocess.Popen[bytes]") -> None:
         self._container.shell(INTERRUPT, self._mark)
 
     def over_limit(self, process: "subprocess.Popen[bytes]", limits: Limits) -> Outcome | None:
-        return None  # memory, processes and files are limited by the container
+        # While it runs, the container keeps the limits on memory and files; afterwards one can ask which was met.
+        if self._ran_out is None and process.returncode == 128 + signal.SIGKILL and self._seconds > limits.cpu_seconds:
+            return "cpu_time"
+        return self._ran_out
 
     def returncode(self, status: int) -> int | None:
+        self._seconds = time.monotonic() - self._started
         if status != 0 and not self._container.runs():
             return None
         if self._alone:
-            self._container.shell("kill -9 -1")
+            self._ran_out = self._container.end()
         return 128 - status if 128 < status <= 128 + signal.SIGRTMAX else status
 
     def close(self) -> None:
         pass
+
+
+def _size(size: int) -> str:
+    return f"size={size},nr_inodes={max(16, size // ENTRY_BYTES)}"
 
 
 def _docker(arguments: Sequence[str], timeout: float = CALL_SECONDS) -> bytes:
