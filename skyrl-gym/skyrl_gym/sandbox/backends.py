@@ -37,7 +37,7 @@ def make_sandbox(kind: Kind = "auto", *, limits: Limits | None = None) -> Sandbo
         raise ValueError(f"a sandbox is one of {', '.join(get_args(Kind))}; got {kind!r}")
     if kind != "auto":
         if (error := _probe(kind)) is not None:
-            raise error
+            raise InfraError(str(error)) from error
         return BACKENDS[kind](limits)
     errors = {}
     for kind in ("local", "docker"):
