@@ -50,6 +50,7 @@ class JudgeSettings:
     """Which judge, and how it is asked."""
 
     model: str = "gpt-4o-mini"
+    """Name of the judge, as its server knows it."""
 
     base_url: str | None = None
     """Such as http://127.0.0.1:8000/v1; None is the public service of OpenAI."""

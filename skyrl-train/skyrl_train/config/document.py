@@ -6,10 +6,11 @@
 import ast
 import inspect
 import textwrap
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
+from skyrl_gym.envs.registration import env_class_of, registry
 from skyrl_train.config.config import SkyRLConfig, default_values
 from skyrl_train.config.not_yet_supported import NOT_YET_SUPPORTED, NOT_YET_SUPPORTED_VALUES
 from skyrl_train.config.typed import REST, expectation, join
@@ -39,8 +40,18 @@ Every setting of a run. This page is made from `skyrl_train/config/config.py` by
 
 def page() -> str:
     """The page's text."""
-    parts = [_INTRODUCTION, *_sections(SkyRLConfig, "", default_values()), _not_yet_supported()]
+    parts = [_INTRODUCTION, *_sections(SkyRLConfig, "", default_values()), *_environments(), _not_yet_supported()]
     return "\n".join(parts)
+
+
+def _environments() -> list[str]:
+    """The sections of the environments that skyrl_gym ships."""
+    sections = []
+    for env_id, env_spec in sorted(registry.items()):
+        config_class = getattr(env_class_of(env_spec), "config_class", None)
+        if str(env_spec.entry_point).startswith("skyrl_gym.") and config_class is not None:
+            sections += _sections(config_class, f"environment.skyrl_gym.{env_id}", asdict(config_class()))
+    return sections
 
 
 def _sections(config_type: type, name: str, defaults: dict[str, Any]) -> list[str]:

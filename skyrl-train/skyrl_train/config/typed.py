@@ -63,7 +63,12 @@ def typed_value(annotation: Any, value: Any, name: str, root: type) -> Any:
         return value
     if origin is list and isinstance(value, (list, tuple)):
         return [typed_value(arguments[0], item, f"{name}[{index}]", root) for index, item in enumerate(value)]
-    if origin is dict and isinstance(value, Mapping):
+    if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(arguments):
+        return tuple(
+            typed_value(member, item, f"{name}[{index}]", root)
+            for index, (member, item) in enumerate(zip(arguments, value, strict=True))
+        )
+    if origin in (dict, Mapping) and isinstance(value, Mapping):
         return {str(key): typed_value(arguments[1], item, join(name, str(key)), root) for key, item in value.items()}
     if annotation is float and isinstance(value, _NUMBER_TYPES) and not isinstance(value, bool):
         return float(value)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.config.config import FSDPConfig, OptimizerConfig, SamplingParams, SkyRLConfig, get_config_as_dict
-from skyrl_train.config.typed import nearest_name
+from skyrl_train.config.typed import build, nearest_name
 from skyrl_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -148,7 +148,6 @@ def validate_environments(config: SkyRLConfig) -> None:
 
     Call it where custom environments have been registered (they are registered per process), before the first rollout.
     """
-    from skyrl_gym.envs.base_text_env import typed_config
     from skyrl_gym.envs.registration import env_class_of, registry
 
     names = {"environment.env_class": config.environment.env_class}
@@ -164,8 +163,10 @@ def validate_environments(config: SkyRLConfig) -> None:
         config_class = getattr(env_class_of(registry[name]), "config_class", None)
         if config_class is not None:
             try:
-                typed_config(config_class, section)
-            except ValueError as error:
+                build(config_class, section, f"environment.skyrl_gym.{name}", config_class)
+            except ConfigError:
+                raise
+            except ValueError as error:  # a rule of the environment's own
                 raise ConfigError(f"environment.skyrl_gym.{name}: {error}") from error
 
 

@@ -1,13 +1,14 @@
 """Settings that contradict each other are refused before anything starts."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
 
 import skyrl_gym.envs.base_text_env
 import skyrl_train
+from skyrl_gym.envs.registration import env_class_of
 from skyrl_train.config import (
     SkyRLConfig,
     get_default_config,
@@ -15,6 +16,7 @@ from skyrl_train.config import (
     validate_environments,
     validate_generator_cfg,
 )
+from skyrl_train.config.document import field_meanings
 from skyrl_train.config.typed import leaves
 from skyrl_train.config.validation import validate_batch_sizes
 from skyrl_train.errors import ConfigError
@@ -238,7 +240,7 @@ def test_a_section_of_an_environment_that_does_not_exist_is_found():
     validate_environments(SkyRLConfig())
 
 
-def test_a_misspelt_setting_of_an_environment_is_found_before_the_first_rollout():
+def test_a_wrong_setting_of_an_environment_is_found_before_the_first_rollout():
     @dataclass
     class ChessConfig:
         opponent_url: str = "http://127.0.0.1:9"
@@ -249,7 +251,10 @@ def test_a_misspelt_setting_of_an_environment_is_found_before_the_first_rollout(
     skyrl_gym.register(id="chess", entry_point=Chess)
     try:
         section = {"oponent_url": "http://127.0.0.1:1"}
-        with pytest.raises(ConfigError, match=r"environment.skyrl_gym.chess: .*did you mean opponent_url"):
+        with pytest.raises(ConfigError, match=r"unknown setting environment.skyrl_gym.chess.oponent_url; did you mean"):
+            validate_environments(SkyRLConfig.from_dict({"environment": {"skyrl_gym": {"chess": section}}}))
+        section = {"opponent_url": 9}
+        with pytest.raises(ConfigError, match=r"environment.skyrl_gym.chess.opponent_url must be text; got 9"):
             validate_environments(SkyRLConfig.from_dict({"environment": {"skyrl_gym": {"chess": section}}}))
     finally:
         skyrl_gym.deregister("chess")
@@ -274,3 +279,13 @@ def test_every_setting_is_read_by_something():
         if not re.search(rf"\.{read_by_method.get(name, field.name)}\b", source)
     ]
     assert unread == []
+
+
+@pytest.mark.parametrize("env_id", sorted(skyrl_gym.registry))
+def test_the_defaults_of_every_environment_are_settings(env_id):
+    """So that the reference page can show them and the command line can change each."""
+    config_class = getattr(env_class_of(skyrl_gym.spec(env_id)), "config_class", None)
+    if config_class is not None:
+        section = asdict(config_class())
+        validate_environments(SkyRLConfig.from_dict({"environment": {"skyrl_gym": {env_id: section}}}))
+        assert set(field_meanings(config_class)) == set(section)

@@ -28,6 +28,7 @@ class SearchEnvConfig:
     """Settings of the `search` environment."""
 
     log_requests: bool = False
+    """Log each request to the retrieval server."""
     search_url: str = DEFAULT_SEARCH_URL
     """Address of a retrieval server; `python -m skyrl_gym.tools.retrieval` is one."""
     topk: int = 3

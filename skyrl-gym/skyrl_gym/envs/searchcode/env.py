@@ -35,6 +35,7 @@ class SearchCodeEnvConfig:
     """Settings of the `searchcode` environment."""
 
     log_requests: bool = False
+    """Log each request to the retrieval server."""
     search_url: str = DEFAULT_SEARCH_URL
     """Address of a retrieval server; `python -m skyrl_gym.tools.retrieval` is one."""
     topk: int = 3

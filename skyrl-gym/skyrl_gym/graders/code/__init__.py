@@ -53,6 +53,7 @@ class CodeSettings:
     """For all cases of one answer together."""
 
     memory_bytes: int = 1 << 30
+    """For the answer's process."""
 
     partial_credit: bool = False
     """False: 1 if every case passes, else 0, and the first that fails is the last that is run. True: every case is run,
