@@ -279,7 +279,8 @@ def spider(test_data, tmp_path_factory) -> Path:
     """The databases where the environment looks for them."""
     folder = tmp_path_factory.mktemp("sql")
     with tarfile.open(test_data / "sql_spider" / "databases.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has none
+        archive.extractall(folder)
     (folder / "spider").mkdir()
     (folder / "databases" / "spider").rename(folder / "spider" / "database")
     return folder

@@ -22,7 +22,8 @@ def db_path(test_data, tmp_path_factory) -> Path:
     """The databases, unpacked once, and where `text2sql` looks for Spider's."""
     folder = tmp_path_factory.mktemp("spider")
     with tarfile.open(test_data / "sql_spider" / "databases.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has none
+        archive.extractall(folder)
     (folder / "spider").mkdir()
     (folder / "spider" / "database").symlink_to(folder / "databases" / "spider")
     return folder
