@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 
 import skyrl_gym
-from skyrl_gym.audit import services_for
 from skyrl_gym.check import examples_of
+from skyrl_gym.check.services import services_for
 from skyrl_gym.envs.base_text_env import Example
 from skyrl_gym.episode import EpisodeResult, run_episode
 
@@ -40,7 +40,7 @@ def player(env_id: str, examples: Sequence[Example], services: dict) -> Play:
 def row(env_id: str, episodes: int, threads: int) -> str:
     """One line of the table: Markdown."""
     examples = examples_of(skyrl_gym.spec(env_id))
-    with services_for(skyrl_gym.spec(env_id), examples) as services:
+    with services_for(env_id) as services:
         play = player(env_id, examples, services)
         play(0)  # imports, first connections, worker processes
         alone = [play(number) for number in range(episodes)]

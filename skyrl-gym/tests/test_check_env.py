@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 import skyrl_gym
-from skyrl_gym.audit import services_for
 from skyrl_gym.check import CheckError, check_env, examples_of, spec_of
 from skyrl_gym.check.__main__ import main
+from skyrl_gym.check.services import services_for
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of
 from skyrl_gym.error import InfraError
 
@@ -273,7 +273,7 @@ def test_tasks_may_be_prompts_or_rows_and_an_environment_may_be_an_id_or_made():
 @EVERY_ENVIRONMENT
 def test_shipped_environments_keep_their_promises(env_id):
     examples = examples_of(spec_of(env_id))
-    with services_for(env_id, examples) as env_config:
+    with services_for(env_id) as env_config:
         check_env(env_id, examples, env_config=env_config, max_tasks=2)
 
 

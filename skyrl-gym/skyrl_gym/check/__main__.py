@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from skyrl_gym.check import check_env
+from skyrl_gym.check.services import services_for
 from skyrl_gym.error import Error
 
 
@@ -21,9 +22,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = 0
     for env in options.env:
         try:
-            report = check_env(
-                env, env_config=options.env_config, seconds_per_call=options.seconds_per_call, raise_on_error=False
-            )
+            with services_for(env) as services:
+                report = check_env(
+                    env,
+                    env_config=services | (options.env_config or {}),
+                    seconds_per_call=options.seconds_per_call,
+                    raise_on_error=False,
+                )
         except (Error, ValueError, ImportError, AttributeError, OSError) as failure:
             print(f"{env}: could not be checked: {type(failure).__name__}: {failure}", file=sys.stderr)
             code = 2

@@ -3,7 +3,7 @@
 import pytest
 
 import skyrl_gym
-from skyrl_gym.audit.services import services_for
+from skyrl_gym.check.services import services_for
 from skyrl_gym.envs.registration import env_class_of
 from skyrl_gym.episode import run_episode
 from skyrl_train.config import GeneratorConfig, SamplingParams, SkyRLGymConfig
@@ -25,7 +25,7 @@ async def test_the_generator_pays_the_oracle_what_a_plain_loop_pays(env_id, scri
     examples = env_class.examples()[:NUM_EXAMPLES]
     assert examples
     ids = [TrajectoryID(str(i), 0) for i in range(len(examples))]
-    with services_for(env_id, examples) as settings:
+    with services_for(env_id) as settings:
         config = dict(examples[0].env_config) | settings
         expected = []
         for example, trajectory_id in zip(examples, ids, strict=True):

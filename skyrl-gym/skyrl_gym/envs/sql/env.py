@@ -70,6 +70,7 @@ class SQLEnv(BaseTextEnv):
         self.db_file = _existing_database(folder, self.db_id)
         self.ordered = config.compare_order and bool(_ORDER_BY.search(self.gold_sql))
         self.outcome_reward = 0.0
+        self.solved = False
         self.valid_format = False
         self.chat_history: ConversationType = []
         """What was said in this episode, without the prompt."""
@@ -79,7 +80,7 @@ class SQLEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
         self.chat_history.append({"role": "assistant", "content": action})
-        solved = "<solution>" in action and "</solution>" in action
+        solved = self.solved = self.solved or ("<solution>" in action and "</solution>" in action)
         if solved or self.turns >= self.max_turns:
             return BaseTextEnvStepOutput(
                 observations=[], reward=self._get_reward(), done=True, metadata={}, truncated=not solved
