@@ -183,14 +183,37 @@ class KLCtrlConfig(BaseConfig):
 
 
 @dataclass(kw_only=True)
+class CISPOConfig(BaseConfig):
+    """Bounds of the importance weight of the `cispo` loss."""
+
+    cispo_eps_clip_low: float = 1.0
+    """The weight is at least 1 - this. 1: no lower bound, as in the paper."""
+
+    cispo_eps_clip_high: float = 4.0
+    """The weight is at most 1 + this."""
+
+
+@dataclass(kw_only=True)
+class SAPOConfig(BaseConfig):
+    """How fast the soft gate of the `sapo` loss closes."""
+
+    tau_pos: float = 1.0
+    """Temperature of tokens with a positive advantage."""
+
+    tau_neg: float = 1.05
+    """Temperature of the others. Larger than `tau_pos`: what pushes tokens down is trusted less far."""
+
+
+@dataclass(kw_only=True)
 class AlgorithmConfig(BaseConfig):
     """What the trainer optimizes."""
 
     advantage_estimator: str = "grpo"
-    """Registered name of the function that turns rewards into advantages."""
+    """Registered name of the function that turns rewards into advantages: `grpo`, `rloo`, or one of your own."""
 
     policy_loss_type: str = "regular"
-    """Registered name of the policy loss. `regular` is PPO's clipped surrogate."""
+    """Registered name of the policy loss: `regular` (PPO's clipped surrogate), `dual_clip`, `gspo`, `cispo`, `sapo`, or
+    one of your own."""
 
     loss_reduction: Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm"] = "token_mean"
     """How the losses of a mini-batch's tokens become one number: the mean over tokens; the mean over sequences of each
@@ -212,6 +235,13 @@ class AlgorithmConfig(BaseConfig):
 
     eps_clip_high: float = 0.2
     """The probability ratio is clipped at 1 + this."""
+
+    clip_ratio_c: float = 3.0
+    """With `policy_loss_type=dual_clip`: the loss of a token with negative advantage A is at most -this * A."""
+
+    cispo: CISPOConfig = field(default_factory=CISPOConfig)
+
+    sapo: SAPOConfig = field(default_factory=SAPOConfig)
 
     use_kl_loss: bool = True
     """Add the KL divergence to the reference model to the loss. Excludes `use_kl_in_reward`."""

@@ -1,8 +1,15 @@
 """GRPO's advantages, by hand."""
 
+import pytest
 import torch
 
-from skyrl_train.algorithms.advantages import group_numbers, grpo_advantages, normalize_advantages
+from skyrl_train.algorithms.advantages import (
+    AdvantageEstimatorRegistry,
+    group_numbers,
+    grpo_advantages,
+    normalize_advantages,
+    rloo_advantages,
+)
 
 ONES = torch.ones(4, 2)
 
@@ -28,6 +35,26 @@ def test_without_std_it_is_the_plain_difference():
 def test_a_group_of_one_has_no_baseline():
     advantages, _ = grpo_advantages(rewards_at_the_end(2.0), torch.ones(1, 2), ["alone"])
     torch.testing.assert_close(advantages, torch.full((1, 2), 2.0 / (1 + 1e-6)))
+
+
+def test_rloo_compares_a_sample_with_the_others():
+    # Scores 1, 0, 5 against the means of the others: 2.5, 3, 0.5.
+    advantages, returns = rloo_advantages(rewards_at_the_end(1, 0, 5), torch.ones(3, 2), ["a", "a", "a"])
+    torch.testing.assert_close(advantages[:, 0], torch.tensor([-1.5, -3.0, 4.5]))
+    assert torch.equal(advantages, returns)
+
+
+def test_rloo_has_nothing_to_say_of_a_sample_alone():
+    advantages, _ = rloo_advantages(rewards_at_the_end(2, 1, 3), torch.ones(3, 2), ["alone", "b", "b"])
+    assert advantages[:, 0].tolist() == [0.0, -2.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_a_constant_added_to_a_groups_rewards_changes_nothing(name):
+    estimator = AdvantageEstimatorRegistry.get(name)
+    plain, _ = estimator(token_level_rewards=rewards_at_the_end(1, 0, 3, 5), response_mask=ONES, index=list("aabb"))
+    lifted, _ = estimator(token_level_rewards=rewards_at_the_end(8, 7, 1, 3), response_mask=ONES, index=list("aabb"))
+    torch.testing.assert_close(lifted, plain)
 
 
 def test_the_order_of_rows_does_not_matter():

@@ -26,6 +26,113 @@ def test_ppo_loss_of_one_token(ratio: float, advantage: float, expected: float):
     torch.testing.assert_close(loss, torch.tensor([[expected]]))
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected"),
+    [
+        (1.0, -1.0, 1.0),  # on policy
+        (2.0, -1.0, 2.0),  # below the bound: PPO's penalty
+        (5.0, -1.0, 3.0),  # a bad token got much likelier: bounded at clip_ratio_c
+        (5.0, 1.0, -1.2),  # a good one is PPO's business
+        (0.5, -1.0, 0.8),
+    ],
+)
+def test_dual_clip_bounds_the_penalty_of_one_token(ratio: float, advantage: float, expected: float):
+    torch.testing.assert_close(loss_of_one_token("dual_clip", ratio, advantage), torch.tensor(expected))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight"),
+    [
+        (1.0, 1.0, 1.0),
+        (3.0, 1.0, 3.0),  # the default upper bound is 5
+        (8.0, -2.0, 5.0),
+        (0.1, 1.0, 0.1),  # no lower bound by default
+    ],
+)
+def test_cispo_weighs_reinforce_by_a_bounded_ratio(ratio: float, advantage: float, weight: float):
+    """loss = -weight * A * log pi, here with pi_old = 1: log pi = log ratio. Only log pi has a gradient."""
+    log_probs = torch.tensor([[math.log(ratio)]], requires_grad=True)
+    loss, metrics = PolicyLossRegistry.get("cispo")(
+        log_probs, torch.zeros(1, 1), torch.tensor([[advantage]]), AlgorithmConfig()
+    )
+    torch.testing.assert_close(loss.detach(), torch.tensor([[-weight * advantage * math.log(ratio)]]))
+    loss.sum().backward()
+    torch.testing.assert_close(log_probs.grad, torch.tensor([[-weight * advantage]]))
+    assert metrics["clip_ratio"].item() == float(weight != ratio)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "tau", "expected"),
+    [
+        (1.0, 1.0, 1.0, -4 * 0.5),  # sigmoid(0) = 1/2
+        (3.0, 1.0, 1.0, -4 / (1 + math.exp(-2.0))),
+        (1.0, -1.0, 1.05, 4 / 1.05 * 0.5),
+        (3.0, -1.0, 1.05, 4 / 1.05 / (1 + math.exp(-2.1))),
+    ],
+)
+def test_sapo_gates_softly(ratio: float, advantage: float, tau: float, expected: float):
+    """gate = 4 / tau * sigmoid(tau * (ratio - 1)), with another tau for tokens that are pushed down."""
+    torch.testing.assert_close(loss_of_one_token("sapo", ratio, advantage), torch.tensor(expected))
+
+
+def test_gspo_gives_a_sequence_one_ratio_and_each_token_its_own_gradient():
+    # Token ratios 4 and 1/2, their geometric mean sqrt(2) = 1.414: clipped at 1.2 for A > 0, kept for A < 0.
+    log_ratios = [[math.log(4.0), math.log(0.5), 100.0]] * 2
+    log_probs = torch.tensor(log_ratios, requires_grad=True)
+    advantages = torch.tensor([[1.0] * 3, [-1.0] * 3])
+    mask = torch.tensor([[1.0, 1.0, 0.0]] * 2)
+    loss, metrics = PolicyLossRegistry.get("gspo")(log_probs, torch.zeros(2, 3), advantages, AlgorithmConfig(), mask)
+    torch.testing.assert_close(loss[:, :2].detach(), torch.tensor([[-1.2, -1.2], [2**0.5, 2**0.5]]))
+    assert metrics["clip_ratio"][:, :2].tolist() == [[1.0, 1.0], [0.0, 0.0]]
+    (loss * mask).sum().backward()
+    torch.testing.assert_close(log_probs.grad, torch.tensor([[0.0, 0.0, 0.0], [2**0.5, 2**0.5, 0.0]]))
+
+
+def loss_of_one_token(name: str, ratio: float, advantage: float) -> torch.Tensor:
+    log_probs = torch.tensor([[math.log(ratio)]])
+    loss, _ = PolicyLossRegistry.get(name)(
+        log_probs, torch.zeros(1, 1), torch.tensor([[advantage]]), AlgorithmConfig(), torch.ones(1, 1)
+    )
+    return loss[0, 0]
+
+
+EVERY_LOSS = pytest.mark.parametrize("name", ["regular", "dual_clip", "gspo", "cispo", "sapo"])
+
+
+@EVERY_LOSS
+def test_on_policy_the_gradient_is_the_policy_gradient(name: str):
+    """Whatever a loss does away from ratio 1: there, d loss / d log pi = -A of each token."""
+    old = torch.tensor([[-1.0, -2.0, -0.5], [-3.0, -0.1, -1.5]])
+    log_probs = old.clone().requires_grad_()
+    advantages = torch.tensor([[0.5, -1.0, 2.0], [-0.25, 1.0, -3.0]])
+    loss, _ = PolicyLossRegistry.get(name)(log_probs, old, advantages, AlgorithmConfig(), torch.ones(2, 3))
+    loss.sum().backward()
+    torch.testing.assert_close(log_probs.grad, -advantages)
+
+
+@EVERY_LOSS
+def test_a_sequence_has_the_same_loss_in_any_company_at_any_width(name: str):
+    """So no split into micro-batches or over ranks can change it, and neither can padding."""
+    generator = torch.Generator().manual_seed(0)
+    old = -torch.rand(6, 5, generator=generator) * 3
+    log_probs = old + 0.5 * torch.randn(6, 5, generator=generator)
+    advantages = torch.randn(6, 5, generator=generator)
+    mask = (torch.rand(6, 5, generator=generator) > 0.3).float()
+    loss_fn, config = PolicyLossRegistry.get(name), AlgorithmConfig()
+
+    def masked_loss(rows, width: int = 0) -> torch.Tensor:
+        inputs = [torch.nn.functional.pad(each[rows], (0, width)) for each in (log_probs, old, advantages, mask)]
+        loss, metrics = loss_fn(*inputs[:3], config, inputs[3])
+        assert loss.shape == inputs[0].shape and all(value.shape == loss.shape for value in metrics.values())
+        return (loss * inputs[3])[:, :5]
+
+    whole = masked_loss(slice(None))
+    order = [3, 1, 5, 0, 2, 4]
+    torch.testing.assert_close(masked_loss(order), whole[order])
+    torch.testing.assert_close(torch.cat([masked_loss([row]) for row in range(6)]), whole)
+    torch.testing.assert_close(masked_loss(slice(None), width=4), whole)
+
+
 def test_clip_bounds_are_set_apart():
     config = AlgorithmConfig(eps_clip_low=0.2, eps_clip_high=0.28)
     loss, metrics = ppo_policy_loss(torch.tensor([[math.log(2.0)]]), torch.zeros(1, 1), torch.ones(1, 1), config)
