@@ -3,7 +3,13 @@
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# Elsewhere each run tries other cases; there a change should be judged by the same ones every time.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+if os.environ.get("CI"):
+    hypothesis.settings.load_profile("repeatable")
 
 DEFAULT_TEST_DATA = Path(__file__).parents[3] / "shared" / "data"
 

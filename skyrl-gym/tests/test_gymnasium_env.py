@@ -16,7 +16,7 @@ pytest.importorskip("gymnasium", reason="needs skyrl-gym[gymnasium]")
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from skyrl_gym.envs.gymnasium.env import GymnasiumEnv
@@ -341,6 +341,7 @@ JSON = st.recursive(
 
 @pytest.mark.filterwarnings("ignore:.*Casting input x to numpy array:UserWarning")  # by the library, of its own values
 @given(space=st.one_of(ALL_SPACES, STACKED), value=JSON)
+@example(space=spaces.Box(-np.inf, np.inf, ()), value=3.4028235677973366e38)  # just over what float32 can hold
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_json_is_a_value_of_the_space_or_refused(space, value):
     try:
@@ -402,9 +403,9 @@ def test_what_is_not_in_a_space_is_refused_by_its_rule(space, value, rule):
 def test_examples_earn_everything_with_their_oracle_and_nothing_with_anothers():
     examples = GymnasiumEnv.examples()
     assert len(examples) >= 4
-    for number, example in enumerate(examples):
+    for number, task in enumerate(examples):
         for other_number, other in enumerate(examples):
             moves = iter(other.oracle)
-            env = make(config=example.env_config, **example.extras)
-            result = run_episode(env, example.prompt, lambda _, m=moves, o=other: next(m, o.oracle[-1]))
+            env = make(config=task.env_config, **task.extras)
+            result = run_episode(env, task.prompt, lambda _, m=moves, o=other: next(m, o.oracle[-1]))
             assert result.outcome_reward == (1.0 if number == other_number else 0.0), (number, other_number)

@@ -145,8 +145,12 @@ def _(space: spaces.Discrete, value: Any) -> Any:
 
 @read.register
 def _(space: spaces.Box, value: Any) -> Any:
-    numbers = _array(space, value, whole=np.issubdtype(space.dtype, np.integer))
+    whole = np.issubdtype(space.dtype, np.integer)
+    numbers = _array(space, value, whole)
     _check_bounds(numbers, space.low, space.high)
+    if not whole:  # without bounds of its own, the space still ends where its precision does
+        largest = np.finfo(space.dtype).max  # pyright: ignore[reportCallIssue, reportArgumentType]
+        _check_bounds(numbers, np.full(space.shape, -largest), np.full(space.shape, largest))
     array = numbers.astype(space.dtype)
     if space.contains(array):
         return array
