@@ -46,7 +46,13 @@ def ppo_policy_loss(
     Returns:
         loss of every token [B, T]; metrics `clip_ratio` (1 where the clipped branch decides) and `ratio`.
     """
-    ratio = importance_ratio(log_probs, old_log_probs)
+    return _clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
+
+
+def _clipped_surrogate(
+    ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """-min(ratio * A, clip(ratio) * A) of every token, whatever the ratio is one of."""
     plain = -ratio * advantages
     clipped = -ratio.clamp(1 - config.eps_clip_low, 1 + config.eps_clip_high) * advantages
     metrics = {"clip_ratio": (clipped > plain).float(), "ratio": ratio.detach()}
@@ -99,10 +105,7 @@ def gspo_policy_loss(
     mask = torch.ones_like(log_ratio) if loss_mask is None else (loss_mask != 0).float()
     mean_B1 = torch.where(mask != 0, log_ratio, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     ratio = (mean_B1.detach() + log_probs.float() - log_probs.float().detach()).exp()
-    plain = -ratio * advantages
-    clipped = -ratio.clamp(1 - config.eps_clip_low, 1 + config.eps_clip_high) * advantages
-    metrics = {"clip_ratio": (clipped > plain).float(), "ratio": ratio.detach()}
-    return torch.maximum(plain, clipped), metrics
+    return _clipped_surrogate(ratio, advantages, config)
 
 
 @register_policy_loss("cispo")
