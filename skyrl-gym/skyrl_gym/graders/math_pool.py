@@ -60,18 +60,15 @@ class EquivalencePool:
     def compare(self, answer: str, gold: str) -> Grade:
         """Score 1 or 0; Timeout if the CPU seconds are used up; Invalid if the comparison ends the process twice, by
         want of memory or of stack; InfraError if no process can be had or one is killed from outside."""
-        try:
-            return self._compare(answer, gold)
-        except _Crash:
-            pass
-        except InfraError as failure:
-            return failure
-        try:
-            return self._compare(answer, gold)
-        except _Crash as crash:
-            return Invalid(f"the answer cannot be compared: {crash}")
-        except InfraError as failure:
-            return failure
+        crash = None
+        for _ in range(2):
+            try:
+                return self._compare(answer, gold)
+            except InfraError as failure:
+                return failure
+            except _Crash as once_more:
+                crash = once_more
+        return Invalid(f"the answer cannot be compared: {crash}")
 
     def _compare(self, answer: str, gold: str) -> Grade:
         try:
