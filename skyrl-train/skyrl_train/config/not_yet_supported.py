@@ -4,46 +4,19 @@ Nothing is ignored silently: setting one of them is an error that says what it w
 in the change that makes it do something.
 """
 
-_CRITIC = "the critic model (PPO with GAE)"
 _MEGATRON = "the Megatron backend"
 _VLLM = "the vLLM engine"
 _SEVERAL_GPUS = "engines that span several GPUs (vLLM)"
 _REMOTE = "remote rollout engines"
 _ENDPOINT = "the OpenAI-compatible endpoint"
-_ULYSSES = "Ulysses sequence parallelism"
-_OFF_POLICY = "corrections for rollouts of older weights"
-_MORE_LOSSES = "the policy loss of that name"
 _ROPE = "changing rotary embeddings of a loaded model"
 
 NOT_YET_SUPPORTED: dict[str, str] = {
-    "trainer.placement.critic_num_nodes": _CRITIC,
-    "trainer.placement.critic_num_gpus_per_node": _CRITIC,
-    "trainer.sequence_parallel_backend": _ULYSSES,
-    "trainer.policy.model.lora": "LoRA adapters",
-    "trainer.policy.optimizer_config.offload_after_step": "moving optimizer state off the GPU between steps",
-    "trainer.policy.sequence_parallel_size": _ULYSSES,
-    "trainer.policy.use_torch_compile": "compiled training kernels",
+    "trainer.policy.model.lora.lora_sync_path": "sending adapters alone to the engines; merged weights are sent",
     "trainer.policy.record_memory": "recording of CUDA memory history",
     "trainer.policy.megatron_config": _MEGATRON,
-    "trainer.ref.sequence_parallel_size": _ULYSSES,
     "trainer.ref.megatron_config": _MEGATRON,
-    "trainer.critic": _CRITIC,
-    "trainer.critic_mini_batch_size": _CRITIC,
-    "trainer.algorithm.value_head_prefix": _CRITIC,
-    "trainer.algorithm.lambd": _CRITIC,
-    "trainer.algorithm.gamma": _CRITIC,
-    "trainer.algorithm.value_clip": _CRITIC,
-    "trainer.algorithm.zero_variance_filter": "filters of groups without reward variance",
-    "trainer.algorithm.dynamic_sampling": "dynamic sampling",
-    "trainer.algorithm.overlong_buffer": "DAPO's penalty on overlong answers",
-    "trainer.algorithm.clip_cov": _MORE_LOSSES,
-    "trainer.algorithm.kl_cov": _MORE_LOSSES,
-    "trainer.algorithm.tis_imp_ratio_cap": _OFF_POLICY,
-    "trainer.algorithm.use_tis": _OFF_POLICY,
-    "trainer.algorithm.off_policy_correction": _OFF_POLICY,
     "trainer.fully_async": "the fully asynchronous trainer",
-    "trainer.update_ref_every_epoch": "refreshing the reference model",
-    "trainer.use_sample_packing": "packing sequences without padding",
     "trainer.rope_scaling": _ROPE,
     "trainer.rope_theta": _ROPE,
     "trainer.num_dummy_steps": "the full-context memory check",
@@ -72,7 +45,6 @@ NOT_YET_SUPPORTED: dict[str, str] = {
     "generator.served_model_name": _ENDPOINT,
     "generator.rope_scaling": _ROPE,
     "generator.rope_theta": _ROPE,
-    "generator.step_wise_trajectories": "one training sample per turn",
     "generator.miniswe_config_path": "the mini-SWE-agent example",
     "generator.miniswe_traj_dir": "the mini-SWE-agent example",
 }

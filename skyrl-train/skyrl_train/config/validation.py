@@ -10,7 +10,9 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.config.config import FSDPConfig, OptimizerConfig, SamplingParams, SkyRLConfig, get_config_as_dict
+from skyrl_train.config.config import SkyRLConfig, get_config_as_dict
+from skyrl_train.config.generation import SamplingParams
+from skyrl_train.config.models import FSDPConfig, OptimizerConfig
 from skyrl_train.config.typed import build, nearest_name
 from skyrl_train.errors import ConfigError
 

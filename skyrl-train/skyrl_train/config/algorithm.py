@@ -1,0 +1,289 @@
+"""Settings of the algorithm: what is optimized."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from skyrl_train.config.base import BaseConfig
+
+
+@dataclass(kw_only=True)
+class KLCtrlConfig(BaseConfig):
+    """How the KL coefficient moves when KL is part of the reward."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """`adaptive` steers towards `kl_target` (https://arxiv.org/abs/1909.08593, section 2.2); `fixed` stays."""
+
+    kl_target: float = 0.1
+    """KL divergence that the adaptive controller aims at."""
+
+    horizon: int = 10000
+    """Samples over which the adaptive controller corrects an error; larger is slower."""
+
+
+@dataclass(kw_only=True)
+class CISPOConfig(BaseConfig):
+    """Bounds of the importance weight of the `cispo` loss."""
+
+    cispo_eps_clip_low: float = 1.0
+    """The weight is at least 1 - this. 1: no lower bound, as in the paper."""
+
+    cispo_eps_clip_high: float = 4.0
+    """The weight is at most 1 + this."""
+
+
+@dataclass(kw_only=True)
+class SAPOConfig(BaseConfig):
+    """How fast the soft gate of the `sapo` loss closes."""
+
+    tau_pos: float = 1.0
+    """Temperature of tokens with a positive advantage."""
+
+    tau_neg: float = 1.05
+    """Temperature of the others. Larger than `tau_pos`: what pushes tokens down is trusted less far."""
+
+
+@dataclass(kw_only=True)
+class ClipCovConfig(BaseConfig):
+    """The `clip_cov` loss: a few tokens of high covariance between log-prob and advantage lose their gradient."""
+
+    clip_ratio: float = 0.0002
+    """Share of a mini-batch's tokens that are cut; at least one."""
+
+    clip_cov_lb: float = 1.0
+    """Tokens are cut from those whose covariance is above this ..."""
+
+    clip_cov_ub: float = 5.0
+    """... and below this."""
+
+
+@dataclass(kw_only=True)
+class KLCovConfig(BaseConfig):
+    """The `kl_cov` loss: the tokens of highest covariance between log-prob and advantage are held back by a penalty."""
+
+    kl_cov_frac: float = 0.2
+    """Share of a mini-batch's tokens that are held back; at least one."""
+
+    ppo_kl_coef: float = 1.0
+    """Weight of the penalty |log_prob - old_log_prob|."""
+
+
+@dataclass(kw_only=True)
+class DPPOConfig(BaseConfig):
+    """The trust region of the `dppo` loss, measured between the policy and the one that wrote the tokens."""
+
+    divergence: Literal["binary_tv", "binary_kl"] = "binary_tv"
+    """Distance of the two distributions over {this token, any other}: total variation, or KL divergence."""
+
+    delta_low: float = 0.2
+    """A token with negative advantage stops training when its probability has fallen by more than this distance."""
+
+    delta_high: float = 0.2
+    """A token with positive advantage stops training when its probability has risen by more than this distance."""
+
+
+@dataclass(kw_only=True)
+class DecoupledPPOConfig(BaseConfig):
+    """The `decoupled_ppo` loss: clips around the policy at the start of the step, corrects for the one that wrote."""
+
+    behavior_weight_cap: float | None = None
+    """A token whose weight pi_start / pi_rollout is above this does not train. null: no cap."""
+
+
+@dataclass(kw_only=True)
+class DPOConfig(BaseConfig):
+    """The `dpo` loss (preference pairs)."""
+
+    beta: float = 0.1
+    """Strength of the pull to the reference model."""
+
+
+@dataclass(kw_only=True)
+class OffPolicyCorrectionConfig(BaseConfig):
+    """What is done about rollouts written by other numbers than the trainer's: an engine of lower precision, or older
+    weights. rho is the ratio pi_trainer / pi_engine of a token at the start of the step."""
+
+    tis_ratio_type: Literal["token", "sequence"] | None = None
+    """Truncated importance sampling: multiply the loss of a token by its own rho, or by the product of its sequence's,
+    at most the cap below. null: no."""
+
+    token_tis_ratio_clip_high: float = 2.0
+    """Cap of a token's ratio."""
+
+    sequence_tis_ratio_clip_high: float = 5.0
+    """Cap of a sequence's ratio."""
+
+    sequence_mask_metric: Literal["product", "geometric"] | None = None
+    """Leave out whole sequences by the product of their tokens' ratios, or by their geometric mean. null: no."""
+
+    geo_mask_high: float = 1.01
+    """Sequences with a larger geometric mean are left out."""
+
+    geo_mask_low: float = 0.99
+    """Sequences with a smaller geometric mean are left out."""
+
+    product_mask_high: float = 2.0
+    """Sequences with a larger product are left out."""
+
+    product_mask_low: float = 0.5
+    """Sequences with a smaller product are left out."""
+
+    token_mask_is_threshold_low: float | None = None
+    """Tokens with a smaller ratio are left out (the rest of their sequence stays). null: no lower bound."""
+
+    token_mask_is_threshold_high: float | None = None
+    """Tokens with a larger ratio are left out. null: no upper bound."""
+
+    outlier_token_is_threshold_low: float | None = None
+    """Sequences in which any token has a smaller ratio (1e-4, say) are left out. null: no lower bound."""
+
+    outlier_token_is_threshold_high: float | None = None
+    """Sequences in which any token has a larger ratio (100, say) are left out. null: no upper bound."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any of it is asked for."""
+        thresholds = (
+            self.tis_ratio_type,
+            self.sequence_mask_metric,
+            self.token_mask_is_threshold_low,
+            self.token_mask_is_threshold_high,
+            self.outlier_token_is_threshold_low,
+            self.outlier_token_is_threshold_high,
+        )
+        return any(threshold is not None for threshold in thresholds)
+
+
+@dataclass(kw_only=True)
+class DynamicSamplingConfig(BaseConfig):
+    """What is done about prompts whose answers all have the same reward (DAPO, https://arxiv.org/abs/2503.14476)."""
+
+    type: Literal["filter", "replace"] | None = None
+    """`filter` drops such prompts and samples further ones until the batch is full; `replace` puts copies of others in
+    their place. null: they stay (and have advantage 0)."""
+
+    max_sample_batches: int = 30
+    """The run ends with an error if this many batches of prompts do not fill one. <= 0: no limit."""
+
+    min_replace_ratio: float = 0.3
+    """`replace` samples the batch anew if not more than this share of its prompts can be kept."""
+
+
+@dataclass(kw_only=True)
+class OverlongBufferConfig(BaseConfig):
+    """DAPO's soft penalty on answers near the length limit L = `generator.sampling_params.max_generate_length`
+    (https://arxiv.org/abs/2503.14476, eq. 13)."""
+
+    len: int | None = None
+    """Tokens before L over which the penalty rises from 0 to `penalty_factor`. null: no penalty."""
+
+    penalty_factor: float = 1.0
+    """What is taken off the reward of an answer of length L."""
+
+
+@dataclass(kw_only=True)
+class AlgorithmConfig(BaseConfig):
+    """What the trainer optimizes."""
+
+    advantage_estimator: str = "grpo"
+    """Registered name of the function that turns rewards into advantages: `grpo`, `rloo`, `maxrl`,
+    `reinforce++`, `reinforce++_baseline`, `gae` (needs a critic), `turn_grpo`, `token_reward`, or one of your own."""
+
+    policy_loss_type: str = "regular"
+    """Registered name of the policy loss: `regular` (PPO's clipped surrogate), `dual_clip`, `gspo`, `cispo`, `sapo`,
+    `clip_cov`, `kl_cov`, `rollout_is`, `dppo`, `decoupled_ppo`, `importance_sampling`, `cross_entropy`, `dpo` (for
+    preference pairs), or one of your own."""
+
+    loss_reduction: Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"] = "token_mean"
+    """How the losses of a mini-batch's tokens become one number: the mean over tokens; the mean over sequences of each
+    one's token mean; the mean over sequences of each one's token sum divided by `max_seq_len` (Dr. GRPO); or the mean
+    over prompts of the token mean over all answers to one. Always
+    over the whole mini-batch, so neither micro-batches nor workers change it."""
+
+    max_seq_len: int | None = None
+    """Divisor of `seq_mean_token_sum_norm`, in tokens.
+    null: `generator.max_input_length` + `generator.sampling_params.max_generate_length`."""
+
+    grpo_norm_by_std: bool = True
+    """Divide GRPO's advantages by the standard deviation of their group."""
+
+    advantage_batch_normalize: bool = False
+    """Shift and scale the advantages of a batch to mean 0 and standard deviation 1, over response tokens."""
+
+    gamma: float = 1.0
+    """Discount of a reward for each later token (`reinforce++`, `gae`) or turn (`turn_grpo`)."""
+
+    lambd: float = 1.0
+    """Lambda of `gae`: 1 trusts returns alone, 0 the critic alone."""
+
+    value_clip: float = 0.2
+    """The critic's loss lets a value move at most this far from where it was at the start of the step."""
+
+    value_head_prefix: str = "value_head"
+    """Name of the critic's output layer in its checkpoints."""
+
+    zero_variance_filter: bool = False
+    """Do not train on prompts whose answers all have the same reward."""
+
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+
+    eps_clip_low: float = 0.2
+    """The probability ratio is clipped at 1 - this."""
+
+    eps_clip_high: float = 0.2
+    """The probability ratio is clipped at 1 + this."""
+
+    clip_ratio_c: float = 3.0
+    """With `policy_loss_type=dual_clip`: the loss of a token with negative advantage A is at most -this * A."""
+
+    cispo: CISPOConfig = field(default_factory=CISPOConfig)
+
+    sapo: SAPOConfig = field(default_factory=SAPOConfig)
+
+    clip_cov: ClipCovConfig = field(default_factory=ClipCovConfig)
+
+    kl_cov: KLCovConfig = field(default_factory=KLCovConfig)
+
+    dppo: DPPOConfig = field(default_factory=DPPOConfig)
+
+    decoupled_ppo: DecoupledPPOConfig = field(default_factory=DecoupledPPOConfig)
+
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+
+    off_policy_correction: OffPolicyCorrectionConfig = field(default_factory=OffPolicyCorrectionConfig)
+
+    use_tis: bool = False
+    """Old form of `off_policy_correction.tis_ratio_type=token` with the cap `tis_imp_ratio_cap`."""
+
+    tis_imp_ratio_cap: float = -1.0
+    """Cap of a token's ratio, with `use_tis`."""
+
+    first_ratio_tolerance: float | None = None
+    """Before the first optimizer step of a training step the probability ratio of every token is 1; an alarm is raised
+    where it is off by more than this. null: 1e-4 in float32, 0.2 with `trainer.bf16`."""
+
+    use_kl_loss: bool = True
+    """Add the KL divergence to the reference model to the loss. Excludes `use_kl_in_reward`."""
+
+    use_kl_in_reward: bool = False
+    """Subtract the KL divergence to the reference model from the rewards. Excludes `use_kl_loss`."""
+
+    kl_loss_coef: float = 0.001
+    """Weight of the KL divergence, in the loss or in the reward (there: the controller's first value)."""
+
+    kl_estimator_type: Literal["k1", "k2", "k3", "abs"] = "k3"
+    """Estimate of the KL divergence from sampled tokens (http://joschu.net/blog/kl-approx.html)."""
+
+    kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
+
+    use_entropy_loss: bool = False
+    """Reward entropy: subtract it from the loss."""
+
+    entropy_loss_coef: float = 0.01
+    """Weight of the entropy."""
+
+    @property
+    def uses_reference_model(self) -> bool:
+        """Whether a reference model is loaded at all."""
+        return self.use_kl_loss or self.use_kl_in_reward

@@ -1,0 +1,45 @@
+"""What every section of settings can do."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from skyrl_train.config.typed import build
+from skyrl_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from omegaconf import DictConfig
+
+
+class BaseConfig:
+    """What every section can do. Errors have full names when the section is built as a part of `SkyRLConfig`."""
+
+    @classmethod
+    def from_dict(cls, values: "Mapping[str, Any] | DictConfig") -> "Self":
+        """Typed settings from plain values or from OmegaConf's, whose interpolations are resolved first.
+
+        Raises ConfigError on a name that does not exist, a type or choice that does not fit, a value that is missing.
+        """
+        return build(cls, plain(values))
+
+    @classmethod
+    def from_dict_config(cls, values: "Mapping[str, Any] | DictConfig") -> "Self":
+        """The same as `from_dict`, under the name that other SkyRL releases use."""
+        return cls.from_dict(values)
+
+
+def plain(values: "Mapping[str, Any] | DictConfig") -> dict[str, Any]:
+    """Plain values of a dict or a DictConfig."""
+    if isinstance(values, dict):
+        return values
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not isinstance(values, DictConfig):
+        return dict(values)
+    try:
+        plain = OmegaConf.to_container(values, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the settings cannot be resolved: {error}") from error
+    return plain  # type: ignore[return-value]
