@@ -20,8 +20,8 @@ LAYERS = [
     {"weight_sync"},
     {"inference_engines"},
     {"generators", "workers"},
-    {"dataset", "evaluate", "checkpoints", "trainer"},
-    {"entrypoints", "report"},
+    {"dataset", "evaluate", "checkpoints", "judging", "step_plan", "supervised", "trainer"},
+    {"entrypoints", "report", "testing"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
