@@ -1,0 +1,129 @@
+"""Which rank computes which rows when: every row once, every rank the same number of forwards."""
+
+import random
+from collections.abc import Sequence
+from itertools import chain
+
+import pytest
+import torch
+
+from skyrl_train.training_batch import TensorBatch, TrainingInputBatch
+from skyrl_train.workers.schedule import MicroBatch, Schedule
+
+
+def counted_rows(schedule: Schedule) -> list[list[list[list[int]]]]:
+    """[mini-batch][shard][micro-batch] the rows of the batch that count."""
+    return [
+        [
+            [[int(own[row]) for row in micro.rows] for micro in micros if not micro.is_filler]
+            for own, micros in zip(schedule.rows, of_shards, strict=True)
+        ]
+        for of_shards in schedule.mini_batches
+    ]
+
+
+def tokens(rows: Sequence[int], lengths: Sequence[int]) -> int:
+    return sum(lengths[row] for row in rows)
+
+
+def test_without_a_token_budget_shards_take_consecutive_parts():
+    schedule = Schedule.of([5] * 8, [[0, 1, 2, 3], [4, 5, 6, 7]], 2, micro_batch_size=2)
+    assert [own.tolist() for own in schedule.rows] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    first, second = (MicroBatch((0, 1)),), (MicroBatch((2, 3)),)
+    assert schedule.mini_batches == [[first, first], [second, second]]
+    assert schedule.whole() == [first + second, first + second]
+
+
+def test_a_micro_batch_is_divided_before_a_filler_is_computed():
+    schedule = Schedule.of([5] * 9, [range(9)], 2, micro_batch_size=2)
+    assert counted_rows(schedule) == [[[[0, 1], [2, 3], [4]], [[5], [6], [7, 8]]]]
+
+
+def test_a_shard_with_too_few_rows_computes_its_shortest_as_a_filler():
+    schedule = Schedule.of([5, 9, 7, 8, 2, 3, 1], [[0, 1, 2], [3, 4, 5, 6]], 2, micro_batch_size=1)
+    assert [own.tolist() for own in schedule.rows] == [[0, 1, 3, 4], [2, 5, 6]]
+    (_, second), _ = schedule.mini_batches
+    assert second == (MicroBatch((0,)), MicroBatch((2,), is_filler=True))  # row 6, of one token
+
+
+def test_a_shard_without_rows_computes_a_copy():
+    schedule = Schedule.of([5, 3], [[0, 1]], 3, micro_batch_size=1)
+    assert [own.tolist() for own in schedule.rows] == [[0], [1], [1]]
+    assert schedule.mini_batches[0][2] == (MicroBatch((0,), is_filler=True),)
+
+
+def test_a_token_budget_fills_bins_longest_first():
+    lengths = [2, 7, 3, 5, 12, 1]
+    schedule = Schedule.of(lengths, [range(6)], 1, micro_batch_size=1, max_tokens=10)
+    assert counted_rows(schedule) == [[[[4], [1, 2], [3, 0, 5]]]]  # 12 is over the budget and alone; 7 + 3; 5 + 2 + 1
+
+
+def test_a_token_budget_balances_shards():
+    schedule = Schedule.of([6, 6, 4, 4, 2, 2], [range(6)], 2, micro_batch_size=1, max_tokens=8)
+    loads = [sum(tokens(micro, [6, 6, 4, 4, 2, 2]) for micro in micros) for micros in counted_rows(schedule)[0]]
+    assert loads == [12, 12]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_row_counts_once_and_shards_are_even(seed):
+    draw = random.Random(seed)
+    unit, num_shards, micro_size = draw.choice([1, 1, 2]), draw.randint(1, 5), draw.randint(1, 5)
+    units = [[unit * i + j for j in range(unit)] for i in range(draw.randint(1, 40))]
+    lengths = [draw.randint(0, 90) for _ in range(unit * len(units))]
+    max_tokens = draw.choice([None, 60, 150])
+    draw.shuffle(units)  # the rows of a mini-batch need not be neighbours in the batch
+    cut = draw.randint(0, len(units))
+    mini_batches = [list(chain(*units[:cut])), list(chain(*units[cut:]))]
+    schedule = Schedule.of(
+        lengths, mini_batches, num_shards, micro_batch_size=micro_size, max_tokens=max_tokens, unit=unit
+    )
+    for rows, of_shards, micros in zip(mini_batches, counted_rows(schedule), schedule.mini_batches, strict=True):
+        assert sorted(row for shard in of_shards for micro in shard for row in micro) == sorted(rows)
+        assert len({len(of_shard) for of_shard in micros}) == 1
+        assert all(micro.rows for of_shard in micros for micro in of_shard)
+        for micro in (micro for shard in of_shards for micro in shard):
+            if max_tokens is None:
+                assert len(micro) <= max(unit, micro_size)
+            else:
+                assert len(micro) == unit or tokens(micro, lengths) <= max_tokens
+            assert unit == 1 or [row + 1 for row in micro[::2]] == micro[1::2]
+    positions = [[row for micro in micros for row in micro.rows] for micros in schedule.whole()]
+    assert all(max(used) < len(own) for used, own in zip(positions, schedule.rows, strict=True))
+
+
+def test_ragged_lengths_are_shared_out_evenly_and_bins_are_full():
+    draw = random.Random(0)
+    lengths = [min(8192, int(draw.lognormvariate(6.5, 1))) for _ in range(1024)]
+    schedule = Schedule.of(lengths, [range(1024)], 8, micro_batch_size=1, max_tokens=16384)
+    loads = [sum(tokens(micro, lengths) for micro in micros) for micros in counted_rows(schedule)[0]]
+    assert max(loads) < 1.01 * sum(loads) / len(loads)
+    num_micros = sum(len(micros) for micros in schedule.mini_batches[0])
+    assert num_micros <= 8 * -(-max(loads) // 16384)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 20])
+def test_gathering_what_was_sharded_gives_it_back(max_tokens):
+    lengths = [(row * 7) % 11 for row in range(10)]
+    batch = TrainingInputBatch(sequences=torch.arange(20).view(10, 2))
+    for num_shards in (1, 3, 16):
+        schedule = Schedule.of(
+            lengths, [[9, 0, 4], [1, 2, 3, 5, 6, 7, 8]], num_shards, micro_batch_size=2, max_tokens=max_tokens
+        )
+        outputs = [TensorBatch(output=shard.tensor("sequences")) for shard in schedule.shard(batch)]
+        assert torch.equal(schedule.gather(outputs, "output"), batch.tensor("sequences"))
+
+
+def test_an_empty_mini_batch_is_all_fillers():
+    schedule = Schedule.of([4, 4], [[], [0, 1]], 2, micro_batch_size=1)
+    assert [[micro.is_filler for micro in micros] for micros in schedule.mini_batches[0]] == [[True], [True]]
+
+
+@pytest.mark.parametrize("mini_batches", [[[0, 1]], [[0, 1], [1, 2]], [[0, 1, 2, 3]], []])
+def test_mini_batches_must_hold_every_row_once(mini_batches):
+    with pytest.raises(ValueError, match="each of 3 rows"):
+        Schedule.of([1, 1, 1], mini_batches, 1, micro_batch_size=1)
+
+
+def test_pairs_must_be_whole():
+    with pytest.raises(ValueError, match="whole units of 2 rows"):
+        Schedule.of([1, 1, 1], [[0, 1, 2]], 1, micro_batch_size=1, unit=2)
