@@ -82,13 +82,13 @@ class PromptDataset:
         ]
 
     def _read(self, source: str) -> list[Row]:
-        rows = _read_source(source)
+        rows = read_source(source)
         for number, row in enumerate(rows):
             if self.prompt_key not in row:
                 raise DataError(
                     f"{source}: row {number} has no column {self.prompt_key!r}; it has {', '.join(row) or 'none'}"
                 )
-            row[self.prompt_key] = _checked_messages(row[self.prompt_key], f"{source}: row {number}: {self.prompt_key}")
+            row[self.prompt_key] = checked_messages(row[self.prompt_key], f"{source}: row {number}: {self.prompt_key}")
         return rows
 
     def _short_enough(self, rows: list[Row]) -> list[Row]:
@@ -109,7 +109,8 @@ class PromptDataset:
         return [len(prompt_ids) for prompt_ids in ids]  # pyright: ignore[reportArgumentType]
 
 
-def _read_source(source: str) -> list[Row]:
+def read_source(source: str) -> list[Row]:
+    """The rows of a file or of a dataset on the hub. Raises DataError if it cannot be read or has none."""
     if not source.endswith(FILE_SUFFIXES):
         return _read_hub(source)
     path = Path(source).expanduser()
@@ -163,7 +164,8 @@ def _read_hub(source: str) -> list[Row]:
     return found[split].to_list()  # pyright: ignore
 
 
-def _checked_messages(prompt: Any, where: str) -> ConversationType:
+def checked_messages(prompt: Any, where: str) -> ConversationType:
+    """`prompt` as chat messages. Raises DataError, which says `where`, if it is something else."""
     if isinstance(prompt, str):
         raise DataError(
             f"{where} is plain text ({prompt[:60]!r}); it must be a list of chat messages: "

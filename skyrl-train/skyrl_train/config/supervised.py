@@ -1,0 +1,114 @@
+"""Settings of supervised training: `main_sft` (demonstrations) and `main_dpo` (preference pairs).
+
+What both kinds of training share with reinforcement learning keeps its name: models, optimizer, workers, batches,
+checkpoints are `trainer.*`. A setting of `trainer` that supervised training does not read may not be changed.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.base import BaseConfig
+from skyrl_train.config.config import PlacementConfig, SkyRLConfig, TrainerConfig
+from skyrl_train.config.typed import leaves, resolve_references
+from skyrl_train.errors import ConfigError
+
+
+@dataclass(kw_only=True)
+class SupervisedDataConfig(BaseConfig):
+    """What is learnt from."""
+
+    train_data: list[str] = field(default_factory=list)
+    """Training sets: paths of .parquet, .json or .jsonl files, or names on the Hugging Face hub as `name[:split]`.
+    Several are joined."""
+
+    val_data: list[str] = field(default_factory=list)
+    """Evaluation sets, in the same forms. Empty means no evaluation."""
+
+    format: Literal["auto", "chat", "alpaca", "preference"] = "auto"
+    """Columns of a row. `chat`: `messages` (and maybe `tools`). `alpaca`: `instruction`, `input`, `output`.
+    `preference`: `prompt`, `chosen`, `rejected`, each a text or messages. `auto` tells by the columns."""
+
+    train_on: Literal["all_assistant", "last_assistant", "all"] = "all_assistant"
+    """Which tokens are learnt: every assistant message, the last one, or everything. Of an assistant message its text
+    and the token that ends it, not the header."""
+
+    max_length: int = 4096
+    """The most tokens of an example."""
+
+    too_long: Literal["drop", "truncate"] = "drop"
+    """What becomes of longer examples. How many is logged either way."""
+
+
+@dataclass(kw_only=True)
+class SupervisedConfig(BaseConfig):
+    """All settings of supervised training."""
+
+    data: SupervisedDataConfig = field(default_factory=SupervisedDataConfig)
+    trainer: TrainerConfig = field(
+        default_factory=lambda: TrainerConfig(
+            placement=PlacementConfig(colocate_all=False),
+            algorithm=AlgorithmConfig(policy_loss_type="cross_entropy", use_kl_loss=False),
+            train_batch_size=64,
+            eval_batch_size=64,
+        )
+    )
+
+    def __post_init__(self) -> None:
+        resolve_references(self)
+
+    def as_training_config(self) -> SkyRLConfig:
+        """The same as the settings that workers take."""
+        return SkyRLConfig(trainer=self.trainer)
+
+
+@dataclass(kw_only=True)
+class PreferenceConfig(SupervisedConfig):
+    """All settings of training on preference pairs."""
+
+    data: SupervisedDataConfig = field(default_factory=lambda: SupervisedDataConfig(train_on="last_assistant"))
+    trainer: TrainerConfig = field(
+        default_factory=lambda: TrainerConfig(
+            placement=PlacementConfig(colocate_all=False),
+            algorithm=AlgorithmConfig(policy_loss_type="dpo", use_kl_loss=False, loss_reduction="sequence_mean"),
+            train_batch_size=64,
+            eval_batch_size=64,
+        )
+    )
+
+
+# fmt: off
+_SHARED = (
+    "placement.device", "placement.policy_num_nodes", "placement.policy_num_gpus_per_node", "strategy", "policy.",
+    "algorithm.max_seq_len", "seed", "epochs", "max_training_steps", "train_batch_size",
+    "micro_train_batch_size_per_gpu", "micro_forward_batch_size_per_gpu", "max_tokens_per_microbatch",
+    "use_sample_packing", "logprobs_chunk_size", "sequence_parallel_backend", "eval_batch_size", "eval_before_train",
+    "eval_interval", "bf16", "flash_attn", "gradient_checkpointing", "gradient_checkpointing_use_reentrant",
+    "disable_fast_tokenizer", "project_name", "run_name", "run_dir", "logger", "ckpt_path", "ckpt_interval",
+    "max_ckpts_to_keep", "resume_mode", "resume_path", "export_path", "hf_save_interval", "worker_timeout_seconds",
+)
+# fmt: on
+_OF_DEMONSTRATIONS = ("algorithm.loss_reduction",)
+_OF_PREFERENCES = (
+    "ref.",
+    "algorithm.dpo.beta",
+    "placement.ref_num_nodes",
+    "placement.ref_num_gpus_per_node",
+    "placement.colocate_policy_ref",
+)
+
+
+def check_read(config: SupervisedConfig) -> None:
+    """Raises ConfigError if a setting of `trainer` was changed that this kind of training does not read."""
+    own = _OF_PREFERENCES if isinstance(config, PreferenceConfig) else _OF_DEMONSTRATIONS
+    read = tuple(f"trainer.{name}" for name in (*_SHARED, *own))
+    defaults = {name: getattr(section, leaf.name) for name, section, leaf in leaves(type(config)())}
+    for name, section, leaf in leaves(config):
+        is_read = not name.startswith("trainer.") or any(
+            name == known or (known.endswith(".") and name.startswith(known)) for known in read
+        )
+        if not is_read and getattr(section, leaf.name) != defaults[name]:
+            kind = "preference" if isinstance(config, PreferenceConfig) else "supervised"
+            raise ConfigError(
+                f"{name}={getattr(section, leaf.name)!r} is not read by {kind} training; leave it at {defaults[name]!r}"
+            )

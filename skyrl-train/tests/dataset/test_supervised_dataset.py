@@ -1,0 +1,168 @@
+"""Demonstrations become ids and a mask: what is learnt is what the assistant wrote, its end included, nothing else."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from skyrl_train.config.supervised import SupervisedDataConfig
+from skyrl_train.dataset.supervised import Encoder, Example, SupervisedDataset
+from skyrl_train.errors import ConfigError, DataError
+
+DIALOGUE = [
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": "1"},
+    {"role": "user", "content": "two?"},
+    {"role": "assistant", "content": "2"},
+]
+FORGETS_THOUGHTS = (
+    "{% for m in messages %}<start>{{ m['role'] }}:"
+    "{{ m['content'] if loop.last else m['content'].split('/')[-1] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chat_model):
+    return AutoTokenizer.from_pretrained(chat_model)
+
+
+def learnt(tokenizer, example: Example) -> str:
+    return tokenizer.decode([token for token, kept in zip(example.ids, example.mask, strict=True) if kept])
+
+
+def write(tmp_path, rows) -> list[str]:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return [str(path)]
+
+
+@pytest.mark.parametrize(
+    "train_on, expected",
+    [
+        ("all_assistant", "1<end>2<end>"),
+        ("last_assistant", "2<end>"),
+        ("all", "<start>user:one?<end><start>assistant:1<end><start>user:two?<end><start>assistant:2<end>"),
+    ],
+)
+def test_which_turns_are_learnt(tokenizer, train_on, expected):
+    (example,) = Encoder(tokenizer, SupervisedDataConfig(train_on=train_on)).conversation(DIALOGUE, None)
+    assert learnt(tokenizer, example) == expected
+    assert tokenizer.decode(example.ids).startswith("<start>user:one?<end><start>assistant:1<end><start>user:two?")
+
+
+def test_where_the_template_rewrites_earlier_turns_each_turn_is_an_example_of_its_own(chat_model):
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    tokenizer.chat_template = FORGETS_THOUGHTS
+    messages = [
+        {"role": "user", "content": "one?"},
+        {"role": "assistant", "content": "hm/1"},
+        {"role": "user", "content": "two?"},
+        {"role": "assistant", "content": "ah/2"},
+    ]
+    first, second = Encoder(tokenizer, SupervisedDataConfig()).conversation(messages, None)
+    assert learnt(tokenizer, first) == "hm/1<end>"
+    assert learnt(tokenizer, second) == "ah/2<end>"
+    assert tokenizer.decode(second.ids) == "<start>user:one?<end><start>assistant:1<end>" + (
+        "<start>user:two?<end><start>assistant:ah/2<end>"
+    )
+
+
+def test_alpaca_rows_are_a_question_and_an_answer(tokenizer, tmp_path):
+    rows = [
+        {"instruction": "Add.", "input": "1 2", "output": "3"},
+        {"instruction": "Say a.", "input": "", "output": "a"},
+    ]
+    dataset = SupervisedDataset(write(tmp_path, rows), tokenizer, SupervisedDataConfig())
+    texts = [tokenizer.decode(example.ids) for (example,) in dataset.items]
+    assert texts == [
+        "<start>user:Add.\n\n1 2<end><start>assistant:3<end>",
+        "<start>user:Say a.<end><start>assistant:a<end>",
+    ]
+    assert [learnt(tokenizer, example) for (example,) in dataset.items] == ["3<end>", "a<end>"]
+
+
+def test_a_model_without_chat_template_reads_alpaca_rows_as_plain_text(chat_model):
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    tokenizer.chat_template = None
+    (example,) = Encoder(tokenizer, SupervisedDataConfig()).question_and_answer("Add.", "3")
+    assert tokenizer.decode(example.ids) == "Add.\n\n3<end>"
+    assert learnt(tokenizer, example) == "3<end>"
+
+
+def test_a_preference_row_is_a_pair_with_one_prompt(tokenizer, tmp_path):
+    rows = [{"prompt": "q", "chosen": "yes", "rejected": [{"role": "assistant", "content": "no"}]}]
+    config = SupervisedDataConfig(train_on="last_assistant")
+    ((chosen, rejected),) = SupervisedDataset(write(tmp_path, rows), tokenizer, config, with_pairs=True).items
+    assert tokenizer.decode(chosen.ids) == "<start>user:q<end><start>assistant:yes<end>"
+    assert learnt(tokenizer, chosen) == "yes<end>"
+    assert learnt(tokenizer, rejected) == "no<end>"
+
+
+def test_too_long_examples_are_dropped_or_cut(tokenizer, tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]}
+        for answer in ("a", "b" * 50)
+    ]
+    paths = write(tmp_path, rows)
+    (short,) = SupervisedDataset(paths, tokenizer, SupervisedDataConfig(max_length=40)).items
+    assert learnt(tokenizer, short[0]) == "a<end>"
+    _, (cut,) = SupervisedDataset(paths, tokenizer, SupervisedDataConfig(max_length=40, too_long="truncate")).items
+    assert len(cut.ids) == 40
+    assert set(learnt(tokenizer, cut)) == {"b"}
+
+
+def test_rows_without_anything_to_learn_are_left_out(tokenizer, tmp_path):
+    rows = [{"messages": DIALOGUE[:1]}, {"messages": DIALOGUE[:2]}]
+    assert len(SupervisedDataset(write(tmp_path, rows), tokenizer, SupervisedDataConfig())) == 1
+    with pytest.raises(DataError, match=r"no example .* is left .*1 dropped: no token to learn"):
+        SupervisedDataset(write(tmp_path, rows[:1]), tokenizer, SupervisedDataConfig())
+
+
+@pytest.mark.parametrize(
+    "row, settings, message",
+    [
+        ({"text": "a"}, {}, r"row 0 has the columns text; expected chat \(messages\) or preference"),
+        ({"messages": DIALOGUE}, {"format": "alpaca"}, r"row 0 .*expected alpaca \(instruction, output\)"),
+        ({"messages": "hello"}, {}, "row 0: messages is plain text"),
+        ({"chosen": "a", "rejected": "b"}, {}, "format preference, which skyrl_train.entrypoints.main_dpo trains on"),
+    ],
+)
+def test_rows_of_another_form_are_refused_by_name(tokenizer, tmp_path, row, settings, message):
+    with pytest.raises(DataError, match=message):
+        SupervisedDataset(write(tmp_path, [row]), tokenizer, SupervisedDataConfig(**settings))
+
+
+def test_a_slow_tokenizer_is_refused(tokenizer):
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(ConfigError, match="needs a fast tokenizer"):
+        Encoder(Slow(), SupervisedDataConfig())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B", "Qwen3-nonthinking", "Qwen-Qwen3-Coder-30B-A3B-Instruct"],
+)
+def test_real_templates_learn_the_answer_and_its_end(test_data, template):
+    tokenizer = AutoTokenizer.from_pretrained(test_data / "tokenizers" / "qwen2.5")
+    tokenizer.chat_template = (test_data / "tokenizers" / "chat_templates" / f"{template}.jinja").read_text()
+    tokenizer.eos_token = "<|im_end|>"
+    examples = Encoder(tokenizer, SupervisedDataConfig()).conversation(DIALOGUE, None)
+    learned = "".join(learnt(tokenizer, example) for example in examples)
+    assert learned.replace("<think>\n\n</think>\n\n", "") == "1<|im_end|>2<|im_end|>"
+
+
+def test_a_thinking_template_learns_the_thoughts_of_every_turn(test_data):
+    tokenizer = AutoTokenizer.from_pretrained(test_data / "tokenizers" / "qwen2.5")
+    tokenizer.chat_template = (test_data / "tokenizers" / "chat_templates" / "Qwen-Qwen3-0.6B.jinja").read_text()
+    tokenizer.eos_token = "<|im_end|>"
+    answers = ["<think>\nhm\n</think>\n\n1", "<think>\nah\n</think>\n\n2"]
+    messages = [
+        {"role": role, "content": content}
+        for answer in answers
+        for role, content in (("user", "next?"), ("assistant", answer))
+    ]
+    examples = Encoder(tokenizer, SupervisedDataConfig()).conversation(messages, None)
+    assert [learnt(tokenizer, example) for example in examples] == [f"{answer}<|im_end|>" for answer in answers]
