@@ -286,4 +286,4 @@ class AlgorithmConfig(BaseConfig):
     @property
     def uses_reference_model(self) -> bool:
         """Whether a reference model is loaded at all."""
-        return self.use_kl_loss or self.use_kl_in_reward
+        return self.use_kl_loss or self.use_kl_in_reward or self.policy_loss_type == "dpo"
