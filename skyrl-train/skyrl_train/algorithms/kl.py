@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from skyrl_train.algorithms.masking import kept
+
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
 
 
@@ -29,10 +31,7 @@ def compute_approx_kl(
         log_probs, log_probs_base: [B, T]
         loss_mask: [B, T]; where it is 0 the result is 0, whatever stands there.
     """
-    if loss_mask is not None:
-        # Before any arithmetic: inf - inf is NaN, and NaN * 0 is NaN again, in the gradient too.
-        log_probs = torch.where(loss_mask != 0, log_probs, 0.0)
-        log_probs_base = torch.where(loss_mask != 0, log_probs_base, 0.0)
+    log_probs, log_probs_base = kept(loss_mask, log_probs, log_probs_base)
     d = log_probs - log_probs_base
     if kl_estimator_type == "k1":
         return d

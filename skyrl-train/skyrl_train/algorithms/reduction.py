@@ -2,38 +2,47 @@
 
 Every reduction is a weighted sum over the tokens of the whole mini-batch, and the weights are a function of the loss
 mask alone. So they are computed once, before the mini-batch is split over ranks and micro-batches, and no split can
-change
-the
-loss: each part contributes `(weights * loss).sum()`.
+change the loss: each part contributes `(weights * loss).sum()`.
 
 Shapes: B sequences of a mini-batch, T response tokens.
 """
 
-from typing import Literal
+from collections.abc import Hashable, Sequence
+from typing import Literal, get_args
 
 import torch
 
-LossReduction = Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm"]
+from skyrl_train.algorithms.advantages import group_numbers
+from skyrl_train.algorithms.masking import at_least_float32
+
+LossReduction = Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"]
 
 
-def token_weights(loss_mask: torch.Tensor, reduction: LossReduction, max_seq_len: int | None = None) -> torch.Tensor:
+def token_weights(
+    loss_mask: torch.Tensor,
+    reduction: LossReduction,
+    max_seq_len: int | None = None,
+    index: Sequence[Hashable] | None = None,
+) -> torch.Tensor:
     """Weights w [B, T] with `loss = sum_bt w_bt * loss_bt`.
 
         token_mean                w_bt = m_bt / sum_bt m_bt
         sequence_mean             w_bt = m_bt / (B' * sum_t m_bt)
         seq_mean_token_sum_norm   w_bt = m_bt / (B' * max_seq_len)      (Dr. GRPO, https://arxiv.org/abs/2503.20783)
+        prompt_mean               w_bt = m_bt / (P' * sum_ct m_ct over the sequences c of b's prompt)
 
-    B' counts the sequences with at least one token: a sequence that is masked out entirely (a failed rollout, padding)
-    is as if it had never been sampled.
+    B' counts the sequences with at least one token, P' the prompts with at least one: a sequence that is masked out
+    entirely (a failed rollout, padding) is as if it had never been sampled.
 
     Args:
         loss_mask: [B, T], 1 on the tokens the policy wrote.
         max_seq_len: the constant of `seq_mean_token_sum_norm`, in tokens.
+        index: for `prompt_mean`, the prompt of each sequence (B hashables).
 
     Raises:
-        ValueError: unknown reduction, or `max_seq_len` missing.
+        ValueError: unknown reduction, or what it needs is missing.
     """
-    mask = loss_mask.float()
+    mask = at_least_float32(loss_mask)
     tokens_B1 = mask.sum(dim=1, keepdim=True)
     num_sequences = (tokens_B1 > 0).sum().clamp(min=1)
     if reduction == "token_mean":
@@ -44,9 +53,14 @@ def token_weights(loss_mask: torch.Tensor, reduction: LossReduction, max_seq_len
         if not max_seq_len:
             raise ValueError("seq_mean_token_sum_norm divides by max_seq_len: give a positive number of tokens")
         return mask / (num_sequences * max_seq_len)
-    raise ValueError(
-        f"loss_reduction must be one of token_mean, sequence_mean, seq_mean_token_sum_norm; got {reduction!r}"
-    )
+    if reduction == "prompt_mean":
+        if index is None or len(index) != len(mask):
+            raise ValueError("prompt_mean averages over prompts: give the prompt of every sequence as `index`")
+        prompt_B = group_numbers(index).to(mask.device)
+        tokens_P = torch.zeros(len(mask), dtype=mask.dtype, device=mask.device).index_add_(0, prompt_B, tokens_B1[:, 0])
+        num_prompts = (tokens_P > 0).sum().clamp(min=1)
+        return mask / (num_prompts * tokens_P[prompt_B].clamp(min=1)).unsqueeze(1)
+    raise ValueError(f"loss_reduction must be one of {', '.join(get_args(LossReduction))}; got {reduction!r}")
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -55,11 +69,15 @@ def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_loss(
-    loss: torch.Tensor, loss_mask: torch.Tensor | None, loss_reduction: LossReduction, max_seq_len: int | None = None
+    loss: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    loss_reduction: LossReduction,
+    max_seq_len: int | None = None,
+    index: Sequence[Hashable] | None = None,
 ) -> torch.Tensor:
-    """One number out of per-token losses [B, T] that are here in full."""
+    """One number out of per-token losses [B, T] that are here in full; arguments as of `token_weights`."""
     mask = torch.ones_like(loss) if loss_mask is None else loss_mask
-    return weighted_sum(loss, token_weights(mask, loss_reduction, max_seq_len))
+    return weighted_sum(loss, token_weights(mask, loss_reduction, max_seq_len, index))
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor | None, dim: int | None = None) -> torch.Tensor:

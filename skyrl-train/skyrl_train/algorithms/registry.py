@@ -50,3 +50,6 @@ class Registry(Generic[Function]):
             return function
 
         return keep
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._functions

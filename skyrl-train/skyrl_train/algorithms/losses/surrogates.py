@@ -1,28 +1,14 @@
-"""Policy losses: per-token, so that reducing them over a mini-batch is one place's business (`reduction.py`).
+"""Policy gradients weighted by the ratio pi / pi_old, each with its own way to bound what one token can do.
 
-Shapes: B sequences, T response tokens.
+Shapes: B sequences, T response tokens. Every loss returns its value at each token [B, T] (0 outside `loss_mask`,
+whatever stands there) and metrics [B, T].
 """
-
-from collections.abc import Callable, Mapping
 
 import torch
 
-from skyrl_train.algorithms.registry import Registry
+from skyrl_train.algorithms.losses.contract import LOG_RATIO_BOUND, importance_ratio, register_policy_loss
+from skyrl_train.algorithms.masking import kept
 from skyrl_train.config import AlgorithmConfig
-
-PolicyLoss = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
-"""Called with `log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs`, all tensors [B, T];
-returns the loss of every token [B, T] and metrics by name, each a tensor [B, T] that is averaged over the tokens of
-the
-mini-batch."""
-
-PolicyLossRegistry: Registry[PolicyLoss] = Registry("policy loss")
-register_policy_loss = PolicyLossRegistry.decorator
-
-
-def importance_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> torch.Tensor:
-    """pi / pi_old per token [B, T], in float32. The log-ratio is kept within +-20: e^20 is large enough."""
-    return (log_probs.float() - old_log_probs.float()).clamp(-20, 20).exp()
 
 
 @register_policy_loss("regular")
@@ -41,15 +27,17 @@ def ppo_policy_loss(
 
     Args:
         log_probs, old_log_probs, advantages: [B, T]
-        loss_mask, rollout_logprobs: not used by this loss.
+        loss_mask: [B, T], 1 on the tokens that train; None: on all.
+        rollout_logprobs: not used by this loss.
 
     Returns:
         loss of every token [B, T]; metrics `clip_ratio` (1 where the clipped branch decides) and `ratio`.
     """
-    return _clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
+    log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
+    return clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
 
 
-def _clipped_surrogate(
+def clipped_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """-min(ratio * A, clip(ratio) * A) of every token, whatever the ratio is one of."""
@@ -67,7 +55,7 @@ def dual_clip_policy_loss(
     config: AlgorithmConfig,
     loss_mask: torch.Tensor | None = None,
     rollout_logprobs: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """PPO with a second clip, which bounds the loss of a bad token that became much likelier
     (https://arxiv.org/abs/1912.09729, eq. 5):
 
@@ -76,7 +64,8 @@ def dual_clip_policy_loss(
 
     Shapes and metrics as of `regular`.
     """
-    loss, metrics = ppo_policy_loss(log_probs, old_log_probs, advantages, config)
+    log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
+    loss, metrics = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
     bounded = torch.minimum(loss, -config.clip_ratio_c * advantages)
     return torch.where(advantages < 0, bounded, loss), metrics
 
@@ -101,11 +90,12 @@ def gspo_policy_loss(
     Args:
         loss_mask: [B, T]; the tokens of a sequence are those where it is not 0 (all of them if it is None).
     """
-    log_ratio = (log_probs.float() - old_log_probs.float()).clamp(-20, 20)
-    mask = torch.ones_like(log_ratio) if loss_mask is None else (loss_mask != 0).float()
-    mean_B1 = torch.where(mask != 0, log_ratio, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    ratio = (mean_B1.detach() + log_probs.float() - log_probs.float().detach()).exp()
-    return _clipped_surrogate(ratio, advantages, config)
+    log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
+    log_ratio = (log_probs - old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    tokens = torch.ones_like(log_ratio) if loss_mask is None else (loss_mask != 0).to(log_ratio.dtype)
+    mean_B1 = log_ratio.sum(-1, keepdim=True) / tokens.sum(-1, keepdim=True).clamp(min=1)
+    ratio = (mean_B1.detach() + log_probs - log_probs.detach()).exp()
+    return clipped_surrogate(ratio, advantages, config)
 
 
 @register_policy_loss("cispo")
@@ -124,10 +114,10 @@ def cispo_policy_loss(
 
     No token loses its gradient to the clip, unlike PPO's. Metrics: `clip_ratio` is 1 where the weight was clipped.
     """
+    log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
     ratio = importance_ratio(log_probs, old_log_probs).detach()
     weight = ratio.clamp(1 - config.cispo.cispo_eps_clip_low, 1 + config.cispo.cispo_eps_clip_high)
-    metrics = {"clip_ratio": (weight != ratio).float(), "ratio": ratio}
-    return -weight * advantages * log_probs.float(), metrics
+    return -weight * advantages * log_probs, {"clip_ratio": (weight != ratio).float(), "ratio": ratio}
 
 
 @register_policy_loss("sapo")
@@ -146,7 +136,28 @@ def sapo_policy_loss(
 
     Its slope at ratio 1 is 1, as of the plain surrogate, and falls off smoothly on both sides. Metric: `ratio`.
     """
+    log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
     ratio = importance_ratio(log_probs, old_log_probs)
-    tau = torch.where(advantages > 0, config.sapo.tau_pos, config.sapo.tau_neg)
+    tau = torch.full_like(advantages, config.sapo.tau_neg).masked_fill(advantages > 0, config.sapo.tau_pos)
     gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
     return -gate * advantages, {"ratio": ratio.detach()}
+
+
+@register_policy_loss("importance_sampling")
+def importance_sampling_policy_loss(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: AlgorithmConfig,
+    loss_mask: torch.Tensor | None = None,
+    rollout_logprobs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The surrogate that all others bound (conservative policy iteration, https://arxiv.org/abs/1707.06347, eq. 6):
+
+        loss = -pi / pi_old * A
+
+    Nothing holds it near the old policy. Metric: `ratio`.
+    """
+    log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
+    ratio = importance_ratio(log_probs, old_log_probs)
+    return -ratio * advantages, {"ratio": ratio.detach()}

@@ -1,0 +1,36 @@
+"""The critic's loss.
+
+Shapes: B sequences, T response tokens.
+"""
+
+import torch
+
+from skyrl_train.algorithms.masking import kept
+from skyrl_train.config import AlgorithmConfig
+
+
+def critic_loss(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    config: AlgorithmConfig,
+    loss_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Squared error of the values, clipped as PPO clips its ratio (https://arxiv.org/abs/1811.02553, section 2):
+
+        near = clip(V, V_old - value_clip, V_old + value_clip)
+        loss = max((V - R)^2, (near - R)^2) / 2
+
+    A value that has moved by more than `value_clip` towards its return has no gradient any more.
+
+    Args:
+        values, old_values, returns: [B, T]; old values are those at the start of the step.
+        loss_mask: [B, T]; where it is 0 the loss is 0, whatever stands there. None: nowhere.
+
+    Returns:
+        loss of every token [B, T]; metric `values_clipfrac` (1 where the clipped branch decides).
+    """
+    values, old_values, returns = kept(loss_mask, values, old_values, returns)
+    near = values.clamp(old_values - config.value_clip, old_values + config.value_clip)
+    plain, clipped = (values - returns).square(), (near - returns).square()
+    return torch.maximum(plain, clipped) / 2, {"values_clipfrac": (clipped > plain).float()}

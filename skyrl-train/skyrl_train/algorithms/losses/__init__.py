@@ -1,0 +1,66 @@
+"""Policy losses by name, and what each needs beyond log-probs and advantages.
+
+A module for each kind: `surrogates` (importance-weighted policy gradients), `covariance` (some tokens of the mini-batch
+apart), `rollout` (against the policy that wrote the tokens), `supervised` and `preference` (no rewards at all).
+"""
+
+from skyrl_train.algorithms.losses.contract import (
+    PolicyLoss,
+    PolicyLossRegistry,
+    TokenSelector,
+    TokenSelectorRegistry,
+    importance_ratio,
+    register_policy_loss,
+    register_token_selector,
+)
+from skyrl_train.algorithms.losses.covariance import clip_cov_policy_loss, kl_cov_policy_loss
+from skyrl_train.algorithms.losses.preference import dpo_loss
+from skyrl_train.algorithms.losses.rollout import (
+    decoupled_ppo_policy_loss,
+    dppo_policy_loss,
+    rollout_is_policy_loss,
+)
+from skyrl_train.algorithms.losses.supervised import cross_entropy_loss
+from skyrl_train.algorithms.losses.surrogates import (
+    cispo_policy_loss,
+    dual_clip_policy_loss,
+    gspo_policy_loss,
+    importance_sampling_policy_loss,
+    ppo_policy_loss,
+    sapo_policy_loss,
+)
+
+NEEDS_ROLLOUT_LOG_PROBS = {"rollout_is", "dppo", "decoupled_ppo"}
+"""Losses that compare with the engine's log-probs themselves: they need them, and exclude a second correction."""
+
+NEEDS_PAIRS = {"dpo"}
+"""Losses of pairs: rows 2k (chosen) and 2k + 1 (rejected) of every micro-batch belong together."""
+
+WITHOUT_ADVANTAGES = {"cross_entropy", "dpo"}
+"""Losses that do not read advantages."""
+
+__all__ = [
+    "NEEDS_PAIRS",
+    "NEEDS_ROLLOUT_LOG_PROBS",
+    "WITHOUT_ADVANTAGES",
+    "PolicyLoss",
+    "PolicyLossRegistry",
+    "TokenSelector",
+    "TokenSelectorRegistry",
+    "cispo_policy_loss",
+    "clip_cov_policy_loss",
+    "cross_entropy_loss",
+    "decoupled_ppo_policy_loss",
+    "dpo_loss",
+    "dppo_policy_loss",
+    "dual_clip_policy_loss",
+    "gspo_policy_loss",
+    "importance_ratio",
+    "importance_sampling_policy_loss",
+    "kl_cov_policy_loss",
+    "ppo_policy_loss",
+    "register_policy_loss",
+    "register_token_selector",
+    "rollout_is_policy_loss",
+    "sapo_policy_loss",
+]

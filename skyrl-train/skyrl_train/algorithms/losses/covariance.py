@@ -1,0 +1,124 @@
+"""Losses that hold back the few tokens which drive entropy down: those whose log-prob and advantage go together.
+
+The covariance of a token (https://arxiv.org/abs/2505.22617, eq. 10) compares it with all tokens of the mini-batch:
+
+    cov_bt = (log pi_bt - mean log pi) * (A_bt - mean A)
+
+so which tokens are treated apart is chosen over the whole mini-batch (the selectors here), and the losses are told.
+
+Shapes: B sequences, T response tokens, N tokens of the loss mask.
+"""
+
+import torch
+
+from skyrl_train.algorithms.losses.contract import importance_ratio, register_policy_loss, register_token_selector
+from skyrl_train.algorithms.losses.surrogates import clipped_surrogate
+from skyrl_train.algorithms.masking import kept
+from skyrl_train.config import AlgorithmConfig
+
+
+def token_covariance(log_probs: torch.Tensor, advantages: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    """cov [B, T] as above, in float64 (a mini-batch has millions of tokens); 0 outside the mask."""
+    log_probs, advantages = kept(loss_mask, log_probs.double(), advantages.double())
+    num_tokens = (loss_mask != 0).sum().clamp(min=1)
+    deviations = kept(loss_mask, log_probs - log_probs.sum() / num_tokens, advantages - advantages.sum() / num_tokens)
+    return deviations[0] * deviations[1]
+
+
+@register_token_selector("clip_cov")
+@torch.no_grad()
+def clip_cov_tokens(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    noise: torch.Tensor,
+    config: AlgorithmConfig,
+) -> torch.Tensor:
+    """max(1, int(clip_ratio * N)) tokens [B, T] drawn at random among those with clip_cov_lb < cov < clip_cov_ub that
+    PPO's clip has not silenced anyway; all of them if there are fewer, none if there is none."""
+    _, metrics = clipped_surrogate(
+        importance_ratio(*kept(loss_mask, log_probs, old_log_probs)), *kept(loss_mask, advantages), config
+    )
+    cov = token_covariance(log_probs, advantages, loss_mask)
+    candidates = (cov > config.clip_cov.clip_cov_lb) & (cov < config.clip_cov.clip_cov_ub)
+    candidates &= (metrics["clip_ratio"] == 0) & (loss_mask != 0)
+    return _first(
+        torch.where(candidates, noise, 2.0).flatten().argsort(), candidates, config.clip_cov.clip_ratio, loss_mask
+    )
+
+
+@register_token_selector("kl_cov")
+@torch.no_grad()
+def kl_cov_tokens(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    noise: torch.Tensor,
+    config: AlgorithmConfig,
+) -> torch.Tensor:
+    """The max(1, int(kl_cov_frac * N)) tokens [B, T] of highest covariance; ties go by noise."""
+    candidates = loss_mask != 0
+    cov = torch.where(candidates, token_covariance(log_probs, advantages, loss_mask), float("-inf")).flatten()
+    by_noise = torch.where(candidates, noise, 2.0).flatten().argsort()
+    order = by_noise[cov[by_noise].argsort(descending=True, stable=True)]
+    return _first(order, candidates, config.kl_cov.kl_cov_frac, loss_mask)
+
+
+def _first(order: torch.Tensor, candidates: torch.Tensor, share: float, loss_mask: torch.Tensor) -> torch.Tensor:
+    """Of the candidates [B, T], that share of all tokens, at least one, which come first in `order` [B * T]."""
+    wanted = max(1, int(share * int((loss_mask != 0).sum())))
+    selected = torch.zeros_like(candidates).flatten()
+    selected[order[:wanted]] = True
+    return selected.view_as(candidates) & candidates
+
+
+@register_policy_loss("clip_cov")
+def clip_cov_policy_loss(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: AlgorithmConfig,
+    loss_mask: torch.Tensor | None = None,
+    rollout_logprobs: torch.Tensor | None = None,
+    *,
+    selected_tokens: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """PPO's clipped surrogate without the selected tokens (Clip-Cov, https://arxiv.org/abs/2505.22617, eq. 12):
+
+        loss = 0 at tokens that `clip_cov_tokens` chose, PPO's loss elsewhere
+
+    Those tokens stay in the mean. Metrics: `clip_ratio` (1 where PPO's clip or the choice took the gradient away),
+    `selected_ratio` (1 where the choice did) and `ratio`.
+    """
+    log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
+    loss, metrics = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
+    selected = selected_tokens.float()
+    metrics |= {"clip_ratio": torch.maximum(metrics["clip_ratio"], selected), "selected_ratio": selected}
+    return torch.where(selected_tokens, 0.0, loss), metrics
+
+
+@register_policy_loss("kl_cov")
+def kl_cov_policy_loss(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: AlgorithmConfig,
+    loss_mask: torch.Tensor | None = None,
+    rollout_logprobs: torch.Tensor | None = None,
+    *,
+    selected_tokens: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The unclipped surrogate with a penalty on the selected tokens (KL-Cov, https://arxiv.org/abs/2505.22617, eq. 14):
+
+        loss = -ratio * A + ppo_kl_coef * |log pi - log pi_old|        at tokens that `kl_cov_tokens` chose
+        loss = -ratio * A                                              elsewhere
+
+    The penalty has no gradient at ratio 1. Metrics: `ratio` and `selected_ratio` (1 at selected tokens).
+    """
+    log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
+    ratio = importance_ratio(log_probs, old_log_probs)
+    penalty = config.kl_cov.ppo_kl_coef * (log_probs - old_log_probs).abs()
+    loss = -ratio * advantages + torch.where(selected_tokens, penalty, 0.0)
+    return loss, {"ratio": ratio.detach(), "selected_ratio": selected_tokens.float()}

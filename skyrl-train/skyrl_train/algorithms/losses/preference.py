@@ -1,0 +1,57 @@
+"""Learning from pairs of answers of which one is preferred.
+
+Shapes: B sequences (pairs side by side), T response tokens, P = B / 2 pairs.
+"""
+
+import torch
+
+from skyrl_train.algorithms.losses.contract import register_policy_loss
+from skyrl_train.algorithms.masking import kept
+from skyrl_train.config import AlgorithmConfig
+
+
+@register_policy_loss("dpo")
+def dpo_loss(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor | None,
+    config: AlgorithmConfig,
+    loss_mask: torch.Tensor | None = None,
+    rollout_logprobs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Direct preference optimization (https://arxiv.org/abs/2305.18290, eq. 7). With s_b = sum_t log(pi / pi_ref):
+
+        margin = dpo.beta * (s_chosen - s_rejected)
+        loss   = -log sigmoid(margin)
+
+    Every token of both rows has the loss of their pair, so `loss_reduction=sequence_mean` is the mean over pairs. A
+    pair of which one row has no token compares nothing: its loss is 0.
+
+    Args:
+        log_probs: [B, T]; rows 2k are chosen, rows 2k + 1 are rejected.
+        old_log_probs: [B, T], of the reference model.
+        loss_mask: [B, T], 1 on the tokens of the answers; None: on all.
+
+    Returns:
+        loss [B, T]; metrics `dpo_accuracy` (1 where the chosen answer is ahead) and `dpo_margin`, each the pair's.
+
+    Raises:
+        ValueError: an odd number of rows.
+    """
+    if len(log_probs) % 2:
+        raise ValueError(f"dpo takes pairs of rows, chosen and rejected; got {len(log_probs)} rows")
+    mask = torch.ones_like(log_probs) if loss_mask is None else loss_mask
+    log_probs, old_log_probs = kept(mask, log_probs, old_log_probs)
+    chosen_P, rejected_P = (log_probs - old_log_probs).sum(-1).view(-1, 2).unbind(-1)
+    complete_P = (mask != 0).any(-1).view(-1, 2).all(-1)
+    margin_P = config.dpo.beta * (chosen_P - rejected_P)
+    loss_P = torch.where(complete_P, -torch.nn.functional.logsigmoid(margin_P), 0.0)
+
+    def of_tokens(value_P: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask != 0, value_P.repeat_interleave(2).unsqueeze(-1), 0.0)
+
+    margin_P = margin_P.detach()
+    return of_tokens(loss_P), {
+        "dpo_accuracy": of_tokens((margin_P > 0).float()),
+        "dpo_margin": of_tokens(margin_P),
+    }

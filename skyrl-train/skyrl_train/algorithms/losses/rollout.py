@@ -1,0 +1,122 @@
+"""Losses that know the policy which wrote the tokens: the engine's, of older weights or lower precision.
+
+Shapes: B sequences, T response tokens. Every loss returns its value at each token [B, T] (0 outside `loss_mask`,
+whatever stands there) and metrics [B, T].
+"""
+
+import torch
+
+from skyrl_train.algorithms.losses.contract import (
+    importance_ratio,
+    register_policy_loss,
+    required_rollout_logprobs,
+)
+from skyrl_train.algorithms.losses.surrogates import clipped_surrogate
+from skyrl_train.algorithms.masking import kept
+from skyrl_train.config import AlgorithmConfig
+
+
+@register_policy_loss("rollout_is")
+def rollout_is_policy_loss(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: AlgorithmConfig,
+    loss_mask: torch.Tensor | None = None,
+    rollout_logprobs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """REINFORCE with a detached importance weight against the rollout policy, and without tokens that are far from it:
+
+        ratio = stop_gradient(pi / pi_rollout)
+        loss  = -ratio * A * log pi    where 1 - eps_clip_low < ratio < 1 + eps_clip_high, else 0
+
+    Tokens left out stay in the mean. `old_log_probs` are not used.
+
+    Returns:
+        loss of every token [B, T]; metrics `clip_ratio` (1 where the token was left out) and `ratio`.
+    """
+    rollout_logprobs = required_rollout_logprobs(rollout_logprobs, "rollout_is")
+    log_probs, advantages, rollout_logprobs = kept(loss_mask, log_probs, advantages, rollout_logprobs)
+    ratio = importance_ratio(log_probs, rollout_logprobs).detach()
+    inside = (ratio > 1 - config.eps_clip_low) & (ratio < 1 + config.eps_clip_high)
+    loss = torch.where(inside, -ratio * advantages * log_probs, 0.0)
+    return loss, {"clip_ratio": (~inside).float(), "ratio": ratio}
+
+
+@register_policy_loss("dppo")
+def dppo_policy_loss(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: AlgorithmConfig,
+    loss_mask: torch.Tensor | None = None,
+    rollout_logprobs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A trust region by divergence in place of the ratio's clip (DPPO, https://arxiv.org/abs/2602.04879). With p the
+    token's probability now and mu when it was written:
+
+        loss = -p / mu * A    but 0 where the token went too far in the direction its advantage pushes it:
+                              A > 0, p > mu and D > delta_high,  or  A < 0, p < mu and D > delta_low
+
+        D = |p - mu|                                                        divergence=binary_tv
+        D = mu log(mu / p) + (1 - mu) log((1 - mu) / (1 - p))               divergence=binary_kl
+
+    so rare tokens may move by large ratios, and likely ones not by large amounts. `old_log_probs` are not used.
+
+    Returns:
+        loss of every token [B, T]; metrics `clip_ratio` (1 where the token was stopped) and `ratio` (p / mu).
+    """
+    rollout_logprobs = required_rollout_logprobs(rollout_logprobs, "dppo")
+    log_probs, advantages, rollout_logprobs = kept(loss_mask, log_probs, advantages, rollout_logprobs)
+    ratio = importance_ratio(log_probs, rollout_logprobs)
+    with torch.no_grad():
+        divergence = _binary_divergence(log_probs, rollout_logprobs, config.dppo.divergence)
+        risen = (log_probs > rollout_logprobs) & (divergence > config.dppo.delta_high)
+        fallen = (log_probs < rollout_logprobs) & (divergence > config.dppo.delta_low)
+        stopped = ((advantages > 0) & risen) | ((advantages < 0) & fallen)
+    loss = torch.where(stopped, 0.0, -ratio * advantages)
+    return loss, {"clip_ratio": stopped.float(), "ratio": ratio.detach()}
+
+
+def _binary_divergence(log_probs: torch.Tensor, rollout_logprobs: torch.Tensor, kind: str) -> torch.Tensor:
+    """Distance [B, T] of the two distributions over {the token, any other}; KL is KL(rollout || policy)."""
+    # A log-prob may come out at +1e-8. `expm1`: the probability of "any other" is exact where the token is nearly sure.
+    log_p, log_mu = log_probs.clamp(max=0), rollout_logprobs.clamp(max=0)
+    if kind == "binary_tv":
+        return (log_p.exp() - log_mu.exp()).abs()
+    other_p, other_mu = -torch.expm1(log_p), -torch.expm1(log_mu)
+    others = torch.special.xlogy(other_mu, other_mu) - torch.special.xlogy(other_mu, other_p)
+    return log_mu.exp() * (log_mu - log_p) + others
+
+
+@register_policy_loss("decoupled_ppo")
+def decoupled_ppo_policy_loss(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: AlgorithmConfig,
+    loss_mask: torch.Tensor | None = None,
+    rollout_logprobs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """PPO clipped around the policy at the start of the step, weighted for the one that wrote the tokens
+    (https://arxiv.org/abs/2505.24298, section 5.2, after https://arxiv.org/abs/2110.00641):
+
+        weight = stop_gradient(pi_old / pi_rollout)
+        loss   = weight * PPO's loss of pi / pi_old     where weight <= behavior_weight_cap, else 0
+
+    Tokens beyond the cap stay in the mean.
+
+    Returns:
+        loss of every token [B, T]; metrics `clip_ratio` (1 where PPO's clip decides), `ratio` (pi / pi_old),
+        `behavior_weight` and `behavior_capped` (1 where the token is beyond the cap).
+    """
+    rollout_logprobs = required_rollout_logprobs(rollout_logprobs, "decoupled_ppo")
+    log_probs, old_log_probs, advantages, rollout_logprobs = kept(
+        loss_mask, log_probs, old_log_probs, advantages, rollout_logprobs
+    )
+    weight = importance_ratio(old_log_probs, rollout_logprobs).detach()
+    cap = config.decoupled_ppo.behavior_weight_cap
+    capped = torch.zeros_like(weight, dtype=torch.bool) if cap is None else weight > cap
+    loss, metrics = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
+    metrics |= {"behavior_weight": weight, "behavior_capped": capped.float()}
+    return torch.where(capped, 0.0, weight * loss), metrics

@@ -1,0 +1,195 @@
+"""Rollouts written by other numbers than the trainer's: how far off they are, and what is done about it.
+
+The engine may compute in lower precision or with older weights. With the trainer's log-probs at the start of the step,
+
+    rho_t = exp(clip(old_log_prob_t - rollout_log_prob_t, -20, 20))
+
+is the ratio of token t. Everything here is over a whole batch, once a step, and without a gradient.
+
+Shapes: B sequences, T response tokens.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from skyrl_train.algorithms.losses.contract import LOG_RATIO_BOUND
+from skyrl_train.algorithms.masking import kept
+from skyrl_train.config import OffPolicyCorrectionConfig
+
+METRIC_PREFIX = "policy/loss_metrics/"
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What the loss takes from the correction.
+
+    Attributes:
+        weights: [B, T], factor of every token's loss; None: no weighting. 1 outside the incoming loss mask.
+        loss_mask: [B, T], the incoming one without what was rejected.
+        metrics: by the names under which they are logged.
+    """
+
+    weights: torch.Tensor | None
+    loss_mask: torch.Tensor
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def correct_off_policy(
+    old_log_probs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    loss_mask: torch.Tensor,
+    config: OffPolicyCorrectionConfig,
+) -> Correction:
+    """Truncated importance weights, and tokens and sequences that are left out, as the settings ask.
+
+    Truncated importance sampling (https://fengyao.notion.site/off-policy-rl):
+
+        tis_ratio_type=token       w_bt = min(rho_bt, token_tis_ratio_clip_high)
+        tis_ratio_type=sequence    w_bt = min(prod_t rho_bt, sequence_tis_ratio_clip_high)
+
+    What is left out, each by its own thresholds (a ratio equal to a threshold stays):
+
+        token_mask_is_threshold_{low,high}       tokens by rho_bt
+        sequence_mask_metric=product             sequences by prod_t rho_bt
+        sequence_mask_metric=geometric           sequences by (prod_t rho_bt)^(1 / tokens of b)
+        outlier_token_is_threshold_{low,high}    sequences by the smallest and the largest rho_bt in them
+
+    Every ratio is over the tokens of the incoming `loss_mask`, so no rule depends on what another one left out.
+
+    Args:
+        old_log_probs, rollout_logprobs: [B, T]; outside `loss_mask` they may be anything.
+        loss_mask: [B, T], 1 on the tokens that train.
+
+    Returns:
+        weights, the remaining mask, and metrics over the tokens (or the sequences with any) of the incoming mask: none
+        where there is no token, or nothing is asked for.
+    """
+    if not config.is_on:
+        return Correction(None, loss_mask)
+    rules = _Rules(_log_ratio(old_log_probs, rollout_logprobs, loss_mask), loss_mask != 0)
+    weights = _truncated_weights(rules, config)
+    rejected = torch.zeros_like(rules.tokens)
+    if config.sequence_mask_metric is not None:
+        rejected |= _sequences_out_of_range(rules, config)
+    smallest_B1 = rules.log_ratio.masked_fill(~rules.tokens, float("inf")).amin(-1, keepdim=True).exp()
+    largest_B1 = rules.log_ratio.masked_fill(~rules.tokens, float("-inf")).amax(-1, keepdim=True).exp()
+    bounds = config.outlier_token_is_threshold_low, config.outlier_token_is_threshold_high
+    rejected |= rules.outside("outlier_seq", smallest_B1, largest_B1, *bounds)
+    bounds = config.token_mask_is_threshold_low, config.token_mask_is_threshold_high
+    rejected |= rules.outside("token_mask", rules.ratio, rules.ratio, *bounds)
+    metrics = rules.metrics | _ratio_metrics(rules) if rules.tokens.any() else {}
+    remaining = torch.where(rejected, torch.zeros_like(loss_mask), loss_mask)
+    return Correction(weights, remaining, {METRIC_PREFIX + name: value for name, value in metrics.items()})
+
+
+class _Rules:
+    """The ratios of a batch and what is counted while they are judged.
+
+    Args:
+        log_ratio: [B, T], 0 outside the mask.
+        tokens: [B, T] bool, the incoming mask.
+    """
+
+    def __init__(self, log_ratio: torch.Tensor, tokens: torch.Tensor):
+        self.log_ratio, self.tokens = log_ratio, tokens
+        self.ratio = log_ratio.exp()
+        self.sequences_B1 = tokens.any(-1, keepdim=True)
+        self.metrics: dict[str, float] = {}
+
+    def share(self, hit: torch.Tensor) -> float:
+        """Share of the tokens [B, T], or of the sequences that have any [B, 1], where `hit` is true."""
+        of = self.tokens if hit.shape == self.tokens.shape else self.sequences_B1
+        return ((hit & of).sum() / of.sum().clamp(min=1)).item()
+
+    def outside(
+        self, name: str, smallest: torch.Tensor, largest: torch.Tensor, low: float | None, high: float | None
+    ) -> torch.Tensor:
+        """Where `smallest` is below `low` or `largest` above `high`, counted under `name`; nowhere without bounds."""
+        nowhere = torch.zeros_like(smallest, dtype=torch.bool)
+        if low is None and high is None:
+            return nowhere
+        under = nowhere if low is None else smallest < low
+        over = nowhere if high is None else largest > high
+        self.metrics[f"{name}_masked_ratio"] = self.share(under | over)
+        self.metrics[f"{name}_under_low_ratio"] = self.share(under)
+        self.metrics[f"{name}_over_high_ratio"] = self.share(over)
+        return under | over
+
+
+def _log_ratio(old_log_probs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    old_log_probs, rollout_logprobs = kept(mask, old_log_probs, rollout_logprobs)
+    return (old_log_probs - rollout_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def _truncated_weights(rules: _Rules, config: OffPolicyCorrectionConfig) -> torch.Tensor | None:
+    if config.tis_ratio_type is None:
+        return None
+    if config.tis_ratio_type == "token":
+        name, ratio, cap = "tis_token", rules.ratio, config.token_tis_ratio_clip_high
+    else:
+        name, ratio, cap = "tis_seq", _sequence_ratio(rules, "product"), config.sequence_tis_ratio_clip_high
+    rules.metrics[f"{name}_clip_high_ratio"] = rules.share(ratio > cap)
+    return torch.where(rules.tokens, ratio.clamp(max=cap), 1.0)
+
+
+def _sequences_out_of_range(rules: _Rules, config: OffPolicyCorrectionConfig) -> torch.Tensor:
+    if config.sequence_mask_metric == "product":
+        name, low, high = "product_sequence_mask", config.product_mask_low, config.product_mask_high
+    else:
+        name, low, high = "geo_sequence_mask", config.geo_mask_low, config.geo_mask_high
+    ratio_B1 = _sequence_ratio(rules, config.sequence_mask_metric)
+    return rules.outside(name, ratio_B1, ratio_B1, low, high)
+
+
+def _sequence_ratio(rules: _Rules, metric: str | None) -> torch.Tensor:
+    """Product of a sequence's ratios, or their geometric mean [B, 1]."""
+    log_ratio_B1 = rules.log_ratio.sum(-1, keepdim=True)
+    if metric == "geometric":
+        log_ratio_B1 = log_ratio_B1 / rules.tokens.sum(-1, keepdim=True).clamp(min=1)
+    return log_ratio_B1.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def _ratio_metrics(rules: _Rules) -> dict[str, float]:
+    ratio = rules.ratio[rules.tokens].double()
+    return {
+        "is_ratio_mean": ratio.mean().item(),
+        "is_ratio_std": ratio.std(correction=0).item(),
+        "is_ratio_max": ratio.max().item(),
+        "is_ratio_min": ratio.min().item(),
+    }
+
+
+@torch.no_grad()
+def mismatch_metrics(
+    old_log_probs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor
+) -> dict[str, float]:
+    """How far the trainer's log-probs are from the engine's, over the n tokens of `loss_mask`; {} if there is none.
+
+        abs_diff_{mean,max,std}     |old - rollout|
+        kl_k3                       mean of rho - 1 - log rho: an estimate of KL(rollout || trainer)
+        ratio_{mean,max,min}        rho
+        ess                         (sum rho)^2 / (n sum rho^2): 1 where all ratios are equal, 1/n where one rules
+
+    Args:
+        old_log_probs, rollout_logprobs: [B, T]; outside `loss_mask` they may be anything.
+    """
+    tokens = loss_mask != 0
+    if not tokens.any():
+        return {}
+    old, rollout = old_log_probs[tokens].double(), rollout_logprobs[tokens].double()
+    difference = (old - rollout).abs()
+    log_ratio = (old - rollout).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = log_ratio.exp()
+    values = {
+        "logprobs_abs_diff_mean": difference.mean(),
+        "logprobs_abs_diff_max": difference.max(),
+        "logprobs_abs_diff_std": difference.std(correction=0),
+        "kl_k3": (ratio - 1 - log_ratio).mean(),
+        "ratio_mean": ratio.mean(),
+        "ratio_max": ratio.max(),
+        "ratio_min": ratio.min(),
+        "ess": ratio.sum().square() / (len(ratio) * ratio.square().sum()),
+    }
+    return {f"policy/rollout_train_{name}": value.item() for name, value in values.items()}
