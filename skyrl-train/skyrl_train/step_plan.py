@@ -38,5 +38,5 @@ def step_plan(
     critic: ModelShape | None = None,
     num_prompts: int | None = None,
 ) -> StepPlan:
-    """The plan of a run. `num_prompts`: of the dataset. `policy`, `critic`: from `model_shape`, for memory estimates."""
+    """The plan of a run. `num_prompts`: of the dataset. `policy`, `critic`: from `model_shape`, for the estimates."""
     return StepPlan()

@@ -1,9 +1,12 @@
 """Advantage estimators: from rewards to how much better each token was than expected.
 
 An estimator sees only rollouts that ended as they should: a failed one is taken out before, so that no estimator has to
-know of failures and none can let one into a baseline.
+know of failures and none can let one into a baseline. Two masks are two things: the response mask is 1 on what the
+model and the environment wrote, the action mask on what the model wrote (and is trained on). What stands outside the
+response mask may be anything, NaN included. Sums run in float64, so rows and tokens may come in any order, and scores
+that are equal have a variance of exactly 0.
 
-Shapes: B sequences, T response tokens, G groups (the samples of one prompt).
+Shapes: B sequences, T response tokens, G groups (the samples of one prompt), K turns.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -14,25 +17,27 @@ import torch
 from skyrl_train.algorithms.registry import Registry
 
 AdvantageEstimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""Called with keywords `token_level_rewards` [B, T], `response_mask` [B, T], `index` (B group names), `config`
-(AlgorithmConfig), `grpo_norm_by_std`, `gamma`, `lambd`, `values`; returns advantages and returns, both [B, T]."""
+"""Called with keywords alone: `token_level_rewards` [B, T], `response_mask` [B, T], `action_mask` [B, T], `index` (B
+group names), `turns` [B, T] int64 (the number of the turn a token belongs to), `values` [B, T] or None, `config`
+(AlgorithmConfig), `grpo_norm_by_std`, `gamma`, `lambd`; takes what it needs, and `**_`. Returns advantages and returns,
+both [B, T]."""
 
 AdvantageEstimatorRegistry: Registry[AdvantageEstimator] = Registry("advantage estimator")
 register_advantage_estimator = AdvantageEstimatorRegistry.decorator
 
+NEEDS_CRITIC = frozenset({"gae"})
+"""Estimators that read `values`."""
+
+NEEDS_WHOLE_TRAJECTORIES = frozenset({"gae", "reinforce++"})
+"""Estimators of every token from the rewards after it: a row must be a whole trajectory, not one of its steps."""
+
+NEEDS_GROUPS = frozenset({"grpo", "rloo", "maxrl", "reinforce++_baseline", "turn_grpo"})
+"""Estimators that compare the samples of a prompt, so that one sample a prompt teaches nothing (or has no baseline)."""
+
 _EPSILON = 1e-6
 
 
-def group_numbers(index: Sequence[Hashable]) -> torch.Tensor:
-    """Group names as numbers 0..G-1 [B], in order of first appearance."""
-    numbers: dict[Hashable, int] = {}
-    return torch.tensor([numbers.setdefault(name, len(numbers)) for name in index], dtype=torch.int64)
-
-
-def group_means(scores_B: torch.Tensor, group_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean score and number of samples of each group [G]."""
-    size_G = torch.bincount(group_B).to(scores_B.dtype)
-    return torch.zeros_like(size_G).scatter_add_(0, group_B, scores_B) / size_G, size_G
+# ---- one advantage a sequence, from its group
 
 
 @register_advantage_estimator("grpo")
@@ -54,16 +59,14 @@ def grpo_advantages(
     Returns:
         advantages and returns (equal here), [B, T], 0 outside `response_mask`.
     """
-    scores_B = token_level_rewards.sum(dim=-1)
-    group_B = group_numbers(index).to(scores_B.device)
-    mean_G, size_G = group_means(scores_B, group_B)
+    scores_B, group_B, counts_B = _scores_and_groups(token_level_rewards, response_mask, index)
+    mean_G, size_G = group_means(scores_B, group_B, counts_B)
     alone_B = size_G[group_B] == 1
     centred_B = scores_B - torch.where(alone_B, 0.0, mean_G[group_B])
     if grpo_norm_by_std:
-        variance_G = torch.zeros_like(size_G).scatter_add_(0, group_B, centred_B.square()) / (size_G - 1).clamp(min=1)
-        std_B = torch.where(alone_B, 1.0, variance_G.sqrt()[group_B])
-        centred_B = centred_B / (std_B + _EPSILON)
-    return _of_every_token(centred_B, response_mask)
+        std_G = _group_stds(centred_B, group_B, counts_B, size_G)
+        centred_B = centred_B / (torch.where(alone_B, 1.0, std_G[group_B]) + _EPSILON)
+    return _of_every_token(centred_B, response_mask, token_level_rewards)
 
 
 @register_advantage_estimator("rloo")
@@ -81,23 +84,297 @@ def rloo_advantages(
     Returns:
         advantages and returns (equal here), [B, T], 0 outside `response_mask`.
     """
-    scores_B = token_level_rewards.sum(dim=-1)
-    group_B = group_numbers(index).to(scores_B.device)
-    mean_G, size_G = group_means(scores_B, group_B)
+    scores_B, group_B, counts_B = _scores_and_groups(token_level_rewards, response_mask, index)
+    mean_G, size_G = group_means(scores_B, group_B, counts_B)
     scale_G = size_G / (size_G - 1).clamp(min=1)
-    return _of_every_token((scores_B - mean_G[group_B]) * scale_G[group_B], response_mask)
+    return _of_every_token((scores_B - mean_G[group_B]) * scale_G[group_B], response_mask, token_level_rewards)
 
 
-def _of_every_token(values_B: torch.Tensor, response_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sequence's value at each of its tokens [B, T], as advantages and as returns."""
-    advantages = torch.where(response_mask != 0, values_B[:, None], 0.0)
+@register_advantage_estimator("maxrl")
+def maxrl_advantages(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable], **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maximum-likelihood reinforcement learning (MaxRL, https://arxiv.org/abs/2602.02710): scores are successes, and
+    the log of the chance of success is what rises, so that rare successes weigh more:
+
+        A_b = (score_b - mean of the group) / mean of the group         0 in a group whose mean is 0
+
+    The formula means something for scores of 0 and above alone. A group with a negative mean gets 0 (with the division
+    its signs would be turned round); `negative_groups` counts them. In a group of one, the mean is the score: 0.
+
+    Returns:
+        advantages and returns (equal here), [B, T], 0 outside `response_mask`.
+    """
+    scores_B, group_B, counts_B = _scores_and_groups(token_level_rewards, response_mask, index)
+    mean_G, _size_G = group_means(scores_B, group_B, counts_B)
+    mean_B = mean_G[group_B]
+    divisor_B = torch.where(mean_B > 0, mean_B, 1.0)
+    values_B = torch.where(mean_B > 0, (scores_B - mean_B) / divisor_B, 0.0)
+    return _of_every_token(values_B, response_mask, token_level_rewards)
+
+
+def negative_groups(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable]) -> int:
+    """Groups whose mean score is below 0: those `maxrl` can say nothing of."""
+    scores_B, group_B, counts_B = _scores_and_groups(token_level_rewards, response_mask, index)
+    return int((group_means(scores_B, group_B, counts_B)[0] < 0).sum())
+
+
+@register_advantage_estimator("reinforce++_baseline")
+def reinforce_baseline_advantages(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    action_mask: torch.Tensor,
+    index: Sequence[Hashable],
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """REINFORCE++ with baseline (https://arxiv.org/abs/2501.03262): the group's mean is taken off, and the batch as a
+    whole gives the scale, so that a group of nearly equal scores is not blown up as by GRPO:
+
+        A'_bt = score_b - mean of the group                 at every action token
+        A_bt  = (A'_bt - mean of A') / std of A'            over the action tokens of the whole batch
+
+    The paper normalises over all token advantages of the global batch, hence a long answer weighs more in mean and std;
+    so does this. With groups of equal size, the leave-one-out baseline gives the same: its factor n / (n - 1) cancels.
+    The paper's KL penalty is a setting of its own here (`use_kl_loss`, or `use_kl_in_reward`). A group of one is its
+    own baseline: A' is 0.
+
+    Returns:
+        advantages, [B, T], 0 outside `action_mask`, and A' as returns.
+    """
+    scores_B, group_B, counts_B = _scores_and_groups(token_level_rewards, response_mask, index)
+    mean_G, _size_G = group_means(scores_B, group_B, counts_B)
+    centred, _ = _of_every_token(scores_B - mean_G[group_B], action_mask, token_level_rewards)
+    return normalize_advantages(centred, action_mask), centred
+
+
+# ---- credit over turns and tokens
+
+
+def turn_numbers(action_mask: torch.Tensor) -> torch.Tensor:
+    """The number of the turn that each column belongs to, from 0: int64 [B, T].
+
+    A turn begins where a run of 1s of the action mask begins, and lasts until the next does: what the environment
+    answers belongs to the turn it answers. Columns before the first run are turn 0.
+    """
+    is_action = action_mask != 0
+    begins = is_action.float()
+    begins[:, 1:] *= ~is_action[:, :-1]
+    return (begins.cumsum(dim=1).long() - 1).clamp_(min=0)
+
+
+@register_advantage_estimator("turn_grpo")
+def turn_grpo_advantages(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    turns: torch.Tensor,
+    index: Sequence[Hashable],
+    grpo_norm_by_std: bool = True,
+    gamma: float = 1.0,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """GRPO turn by turn: a turn is compared with the turn of the same number in the other samples of the prompt, by
+    what came from there on. r_bk is the sum of the rewards on the tokens of turn k:
+
+        G_bk = sum_(j >= k) gamma^(j - k) r_bj
+        A_bt = (G_bk - mean_k) / (std_k + 1e-6)             k the turn of token t
+
+    Mean and (sample) standard deviation are over the samples of the group that have a turn k. A turn that no other
+    sample of the group has is compared with nothing: 0. Without `grpo_norm_by_std` there is no division. With one turn
+    a sample this is GRPO, groups of one aside. (A token's baseline depends on nothing the token could change.)
+
+    Args:
+        turns: [B, T] or [T] int64, from `turn_numbers`.
+
+    Returns:
+        advantages and G at every token, [B, T], 0 outside `response_mask`.
+    """
+    mask = response_mask != 0
+    turns = torch.where(mask, turns.expand_as(mask), 0)
+    num_turns = int(turns.max()) + 1 if turns.numel() else 1
+    nothing = torch.zeros(len(mask), num_turns, dtype=torch.float64, device=mask.device)
+    rewards_BK = nothing.scatter_add(1, turns, torch.where(mask, token_level_rewards, 0.0).double())
+    counts_BK = nothing.scatter_add(1, turns, mask.double()) > 0
+    returns_BK = _discounted_sums(rewards_BK.t().contiguous(), torch.full_like(rewards_BK.t(), gamma)).t()
+    # A group's turn k is a group of its own.
+    group_BK = group_numbers(index).to(mask.device)[:, None] * num_turns + torch.arange(num_turns, device=mask.device)
+    flat = returns_BK.flatten(), group_BK.flatten(), counts_BK.flatten()
+    mean_G, size_G = group_means(*flat)
+    centred_BK = torch.where(size_G > 1, 1.0, 0.0)[group_BK] * (returns_BK - mean_G[group_BK])
+    if grpo_norm_by_std:
+        std_G = _group_stds(centred_BK.flatten(), *flat[1:], size_G)
+        centred_BK = centred_BK / (std_G[group_BK] + _EPSILON)
+    dtype = token_level_rewards.dtype
+    advantages, returns = (values.to(dtype).gather(1, turns) for values in (centred_BK, returns_BK))
+    return torch.where(mask, advantages, 0.0), torch.where(mask, returns, 0.0)
+
+
+@register_advantage_estimator("token_reward")
+def token_reward_advantages(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every token's own reward is its advantage, and nothing later counts: A_bt = reward_bt.
+
+    For on-policy distillation, where the reward of a token is how much likelier a teacher thinks it
+    (https://arxiv.org/abs/2306.13649 with the reverse KL divergence).
+
+    Returns:
+        advantages and returns (equal here), [B, T], 0 outside `response_mask`.
+    """
+    advantages = torch.where(response_mask != 0, token_level_rewards, 0.0)
     return advantages, advantages
 
 
+@register_advantage_estimator("reinforce++")
+def reinforce_advantages(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    action_mask: torch.Tensor,
+    gamma: float = 1.0,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """REINFORCE++ (https://arxiv.org/abs/2501.03262): the discounted rewards from a token on, normalised over the
+    batch. Over the action tokens 1, 2, ... of a sequence:
+
+        G_i = R_i + gamma * G_(i+1)
+        A_i = (G_i - mean of G) / std of G                  over the action tokens of the whole batch
+
+    R_i is the reward on action token i and on what the environment wrote until the next: time passes only where the
+    model acts. A reward before the first action token is nobody's.
+
+    Returns:
+        advantages and G, [B, T], 0 outside `action_mask`.
+    """
+    actions = _as_columns(action_mask != 0)
+    returns = _discounted_sums(_rewards_as_columns(token_level_rewards, response_mask), _discounts(actions, gamma))
+    return _of_columns(normalize_advantages(returns, actions), returns, actions, token_level_rewards)
+
+
+@register_advantage_estimator("gae")
+def gae_advantages(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    action_mask: torch.Tensor,
+    values: torch.Tensor | None,
+    gamma: float = 1.0,
+    lambd: float = 1.0,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16), over the action tokens 1, 2, ... of
+    a sequence, with V 0 after the last:
+
+        delta_i = R_i + gamma * V_(i+1) - V_i
+        A_i     = delta_i + gamma * lambda * A_(i+1)
+        return  = A_i + V_i
+
+    and then A normalised over the action tokens of the whole batch, as in PPO. R_i is the reward on action token i and
+    on what the environment wrote until the next; neither the environment's tokens nor the values there count as time.
+    A reward before the first action token is nobody's.
+
+    Args:
+        values: [B, T], what the critic expects before each token is written.
+
+    Returns:
+        advantages (normalised) and returns (not), [B, T], 0 outside `action_mask`.
+
+    Raises:
+        ValueError: `values` is None.
+    """
+    if values is None:
+        raise ValueError("gae needs the critic's values")
+    actions = _as_columns(action_mask != 0)
+    expected = _as_columns(torch.where(action_mask != 0, values, 0.0)).double()
+    # A + V is the lambda-return: L_i = R_i + gamma * ((1 - lambda) * V_(i+1) + lambda * L_(i+1)).
+    gained = _rewards_as_columns(token_level_rewards, response_mask)
+    gained[:-1] += gamma * (1 - lambd) * expected[1:]
+    returns = _discounted_sums(gained, _discounts(actions, gamma * lambd))
+    return _of_columns(normalize_advantages(returns - expected, actions), returns, actions, token_level_rewards)
+
+
 def normalize_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Advantages with mean 0 and variance 1 over the tokens where mask is 1; 0 elsewhere. [B, T]"""
-    kept = torch.where(mask != 0, advantages, 0.0)
-    count = mask.sum().clamp(min=2)
-    mean = kept.sum() / count
-    variance = torch.where(mask != 0, (advantages - mean).square(), 0.0).sum() / (count - 1)
-    return torch.where(mask != 0, (advantages - mean) * torch.rsqrt(variance + 1e-8), 0.0)
+    """Advantages with mean 0 and variance 1 over the tokens where mask is 1; 0 elsewhere. [B, T]
+
+    The variance is the sample's (divisor n - 1), and 1e-8 is added to it: equal advantages, or a single one, become 0.
+    """
+    kept = torch.where(mask != 0, advantages, 0.0).double()
+    count = (mask != 0).sum()
+    mean = kept.sum() / count.clamp(min=1)
+    centred = torch.where(mask != 0, kept - mean, 0.0)
+    variance = centred.square().sum() / (count - 1).clamp(min=1)
+    return centred.mul_(torch.rsqrt(variance + 1e-8)).to(advantages.dtype)
+
+
+# ---- groups
+
+
+def group_numbers(index: Sequence[Hashable]) -> torch.Tensor:
+    """Group names as numbers 0..G-1 [B], in order of first appearance."""
+    numbers: dict[Hashable, int] = {}
+    return torch.tensor([numbers.setdefault(name, len(numbers)) for name in index], dtype=torch.int64)
+
+
+def group_means(
+    scores_B: torch.Tensor, group_B: torch.Tensor, counts_B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean score and number of the samples of each group that count [G]; a group in which none does has 0 and 0."""
+    size_G = torch.bincount(group_B, weights=counts_B.double())
+    sum_G = torch.bincount(group_B, weights=torch.where(counts_B, scores_B, 0.0).double())
+    return sum_G / size_G.clamp(min=1), size_G
+
+
+def _group_stds(
+    centred_B: torch.Tensor, group_B: torch.Tensor, counts_B: torch.Tensor, size_G: torch.Tensor
+) -> torch.Tensor:
+    """Standard deviation of each group [G] (divisor n - 1) of scores from which the group's mean was taken off."""
+    squares_B = torch.where(counts_B, centred_B, 0.0).square()
+    return (torch.bincount(group_B, weights=squares_B) / (size_G - 1).clamp(min=1)).sqrt()
+
+
+def _scores_and_groups(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each sequence its summed reward (float64), the number of its group, and whether it counts: one without any
+    token is part of no baseline. Each [B]."""
+    mask = response_mask != 0
+    scores_B = torch.where(mask, token_level_rewards, 0.0).sum(dim=-1, dtype=torch.float64)
+    return scores_B, group_numbers(index).to(scores_B.device), mask.any(dim=-1)
+
+
+def _of_every_token(
+    values_B: torch.Tensor, mask: torch.Tensor, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sequence's value at each of its tokens [B, T], as advantages and as returns."""
+    advantages = torch.where(mask != 0, values_B.to(like.dtype)[:, None], 0.0)
+    return advantages, advantages
+
+
+# ---- recursions over time, which run over the rows of [T, B]: there, a token of all sequences lies in one piece
+
+
+def _discounted_sums(gains: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
+    """S_t = gains_t + discounts_(t+1) * S_(t+1), with S 0 after the end. [T, B]"""
+    sums = gains.clone()
+    rows, factors = sums.unbind(), discounts.unbind()
+    for t in range(len(rows) - 2, -1, -1):
+        rows[t].addcmul_(factors[t + 1], rows[t + 1])
+    return sums
+
+
+def _discounts(actions: torch.Tensor, discount: float) -> torch.Tensor:
+    """What a step onto each token costs: `discount` onto an action token, nothing (1) onto any other. [T, B]"""
+    return actions.double().mul_(discount - 1).add_(1)
+
+
+def _as_columns(values: torch.Tensor) -> torch.Tensor:
+    return values.t().contiguous()
+
+
+def _rewards_as_columns(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    return _as_columns(torch.where(response_mask != 0, token_level_rewards, 0.0)).double()
+
+
+def _of_columns(
+    advantages: torch.Tensor, returns: torch.Tensor, actions: torch.Tensor, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both back as [B, T], 0 where there is no action."""
+    kept = torch.where(actions, returns, 0.0)
+    return _as_columns(advantages.to(like.dtype)), _as_columns(kept.to(like.dtype))

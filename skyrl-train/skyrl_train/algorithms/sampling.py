@@ -113,7 +113,7 @@ def overlong_penalty(lengths: torch.Tensor, limit: int, buffer_len: int, factor:
     if buffer_len <= 0:
         raise ValueError(f"the buffer of the overlong penalty must have at least one token; got {buffer_len}")
     excess = (lengths.double() - (limit - buffer_len)) / buffer_len
-    return -(factor * excess.clamp(0.0, 1.0)).float()
+    return (0.0 - factor * excess.clamp(0.0, 1.0)).float()
 
 
 def _judged(rewards: Sequence[float | None], uids: Sequence[Hashable], tolerance: float) -> dict[Hashable, bool]:
