@@ -61,7 +61,8 @@ class GeneratorInput(TypedDict):
 
 
 class GeneratorOutput(TypedDict):
-    """B trajectories, in the order of the input.
+    """B trajectories, in the order of the input. With `is_last_step`: B turns of them, in the same order and in that of
+    the turns.
 
     `response_ids` is everything after the prompt (what the model and the environment wrote); `loss_masks` is 1 on the
     tokens the model wrote. Rewards are one float a trajectory, or one a response token.
@@ -76,6 +77,8 @@ class GeneratorOutput(TypedDict):
     rollout_logprobs: list[list[float]] | None
     trajectory_ids: NotRequired[list[TrajectoryID] | None]
     is_last_step: NotRequired[list[bool] | None]
+    """Step-wise: every turn is a row of its own, and this is True on the last of its trajectory. Rows of a trajectory
+    have the same `trajectory_ids`, stop reason and failure."""
     weight_versions: NotRequired[list[list[int]] | None]
     """Version of the weights that wrote each response token; -1 on tokens the model did not write."""
     failures: NotRequired[list[Failure | None] | None]

@@ -14,7 +14,9 @@ from skyrl_train.generators.base import (
     TrainingPhase,
     TrajectoryID,
 )
+from skyrl_train.generators.faults import LengthLimits, record_faults
 from skyrl_train.generators.metrics import get_rollout_metrics
+from skyrl_train.generators.step_wise import rows_of_trajectories, whole_trajectories
 
 
 def prepare_generator_input(
@@ -66,14 +68,15 @@ def concatenate_generator_outputs(generator_outputs: Sequence[GeneratorOutput]) 
                 f"cannot concatenate generator outputs: {key} is missing in number {missing}, others have it"
             )
         joined[key] = [value for column in columns for value in column]  # pyright: ignore[reportOptionalIterable]
-    joined["rollout_metrics"] = _joined_metrics(generator_outputs) | get_rollout_metrics(
-        joined["response_ids"],
-        joined["rewards"],
-        stop_reasons=joined.get("stop_reasons"),
-        failures=joined.get("failures"),
-    )
     output = GeneratorOutput(**joined)
-    validate_generator_output(len(output["prompt_token_ids"]), output)
+    validate_generator_output(len(rows_of_trajectories(output)), output)
+    trajectories = whole_trajectories(output)
+    output["rollout_metrics"] = _joined_metrics(generator_outputs) | get_rollout_metrics(
+        trajectories["response_ids"],
+        trajectories["rewards"],
+        stop_reasons=trajectories.get("stop_reasons"),
+        failures=trajectories.get("failures"),
+    )
     return output
 
 
@@ -83,7 +86,7 @@ def _joined_metrics(generator_outputs: Sequence[GeneratorOutput]) -> dict[str, f
     for output in generator_outputs:
         for key, value in (output["rollout_metrics"] or {}).items():
             values[key].append(value)
-            weights[key].append(len(output["response_ids"]))
+            weights[key].append(len(rows_of_trajectories(output)))
     return {
         key: float(sum(numbers))
         if key.startswith("generate/num_")
@@ -92,26 +95,52 @@ def _joined_metrics(generator_outputs: Sequence[GeneratorOutput]) -> dict[str, f
     }
 
 
-def validate_generator_output(num_prompts: int, generator_output: GeneratorOutput) -> None:
+def validate_generator_output(
+    num_prompts: int, generator_output: GeneratorOutput, limits: LengthLimits | None = None
+) -> None:
     """Checks what a generator made before anything is computed from it.
+
+    What is wrong with the output as a whole is an error. What is wrong with one trajectory (a reward that is NaN, a
+    response over the limits) is recorded on it, in place: see `record_faults`.
 
     Raises:
         RuntimeError: there is no response at all.
-        ValueError: lists that belong together differ in length.
+        ValueError: lists that belong together differ in length, or rows of one trajectory do not stand together.
     """
     responses = generator_output["response_ids"]
     if not responses:
         raise RuntimeError("No outputs generated")
-    if len(responses) != num_prompts:
-        raise ValueError(f"Mismatch between prompts ({num_prompts}) and responses ({len(responses)})")
+    num_trajectories = len(rows_of_trajectories(generator_output))
+    if num_trajectories != num_prompts:
+        raise ValueError(f"Mismatch between prompts ({num_prompts}) and responses ({num_trajectories})")
     for key, column in generator_output.items():
         if isinstance(column, list) and len(column) != len(responses):
             raise ValueError(
                 f"Generator output {key} length must be equal to response_ids length: {len(column)} != {len(responses)}"
             )
+    _check_steps(generator_output)
     _check_token_columns(generator_output)
+    record_faults(generator_output, limits)
     if not any(any(loss_mask) for loss_mask in generator_output["loss_masks"]):
         logger.warning("the loss mask of every trajectory of this batch is zero: nothing will be learned from it")
+
+
+def _check_steps(output: GeneratorOutput) -> None:
+    """The rows of a trajectory stand together, and `is_last_step` is True on the last."""
+    last_steps, ids = output.get("is_last_step"), output.get("trajectory_ids")
+    if last_steps is None:
+        return
+    if ids is None:
+        raise ValueError("is_last_step needs trajectory_ids: they say which rows belong together")
+    for row, is_last in enumerate(last_steps):
+        ends = row + 1 == len(ids) or ids[row + 1] != ids[row]
+        if ends != is_last:
+            raise ValueError(
+                f"is_last_step is {is_last} in row {row} of trajectory {ids[row].to_string()}; it must be True in the "
+                "last row of a trajectory and nowhere else, and the rows of a trajectory must stand together"
+            )
+    if len(set(ids)) != sum(last_steps):
+        raise ValueError("the rows of a trajectory must stand together, and trajectory_ids must differ between them")
 
 
 def _check_token_columns(output: GeneratorOutput) -> None:

@@ -65,7 +65,8 @@ class ResponseTokens:
 
 @dataclass(frozen=True)
 class FinishedTokens:
-    """A trajectory's tokens. `rewards` is one a response token. There is at least one response token."""
+    """A training sample: the tokens of a trajectory, or of one of its turns. `rewards` is one a response token. There
+    is at least one response token."""
 
     prompt_ids: list[int]
     response: ResponseTokens
@@ -96,16 +97,17 @@ class Dialogue(ABC):
         """Takes what the environment made of that answer."""
 
     @abstractmethod
-    def finish(self, stop_reason: str) -> FinishedTokens:
-        """The tokens up to the last answer: what an environment said after it was never read by the model."""
+    def finish(self, stop_reason: str) -> list[FinishedTokens]:
+        """The training samples: one, with the tokens up to the last answer (what an environment said after it was never
+        read by the model), or one a turn. There is at least one."""
 
-    def abandon(self) -> FinishedTokens:
+    def abandon(self) -> list[FinishedTokens]:
         """What there is of a trajectory that failed: nothing of it trains, no token has a reward."""
         response = self._partial_response()
         if not response.ids:
             response.add_given([self.chat.eos_token_id])
         response.loss_mask = [0] * len(response)
-        return FinishedTokens(self.prompt_ids, response, [0.0] * len(response))
+        return [FinishedTokens(self.prompt_ids, response, [0.0] * len(response))]
 
     def _partial_response(self) -> ResponseTokens:
         return ResponseTokens()
@@ -132,11 +134,11 @@ class TokenDialogue(Dialogue):
         self.response.add_written(answer.token_ids, answer.logprobs, answer.weight_versions)
         self._turn_end = len(self.response)
 
-    def finish(self, stop_reason: str) -> FinishedTokens:
+    def finish(self, stop_reason: str) -> list[FinishedTokens]:
         self.response.cut(self._turn_end)
         if not self.response.ids:
             self.response.add_given([self.chat.eos_token_id])
-        return FinishedTokens(self.prompt_ids, self.response, token_rewards(len(self.response), self.turn_rewards))
+        return [FinishedTokens(self.prompt_ids, self.response, token_rewards(len(self.response), self.turn_rewards))]
 
     def _partial_response(self) -> ResponseTokens:
         self.response.cut(self._turn_end)
@@ -219,7 +221,7 @@ class SingleMessageDialogue(TokenDialogue):
             for message in step.observations:
                 self.response.add_given(self.chat.encode(message["content"]))
 
-    def finish(self, stop_reason: str) -> FinishedTokens:
+    def finish(self, stop_reason: str) -> list[FinishedTokens]:
         """As the base class; a message that came to its end is closed, by us if the model did not (loss mask 0)."""
         self.response.cut(self._turn_end)
         if stop_reason != "length" and self.response.ids[-1:] != [self.chat.eos_token_id]:
@@ -267,7 +269,7 @@ class RetokenizedDialogue(Dialogue):
         self.turns[-1] = (answer, step.reward)
         self.messages += step.observations
 
-    def finish(self, stop_reason: str) -> FinishedTokens:
+    def finish(self, stop_reason: str) -> list[FinishedTokens]:
         response, turn_rewards = ResponseTokens(), []
         if self.turns:
             ids, assistant_mask = self._rendered()
@@ -275,7 +277,7 @@ class RetokenizedDialogue(Dialogue):
             turn_rewards = self._mark_answers(response, assistant_mask)
         else:
             response.add_given([self.chat.eos_token_id])
-        return FinishedTokens(self.prompt_ids, response, token_rewards(len(response), turn_rewards))
+        return [FinishedTokens(self.prompt_ids, response, token_rewards(len(response), turn_rewards))]
 
     def _rendered(self) -> tuple[list[int], list[int]]:
         """Ids and assistant mask of everything after the prompt."""

@@ -11,6 +11,7 @@ from skyrl_gym.metrics import aggregate_for_environment
 from skyrl_train.errors import FailureKind
 from skyrl_train.generators.base import Failure, GeneratorOutput, MetricsOutput
 from skyrl_train.generators.rewards import total_reward
+from skyrl_train.generators.step_wise import rows_of_trajectories
 
 Rewards = Sequence[float] | Sequence[Sequence[float]]
 
@@ -23,15 +24,18 @@ def get_rollout_metrics(
     *,
     stop_reasons: Sequence[str] | None = None,
     failures: Sequence[Failure | None] | None = None,
+    turn_lengths: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, float]:
     """Numbers about B trajectories, under `generate/` and, where the environments report any, `environment/`.
 
     Args:
-        responses: B lists of token ids.
+        responses: B lists of token ids, of whole trajectories.
         rewards: B floats, or B lists of one float a token.
         env_metrics: what each environment reports; None for one that reports nothing. Needs `env_classes`.
         stop_reasons: gives `generate/stop_reason/<reason>`, the share of each.
         failures: gives `generate/num_failed/<kind>`; failed trajectories enter no other number but the shares.
+        turn_lengths: how many tokens the model wrote in each turn; gives `generate/avg_num_turns` and
+            `generate/avg_tokens_per_turn`.
     """
     failed = [failure is not None for failure in failures] if failures is not None else [False] * len(responses)
     kept = [i for i, is_failed in enumerate(failed) if not is_failed]
@@ -49,12 +53,22 @@ def get_rollout_metrics(
         counts = Counter(stop_reasons)
         for reason in sorted({"stop", "length", *counts}):
             metrics[f"generate/stop_reason/{reason}"] = counts[reason] / len(stop_reasons)
+    if turn_lengths is not None:
+        metrics |= {
+            "generate/avg_num_turns": _mean(np.array([len(turn_lengths[i]) for i in kept], dtype=float)),
+            "generate/avg_tokens_per_turn": _mean(np.array([length for i in kept for length in turn_lengths[i]])),
+        }
     if failures is not None:
-        counts = Counter(failure.kind for failure in failures if failure is not None)
-        metrics |= {f"generate/num_failed/{kind}": float(counts[kind]) for kind in get_args(FailureKind)}
+        metrics |= failure_counts(failures)
     if env_metrics is not None and env_classes is not None:
         metrics |= _environment_metrics(env_metrics, env_classes, kept)
     return metrics
+
+
+def failure_counts(failures: Sequence[Failure | None]) -> dict[str, float]:
+    """`generate/num_failed/<kind>` of B trajectories, for every kind there is."""
+    counts = Counter(failure.kind for failure in failures if failure is not None)
+    return {f"generate/num_failed/{kind}": float(counts[kind]) for kind in get_args(FailureKind)}
 
 
 def _environment_metrics(
@@ -74,27 +88,28 @@ def _environment_metrics(
 
 
 def get_metrics_from_generator_output(generator_output: GeneratorOutput, uids: list[str]) -> MetricsOutput:
-    """The scores of B trajectories, failed ones left out.
+    """The scores of the trajectories, failed ones left out.
 
-    `avg_score` is the mean of the trajectories' rewards (summed over tokens), `mean_positive_reward` the mean of their
-    positive parts, `pass_at_n` the share of prompts of which a sample has a reward above 0. All 0 if everything failed.
+    `avg_score` is the mean of the trajectories' rewards (summed over tokens, and over rows where each turn has one of
+    its own), `mean_positive_reward` the mean of their positive parts, `pass_at_n` the share of prompts of which a
+    sample has a reward above 0. All 0 if everything failed.
 
     Args:
-        uids: the prompt that each trajectory answers.
+        uids: the prompt that each row answers.
 
     Raises:
-        ValueError: no trajectories, or not one uid for each.
+        ValueError: no rows, or not one uid for each.
     """
     rewards = generator_output["rewards"]
     if not rewards:
         raise ValueError("there are no trajectories to score: rewards is empty")
     if len(rewards) != len(uids):
-        raise ValueError(f"there must be one uid a trajectory; got {len(uids)} uids for {len(rewards)} trajectories")
+        raise ValueError(f"there must be one uid a row; got {len(uids)} uids for {len(rewards)} rows")
     failures = generator_output.get("failures") or [None] * len(rewards)
     scores_by_uid: defaultdict[str, list[float]] = defaultdict(list)
-    for uid, reward, failure in zip(uids, rewards, failures, strict=True):
-        if failure is None:
-            scores_by_uid[uid].append(total_reward(reward))
+    for rows in rows_of_trajectories(generator_output):
+        if all(failures[row] is None for row in rows):
+            scores_by_uid[uids[rows.start]].append(sum(total_reward(rewards[row]) for row in rows))
     scores = np.array([score for group in scores_by_uid.values() for score in group])
     solved = np.array([max(group) > 0 for group in scores_by_uid.values()], dtype=float)
     return MetricsOutput(

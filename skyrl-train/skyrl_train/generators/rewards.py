@@ -24,6 +24,13 @@ def token_rewards(num_tokens: int, turn_rewards: Sequence[TurnReward]) -> list[f
     return rewards
 
 
+def reward_of_each_token(reward: float | Sequence[float], num_tokens: int) -> list[float]:
+    """A response's reward as one a token: a single one stands on the last token."""
+    if isinstance(reward, Sequence):
+        return list(reward)
+    return [0.0] * (num_tokens - 1) + [float(reward)] if num_tokens else []
+
+
 def total_reward(reward: float | Sequence[float]) -> float:
     """A trajectory's reward: the sum over its tokens, if it is given for each."""
     return float(sum(reward)) if isinstance(reward, Sequence) else float(reward)

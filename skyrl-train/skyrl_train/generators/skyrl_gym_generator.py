@@ -5,6 +5,7 @@ import asyncio
 import copy
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
@@ -34,6 +35,8 @@ from skyrl_train.generators.environment import DaemonThreads, EnvironmentSession
 from skyrl_train.generators.metrics import get_rollout_metrics
 from skyrl_train.generators.rewards import apply_overlong_filtering, zero_reward_on_non_stop
 from skyrl_train.generators.sampling import episode_seed, get_sampling_params, request_seed
+from skyrl_train.generators.step_wise import merge_steps, whole_trajectories
+from skyrl_train.generators.step_wise_dialogue import StepWiseDialogue
 from skyrl_train.generators.tokenization import ChatFormat, ChatTemplateError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.types import ConversationType
@@ -61,10 +64,13 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One trajectory as it ended. A failed one has loss mask 0, reward 0 and stop reason `error`."""
+    """One trajectory as it ended: a training sample, or one for each turn. A failed one has loss mask 0, reward 0 and
+    stop reason `error`."""
 
-    tokens: FinishedTokens
+    samples: list[FinishedTokens]
     stop_reason: str
+    turn_lengths: list[int]
+    """How many tokens the model wrote in each turn."""
     env_metrics: dict[str, Any] = field(default_factory=dict)
     failure: Failure | None = None
     num_retries: int = 0
@@ -99,18 +105,27 @@ class SkyRLGymGenerator(GeneratorInterface):
         self.model_name = model_name
         self.custom_chat_template = get_custom_chat_template(generator_cfg.chat_template)
         self.chat = ChatFormat(tokenizer, self.custom_chat_template, generator_cfg.chat_template_kwargs)
-        self.retokenizes = self.custom_chat_template is not None and generator_cfg.use_conversation_multi_turn
+        self.retokenizes = (
+            self.custom_chat_template is not None
+            and generator_cfg.use_conversation_multi_turn
+            and not generator_cfg.step_wise_trajectories
+        )
         self._threads = DaemonThreads(skyrl_gym_cfg.max_env_workers, skyrl_gym_cfg.env_timeout_seconds)
         if self.retokenizes:
             self._check_retokenizing()
+        if generator_cfg.step_wise_trajectories and not generator_cfg.use_conversation_multi_turn:
+            raise ConfigError(
+                "generator.step_wise_trajectories=true needs generator.use_conversation_multi_turn=true: in one "
+                "growing message no turn stands by itself"
+            )
 
     async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
-        """One trajectory for each prompt, in the order of the prompts. A trajectory that fails is in the output with
-        what failed; it ends neither the batch nor the others.
+        """One trajectory for each prompt, in the order of the prompts; with `step_wise_trajectories` a row for each of
+        its turns. A trajectory that fails is in the output with what failed; it ends neither the batch nor the others.
 
         Raises:
             ConfigError: an environment id that is not registered, or log-probs asked for where the conversation is
-                tokenized anew each turn. Both are seen before anything is generated.
+                tokenized anew each turn (but for step-wise trajectories). Both are seen before anything is generated.
             WorkerError: an engine's process died.
         """
         requests = self._requests(input_batch)
@@ -155,10 +170,11 @@ class SkyRLGymGenerator(GeneratorInterface):
         env_config = self.skyrl_gym_cfg.env_config(request.env_class)
         seed = episode_seed(self._seed_of(request), request.metadata, request.trajectory_id)
         env = EnvironmentSession(self._threads, request.env_class, env_config, extras, seed)
-        stop_reason, tokens, env_metrics, failure = "error", None, {}, None
+        turn_lengths: list[int] = []
+        stop_reason, samples, env_metrics, failure = "error", None, {}, None
         try:
-            stop_reason = await self._talk(request, env, dialogue)
-            tokens = dialogue.finish(stop_reason)
+            stop_reason = await self._talk(request, env, dialogue, turn_lengths)
+            samples = dialogue.finish(stop_reason)
             env_metrics = await env.metrics()
         except WorkerError:
             raise
@@ -169,24 +185,29 @@ class SkyRLGymGenerator(GeneratorInterface):
                 await env.close()
             except RolloutError as error:
                 failure = failure or _failure_of(error)
-        if failure is not None or tokens is None:
-            tokens, stop_reason, env_metrics = dialogue.abandon(), "error", {}
-        return Rollout(self._bounded(request, tokens), stop_reason, env_metrics, failure, num_retries)
+        if failure is not None or samples is None:
+            samples, stop_reason, env_metrics = dialogue.abandon(), "error", {}
+        samples = [self._bounded(request, sample) for sample in samples]
+        return Rollout(samples, stop_reason, turn_lengths, env_metrics, failure, num_retries)
 
-    async def _talk(self, request: RolloutRequest, env: EnvironmentSession, dialogue: Dialogue) -> str:
-        """The agent loop, with requests to our engine."""
+    async def _talk(
+        self, request: RolloutRequest, env: EnvironmentSession, dialogue: Dialogue, turn_lengths: list[int]
+    ) -> str:
+        """The agent loop, with requests to our engine. Adds the length of every answer to `turn_lengths`."""
         params = request.sampling_params
         seed = self._seed_of(request)
 
         async def ask(input_ids: list[int], turn: int, max_tokens: int) -> Answer:
             turn_seed = request_seed(seed, request.metadata, request.trajectory_id, turn)
-            return await ask_engine(
+            answer = await ask_engine(
                 self.inference_engine_client,
                 input_ids,
                 params | {"max_tokens": max_tokens, "seed": turn_seed},
                 session_id=request.trajectory_id.to_string(),
                 timeout_seconds=self.generator_cfg.request_timeout_seconds,
             )
+            turn_lengths.append(len(answer.token_ids))
+            return answer
 
         budget = LengthBudget(
             max_input_length=self.generator_cfg.max_input_length,
@@ -199,16 +220,18 @@ class SkyRLGymGenerator(GeneratorInterface):
         return request.sampling_params.get("seed", self.generator_cfg.seed)
 
     def _new_dialogue(self, request: RolloutRequest) -> Dialogue:
-        if self.retokenizes:
-            return RetokenizedDialogue(self.chat)
         if not self.generator_cfg.use_conversation_multi_turn:
             return SingleMessageDialogue(self.chat)
         stop = request.sampling_params.get("stop") or []
-        return ConversationDialogue(
+        conversation = partial(
+            ConversationDialogue,
             self.chat,
             stop_strings=[stop] if isinstance(stop, str) else list(stop),
             append_eos_after_stop_string=self.generator_cfg.append_eos_token_after_stop_str_in_multi_turn,
         )
+        if self.generator_cfg.step_wise_trajectories:
+            return StepWiseDialogue(self.chat, conversation, renders_anew=self.custom_chat_template is not None)
+        return RetokenizedDialogue(self.chat) if self.retokenizes else conversation()
 
     def _bounded(self, request: RolloutRequest, tokens: FinishedTokens) -> FinishedTokens:
         """A prompt that is over the limit trained nothing: it is cut, so that it does not make the whole batch wide.
@@ -241,37 +264,53 @@ class SkyRLGymGenerator(GeneratorInterface):
     def _output(
         self, requests: list[RolloutRequest], rollouts: list[Rollout], with_trajectory_ids: bool
     ) -> GeneratorOutput:
-        responses = [rollout.tokens.response for rollout in rollouts]
-        rewards = [rollout.tokens.rewards for rollout in rollouts]
-        loss_masks = [response.loss_mask for response in responses]
-        stop_reasons = [rollout.stop_reason for rollout in rollouts]
-        failures = [rollout.failure for rollout in rollouts]
+        cfg = self.generator_cfg
+        step_wise = cfg.step_wise_trajectories
+        # of each row: its trajectory's request and rollout, and its own tokens
+        rows = [
+            (request, rollout, sample)
+            for request, rollout in zip(requests, rollouts, strict=True)
+            for sample in rollout.samples
+        ]
+        asked_for_logprobs = bool(requests) and requests[0].sampling_params.get("logprobs") is not None
+        output = GeneratorOutput(
+            prompt_token_ids=[sample.prompt_ids for _, _, sample in rows],
+            response_ids=[sample.response.ids for _, _, sample in rows],
+            rewards=[sample.rewards for _, _, sample in rows],
+            loss_masks=[sample.response.loss_mask for _, _, sample in rows],
+            stop_reasons=[rollout.stop_reason for _, rollout, _ in rows],
+            rollout_metrics=None,
+            rollout_logprobs=[sample.response.logprobs for _, _, sample in rows] if asked_for_logprobs else None,
+            trajectory_ids=[request.trajectory_id for request, _, _ in rows]
+            if with_trajectory_ids or step_wise
+            else None,
+            is_last_step=[sample is rollout.samples[-1] for _, rollout, sample in rows] if step_wise else None,
+            weight_versions=[sample.response.weight_versions for _, _, sample in rows],
+            failures=[rollout.failure for _, rollout, _ in rows],
+        )
+        output["rollout_metrics"] = self._metrics(requests, rollouts, output)
+        stop_reasons = [rollout.stop_reason for _, rollout, _ in rows]
+        if cfg.zero_reward_on_non_stop:
+            output["rewards"] = zero_reward_on_non_stop([sample.rewards for _, _, sample in rows], stop_reasons)
+        if cfg.apply_overlong_filtering:
+            output["loss_masks"] = apply_overlong_filtering(output["loss_masks"], stop_reasons)
+        return merge_steps(output) if cfg.merge_stepwise_output else output
+
+    def _metrics(
+        self, requests: list[RolloutRequest], rollouts: list[Rollout], output: GeneratorOutput
+    ) -> dict[str, float]:
+        """Of whole trajectories, however many rows they have."""
+        trajectories = whole_trajectories(output)
         metrics = get_rollout_metrics(
-            [response.ids for response in responses],
-            rewards,
+            trajectories["response_ids"],
+            trajectories["rewards"],
             [rollout.env_metrics for rollout in rollouts],
             [request.env_class for request in requests],
-            stop_reasons=stop_reasons,
-            failures=failures,
+            stop_reasons=[rollout.stop_reason for rollout in rollouts],
+            failures=[rollout.failure for rollout in rollouts],
+            turn_lengths=[rollout.turn_lengths for rollout in rollouts],
         )
-        metrics["generate/num_retries"] = float(sum(rollout.num_retries for rollout in rollouts))
-        if self.generator_cfg.zero_reward_on_non_stop:
-            rewards = zero_reward_on_non_stop(rewards, stop_reasons)
-        if self.generator_cfg.apply_overlong_filtering:
-            loss_masks = apply_overlong_filtering(loss_masks, stop_reasons)
-        asked_for_logprobs = bool(requests) and requests[0].sampling_params.get("logprobs") is not None
-        return GeneratorOutput(
-            prompt_token_ids=[rollout.tokens.prompt_ids for rollout in rollouts],
-            response_ids=[response.ids for response in responses],
-            rewards=rewards,
-            loss_masks=loss_masks,
-            stop_reasons=stop_reasons,
-            rollout_metrics=metrics,
-            rollout_logprobs=[response.logprobs for response in responses] if asked_for_logprobs else None,
-            trajectory_ids=[request.trajectory_id for request in requests] if with_trajectory_ids else None,
-            weight_versions=[response.weight_versions for response in responses],
-            failures=failures,
-        )
+        return metrics | {"generate/num_retries": float(sum(rollout.num_retries for rollout in rollouts))}
 
     def _log_failures(self, rollouts: list[Rollout]) -> None:
         failures = [rollout.failure for rollout in rollouts if rollout.failure is not None]
@@ -300,7 +339,8 @@ class SkyRLGymGenerator(GeneratorInterface):
             raise ConfigError(
                 f"{setting}={self.generator_cfg.chat_template.name_or_path!r} must put what the model writes between "
                 "{% generation %} and {% endgeneration %}: with a custom template the conversation is tokenized anew "
-                "each turn, and nothing else says which tokens are the model's"
+                "each turn, and nothing else says which tokens are the model's. generator.step_wise_trajectories=true "
+                "needs no such blocks"
             )
         for name in ("sampling_params", "eval_sampling_params"):
             logprobs = getattr(self.generator_cfg, name).logprobs
@@ -311,7 +351,8 @@ class SkyRLGymGenerator(GeneratorInterface):
         return ConfigError(
             f"{setting}={value!r} must be null with generator.chat_template.name_or_path="
             f"{self.generator_cfg.chat_template.name_or_path!r}: the conversation is tokenized anew each turn, so the "
-            "log-probs would belong to other tokens"
+            "log-probs would belong to other tokens. With generator.step_wise_trajectories=true every turn is "
+            "trained on as the model saw it, and keeps its log-probs"
         )
 
 

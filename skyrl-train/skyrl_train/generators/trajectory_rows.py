@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from skyrl_train.generators.base import Failure, GeneratorOutput
+from skyrl_train.generators.rewards import reward_of_each_token
+from skyrl_train.generators.step_wise import rows_of_trajectories
 from skyrl_train.types import ConversationType
 
 _REPLACEMENT = "\ufffd"
@@ -26,16 +28,17 @@ def trajectory_rows(
     tokenizer: Detokenizer,
     prompts: Sequence[ConversationType] | None = None,
 ) -> list[dict[str, Any]]:
-    """One JSON-ready row a trajectory, in order:
+    """One JSON-ready row a trajectory (or a turn, with step-wise trajectories), in order:
 
         uid, sample         which prompt, and which of its samples
         prompt, response    text as the model saw and wrote it, special tokens included
-        reward              the sum over the trajectory
+        reward              the sum over the row
         stop_reason, failure ({kind, message} or null)
         prompt_ids
         tokens              of the response, one entry each: text, ids, loss_mask, log_probs (or null), rewards,
                             weight_versions (or null). A reward given for a whole response stands on its last token.
         messages            the conversation the prompt was made from, if `prompts` are given
+        step, is_last_step  with step-wise trajectories: which row of its trajectory it is, from 0
 
     Args:
         uids: [B], equal for samples of one prompt.
@@ -48,6 +51,7 @@ def trajectory_rows(
     output = generator_output
     ids_of = output.get("trajectory_ids") or [None] * num_rows
     last_steps = output.get("is_last_step")
+    steps = [step for rows_of_one in rows_of_trajectories(output) for step in range(len(rows_of_one))]
     pieces = _TokenTexts(tokenizer)
     seen: Counter[str] = Counter()
     rows = []
@@ -62,7 +66,7 @@ def trajectory_rows(
             strict=True,
         )
     ):
-        rewards = _rewards_of_tokens(reward, len(response_ids))
+        rewards = reward_of_each_token(reward, len(response_ids))
         log_probs = _at(output.get("rollout_logprobs"), index)
         row: dict[str, Any] = {
             "uid": str(uid),
@@ -83,7 +87,7 @@ def trajectory_rows(
             },
         }
         if last_steps is not None:
-            row["is_last_step"] = last_steps[index]
+            row |= {"step": steps[index], "is_last_step": last_steps[index]}
         if prompts is not None:
             row["messages"] = prompts[index]
         seen[uid] += 1
@@ -126,12 +130,6 @@ class _TokenTexts:
                 texts[start:end] = [""] * (end - start - 1) + [joined]
                 return end - 1
         return start
-
-
-def _rewards_of_tokens(reward: float | list[float], num_tokens: int) -> list[float]:
-    if isinstance(reward, list):
-        return reward
-    return [0.0] * (num_tokens - 1) + [float(reward)] if num_tokens else []
 
 
 def _failure_row(failure: Failure | None) -> dict[str, str] | None:

@@ -1,0 +1,69 @@
+"""A conversation of which every turn is a training sample of its own. Knows no engine."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from skyrl_train.generators.dialogue import Answer, ConversationDialogue, Dialogue, FinishedTokens
+from skyrl_train.generators.environment import StepResult
+from skyrl_train.generators.tokenization import ChatFormat
+from skyrl_train.types import ConversationType
+
+
+class StepWiseDialogue(Dialogue):
+    """One sample a turn: its prompt is what the engine was given in that turn, its response what the model wrote then
+    (and the token that closes it, where the model did not). So ids and log-probs are the engine's own whatever becomes
+    of the history afterwards: a chat template may drop earlier thoughts, an environment may take messages back.
+
+    Args:
+        new_turn: makes what writes one turn down.
+        renders_anew: every prompt is rendered from the messages, as a template demands that rewrites earlier turns.
+            Otherwise tokens are only ever appended, unless the environment took messages out of the list that its
+            `init` returned: then the next prompt is rendered from what is left.
+    """
+
+    def __init__(self, chat: ChatFormat, new_turn: Callable[[], ConversationDialogue], renders_anew: bool) -> None:
+        super().__init__(chat)
+        self._new_turn = new_turn
+        self._renders_anew = renders_anew
+        self._messages: ConversationType = []
+        self._num_messages = 0
+        self._answered: list[ConversationDialogue] = []
+        self._current = new_turn()
+
+    def open(self, history: ConversationType) -> None:
+        self._messages = history  # no copy: an environment may go on to change what it returned
+        self._num_messages = len(history)
+        self._current.open(history)
+
+    def input_ids(self) -> list[int]:
+        return self._current.input_ids()
+
+    def add_answer(self, answer: Answer) -> None:
+        self._current.add_answer(answer)
+        self._answered.append(self._current)
+
+    def add_step(self, answer: Answer, step: StepResult) -> None:
+        turn = self._current
+        anew = self._renders_anew or len(self._messages) < self._num_messages
+        turn.add_step(answer, replace(step, done=step.done or anew))
+        text = step.postprocessed_action
+        if text is None:
+            text = answer.text.removesuffix(str(self.chat.tokenizer.eos_token))
+        self._messages += [{"role": "assistant", "content": text}, *step.observations]
+        self._num_messages = len(self._messages)
+        if not step.done:
+            self._current = self._new_turn()
+            self._current.prompt_ids = self._prompt_ids() if anew else turn.input_ids()
+
+    def finish(self, stop_reason: str) -> list[FinishedTokens]:
+        return [sample for turn in self._turns() for sample in turn.finish(stop_reason)]
+
+    def abandon(self) -> list[FinishedTokens]:
+        return [sample for turn in self._turns() for sample in turn.abandon()]
+
+    def _turns(self) -> list[ConversationDialogue]:
+        """Those with an answer; if there is none, the one that was to have the first."""
+        return self._answered or [self._current]
+
+    def _prompt_ids(self) -> list[int]:
+        return self.chat.ids(self._messages, add_generation_prompt=True)
