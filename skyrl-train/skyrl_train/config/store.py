@@ -25,11 +25,23 @@ _HYDRA_SETTINGS: dict[str, Any] = {
 }
 
 
+_APPENDED = ("trainer.algorithm.overlong_buffer",)
+"""Sections that scripts for other releases append (`+section.name=value`). Hydra appends only what is not there, so
+they are not part of its defaults; without the `+` they are set as well. Their defaults are the dataclass's
+either way."""
+
+
 def register_config_store(config_type: type[SkyRLConfig] = SkyRLConfig, name: str = "ppo_base_config") -> None:
     """Makes the defaults of `config_type` known to Hydra as `name`. A second call replaces the first."""
     from hydra.core.config_store import ConfigStore
 
     node = get_default_config(config_type)
+    for name_of_section in _APPENDED:
+        *path, last = name_of_section.split(".")
+        parent = node
+        for part in path:
+            parent = parent.get(part, {})
+        parent.pop(last, None)
     node["hydra"] = _HYDRA_SETTINGS
     ConfigStore.instance().store(name=name, node=node)
 

@@ -1,0 +1,250 @@
+"""Rules of the algorithm: which estimator, loss and correction go together, and what each needs."""
+
+import warnings
+
+from skyrl_train.config.config import SkyRLConfig
+from skyrl_train.config.rules.checks import check_not_negative, check_order, check_positive, check_shares, require
+
+_NAME = "trainer.algorithm"
+_CORRECTION = f"{_NAME}.off_policy_correction"
+_POSITIVE = (
+    "max_seq_len",
+    "kl_ctrl.horizon",
+    "kl_ctrl.kl_target",
+    "value_clip",
+    "first_ratio_tolerance",
+    "overlong_buffer.len",
+    "cispo.cispo_eps_clip_high",
+    "sapo.tau_pos",
+    "sapo.tau_neg",
+    "decoupled_ppo.behavior_weight_cap",
+    "dpo.beta",
+    "off_policy_correction.token_tis_ratio_clip_high",
+    "off_policy_correction.sequence_tis_ratio_clip_high",
+    "off_policy_correction.geo_mask_high",
+    "off_policy_correction.product_mask_high",
+    "off_policy_correction.token_mask_is_threshold_high",
+    "off_policy_correction.outlier_token_is_threshold_high",
+)
+_NOT_NEGATIVE = (
+    "kl_loss_coef",
+    "entropy_loss_coef",
+    "eps_clip_low",
+    "eps_clip_high",
+    "overlong_buffer.penalty_factor",
+    "cispo.cispo_eps_clip_low",
+    "kl_cov.ppo_kl_coef",
+    "dppo.delta_low",
+    "dppo.delta_high",
+)
+_SHARES = ("gamma", "lambd", "clip_cov.clip_ratio", "kl_cov.kl_cov_frac", "dynamic_sampling.min_replace_ratio")
+_ORDERED = (
+    ("clip_cov.clip_cov_lb", "clip_cov.clip_cov_ub"),
+    *(
+        (f"off_policy_correction.{name}_low", f"off_policy_correction.{name}_high")
+        for name in ("geo_mask", "product_mask", "token_mask_is_threshold", "outlier_token_is_threshold")
+    ),
+)
+
+
+def check_algorithm(config: SkyRLConfig) -> None:
+    """All rules of this file."""
+    _check_numbers(config)
+    _check_kl(config)
+    _check_registered(config)
+    _check_estimator(config)
+    _check_loss(config)
+    _check_off_policy_correction(config)
+    _check_sampling(config)
+
+
+def replace_old_forms(config: SkyRLConfig) -> None:
+    """Settings under their old name become what they mean now, with a warning."""
+    algorithm = config.trainer.algorithm
+    correction, cap = algorithm.off_policy_correction, algorithm.tis_imp_ratio_cap
+    if not algorithm.use_tis:
+        require(
+            cap == -1.0,
+            f"{_NAME}.tis_imp_ratio_cap={cap} is read only with {_NAME}.use_tis=true; use "
+            f"{_CORRECTION}.tis_ratio_type=token and {_CORRECTION}.token_tis_ratio_clip_high={cap}",
+        )
+        return
+    require(cap > 0, f"{_NAME}.use_tis=true needs {_NAME}.tis_imp_ratio_cap, the cap of a ratio, above 0; got {cap}")
+    require(
+        correction.tis_ratio_type in (None, "token"),
+        f"{_NAME}.use_tis=true means {_CORRECTION}.tis_ratio_type=token, which is {correction.tis_ratio_type}; leave "
+        "use_tis out",
+    )
+    warnings.warn(
+        f"{_NAME}.use_tis is the old form of {_CORRECTION}.tis_ratio_type=token and "
+        f"{_CORRECTION}.token_tis_ratio_clip_high={cap}; these are used",
+        FutureWarning,
+        stacklevel=4,
+    )
+    correction.tis_ratio_type, correction.token_tis_ratio_clip_high = "token", cap
+    algorithm.use_tis, algorithm.tis_imp_ratio_cap = False, -1.0
+
+
+def _check_numbers(config: SkyRLConfig) -> None:
+    algorithm = config.trainer.algorithm
+    check_positive(config, (f"{_NAME}.{name}" for name in _POSITIVE))
+    check_not_negative(config, (f"{_NAME}.{name}" for name in _NOT_NEGATIVE))
+    check_shares(config, (f"{_NAME}.{name}" for name in _SHARES))
+    for low, high in _ORDERED:
+        check_order(config, f"{_NAME}.{low}", f"{_NAME}.{high}")
+    require(
+        algorithm.eps_clip_low < 1,
+        f"{_NAME}.eps_clip_low={algorithm.eps_clip_low} must be below 1: the ratio is clipped at 1 - this",
+    )
+    require(
+        algorithm.policy_loss_type != "dual_clip" or algorithm.clip_ratio_c > 1,
+        f"{_NAME}.clip_ratio_c={algorithm.clip_ratio_c} must be above 1: the dual clip bounds ratios above it",
+    )
+
+
+def _check_kl(config: SkyRLConfig) -> None:
+    algorithm = config.trainer.algorithm
+    require(
+        not (algorithm.use_kl_in_reward and algorithm.use_kl_loss),
+        f"{_NAME}.use_kl_in_reward and {_NAME}.use_kl_loss are both true, and would count the KL divergence twice; set "
+        "one of them to false",
+    )
+    require(
+        algorithm.kl_ctrl.type == "fixed" or algorithm.use_kl_in_reward,
+        f"{_NAME}.kl_ctrl.type=adaptive steers the KL divergence in the reward; it needs "
+        f"{_NAME}.use_kl_in_reward=true (and use_kl_loss=false)",
+    )
+
+
+def _check_registered(config: SkyRLConfig) -> None:
+    from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
+    from skyrl_train.algorithms.losses import PolicyLossRegistry
+
+    algorithm = config.trainer.algorithm
+    for setting, name, registry, register in (
+        ("advantage_estimator", algorithm.advantage_estimator, AdvantageEstimatorRegistry, "advantage_estimator"),
+        ("policy_loss_type", algorithm.policy_loss_type, PolicyLossRegistry, "policy_loss"),
+    ):
+        available = registry.list_available()
+        require(
+            name in available,
+            f"{_NAME}.{setting} must be one of {', '.join(available)}; got {name!r} (one of your own is "
+            f"registered with skyrl_train.utils.ppo_utils.register_{register} before the settings are checked)",
+        )
+
+
+def _check_estimator(config: SkyRLConfig) -> None:
+    from skyrl_train.algorithms.advantages import (
+        NEEDS_CRITIC,
+        NEEDS_GROUPS,
+        NEEDS_WHOLE_TRAJECTORIES,
+        AdvantageEstimatorRegistry,
+    )
+
+    algorithm, generator = config.trainer.algorithm, config.generator
+    estimator, critic = algorithm.advantage_estimator, config.trainer.critic.model.path
+    require(
+        estimator not in NEEDS_CRITIC or critic is not None,
+        f"{_NAME}.advantage_estimator={estimator} needs a critic; give trainer.critic.model.path (often the policy's "
+        "model)",
+    )
+    is_ours = AdvantageEstimatorRegistry.get(estimator).__module__.startswith("skyrl_train.")
+    require(
+        critic is None or estimator in NEEDS_CRITIC or not is_ours,
+        f"trainer.critic.model.path={critic} would train a critic that {_NAME}.advantage_estimator={estimator} does "
+        f"not read; leave it out, or use {' or '.join(sorted(NEEDS_CRITIC))}",
+    )
+    require(
+        estimator not in NEEDS_GROUPS or generator.n_samples_per_prompt > 1,
+        f"{_NAME}.advantage_estimator={estimator} compares the answers to one prompt, and "
+        f"generator.n_samples_per_prompt={generator.n_samples_per_prompt} leaves nothing to compare; sample at least "
+        "2, or use reinforce++ or gae",
+    )
+    require(
+        estimator not in NEEDS_WHOLE_TRAJECTORIES or not generator.step_wise_trajectories,
+        f"{_NAME}.advantage_estimator={estimator} goes through a trajectory token by token, and "
+        "generator.step_wise_trajectories=true divides trajectories into turns; use another estimator, or whole "
+        "trajectories",
+    )
+    require(
+        estimator != "maxrl" or not algorithm.use_kl_in_reward,
+        f"{_NAME}.advantage_estimator=maxrl divides by the mean reward of a prompt, which "
+        f"{_NAME}.use_kl_in_reward=true can make negative; use use_kl_loss instead",
+    )
+    require(
+        estimator != "maxrl" or algorithm.overlong_buffer.len is None,
+        f"{_NAME}.advantage_estimator=maxrl divides by the mean reward of a prompt, which the penalty of "
+        f"{_NAME}.overlong_buffer.len={algorithm.overlong_buffer.len} can make negative; leave the penalty out",
+    )
+
+
+def _check_loss(config: SkyRLConfig) -> None:
+    from skyrl_train.algorithms.losses import NEEDS_PAIRS, NEEDS_ROLLOUT_LOG_PROBS, WITHOUT_ADVANTAGES
+
+    loss = config.trainer.algorithm.policy_loss_type
+    require(
+        loss not in NEEDS_PAIRS,
+        f"{_NAME}.policy_loss_type={loss} is for preference pairs; train on them with "
+        "python -m skyrl_train.entrypoints.main_dpo",
+    )
+    require(
+        loss not in WITHOUT_ADVANTAGES,
+        f"{_NAME}.policy_loss_type={loss} does not read advantages, so rewards would teach nothing; use "
+        "importance_sampling for the plain policy gradient, or python -m skyrl_train.entrypoints.main_sft for "
+        "demonstrations",
+    )
+    require(
+        loss not in NEEDS_ROLLOUT_LOG_PROBS or config.generator.sampling_params.logprobs is not None,
+        f"{_NAME}.policy_loss_type={loss} compares with the engine's log-probs, and "
+        "generator.sampling_params.logprobs=null keeps none; set it to 0",
+    )
+
+
+def _check_off_policy_correction(config: SkyRLConfig) -> None:
+    from skyrl_train.algorithms.losses import NEEDS_ROLLOUT_LOG_PROBS, TokenSelectorRegistry
+
+    algorithm = config.trainer.algorithm
+    correction, loss = algorithm.off_policy_correction, algorithm.policy_loss_type
+    require(
+        not correction.is_on or config.generator.sampling_params.logprobs is not None,
+        f"{_CORRECTION} compares with the engine's log-probs, and generator.sampling_params.logprobs=null keeps none; "
+        "set it to 0",
+    )
+    if correction.tis_ratio_type is None:
+        return
+    require(
+        loss not in NEEDS_ROLLOUT_LOG_PROBS,
+        f"{_CORRECTION}.tis_ratio_type={correction.tis_ratio_type} and {_NAME}.policy_loss_type={loss} would both "
+        "correct for the policy that wrote the tokens; set tis_ratio_type=null",
+    )
+    require(
+        loss not in TokenSelectorRegistry.list_available(),
+        f"{_CORRECTION}.tis_ratio_type={correction.tis_ratio_type} is not defined with "
+        f"{_NAME}.policy_loss_type={loss}, which chooses tokens by unweighted covariances; "
+        "set tis_ratio_type=null (masks may stay)",
+    )
+
+
+def _check_sampling(config: SkyRLConfig) -> None:
+    algorithm, generator = config.trainer.algorithm, config.generator
+    buffer, limit = algorithm.overlong_buffer.len, generator.sampling_params.max_generate_length
+    require(
+        buffer is None or buffer <= limit,
+        f"{_NAME}.overlong_buffer.len={buffer} must be at most generator.sampling_params.max_generate_length={limit}: "
+        "it is the last part of it",
+    )
+    kind = algorithm.dynamic_sampling.type
+    for setting, is_on in (
+        (f"dynamic_sampling.type={kind}", kind is not None),
+        ("zero_variance_filter=true", algorithm.zero_variance_filter),
+    ):
+        require(
+            not is_on or generator.n_samples_per_prompt > 1,
+            f"{_NAME}.{setting} looks for prompts whose answers differ in reward, and generator.n_samples_per_prompt="
+            f"{generator.n_samples_per_prompt} gives one answer each; sample at least 2, or leave it out",
+        )
+    require(
+        kind is None or not generator.step_wise_trajectories,
+        f"{_NAME}.dynamic_sampling.type={kind} selects whole trajectories, and generator.step_wise_trajectories=true "
+        f"makes samples of turns; use {_NAME}.zero_variance_filter instead",
+    )

@@ -1,0 +1,79 @@
+"""Rules of batch sizes: what must divide what, and what need not."""
+
+from skyrl_train.config.config import SkyRLConfig
+from skyrl_train.config.rules.checks import check_positive, require
+
+_COUNTS = (
+    "trainer.train_batch_size",
+    "trainer.policy_mini_batch_size",
+    "trainer.critic_mini_batch_size",
+    "trainer.micro_train_batch_size_per_gpu",
+    "trainer.micro_forward_batch_size_per_gpu",
+    "trainer.max_tokens_per_microbatch",
+)
+
+
+def validate_batch_sizes(config: SkyRLConfig) -> None:
+    """A batch is whole mini-batches of prompts, and a mini-batch has a sequence for every worker.
+
+    Nothing else need divide: rows are divided over workers and micro-batches as evenly as they can be, and no split
+    changes the loss.
+    """
+    check_positive(config, _COUNTS)
+    trainer, placement = config.trainer, config.trainer.placement
+    _check_mini_batches(config, "policy", trainer.policy_mini_batch_size)
+    _check_work(
+        config,
+        "policy",
+        trainer.policy_mini_batch_size,
+        placement.policy_world_size // sequence_ranks(config, "policy"),
+    )
+    if trainer.critic.model.path is not None:
+        _check_mini_batches(config, "critic", trainer.critic_mini_batch_size)
+        _check_work(
+            config,
+            "critic",
+            trainer.critic_mini_batch_size,
+            placement.critic_world_size // sequence_ranks(config, "critic"),
+        )
+    check_packing(config)
+
+
+def check_packing(config: SkyRLConfig) -> None:
+    """A budget of tokens needs sequences laid end to end."""
+    trainer = config.trainer
+    require(
+        trainer.max_tokens_per_microbatch is None or trainer.use_sample_packing,
+        f"trainer.max_tokens_per_microbatch={trainer.max_tokens_per_microbatch} counts tokens without padding, so it "
+        "needs trainer.use_sample_packing=true; set that, or size micro-batches by "
+        "trainer.micro_train_batch_size_per_gpu",
+    )
+
+
+def sequence_ranks(config: SkyRLConfig, model: str) -> int:
+    """`sequence_parallel_size` of a model, at least 1 (that it is, is another rule's business)."""
+    return max(1, getattr(config.trainer, model).sequence_parallel_size)
+
+
+def _check_mini_batches(config: SkyRLConfig, model: str, mini: int) -> None:
+    train = config.trainer.train_batch_size
+    require(
+        train >= mini,
+        f"trainer.train_batch_size >= {model}_mini_batch_size must hold; got {train} < {mini}: lower "
+        f"trainer.{model}_mini_batch_size",
+    )
+    require(
+        train % mini == 0,
+        f"trainer.train_batch_size {train} should be divisible by {model}_mini_batch_size {mini}: otherwise the last "
+        "optimizer step of every batch would be smaller than the others",
+    )
+
+
+def _check_work(config: SkyRLConfig, model: str, mini: int, shards: int) -> None:
+    samples = config.generator.n_samples_per_prompt
+    require(
+        mini * samples >= shards,
+        f"trainer.{model}_mini_batch_size {mini} times generator.n_samples_per_prompt {samples} = {mini * samples} "
+        f"sequences are fewer than the {shards} workers (or groups of sequence-parallel workers) that share them, so "
+        f"some would have nothing to do in any step; raise trainer.{model}_mini_batch_size",
+    )

@@ -1,0 +1,134 @@
+"""Rules of how answers are made: lengths, sampling, chat templates, turns as samples."""
+
+import warnings
+
+from skyrl_train.config.config import SkyRLConfig
+from skyrl_train.config.generation import SamplingParams
+from skyrl_train.config.rules.checks import check_not_negative, check_positive, require
+
+_SET_BY_THE_GENERATOR = {"add_generation_prompt", "chat_template", "continue_final_message", "return_dict", "tokenize"}
+
+
+def check_generation(config: SkyRLConfig) -> None:
+    """All rules of this file."""
+    check_positive(
+        config,
+        (
+            "trainer.eval_batch_size",
+            "trainer.max_prompt_length",
+            "generator.num_inference_engines",
+            "generator.max_num_seqs",
+            "generator.n_samples_per_prompt",
+            "generator.eval_n_samples_per_prompt",
+            "generator.max_input_length",
+            "generator.max_turns",
+            "generator.weight_transfer_threshold_cuda_ipc_GB",
+            "generator.request_timeout_seconds",
+            "environment.skyrl_gym.env_timeout_seconds",
+        ),
+    )
+    check_not_negative(config, ("generator.max_rollout_retries", "environment.skyrl_gym.max_env_workers"))
+    _check_lengths(config)
+    _check_sampling(config.generator.sampling_params, "generator.sampling_params")
+    _check_sampling(config.generator.eval_sampling_params, "generator.eval_sampling_params")
+    _check_evaluation_samples(config)
+    _check_chat_template(config)
+    _check_step_wise(config)
+
+
+def _check_lengths(config: SkyRLConfig) -> None:
+    prompt, limit, turns = (
+        config.trainer.max_prompt_length,
+        config.generator.max_input_length,
+        config.generator.max_turns,
+    )
+    require(
+        turns > 1 or limit == prompt,
+        f"generator.max_input_length={limit} must be trainer.max_prompt_length={prompt} when generator.max_turns is 1: "
+        "the prompt is all the engine is given",
+    )
+    require(
+        limit >= prompt,
+        f"generator.max_input_length={limit} must be at least trainer.max_prompt_length={prompt}: it counts the prompt "
+        "and what the turns before added",
+    )
+
+
+def _check_sampling(params: SamplingParams, name: str) -> None:
+    require(params.max_generate_length > 0, f"{name}.max_generate_length must be greater than 0")
+    require(params.temperature >= 0, f"{name}.temperature must be 0 (greedy) or greater; got {params.temperature}")
+    require(0 < params.top_p <= 1, f"{name}.top_p must be above 0 and at most 1 (1 = off); got {params.top_p}")
+    require(params.top_k == -1 or params.top_k > 0, f"{name}.top_k must be -1 (off) or above 0; got {params.top_k}")
+    require(0 <= params.min_p <= 1, f"{name}.min_p must be from 0 (off) to 1; got {params.min_p}")
+    require(
+        params.repetition_penalty > 0,
+        f"{name}.repetition_penalty must be greater than 0 (1 = off); got {params.repetition_penalty}",
+    )
+    require(
+        params.logprobs in (None, 0),
+        f"{name}.logprobs={params.logprobs} is not supported: 0 keeps the log-prob of every drawn token, which is all "
+        "that training reads; null keeps none",
+    )
+    require("" not in (params.stop or []), f"{name}.stop holds an empty text, which would end every answer at once")
+    declared = {"max_tokens", *vars(params)} - {"additional_kwargs"}
+    twice = sorted(declared & set(params.additional_kwargs))
+    require(not twice, f"{name}.additional_kwargs may not hold {', '.join(twice)}: {name} has settings for that")
+
+
+def _check_evaluation_samples(config: SkyRLConfig) -> None:
+    generator = config.generator
+    require(
+        generator.eval_n_samples_per_prompt == 1 or generator.eval_sampling_params.temperature > 0,
+        f"generator.eval_n_samples_per_prompt={generator.eval_n_samples_per_prompt} with "
+        "generator.eval_sampling_params.temperature=0 gives the same answer that many times; raise the temperature, or "
+        "ask for 1 sample",
+    )
+
+
+def _check_chat_template(config: SkyRLConfig) -> None:
+    from skyrl_train.generators.chat_templates import get_custom_chat_template
+
+    generator = config.generator
+    require(
+        generator.chat_template.source == "name" or generator.chat_template.name_or_path is not None,
+        "generator.chat_template.source=file needs generator.chat_template.name_or_path, the path of a Jinja file",
+    )
+    get_custom_chat_template(generator.chat_template)
+    reserved = sorted(_SET_BY_THE_GENERATOR & set(generator.chat_template_kwargs))
+    require(
+        not reserved,
+        f"generator.chat_template_kwargs may not hold {', '.join(reserved)}: the generator sets them itself "
+        "(for a template of your own: generator.chat_template)",
+    )
+    if (
+        generator.use_conversation_multi_turn
+        and generator.sampling_params.stop
+        and not generator.append_eos_token_after_stop_str_in_multi_turn
+    ):
+        warnings.warn(
+            "generator.sampling_params.stop is set and generator.append_eos_token_after_stop_str_in_multi_turn is "
+            "false: turns that end with a stop text will lack the end-of-sequence token that the chat template puts "
+            "after a message",
+            stacklevel=5,
+        )
+
+
+def _check_step_wise(config: SkyRLConfig) -> None:
+    generator = config.generator
+    require(
+        generator.step_wise_trajectories or not generator.merge_stepwise_output,
+        "generator.merge_stepwise_output=true joins the turns of generator.step_wise_trajectories=true, which is "
+        "false; set both or neither",
+    )
+    if not generator.step_wise_trajectories:
+        return
+    require(
+        generator.use_conversation_multi_turn,
+        "generator.step_wise_trajectories=true makes a sample of every turn, but with "
+        "generator.use_conversation_multi_turn=false all turns are one growing message; set the latter to true",
+    )
+    require(
+        generator.chat_template.name_or_path is None,
+        f"generator.chat_template.name_or_path={generator.chat_template.name_or_path} writes a whole conversation "
+        "anew, and generator.step_wise_trajectories=true keeps every turn as it was; leave one of them out",
+    )

@@ -1,0 +1,159 @@
+"""What of the algorithm's settings goes together, and what each needs; refused before anything starts."""
+
+import re
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry, register_advantage_estimator
+from skyrl_train.config import AlgorithmConfig, SkyRLConfig, config_dir, register_config_store, validate_cfg
+from skyrl_train.errors import ConfigError
+
+CRITIC = {"critic": {"model": {"path": "tiny"}}}
+
+
+def checked(algorithm: dict[str, Any], trainer: dict[str, Any] | None = None, **generator: Any) -> AlgorithmConfig:
+    """The algorithm's settings after all rules; no KL term unless asked for."""
+    values = {
+        "trainer": {"placement": {"device": "cpu"}, "algorithm": {"use_kl_loss": False} | algorithm, **(trainer or {})},
+        "generator": generator,
+    }
+    return validate_cfg(SkyRLConfig.from_dict(values)).trainer.algorithm
+
+
+@pytest.mark.parametrize(
+    "algorithm, message",
+    [
+        # names
+        ({"advantage_estimator": "grop"}, "advantage_estimator must be one of .*grpo.*; got 'grop'"),
+        ({"policy_loss_type": "ppo"}, "policy_loss_type must be one of .*regular.*; got 'ppo'"),
+        # KL
+        ({"use_kl_in_reward": True, "use_kl_loss": True}, "would count the KL divergence twice"),
+        ({"kl_ctrl": {"type": "adaptive"}}, "needs trainer.algorithm.use_kl_in_reward=true"),
+        # numbers
+        ({"eps_clip_low": 1.0}, "eps_clip_low=1.0 must be below 1"),
+        ({"policy_loss_type": "dual_clip", "clip_ratio_c": 1.0}, "clip_ratio_c=1.0 must be above 1"),
+        ({"gamma": 1.01}, "gamma must be from 0 to 1"),
+        ({"lambd": -0.1}, "lambd must be from 0 to 1"),
+        ({"value_clip": 0}, "value_clip must be greater than 0"),
+        ({"first_ratio_tolerance": 0}, "first_ratio_tolerance must be greater than 0"),
+        ({"sapo": {"tau_neg": 0}}, "sapo.tau_neg must be greater than 0"),
+        ({"clip_cov": {"clip_cov_lb": 6.0}}, "clip_cov.clip_cov_lb=6.0 must not be above .*clip_cov_ub=5.0"),
+        ({"kl_cov": {"kl_cov_frac": 2}}, "kl_cov_frac must be from 0 to 1"),
+        ({"dppo": {"delta_low": -1}}, "dppo.delta_low must be 0 or greater"),
+        # estimators
+        ({"advantage_estimator": "gae"}, "advantage_estimator=gae needs a critic; give trainer.critic.model.path"),
+        ({"advantage_estimator": "maxrl", "use_kl_in_reward": True}, "maxrl divides by the mean reward"),
+        ({"advantage_estimator": "maxrl", "overlong_buffer": {"len": 8}}, "overlong_buffer.len=8 can make negative"),
+        # losses
+        ({"policy_loss_type": "dpo"}, "main_dpo"),
+        ({"policy_loss_type": "cross_entropy"}, "does not read advantages, so rewards would teach nothing"),
+        # off-policy correction
+        (
+            {"off_policy_correction": {"geo_mask_low": 1.1}},
+            "geo_mask_low=1.1 must not be above .*geo_mask_high=1.01",
+        ),
+        (
+            {"off_policy_correction": {"outlier_token_is_threshold_low": 2.0, "outlier_token_is_threshold_high": 1.0}},
+            "nothing would lie between them",
+        ),
+        ({"off_policy_correction": {"token_tis_ratio_clip_high": 0}}, "token_tis_ratio_clip_high must be greater than"),
+        (
+            {"off_policy_correction": {"tis_ratio_type": "token"}, "policy_loss_type": "rollout_is"},
+            "tis_ratio_type=token and .*policy_loss_type=rollout_is would both correct",
+        ),
+        (
+            {"off_policy_correction": {"tis_ratio_type": "sequence"}, "policy_loss_type": "kl_cov"},
+            "tis_ratio_type=sequence is not defined with .*policy_loss_type=kl_cov",
+        ),
+        ({"use_tis": True}, "use_tis=true needs trainer.algorithm.tis_imp_ratio_cap, .* above 0; got -1.0"),
+        ({"tis_imp_ratio_cap": 2.0}, "tis_imp_ratio_cap=2.0 is read only with trainer.algorithm.use_tis=true"),
+        (
+            {"use_tis": True, "tis_imp_ratio_cap": 2.0, "off_policy_correction": {"tis_ratio_type": "sequence"}},
+            "use_tis=true means .*tis_ratio_type=token, which is sequence",
+        ),
+        # sampling
+        ({"overlong_buffer": {"len": 1025}}, "overlong_buffer.len=1025 must be at most .*max_generate_length=1024"),
+        ({"overlong_buffer": {"len": 0}}, "overlong_buffer.len must be greater than 0"),
+        ({"dynamic_sampling": {"min_replace_ratio": 1.5}}, "min_replace_ratio must be from 0 to 1"),
+    ],
+)
+def test_a_contradiction_is_refused(algorithm: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        checked(algorithm)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "maxrl", "reinforce++_baseline", "turn_grpo"])
+def test_a_group_of_one_has_nothing_to_be_compared_with(estimator: str):
+    message = f"advantage_estimator={re.escape(estimator)} compares .*n_samples_per_prompt=1 leaves nothing to compare"
+    with pytest.raises(ConfigError, match=message):
+        checked({"advantage_estimator": estimator}, n_samples_per_prompt=1)
+    checked({"advantage_estimator": "reinforce++"}, n_samples_per_prompt=1)
+
+
+@pytest.mark.parametrize("sampling", [{"dynamic_sampling": {"type": "filter"}}, {"zero_variance_filter": True}])
+def test_answers_can_only_differ_if_there_are_two(sampling: dict[str, Any]):
+    with pytest.raises(ConfigError, match=r"whose answers differ in reward, and .* gives one answer each"):
+        checked({"advantage_estimator": "reinforce++"} | sampling, n_samples_per_prompt=1)
+    checked(sampling)
+
+
+@pytest.mark.parametrize("loss", ["rollout_is", "dppo", "decoupled_ppo"])
+def test_losses_that_read_rollout_log_probs_need_them(loss: str):
+    with pytest.raises(ConfigError, match=f"policy_loss_type={loss} compares .*logprobs=null keeps none; set it to 0"):
+        checked({"policy_loss_type": loss}, sampling_params={"logprobs": None})
+    checked({"policy_loss_type": loss})
+
+
+def test_the_correction_needs_rollout_log_probs():
+    correction = {"off_policy_correction": {"sequence_mask_metric": "geometric"}}
+    with pytest.raises(ConfigError, match="off_policy_correction compares with the engine's log-probs"):
+        checked(correction, sampling_params={"logprobs": None})
+    checked(correction)
+    checked(correction | {"policy_loss_type": "clip_cov"})  # masks go with every loss
+
+
+@pytest.mark.parametrize("estimator, trainer", [("gae", CRITIC), ("reinforce++", {})])
+def test_turns_as_samples_need_an_estimator_of_whole_trajectories(estimator: str, trainer: dict[str, Any]):
+    with pytest.raises(ConfigError, match="goes through a trajectory token by token"):
+        checked({"advantage_estimator": estimator}, trainer, step_wise_trajectories=True)
+    checked({"advantage_estimator": "turn_grpo"}, step_wise_trajectories=True)
+
+
+def test_dynamic_sampling_selects_whole_trajectories():
+    with pytest.raises(ConfigError, match=r"dynamic_sampling.type=replace selects whole trajectories"):
+        checked({"dynamic_sampling": {"type": "replace"}}, step_wise_trajectories=True)
+
+
+def test_a_critic_is_only_trained_for_an_estimator_that_reads_it():
+    checked({"advantage_estimator": "gae"}, CRITIC)
+    with pytest.raises(ConfigError, match=r"would train a critic that .*advantage_estimator=grpo does not read"):
+        checked({}, CRITIC)
+
+    def with_values(**_: Any) -> None: ...
+
+    register_advantage_estimator("with_values")(with_values)  # type: ignore[arg-type]
+    try:
+        checked({"advantage_estimator": "with_values"}, CRITIC)  # one of a user's own may
+    finally:
+        AdvantageEstimatorRegistry.unregister("with_values")
+
+
+def test_the_old_form_of_token_tis_is_the_new_one_with_a_warning():
+    with pytest.warns(FutureWarning, match=r"use_tis is the old form of .*token_tis_ratio_clip_high=3.0"):
+        algorithm = checked({"use_tis": True, "tis_imp_ratio_cap": 3.0})
+    assert algorithm.off_policy_correction.tis_ratio_type == "token"
+    assert algorithm.off_policy_correction.token_tis_ratio_clip_high == 3.0
+    assert not algorithm.use_tis  # so that settings which were checked can be checked again, without a word
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_the_overlong_buffer_is_set_with_and_without_a_plus(plus: str):
+    """Scripts for other releases append it: there it is no part of the defaults."""
+    register_config_store()
+    buffer = f"{plus}trainer.algorithm.overlong_buffer"
+    with initialize_config_dir(config_dir, version_base=None):
+        composed = compose("ppo_base_config", overrides=[f"{buffer}.len=512", f"{buffer}.penalty_factor=0.5"])
+    settings = SkyRLConfig.from_dict(composed).trainer.algorithm.overlong_buffer
+    assert (settings.len, settings.penalty_factor) == (512, 0.5)
