@@ -1,27 +1,52 @@
-"""Causal language models from transformers, and the log-probs they give to responses. Knows no process but its own.
+"""Models from transformers, ready for training. Knows no process but its own."""
 
-Shapes: B sequences, T tokens of prompt and response, R of the response, V words of the vocabulary.
-"""
-
+import re
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils.import_utils import is_flash_attn_2_available
 
+from skyrl_train.errors import ConfigError
 from skyrl_train.models.cpu_linear import use_onednn_linear
+from skyrl_train.models.packing import trim
+
+__all__ = ["attention_implementation", "load_backbone", "load_causal_lm", "response_log_probs", "trim"]
 
 
 def attention_implementation(flash_attn: bool, device: torch.device) -> str:
-    """The fastest exact attention there is on `device`, or the eager one."""
+    """The fastest exact attention to padded rows there is on `device`, or the eager one."""
     if not flash_attn:
         return "eager"
     return "flash_attention_2" if device.type == "cuda" and is_flash_attn_2_available() else "sdpa"
 
 
-def load_causal_lm(
+def load_causal_lm(path: str, *, device: torch.device, **loading: Any) -> nn.Module:
+    """A model in float32 in training mode (dropout off: rollouts had none), from a folder or a hub name. It is on the
+    CPU: sharding moves what it divides.
+
+    Args:
+        device: what it will compute on.
+        loading: as for `load_backbone`.
+    """
+    return _load(AutoModelForCausalLM, path, device=device, **loading)
+
+
+def load_backbone(path: str, *, device: torch.device, **loading: Any) -> nn.Module:
+    """The same without the output layer.
+
+    Args:
+        flash_attn: False for the model's attention written out in single operations.
+        config_overrides: fields of the model's config to replace, such as `rope_theta`.
+        gradient_checkpointing, use_reentrant: compute activations again in the backward; by torch's older form of it.
+        with_weights: False for parameters that have shapes only (meta device): their values come from another rank.
+    """
+    return _load(AutoModel, path, device=device, **loading)
+
+
+def _load(
+    kind: Any,
     path: str,
     *,
     device: torch.device,
@@ -29,24 +54,24 @@ def load_causal_lm(
     config_overrides: dict[str, Any] | None = None,
     gradient_checkpointing: bool = False,
     use_reentrant: bool = False,
+    with_weights: bool = True,
 ) -> nn.Module:
-    """A model in float32 in training mode (dropout off: rollouts had none), from a folder or a hub name.
-
-    Args:
-        config_overrides: fields of the model's config to replace, such as `rope_theta`.
-    """
     config = AutoConfig.from_pretrained(path, trust_remote_code=True)
     for name, value in (config_overrides or {}).items():
         if not hasattr(config, name):
-            raise ValueError(f"model_config_kwargs.{name}: the config of {path} has no such field")
+            raise ConfigError(f"model_config_kwargs.{name}: the config of {path} has no such field")
         setattr(config, name, value)
-    model = AutoModelForCausalLM.from_pretrained(
-        path,
-        config=config,
+    _without_dropout(config)
+    options = dict(
         dtype=torch.float32,
         attn_implementation=attention_implementation(flash_attn, device),
         trust_remote_code=True,
     )
+    if with_weights:
+        model = kind.from_pretrained(path, config=config, **options)
+    else:
+        with torch.device("meta"):
+            model = kind.from_config(config, **options)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -54,31 +79,18 @@ def load_causal_lm(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         model.config.use_cache = False
+        if use_reentrant:  # a frozen embedding would otherwise hide the layers after it from the backward
+            model.enable_input_require_grads()
     if device.type == "cpu":
         use_onednn_linear(model)
-    return nn.Module.to(model, device)
+    return model
 
 
-def trim(
-    sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Drops the columns that are padding in every row.
-
-    Args:
-        sequences, attention_mask: [B, T], prompts padded on the left, responses (the last `num_response` columns) on
-            the right.
-
-    Returns:
-        both without those columns, and the number of response columns that are left (at least 1).
-    """
-    used = attention_mask.bool().any(dim=0)
-    columns = used.nonzero()
-    if len(columns) == 0:
-        return sequences, attention_mask, num_response
-    num_prompt = sequences.shape[1] - num_response
-    first = min(int(columns[0]), num_prompt - 1)
-    last = max(int(columns[-1]) + 1, num_prompt + 1)
-    return sequences[:, first:last], attention_mask[:, first:last], last - num_prompt
+def _without_dropout(config: Any) -> None:
+    """Attention layers take their dropout from the config, not from a module that could be found."""
+    for name, value in vars(config.get_text_config()).items():
+        if isinstance(value, float) and re.search(r"dropout|_pdrop$", name):
+            setattr(config.get_text_config(), name, 0.0)
 
 
 def response_log_probs(
@@ -90,7 +102,7 @@ def response_log_probs(
     *,
     with_entropy: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs that the model gives to each response token, under softmax(logits / temperature).
+    """What `ScoringModel` computes, from whole logits [B, R, V]: for a few short rows, and to compare with.
 
     Args:
         sequences, attention_mask: [B, T]; the last `num_response` columns are the response.
@@ -107,13 +119,6 @@ def response_log_probs(
         logits_to_keep=num_response + 1,
     )
     # The logits at a position are about the next token: those before the first response token up to before the last.
-    logits_BRV = output.logits[:, :-1].float() / temperature
-    labels_BR = sequences[:, -num_response:]
-    log_probs = -F.cross_entropy(logits_BRV.flatten(0, 1), labels_BR.flatten(), reduction="none").view_as(labels_BR)
-    entropy = _entropy(logits_BRV) if with_entropy else None
-    return log_probs, entropy
-
-
-def _entropy(logits_BRV: torch.Tensor) -> torch.Tensor:
-    """H = logsumexp(z) - sum_v softmax(z)_v z_v, in nats. [B, R]"""
-    return logits_BRV.logsumexp(-1) - (logits_BRV.softmax(-1) * logits_BRV).sum(-1)
+    log_p_BRV = (output.logits[:, :-1].float() / temperature).log_softmax(dim=-1)
+    log_probs = log_p_BRV.gather(2, sequences[:, -num_response:, None])[..., 0]
+    return log_probs, -(log_p_BRV.exp() * log_p_BRV).sum(-1) if with_entropy else None

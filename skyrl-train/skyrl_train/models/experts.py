@@ -1,0 +1,117 @@
+"""How evenly the routers of a mixture of experts spread tokens, as sums that add up over micro-batches and ranks.
+
+Only for the log: nothing here enters a loss. Shapes: L layers with a router, E experts, n tokens.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class RouterStatistics:
+    """Sums over tokens that are not padding."""
+
+    counts: torch.Tensor
+    """[L, E]: how often an expert was among the chosen."""
+
+    probability_sums: torch.Tensor
+    """[L, E]: of what the softmax over experts gave it."""
+
+    num_tokens: int
+
+    def __add__(self, other: "RouterStatistics") -> "RouterStatistics":
+        return RouterStatistics(
+            self.counts + other.counts,
+            self.probability_sums + other.probability_sums,
+            self.num_tokens + other.num_tokens,
+        )
+
+
+def auxiliary_loss(statistics: RouterStatistics) -> float:
+    """The load-balancing loss of Switch Transformers (https://arxiv.org/abs/2101.03961, eq. 4-6) over the tokens of all
+    layers, as transformers computes it for Mixtral and Qwen:
+
+        E sum_e f_e P_e,    f_e = counts_e / (L n),    P_e = probability_sums_e / (L n)
+
+    The number of experts a token goes to if all are used evenly (f sums up to that number), E times that at worst.
+    """
+    num_layers, num_experts = statistics.counts.shape
+    total = max(1, num_layers * statistics.num_tokens)
+    counts, probabilities = statistics.counts.double().sum(dim=0), statistics.probability_sums.double().sum(dim=0)
+    return float(num_experts * (counts / total * (probabilities / total)).sum())
+
+
+@dataclass
+class _Collected:
+    real: torch.Tensor
+    num_chosen: int
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def statistics(self) -> RouterStatistics:
+        counts, sums = zip(*(self.layers[layer] for layer in sorted(self.layers)), strict=True)
+        return RouterStatistics(torch.stack(counts), torch.stack(sums), int(self.real.sum()))
+
+
+class Routers:
+    """Listens to the routers of a model. A model without any has none, and costs nothing.
+
+    Args:
+        model: a transformers model. Its routers are the modules that transformers itself would record.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._collected: _Collected | None = None
+        self.modules = list(_routers_of(model))
+        config = getattr(model, "config", None)
+        self._num_chosen = int(getattr(config and config.get_text_config(), "num_experts_per_tok", None) or 1)
+        for layer, (router, index) in enumerate(self.modules):
+            router.register_forward_hook(self._listener(layer, index))
+
+    def __bool__(self) -> bool:
+        return bool(self.modules)
+
+    @contextmanager
+    def listen(self, real: torch.Tensor) -> Iterator[_Collected]:
+        """Collects from the forward inside. A backward that computes layers again comes later, and is not heard.
+
+        Args:
+            real: [n] bool, 0 on padding.
+        """
+        self._collected = _Collected(real, self._num_chosen)
+        try:
+            yield self._collected
+        finally:
+            self._collected = None
+
+    def _listener(self, layer: int, index: int) -> Any:
+        @torch.no_grad()
+        def hear(module: nn.Module, args: Any, output: Any) -> None:
+            if self._collected is None:
+                return
+            logits = output[index] if isinstance(output, tuple) else output
+            probabilities = logits.detach().float().flatten(0, -2).softmax(dim=-1)[self._collected.real]
+            chosen = probabilities.topk(self._collected.num_chosen, dim=-1).indices
+            counts = torch.bincount(chosen.flatten(), minlength=probabilities.shape[-1]).float()
+            self._collected.layers[layer] = counts, probabilities.sum(dim=0)
+
+        return hear
+
+
+def _routers_of(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """Router modules in the order of layers, and which of their outputs are the logits."""
+    for part in model.modules():
+        recorders = getattr(part, "_can_record_outputs", None) if isinstance(part, PreTrainedModel) else None
+        recorder = (recorders or {}).get("router_logits")
+        if recorder is None:
+            continue
+        kind = getattr(recorder, "target_class", recorder)
+        for module in part.modules():
+            if isinstance(module, kind):
+                yield module, getattr(recorder, "index", 0)
+        return

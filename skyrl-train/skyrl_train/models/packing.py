@@ -1,0 +1,207 @@
+"""How the rows of a micro-batch lie before the model: end to end without padding, or padded; and the way back.
+
+Shapes: B rows, T columns (prompts padded on the left, responses on the right), R response columns, N real tokens, M
+response tokens that are scored.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from skyrl_train.distributed.ulysses import SequenceParallel
+
+
+class RowGroup(NamedTuple):
+    """Consecutive rows of nearly the same length."""
+
+    start: int
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """What attention must know of rows that lie end to end."""
+
+    lengths: tuple[int, ...]
+    boundaries: torch.Tensor
+    """[rows + 1] int32: where each row begins, and where the last one ends."""
+
+    sequence_parallel: SequenceParallel | None = None
+    windows: list[int | None] = field(default_factory=list)
+    """The sliding window of each attention layer that saw these rows, in order: `check_scoring` reads it."""
+
+    @cached_property
+    def groups(self) -> list[RowGroup]:
+        """The rows in groups that waste at most a fifth of a row on padding. Few, as rows come longest first."""
+        groups: list[RowGroup] = []
+        start, members = 0, [self.lengths[0]]
+        for length in self.lengths[1:]:
+            if 0.8 * max(*members, length) > min(*members, length):
+                groups.append(RowGroup(start, tuple(members)))
+                start, members = start + sum(members), []
+            members.append(length)
+        return [*groups, RowGroup(start, tuple(members))]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A micro-batch as the model sees it, and where what is computed belongs. With sequence parallelism the first four
+    are this rank's slice of the tokens."""
+
+    input_ids: torch.Tensor
+    """[b, n]: [1, N] packed, [B, T] padded."""
+
+    position_ids: torch.Tensor
+    """[b, n]: of each token in its own row."""
+
+    real: torch.Tensor
+    """[b n] bool: 0 on padding."""
+
+    attention_mask: torch.Tensor | None
+    """[b, n], None if packed."""
+
+    rows: PackedRows | None
+    """None if padded."""
+
+    predictors: torch.Tensor
+    """[M]: of each scored token, the place in [b n] (of all ranks) whose hidden state predicts it: that of the token
+    before it."""
+
+    labels: torch.Tensor
+    """[M]: the scored tokens."""
+
+    destinations: torch.Tensor
+    """[M]: their places in the response columns [B R]."""
+
+    shape: tuple[int, int]
+    """B and R."""
+
+    @cached_property
+    def own(self) -> torch.Tensor | None:
+        """Which of the M this rank computes, as indices; None for all."""
+        ranks = self.rows and self.rows.sequence_parallel
+        if ranks is None:
+            return None
+        return (self.predictors // self.input_ids.numel() == ranks.rank).nonzero()[:, 0]
+
+    def inputs(self) -> dict[str, Any]:
+        """Arguments of a transformers model."""
+        inputs = dict(input_ids=self.input_ids, position_ids=self.position_ids, attention_mask=self.attention_mask)
+        return inputs if self.rows is None else inputs | dict(packed_rows=self.rows)
+
+    def scored(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """From hidden states [b, n, H] to those that predict the scored tokens of this rank, and these tokens."""
+        hidden = hidden.flatten(0, 1)
+        if self.own is None:
+            return hidden.index_select(0, self.predictors), self.labels
+        return hidden.index_select(0, self.predictors[self.own] % len(hidden)), self.labels[self.own]
+
+    def place(self, values: torch.Tensor) -> torch.Tensor:
+        """From a value for each of `scored` to [B, R], 0 at padding. A collective with sequence parallelism."""
+        if self.own is not None:
+            assert self.rows is not None and self.rows.sequence_parallel is not None
+            slots = values.new_zeros(self.input_ids.numel())
+            slots = slots.index_copy(0, self.predictors[self.own] % len(slots), values)
+            values = self.rows.sequence_parallel.gather(slots, 0).index_select(0, self.predictors)
+        num_rows, num_response = self.shape
+        return values.new_zeros(num_rows * num_response).index_copy(0, self.destinations, values).view(self.shape)
+
+
+def packed(
+    sequences: torch.Tensor,
+    attention_mask: torch.Tensor,
+    num_response: int,
+    sequence_parallel: SequenceParallel | None = None,
+) -> Layout:
+    """Real tokens end to end, the longest row first (rows of a length lie together, which `PackedRows.groups` uses).
+    A batch without any, or a number that the ranks do not divide, gets a row of filler.
+
+    Args:
+        sequences, attention_mask: [B, T]; the last `num_response` columns are the response.
+    """
+    mask = attention_mask.bool()
+    order = mask.sum(dim=1).argsort(descending=True, stable=True)
+    sequences, mask = sequences[order], mask[order]
+    lengths = [length for length in mask.sum(dim=1).tolist() if length]
+    positions = mask.cumsum(dim=1) - 1
+    columns = torch.arange(-mask.shape[1], 0, device=mask.device) + num_response
+    input_ids, position_ids = sequences[mask], positions[mask]
+    # A row's first token has nothing before it: it is not scored.
+    scored = (mask & (positions > 0) & (columns >= 0))[mask].nonzero()[:, 0]
+    destinations = (order[:, None] * num_response + columns)[mask][scored]
+    labels = input_ids[scored]
+
+    num_tokens, ranks = len(input_ids), sequence_parallel
+    unit = 1 if ranks is None else ranks.size
+    filler = -num_tokens % unit if num_tokens else unit
+    if filler:
+        lengths.append(filler)
+        input_ids = torch.cat([input_ids, input_ids.new_zeros(filler)])
+        position_ids = torch.cat([position_ids, torch.arange(filler, device=mask.device)])
+    real = torch.arange(len(input_ids), device=mask.device) < num_tokens
+    if ranks is not None:
+        input_ids, position_ids, real = (ranks.shard(x, 0) for x in (input_ids, position_ids, real))
+    boundaries = torch.tensor([0, *lengths]).cumsum(0).to(mask.device, torch.int32)
+    return Layout(
+        input_ids=input_ids[None],
+        position_ids=position_ids[None],
+        real=real,
+        attention_mask=None,
+        rows=PackedRows(tuple(lengths), boundaries, ranks),
+        predictors=scored - 1,
+        labels=labels,
+        destinations=destinations,
+        shape=(mask.shape[0], num_response),
+    )
+
+
+def padded(sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int) -> Layout:
+    """Rows as they are, without the columns that are padding in every row.
+
+    Args:
+        sequences, attention_mask: [B, T]; the last `num_response` columns are the response.
+    """
+    num_rows = len(sequences)
+    # What stands at padding may be anything, and embeddings only know words.
+    sequences = torch.where(attention_mask.bool(), sequences, 0)
+    sequences, attention_mask, num_used = trim(sequences, attention_mask, num_response)
+    mask = attention_mask.bool()
+    positions = mask.cumsum(dim=1) - 1
+    width = mask.shape[1]
+    columns = torch.arange(width, device=mask.device) - (width - num_used)
+    rows, at = (mask & (positions > 0) & (columns >= 0)).nonzero(as_tuple=True)
+    return Layout(
+        input_ids=sequences,
+        position_ids=positions.clamp(min=0),
+        real=mask.flatten(),
+        attention_mask=attention_mask,
+        rows=None,
+        predictors=rows * width + at - 1,
+        labels=sequences[rows, at],
+        destinations=rows * num_response + columns[at],
+        shape=(num_rows, num_response),
+    )
+
+
+def trim(
+    sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Drops the columns that are padding in every row.
+
+    Args:
+        sequences, attention_mask: [B, T], prompts padded on the left, responses (the last `num_response` columns) on
+            the right.
+
+    Returns:
+        both without those columns, and the number of response columns that are left (at least 1).
+    """
+    used = attention_mask.bool().any(dim=0)
+    columns = used.nonzero()
+    if len(columns) == 0:
+        return sequences, attention_mask, num_response
+    num_prompt = sequences.shape[1] - num_response
+    first = min(int(columns[0]), num_prompt - 1)
+    last = max(int(columns[-1]) + 1, num_prompt + 1)
+    return sequences[:, first:last], attention_mask[:, first:last], last - num_prompt

@@ -1,0 +1,145 @@
+"""A causal language model as training uses it: it takes sequences and gives log-probs, never logits.
+
+Shapes: B sequences, T tokens of prompt and response, R of the response, H hidden size, V words.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from skyrl_train.distributed.ulysses import SequenceParallel
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.attention import PACKED_ATTENTION
+from skyrl_train.models.experts import Routers, RouterStatistics
+from skyrl_train.models.packing import Layout, packed, padded
+from skyrl_train.models.token_log_probs import LogitRule, token_log_probs
+
+
+class TokenScores(NamedTuple):
+    """What a model makes of responses. 0 at padding columns. (A tuple, so that FSDP finds the tensors in it.)"""
+
+    log_probs: torch.Tensor
+    """[B, R] float32, under softmax(logits / temperature)."""
+
+    entropy: torch.Tensor | None
+    """[B, R] float32, in nats, of the same distribution; None if not asked for."""
+
+    router: RouterStatistics | None
+    """Of a mixture of experts: how its routers spread the tokens of this rank."""
+
+
+class ScoringModel(nn.Module):
+    """The root that FSDP shards, so that the output layer is whole when the log-probs are computed in its forward.
+
+    Args:
+        causal_lm: a transformers model. Its parameters keep their names, under "causal_lm.".
+        packing: rows are laid end to end and no padding is computed; else the model's own attention and padding.
+        chunk_size: tokens whose logits are in memory at the same time.
+        compile: compile what turns hidden states into log-probs.
+        sequence_parallel: ranks that share each micro-batch. Needs `packing`.
+    """
+
+    def __init__(
+        self,
+        causal_lm: nn.Module,
+        *,
+        packing: bool = True,
+        chunk_size: int = 1024,
+        compile: bool = False,
+        sequence_parallel: SequenceParallel | None = None,
+    ):
+        super().__init__()
+        use_attention(causal_lm, packing, sequence_parallel)
+        self.causal_lm: Any = causal_lm
+        self.packing = packing
+        self.chunk_size = chunk_size
+        self.compile_scores = compile
+        self.sequence_parallel = sequence_parallel
+        self.rule = logit_rule(self.causal_lm.config)
+        self.routers = Routers(causal_lm)
+        self._no_split_modules = getattr(causal_lm, "_no_split_modules", None)
+        head = self.causal_lm.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise ConfigError(
+                f"the output layer of {type(causal_lm).__name__} is a {type(head).__name__}: only a linear layer is "
+                f"trained here. If an adapter stands there, leave it out of lora.target_modules."
+            )
+
+    @property
+    def config(self) -> Any:
+        """The transformers model's."""
+        return self.causal_lm.config
+
+    def forward(
+        self,
+        sequences: torch.Tensor,
+        attention_mask: torch.Tensor,
+        num_response: int,
+        temperature: float,
+        *,
+        with_entropy: bool = False,
+    ) -> TokenScores:
+        """Log-probs of the response tokens under softmax(logits / temperature), and the entropy of it.
+
+        Args:
+            sequences, attention_mask: [B, T]; prompts padded on the left, responses (the last `num_response` columns)
+                on the right. What stands at padding is not read. A token without one before it gets 0.
+        """
+        layout = lay_out(sequences, attention_mask, num_response, self.packing, self.sequence_parallel)
+        with self.routers.listen(layout.real) as heard:
+            hidden = hidden_states(self.causal_lm.get_decoder(), layout)
+        hidden, labels = layout.scored(hidden)
+        head = self.causal_lm.get_output_embeddings()
+        log_probs, entropy = token_log_probs(
+            hidden,
+            head.weight,
+            labels,
+            bias=head.bias,
+            temperature=temperature,
+            rule=self.rule,
+            chunk_size=self.chunk_size,
+            with_entropy=with_entropy,
+            compile=self.compile_scores,
+        )
+        return TokenScores(
+            layout.place(log_probs),
+            None if entropy is None else layout.place(entropy),
+            heard.statistics() if self.routers else None,
+        )
+
+
+def lay_out(
+    sequences: torch.Tensor,
+    attention_mask: torch.Tensor,
+    num_response: int,
+    packing: bool,
+    sequence_parallel: SequenceParallel | None,
+) -> Layout:
+    """The micro-batch as the model is to see it."""
+    if packing:
+        return packed(sequences, attention_mask, num_response, sequence_parallel)
+    return padded(sequences, attention_mask, num_response)
+
+
+def hidden_states(decoder: nn.Module, layout: Layout) -> torch.Tensor:
+    """What the layers of a model, without an output layer, make of it: [b, n, H]."""
+    return decoder(**layout.inputs(), use_cache=False).last_hidden_state
+
+
+def use_attention(model: Any, packing: bool, sequence_parallel: SequenceParallel | None) -> None:
+    """Makes a transformers model compute attention among packed rows, if they are to be packed."""
+    if packing:
+        model.set_attn_implementation(PACKED_ATTENTION)
+    elif sequence_parallel is not None:
+        raise ConfigError(
+            f"sequence_parallel_size={sequence_parallel.size} needs rows that lie end to end: "
+            f"set trainer.use_sample_packing=true and trainer.flash_attn=true"
+        )
+
+
+def logit_rule(config: Any) -> LogitRule:
+    """What the model does to its logits, from its config."""
+    text = config.get_text_config()
+    multiplier = getattr(text, "logit_scale", None) or 1 / (getattr(text, "logits_scaling", None) or 1)
+    return LogitRule(float(multiplier), getattr(text, "final_logit_softcapping", None))

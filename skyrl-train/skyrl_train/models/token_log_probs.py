@@ -1,0 +1,218 @@
+"""Log-probs and entropy of tokens from hidden states, without ever holding the logits of all of them.
+
+Logits are made for `chunk_size` tokens at a time and thrown away; the backward makes them again. So the peak is one
+chunk of logits in float32 (two where entropy is asked for) and the gradient of the output layer, whatever the number of
+tokens. Knows no model: only hidden states and the weight that turns them into logits.
+
+Shapes: N tokens, C tokens of a chunk, H hidden size, V words of the vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from skyrl_train.models.cpu_linear import times_transposed
+
+
+@dataclass(frozen=True)
+class LogitRule:
+    """What a model does to x W^T + b before it calls the result logits: z = cap tanh(m x / cap)."""
+
+    multiplier: float = 1.0
+    """m: Cohere's `logit_scale`, 1 / Granite's `logits_scaling`."""
+
+    softcap: float | None = None
+    """cap: Gemma's `final_logit_softcapping`. None: no cap."""
+
+
+@dataclass(frozen=True)
+class _Settings:
+    rule: LogitRule
+    temperature: float
+    chunk_size: int
+    with_entropy: bool
+    compile: bool
+
+
+def token_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    rule: LogitRule = LogitRule(),
+    chunk_size: int = 1024,
+    with_entropy: bool = False,
+    compile: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the softmax over z / temperature, z = rule(hidden W^T + b), gives to each label, and its entropy in nats:
+
+        log p(label) = z_label - logsumexp(z)        H = logsumexp(z) - sum_v p_v z_v
+
+    Both are differentiable in hidden, weight and bias. The gradient of the entropy is only computed if the loss
+    depends on it.
+
+    Args:
+        hidden: [N, H], any float dtype; N may be 0.
+        weight, bias: [V, H] and [V]. The product is computed in the weight's dtype, the softmax in float32 (float64
+            for a float64 weight).
+        labels: [N] int64.
+        chunk_size: C.
+        compile: by torch.compile, one kernel each way in place of many.
+
+    Returns:
+        log_probs [N] and, if asked for, entropy [N]. The bits of the former do not depend on the latter being asked.
+    """
+    settings = _Settings(rule, temperature, chunk_size, with_entropy, compile)
+    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, labels, settings)  # type: ignore[misc]
+    return log_probs, entropy
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        settings: _Settings,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        log_probs, log_norm, entropy = (torch.zeros(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
+        scores = _compiled(_scores_of_chunk) if settings.compile else _scores_of_chunk
+        for chunk in _chunks(len(hidden), settings.chunk_size):
+            results = scores(hidden[chunk], weight, bias, labels[chunk], settings)
+            log_probs[chunk], log_norm[chunk], entropy[chunk] = results
+        ctx.settings = settings
+        ctx.save_for_backward(hidden, weight, bias, labels, log_norm, entropy)
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy if settings.with_entropy else None
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, labels, log_norm, entropy = ctx.saved_tensors
+        settings: _Settings = ctx.settings
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(log_norm)
+        grad_of_logits = _compiled(_grad_of_chunk) if settings.compile else _grad_of_chunk
+        grad_hidden = torch.empty_like(hidden) if of_hidden else None
+        # Sums over chunks are float32 whatever the dtype of the products: there may be hundreds of chunks.
+        sum_weight = _Sum(weight, log_norm.dtype) if of_weight else None
+        sum_bias = _Sum(bias, log_norm.dtype) if of_bias else None
+        for chunk in _chunks(len(hidden), settings.chunk_size):
+            grad_logits = grad_of_logits(
+                hidden[chunk],
+                weight,
+                bias,
+                labels[chunk],
+                log_norm[chunk],
+                entropy[chunk],
+                grad_log_probs[chunk],
+                None if grad_entropy is None else grad_entropy[chunk],
+                settings,
+            )
+            if sum_bias is not None:
+                sum_bias.add(grad_logits.sum(dim=0))
+            grad_logits = grad_logits.to(weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden[chunk] = times_transposed(grad_logits, weight.t())
+            if sum_weight is not None:
+                sum_weight.add(times_transposed(grad_logits.t(), hidden[chunk].to(weight.dtype).t()))
+        return grad_hidden, sum_weight and sum_weight.result(), sum_bias and sum_bias.result(), None, None
+
+
+class _Sum:
+    """A sum of tensors shaped like `like`, in `dtype`; the first is taken as it is, to save a buffer of zeros."""
+
+    def __init__(self, like: torch.Tensor, dtype: torch.dtype):
+        self.like, self.dtype = like, dtype
+        self.sum: torch.Tensor | None = None
+
+    def add(self, term: torch.Tensor) -> None:
+        self.sum = term.to(self.dtype) if self.sum is None else self.sum.add_(term)
+
+    def result(self) -> torch.Tensor:
+        return torch.zeros_like(self.like) if self.sum is None else self.sum.to(self.like.dtype)
+
+
+def _chunks(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def _scaled_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: _Settings
+) -> torch.Tensor:
+    """z / temperature of a chunk, [C, V], in float32 or more. Whoever gets it may overwrite it."""
+    logits = times_transposed(hidden.to(weight.dtype), weight)
+    if bias is not None:
+        logits += bias
+    logits = logits.to(torch.promote_types(weight.dtype, torch.float32))
+    rule = settings.rule
+    if rule.multiplier != 1.0:
+        logits *= rule.multiplier
+    if rule.softcap is not None:
+        logits = logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    return logits if settings.temperature == 1.0 else logits.div_(settings.temperature)
+
+
+def _scores_of_chunk(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, settings: _Settings
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """log_probs, logsumexp(z) and entropy of a chunk, each [C]; entropy is 0 if not asked for."""
+    logits = _scaled_logits(hidden, weight, bias, settings)
+    largest = logits.amax(dim=-1)
+    logits -= largest[:, None]
+    of_labels = logits.gather(1, labels[:, None])[:, 0]
+    if settings.with_entropy:
+        powers = logits.exp()
+        total = powers.sum(dim=-1)
+        entropy = total.log() - (powers.mul_(logits)).sum(dim=-1) / total
+    else:
+        total = logits.exp_().sum(dim=-1)
+        entropy = torch.zeros_like(total)
+    log_total = total.log()
+    return of_labels - log_total, log_total + largest, entropy
+
+
+def _grad_of_chunk(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    log_norm: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_log_probs: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+    settings: _Settings,
+) -> torch.Tensor:
+    """The gradient [C, V] of the product hidden W^T + b, from those of the log-probs (g) and the entropy (e), [C]:
+
+    d log p(label) / dz_v = [v = label] - p_v          dH / dz_v = -p_v (log p_v + H)
+    """
+    rule, temperature = settings.rule, settings.temperature
+    log_p = _scaled_logits(hidden, weight, bias, settings)
+    slope = rule.multiplier / temperature
+    slope_of_cap = None if rule.softcap is None else 1 - (log_p * (temperature / rule.softcap)).square_()
+    log_p -= log_norm[:, None]
+    if grad_entropy is None:
+        grad = log_p.exp_().mul_(-grad_log_probs[:, None])
+    else:
+        p = log_p.exp()
+        grad = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_log_probs[:, None]).mul_(p)
+    grad.scatter_add_(1, labels[:, None], grad_log_probs[:, None])
+    if slope != 1.0:
+        grad *= slope
+    return grad if slope_of_cap is None else grad.mul_(slope_of_cap)

@@ -1,0 +1,105 @@
+"""A critic: a transformers model without its output layer, and in its place one that gives a single number.
+
+Shapes: B sequences, T tokens of prompt and response, R of the response, H hidden size.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from skyrl_train.distributed.ulysses import SequenceParallel
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.causal_lm import load_backbone
+from skyrl_train.models.scoring import hidden_states, lay_out, use_attention
+
+
+class ValueModel(nn.Module):
+    """The root that FSDP shards.
+
+    Args:
+        backbone: a transformers model without an output layer. Its parameters keep their names, under "backbone.".
+        head_name: name of the linear layer (no bias) that gives values, as an attribute and in checkpoints.
+        seed: of its first weights, drawn from normal(0, 1 / sqrt(H + 1)) on the CPU: the same on every rank.
+        packing, sequence_parallel: as in `ScoringModel`.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        *,
+        head_name: str = "value_head",
+        seed: int = 0,
+        packing: bool = True,
+        sequence_parallel: SequenceParallel | None = None,
+    ):
+        super().__init__()
+        use_attention(backbone, packing, sequence_parallel)
+        if hasattr(self, head_name) or head_name == "backbone":
+            raise ConfigError(f"trainer.algorithm.value_head_prefix: {head_name!r} is taken; name it otherwise")
+        self.backbone: Any = backbone
+        self.head_name = head_name
+        self.packing = packing
+        self.sequence_parallel = sequence_parallel
+        self._no_split_modules = getattr(backbone, "_no_split_modules", None)
+        like = next(backbone.parameters())
+        hidden_size = self.backbone.config.get_text_config().hidden_size
+        weight = torch.empty(1, hidden_size).normal_(
+            0, 1 / math.sqrt(hidden_size + 1), generator=torch.Generator().manual_seed(seed)
+        )
+        head = nn.Linear(hidden_size, 1, bias=False, device=like.device, dtype=like.dtype)
+        head.weight.data.copy_(weight)
+        self.add_module(head_name, head)
+
+    @property
+    def config(self) -> Any:
+        """The transformers model's."""
+        return self.backbone.config
+
+    @property
+    def head(self) -> nn.Linear:
+        """The layer that gives values."""
+        return getattr(self, self.head_name)
+
+    def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int) -> torch.Tensor:
+        """At each response token, the value of the state before it was written: from the hidden state that predicts it.
+
+        Args:
+            sequences, attention_mask: [B, T]; prompts padded on the left, responses (the last `num_response` columns)
+                on the right. What stands at padding is not read.
+
+        Returns:
+            values [B, R] float32, 0 at padding and at a token without one before it.
+        """
+        layout = lay_out(sequences, attention_mask, num_response, self.packing, self.sequence_parallel)
+        hidden, _ = layout.scored(hidden_states(self.backbone, layout))
+        values = hidden.float() @ self.head.weight[0].float()
+        return layout.place(values)
+
+
+def load_value_model(
+    path: str,
+    *,
+    device: torch.device,
+    head_name: str = "value_head",
+    seed: int = 0,
+    packing: bool = True,
+    sequence_parallel: SequenceParallel | None = None,
+    **loading: Any,
+) -> ValueModel:
+    """A critic that begins as the model in a folder or of a hub name; its head too, if the folder has one.
+
+    Args:
+        loading: as for `load_causal_lm`.
+    """
+    backbone = load_backbone(path, device=device, **loading)
+    model = ValueModel(backbone, head_name=head_name, seed=seed, packing=packing, sequence_parallel=sequence_parallel)
+    name = f"{head_name}.weight"
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118
+                model.head.weight.data.copy_(tensors.get_tensor(name))
+    return model
