@@ -1,0 +1,238 @@
+"""Low-rank adapters (https://arxiv.org/abs/2106.09685), made by peft: W x becomes W x + (alpha / rank) B A x, with W
+frozen and A [rank, in], B [out, rank] trained.
+
+Adapters stand inside the transformers model, without a wrapper around it, so that whatever holds a model need not know
+of them. Where weights leave for an engine or a file, they are merged on the way, one tensor at a time; where only the
+adapters are wanted, they are written as peft reads them.
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import Linear as AdaptedLinear
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from skyrl_train.config import LoRAConfig
+from skyrl_train.distributed.fsdp2 import full
+from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.models.cpu_linear import OneDnnLinear, use_onednn_linear
+
+logger = logging.getLogger(__name__)
+
+ADAPTER = "default"  # peft's name for the one adapter there is; it does not appear in files
+WEIGHTS_FILE = "adapter_model.safetensors"
+INIT_METHODS = ("kaiming", "gaussian", "orthogonal", "olora", "pissa")  # those that need the weights alone, no data
+PARTS_OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""What peft takes for parts of experts where a model's experts are fused, wherever in the model they stand."""
+
+
+def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, setting: str = "model.lora") -> None:
+    """Gives layers of a model adapters and freezes everything else, in place. To be called before sharding.
+
+    `all-linear` means every linear layer but the output layer. Experts that are fused into parameters of three
+    dimensions, and their router, have no linear layers and get no adapter: in such a model only the layers around
+    them (attention) do.
+
+    Args:
+        model: whole, on one device, the same on every rank; its random state decides how adapters begin.
+        setting: where `config` stands, for errors.
+
+    Raises:
+        ConfigError: a name fits no layer, or one that cannot have an adapter here; an unknown way to begin.
+    """
+    try:
+        inject_adapter_in_model(_peft_config(model, config, setting), model, adapter_name=ADAPTER)
+    except ValueError as error:
+        raise ConfigError(f"{setting}.target_modules={config.target_modules!r}: {error}") from error
+    _refuse_what_cannot_be_merged(model, config, setting)
+    if any(isinstance(module, OneDnnLinear) for module in model.modules()):
+        use_onednn_linear(model)
+    if model.is_gradient_checkpointing:
+        # A checkpointed block passes gradients on only if its input has one, and the embedding is frozen.
+        model.enable_input_require_grads()
+    kinds = {adapter.layer.rpartition(".")[2] for adapter in adapters_of(model)}
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    logger.info(
+        "adapters of rank %d on %s: %s of %s parameters are trained%s",
+        config.rank,
+        ", ".join(sorted(kinds)),
+        f"{trained:,}",
+        f"{sum(parameter.numel() for parameter in model.parameters()):,}",
+        "; experts and routers have no adapters" if _has_fused_experts(model) else "",
+    )
+
+
+def _peft_config(model: PreTrainedModel, config: LoRAConfig, setting: str) -> LoraConfig:
+    if config.init_method.partition("_niter_")[0] not in INIT_METHODS:
+        raise ConfigError(
+            f"{setting}.init_method must be one of {', '.join(INIT_METHODS)} (or pissa_niter_N); "
+            f"got {config.init_method!r}"
+        )
+    targets = config.target_modules
+    if targets == "all-linear" and _has_fused_experts(model):
+        targets = _linear_layers_beside_experts(model)
+    return LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        exclude_modules=config.exclude_modules,
+        init_lora_weights=True if config.init_method == "kaiming" else config.init_method,  # type: ignore[arg-type]
+        task_type="CAUSAL_LM" if model.get_output_embeddings() is not None else None,
+    )
+
+
+def _has_fused_experts(model: nn.Module) -> bool:
+    return any(parameter.dim() == 3 for parameter in model.parameters())
+
+
+def _linear_layers_beside_experts(model: PreTrainedModel) -> list[str]:
+    output_layer = model.get_output_embeddings()
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not output_layer
+        and name.rpartition(".")[2] not in PARTS_OF_EXPERTS
+    ]
+
+
+def _refuse_what_cannot_be_merged(model: PreTrainedModel, config: LoRAConfig, setting: str) -> None:
+    """Adapters of embeddings and of the output layer would be left out where log-probs are computed from hidden states
+    and the output layer's weight; those of fused experts where weights leave."""
+    output_layer = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        if not isinstance(module, AdaptedLinear) or module is output_layer:
+            raise ConfigError(
+                f"{setting}.target_modules={config.target_modules!r} names {name}, which cannot have an adapter: only "
+                "linear layers before the output layer can, no embeddings and no fused experts. `all-linear` takes "
+                "those that can"
+            )
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One layer's: what is added to its weight is `scaling` B A."""
+
+    layer: str
+    """The layer's name in the transformers model."""
+
+    a: nn.Parameter
+    b: nn.Parameter
+    scaling: float
+    is_transposed: bool
+    """Whether the layer keeps its weight as [in, out] (GPT-2 does)."""
+
+    @property
+    def matrices(self) -> dict[str, nn.Parameter]:
+        """A and B under their names in peft's files."""
+        prefix = f"base_model.model.{self.layer}"
+        return {f"{prefix}.lora_A.weight": self.a, f"{prefix}.lora_B.weight": self.b}
+
+    def merged_into(self, weight: torch.Tensor) -> torch.Tensor:
+        """A new tensor, from the layer's whole weight. A collective."""
+        a, b = full(self.a.detach()), full(self.b.detach())
+        left, right = (a.t(), b.t()) if self.is_transposed else (b, a)
+        return torch.addmm(weight, left, right, alpha=self.scaling)
+
+
+def adapters_of(model: nn.Module) -> Iterator[Adapter]:
+    """The adapters of a transformers model, in its order."""
+    for name, module in model.named_modules():
+        if isinstance(module, AdaptedLinear):
+            yield Adapter(
+                layer=name,
+                a=module.get_parameter(f"lora_A.{ADAPTER}.weight"),
+                b=module.get_parameter(f"lora_B.{ADAPTER}.weight"),
+                scaling=module.scaling[ADAPTER],
+                is_transposed=module.fan_in_fan_out,
+            )
+
+
+def exported_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter whole, under the name that transformers gives it, with its adapter merged: W + (alpha / rank) B
+    A. One at a time, in the same order on every rank; tied parameters appear once. A collective.
+
+    Args:
+        model: a transformers model, or what holds one as `causal_lm`; with or without adapters, sharded or not.
+    """
+    causal_lm = _transformers_model(model)
+    adapters = {f"{adapter.layer}.base_layer.weight": adapter for adapter in adapters_of(causal_lm)}
+    matrices = {id(matrix) for adapter in adapters.values() for matrix in adapter.matrices.values()}
+    for name, parameter in causal_lm.named_parameters():
+        if id(parameter) in matrices:
+            continue
+        tensor = full(parameter.detach())
+        if name in adapters:
+            tensor = adapters[name].merged_into(tensor)
+        yield name.replace(".base_layer.", "."), tensor
+
+
+def _transformers_model(model: nn.Module) -> nn.Module:
+    return getattr(model, "causal_lm", model)
+
+
+def save_adapter(model: nn.Module, folder: str | Path, base_model_path: str) -> None:
+    """Writes `adapter_model.safetensors` and `adapter_config.json`, as plain
+    `peft.PeftModel.from_pretrained(base_model, folder)` loads them. A collective; rank 0 writes.
+
+    Args:
+        model: as for `exported_parameters`.
+        base_model_path: what peft will name as the base model.
+    """
+    causal_lm = _transformers_model(model)
+    state = {
+        name: full(matrix.detach()).to("cpu", copy=True).contiguous()
+        for adapter in adapters_of(causal_lm)
+        for name, matrix in adapter.matrices.items()
+    }
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    os.makedirs(folder, exist_ok=True)
+    save_file(state, Path(folder) / WEIGHTS_FILE, metadata={"format": "pt"})
+    peft_configs: dict[str, LoraConfig] = vars(causal_lm)["peft_config"]
+    config = replace(peft_configs[ADAPTER], base_model_name_or_path=base_model_path, inference_mode=True)
+    config.save_pretrained(str(folder))
+
+
+def load_adapter(model: nn.Module, folder: str | Path) -> None:
+    """Takes on adapters that `save_adapter` or peft wrote, into a model that has adapters of the same layers and rank.
+    A collective where the model is sharded.
+
+    Raises:
+        CheckpointError: the file has other layers or shapes.
+    """
+    file = Path(folder) / WEIGHTS_FILE
+    state = load_file(file)
+    matrices = {
+        name: matrix for adapter in adapters_of(_transformers_model(model)) for name, matrix in adapter.matrices.items()
+    }
+    differing = [name for name in {**matrices, **state} if _shape(state, name) != _shape(matrices, name)]
+    if differing:
+        name = differing[0]
+        raise CheckpointError(
+            f"{file} does not fit the model's adapters: {name} is {_shape(state, name)} in the file and "
+            f"{_shape(matrices, name)} in the model"
+        )
+    with torch.no_grad():
+        for name, matrix in matrices.items():
+            tensor = state[name].to(matrix.device, matrix.dtype)
+            if isinstance(matrix, DTensor):
+                tensor = distribute_tensor(tensor, matrix.device_mesh, matrix.placements)
+            matrix.copy_(tensor)
+
+
+def _shape(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(tensors[name].shape) if name in tensors else None
