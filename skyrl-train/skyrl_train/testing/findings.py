@@ -1,0 +1,242 @@
+"""What must hold, and how a function that breaks it is told so: one error, every broken rule, the numbers.
+
+An invariance has a name, a rule and a likely cause, all three here and nowhere else.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from skyrl_train.errors import SkyRLError
+
+
+@dataclass(frozen=True)
+class Invariance:
+    """A rule in words, and what usually breaks it."""
+
+    rule: str
+    usual_cause: str
+
+
+INVARIANCES: Mapping[str, Invariance] = {
+    "form": Invariance(
+        "it gives back what the trainer expects: the stated types, one number a token, and raises nothing",
+        "a reduced loss (`.mean()`): reducing is the trainer's business, over the whole mini-batch",
+    ),
+    "finite": Invariance(
+        "what it gives for the tokens that count is neither NaN nor infinite",
+        "a division by a count or a standard deviation that can be 0",
+    ),
+    "deterministic": Invariance(
+        "the same input gives the same bits",
+        "random numbers of its own; randomness must come with the batch (`noise` of a token selector)",
+    ),
+    "inputs_unchanged": Invariance(
+        "the tensors and settings it was given are afterwards what they were",
+        "an operation in place (`x *= mask`, `x[...] = 0`, `x.clamp_()`)",
+    ),
+    "masked_garbage": Invariance(
+        "NaN, infinity or any other number where the mask is 0 changes nothing, in the gradient neither",
+        "a multiplication by the mask (NaN * 0 is NaN): use `torch.where(mask != 0, x, 0.0)` before any arithmetic",
+    ),
+    "masked_output": Invariance(
+        "it gives 0 for tokens that the mask leaves out",
+        "a result that is not masked, or is masked by the wrong mask",
+    ),
+    "masked_gradient": Invariance(
+        "tokens that the mask leaves out have no gradient",
+        "a sum or mean over all columns instead of those of the mask",
+    ),
+    "gradient": Invariance(
+        "every token that should learn has a gradient that is not 0",
+        "a `.detach()` or `torch.no_grad()` that covers too much",
+    ),
+    "gradient_direction": Invariance(
+        "a step down the gradient moves every token the right way",
+        "a wrong sign",
+    ),
+    "row_order": Invariance(
+        "the order of the rows changes nothing",
+        "something that runs over rows (`cumsum(0)`, neighbours), or takes groups to be consecutive",
+    ),
+    "micro_batches": Invariance(
+        "it does not matter which rows are computed together",
+        "a mean, maximum or count over rows inside the function",
+    ),
+    "data_parallel": Invariance(
+        "it does not matter how rows are shared out over 1, 2 or 4 workers",
+        "a mean, maximum or count over rows inside the function",
+    ),
+    "padding": Invariance(
+        "columns of padding, on the left or on the right, change nothing",
+        "a mean over the width (`.mean(-1)`, `x.shape[1]`), or a fixed column (`x[:, -1]`)",
+    ),
+    "float64": Invariance(
+        "float32 gives what float64 gives, to 1e-5",
+        "half precision inside, or a difference of large numbers (mean of squares minus square of the mean)",
+    ),
+    "group_names": Invariance(
+        "what groups are called changes nothing",
+        "arithmetic on group names, or groups sorted by name",
+    ),
+    "other_groups": Invariance(
+        "a group is judged by itself: other groups in the batch change nothing",
+        "a mean or standard deviation of the batch in place of the group's",
+    ),
+    "group_constant": Invariance(
+        "a constant added to the rewards of a whole group changes nothing",
+        "no baseline, or the baseline of another group",
+    ),
+    "reward_direction": Invariance(
+        "a higher reward of a token never lowers the advantage of that token, and raises it somewhere",
+        "a wrong sign, or rewards that are not read",
+    ),
+    "empty_rows": Invariance(
+        "a row without a token in the mask is as if it were not there",
+        "a count of rows that includes those (`mask.shape[0]`)",
+    ),
+    "sums_to_one": Invariance(
+        "the weights of a mini-batch add up to 1, as those of a mean do",
+        "a wrong count of tokens, rows or prompts",
+    ),
+    "agreement": Invariance(
+        "two ways of computing the same numbers give the same numbers",
+        "positions, masks or the temperature are treated differently in the two",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken rule.
+
+    Attributes:
+        subject: the function that breaks it.
+        invariance: the rule's name.
+        found: the numbers, in words.
+    """
+
+    subject: str
+    invariance: str
+    found: tuple[str, ...]
+
+    def __str__(self) -> str:
+        about = INVARIANCES[self.invariance]
+        shown = "".join(f"\n     {text}" for text in self.found[:2])
+        more = f"\n     and {len(self.found) - 2} more like these" if len(self.found) > 2 else ""
+        return f"{self.invariance}: {about.rule}.{shown}{more}\n     The usual cause: {about.usual_cause}."
+
+
+class InvarianceError(SkyRLError, AssertionError):
+    """Functions break rules that every function of their kind keeps. The text names each, with numbers."""
+
+    def __init__(self, violations: Sequence[Violation]):
+        lines = []
+        for subject in dict.fromkeys(violation.subject for violation in violations):
+            own = [violation for violation in violations if violation.subject == subject]
+            lines.append(f"{subject} violates {len(own)} invariance{'' if len(own) == 1 else 's'}:")
+            lines += [f"{number:3}. {violation}" for number, violation in enumerate(own, start=1)]
+        super().__init__("\n".join(lines))
+        self.violations = tuple(violations)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the violated invariances."""
+        return [violation.invariance for violation in self.violations]
+
+
+class Findings:
+    """Collects what one check finds; `finish` raises it all at once.
+
+    Args:
+        subject: what is checked, for the error.
+        exempt: invariances that are not meant to hold, each with the reason.
+
+    Raises:
+        ValueError: an exempt name is no invariance, or has no reason.
+    """
+
+    def __init__(self, subject: str, exempt: Mapping[str, str] | None = None):
+        self._subject = subject
+        self._exempt = dict(exempt or {})
+        self._found: dict[str, list[str]] = {}
+        for name, reason in self._exempt.items():
+            if name not in INVARIANCES or not reason:
+                raise ValueError(
+                    f"exempt is {{invariance: reason}} with names out of {', '.join(INVARIANCES)}; got {name!r}: "
+                    f"{reason!r}"
+                )
+
+    def add(self, invariance: str, text: str) -> None:
+        assert invariance in INVARIANCES, invariance
+        if invariance not in self._exempt:
+            self._found.setdefault(invariance, []).append(text)
+
+    def found(self, invariance: str) -> bool:
+        return invariance in self._found
+
+    def check_finite(self, words: str, what: str, value: torch.Tensor, kept: torch.Tensor) -> None:
+        """Adds a violation of `finite` where a kept position holds NaN or infinity."""
+        self.compare("finite", words, what, value.nan_to_num(posinf=0.0, neginf=0.0), value, kept)
+
+    @contextmanager
+    def attempt(self, invariance: str, words: str) -> Iterator[None]:
+        """Whatever the function under test raises inside is a violation, not the end of the check."""
+        try:
+            yield
+        except Exception as error:  # a user's function may raise anything
+            self.add(invariance, f"{words}: it raised {type(error).__name__}: {error}")
+
+    def compare(
+        self,
+        invariance: str,
+        words: str,
+        what: str,
+        expected: torch.Tensor,
+        got: torch.Tensor,
+        kept: torch.Tensor | None = None,
+        *,
+        relative: float = 1e-5,
+        absolute: float = 1e-6,
+    ) -> None:
+        """Adds a violation where `got` differs from `expected` by more than `absolute + relative * |expected|` at a
+        `kept` position; NaN differs from everything, itself included.
+
+        Args:
+            words: the circumstance, for the person who reads ("with the rows in reverse order").
+            what: which output.
+        """
+        if expected.shape != got.shape:
+            self.add(invariance, f"{words}, {what} has the shape {tuple(got.shape)} instead of {tuple(expected.shape)}")
+            return
+        expected, got = expected.detach().double(), got.detach().double()
+        kept = torch.ones_like(expected, dtype=torch.bool) if kept is None else kept.bool()
+        off = (got - expected).abs()
+        wrong = kept & ~(off <= absolute + relative * expected.abs())
+        if wrong.any():
+            severity = torch.where(wrong, off.nan_to_num(nan=torch.inf, posinf=torch.inf), -1.0)
+            place = tuple(int(i) for i in torch.unravel_index(severity.argmax(), severity.shape))
+            self.add(
+                invariance,
+                f"{words}: {what}{_words_of(place)} expected {expected[place].item():.7g}, got {got[place].item():.7g}"
+                f" ({int(wrong.sum())} of {int(kept.sum())} differ)",
+            )
+
+    def finish(self) -> None:
+        """Raises InvarianceError if anything was found."""
+        if self._found:
+            raise InvarianceError(
+                [
+                    Violation(self._subject, name, tuple(self._found[name]))
+                    for name in INVARIANCES
+                    if name in self._found
+                ]
+            )
+
+
+def _words_of(place: tuple[int, ...]) -> str:
+    if len(place) == 2:
+        return f" of row {place[0]}, token {place[1]}:"
+    return f" at {list(place)}:" if place else ":"
