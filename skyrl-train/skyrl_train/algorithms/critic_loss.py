@@ -16,7 +16,7 @@ def critic_loss(
     config: AlgorithmConfig,
     loss_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Squared error of the values, clipped as PPO clips its ratio (https://arxiv.org/abs/1811.02553, section 2):
+    """Squared error of the values, clipped as PPO clips its ratio (https://arxiv.org/abs/2005.12729, section 3):
 
         near = clip(V, V_old - value_clip, V_old + value_clip)
         loss = max((V - R)^2, (near - R)^2) / 2

@@ -1,12 +1,13 @@
 """Reductions as weights, and KL estimates, by hand and by invariance."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController, compute_approx_kl
-from skyrl_train.algorithms.reduction import masked_mean, reduce_loss, token_weights, weighted_sum
+from skyrl_train.algorithms.reduction import LossReduction, masked_mean, reduce_loss, token_weights, weighted_sum
 
 LOSS = torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]])
 MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
@@ -18,15 +19,49 @@ MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
         ("token_mean", (1 + 2 + 3 + 4) / 4),
         ("sequence_mean", ((1 + 2 + 3) / 3 + 4) / 2),
         ("seq_mean_token_sum_norm", ((1 + 2 + 3) / 10 + 4 / 10) / 2),
+        ("prompt_mean", ((1 + 2 + 3) / 3 + 4) / 2),  # two prompts of one answer each
     ],
 )
 def test_reductions_by_hand(reduction, expected):
-    torch.testing.assert_close(reduce_loss(LOSS, MASK, reduction, max_seq_len=10), torch.tensor(expected))
+    loss = reduce_loss(LOSS, MASK, reduction, max_seq_len=10, index=["a", "b"])
+    torch.testing.assert_close(loss, torch.tensor(expected))
 
 
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "seq_mean_token_sum_norm"])
+def test_prompt_mean_counts_every_prompt_once_however_many_answers_and_tokens_it_has():
+    """Prompt x: answers of 2 and 1 tokens, token mean (1 + 2 + 6) / 3 = 3; prompt y: one token of 5; z: none at all."""
+    loss = torch.tensor([[1.0, 2.0], [5.0, 9.0], [6.0, 9.0], [9.0, 9.0]])
+    mask = torch.tensor([[1, 1], [1, 0], [1, 0], [0, 0]])
+    assert reduce_loss(loss, mask, "prompt_mean", index=["x", "y", "x", "z"]).item() == pytest.approx((3 + 5) / 2)
+    expected = torch.tensor([[1 / 6, 1 / 6], [1 / 2, 0], [1 / 6, 0], [0, 0]])
+    torch.testing.assert_close(token_weights(mask, "prompt_mean", index=[7, ("y",), 7, None]), expected)
+
+
+EVERY_REDUCTION = pytest.mark.parametrize("reduction", get_args(LossReduction))
+
+
+@EVERY_REDUCTION
+def test_weights_do_not_depend_on_the_order_of_rows_or_on_padding(reduction):
+    mask = (torch.rand(8, 5, generator=torch.Generator().manual_seed(0)) > 0.4).float()
+    prompts, order = list("aabbbcdd"), [5, 2, 7, 0, 1, 6, 4, 3]
+    weights = token_weights(mask, reduction, 10, prompts)
+    shuffled = token_weights(mask[order], reduction, 10, [prompts[row] for row in order])
+    torch.testing.assert_close(shuffled, weights[order])
+    padded = token_weights(torch.nn.functional.pad(mask, (2, 3)), reduction, 10, prompts)
+    torch.testing.assert_close(padded, torch.nn.functional.pad(weights, (2, 3)))
+    assert reduction == "seq_mean_token_sum_norm" or weights.sum().item() == pytest.approx(1)
+
+
+@EVERY_REDUCTION
+def test_the_gradient_of_a_reduction_is_its_weights(reduction):
+    loss = torch.where(MASK == 0, float("nan"), LOSS).requires_grad_()
+    reduce_loss(loss, MASK, reduction, 10, index=["a", "b"]).backward()
+    assert loss.grad is not None
+    assert torch.equal(loss.grad, token_weights(MASK, reduction, 10, ["a", "b"]))
+
+
+@EVERY_REDUCTION
 def test_parts_of_a_batch_add_up_and_masked_garbage_changes_nothing(reduction):
-    weights = token_weights(MASK, reduction, 10)
+    weights = token_weights(MASK, reduction, 10, ["a", "b"])
     whole = weighted_sum(LOSS, weights)
     parts = weighted_sum(LOSS[:1], weights[:1]) + weighted_sum(LOSS[1:], weights[1:])
     torch.testing.assert_close(parts, whole)
@@ -34,20 +69,37 @@ def test_parts_of_a_batch_add_up_and_masked_garbage_changes_nothing(reduction):
     assert torch.equal(weighted_sum(garbage, weights), whole)
 
 
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "seq_mean_token_sum_norm"])
+@EVERY_REDUCTION
 def test_a_row_without_tokens_is_as_if_it_were_not_there(reduction):
-    with_failed = torch.cat([MASK, torch.zeros(1, 3)])
-    torch.testing.assert_close(token_weights(with_failed, reduction, 10)[:2], token_weights(MASK, reduction, 10))
+    with_failed = token_weights(torch.cat([MASK, torch.zeros(1, 3)]), reduction, 10, ["a", "b", "c"])
+    torch.testing.assert_close(with_failed[:2], token_weights(MASK, reduction, 10, ["a", "b"]))
+    assert with_failed[2].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_an_empty_mask_gives_zero_not_nan():
-    assert reduce_loss(LOSS, torch.zeros_like(MASK), "token_mean").item() == 0.0
+@EVERY_REDUCTION
+def test_an_empty_mask_gives_zero_not_nan(reduction):
+    assert reduce_loss(LOSS, torch.zeros_like(MASK), reduction, 10, ["a", "b"]).item() == 0.0
     assert masked_mean(LOSS, torch.zeros_like(MASK)).item() == 0.0
 
 
 def test_the_constant_of_dr_grpo_must_be_given():
     with pytest.raises(ValueError, match="max_seq_len"):
         token_weights(MASK, "seq_mean_token_sum_norm")
+
+
+@pytest.mark.parametrize("index", [None, ["a"]])
+def test_prompt_mean_must_know_the_prompts(index):
+    with pytest.raises(ValueError, match="the prompt of every sequence"):
+        token_weights(MASK, "prompt_mean", index=index)
+
+
+def test_an_unknown_reduction_is_told_the_known_ones():
+    with pytest.raises(ValueError, match="token_mean, sequence_mean, seq_mean_token_sum_norm, prompt_mean; got 'mean'"):
+        token_weights(MASK, "mean")  # type: ignore[arg-type]
+
+
+def test_weights_of_a_float64_mask_are_exact_to_float64():
+    assert token_weights(torch.ones(1, 3).double(), "token_mean")[0, 0].item() == 1 / 3
 
 
 @pytest.mark.parametrize(
@@ -59,11 +111,69 @@ def test_kl_estimates_by_hand(estimator, expected):
     torch.testing.assert_close(kl, torch.tensor([[expected]]))
 
 
-@pytest.mark.parametrize(("estimator", "slope"), [("k1", 1.0), ("k2", 0.5), ("k3", 1 - math.exp(-0.5))])
-def test_kl_has_the_analytic_gradient(estimator, slope):
-    log_probs = torch.tensor([[-1.0]], requires_grad=True)
-    compute_approx_kl(log_probs, torch.tensor([[-1.5]]), None, estimator).sum().backward()
-    torch.testing.assert_close(log_probs.grad, torch.tensor([[slope]]))
+@pytest.mark.parametrize("drift", [0.5, -0.5, 3.0, -1.5])
+@pytest.mark.parametrize(
+    ("estimator", "slope"),
+    [
+        ("k1", lambda d: 1.0),
+        ("abs", lambda d: math.copysign(1.0, d)),
+        ("k2", lambda d: d),
+        ("k3", lambda d: 1 - math.exp(-d)),
+    ],
+)
+def test_kl_has_the_analytic_gradient(estimator, slope, drift):
+    log_probs = torch.tensor([[-4.0]], requires_grad=True)
+    compute_approx_kl(log_probs, torch.tensor([[-4.0 - drift]]), None, estimator).sum().backward()
+    torch.testing.assert_close(log_probs.grad, torch.tensor([[slope(drift)]]))
+
+
+@pytest.mark.parametrize(("drift", "value"), [(-3.0, 10.0), (-30.0, 10.0), (30.0, 10.0)])
+def test_one_odd_token_cannot_own_the_batch(drift, value):
+    log_probs = torch.tensor([[drift]], requires_grad=True)
+    kl = compute_approx_kl(log_probs, torch.zeros(1, 1), None, "k3")
+    kl.sum().backward()
+    assert kl.item() == value
+    assert log_probs.grad is not None and log_probs.grad.item() == 0.0
+
+
+def two_policies() -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs [1, V] of a policy and its reference over five tokens."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 0.4 * torch.randn(2, 1, 5, generator=generator, dtype=torch.float64)  # no k3 at its bound
+    return logits[0], logits[1].log_softmax(-1)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_estimates_of_all_tokens_average_to_the_kl(estimator):
+    logits, reference = two_policies()
+    log_probs = logits.log_softmax(-1)
+    exact = (log_probs.exp() * (log_probs - reference)).sum()
+    estimate = (log_probs.exp() * compute_approx_kl(log_probs, reference, None, estimator)).sum()
+    torch.testing.assert_close(estimate, exact)
+
+
+def test_in_the_loss_the_gradient_of_k2_averages_to_that_of_the_kl_and_that_of_k1_to_nothing():
+    logits, reference = two_policies()
+
+    def gradient(of_logits) -> torch.Tensor:
+        leaf = logits.clone().requires_grad_()
+        of_logits(leaf.log_softmax(-1)).backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    exact = gradient(lambda log_probs: (log_probs.exp() * (log_probs - reference)).sum())
+
+    def sampled(estimator):
+        return gradient(lambda now: (now.exp().detach() * compute_approx_kl(now, reference, None, estimator)).sum())
+
+    torch.testing.assert_close(sampled("k2"), exact)
+    torch.testing.assert_close(sampled("k1"), torch.zeros_like(exact))
+    assert exact.abs().max() > 0.001
+
+
+def test_an_unknown_estimator_is_told_the_known_ones():
+    with pytest.raises(ValueError, match="k1, k2, k3, abs; got 'k4'"):
+        compute_approx_kl(torch.zeros(1, 1), torch.zeros(1, 1), None, "k4")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])

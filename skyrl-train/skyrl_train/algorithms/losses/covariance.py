@@ -1,6 +1,6 @@
 """Losses that hold back the few tokens which drive entropy down: those whose log-prob and advantage go together.
 
-The covariance of a token (https://arxiv.org/abs/2505.22617, eq. 10) compares it with all tokens of the mini-batch:
+The covariance of a token (https://arxiv.org/abs/2505.22617, section 4) compares it with all tokens of the mini-batch:
 
     cov_bt = (log pi_bt - mean log pi) * (A_bt - mean A)
 
@@ -37,15 +37,13 @@ def clip_cov_tokens(
 ) -> torch.Tensor:
     """max(1, int(clip_ratio * N)) tokens [B, T] drawn at random among those with clip_cov_lb < cov < clip_cov_ub that
     PPO's clip has not silenced anyway; all of them if there are fewer, none if there is none."""
-    _, metrics = clipped_surrogate(
-        importance_ratio(*kept(loss_mask, log_probs, old_log_probs)), *kept(loss_mask, advantages), config
-    )
+    log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
+    _, metrics = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
     cov = token_covariance(log_probs, advantages, loss_mask)
     candidates = (cov > config.clip_cov.clip_cov_lb) & (cov < config.clip_cov.clip_cov_ub)
     candidates &= (metrics["clip_ratio"] == 0) & (loss_mask != 0)
-    return _first(
-        torch.where(candidates, noise, 2.0).flatten().argsort(), candidates, config.clip_cov.clip_ratio, loss_mask
-    )
+    order = torch.where(candidates, noise, 2.0).flatten().argsort()
+    return _first(order, candidates, config.clip_cov.clip_ratio, loss_mask)
 
 
 @register_token_selector("kl_cov")
@@ -85,7 +83,7 @@ def clip_cov_policy_loss(
     *,
     selected_tokens: torch.Tensor,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO's clipped surrogate without the selected tokens (Clip-Cov, https://arxiv.org/abs/2505.22617, eq. 12):
+    """PPO's clipped surrogate without the selected tokens (Clip-Cov, https://arxiv.org/abs/2505.22617, section 4):
 
         loss = 0 at tokens that `clip_cov_tokens` chose, PPO's loss elsewhere
 
@@ -110,7 +108,7 @@ def kl_cov_policy_loss(
     *,
     selected_tokens: torch.Tensor,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The unclipped surrogate with a penalty on the selected tokens (KL-Cov, https://arxiv.org/abs/2505.22617, eq. 14):
+    """The unclipped surrogate with a penalty on the selected tokens (KL-Cov, https://arxiv.org/abs/2505.22617, section 4):
 
         loss = -ratio * A + ppo_kl_coef * |log pi - log pi_old|        at tokens that `kl_cov_tokens` chose
         loss = -ratio * A                                              elsewhere

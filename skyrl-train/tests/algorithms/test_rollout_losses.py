@@ -1,0 +1,139 @@
+"""Losses against the policy that wrote the tokens, one token at a time."""
+
+import math
+
+import pytest
+import torch
+
+from skyrl_train.algorithms.losses import NEEDS_ROLLOUT_LOG_PROBS, PolicyLossRegistry
+from skyrl_train.config import AlgorithmConfig
+
+
+def one_token(name: str, now: float, old: float, written: float, advantage: float, **settings):
+    """The loss, its gradient in log pi, and the metrics of a token by its probabilities."""
+    log_probs = torch.tensor([[math.log(now)]], requires_grad=True)
+    loss, metrics = PolicyLossRegistry.get(name)(
+        log_probs,
+        torch.tensor([[math.log(old)]]),
+        torch.tensor([[advantage]]),
+        AlgorithmConfig.from_dict(settings),
+        torch.ones(1, 1),
+        torch.tensor([[math.log(written)]]),
+    )
+    loss.sum().backward()
+    assert log_probs.grad is not None
+    return loss.item(), log_probs.grad.item(), {key: value.item() for key, value in metrics.items()}
+
+
+@pytest.mark.parametrize(
+    ("now", "written", "advantage", "weight"),
+    [
+        (0.5, 0.5, 1.0, 1.0),
+        (0.55, 0.5, 1.0, 1.1),
+        (0.45, 0.5, -2.0, 0.9),
+        (0.6001, 0.5, 1.0, 0.0),  # beyond 1.2
+        (0.6001, 0.5, -1.0, 0.0),  # whatever the advantage says
+        (0.3999, 0.5, 1.0, 0.0),
+    ],
+)
+def test_rollout_is_weighs_reinforce_within_the_bounds_and_drops_the_rest(now, written, advantage, weight):
+    loss, slope, metrics = one_token("rollout_is", now, 0.01, written, advantage)
+    assert loss == pytest.approx(-weight * advantage * math.log(now), rel=1e-5)
+    assert slope == pytest.approx(-weight * advantage, rel=1e-5)
+    assert metrics == {"clip_ratio": float(weight == 0.0), "ratio": pytest.approx(now / written, rel=1e-5)}
+
+
+@pytest.mark.parametrize(
+    ("divergence", "now", "written", "advantage", "stopped"),
+    [
+        ("binary_tv", 0.8, 0.5, 1.0, True),  # risen by 0.3
+        ("binary_tv", 0.8, 0.5, -1.0, False),  # a bad token that rose may come down
+        ("binary_tv", 0.69, 0.5, 1.0, False),  # risen by 0.19
+        ("binary_tv", 0.2, 0.5, -1.0, True),
+        ("binary_tv", 0.2, 0.5, 1.0, False),
+        ("binary_tv", 0.05, 0.01, 1.0, False),  # five times as likely, but rare: PPO would have clipped it
+        # KL from 0.5 to p: -ln(4 p (1 - p)) / 2, which is 0.2231 for 0.8, 0.1438 for 0.75.
+        ("binary_kl", 0.8, 0.5, 1.0, True),
+        ("binary_kl", 0.75, 0.5, 1.0, False),
+        ("binary_kl", 0.2, 0.5, -1.0, True),
+        ("binary_kl", 0.2, 0.5, 1.0, False),
+        ("binary_kl", 0.8, 0.5, -1.0, False),
+        # From 0.9 to 0.999: 0.9 ln(0.9 / 0.999) + 0.1 ln(0.1 / 0.001) = 0.3666, where total variation is only 0.099.
+        ("binary_kl", 0.999, 0.9, 1.0, True),
+        ("binary_tv", 0.999, 0.9, 1.0, False),
+    ],
+)
+def test_dppo_stops_a_token_that_went_too_far_in_its_direction(divergence, now, written, advantage, stopped):
+    loss, slope, metrics = one_token("dppo", now, 0.5, written, advantage, dppo={"divergence": divergence})
+    expected = 0.0 if stopped else -now / written * advantage
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert slope == pytest.approx(expected, rel=1e-5)
+    assert metrics == {"clip_ratio": float(stopped), "ratio": pytest.approx(now / written, rel=1e-5)}
+
+
+@pytest.mark.parametrize(("now", "low", "high", "stopped"), [(0.65, 0.1, 0.2, 0), (0.65, 0.2, 0.1, 1)])
+@pytest.mark.parametrize("rises", [True, False])
+def test_dppo_has_a_bound_for_each_direction(now, low, high, stopped, rises):
+    """By 0.15 up with a good token, or down with a bad one: then the two bounds change places."""
+    delta = {"delta_low": low, "delta_high": high} if rises else {"delta_low": high, "delta_high": low}
+    _, _, metrics = one_token("dppo", now if rises else 1 - now, 0.5, 0.5, 1.0 if rises else -1.0, dppo=delta)
+    assert metrics["clip_ratio"] == stopped
+
+
+@pytest.mark.parametrize("divergence", ["binary_tv", "binary_kl"])
+@pytest.mark.parametrize(
+    ("now", "written", "stopped"), [(0.0, 0.0, 0), (-1e-8, 0.0, 0), (0.0, -1e-8, 0), (1e-7, -1.0, 1)]
+)
+def test_dppo_of_sure_tokens_is_finite(divergence, now, written, stopped):
+    """Log-probs of 0, and above it by rounding. A probability of exactly 1 is infinitely far (KL) from any other, but
+    one rounding step is no trust region's business in total variation."""
+    log_probs = torch.tensor([[now]], requires_grad=True)
+    config = AlgorithmConfig.from_dict({"dppo": {"divergence": divergence}})
+    loss, metrics = PolicyLossRegistry.get("dppo")(
+        log_probs, log_probs.detach(), torch.ones(1, 1), config, torch.ones(1, 1), torch.tensor([[written]])
+    )
+    loss.sum().backward()
+    assert torch.isfinite(loss).all() and log_probs.grad is not None and torch.isfinite(log_probs.grad).all()
+    if divergence == "binary_tv":
+        assert metrics["clip_ratio"].item() == stopped
+
+
+@pytest.mark.parametrize(
+    ("now", "old", "written", "advantage", "expected", "slope"),
+    [
+        (0.4, 0.4, 0.4, 1.0, -1.0, -1.0),  # on policy in every sense
+        (0.4, 0.4, 0.2, 1.0, -2.0, -2.0),  # the step began at twice the rollout's probability: weight 2
+        (0.8, 0.4, 0.2, 1.0, -2.4, 0.0),  # clipped around the start of the step: 2 * 1.2
+        (0.2, 0.4, 0.8, -1.0, 0.4, 0.0),  # 1/2 * 0.8
+        (0.44, 0.4, 0.1, 1.0, 0.0, 0.0),  # weight 4, above the cap of 3: does not train
+    ],
+)
+def test_decoupled_ppo_clips_around_the_start_of_the_step(now, old, written, advantage, expected, slope):
+    settings = {"decoupled_ppo": {"behavior_weight_cap": 3.0}}
+    loss, gradient, metrics = one_token("decoupled_ppo", now, old, written, advantage, **settings)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert gradient == pytest.approx(slope, rel=1e-5)
+    assert metrics["behavior_weight"] == pytest.approx(old / written, rel=1e-5)
+    assert metrics["behavior_capped"] == float(old / written > 3.0)
+    assert metrics["ratio"] == pytest.approx(now / old, rel=1e-5)
+
+
+def test_without_a_cap_every_token_trains():
+    loss, _, metrics = one_token("decoupled_ppo", 0.5, 0.5, 0.005, 1.0)
+    assert loss == pytest.approx(-100.0, rel=1e-5)
+    assert metrics["behavior_capped"] == 0.0
+
+
+def test_where_the_engine_agrees_with_the_trainer_decoupled_ppo_is_ppo():
+    generator = torch.Generator().manual_seed(0)
+    log_probs, old, advantages = (torch.randn(4, 5, generator=generator) for _ in range(3))
+    inputs = log_probs, old, advantages, AlgorithmConfig(), torch.ones(4, 5), old
+    assert torch.equal(
+        PolicyLossRegistry.get("decoupled_ppo")(*inputs)[0], PolicyLossRegistry.get("regular")(*inputs)[0]
+    )
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS_ROLLOUT_LOG_PROBS))
+def test_without_the_engines_log_probs_it_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"'{name}' compares with the log-probs of the rollout engine"):
+        PolicyLossRegistry.get(name)(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), AlgorithmConfig())
