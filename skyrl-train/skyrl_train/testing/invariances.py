@@ -26,6 +26,7 @@ from skyrl_train.config import AlgorithmConfig
 from skyrl_train.testing.estimator_checks import check_advantage_estimator
 from skyrl_train.testing.findings import INVARIANCES, InvarianceError, Violation
 from skyrl_train.testing.loss_checks import check_critic_loss, check_kl_estimator, check_policy_loss
+from skyrl_train.testing.model_checks import check_model_forward
 from skyrl_train.testing.reduction_checks import check_reduction
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "check_critic_loss",
     "check_everything_registered",
     "check_kl_estimator",
+    "check_model_forward",
     "check_policy_loss",
     "check_reduction",
 ]
