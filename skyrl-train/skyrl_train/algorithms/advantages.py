@@ -9,10 +9,12 @@ that are equal have a variance of exactly 0.
 Shapes: B sequences, T response tokens, G groups (the samples of one prompt), K turns.
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from skyrl_train.algorithms.registry import Registry
 
@@ -35,6 +37,9 @@ NEEDS_GROUPS = frozenset({"grpo", "rloo", "maxrl", "reinforce++_baseline", "turn
 """Estimators that compare the samples of a prompt, so that one sample a prompt teaches nothing (or has no baseline)."""
 
 _EPSILON = 1e-6
+_BLOCK = 128
+_LARGEST_EXPONENT = 500.0
+_SMALLEST_DISCOUNT = 1e-12  # what 0 is taken for: the recursion divides by it
 
 
 # ---- one advantage a sequence, from its group
@@ -106,7 +111,7 @@ def maxrl_advantages(
         advantages and returns (equal here), [B, T], 0 outside `response_mask`.
     """
     scores_B, group_B, counts_B = _scores_and_groups(token_level_rewards, response_mask, index)
-    mean_G, _size_G = group_means(scores_B, group_B, counts_B)
+    mean_G = group_means(scores_B, group_B, counts_B)[0]
     mean_B = mean_G[group_B]
     divisor_B = torch.where(mean_B > 0, mean_B, 1.0)
     values_B = torch.where(mean_B > 0, (scores_B - mean_B) / divisor_B, 0.0)
@@ -142,8 +147,8 @@ def reinforce_baseline_advantages(
         advantages, [B, T], 0 outside `action_mask`, and A' as returns.
     """
     scores_B, group_B, counts_B = _scores_and_groups(token_level_rewards, response_mask, index)
-    mean_G, _size_G = group_means(scores_B, group_B, counts_B)
-    centred, _ = _of_every_token(scores_B - mean_G[group_B], action_mask, token_level_rewards)
+    mean_G = group_means(scores_B, group_B, counts_B)[0]
+    centred = _of_every_token(scores_B - mean_G[group_B], action_mask, token_level_rewards)[0]
     return normalize_advantages(centred, action_mask), centred
 
 
@@ -188,24 +193,24 @@ def turn_grpo_advantages(
     Returns:
         advantages and G at every token, [B, T], 0 outside `response_mask`.
     """
-    mask = response_mask != 0
-    turns = torch.where(mask, turns.expand_as(mask), 0)
-    num_turns = int(turns.max()) + 1 if turns.numel() else 1
-    nothing = torch.zeros(len(mask), num_turns, dtype=torch.float64, device=mask.device)
-    rewards_BK = nothing.scatter_add(1, turns, torch.where(mask, token_level_rewards, 0.0).double())
-    counts_BK = nothing.scatter_add(1, turns, mask.double()) > 0
-    returns_BK = _discounted_sums(rewards_BK.t().contiguous(), torch.full_like(rewards_BK.t(), gamma)).t()
+    # Turn k is column k + 1: what is masked lands in column 0, and is left there.
+    columns = torch.where(response_mask != 0, turns.expand_as(response_mask) + 1, 0)
+    num_columns = int(columns.max()) + 1 if columns.numel() else 1
+    nothing = torch.zeros(len(columns), num_columns, dtype=torch.float64, device=columns.device)
+    rewards_BK = nothing.scatter_add(1, columns, token_level_rewards.double())[:, 1:]
+    counts_BK = nothing.scatter(1, columns, 1.0)[:, 1:] != 0
+    returns_BK = _returns(rewards_BK, torch.ones_like(counts_BK), torch.ones_like(counts_BK), gamma)
     # A group's turn k is a group of its own.
-    group_BK = group_numbers(index).to(mask.device)[:, None] * num_turns + torch.arange(num_turns, device=mask.device)
-    flat = returns_BK.flatten(), group_BK.flatten(), counts_BK.flatten()
-    mean_G, size_G = group_means(*flat)
-    centred_BK = torch.where(size_G > 1, 1.0, 0.0)[group_BK] * (returns_BK - mean_G[group_BK])
+    group_BK = group_numbers(index).to(columns.device)[:, None] * (num_columns - 1)
+    group_BK = group_BK + torch.arange(num_columns - 1, device=columns.device)
+    mean_G, size_G = group_means(returns_BK.flatten(), group_BK.flatten(), counts_BK.flatten())
+    centred_BK = torch.where(size_G[group_BK] > 1, returns_BK - mean_G[group_BK], 0.0)
     if grpo_norm_by_std:
-        std_G = _group_stds(centred_BK.flatten(), *flat[1:], size_G)
+        std_G = _group_stds(centred_BK.flatten(), group_BK.flatten(), counts_BK.flatten(), size_G)
         centred_BK = centred_BK / (std_G[group_BK] + _EPSILON)
     dtype = token_level_rewards.dtype
-    advantages, returns = (values.to(dtype).gather(1, turns) for values in (centred_BK, returns_BK))
-    return torch.where(mask, advantages, 0.0), torch.where(mask, returns, 0.0)
+    advantages, returns = (F.pad(values, (1, 0)).to(dtype).gather(1, columns) for values in (centred_BK, returns_BK))
+    return advantages, returns
 
 
 @register_advantage_estimator("token_reward")
@@ -244,9 +249,8 @@ def reinforce_advantages(
     Returns:
         advantages and G, [B, T], 0 outside `action_mask`.
     """
-    actions = _as_columns(action_mask != 0)
-    returns = _discounted_sums(_rewards_as_columns(token_level_rewards, response_mask), _discounts(actions, gamma))
-    return _of_columns(normalize_advantages(returns, actions), returns, actions, token_level_rewards)
+    returns = _returns(token_level_rewards, response_mask != 0, action_mask != 0, gamma)
+    return normalize_advantages(returns, action_mask), returns
 
 
 @register_advantage_estimator("gae")
@@ -281,13 +285,9 @@ def gae_advantages(
     """
     if values is None:
         raise ValueError("gae needs the critic's values")
-    actions = _as_columns(action_mask != 0)
-    expected = _as_columns(torch.where(action_mask != 0, values, 0.0)).double()
-    # A + V is the lambda-return: L_i = R_i + gamma * ((1 - lambda) * V_(i+1) + lambda * L_(i+1)).
-    gained = _rewards_as_columns(token_level_rewards, response_mask)
-    gained[:-1] += gamma * (1 - lambd) * expected[1:]
-    returns = _discounted_sums(gained, _discounts(actions, gamma * lambd))
-    return _of_columns(normalize_advantages(returns - expected, actions), returns, actions, token_level_rewards)
+    actions = action_mask != 0
+    returns = _returns(token_level_rewards, response_mask != 0, actions, gamma, lambd, values)
+    return normalize_advantages(returns - values, actions), returns
 
 
 def normalize_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -295,12 +295,14 @@ def normalize_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.
 
     The variance is the sample's (divisor n - 1), and 1e-8 is added to it: equal advantages, or a single one, become 0.
     """
-    kept = torch.where(mask != 0, advantages, 0.0).double()
-    count = (mask != 0).sum()
-    mean = kept.sum() / count.clamp(min=1)
-    centred = torch.where(mask != 0, kept - mean, 0.0)
-    variance = centred.square().sum() / (count - 1).clamp(min=1)
-    return centred.mul_(torch.rsqrt(variance + 1e-8)).to(advantages.dtype)
+    kept = mask != 0
+    count = torch.count_nonzero(kept)
+    centred = torch.where(kept, advantages, 0.0)
+    # A row's sum in its own precision, the rows' in float64: no large copy, and no error that grows with the batch.
+    mean = centred.sum(dim=-1).double().sum() / count.clamp(min=1)
+    centred.sub_(mean).masked_fill_(~kept, 0.0)
+    variance = torch.linalg.vector_norm(centred, dim=-1).double().square().sum() / (count - 1).clamp(min=1)
+    return centred.mul_(torch.rsqrt(variance + 1e-8))
 
 
 # ---- groups
@@ -347,34 +349,45 @@ def _of_every_token(
     return advantages, advantages
 
 
-# ---- recursions over time, which run over the rows of [T, B]: there, a token of all sequences lies in one piece
+# ---- time
 
 
-def _discounted_sums(gains: torch.Tensor, discounts: torch.Tensor) -> torch.Tensor:
-    """S_t = gains_t + discounts_(t+1) * S_(t+1), with S 0 after the end. [T, B]"""
-    sums = gains.clone()
-    rows, factors = sums.unbind(), discounts.unbind()
-    for t in range(len(rows) - 2, -1, -1):
-        rows[t].addcmul_(factors[t + 1], rows[t + 1])
-    return sums
+def _returns(
+    rewards: torch.Tensor,
+    response: torch.Tensor,
+    actions: torch.Tensor,
+    gamma: float,
+    lambd: float = 1.0,
+    values: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Lambda-returns of action tokens (without values: discounted sums of rewards), [B, T], 0 where there is no action:
 
+        L_i = R_i + gamma * ((1 - lambda) * V_(i+1) + lambda * L_(i+1))
 
-def _discounts(actions: torch.Tensor, discount: float) -> torch.Tensor:
-    """What a step onto each token costs: `discount` onto an action token, nothing (1) onto any other. [T, B]"""
-    return actions.double().mul_(discount - 1).add_(1)
+    On tokens t this is S_t = r_t + b_(t+1) + d_(t+1) * S_(t+1), where a step onto an action token costs
+    d = gamma * lambda and brings b = gamma * (1 - lambda) * V, and one onto any other token is free. A block of columns
+    is done at once: with w the running product of d, w_t * S_t is the sum of w * (r + b) from t to the end of the
+    block. Blocks are so short that no product leaves float64's range.
 
-
-def _as_columns(values: torch.Tensor) -> torch.Tensor:
-    return values.t().contiguous()
-
-
-def _rewards_as_columns(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    return _as_columns(torch.where(response_mask != 0, token_level_rewards, 0.0)).double()
-
-
-def _of_columns(
-    advantages: torch.Tensor, returns: torch.Tensor, actions: torch.Tensor, like: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both back as [B, T], 0 where there is no action."""
-    kept = torch.where(actions, returns, 0.0)
-    return _as_columns(advantages.to(like.dtype)), _as_columns(kept.to(like.dtype))
+    Args:
+        response, actions: [B, T] bool.
+    """
+    discount = max(gamma * lambd, _SMALLEST_DISCOUNT)
+    width = int(min(_BLOCK, _LARGEST_EXPONENT / max(abs(math.log(discount)), 1e-9)))
+    returns = torch.empty_like(rewards)
+    later = torch.zeros(len(rewards), 1, dtype=torch.float64, device=rewards.device)
+    for start in range((rewards.shape[1] - 1) // width * width, -1, -width):
+        block = slice(start, start + width)
+        acts = actions[:, block]
+        gains = torch.where(response[:, block], rewards[:, block], 0.0).double()
+        steps = acts.double().mul_(discount - 1).add_(1)
+        expected = torch.zeros_like(gains)
+        if values is not None:
+            expected = torch.where(acts, values[:, block], 0.0).double().mul_(gamma * (1 - lambd))
+            gains[:, :-1] += expected[:, 1:]
+        gains[:, -1:] += later
+        weights = steps.cumprod(dim=1)
+        sums = gains.mul_(weights).flip(1).cumsum(dim=1).flip(1).div_(weights)
+        later = steps[:, :1] * sums[:, :1] + expected[:, :1]
+        returns[:, block] = torch.where(acts, sums, 0.0)
+    return returns
