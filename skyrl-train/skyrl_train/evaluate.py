@@ -11,9 +11,11 @@ from skyrl_train.generators.batches import (
     prepare_generator_input,
     validate_generator_output,
 )
+from skyrl_train.generators.faults import LengthLimits
 from skyrl_train.generators.metrics import get_metrics_from_generator_output
 from skyrl_train.generators.rewards import total_reward
 from skyrl_train.generators.sampling import get_sampling_params
+from skyrl_train.generators.step_wise import per_row, whole_trajectories
 from skyrl_train.generators.trajectory_rows import trajectory_rows
 from skyrl_train.utils.io import expand_path, write_atomically
 from skyrl_train.utils.run_folder import RunFolder
@@ -38,12 +40,14 @@ async def evaluate(
     With n = `generator.eval_n_samples_per_prompt`, for each data source (the rows' `data_source`) and for `all`:
     `eval/<source>/avg_score`, `eval/<source>/pass_at_<n>`, `eval/<source>/mean_positive_reward`; and the rollout
     metrics as `eval/all/<name>`. With `trainer.dump_eval_results` every trajectory is written to a folder under
-    `trainer.export_path`/dumped_evals; with `trainer.dump_trajectories`, token by token, to the run folder.
+    `trainer.export_path`/dumped_evals; with `trainer.dump_trajectories`, token by token, to the run folder. Scores are
+    of whole trajectories, whether turns are rows of their own or not.
 
     Args:
         eval_dataloader: batches of dataset rows.
         global_step: the trainer's step, part of the sampling seed and of the folder's name; None without a trainer.
     """
+    limits = LengthLimits.of(cfg.generator, cfg.generator.eval_sampling_params)
     inputs, outputs, uids = [], [], []
     for rows in eval_dataloader:
         generator_input, batch_uids = prepare_generator_input(
@@ -55,11 +59,12 @@ async def evaluate(
             global_step,
         )
         output = await generator.generate(generator_input)
-        validate_generator_output(len(generator_input["prompts"]), output)
+        validate_generator_output(len(generator_input["prompts"]), output, limits)
         inputs.append(generator_input)
         outputs.append(output)
         uids += batch_uids
-    output = concatenate_generator_outputs(outputs)
+    turns = concatenate_generator_outputs(outputs)
+    output = whole_trajectories(turns)
     sources = [sanitize_data_source(extras.get("data_source")) for extras in _extras(inputs)]
     metrics = calculate_per_dataset_metrics(output, uids, sources, cfg.generator.eval_n_samples_per_prompt)
     metrics |= {f"eval/all/{name}": value for name, value in (output["rollout_metrics"] or {}).items()}
@@ -68,7 +73,7 @@ async def evaluate(
         folder = expand_path(cfg.trainer.export_path) / "dumped_evals" / name
         _dump(folder, tokenizer, inputs, output, sources, metrics)
     if cfg.trainer.dump_trajectories and global_step is not None:
-        rows = trajectory_rows(output, uids, tokenizer)
+        rows = trajectory_rows(turns, per_row(turns, uids), tokenizer)
         RunFolder(cfg.trainer.run_dir).write_trajectories(global_step, "eval", rows)
     return metrics
 
