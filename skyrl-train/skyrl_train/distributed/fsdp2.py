@@ -1,11 +1,14 @@
 """FSDP2 (`fully_shard`): sharding a model over ranks, and the operations that must know it is sharded."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -18,7 +21,8 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, *, bf16:
     cast for forward and backward, and gradients are reduced in float32.
 
     Args:
-        model: float32 parameters, on the CPU or the mesh's device, the same on every rank.
+        model: float32 parameters, on the CPU or the mesh's device, the same on every rank; or (on some ranks) on the
+            meta device, for `load_whole_state`.
     """
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if config.cpu_offload else OffloadPolicy()
@@ -41,18 +45,40 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
+def load_whole_state(model: nn.Module, whole: dict[str, Any], config: FSDPConfig, device: torch.device) -> None:
+    """Gives every rank its part of a model that rank 0 holds whole, parameter by parameter. A collective.
+
+    Args:
+        model: sharded; on ranks other than 0 it may still be on the meta device.
+        whole: the model's state dict on rank 0; what other ranks give is not looked at.
+        device: what the model computes on.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device="cpu" if config.cpu_offload else device)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, whole, options=options)
+    # A state dict lacks the buffers that are computed from the config (rotary frequencies): these come from rank 0 too.
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            on_device = buffer.to(device)
+            dist.broadcast(on_device, src=0)
+            setattr(module, name, on_device)
+
+
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a sharded tensor (a collective: every rank must call it)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter whole, one at a time, in the same order on every rank. Tied parameters appear once."""
-    for name, parameter in model.named_parameters():
-        yield name, full(parameter.detach())
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
     """Scales the gradients to at most `max_norm` over all ranks; returns the norm before."""
     norm = torch.nn.utils.clip_grad_norm_(list(parameters), max_norm, foreach=True)
     return float(full(norm))
+
+
+def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Moves what an optimizer keeps of every parameter. Step counts stay: they are where the optimizer wants them."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                state[name] = value.to(device)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from skyrl_train.errors import ConfigError
@@ -22,7 +22,7 @@ def attention_implementation(flash_attn: bool, device: torch.device) -> str:
     return "flash_attention_2" if device.type == "cuda" and is_flash_attn_2_available() else "sdpa"
 
 
-def load_causal_lm(path: str, *, device: torch.device, **loading: Any) -> nn.Module:
+def load_causal_lm(path: str, *, device: torch.device, **loading: Any) -> PreTrainedModel:
     """A model in float32 in training mode (dropout off: rollouts had none), from a folder or a hub name. It is on the
     CPU: sharding moves what it divides.
 
@@ -33,7 +33,7 @@ def load_causal_lm(path: str, *, device: torch.device, **loading: Any) -> nn.Mod
     return _load(AutoModelForCausalLM, path, device=device, **loading)
 
 
-def load_backbone(path: str, *, device: torch.device, **loading: Any) -> nn.Module:
+def load_backbone(path: str, *, device: torch.device, **loading: Any) -> PreTrainedModel:
     """The same without the output layer.
 
     Args:
@@ -55,7 +55,7 @@ def _load(
     gradient_checkpointing: bool = False,
     use_reentrant: bool = False,
     with_weights: bool = True,
-) -> nn.Module:
+) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(path, trust_remote_code=True)
     for name, value in (config_overrides or {}).items():
         if not hasattr(config, name):

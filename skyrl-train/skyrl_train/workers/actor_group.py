@@ -11,10 +11,12 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.env_vars import scheduling_timeout_seconds
-from skyrl_train.training_batch import TensorBatch
 from skyrl_train.utils.process_log import capture_output, configure_logging
 from skyrl_train.utils.ray_calls import Call, answers_of
 from skyrl_train.workers.model_worker import ModelWorker, RankInfo
+
+ShardArgs = Sequence[tuple[Any, ...]]
+"""The arguments of a call on every shard, in shard order."""
 
 
 class WorkerProcess:
@@ -45,12 +47,14 @@ def prepare_process(log_file: str) -> None:
 
 
 class ActorGroup:
-    """Ranks 0..N-1 of one worker class.
+    """Ranks 0..N-1 of one worker class. Consecutive ranks that share sequences are a shard: they take the same rows and
+    compute the same answer.
 
     Args:
-        name: "policy", "ref": in logs and errors.
+        name: "policy", "critic", "ref": in logs and errors.
         worker_class, args: what each process makes.
         num_ranks: how many processes.
+        ranks_per_shard: how many of them share each sequence.
         device: "cpu" or "cuda".
         log_folder: each rank writes `<name>_<rank>.log` there.
         timeout_seconds: the deadline of every call.
@@ -65,14 +69,19 @@ class ActorGroup:
         args: tuple[Any, ...],
         *,
         num_ranks: int,
+        ranks_per_shard: int = 1,
         device: str,
         log_folder: Path,
         timeout_seconds: float,
         gpu_share: float = 1.0,
         placement_group: PlacementGroup | None = None,
     ):
+        if num_ranks % ranks_per_shard:
+            raise ValueError(f"{num_ranks} ranks of {name} cannot form shards of {ranks_per_shard}")
         self.name = name
         self.num_ranks = num_ranks
+        self.num_shards = num_ranks // ranks_per_shard
+        self._ranks_per_shard = ranks_per_shard
         self._device = device
         self._timeout_seconds = timeout_seconds
         self._log_files = [str(log_folder / f"{name}_{rank}.log") for rank in range(num_ranks)]
@@ -95,28 +104,34 @@ class ActorGroup:
             )
             for rank in range(self.num_ranks)
         ]
-        await self.call_each("init_model", [(info,) for info in infos])
+        calls = [self._call(rank, "init_model", info) for rank, info in enumerate(infos)]
+        await answers_of(calls, self._timeout_seconds)
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
         """The same call on every rank; the answers in rank order."""
         return await answers_of(self._calls(method, *args), self._timeout_seconds)
 
-    async def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """A call with its own arguments on every rank."""
-        calls = [
-            self._call(rank, method, *own_args) for rank, own_args in zip(range(self.num_ranks), args, strict=True)
-        ]
-        return await answers_of(calls, self._timeout_seconds)
+    async def call_shards(self, method: str, args: ShardArgs) -> list[Any]:
+        """A call with each shard's own arguments on all its ranks; the answer of each shard (its first rank's)."""
+        [answers] = await self.call_in_turn([(method, args)])
+        return answers
 
-    async def call_in_turn(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[list[Any]]:
-        """Several calls, each on every rank, handed over at once: the ranks go through them without waiting for us.
+    async def call_in_turn(self, calls: Sequence[tuple[str, ShardArgs]]) -> list[list[Any]]:
+        """Several calls as of `call_shards`, handed over at once: the ranks go through them without waiting for us.
 
         Returns:
-            for each call, the answers in rank order.
+            for each call, the answers in shard order.
         """
-        references = [actor.call_in_turn.remote(calls) for actor in self._actors]
+        for method, args in calls:
+            if len(args) != self.num_shards:
+                raise ValueError(f"{self.name} has {self.num_shards} shards; {method} got arguments for {len(args)}")
+        of_shards = [[(method, args[shard]) for method, args in calls] for shard in range(self.num_shards)]
+        references = [
+            actor.call_in_turn.remote(of_shards[rank // self._ranks_per_shard])
+            for rank, actor in enumerate(self._actors)
+        ]
         of_ranks = await answers_of([self._named(*pair) for pair in enumerate(references)], self._timeout_seconds)
-        return [list(of_call) for of_call in zip(*of_ranks, strict=True)]
+        return [list(of_call) for of_call in zip(*of_ranks[:: self._ranks_per_shard], strict=True)]
 
     def _calls(self, method: str, *args: Any) -> list[Call]:
         return [self._call(rank, method, *args) for rank in range(self.num_ranks)]
@@ -150,26 +165,3 @@ def actor_options(
             placement_group=placement_group, placement_group_bundle_index=bundle_index
         )
     return options
-
-
-def rows_of_ranks(num_rows: int, mini_batch_rows: int, num_ranks: int) -> torch.Tensor:
-    """Which rows of a batch each rank takes [num_ranks, num_rows / num_ranks]: of every mini-batch an equal,
-    consecutive part, mini-batch after mini-batch. So mini-batch i is the same slice of every rank's rows.
-
-    Raises:
-        ValueError: the numbers do not divide.
-    """
-    if num_rows % mini_batch_rows or mini_batch_rows % num_ranks:
-        raise ValueError(
-            f"{num_rows} rows must be whole mini-batches of {mini_batch_rows}, and those divide over {num_ranks} ranks"
-        )
-    rows = torch.arange(num_rows).view(-1, num_ranks, mini_batch_rows // num_ranks)
-    return rows.transpose(0, 1).reshape(num_ranks, -1)
-
-
-def gather_rows(shards: Sequence[TensorBatch], key: str, rows: torch.Tensor) -> torch.Tensor:
-    """Puts the ranks' outputs `key` back in the order of the batch that `rows` [num_ranks, rows a rank] split."""
-    joined = torch.cat([shard.tensor(key) for shard in shards])
-    ordered = torch.empty_like(joined)
-    ordered[rows.flatten()] = joined
-    return ordered

@@ -1,5 +1,6 @@
 """One rank of a model: it loads, shards and runs it. Knows nothing of Ray; alone it is a plain object."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,11 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from skyrl_train.config import FSDPConfig, SkyRLConfig
-from skyrl_train.distributed.fsdp2 import shard_model
+from skyrl_train.config import CriticConfig, PolicyConfig, RefConfig, SkyRLConfig
+from skyrl_train.distributed.fsdp2 import load_whole_state, shard_model
 from skyrl_train.distributed.process_group import free_port, init_process_group, make_mesh, node_address
-from skyrl_train.models.causal_lm import load_causal_lm, response_log_probs, trim
+from skyrl_train.distributed.ulysses import SequenceParallel, make_sequence_parallel
+from skyrl_train.models.causal_lm import load_causal_lm
+from skyrl_train.models.scoring import ScoringModel, TokenScores
 from skyrl_train.training_batch import TrainingInputBatch, TrainingOutputBatch
+from skyrl_train.workers.schedule import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +30,13 @@ class RankInfo:
 
 
 class ModelWorker:
-    """A sharded causal LM that gives log-probs. The reference model is one as it stands; the policy adds learning."""
+    """A sharded causal LM that gives log-probs. The reference model is one as it stands; what learns adds to it."""
+
+    model: nn.Module
+    """The sharded root module, a `ScoringModel` unless a subclass builds another."""
+
+    sequence_parallel: SequenceParallel | None
+    """The ranks of this rank's shard, if they are several."""
 
     def __init__(self, cfg: SkyRLConfig):
         self.cfg = cfg
@@ -35,9 +45,9 @@ class ModelWorker:
         self.world_size = 1
 
     @property
-    def _model_settings(self) -> tuple[str, FSDPConfig, dict[str, Any]]:
-        ref = self.cfg.trainer.ref
-        return ref.model.path, ref.fsdp_config, ref.model_config_kwargs
+    def settings(self) -> PolicyConfig | CriticConfig | RefConfig:
+        """The section of the settings that describes this model."""
+        return self.cfg.trainer.ref
 
     def rendezvous_point(self) -> tuple[str, int]:
         """An address and free port of this worker's machine where its group can meet."""
@@ -45,7 +55,13 @@ class ModelWorker:
 
     def init_model(self, info: RankInfo) -> None:
         """Joins the group and loads the model. A collective: every rank must call it."""
+        self.join(info)
+        self.load_model()
+
+    def join(self, info: RankInfo) -> None:
+        """Meets the other ranks. A collective."""
         self.rank, self.world_size, self.device = info.rank, info.world_size, torch.device(info.device)
+        timeout = self.cfg.trainer.worker_timeout_seconds
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         init_process_group(
@@ -54,63 +70,84 @@ class ModelWorker:
             master_address=info.master_address,
             master_port=info.master_port or free_port(),
             device=self.device,
-            timeout_seconds=self.cfg.trainer.worker_timeout_seconds,
+            timeout_seconds=timeout,
         )
-        torch.manual_seed(self.cfg.trainer.seed)
-        path, fsdp_config, config_overrides = self._model_settings
-        model = load_causal_lm(
-            path,
-            device=torch.device("cpu") if fsdp_config.cpu_offload else self.device,
-            flash_attn=self.cfg.trainer.flash_attn,
-            config_overrides=config_overrides,
-            **self._checkpointing,
-        )
-        mesh = make_mesh(self.device, fsdp_config.fsdp_size)
-        self.model: nn.Module = shard_model(model, mesh, fsdp_config, bf16=self.cfg.trainer.bf16)
+        self.sequence_parallel = make_sequence_parallel(self.settings.sequence_parallel_size, timeout)
 
-    @property
-    def _checkpointing(self) -> dict[str, bool]:
-        return {}  # nothing is kept for a backward pass that never comes
+    def load_model(self) -> None:
+        """Loads the model, whole on rank 0 alone, and divides it over the ranks. A collective."""
+        torch.manual_seed(self.cfg.trainer.seed)
+        model = self.build(self.settings.model.path or "", with_weights=self.rank == 0)
+        whole = model.state_dict() if self.rank == 0 else {}
+        fsdp_config = self.settings.fsdp_config
+        mesh = make_mesh(self.device, fsdp_config.fsdp_size)
+        self.model = shard_model(model, mesh, fsdp_config, bf16=self.cfg.trainer.bf16)
+        if self.world_size > 1:
+            load_whole_state(self.model, whole, fsdp_config, self.device)
+
+    def build(self, path: str, *, with_weights: bool) -> nn.Module:
+        """The model whole, in float32 on the CPU; without weights its parameters have shapes only (meta device)."""
+        transformer = load_causal_lm(path, with_weights=with_weights, **self.loading())
+        return ScoringModel(transformer, chunk_size=self.cfg.trainer.logprobs_chunk_size, **self.layout())
+
+    def loading(self) -> dict[str, Any]:
+        """How a transformers model is loaded. What is not trained keeps nothing for a backward that never comes."""
+        return dict(
+            device=self.device,
+            flash_attn=self.cfg.trainer.flash_attn,
+            config_overrides=self.settings.model_config_kwargs,
+        )
+
+    def layout(self) -> dict[str, Any]:
+        """How rows lie before the model. Attention written out (`flash_attn=false`) knows padded rows only."""
+        trainer = self.cfg.trainer
+        return dict(packing=trainer.use_sample_packing and trainer.flash_attn, sequence_parallel=self.sequence_parallel)
 
     @torch.no_grad()
-    def forward(self, batch: TrainingInputBatch) -> TrainingOutputBatch:
-        """Log-probs `output` [B, R] of the responses in `sequences`, `attention_mask` [B, T]. R is metadata
-        `response_length`."""
-        micro_size = self.cfg.trainer.micro_forward_batch_size_per_gpu
-        outputs = []
-        for micro in batch.chunks(micro_size):
-            log_probs, _ = self._response_log_probs(micro, with_entropy=False)
-            outputs.append(log_probs.cpu())
-        return TrainingOutputBatch(output=torch.cat(outputs))
+    def forward(self, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch]) -> TrainingOutputBatch:
+        """What the model says of each response token, as `output` [b, R] of the batch's rows (0 for a row that only
+        fillers compute).
 
-    def _response_log_probs(
-        self, micro: TrainingInputBatch, *, with_entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs and entropy [B, R] of a micro-batch, computed without the columns that only pad; 0 there."""
-        num_response = micro.metadata["response_length"]
-        sequences, mask, num_used = trim(micro.tensor("sequences"), micro.tensor("attention_mask"), num_response)
-        log_probs, entropy = response_log_probs(
-            self.model,
-            sequences.to(self.device),
-            mask.to(self.device),
-            num_used,
+        Args:
+            batch: `sequences`, `attention_mask` [b, T]. R is metadata `response_length`.
+            micro_batches: its rows, as the schedule divides them.
+        """
+        output = torch.zeros(len(batch), batch.metadata["response_length"])
+        for micro_batch in micro_batches:
+            rows = torch.tensor(micro_batch.rows)
+            scores = self.score(batch.rows(rows))
+            if not micro_batch.is_filler:
+                output[rows] = scores.cpu()
+        return TrainingOutputBatch(output=output)
+
+    def score(self, micro: TrainingInputBatch) -> torch.Tensor:
+        """One number [b, R] of each response token: here its log-prob."""
+        return self.token_scores(micro).log_probs
+
+    def token_scores(self, micro: TrainingInputBatch, *, with_entropy: bool = False) -> TokenScores:
+        """Log-probs under the temperature of sampling (the policy's, whichever model this is), and entropy [b, R]."""
+        return self.model(
+            micro.tensor("sequences").to(self.device),
+            micro.tensor("attention_mask").to(self.device),
+            micro.metadata["response_length"],
             self.cfg.generator.sampling_params.temperature,
             with_entropy=with_entropy,
         )
-        missing = num_response - num_used
-        if missing:
-            log_probs = nn.functional.pad(log_probs, (0, missing))
-            entropy = None if entropy is None else nn.functional.pad(entropy, (0, missing))
-        return log_probs, entropy
+
+    @property
+    def _moves(self) -> bool:
+        """Whether the model has a device to give up: not on a CPU, nor where it rests in host memory anyway."""
+        return self.device.type == "cuda" and not self.settings.fsdp_config.cpu_offload
 
     def offload_to_cpu(self) -> None:
         """Gives the device's memory back until `backload_to_gpu`. On a CPU there is nothing to give."""
-        if self.device.type == "cuda":
+        if self._moves:
             self.model.to("cpu")
             torch.cuda.empty_cache()
 
     def backload_to_gpu(self) -> None:
-        if self.device.type == "cuda":
+        """Takes the device again."""
+        if self._moves:
             self.model.to(self.device)
 
     def teardown(self) -> None:
@@ -120,3 +157,8 @@ class ModelWorker:
 
 class RefWorker(ModelWorker):
     """The reference model: the policy as it was, which KL is measured to."""
+
+    def load_weights(self, folder: str) -> None:
+        """Becomes the model that `PolicyWorker.save_hf_model` wrote into `folder`. A collective."""
+        whole = self.build(folder, with_weights=True).state_dict() if self.rank == 0 else {}
+        load_whole_state(self.model, whole, self.settings.fsdp_config, self.device)

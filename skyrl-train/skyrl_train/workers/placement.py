@@ -5,7 +5,7 @@ sleep while the workers learn, workers are offloaded while the engines write, an
 Without it both keep their devices and weights are broadcast.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
@@ -20,7 +20,7 @@ from skyrl_train.weight_sync.base import WeightSyncInitInfo
 from skyrl_train.workers.actor_group import ActorGroup
 from skyrl_train.workers.model_worker import ModelWorker
 
-SHARE_OF_SHARED_GPU = 0.2  # three kinds of process (policy, ref, engine) fit on one GPU, with room for one more
+SHARE_OF_SHARED_GPU = 0.2  # four kinds of process (policy, critic, ref, engine) fit on one GPU, with room for one more
 
 
 def make_shared_placement_group(cfg: SkyRLConfig, timeout_seconds: float | None = None) -> PlacementGroup | None:
@@ -49,22 +49,31 @@ class Placement:
         self._cfg = cfg
         self._shared = shared
         self._takes_turns = cfg.trainer.placement.colocate_all
-        self._ref_shares_with_policy = self._takes_turns or cfg.trainer.placement.colocate_policy_ref
+        self._ref_shares_with_policy = cfg.trainer.placement.colocate_policy_ref
 
     def start_group(
-        self, name: str, worker_class: type[ModelWorker], args: tuple[Any, ...], run_folder: RunFolder
+        self,
+        name: Literal["policy", "critic", "ref"],
+        worker_class: type[ModelWorker],
+        args: tuple[Any, ...],
+        run_folder: RunFolder,
     ) -> ActorGroup:
         """The processes of one model; `init_model` then waits for them."""
-        placement = self._cfg.trainer.placement
-        num_ranks = {"policy": placement.policy_world_size, "ref": placement.ref_world_size}[name]
+        trainer = self._cfg.trainer
+        num_ranks, model = {
+            "policy": (trainer.placement.policy_world_size, trainer.policy),
+            "critic": (trainer.placement.critic_world_size, trainer.critic),
+            "ref": (trainer.placement.ref_world_size, trainer.ref),
+        }[name]
         return ActorGroup(
             name,
             worker_class,
             args,
             num_ranks=num_ranks,
-            device=self._cfg.trainer.placement.resolved_device(),
+            ranks_per_shard=model.sequence_parallel_size,
+            device=trainer.placement.resolved_device(),
             log_folder=run_folder.logs_folder,
-            timeout_seconds=self._cfg.trainer.worker_timeout_seconds,
+            timeout_seconds=trainer.worker_timeout_seconds,
             gpu_share=1.0 if self._shared is None else SHARE_OF_SHARED_GPU,
             placement_group=self._shared,
         )
@@ -108,7 +117,7 @@ class Placement:
             await group.call_all("backload_to_gpu")
 
     async def swap(self, *, out: ActorGroup, into: ActorGroup) -> None:
-        """One group makes room on the device for another."""
-        if self._ref_shares_with_policy:
+        """One group makes room on the device for another, if both are on the same."""
+        if self._takes_turns or (self._ref_shares_with_policy and {out.name, into.name} == {"policy", "ref"}):
             await out.call_all("offload_to_cpu")
             await into.call_all("backload_to_gpu")

@@ -1,0 +1,114 @@
+"""A learner's state on disk: sharded checkpoints that any number of ranks can read, and folders that are whole or
+absent. Knows files and state dicts, not what is learnt."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+
+from skyrl_train.errors import CheckpointError
+from skyrl_train.utils.io import fsync_folder
+
+
+def write_state(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: dict[str, Any], rank: int
+) -> None:
+    """Writes model, optimizer, scheduler and this rank's random state into a folder. A collective.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        save_sharded({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path / "sharded")
+    except CheckpointException as error:  # no Exception: left alone, it would end this process
+        raise CheckpointError(_reasons(error)) from None
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
+    try:
+        torch.save({"scheduler": scheduler, "rng": _random_state()}, path / f"rank_{rank}.pt")
+    except (OSError, RuntimeError) as error:  # torch's writer says that the disk is full by a RuntimeError
+        raise CheckpointError(str(error)) from error
+
+
+def read_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
+    """Takes on what `write_state` wrote, on any number of ranks. A collective.
+
+    Returns:
+        the scheduler's state.
+
+    Raises:
+        CheckpointError: it is of another model, or damaged.
+    """
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    try:
+        load_sharded(state, checkpoint_id=path / "sharded")
+    except CheckpointException as error:
+        raise CheckpointError(f"{path} does not fit this model: {_reasons(error)}") from None
+    except (OSError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"{path} does not fit this model: {error}") from error
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    # A rank that is new (more ranks than before) goes on with rank 0's random state, set apart by its number.
+    own = path / f"rank_{rank}.pt"
+    extra = torch.load(own if own.exists() else path / "rank_0.pt", weights_only=False)
+    _set_random_state(extra["rng"])
+    if not own.exists():
+        torch.manual_seed(torch.initial_seed() + rank)
+    return extra["scheduler"]
+
+
+@contextmanager
+def replacing(folder: str | Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `folder` when the block ends well. Whatever kills the process,
+    `folder` is as it was before or as it is after (or, where there was one before, for an instant absent)."""
+    place = Path(folder)
+    partial = place.with_name(f"{place.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed while it wrote
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in [*partial.rglob("*"), partial]:
+            _flush(path)
+        shutil.rmtree(place, ignore_errors=True)
+        partial.rename(place)
+        fsync_folder(place.parent)
+    except BaseException:  # a KeyboardInterrupt must not leave the half folder either
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _flush(path: Path) -> None:
+    if path.is_dir():
+        fsync_folder(path)
+        return
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _reasons(error: CheckpointException) -> str:
+    """What failed on which rank, without the tracebacks of every one."""
+    return "; ".join(f"rank {rank}: {type(reason).__name__}: {reason}" for rank, (reason, _) in error.failures.items())
+
+
+def _random_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
