@@ -280,7 +280,7 @@ class SkyRLConfig(BaseConfig):
             )
 
 
-def default_values(config_type: type[SkyRLConfig] = SkyRLConfig) -> dict[str, Any]:
+def default_values(config_type: type[BaseConfig] = SkyRLConfig) -> dict[str, Any]:
     """The defaults as plain values, references to other settings kept as text (so that Hydra may resolve them last)."""
     return {section.name: to_dict(section.default_factory()) for section in fields(config_type)}  # type: ignore[misc]
 

@@ -7,6 +7,7 @@ them, and so does a user's YAML with `defaults: [ppo_base_config, _self_]`.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_train.config.base import BaseConfig
 from skyrl_train.config.config import SkyRLConfig, default_values
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ they are not part of its defaults; without the `+` they are set as well. Their d
 either way."""
 
 
-def register_config_store(config_type: type[SkyRLConfig] = SkyRLConfig, name: str = "ppo_base_config") -> None:
+def register_config_store(config_type: type[BaseConfig] = SkyRLConfig, name: str = "ppo_base_config") -> None:
     """Makes the defaults of `config_type` known to Hydra as `name`. A second call replaces the first."""
     from hydra.core.config_store import ConfigStore
 
@@ -46,7 +47,7 @@ def register_config_store(config_type: type[SkyRLConfig] = SkyRLConfig, name: st
     ConfigStore.instance().store(name=name, node=node)
 
 
-def get_default_config(config_type: type[SkyRLConfig] = SkyRLConfig) -> "DictConfig":
+def get_default_config(config_type: type[BaseConfig] = SkyRLConfig) -> "DictConfig":
     """The defaults as an OmegaConf tree whose interpolations follow changes made to it.
 
     Its sections accept unknown names, so that `from_dict` can refuse them with the nearest valid one.

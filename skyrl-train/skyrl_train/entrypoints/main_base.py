@@ -8,8 +8,9 @@ import asyncio
 import multiprocessing
 import signal
 import sys
+from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import hydra
 import ray
@@ -220,7 +221,13 @@ def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def run_experiment(cfg: SkyRLConfig, experiment: type[BasePPOExp] = BasePPOExp) -> None:
+class Experiment(Protocol):
+    """What `run_experiment` runs."""
+
+    def run(self) -> None: ...
+
+
+def run_experiment(cfg: SkyRLConfig, experiment: Callable[[SkyRLConfig], Experiment] = BasePPOExp) -> None:
     """Starts Ray, runs the experiment in this process, stops Ray. What a person must mend ends it with a plain text.
 
     SIGINT and SIGTERM end it in order: nothing of it keeps running.

@@ -1,0 +1,89 @@
+"""`python -m skyrl_train.entrypoints.main_sft key=value …`: trains a model on demonstrations."""
+
+import asyncio
+import sys
+
+import hydra
+from omegaconf import DictConfig
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from skyrl_train.config import config_dir, get_config_as_yaml_str, register_config_store
+from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig
+from skyrl_train.config.validation import validate_supervised_cfg
+from skyrl_train.dataset.supervised import SupervisedDataset
+from skyrl_train.entrypoints.main_base import run_experiment
+from skyrl_train.errors import SkyRLError
+from skyrl_train.supervised import SupervisedTrainer
+from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train.utils.tracking import Tracking
+
+register_config_store(SupervisedConfig, "sft_base_config")
+
+
+class SupervisedExp:
+    """One run of supervised training: settings in, a trained model out.
+
+    Args:
+        settings: validated; `PreferenceConfig` for preference pairs.
+
+    Raises:
+        DataError: data that cannot be read, or has nothing to learn.
+    """
+
+    def __init__(self, settings: SupervisedConfig):
+        self.settings = settings
+        self.cfg = settings.as_training_config()
+        self.run_folder = RunFolder(self.cfg.trainer.run_dir)
+        self.tokenizer = self.get_tokenizer()
+        self.train_dataset = self.get_dataset(settings.data.train_data)
+        wants_eval = self.cfg.trainer.eval_interval > 0 and settings.data.val_data
+        self.eval_dataset = self.get_dataset(settings.data.val_data) if wants_eval else None
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        tokenizer = AutoTokenizer.from_pretrained(self.cfg.trainer.policy.model.path, trust_remote_code=True)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
+
+    def get_dataset(self, sources: list[str]) -> SupervisedDataset:
+        with_pairs = isinstance(self.settings, PreferenceConfig)
+        return SupervisedDataset(sources, self.tokenizer, self.settings.data, with_pairs=with_pairs)
+
+    def run(self) -> None:
+        """Trains to the end."""
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        trainer = self.cfg.trainer
+        self.run_folder.write_config(get_config_as_yaml_str(self.settings))
+        tracker = Tracking(
+            project_name=trainer.project_name,
+            experiment_name=trainer.run_name,
+            backends=trainer.logger,
+            config=self.settings,
+            run_folder=self.run_folder,
+        )
+        run = SupervisedTrainer(self.cfg, tracker, self.tokenizer, self.train_dataset, self.eval_dataset)
+        await run.build_models()
+        try:
+            await run.train()
+        finally:
+            await run.shutdown()
+
+
+def start(cfg: DictConfig, config_type: type[SupervisedConfig]) -> None:
+    """Checks the settings and runs them; what a person must mend ends it with a plain text."""
+    try:
+        settings = validate_supervised_cfg(cfg, config_type)
+    except SkyRLError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    run_experiment(settings.as_training_config(), lambda _: SupervisedExp(settings))
+
+
+@hydra.main(config_path=config_dir, config_name="sft_base_config", version_base=None)
+def main(cfg: DictConfig) -> None:
+    start(cfg, SupervisedConfig)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Supervised training: read, learn; repeat. Demonstrations and preference pairs, on the same workers as reinforcement
+learning, with the same losses' contract, checkpoints and metrics.
+"""
+
+import asyncio
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from loguru import logger
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.algorithms.losses import PolicyLossRegistry
+from skyrl_train.algorithms.reduction import token_weights
+from skyrl_train.checkpoints import CheckpointStore, extract_step_from_path
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.dataset.dataloader import PromptDataLoader
+from skyrl_train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
+from skyrl_train.dataset.supervised import Item, SupervisedDataset
+from skyrl_train.training_batch import TrainingInputBatch
+from skyrl_train.utils.io import expand_path, write_atomically
+from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train.utils.timer import Timer
+from skyrl_train.utils.tracking import Tracking
+from skyrl_train.workers.actor_group import ActorGroup
+from skyrl_train.workers.batch_calls import forward, learn
+from skyrl_train.workers.model_worker import RefWorker
+from skyrl_train.workers.placement import Placement
+from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train.workers.schedule import Schedule
+from skyrl_train.workers.step_metrics import step_metrics
+
+class SupervisedTrainer:
+    """One run of supervised training. A batch is one optimizer step.
+
+    Args:
+        cfg: the settings as workers take them (`SupervisedConfig.as_training_config`); `policy_loss_type` is
+            `cross_entropy` for demonstrations, `dpo` for pairs.
+        train_dataset, eval_dataset: examples, or pairs.
+    """
+
+    def __init__(
+        self,
+        cfg: SkyRLConfig,
+        tracker: Tracking,
+        tokenizer: PreTrainedTokenizerBase,
+        train_dataset: SupervisedDataset,
+        eval_dataset: SupervisedDataset | None = None,
+    ):
+        trainer = cfg.trainer
+        self.cfg = cfg
+        self.tracker = tracker
+        self.tokenizer = tokenizer
+        self.with_pairs = trainer.algorithm.policy_loss_type == "dpo"
+        self.dataloader = PromptDataLoader(
+            train_dataset, trainer.train_batch_size, shuffle=True, drop_last=True, seed=trainer.seed
+        )
+        steps = len(self.dataloader) * trainer.epochs
+        self.total_training_steps = min(steps, trainer.max_training_steps or steps)
+        self.eval_dataset = eval_dataset
+        self.run_folder = RunFolder(trainer.run_dir)
+        self.checkpoints = CheckpointStore(trainer.ckpt_path, trainer.max_ckpts_to_keep)
+        self.placement = Placement(cfg, None)
+        self.global_step = 0
+        self.all_metrics: dict[str, float] = {}
+        self.all_timings: dict[str, float] = {}
+        self.policy_model: ActorGroup
+        self.ref_model: ActorGroup | None = None
+
+    # ---- the run
+
+    async def train(self) -> None:
+        """Read, learn; repeat."""
+        await self.start()
+        for items in self.batches():
+            self.global_step += 1
+            with self.timed("step"):
+                batch = self.to_batch(items)
+                if self.ref_model is not None:
+                    with self.timed("reference"):
+                        batch = await self.add_reference_log_probs(batch)
+                with self.timed("learn"):
+                    await self.learn(batch)
+            if self.is_due(self.cfg.trainer.eval_interval):
+                await self.evaluate()
+            self.log()
+            if self.is_due(self.cfg.trainer.ckpt_interval):
+                await self.save_checkpoint()
+            if self.is_due(self.cfg.trainer.hf_save_interval):
+                await self.save_hf_model()
+
+    async def start(self) -> None:
+        """Goes on from a checkpoint if there is one; evaluates what is there."""
+        self.tracker.total_steps = self.total_training_steps
+        await self.load_checkpoint()
+        if self.global_step == 0 and self.cfg.trainer.eval_before_train and self.eval_dataset is not None:
+            await self.evaluate()
+            self.log()
+        self.all_metrics, self.all_timings = {}, {}
+
+    def batches(self) -> Iterator[list[Item]]:
+        """The examples of each step that is still to come, epoch after epoch."""
+        for _ in range(self.global_step, self.total_training_steps):
+            yield self.dataloader.next_batch()
+
+    def is_due(self, interval: int) -> bool:
+        """Every `interval` steps and after the last one; never if the interval is not positive."""
+        return interval > 0 and (self.global_step % interval == 0 or self.global_step == self.total_training_steps)
+
+    def timed(self, name: str) -> Timer:
+        return Timer(name, self.all_timings)
+
+    def log(self) -> None:
+        """Hands this step's metrics over and starts the next step's."""
+        timings = {f"timing/{name}": seconds for name, seconds in self.all_timings.items()}
+        own = {"trainer/epoch": self.dataloader.epoch, "trainer/global_step": self.global_step}
+        self.tracker.log(self.all_metrics | timings | own, step=self.global_step, commit=True)
+        self.all_metrics, self.all_timings = {}, {}
+
+    # ---- models
+
+    async def build_models(self) -> None:
+        """Starts the workers."""
+        loss_fn = PolicyLossRegistry.get(self.cfg.trainer.algorithm.policy_loss_type)
+        args = (self.cfg, loss_fn, max(1, self.total_training_steps))
+        self.policy_model = self.placement.start_group("policy", PolicyWorker, args, self.run_folder)
+        groups = [self.policy_model]
+        if self.with_pairs:
+            self.ref_model = self.placement.start_group("ref", RefWorker, (self.cfg,), self.run_folder)
+            groups.append(self.ref_model)
+        await asyncio.gather(*(group.init_model() for group in groups))
+        if self.ref_model is not None:
+            await self.placement.offload(self.ref_model)
+
+    async def shutdown(self) -> None:
+        """Sends what the trackers still hold, and ends the processes of this run. For a run that failed, too."""
+        self.tracker.finish()
+        for group in (self.policy_model, self.ref_model):
+            if group is not None:
+                group.kill()
+
+    # ---- read
+
+    def to_batch(self, items: Sequence[Item]) -> TrainingInputBatch:
+        """Examples as tensors: the first token is the prompt, the others are the response. Pairs are neighbours: rows
+        2k (preferred) and 2k + 1."""
+        algorithm = self.cfg.trainer.algorithm
+        examples = [example for item in items for example in item]
+        nothing = [[0.0] * (len(example.ids) - 1) for example in examples]
+        sequences, attention_mask, response_mask, advantages, loss_mask, _ = convert_prompts_responses_to_batch_tensors(
+            self.tokenizer,
+            [example.ids[:1] for example in examples],
+            [example.ids[1:] for example in examples],
+            nothing,
+            [example.mask[1:] for example in examples],
+        )
+        return TrainingInputBatch(
+            sequences=sequences,
+            attention_mask=attention_mask,
+            loss_mask=loss_mask,
+            loss_weights=token_weights(loss_mask, algorithm.loss_reduction, algorithm.max_seq_len),
+            advantages=advantages,
+            metadata={"response_length": response_mask.shape[1]},
+        )
+
+    def schedule(self, batch: TrainingInputBatch, group: ActorGroup) -> Schedule:
+        trainer = self.cfg.trainer
+        return Schedule.of(
+            batch.tensor("attention_mask").sum(dim=1).tolist(),
+            [range(len(batch))],
+            group.num_shards,
+            micro_batch_size=trainer.micro_train_batch_size_per_gpu,
+            max_tokens=trainer.max_tokens_per_microbatch,
+            unit=2 if self.with_pairs else 1,
+        )
+
+    async def add_reference_log_probs(self, batch: TrainingInputBatch) -> TrainingInputBatch:
+        """The reference model's log-probs, under the name that the `dpo` loss reads them by."""
+        assert self.ref_model is not None
+        await self.placement.swap(out=self.policy_model, into=self.ref_model)
+        batch["action_log_probs"] = await forward(self.ref_model, self.schedule(batch, self.ref_model), batch)
+        await self.placement.swap(out=self.ref_model, into=self.policy_model)
+        return batch
+
+    # ---- learn
+
+    async def learn(self, batch: TrainingInputBatch) -> None:
+        """One optimizer step on the whole batch."""
+        schedule = self.schedule(batch, self.policy_model)
+        learnt = await learn(self.policy_model, schedule, batch, epochs=1)
+        metrics = step_metrics("train", learnt.losses, learnt.steps)
+        self.all_metrics |= metrics | {
+            "train/loss": metrics["train/final_loss"],
+            "train/tokens": float(batch.tensor("attention_mask").sum()),
+            "train/learnt_tokens": float(batch.tensor("loss_mask").sum()),
+        }
+
+    async def evaluate(self) -> None:
+        """Loss on the evaluation set. For demonstrations the mean over all learnt tokens, and its exponential; for
+        pairs the mean over pairs, and how often the preferred answer gained more on the reference than the other."""
+        if self.eval_dataset is None:
+            return
+        size = self.cfg.trainer.eval_batch_size
+        items = self.eval_dataset.items
+        totals: dict[str, float] = {}
+        with self.timed("eval"):
+            for start in range(0, len(items), size):
+                for name, value in (await self._evaluated(self.to_batch(items[start : start + size]))).items():
+                    totals[name] = totals.get(name, 0.0) + value
+        count = max(1.0, totals.pop("count"))
+        means = {f"eval/{name}": value / count for name, value in totals.items()}
+        if not self.with_pairs:
+            means["eval/perplexity"] = math.exp(min(means["eval/loss"], 100.0))
+        self.all_metrics |= means
+
+    async def _evaluated(self, batch: TrainingInputBatch) -> dict[str, float]:
+        """Sums over a batch of the evaluation set, and the `count` that they are means over."""
+        mask = batch.tensor("loss_mask")
+        log_probs = await forward(self.policy_model, self.schedule(batch, self.policy_model), batch)
+        if not self.with_pairs:
+            return {"loss": -torch.where(mask > 0, log_probs, 0.0).sum().item(), "count": mask.sum().item()}
+        batch = await self.add_reference_log_probs(batch)
+        gains = torch.where(mask > 0, log_probs - batch.tensor("action_log_probs"), 0.0).sum(dim=1)
+        margins = self.cfg.trainer.algorithm.dpo.beta * (gains[0::2] - gains[1::2])
+        return {
+            "loss": torch.nn.functional.softplus(-margins).sum().item(),
+            "accuracy": (margins > 0).sum().item(),
+            "margin": margins.sum().item(),
+            "count": float(len(margins)),
+        }
+
+    # ---- checkpoints, exports
+
+    async def save_checkpoint(self) -> None:
+        """Everything that the rest of the run depends on, in one step or not at all."""
+        state = {"global_step": self.global_step, "dataloader": self.dataloader.state_dict()}
+        with self.timed("save_checkpoints"), self.checkpoints.writing(self.global_step) as folder:
+            await self.policy_model.call_all("save_checkpoint", str(folder / "policy"))
+            write_atomically(folder / "trainer_state.json", json.dumps(state))
+
+    async def load_checkpoint(self) -> None:
+        """Goes on where the checkpoint that `resume_mode` asks for was written; a fresh start if there is none."""
+        folder = await asyncio.to_thread(self.checkpoints.find, self.cfg.trainer)
+        if folder is None:
+            self.run_folder.truncate_after(-1)
+            return
+        with self.timed("load_checkpoints"):
+            state: dict[str, Any] = json.loads((folder / "trainer_state.json").read_text())
+            await self.policy_model.call_all("load_checkpoint", str(folder / "policy"))
+        self.dataloader.load_state_dict(state["dataloader"])
+        self.global_step = extract_step_from_path(folder)
+        self.run_folder.truncate_after(self.global_step)
+        logger.info(f"going on after step {self.global_step}, from {folder}")
+
+    async def save_hf_model(self) -> None:
+        """Writes the model as `transformers` loads it, to `<export_path>/global_step_N/policy`."""
+        folder = expand_path(self.cfg.trainer.export_path) / f"global_step_{self.global_step}" / "policy"
+        with self.timed("save_hf_model"):
+            await self.policy_model.call_all("save_hf_model", str(folder), self.tokenizer)

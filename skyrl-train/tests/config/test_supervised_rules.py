@@ -1,0 +1,52 @@
+"""Settings of supervised training: what it does not read may not be changed, and what is wrong is named."""
+
+import pytest
+
+from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig
+from skyrl_train.config.validation import validate_supervised_cfg
+from skyrl_train.errors import ConfigError
+
+
+def settings(trainer: dict, **data: object) -> dict:
+    return {"data": {"train_data": ["rows.jsonl"], **data}, "trainer": {"placement": {"device": "cpu"}, **trainer}}
+
+
+def test_the_defaults_are_valid():
+    config = validate_supervised_cfg(settings({}), SupervisedConfig).as_training_config()
+    assert config.trainer.algorithm.policy_loss_type == "cross_entropy"
+    assert not config.trainer.algorithm.uses_reference_model
+    pairs = validate_supervised_cfg(settings({}), PreferenceConfig).as_training_config()
+    assert pairs.trainer.algorithm.uses_reference_model
+    assert pairs.trainer.ref.model.path == pairs.trainer.policy.model.path
+
+
+@pytest.mark.parametrize(
+    "config_type, trainer, message",
+    [
+        (
+            SupervisedConfig,
+            {"policy_mini_batch_size": 8},
+            "policy_mini_batch_size=8 is not read by supervised training",
+        ),
+        (SupervisedConfig, {"algorithm": {"eps_clip_low": 0.1}}, "eps_clip_low=0.1 is not read by supervised"),
+        (SupervisedConfig, {"algorithm": {"dpo": {"beta": 0.5}}}, "dpo.beta=0.5 is not read by supervised training"),
+        (PreferenceConfig, {"algorithm": {"loss_reduction": "token_mean"}}, "loss_reduction='token_mean' is not read"),
+        (SupervisedConfig, {"algorithm": {"eps_clp": 1}}, "unknown setting trainer.algorithm.eps_clp"),
+        (SupervisedConfig, {"train_batch_size": 0}, "trainer.train_batch_size must be greater than 0"),
+        (SupervisedConfig, {"max_tokens_per_microbatch": 9, "use_sample_packing": False}, "use_sample_packing"),
+        (PreferenceConfig, {"policy": {"model": {"lora": {"rank": 4, "dropout": 0.1}}}}, "dropout"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant_is_refused(config_type, trainer, message):
+    with pytest.raises(ConfigError, match=message):
+        validate_supervised_cfg(settings(trainer), config_type)
+
+
+def test_dropout_of_adapters_is_allowed_where_nothing_is_compared():
+    trainer = {"policy": {"model": {"lora": {"rank": 4, "dropout": 0.1}}}}
+    validate_supervised_cfg(settings(trainer), SupervisedConfig)
+
+
+def test_no_data_is_refused():
+    with pytest.raises(ConfigError, match=r"data.train_data is empty"):
+        validate_supervised_cfg(settings({}, train_data=[]), SupervisedConfig)

@@ -1,0 +1,124 @@
+"""Supervised training with real processes: demonstrations are learnt, pairs are told apart, and a run goes on exactly."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig
+from skyrl_train.config.validation import validate_supervised_cfg
+from skyrl_train.entrypoints.main_sft import SupervisedExp
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def demonstrations(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A digit is answered with its successor, in words of different lengths."""
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"after {i}?"},
+                {"role": "assistant", "content": str(i + 1) * (1 + i % 3)},
+            ]
+        }
+        for i in range(8)
+    ]
+    return written(tmp_path_factory, rows)
+
+
+@pytest.fixture(scope="module")
+def preferences(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Politeness is preferred."""
+    rows = [{"prompt": f"give me {i}", "chosen": f"please, {i}", "rejected": f"{i}!"} for i in range(8)]
+    return written(tmp_path_factory, rows)
+
+
+def written(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]) -> str:
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+def run(config_type: type[SupervisedConfig], model: str, data: str, run_dir: Path, **trainer: Any) -> list[dict]:
+    """Runs with some settings; every logged step."""
+    policy = {"model": {"path": model, **trainer.pop("model", {})}, "optimizer_config": {"lr": trainer.pop("lr", 1e-2)}}
+    settings = {
+        "data": {"train_data": [data], "val_data": [data], "max_length": 64},
+        "trainer": {
+            "run_dir": str(run_dir),
+            "policy": policy,
+            "placement": {"device": "cpu", "policy_num_gpus_per_node": trainer.pop("ranks", 1)},
+            "bf16": False,
+            "epochs": 100,
+            "max_training_steps": 4,
+            "train_batch_size": 4,
+            "eval_batch_size": 8,
+            "eval_interval": 100,
+            "ckpt_interval": -1,
+            **trainer,
+        },
+    }
+    SupervisedExp(validate_supervised_cfg(settings, config_type)).run()
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def column(steps: list[dict], name: str) -> list[float]:
+    return [step[name] for step in steps if name in step]
+
+
+def test_demonstrations_are_learnt(chat_model, demonstrations, ray_cpu, tmp_path):
+    steps = run(
+        SupervisedConfig, chat_model, demonstrations, tmp_path, max_training_steps=40, max_tokens_per_microbatch=64
+    )
+    before, after = column(steps, "eval/loss")
+    assert before > 3.0
+    assert after < 0.2
+    assert column(steps, "eval/perplexity")[-1] == pytest.approx(math.exp(after))
+    assert column(steps, "train/learnt_tokens")[0] < column(steps, "train/tokens")[0] / 2
+
+
+def test_ranks_and_packing_change_nothing(chat_model, demonstrations, ray_cpu, tmp_path):
+    plain = run(SupervisedConfig, chat_model, demonstrations, tmp_path / "plain", use_sample_packing=False)
+    divided = run(
+        SupervisedConfig, chat_model, demonstrations, tmp_path / "divided", ranks=2, max_tokens_per_microbatch=40
+    )
+    for name in ("train/loss", "train/grad_norm", "eval/loss"):
+        assert column(divided, name) == pytest.approx(column(plain, name), rel=1e-4), name
+
+
+def test_a_run_goes_on_exactly_where_it_stopped(chat_model, demonstrations, ray_cpu, tmp_path):
+    whole = run(SupervisedConfig, chat_model, demonstrations, tmp_path / "whole", max_training_steps=6)
+    first = dict(max_training_steps=6, ckpt_interval=3)
+    run(SupervisedConfig, chat_model, demonstrations, tmp_path / "halves", **{**first, "max_training_steps": 3})
+    halves = run(SupervisedConfig, chat_model, demonstrations, tmp_path / "halves", **first)
+    assert column(halves, "train/loss") == column(whole, "train/loss")
+    assert column(halves, "train/grad_norm") == column(whole, "train/grad_norm")
+
+
+def test_pairs_are_told_apart(chat_model, preferences, ray_cpu, tmp_path):
+    steps = run(PreferenceConfig, chat_model, preferences, tmp_path, lr=1e-3, max_training_steps=20, ranks=2)
+    assert column(steps, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-5)  # policy = reference: no preference
+    first, last = column(steps, "eval/loss")
+    assert first == pytest.approx(math.log(2), abs=1e-5)
+    assert last < 0.3
+    assert column(steps, "eval/accuracy")[-1] == 1.0
+
+
+def test_adapters_alone_are_trained_and_exported_merged(chat_model, demonstrations, ray_cpu, tmp_path):
+    steps = run(
+        SupervisedConfig, chat_model, demonstrations, tmp_path, max_training_steps=20, hf_save_interval=100,
+        model={"lora": {"rank": 4, "alpha": 8}},
+    )  # fmt: skip
+    assert column(steps, "eval/loss")[-1] < 0.7 * column(steps, "eval/loss")[0]
+    export = tmp_path / "exports" / "global_step_20" / "policy"
+    assert (export / "adapter" / "adapter_model.safetensors").is_file()
+    base, merged = load_file(f"{chat_model}/model.safetensors"), load_file(export / "model.safetensors")
+    assert base.keys() == merged.keys()
+    changed = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert changed
+    assert all("_proj" in name for name in changed)
