@@ -32,6 +32,7 @@ from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.schedule import Schedule
 from skyrl_train.workers.step_metrics import step_metrics
 
+
 class SupervisedTrainer:
     """One run of supervised training. A batch is one optimizer step.
 

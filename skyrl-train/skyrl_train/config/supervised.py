@@ -4,14 +4,20 @@ What both kinds of training share with reinforcement learning keeps its name: mo
 checkpoints are `trainer.*`. A setting of `trainer` that supervised training does not read may not be changed.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.base import BaseConfig
-from skyrl_train.config.config import PlacementConfig, SkyRLConfig, TrainerConfig
-from skyrl_train.config.typed import leaves, resolve_references
+from skyrl_train.config.base import BaseConfig, plain
+from skyrl_train.config.config import PlacementConfig, SkyRLConfig, TrainerConfig, default_values
+from skyrl_train.config.typed import build, leaves, resolve_references
 from skyrl_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from omegaconf import DictConfig
 
 
 @dataclass(kw_only=True)
@@ -54,6 +60,11 @@ class SupervisedConfig(BaseConfig):
         )
     )
 
+    @classmethod
+    def from_dict(cls, values: "Mapping[str, Any] | DictConfig") -> "Self":
+        """As of any settings. What is left out of a section is as here, not as in reinforcement learning."""
+        return build(cls, _merged(default_values(cls), plain(values)))
+
     def __post_init__(self) -> None:
         resolve_references(self)
 
@@ -75,6 +86,15 @@ class PreferenceConfig(SupervisedConfig):
             eval_batch_size=64,
         )
     )
+
+
+def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `changes` in their places."""
+    merged = dict(base)
+    for name, value in changes.items():
+        known = merged.get(name)
+        merged[name] = _merged(known, value) if isinstance(known, dict) and isinstance(value, Mapping) else value
+    return merged
 
 
 # fmt: off

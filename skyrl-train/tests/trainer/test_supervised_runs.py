@@ -1,4 +1,4 @@
-"""Supervised training with real processes: demonstrations are learnt, pairs are told apart, and a run goes on exactly."""
+"""Supervised training with real processes: demonstrations are learnt, pairs told apart, a run goes on exactly."""
 
 import json
 import math
