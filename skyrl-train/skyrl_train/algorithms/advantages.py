@@ -37,7 +37,7 @@ NEEDS_GROUPS = frozenset({"grpo", "rloo", "maxrl", "reinforce++_baseline", "turn
 """Estimators that compare the samples of a prompt, so that one sample a prompt teaches nothing (or has no baseline)."""
 
 _EPSILON = 1e-6
-_BLOCK = 128
+_ROWS = 128
 _LARGEST_EXPONENT = 500.0
 _SMALLEST_DISCOUNT = 1e-12  # what 0 is taken for: the recursion divides by it
 
@@ -367,27 +367,31 @@ def _returns(
     On tokens t this is S_t = r_t + b_(t+1) + d_(t+1) * S_(t+1), where a step onto an action token costs
     d = gamma * lambda and brings b = gamma * (1 - lambda) * V, and one onto any other token is free. A block of columns
     is done at once: with w the running product of d, w_t * S_t is the sum of w * (r + b) from t to the end of the
-    block. Blocks are so short that no product leaves float64's range.
+    block. Blocks are so short that w stays within float64's range, and rows are taken so many at a time that what is
+    worked on stays in the cache.
 
     Args:
         response, actions: [B, T] bool.
     """
-    discount = max(gamma * lambd, _SMALLEST_DISCOUNT)
-    width = int(min(_BLOCK, _LARGEST_EXPONENT / max(abs(math.log(discount)), 1e-9)))
     returns = torch.empty_like(rewards)
-    later = torch.zeros(len(rewards), 1, dtype=torch.float64, device=rewards.device)
-    for start in range((rewards.shape[1] - 1) // width * width, -1, -width):
-        block = slice(start, start + width)
-        acts = actions[:, block]
-        gains = torch.where(response[:, block], rewards[:, block], 0.0).double()
-        steps = acts.double().mul_(discount - 1).add_(1)
-        expected = torch.zeros_like(gains)
-        if values is not None:
-            expected = torch.where(acts, values[:, block], 0.0).double().mul_(gamma * (1 - lambd))
-            gains[:, :-1] += expected[:, 1:]
-        gains[:, -1:] += later
-        weights = steps.cumprod(dim=1)
-        sums = gains.mul_(weights).flip(1).cumsum(dim=1).flip(1).div_(weights)
-        later = steps[:, :1] * sums[:, :1] + expected[:, :1]
-        returns[:, block] = torch.where(acts, sums, 0.0)
+    discount = max(gamma * lambd, _SMALLEST_DISCOUNT)
+    num_columns = rewards.shape[1]
+    width = max(1, int(min(num_columns, _LARGEST_EXPONENT / max(abs(math.log(discount)), 1e-9))))
+    for first_row in range(0, len(rewards), _ROWS):
+        later: torch.Tensor | float = 0.0  # what the tokens after a block are worth to its last one
+        for first_column in range((num_columns - 1) // width * width, -1, -width):
+            block = slice(first_row, first_row + _ROWS), slice(first_column, first_column + width)
+            gains = torch.where(response[block], rewards[block], 0.0).double()
+            acts = actions[block].double()
+            steps = (acts * (discount - 1)).add_(1)
+            gains[:, -1:] += later
+            if values is not None:
+                expected = torch.where(actions[block], values[block], 0.0).double().mul_(gamma * (1 - lambd))
+                gains[:, :-1] += expected[:, 1:]
+            weights = steps.cumprod(dim=1)
+            sums = gains.mul_(weights).flip(1).cumsum(dim=1).flip(1).div_(weights)
+            later = steps[:, :1] * sums[:, :1]
+            if values is not None:
+                later += expected[:, :1]
+            returns[block] = sums.mul_(acts)
     return returns
