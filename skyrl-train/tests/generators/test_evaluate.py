@@ -8,6 +8,7 @@ import pytest
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.evaluate import evaluate
 from skyrl_train.generators.base import Failure, GeneratorInterface, GeneratorOutput
+from skyrl_train.utils.run_folder import RunFolder
 
 
 class Grader(GeneratorInterface):
@@ -95,3 +96,54 @@ async def test_dumping_can_be_switched_off(characters, config, tmp_path):
     config.trainer.dump_eval_results = False
     await evaluate([rows(("a", [1.0, 1.0]))], Grader(characters), config, global_step=1, tokenizer=characters)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["turns", "joined"])
+async def test_turns_of_their_own_change_no_number(characters, config, game, say, tmp_path, merged):
+    """Three prompts of one, two and three turns; the last loses more in its second turn than it gains elsewhere."""
+
+    class Scripted(GeneratorInterface):
+        def __init__(self, settings) -> None:
+            self.settings = {"max_turns": 4, "max_input_length": 10_000} | settings
+
+        async def generate(self, input_batch: Any) -> GeneratorOutput:
+            extras = input_batch["env_extras"]
+            answers = [[say(f"answer {k}") for k in range(len(row["steps"]))] for row in extras]
+            output = (await game(characters, answers, extras, settings=self.settings).play()).output
+            if output.get("is_last_step") is None:
+                output["trajectory_ids"] = input_batch["trajectory_ids"]
+            else:
+                names = dict(enumerate(input_batch["trajectory_ids"]))
+                output["trajectory_ids"] = [names[int(i.instance_id)] for i in output["trajectory_ids"] or []]
+            return output
+
+    config.generator.eval_n_samples_per_prompt = 1
+    config.generator.max_turns, config.generator.max_input_length = 4, 10_000
+    config.trainer.run_dir = str(tmp_path / "run")
+    config.trainer.dump_trajectories = True
+    rewards = ([1.0], [0.0, 0.25], [0.5, -2.0, 0.5])
+    batch = [
+        {
+            "prompt": [],
+            "env_class": None,
+            "env_extras": {
+                "data_source": "even" if len(row) % 2 == 0 else "odd",
+                "steps": [{"reward": r, "says": "go on"} for r in row[:-1]] + [{"reward": row[-1]}],
+            },
+            "uid": str(i),
+        }
+        for i, row in enumerate(rewards)
+    ]
+    folder = tmp_path / "dumped_evals" / "global_step_1_evals"
+    normal = await evaluate([batch[:2], batch[2:]], Scripted({}), config, 1, characters)
+    files = {path.name: path.read_text() for path in folder.iterdir()}
+    settings = {"step_wise_trajectories": True, "merge_stepwise_output": merged}
+    turns = await evaluate([batch[:2], batch[2:]], Scripted(settings), config, 1, characters)
+    assert turns == normal
+    assert normal["eval/all/avg_score"] == pytest.approx((1.0 + 0.25 - 1.0) / 3)
+    assert normal["eval/all/pass_at_1"] == pytest.approx(2 / 3)
+    assert normal["eval/all/generate/avg_num_turns"] == 2.0
+    assert {path.name: path.read_text() for path in folder.iterdir()} == files
+    rows = RunFolder(config.trainer.run_dir).read_trajectories(1, "eval")
+    steps = [("0", 0), ("1", 0), ("2", 0)] if merged else [(str(i), k) for i in range(3) for k in range(i + 1)]
+    assert [(row["uid"], row["step"]) for row in rows] == steps

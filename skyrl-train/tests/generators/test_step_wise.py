@@ -144,9 +144,9 @@ async def test_joined_turns_are_the_conversation_as_it_is_without_them(game, say
         validate_generator_output(len(answers), output)
 
 
-def renamed(output: GeneratorOutput) -> GeneratorOutput:
+def renamed(output: Any) -> GeneratorOutput:
     """The same trajectories under other names."""
-    ids = [TrajectoryID(f"other {each.instance_id}", 0) for each in output["trajectory_ids"] or []]
+    ids = [TrajectoryID(f"other {each.instance_id}", 0) for each in output["trajectory_ids"]]
     return GeneratorOutput(**{**output, "trajectory_ids": ids})
 
 
@@ -305,7 +305,7 @@ def steps_output(**changes) -> GeneratorOutput:
 
 
 def test_turns_are_joined_as_long_as_each_begins_with_the_one_before():
-    merged = merge_steps(steps_output())
+    merged: Any = merge_steps(steps_output())
     assert columns(merged, *TOKEN_COLUMNS) == {
         "prompt_token_ids": [[1, 2], [1, 2, 5], [4]],
         "response_ids": [[3, 9, 8, 5, 6], [7], [3, 3]],
