@@ -146,7 +146,8 @@ def test_engines_that_agree_change_nothing():
 
 
 def test_a_sequence_is_judged_alone():
-    for settings in (EVERYTHING, dict(tis_ratio_type="sequence", sequence_mask_metric="product")):
+    by_sequence: dict[str, Any] = dict(tis_ratio_type="sequence", sequence_mask_metric="product")
+    for settings in (EVERYTHING, by_sequence):
         whole = correct(**settings)
         alone = [correct([ratios], MASK[row : row + 1], **settings) for row, ratios in enumerate(RATIOS)]
         assert torch.equal(torch.cat([each.loss_mask for each in alone]), whole.loss_mask)

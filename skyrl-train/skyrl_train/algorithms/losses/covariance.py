@@ -108,7 +108,7 @@ def kl_cov_policy_loss(
     *,
     selected_tokens: torch.Tensor,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The unclipped surrogate with a penalty on the selected tokens (KL-Cov, https://arxiv.org/abs/2505.22617, section 4):
+    """The unclipped surrogate, penalised at the selected tokens (KL-Cov, https://arxiv.org/abs/2505.22617, section 4):
 
         loss = -ratio * A + ppo_kl_coef * |log pi - log pi_old|        at tokens that `kl_cov_tokens` chose
         loss = -ratio * A                                              elsewhere
