@@ -1,30 +1,35 @@
 """The synchronous trainer: answer, judge, learn; repeat.
 
-It moves batches between a generator, the policy's workers and the engines. What is computed is in `algorithms`, how a
-trajectory comes about in `generators`, how the model is sharded in `workers`.
+It moves batches between a generator, the models' workers and the engines. How a trajectory comes about is in
+`generators`, what it is worth in `judging`, what is computed in `algorithms`, how a model is sharded in `workers`.
 """
 
 import asyncio
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry, normalize_advantages
-from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController, compute_approx_kl
-from skyrl_train.algorithms.losses import PolicyLossRegistry
-from skyrl_train.algorithms.reduction import masked_mean, token_weights
+from skyrl_train import judging
+from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController
+from skyrl_train.algorithms.losses import PolicyLossRegistry, TokenSelectorRegistry
 from skyrl_train.checkpoints import CheckpointStore, extract_step_from_path
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.dataloader import PromptDataLoader
 from skyrl_train.dataset.dataset import PromptDataset
-from skyrl_train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
-from skyrl_train.errors import SkyRLError
+from skyrl_train.dataset.dynamic_sampling import Sampled, sample_batch, told_apart
+from skyrl_train.dataset.rollout_batch import rollout_batch
 from skyrl_train.evaluate import evaluate
 from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput
+from skyrl_train.generators.faults import LengthLimits
+from skyrl_train.generators.step_wise import per_row
 from skyrl_train.generators.trajectory_rows import trajectory_rows
 from skyrl_train.generators.utils import (
     get_metrics_from_generator_output,
@@ -33,16 +38,21 @@ from skyrl_train.generators.utils import (
     validate_generator_output,
 )
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
+from skyrl_train.step_plan import step_plan
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.utils.io import expand_path, write_atomically
 from skyrl_train.utils.logging_utils import log_example
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.timer import Timer
 from skyrl_train.utils.tracking import Tracking
-from skyrl_train.workers.actor_group import ActorGroup, gather_rows, rows_of_ranks
+from skyrl_train.workers.actor_group import ActorGroup
+from skyrl_train.workers.batch_calls import forward, learn
+from skyrl_train.workers.critic_worker import CriticWorker
 from skyrl_train.workers.model_worker import RefWorker
 from skyrl_train.workers.placement import Placement
-from skyrl_train.workers.policy_worker import MetricSums, PolicyWorker
+from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train.workers.schedule import Schedule
+from skyrl_train.workers.step_metrics import first_ratio_metrics, step_metrics
 
 
 class RayPPOTrainer:
@@ -82,7 +92,9 @@ class RayPPOTrainer:
         self.all_metrics: dict[str, float] = {}
         self.all_timings: dict[str, float] = {}
         self.policy_model: ActorGroup
+        self.critic_model: ActorGroup | None = None
         self.ref_model: ActorGroup | None = None
+        self._epochs_before = 0
         self.reward_kl_controller = _reward_kl_controller(cfg)
         self._build_dataloaders()
 
@@ -115,10 +127,12 @@ class RayPPOTrainer:
                 with self.timed("fwd_logprobs_values_reward"):
                     batch = await self.fwd_logprobs_values_reward(batch)
                 with self.timed("compute_advantages_and_returns"):
-                    batch = self.apply_reward_kl_penalty(batch)
                     batch = self.compute_advantages_and_returns(batch)
                 with self.timed("train_critic_and_policy"):
+                    await self.train_critic(batch)
                     await self.train_policy(batch)
+                if self.is_end_of_epoch():
+                    await self.update_ref_with_policy()
                 with self.timed("sync_weights"):
                     await self.sync_weights()
             if self.is_due(self.cfg.trainer.eval_interval):
@@ -130,8 +144,11 @@ class RayPPOTrainer:
                 await self.save_hf_model()
 
     async def start(self) -> None:
-        """Goes on from a checkpoint if there is one, gives the engines the weights, evaluates what is there."""
+        """Says what the run will do, goes on from a checkpoint if there is one, gives the engines the weights,
+        evaluates what is there."""
         self.tracker.total_steps = self.total_training_steps
+        num_prompts = None if self.train_dataset is None else len(self.train_dataset)
+        logger.info(f"step plan\n{step_plan(self.cfg, num_prompts=num_prompts)}")
         await self.load_checkpoint()
         with self.timed("sync_weights"):
             await self.init_weight_sync()
@@ -142,43 +159,70 @@ class RayPPOTrainer:
         self.all_metrics, self.all_timings = {}, {}
 
     def batches(self) -> Iterator[list[dict[str, Any]]]:
-        """The prompts of each step that is still to come, epoch after epoch."""
+        """The prompts of each step that is still to come, epoch after epoch. (Dynamic sampling may take more.)"""
         for _ in range(self.global_step, self.total_training_steps):
+            self._epochs_before = self.train_dataloader.num_epochs_dealt
             yield self.train_dataloader.next_batch()
 
     def is_due(self, interval: int) -> bool:
         """Every `interval` steps and after the last one; never if the interval is not positive."""
         return interval > 0 and (self.global_step % interval == 0 or self.global_step == self.total_training_steps)
 
+    def is_end_of_epoch(self) -> bool:
+        """Whether this step took the last prompts of a pass over the data, and is not the last of the run."""
+        return (
+            self.cfg.trainer.update_ref_every_epoch
+            and self.global_step < self.total_training_steps
+            and self.train_dataloader.num_epochs_dealt > self._epochs_before
+        )
+
     def timed(self, name: str) -> Timer:
         return Timer(name, self.all_timings)
 
     def log(self) -> None:
-        """Hands this step's metrics over and starts the next step's."""
+        """Hands this step's metrics over and starts the next step's. The epoch is that of the prompts taken last."""
         timings = {f"timing/{name}": seconds for name, seconds in self.all_timings.items()}
         if self.global_step and self.train_dataset is not None:
-            epoch = (self.global_step - 1) // max(1, len(self.train_dataloader))
-            self.all_metrics |= {"trainer/epoch": epoch, "trainer/global_step": self.global_step}
+            self.all_metrics |= {
+                "trainer/epoch": self.train_dataloader.epoch,
+                "trainer/global_step": self.global_step,
+            }
         self.tracker.log(self.all_metrics | timings, step=self.global_step, commit=True)
         self.all_metrics, self.all_timings = {}, {}
 
     # ---- models
 
     async def build_models(
-        self, policy_worker: type[PolicyWorker] = PolicyWorker, ref_worker: type[RefWorker] = RefWorker
+        self,
+        policy_worker: type[PolicyWorker] = PolicyWorker,
+        critic_worker: type[CriticWorker] = CriticWorker,
+        ref_worker: type[RefWorker] = RefWorker,
     ) -> None:
         """Starts the workers. The policy loss is looked up here and shipped to them."""
-        trainer = self.cfg.trainer
-        loss_fn = PolicyLossRegistry.get(trainer.algorithm.policy_loss_type)
-        policy_args = (self.cfg, loss_fn, max(1, self.total_training_steps * self._updates_per_step))
-        self.policy_model = self.placement.start_group("policy", policy_worker, policy_args, self.run_folder)
-        groups = [self.policy_model]
+        trainer, loss = self.cfg.trainer, self.cfg.trainer.algorithm.policy_loss_type
+        selector = TokenSelectorRegistry.get(loss) if loss in TokenSelectorRegistry else None
+        args = (self.cfg, PolicyLossRegistry.get(loss), self._total_updates(trainer.policy_mini_batch_size), selector)
+        self.policy_model = self.placement.start_group("policy", policy_worker, args, self.run_folder)
+        if trainer.critic.model.path is not None:
+            args = (self.cfg, self._total_updates(trainer.critic_mini_batch_size))
+            self.critic_model = self.placement.start_group("critic", critic_worker, args, self.run_folder)
         if trainer.algorithm.uses_reference_model:
             self.ref_model = self.placement.start_group("ref", ref_worker, (self.cfg,), self.run_folder)
-            groups.append(self.ref_model)
-        await asyncio.gather(*(group.init_model() for group in groups))
-        if self.ref_model is not None:
-            await self.placement.offload(self.ref_model)
+        await asyncio.gather(*(group.init_model() for group in self._groups))
+        for group in self._groups[1:]:
+            await self.placement.offload(group)
+
+    @property
+    def _groups(self) -> list[ActorGroup]:
+        """The policy first."""
+        return [group for group in (self.policy_model, self.critic_model, self.ref_model) if group is not None]
+
+    @asynccontextmanager
+    async def in_place_of_policy(self, group: ActorGroup) -> AsyncIterator[None]:
+        """`group` has the device that the policy had, if they share one."""
+        await self.placement.swap(out=self.policy_model, into=group)
+        yield
+        await self.placement.swap(out=group, into=self.policy_model)
 
     async def init_weight_sync(self) -> None:
         await self.placement.init_weight_sync(self.policy_model, self.inference_engine_client)
@@ -194,25 +238,54 @@ class RayPPOTrainer:
         await self.placement.wake_engines(client, ["kv_cache"])
         self.all_metrics |= {f"weight_sync/{name}": value for name, value in sent.items()}
 
+    async def update_ref_with_policy(self) -> None:
+        """The policy as it is becomes the reference model (`update_ref_every_epoch`)."""
+        with self.timed("update_ref_with_policy"):
+            await self.policy_model.call_all("save_hf_model", str(self._reference_folder), self.tokenizer)
+            await self._load_reference()
+
+    async def _load_reference(self) -> None:
+        assert self.ref_model is not None
+        async with self.in_place_of_policy(self.ref_model):
+            await self.ref_model.call_all("load_weights", str(self._reference_folder))
+
+    @property
+    def _reference_folder(self) -> Path:
+        """What the reference model became, if it is not what it began as any more."""
+        return self.run_folder.path / "reference"
+
     async def shutdown(self) -> None:
         """Sends what the trackers still hold, and ends the processes of this run. For a run that failed, too."""
         self.tracker.finish()
-        for group in (self.policy_model, self.ref_model):
-            if group is not None:
-                group.kill()
+        for group in self._groups:
+            group.kill()
         await self.inference_engine_client.teardown()
 
     # ---- answer
 
-    async def generate(self, prompts: list[dict[str, Any]]) -> tuple[GeneratorOutput, list[str]]:
-        """`n_samples_per_prompt` trajectories for each prompt, and the prompt's uid for each."""
-        generator_input, uids = self.generator_input(prompts)
-        output = await self.generator.generate(generator_input)
+    async def generate(self, prompts: list[dict[str, Any]]) -> Sampled:
+        """`n_samples_per_prompt` trajectories for each prompt (or for others instead, by dynamic sampling), and the
+        prompt's uid for each row."""
+        seen: set[str] = set()
+
+        async def ask(num_batches_before: int) -> Sampled:
+            rows = prompts if num_batches_before == 0 else self.train_dataloader.next_batch()
+            return await self.generate_once(told_apart(rows, seen) if dynamic.type else rows)
+
+        dynamic = self.cfg.trainer.algorithm.dynamic_sampling
+        output, uids, metrics = await sample_batch(ask, dynamic, len(prompts), self.dice("dynamic_sampling"))
         await self.placement.put_engines_to_sleep(self.inference_engine_client)
         await self.placement.backload(self.policy_model)
-        validate_generator_output(len(generator_input["prompts"]), output)
-        self._record(output, uids, generator_input)
+        self._record(output, uids, metrics)
         return output, uids
+
+    async def generate_once(self, prompts: list[dict[str, Any]]) -> Sampled:
+        """What the generator makes of these prompts, checked. With step-wise trajectories a row is a turn."""
+        generator_input, uids = self.generator_input(prompts)
+        output = await self.generator.generate(generator_input)
+        generator = self.cfg.generator
+        validate_generator_output(len(uids), output, LengthLimits.of(generator, generator.sampling_params))
+        return output, per_row(output, uids)
 
     def generator_input(self, prompts: list[dict[str, Any]]) -> tuple[GeneratorInput, list[str]]:
         generator = self.cfg.generator
@@ -225,11 +298,11 @@ class RayPPOTrainer:
             self.global_step,
         )
 
-    def _record(self, output: GeneratorOutput, uids: list[str], generator_input: GeneratorInput) -> None:
+    def _record(self, output: GeneratorOutput, uids: list[str], sampling: dict[str, float]) -> None:
         """Metrics of the rollouts, the trajectories on disk, and now and then one on the console."""
         n = self.cfg.generator.n_samples_per_prompt
         rewards = get_metrics_from_generator_output(output, uids)
-        self.all_metrics |= output["rollout_metrics"] or {}
+        self.all_metrics |= (output["rollout_metrics"] or {}) | sampling
         self.all_metrics |= {
             f"reward/avg_pass_at_{n}": rewards["pass_at_n"],
             "reward/avg_raw_reward": rewards["avg_score"],
@@ -240,169 +313,118 @@ class RayPPOTrainer:
             self.run_folder.write_trajectories(self.global_step, "train", rows)
         interval = self.cfg.trainer.print_example_interval
         if interval > 0 and (self.global_step - 1) % interval == 0:
-            reward = output["rewards"][0]
-            log_example(
-                logger,
-                generator_input["prompts"][0],
-                self.tokenizer.decode(output["response_ids"][0]),
-                sum(reward) if isinstance(reward, list) else reward,
-            )
+            prompt, response = (self.tokenizer.decode(output[key][0]) for key in ("prompt_token_ids", "response_ids"))
+            log_example(logger, prompt, response, output["rewards"][0])
 
     # ---- judge
 
     def convert_to_training_input(self, output: GeneratorOutput, uids: Sequence[str]) -> TrainingInputBatch:
-        """Trajectories as padded tensors. Metadata: `uids`, `response_length`, `valid` (False for a failed rollout)."""
-        rewards = [
-            reward if isinstance(reward, list) else _at_last_token(reward, len(response))
-            for reward, response in zip(output["rewards"], output["response_ids"], strict=True)
-        ]
-        sequences, attention_mask, response_mask, reward_tensor, loss_mask, log_probs = (
-            convert_prompts_responses_to_batch_tensors(
-                self.tokenizer,
-                output["prompt_token_ids"],
-                output["response_ids"],
-                rewards,
-                output["loss_masks"],
-                output["rollout_logprobs"],
-            )
-        )
-        failures = output.get("failures") or [None] * len(uids)
-        valid = [failure is None for failure in failures]
-        if not any(valid):
-            first = next(failure for failure in failures if failure is not None)
-            raise SkyRLError(
-                f"all {len(valid)} rollouts of step {self.global_step} failed, so there is nothing to learn from. "
-                f"The first: {first.kind}: {first.message}"
-            )
-        return TrainingInputBatch(
-            sequences=sequences,
-            attention_mask=attention_mask,
-            response_mask=response_mask,
-            rewards=reward_tensor,
-            loss_mask=loss_mask,
-            rollout_logprobs=log_probs,
-            metadata={"uids": list(uids), "response_length": response_mask.shape[1], "valid": valid},
-        )
+        """Trajectories as padded tensors (see `rollout_batch`)."""
+        return rollout_batch(output, uids, self.tokenizer, self.global_step)
 
     async def fwd_logprobs_values_reward(self, batch: TrainingInputBatch) -> TrainingInputBatch:
-        """Adds `action_log_probs` (the policy before this step's updates) and `base_action_log_probs` (the
-        reference). The first come later, from the training forward itself, where nothing changes before it: with one
-        update a step."""
+        """Adds `base_action_log_probs` (the reference), `values` (the critic) and `action_log_probs` (the policy before
+        this step's updates). The last come from the training forward itself where nothing changes before it and nobody
+        asks for them earlier: with one update a step."""
         if self.ref_model is not None:
-            await self.placement.swap(out=self.policy_model, into=self.ref_model)
-            batch["base_action_log_probs"] = await self._forward(self.ref_model, batch)
-            await self.placement.swap(out=self.ref_model, into=self.policy_model)
-        if self._updates_per_step > 1 or self.cfg.trainer.algorithm.use_kl_in_reward:
+            async with self.in_place_of_policy(self.ref_model):
+                batch["base_action_log_probs"] = await self._forward(self.ref_model, batch)
+        if self.critic_model is not None:
+            async with self.in_place_of_policy(self.critic_model):
+                batch["values"] = await self._forward(self.critic_model, batch)
+        algorithm, trainer = self.cfg.trainer.algorithm, self.cfg.trainer
+        one_update = self._updates(trainer.policy_mini_batch_size) == 1
+        is_asked_for = (
+            algorithm.use_kl_in_reward
+            or algorithm.off_policy_correction.is_on
+            or algorithm.policy_loss_type in TokenSelectorRegistry
+        )
+        if is_asked_for or not one_update:
             batch["action_log_probs"] = await self._forward(self.policy_model, batch)
         return batch
 
     async def _forward(self, group: ActorGroup, batch: TrainingInputBatch) -> torch.Tensor:
-        rows = self._rows_of_ranks(group, batch)
-        inputs = batch.select(["sequences", "attention_mask"], ["response_length"])
-        shards = await group.call_each("forward", [(inputs.rows(own),) for own in rows])
-        return gather_rows(shards, "output", rows)
-
-    def _rows_of_ranks(self, group: ActorGroup, batch: TrainingInputBatch) -> torch.Tensor:
-        return rows_of_ranks(len(batch), self._mini_batch_rows, group.num_ranks)
-
-    @property
-    def _updates_per_step(self) -> int:
+        """The policy in the very micro-batches in which it will train, so that its first ratios are 1 to the bit."""
         trainer = self.cfg.trainer
-        return trainer.train_batch_size // trainer.policy_mini_batch_size * trainer.update_epochs_per_batch
+        micro = trainer.micro_forward_batch_size_per_gpu
+        if group is self.policy_model:
+            micro = trainer.micro_train_batch_size_per_gpu
+        return await forward(group, self._schedule(group, batch, trainer.policy_mini_batch_size, micro), batch)
 
-    @property
-    def _mini_batch_rows(self) -> int:
-        return self.cfg.trainer.policy_mini_batch_size * self.cfg.generator.n_samples_per_prompt
-
-    def apply_reward_kl_penalty(self, batch: TrainingInputBatch) -> TrainingInputBatch:
-        """With `use_kl_in_reward`: takes coefficient * KL(policy || reference) off every token's reward."""
-        algorithm = self.cfg.trainer.algorithm
-        if not algorithm.use_kl_in_reward:
-            return batch
-        mask = batch.tensor("loss_mask")
-        kl = compute_approx_kl(
-            batch.tensor("action_log_probs"),
-            batch.tensor("base_action_log_probs"),
-            mask,
-            algorithm.kl_estimator_type,
+    def _schedule(self, group: ActorGroup, batch: TrainingInputBatch, prompts: int, micro_batch_size: int) -> Schedule:
+        """`batch` in mini-batches of so many prompts, divided over the group's workers."""
+        return Schedule.of(
+            batch.tensor("attention_mask").sum(dim=-1).tolist(),
+            judging.mini_batches_of_prompts(batch.metadata["uids"], prompts),
+            group.num_shards,
+            micro_batch_size=micro_batch_size,
+            max_tokens=self.cfg.trainer.max_tokens_per_microbatch,
         )
-        coefficient = max(0.0, self.reward_kl_controller.value)
-        batch["rewards"] = batch.tensor("rewards") - kl * coefficient
-        average = masked_mean(kl, mask, dim=-1).mean().item()
-        self.reward_kl_controller.update(average, n_steps=len(batch))
-        self.all_metrics |= {
-            "loss/avg_kl": average,
-            "loss/avg_kl_max": kl.abs().amax(dim=-1).mean().item(),
-            "loss/kl_loss_coef": coefficient,
-        }
-        return batch
+
+    def _updates(self, mini_batch_size: int) -> int:
+        """Optimizer steps of a training step."""
+        return self.cfg.trainer.train_batch_size // mini_batch_size * self.cfg.trainer.update_epochs_per_batch
+
+    def _total_updates(self, mini_batch_size: int) -> int:
+        return max(1, self.total_training_steps * self._updates(mini_batch_size))
 
     def compute_advantages_and_returns(self, batch: TrainingInputBatch) -> TrainingInputBatch:
-        """Adds `advantages` and `returns`. Failed rollouts are no part of any baseline and get 0."""
-        algorithm = self.cfg.trainer.algorithm
-        valid = torch.tensor(batch.metadata["valid"])
-        uids = [uid for uid, is_valid in zip(batch.metadata["uids"], batch.metadata["valid"], strict=True) if is_valid]
-        estimator = AdvantageEstimatorRegistry.get(algorithm.advantage_estimator)
-        advantages, returns = estimator(
-            token_level_rewards=batch.tensor("rewards")[valid],
-            response_mask=batch.tensor("response_mask")[valid],
-            index=uids,
-            values=None,
-            config=algorithm,
-            grpo_norm_by_std=algorithm.grpo_norm_by_std,
-        )
-        mask = batch.tensor("loss_mask")
-        if algorithm.advantage_batch_normalize:
-            advantages = normalize_advantages(advantages, mask[valid])
-        for name, values in {"advantages": advantages, "returns": returns}.items():
-            whole = torch.zeros_like(batch.tensor("rewards"))
-            whole[valid] = values
-            batch[name] = whole
-        self.all_metrics |= {
-            "loss/avg_final_rewards": batch.tensor("rewards")[valid].sum(dim=-1).mean().item(),
-            "loss/avg_raw_advantages": masked_mean(batch.tensor("advantages"), mask).item(),
-            "loss/avg_raw_advantages_abs": masked_mean(batch.tensor("advantages").abs(), mask).item(),
-        }
+        """Adds what `judging` finds, and lets the KL controller see the step's divergence."""
+        batch, metrics = judging.judge(batch, self.cfg, self.reward_kl_controller.value)
+        if "loss/avg_kl" in metrics:
+            self.reward_kl_controller.update(metrics["loss/avg_kl"], n_steps=sum(batch.metadata["valid"]))
+        self.all_metrics |= metrics
         return batch
 
     # ---- learn
 
-    async def train_policy(self, batch: TrainingInputBatch) -> None:
-        """Optimizer steps: one for every mini-batch, `update_epochs_per_batch` times over."""
-        algorithm = self.cfg.trainer.algorithm
-        max_seq_len = algorithm.max_seq_len
-        batch["loss_weights"] = torch.cat(
-            [
-                token_weights(mini.tensor("loss_mask"), algorithm.loss_reduction, max_seq_len)
-                for mini in batch.chunks(self._mini_batch_rows)
-            ]
+    async def train_critic(self, batch: TrainingInputBatch) -> None:
+        """The critic's optimizer steps, on the returns. Nothing without a critic."""
+        if self.critic_model is None:
+            return
+        trainer = self.cfg.trainer
+        mini_batches = judging.mini_batches_of_prompts(batch.metadata["uids"], trainer.critic_mini_batch_size)
+        batch["critic_loss_weights"] = judging.loss_weights(batch, mini_batches, "token_mean")
+        schedule = self._schedule(
+            self.critic_model, batch, trainer.critic_mini_batch_size, trainer.micro_train_batch_size_per_gpu
         )
-        if self.cfg.trainer.dump_data_batch:
-            folder = expand_path(self.cfg.trainer.export_path) / "dumped_data"
+        with self.timed("critic_train"):
+            async with self.in_place_of_policy(self.critic_model):
+                learnt = await learn(self.critic_model, schedule, batch, trainer.update_epochs_per_batch)
+        self.all_metrics |= step_metrics("critic", learnt.losses, learnt.steps)
+
+    async def train_policy(self, batch: TrainingInputBatch) -> None:
+        """The policy's optimizer steps: one for every mini-batch, `update_epochs_per_batch` times over."""
+        trainer, algorithm = self.cfg.trainer, self.cfg.trainer.algorithm
+        mini_batches = judging.mini_batches_of_prompts(batch.metadata["uids"], trainer.policy_mini_batch_size)
+        batch["loss_weights"] = judging.loss_weights(
+            batch, mini_batches, algorithm.loss_reduction, algorithm.max_seq_len
+        )
+        if algorithm.policy_loss_type in TokenSelectorRegistry:
+            batch["token_noise"] = torch.rand(batch.tensor("loss_mask").shape, generator=self.dice("token_noise"))
+        if trainer.dump_data_batch:
+            folder = expand_path(trainer.export_path) / "dumped_data"
             folder.mkdir(parents=True, exist_ok=True)
             batch.save(folder / f"global_step_{self.global_step}_training_input.pkl")
-        rows = self._rows_of_ranks(self.policy_model, batch)
-        inputs = batch.select([name for name in _WORKER_INPUTS if name in batch], ["response_length"])
-        await self.policy_model.call_each("stage", [(inputs.rows(own),) for own in rows])
-        num_mini_batches = len(batch) // self._mini_batch_rows
-        rows_a_rank = self._mini_batch_rows // self.policy_model.num_ranks
-        one_epoch = [
-            call
-            for i in range(num_mini_batches)
-            for call in (("forward_backward", (i * rows_a_rank, (i + 1) * rows_a_rank)), ("optim_step", ()))
-        ]
-        calls = one_epoch * self.cfg.trainer.update_epochs_per_batch
-        if "action_log_probs" in batch:
-            answers = await self.policy_model.call_in_turn(calls)
-        else:
-            *answers, old = await self.policy_model.call_in_turn([*calls, ("old_log_probs", ())])
-            batch["action_log_probs"] = gather_rows(old, "output", rows)
-        if batch["rollout_logprobs"] is not None:
-            self.all_metrics |= _mismatch_metrics(batch)
-        self.all_metrics |= _training_metrics(losses=answers[0::2], steps=[ranks[0] for ranks in answers[1::2]])
+        schedule = self._schedule(
+            self.policy_model, batch, trainer.policy_mini_batch_size, trainer.micro_train_batch_size_per_gpu
+        )
+        with self.timed("policy_train"):
+            learnt = await learn(self.policy_model, schedule, batch, trainer.update_epochs_per_batch)
+        if learnt.old_log_probs is not None:
+            batch["action_log_probs"] = learnt.old_log_probs
+            self.all_metrics |= judging.mismatch(batch)
+        self.all_metrics |= step_metrics("policy", learnt.losses, learnt.steps)
+        tolerance = algorithm.first_ratio_tolerance or (0.2 if trainer.bf16 else 1e-4)
+        self.all_metrics |= first_ratio_metrics(learnt.losses[0], tolerance)
         self.all_metrics["policy/response_length"] = (
             batch.tensor("response_mask").sum(dim=-1).mean(dtype=torch.float).item()
         )
+
+    def dice(self, purpose: str) -> torch.Generator:
+        """Random numbers of this step for one purpose: the same in a run that was resumed."""
+        digest = hashlib.sha256(f"{self.cfg.trainer.seed}/{self.global_step}/{purpose}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
     # ---- evaluation, checkpoints, exports
 
@@ -423,41 +445,42 @@ class RayPPOTrainer:
             "reward_kl_coef": self.reward_kl_controller.value,
         }
         with self.timed("save_checkpoints"), self.checkpoints.writing(self.global_step) as folder:
-            await self.policy_model.call_all("save_checkpoint", str(folder / "policy"))
+            for group in self._learners:
+                await group.call_all("save_checkpoint", str(folder / group.name))
+            if self.cfg.trainer.update_ref_every_epoch and self._reference_folder.exists():
+                shutil.copytree(self._reference_folder, folder / "ref")
             write_atomically(folder / "trainer_state.json", json.dumps(state))
 
     async def load_checkpoint(self) -> None:
         """Goes on where the checkpoint that `resume_mode` asks for was written; a fresh start if there is none."""
         folder = await asyncio.to_thread(self.checkpoints.find, self.cfg.trainer)
+        shutil.rmtree(self._reference_folder, ignore_errors=True)
         if folder is None:
             self.run_folder.truncate_after(-1)
             return
         with self.timed("load_checkpoints"):
             state = json.loads((folder / "trainer_state.json").read_text())
-            await self.policy_model.call_all("load_checkpoint", str(folder / "policy"))
+            for group in self._learners:
+                await group.call_all("load_checkpoint", str(folder / group.name))
+            if (folder / "ref").exists() and self.ref_model is not None:
+                shutil.copytree(folder / "ref", self._reference_folder)
+                await self._load_reference()
         self.train_dataloader.load_state_dict(state["dataloader"])
         self.reward_kl_controller.value = state["reward_kl_coef"]
         self.global_step = extract_step_from_path(folder)
         self.run_folder.truncate_after(self.global_step)
         logger.info(f"going on after step {self.global_step}, from {folder}")
 
+    @property
+    def _learners(self) -> list[ActorGroup]:
+        return [group for group in self._groups if group is not self.ref_model]
+
     async def save_hf_model(self) -> None:
-        """Writes the policy as `transformers` loads it, to `<export_path>/global_step_N/policy`."""
-        folder = expand_path(self.cfg.trainer.export_path) / f"global_step_{self.global_step}" / "policy"
+        """Writes the policy (and critic) as `transformers` loads it, to `<export_path>/global_step_N/policy`."""
+        folder = expand_path(self.cfg.trainer.export_path) / f"global_step_{self.global_step}"
         with self.timed("save_hf_model"):
-            await self.policy_model.call_all("save_hf_model", str(folder), self.tokenizer)
-
-
-_WORKER_INPUTS = (
-    "sequences",
-    "attention_mask",
-    "loss_mask",
-    "loss_weights",
-    "advantages",
-    "action_log_probs",
-    "base_action_log_probs",
-    "rollout_logprobs",
-)
+            for group in self._learners:
+                await group.call_all("save_hf_model", str(folder / group.name), self.tokenizer)
 
 
 def _reward_kl_controller(cfg: SkyRLConfig) -> FixedKLController | AdaptiveKLController:
@@ -465,39 +488,3 @@ def _reward_kl_controller(cfg: SkyRLConfig) -> FixedKLController | AdaptiveKLCon
     if algorithm.kl_ctrl.type == "adaptive":
         return AdaptiveKLController(algorithm.kl_loss_coef, algorithm.kl_ctrl.kl_target, algorithm.kl_ctrl.horizon)
     return FixedKLController(algorithm.kl_loss_coef)
-
-
-def _at_last_token(reward: float, num_tokens: int) -> list[float]:
-    return [0.0] * (num_tokens - 1) + [reward]
-
-
-def _mismatch_metrics(batch: TrainingInputBatch) -> dict[str, float]:
-    """How far the engine's log-probs are from the trainer's, over the tokens of the loss mask."""
-    kept = batch.tensor("loss_mask") > 0
-    difference = (batch.tensor("rollout_logprobs") - batch.tensor("action_log_probs"))[kept].abs()
-    if not difference.numel():
-        return {}
-    return {
-        "policy/rollout_train_logprobs_abs_diff_mean": difference.mean().item(),
-        "policy/rollout_train_logprobs_abs_diff_max": difference.max().item(),
-        "policy/rollout_train_logprobs_abs_diff_std": difference.std(correction=0).item(),
-    }
-
-
-def _training_metrics(losses: Sequence[Sequence[MetricSums]], steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps. `losses`: of each step, every rank's sums; `steps`: what each step returned."""
-    totals: dict[str, float] = {}
-    for ranks in losses:
-        summed = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
-        num_tokens = max(1.0, summed.pop("num_tokens"))
-        for name, value in summed.items():
-            kind, metric = name.split("/", 1)
-            own = f"policy/{metric}" if kind == "loss" or metric in _OWN_NAMES else f"policy/loss_metrics/{metric}"
-            totals[own] = totals.get(own, 0.0) + (value if kind == "loss" else value / num_tokens) / len(losses)
-    for step in steps:
-        for name, value in step.items():
-            totals[f"policy/{name}"] = totals.get(f"policy/{name}", 0.0) + value / len(steps)
-    return totals
-
-
-_OWN_NAMES = frozenset({"policy_entropy", "policy_kl"})

@@ -54,6 +54,11 @@ class PromptDataLoader:
         full, rest = divmod(len(self.dataset), self.batch_size)
         return full if self.drop_last or rest == 0 else full + 1
 
+    @property
+    def num_epochs_dealt(self) -> int:
+        """Passes over the data of which the last batch has been handed out."""
+        return self.epoch + (self.batches_consumed == len(self))
+
     def __iter__(self) -> Iterator[Any]:
         if self.batches_consumed == len(self):
             self._begin_next_epoch()

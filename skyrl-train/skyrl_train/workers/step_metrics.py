@@ -1,0 +1,67 @@
+"""What the workers counted, as the metrics of a training step."""
+
+import math
+from collections.abc import Sequence
+
+from loguru import logger
+
+from skyrl_train.workers.learner import MetricSums, joined
+
+_OWN_NAMES = frozenset({"policy_entropy", "policy_kl", "values_clipfrac", "router_auxiliary_loss"})
+_RENAMED = {"values": "values_mean"}
+
+
+def step_metrics(
+    name: str, losses: Sequence[Sequence[MetricSums]], steps: Sequence[dict[str, float]]
+) -> dict[str, float]:
+    """Means over the optimizer steps of a training step, under `<name>/`.
+
+    Parts of the loss are sums over a mini-batch, other numbers means over its tokens (those of the loss function under
+    `<name>/loss_metrics/`), maxima are over all steps.
+
+    Args:
+        losses: of each optimizer step, every shard's sums.
+        steps: what each optimizer step returned.
+    """
+    totals: dict[str, float] = {}
+    for shards in losses:
+        sums = joined(shards)
+        num_tokens = max(1.0, sums.pop("num_tokens", 0.0))
+        for key, value in sums.items():
+            kind, metric = key.split("/", 1)
+            metric = _RENAMED.get(metric, metric)
+            if kind == "max":
+                own = f"{name}/{metric}_max"
+                totals[own] = max(totals.get(own, 0.0), value)
+            elif kind == "loss" or metric in _OWN_NAMES or metric in _RENAMED.values():
+                own = f"{name}/{metric}"
+                totals[own] = totals.get(own, 0.0) + (value if kind == "loss" else value / num_tokens) / len(losses)
+            else:
+                own = f"{name}/loss_metrics/{metric}"
+                totals[own] = totals.get(own, 0.0) + value / num_tokens / len(losses)
+    for step in steps:
+        for key, value in step.items():
+            own = f"{name}/{key}"
+            totals[own] = totals.get(own, 0.0) + value / len(steps)
+    return totals
+
+
+def first_ratio_metrics(shards: Sequence[MetricSums], tolerance: float) -> dict[str, float]:
+    """How far the probability ratio of any token was from 1 in a training step's first optimizer step, before which
+    nothing had changed; and an alarm where that is more than rounding.
+
+    Args:
+        shards: the sums of that optimizer step.
+        tolerance: `trainer.algorithm.first_ratio_tolerance`.
+    """
+    deviation = joined(shards).get("max/ratio_deviation", 0.0)
+    is_off = not deviation <= tolerance  # NaN is off, too
+    if is_off:
+        logger.warning(
+            f"ALARM: before anything was learnt in this step, the probability ratio of a token is off 1 by "
+            f"{deviation:.3g}, more than trainer.algorithm.first_ratio_tolerance={tolerance:g}. The log-probs at the "
+            "start of the step are of another computation than those in training: dropout, layers that depend on the "
+            "rest of the batch, weights that changed in between, or low precision (then raise the tolerance)"
+        )
+    value = deviation if math.isfinite(deviation) else math.inf
+    return {"policy/first_ratio_max_deviation": value, "policy/ratio_alarms": float(is_off)}
