@@ -1,0 +1,58 @@
+"""A training run whose only reward is the teacher's opinion: `main_base`, with the environments' rewards left out.
+
+The teacher is the reference model (`trainer.ref.model.path`); the settings that make it the reward are in
+`run_distillation.sh`. Environments still answer, end conversations and score evaluations.
+"""
+
+import multiprocessing
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from skyrl_train.entrypoints.main_base import BasePPOExp, config_dir, run_experiment, validate_cfg
+from skyrl_train.errors import SkyRLError
+from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
+from skyrl_train.generators.metrics import get_metrics_from_generator_output
+from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
+from skyrl_train.generators.step_wise import per_row
+
+
+class UnrewardedGenerator(SkyRLGymGenerator):
+    """Trajectories for training have reward 0 everywhere; what they would have earned is `environment/avg_score`."""
+
+    async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
+        output = await super().generate(input_batch, disable_tqdm)
+        metadata = input_batch.get("batch_metadata")
+        if metadata is not None and metadata.training_phase == "eval":
+            return output
+        prompts = per_row(output, [str(index) for index in range(len(input_batch["prompts"]))])
+        scores = get_metrics_from_generator_output(output, prompts)
+        output["rollout_metrics"] = (output["rollout_metrics"] or {}) | {"environment/avg_score": scores["avg_score"]}
+        output["rewards"] = [[0.0] * len(response) for response in output["response_ids"]]
+        return output
+
+
+class DistillationExp(BasePPOExp):
+    def get_generator(self, cfg, tokenizer, inference_engine_client) -> UnrewardedGenerator:
+        return UnrewardedGenerator(
+            generator_cfg=cfg.generator,
+            skyrl_gym_cfg=cfg.environment.skyrl_gym,
+            inference_engine_client=inference_engine_client,
+            tokenizer=tokenizer,
+            model_name=cfg.trainer.policy.model.path,
+        )
+
+
+@hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
+def main(cfg: DictConfig) -> None:
+    try:
+        typed = validate_cfg(cfg)
+    except SkyRLError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    run_experiment(typed, DistillationExp)
+
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn", force=True)
+    main()

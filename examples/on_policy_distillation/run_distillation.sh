@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# On-policy distillation: Qwen3-1.7B-Base learns from Qwen3-4B what to write where it goes itself. See README.md.
+#
+#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   bash examples/on_policy_distillation/run_distillation.sh [key=value ...]
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+
+: "${DATA_DIR:=$HOME/data/gsm8k}"
+: "${STUDENT:=Qwen/Qwen3-1.7B-Base}"
+: "${TEACHER:=Qwen/Qwen3-4B}"
+: "${NUM_GPUS:=4}"
+: "${LOGGER:=console}"
+: "${INFERENCE_BACKEND:=native}"
+
+export PYTHONPATH="$root/examples/on_policy_distillation${PYTHONPATH:+:$PYTHONPATH}"
+"${PYTHON:-$root/.venv/bin/python}" -m main_distillation \
+  data.train_data="['$DATA_DIR/train.parquet']" \
+  data.val_data="['$DATA_DIR/validation.parquet']" \
+  environment.env_class=gsm8k \
+  trainer.policy.model.path="$STUDENT" \
+  trainer.ref.model.path="$TEACHER" \
+  trainer.algorithm.advantage_estimator=token_reward \
+  trainer.algorithm.policy_loss_type=importance_sampling \
+  trainer.algorithm.use_kl_loss=false \
+  trainer.algorithm.use_kl_in_reward=true \
+  trainer.algorithm.kl_estimator_type=k1 \
+  trainer.algorithm.kl_loss_coef=1.0 \
+  trainer.placement.device=cuda \
+  trainer.placement.colocate_all=true \
+  trainer.placement.policy_num_gpus_per_node="$NUM_GPUS" \
+  trainer.placement.ref_num_gpus_per_node="$NUM_GPUS" \
+  trainer.strategy=fsdp2 \
+  trainer.policy.optimizer_config.lr=1e-5 \
+  trainer.epochs=20 \
+  trainer.train_batch_size=512 \
+  trainer.policy_mini_batch_size=512 \
+  trainer.micro_forward_batch_size_per_gpu=16 \
+  trainer.micro_train_batch_size_per_gpu=8 \
+  trainer.max_prompt_length=512 \
+  trainer.eval_before_train=true \
+  trainer.eval_batch_size=1024 \
+  trainer.eval_interval=5 \
+  trainer.ckpt_interval=10 \
+  generator.n_samples_per_prompt=1 \
+  generator.sampling_params.max_generate_length=2048 \
+  trainer.resume_mode=null \
+  trainer.logger="$LOGGER" \
+  trainer.project_name=on_policy_distillation \
+  trainer.run_name=qwen3_1.7b_from_4b \
+  generator.backend="$INFERENCE_BACKEND" \
+  generator.num_inference_engines="$NUM_GPUS" \
+  "$@"
