@@ -1,33 +1,105 @@
-"""The arithmetic of a run before it starts (published early: the signature stays, the body comes)."""
+"""The arithmetic of a run, before it starts: how a step's prompts become optimizer steps, what is padded or left out,
+and about how much memory each phase takes. Pure arithmetic on the settings: loads no weights, asks no device.
+"""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.models import FSDPConfig, LoRAConfig
+
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the estimates need to know of a model."""
+    """What the estimates need to know of a model. None: unknown, and what depends on it is left out."""
 
     num_parameters: int
     num_trainable: int | None = None
+    """Parameters that have a gradient: the adapters' alone with LoRA. None: all."""
     hidden_size: int | None = None
     num_layers: int | None = None
     vocab_size: int | None = None
 
 
 @dataclass(frozen=True)
+class ModelPlan:
+    """How a step's samples are divided for one model."""
+
+    name: str
+    num_shards: int
+    """Data-parallel shares: workers / `sequence_parallel_size`."""
+    num_mini_batches: int
+    """Mini-batches of a step: optimizer steps of one pass over it. 0: the model does not learn."""
+    optimizer_steps: int
+    """Optimizer steps of a training step, all passes together."""
+    samples_a_mini_batch: int
+    samples_a_shard: int
+    """Samples of a mini-batch on the shard that has most."""
+    micro_batches: int
+    """Forward and backward passes of a worker for a mini-batch; with a token budget, if every sample were as long as
+    can be."""
+    fillers: int
+    """Micro-batches of a mini-batch, over all shards, that are computed for nothing, so that all shards do as many."""
+    forward_micro_batches: int
+    """Forward passes of a worker for a whole step, where only log-probs or values are wanted. 0: none are."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes that one worker (or engine) needs in a phase, by what for. An estimate: what libraries keep for themselves,
+    fragmentation and communication buffers come on top."""
+
+    phase: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
 class StepPlan:
+    """Numbers of a run. `str(plan)` is a table to read."""
+
+    prompts: int
+    samples_a_prompt: int
+    update_epochs: int
+    models: tuple[ModelPlan, ...]
+    num_steps: int | None
+    """Training steps of the run. None: the size of the dataset is not known."""
+    prompts_left_out: int | None
+    """Prompts at the end of every epoch that do not fill a batch."""
+    memory: tuple[MemoryEstimate, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.samples_a_prompt
+
     def lines(self) -> list[str]:
-        return []
+        """The plan in lines of text."""
+        lines = [f"a step: {self.prompts} prompts x {self.samples_a_prompt} samples = {self.samples} samples"]
+        for model in self.models:
+            lines += _lines_of(model, self.update_epochs)
+        if self.num_steps is not None:
+            learners = [model for model in self.models if model.optimizer_steps]
+            steps = ", ".join(f"{self.num_steps * model.optimizer_steps} of the {model.name}" for model in learners)
+            lines.append(f"the run: {self.num_steps} training steps; optimizer steps: {steps}")
+        if self.prompts_left_out:
+            lines.append(f"left out: {self.prompts_left_out} prompts an epoch, which do not fill a batch")
+        lines += self.notes
+        if self.memory:
+            lines.append("memory of one worker or engine, ESTIMATES in GB (1e9 bytes):")
+        for estimate in self.memory:
+            parts = " + ".join(f"{name} {size / 1e9:.2f}" for name, size in estimate.parts.items())
+            lines.append(f"  {estimate.phase:<20} {estimate.total / 1e9:8.2f} = {parts}")
+        return lines
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
-
-
-def model_shape(path: str, *, overrides: dict[str, object] | None = None) -> ModelShape:
-    """Parameter counts from the model's config, on the meta device: loads no weights."""
-    raise NotImplementedError
 
 
 def step_plan(
@@ -38,5 +110,257 @@ def step_plan(
     critic: ModelShape | None = None,
     num_prompts: int | None = None,
 ) -> StepPlan:
-    """The plan of a run. `num_prompts`: of the dataset. `policy`, `critic`: from `model_shape`, for the estimates."""
-    return StepPlan()
+    """The plan of a run with these (validated) settings.
+
+    Args:
+        num_parameters: of the policy, where that is all that is known of it.
+        policy, critic: their shapes, from `model_shape`. Without any of the three, no memory is estimated.
+        num_prompts: prompts of the training set.
+
+    Memory of a worker, with N parameters of which M train, S ranks that divide them (`fsdp_size`), e bytes a number of
+    the computation (2 with bf16, else 4), L layers of width H, V words, n tokens of a micro-batch of the longest
+    samples divided by `sequence_parallel_size`, c `logprobs_chunk_size`:
+
+        weights      4 N / S                            float32 masters
+        gradients    4 M / S
+        Adam         8 M / S                            running mean and variance
+        gathered     2 e N / L                          two layers at a time; e N without `reshard_after_forward`
+        logits       8 c V (4 c V forward only)         a chunk of logits and its gradient, float32
+        activations  e n H (L + 17) with gradient checkpointing: every layer's input, and one layer in full;
+                     e n H 17 L without                 17: https://arxiv.org/abs/2205.05198, section 4.1, without the
+                                                        attention matrix, dropout masks counted as numbers
+                     e n H 17 forward only
+
+    and of an engine N numbers of `generator.model_dtype`; its cache comes on top.
+    """
+    trainer, generator, placement = cfg.trainer, cfg.generator, cfg.trainer.placement
+    if policy is None and num_parameters is not None:
+        policy = ModelShape(num_parameters)
+    updates = trainer.update_epochs_per_batch
+    has_critic = trainer.critic.model.path is not None
+    sp = trainer.policy.sequence_parallel_size
+    learner = _model_plan(cfg, "policy", trainer.policy_mini_batch_size, placement.policy_world_size, sp)
+    models = [learner]
+    memory = [] if policy is None else _policy_memory(cfg, policy)
+    if has_critic:
+        sp = trainer.critic.sequence_parallel_size
+        models.append(_model_plan(cfg, "critic", trainer.critic_mini_batch_size, placement.critic_world_size, sp))
+        if critic is not None:
+            memory += _critic_memory(cfg, critic)
+    if trainer.algorithm.uses_reference_model:
+        sp = trainer.ref.sequence_parallel_size
+        models.append(_model_plan(cfg, "reference", None, placement.ref_world_size, sp))
+        if policy is not None:
+            parts = _forward_parts(cfg, policy, trainer.ref.fsdp_config, placement.ref_world_size, sp)
+            memory.append(MemoryEstimate("reference log-probs", parts))
+    num_steps = prompts_left_out = None
+    if num_prompts is not None:
+        batches, prompts_left_out = divmod(num_prompts, trainer.train_batch_size)
+        num_steps = batches * trainer.epochs
+        num_steps = min(num_steps, trainer.max_training_steps or num_steps)
+    return StepPlan(
+        prompts=trainer.train_batch_size,
+        samples_a_prompt=generator.n_samples_per_prompt,
+        update_epochs=updates,
+        models=tuple(models),
+        num_steps=num_steps,
+        prompts_left_out=prompts_left_out,
+        memory=tuple(memory),
+        notes=_notes(cfg),
+    )
+
+
+def model_shape(
+    path: str, *, lora: LoRAConfig | None = None, overrides: dict[str, Any] | None = None, is_critic: bool = False
+) -> ModelShape:
+    """The shape of the model at `path`, a folder or a hub name, from its config alone: the model is made on the meta
+    device, where tensors have no content.
+
+    Args:
+        lora: with a rank above 0, the trainable parameters are those of the adapters: rank * (inputs + outputs) of each
+            linear layer that gets one.
+        overrides: fields of the model's config to replace.
+        is_critic: without an output layer over the vocabulary.
+    """
+    import torch  # optional and heavy, as transformers: whoever plans from numbers needs neither
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=True)
+    for name, value in (overrides or {}).items():
+        setattr(config, name, value)
+    with torch.device("meta"):
+        model = (AutoModel if is_critic else AutoModelForCausalLM).from_config(config, trust_remote_code=True)
+    text = config.get_text_config()
+    return ModelShape(
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_trainable=_adapter_parameters(model, lora) if lora is not None and lora.rank else None,
+        hidden_size=text.hidden_size,
+        num_layers=text.num_hidden_layers,
+        vocab_size=None if is_critic else text.vocab_size,
+    )
+
+
+def _adapter_parameters(model: Any, lora: LoRAConfig) -> int:
+    from torch import nn
+
+    def named(name: str, names: str | list[str] | None) -> bool:
+        candidates = [names] if isinstance(names, str) else names or []
+        return any(name == candidate or name.endswith(f".{candidate}") for candidate in candidates)
+
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    total = 0
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or named(name, lora.exclude_modules):
+            continue
+        if module is not output if lora.target_modules == "all-linear" else named(name, lora.target_modules):
+            total += lora.rank * (module.in_features + module.out_features)
+    return total
+
+
+# ---- samples
+
+
+def _longest_sample(cfg: SkyRLConfig) -> int:
+    """The most tokens of a sample: what an engine may be given at the last turn, and what it may add."""
+    return cfg.generator.max_input_length + cfg.generator.sampling_params.max_generate_length
+
+
+def _model_plan(
+    cfg: SkyRLConfig, name: str, mini_batch_prompts: int | None, workers: int, sequence_parallel_size: int
+) -> ModelPlan:
+    trainer, samples_a_prompt = cfg.trainer, cfg.generator.n_samples_per_prompt
+    num_shards = workers // sequence_parallel_size
+    learns = mini_batch_prompts is not None
+    prompts = mini_batch_prompts if mini_batch_prompts is not None else trainer.train_batch_size
+    num_mini_batches = trainer.train_batch_size // prompts
+    shares = _shares(prompts * samples_a_prompt, num_shards)
+    rows = _rows_a_micro_batch(cfg, trainer.micro_train_batch_size_per_gpu)
+    counts = [-(-share // rows) for share in shares]
+    forward_rows = _rows_a_micro_batch(cfg, trainer.micro_forward_batch_size_per_gpu)
+    only_forward = num_mini_batches * -(-shares[0] // forward_rows)
+    return ModelPlan(
+        name=name,
+        num_shards=num_shards,
+        num_mini_batches=num_mini_batches if learns else 0,
+        optimizer_steps=num_mini_batches * trainer.update_epochs_per_batch if learns else 0,
+        samples_a_mini_batch=sum(shares),
+        samples_a_shard=shares[0],
+        micro_batches=counts[0] if learns else 0,
+        fillers=sum(counts[0] - count for count in counts) if learns else 0,
+        forward_micro_batches=0 if name == "policy" and not _needs_old_log_probs(cfg) else only_forward,
+    )
+
+
+def _needs_old_log_probs(cfg: SkyRLConfig) -> bool:
+    """Whether the policy's log-probs at the start of a step take a forward pass of their own: not where one optimizer
+    step takes all rows, and nothing else asks for them."""
+    trainer = cfg.trainer
+    updates = trainer.train_batch_size // trainer.policy_mini_batch_size * trainer.update_epochs_per_batch
+    algorithm = trainer.algorithm
+    return updates > 1 or algorithm.use_kl_in_reward or algorithm.off_policy_correction.is_on or algorithm.use_tis
+
+
+def _shares(total: int, parts: int) -> list[int]:
+    """`total` in parts that differ by at most one, the larger first."""
+    return [total // parts + (part < total % parts) for part in range(parts)]
+
+
+def _rows_a_micro_batch(cfg: SkyRLConfig, rows: int) -> int:
+    budget = cfg.trainer.max_tokens_per_microbatch
+    return rows if budget is None else max(1, budget // _longest_sample(cfg))
+
+
+def _lines_of(model: ModelPlan, update_epochs: int) -> list[str]:
+    shards = f"{model.num_shards} data-parallel shard" + ("s" if model.num_shards > 1 else "")
+    uneven = model.samples_a_mini_batch % model.num_shards != 0
+    lines = []
+    if model.num_mini_batches:
+        lines = [
+            f"{model.name}: {model.num_mini_batches} mini-batches x {update_epochs} update epochs = "
+            f"{model.optimizer_steps} optimizer steps a training step",
+            f"  a mini-batch: {model.samples_a_mini_batch} samples over {shards} = {model.samples_a_shard} samples "
+            f"{'at most' if uneven else 'each'}, {model.micro_batches} micro-batches each"
+            + (f"; {model.fillers} micro-batches are fillers that count nothing" if model.fillers else ""),
+        ]
+    if model.forward_micro_batches:
+        lines.append(f"{model.name}, forward only: {shards}, {model.forward_micro_batches} micro-batches each a step")
+    return lines
+
+
+def _notes(cfg: SkyRLConfig) -> tuple[str, ...]:
+    notes = []
+    if cfg.trainer.max_tokens_per_microbatch is not None:
+        notes.append(
+            f"micro-batches hold at most {cfg.trainer.max_tokens_per_microbatch} tokens: their numbers are those of "
+            f"samples of {_longest_sample(cfg)} tokens each, and fewer with shorter ones"
+        )
+    if cfg.generator.step_wise_trajectories:
+        notes.append("every turn is a sample of its own (step-wise): the numbers of samples are for one turn each")
+    sampling = cfg.trainer.algorithm.dynamic_sampling
+    if sampling.type == "filter":
+        limit = f"up to {sampling.max_sample_batches}" if sampling.max_sample_batches > 0 else "any number of"
+        notes.append(f"dynamic sampling: {limit} batches of prompts fill one, so an epoch may have fewer steps")
+    return tuple(notes)
+
+
+# ---- memory
+
+
+def _policy_memory(cfg: SkyRLConfig, shape: ModelShape) -> list[MemoryEstimate]:
+    trainer, workers = cfg.trainer, cfg.trainer.placement.policy_world_size
+    fsdp, sp = trainer.policy.fsdp_config, trainer.policy.sequence_parallel_size
+    weights = shape.num_parameters * _BYTES[cfg.generator.model_dtype]
+    estimates = [MemoryEstimate("generate (an engine)", {"weights": weights})]
+    if _needs_old_log_probs(cfg):
+        estimates.append(MemoryEstimate("policy log-probs", _forward_parts(cfg, shape, fsdp, workers, sp)))
+    return [*estimates, MemoryEstimate("train policy", _training_parts(cfg, shape, fsdp, workers, sp))]
+
+
+def _critic_memory(cfg: SkyRLConfig, shape: ModelShape) -> Sequence[MemoryEstimate]:
+    critic, workers = cfg.trainer.critic, cfg.trainer.placement.critic_world_size
+    arguments = cfg, shape, critic.fsdp_config, workers, critic.sequence_parallel_size
+    return [
+        MemoryEstimate("critic values", _forward_parts(*arguments)),
+        MemoryEstimate("train critic", _training_parts(*arguments)),
+    ]
+
+
+def _training_parts(cfg: SkyRLConfig, shape: ModelShape, fsdp: FSDPConfig, workers: int, sp: int) -> dict[str, int]:
+    trainable = shape.num_parameters if shape.num_trainable is None else shape.num_trainable
+    ranks = _ranks_that_divide(fsdp, workers)
+    # Adapters come on top of the frozen model.
+    resting = shape.num_parameters if shape.num_trainable is None else shape.num_parameters + shape.num_trainable
+    parts = {"weights": 4 * resting // ranks, "gradients": 4 * trainable // ranks, "Adam": 8 * trainable // ranks}
+    rows = cfg.trainer.micro_train_batch_size_per_gpu
+    return parts | _computing_parts(cfg, shape, fsdp, sp, rows, with_gradient=True)
+
+
+def _forward_parts(cfg: SkyRLConfig, shape: ModelShape, fsdp: FSDPConfig, workers: int, sp: int) -> dict[str, int]:
+    parts = {"weights": 4 * shape.num_parameters // _ranks_that_divide(fsdp, workers)}
+    rows = cfg.trainer.micro_forward_batch_size_per_gpu
+    return parts | _computing_parts(cfg, shape, fsdp, sp, rows, with_gradient=False)
+
+
+def _computing_parts(
+    cfg: SkyRLConfig, shape: ModelShape, fsdp: FSDPConfig, sp: int, rows: int, *, with_gradient: bool
+) -> dict[str, int]:
+    trainer, number = cfg.trainer, 2 if cfg.trainer.bf16 else 4
+    gathered = number * shape.num_parameters
+    if shape.num_layers and fsdp.reshard_after_forward:
+        gathered = min(gathered, 2 * gathered // shape.num_layers)
+    parts = {"gathered": gathered}
+    if shape.vocab_size:
+        parts["logits"] = (8 if with_gradient else 4) * trainer.logprobs_chunk_size * shape.vocab_size
+    if shape.hidden_size and shape.num_layers:
+        # A sample that is longer than the budget has a micro-batch of its own.
+        longest, budget = _longest_sample(cfg), trainer.max_tokens_per_microbatch
+        tokens = -(-(rows * longest if budget is None else max(budget, longest)) // sp)
+        layers = 17
+        if with_gradient:
+            layers = shape.num_layers + 17 if trainer.gradient_checkpointing else 17 * shape.num_layers
+        parts["activations"] = number * tokens * shape.hidden_size * layers
+    return parts
+
+
+def _ranks_that_divide(fsdp: FSDPConfig, workers: int) -> int:
+    return workers if fsdp.fsdp_size == -1 else fsdp.fsdp_size
