@@ -35,14 +35,12 @@ class ModelWorker:
     model: nn.Module
     """The sharded root module, a `ScoringModel` unless a subclass builds another."""
 
-    sequence_parallel: SequenceParallel | None
-    """The ranks of this rank's shard, if they are several."""
-
     def __init__(self, cfg: SkyRLConfig):
         self.cfg = cfg
         self.device = torch.device("cpu")
         self.rank = 0
         self.world_size = 1
+        self.sequence_parallel: SequenceParallel | None = None  # the ranks of this rank's shard, if they are several
 
     @property
     def settings(self) -> PolicyConfig | CriticConfig | RefConfig:

@@ -13,7 +13,7 @@ from ray import cloudpickle
 from skyrl_train.algorithms.losses import PolicyLossRegistry, TokenSelectorRegistry
 from skyrl_train.algorithms.reduction import token_weights
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.training_batch import TrainingInputBatch
+from skyrl_train.training_batch import TrainingInputBatch, TrainingOutputBatch
 from skyrl_train.workers.actor_group import ActorGroup
 from skyrl_train.workers.critic_worker import CriticWorker
 from skyrl_train.workers.learner import LearnerWorker, MetricSums, joined
@@ -33,8 +33,8 @@ class PolicyAgain(PolicyWorker):
         self._token_selector = TokenSelectorRegistry.get(loss) if loss in TokenSelectorRegistry else None
         self.load_model()
 
-    def selected_tokens(self) -> torch.Tensor:
-        return self._staged.tensor("selected_tokens")
+    def selected_tokens(self) -> TrainingOutputBatch:
+        return TrainingOutputBatch(output=self._staged.tensor("selected_tokens"))
 
 
 class CriticAgain(CriticWorker):
@@ -57,6 +57,9 @@ class Step(NamedTuple):
 
     weights: dict[str, torch.Tensor]
     """After it."""
+
+    selected: torch.Tensor | None
+    """The tokens [B, R] that the loss treated apart, if it treats any."""
 
 
 class Learners:
@@ -113,9 +116,12 @@ class Learners:
         sums = joined(await group.call_shards("forward_backward", [(own,) for own in micro_batches]))
         if not stage_old:
             before = schedule.gather(await group.call_shards("old_log_probs", [()] * group.num_shards), "output")
+        selected = None
+        if kind == "policy" and cfg.trainer.algorithm.policy_loss_type in TokenSelectorRegistry:
+            selected = schedule.gather(await group.call_shards("selected_tokens", [()] * group.num_shards), "output")
         stepped, *_ = await group.call_all("optim_step")
         weights, *_ = await group.call_all("full_state")
-        return Step(sums, stepped["grad_norm"], before, weights)
+        return Step(sums, stepped["grad_norm"], before, weights, selected)
 
 
 def schedule_of(cfg: SkyRLConfig, batch: TrainingInputBatch, num_shards: int, unit: int = 1) -> Schedule:
@@ -130,12 +136,13 @@ def schedule_of(cfg: SkyRLConfig, batch: TrainingInputBatch, num_shards: int, un
 
 
 def add_judgement(kind: str, cfg: SkyRLConfig, batch: TrainingInputBatch, before: torch.Tensor, old: bool) -> None:
-    """What the trainer would add. Old log-probs are shifted by the batch's `shift`, if it has one."""
+    """What the trainer would add, four rows a prompt. Old log-probs are shifted by the batch's `shift`, if it has one."""
     mask = batch.tensor("loss_mask")
     algorithm = cfg.trainer.algorithm
-    weights = token_weights(mask, algorithm.loss_reduction, max_seq_len=20)
+    prompts = [row // 4 for row in range(len(batch))]
+    weights = token_weights(mask, algorithm.loss_reduction, max_seq_len=20, index=prompts)
     if kind == "critic":
-        batch["values"] = before + torch.nan_to_num(batch.tensor("advantages")) / 10
+        batch["values"] = before - torch.nan_to_num(batch.tensor("advantages")) / 2
         batch["returns"] = batch["advantages"]
         batch["critic_loss_weights"] = weights
         return

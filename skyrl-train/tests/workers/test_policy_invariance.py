@@ -24,55 +24,71 @@ SPLITS = {
     for budget in (1, 30, 10_000)
 }
 FEW_SPLITS = ("1 x 8, packed", "2 x 2, padded", "2 x 30 tokens")
+NOT_A_NUMBER, INFINITE = float("nan"), float("inf")
 
 
-def assert_same(steps: dict[str, Any], batch: TrainingInputBatch) -> None:
-    """The same to 1e-5, whatever the split."""
+def steps_of(learners: Any, config: Any, batch: TrainingInputBatch, splits: Any, unit: int = 1, **settings: Any) -> Any:
+    """The same step, divided in each of these ways."""
+    return {
+        split: learners.step("policy", config(**settings, **SPLITS[split][1]), batch, SPLITS[split][0], unit=unit)
+        for split in splits
+    }
+
+
+def assert_same(steps: dict[str, Any], batch: TrainingInputBatch) -> Any:
+    """The same to 1e-5, whatever the split. Returns the first."""
     kept = batch.tensor("loss_mask") > 0
     expected = next(iter(steps.values()))
+    assert expected.grad_norm > 0.001
     for split, step in steps.items():
         assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5), split
         torch.testing.assert_close(step.before[kept], expected.before[kept], atol=1e-5, rtol=0, msg=split)
         assert step.sums.keys() == expected.sums.keys(), split
         for name, value in expected.sums.items():
             assert step.sums[name] == pytest.approx(value, rel=1e-5, abs=1e-5), (split, name)
+        if expected.selected is not None:
+            assert torch.equal(step.selected, expected.selected), split
         for name, weight in expected.weights.items():
             # The first Adam step is lr * sign(g) where g is not tiny: compare what is not at that edge.
             assert (step.weights[name] - weight).abs().median() < 1e-5, (split, name)
+    return expected
 
 
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "seq_mean_token_sum_norm"])
-def test_no_split_changes_loss_or_gradient(learners, config, ragged_batch, reduction):
-    batch = ragged_batch(columns=["shift"])
+@pytest.fixture
+def shifted_batch(ragged_batch: Any) -> TrainingInputBatch:
+    """As if the policy had moved since the old log-probs; with all that a loss may want to know."""
+    batch = ragged_batch(columns=["shift", "rollout_logprobs"])
     batch["shift"] = batch.tensor("shift") / 5
-    steps = {}
-    for split in SPLITS if reduction == "token_mean" else FEW_SPLITS:
-        num_ranks, how = SPLITS[split]
-        cfg = config(**how, algorithm=dict(loss_reduction=reduction))
-        steps[split] = learners.step("policy", cfg, batch, num_ranks)
-    first = steps["1 x 8, packed"]
-    assert first.grad_norm > 0.01
-    assert first.sums["token/policy_kl"] > 0
-    assert first.sums["token/clip_ratio"] > 0
-    assert first.sums["max/ratio_deviation"] > 0.1
-    assert_same(steps, batch)
+    batch["rollout_logprobs"] = batch.tensor("rollout_logprobs") / 5 - 4
+    generator = torch.Generator().manual_seed(0)
+    for name in ("token_noise", "off_policy_weights"):
+        batch[name] = torch.rand(batch.tensor("shift").shape, generator=generator)
+    return batch
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"])
+def test_no_split_changes_loss_or_gradient(learners, config, shifted_batch, reduction):
+    splits = SPLITS if reduction == "token_mean" else FEW_SPLITS
+    steps = steps_of(learners, config, shifted_batch, splits, algorithm=dict(loss_reduction=reduction))
+    sums = assert_same(steps, shifted_batch).sums
+    assert sums["token/policy_kl"] > 0
+    assert sums["token/clip_ratio"] > 0
+    assert sums["max/ratio_deviation"] > 0.1
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 13])
 def test_ranks_with_uneven_numbers_of_rows_agree_with_one_process(learners, config, ragged_batch, num_rows):
     batch = ragged_batch(num_rows)
-    steps = {split: learners.step("policy", config(**how), batch, num_ranks) for split, (num_ranks, how) in SPLITS.items() if split in {*FEW_SPLITS, "2 x 1, packed", "2 x 1 tokens"}}  # fmt: skip
-    assert steps["1 x 8, packed"].sums["num_tokens"] == batch.tensor("loss_mask").sum()
-    assert_same(steps, batch)
+    steps = steps_of(learners, config, batch, [*FEW_SPLITS, "2 x 1, packed", "2 x 1 tokens"])
+    assert assert_same(steps, batch).sums["num_tokens"] == batch.tensor("loss_mask").sum()
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", ["1 x 1, packed", "1 x 8, padded", "2 x 2, packed", "2 x 30 tokens"])
 def test_the_first_ratio_is_exactly_one(learners, config, ragged_batch, split):
-    num_ranks, how = SPLITS[split]
-    sums = learners.step("policy", config(**how), ragged_batch(13), num_ranks).sums
-    assert sums["max/ratio_deviation"] == 0.0
-    assert sums["token/ratio"] == sums["num_tokens"]
-    assert sums["token/clip_ratio"] == 0.0
+    [step] = steps_of(learners, config, ragged_batch(13), [split]).values()
+    assert step.sums["max/ratio_deviation"] == 0.0
+    assert step.sums["token/ratio"] == step.sums["num_tokens"]
+    assert step.sums["token/clip_ratio"] == 0.0
 
 
 def test_one_update_needs_no_forward_of_its_own_for_the_old_log_probs(learners, config, ragged_batch):
@@ -87,34 +103,75 @@ def test_one_update_needs_no_forward_of_its_own_for_the_old_log_probs(learners, 
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_what_stands_at_padding_changes_nothing(learners, config, ragged_batch, packing):
-    columns = ["shift", "rollout_logprobs", "off_policy_weights"]
-    batch, polluted = ragged_batch(columns=columns), ragged_batch(columns=columns)
+def test_what_stands_at_padding_changes_nothing(learners, config, shifted_batch, packing):
+    polluted = TrainingInputBatch(dict(shifted_batch), metadata=shifted_batch.metadata)
     padding, masked = polluted.tensor("attention_mask") == 0, polluted.tensor("loss_mask") == 0
     polluted["sequences"] = torch.where(padding, 63, polluted.tensor("sequences"))
-    for name, garbage in zip(["advantages", *columns], [float("nan"), float("inf"), float("nan"), -float("inf")], strict=True):  # fmt: skip
+    for name, garbage in {
+        "advantages": NOT_A_NUMBER,
+        "shift": INFINITE,
+        "rollout_logprobs": -INFINITE,
+        "off_policy_weights": NOT_A_NUMBER,
+    }.items():
         polluted[name] = torch.where(masked, garbage, polluted.tensor(name))
     cfg = config(use_sample_packing=packing)
-    assert_same(
-        {"clean": learners.step("policy", cfg, batch), "polluted": learners.step("policy", cfg, polluted)}, batch
-    )
+    batches = {"clean": shifted_batch, "polluted": polluted}
+    assert_same({name: learners.step("policy", cfg, batch) for name, batch in batches.items()}, shifted_batch)
 
 
 @pytest.mark.parametrize("loss", PolicyLossRegistry.list_available())
-def test_every_loss_runs_through_the_worker_and_no_split_changes_it(learners, config, ragged_batch, loss):
-    batch = ragged_batch(16, columns=["shift", "rollout_logprobs"])
-    batch["shift"] = batch.tensor("shift") / 5
-    batch["rollout_logprobs"] = batch.tensor("rollout_logprobs") / 5 - 4
-    batch["token_noise"] = torch.rand(16, 7, generator=torch.Generator().manual_seed(0))
-    algorithm = dict(policy_loss_type=loss, clip_cov=dict(clip_ratio=0.1, clip_cov_lb=0.1))
-    if loss == "dpo":
-        algorithm["loss_reduction"] = "sequence_mean"
-        batch["loss_mask"] = batch.tensor("loss_mask")
-    unit = 2 if loss == "dpo" else 1
-    steps = {
-        split: learners.step("policy", config(**how, algorithm=algorithm), batch, num_ranks, unit=unit)
-        for split, (num_ranks, how) in SPLITS.items()
-        if split in FEW_SPLITS
-    }
-    assert steps[FEW_SPLITS[0]].grad_norm > 0.01
-    assert_same(steps, batch)
+def test_every_loss_runs_through_the_worker_and_no_split_changes_it(learners, config, shifted_batch, loss):
+    algorithm: dict[str, Any] = dict(policy_loss_type=loss, clip_cov=dict(clip_ratio=0.1, clip_cov_lb=0.1))
+    unit = 1
+    if loss == "dpo":  # pairs: both rows of one must have answers
+        algorithm["loss_reduction"], unit = "sequence_mean", 2
+        shifted_batch = shifted_batch.rows(torch.tensor([0, 1, 2, 3, 6, 7, 8, 9, 10, 11]))
+    expected = assert_same(
+        steps_of(learners, config, shifted_batch, FEW_SPLITS, unit, algorithm=algorithm), shifted_batch
+    )
+    if expected.selected is not None:
+        num_tokens = int(shifted_batch.tensor("loss_mask").sum())
+        assert expected.selected.sum() == int(num_tokens * {"clip_cov": 0.1, "kl_cov": 0.2}[loss])
+
+
+def test_off_policy_weights_scale_the_policy_loss_alone(learners, config, shifted_batch):
+    halved = TrainingInputBatch(dict(shifted_batch), metadata=shifted_batch.metadata)
+    halved["off_policy_weights"] = shifted_batch.tensor("off_policy_weights") / 2
+    whole, half = (learners.step("policy", config(), batch).sums for batch in (shifted_batch, halved))
+    assert half["loss/policy_loss"] == pytest.approx(whole["loss/policy_loss"] / 2)
+    assert half["loss/kl_loss"] == whole["loss/kl_loss"]
+    assert half["loss/entropy_loss"] == whole["loss/entropy_loss"]
+
+
+@pytest.fixture(scope="module")
+def mixture_of_experts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = str(tmp_path_factory.mktemp("models") / "tiny_moe")
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=32,
+    )
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.data.mul_(3.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_the_load_balancing_loss_of_experts_is_that_of_the_whole_mini_batch(
+    learners, config, ragged_batch, mixture_of_experts
+):
+    batch = ragged_batch(3)
+    policy = {"model": {"path": mixture_of_experts}}
+    steps = steps_of(learners, config, batch, ["1 x 8, packed", "2 x 1, packed", "2 x 2, padded"], policy=policy)
+    assert 2.0 < assert_same(steps, batch).sums["loss/router_auxiliary_loss"] < 8.0  # even .. all to the same two
