@@ -1,14 +1,22 @@
-"""GRPO's advantages, by hand."""
+"""Advantages by hand. (`test_advantage_properties.py` compares them with plain loops, and tries to upset them.)"""
 
 import pytest
 import torch
 
 from skyrl_train.algorithms.advantages import (
     AdvantageEstimatorRegistry,
+    gae_advantages,
     group_numbers,
     grpo_advantages,
+    maxrl_advantages,
+    negative_groups,
     normalize_advantages,
+    reinforce_advantages,
+    reinforce_baseline_advantages,
     rloo_advantages,
+    token_reward_advantages,
+    turn_grpo_advantages,
+    turn_numbers,
 )
 
 ONES = torch.ones(4, 2)
@@ -81,3 +89,135 @@ def test_normalized_advantages_ignore_what_is_masked():
     # Mean 2, sample variance 2.
     expected = torch.tensor([[-(0.5**0.5), 0.0], [0.5**0.5, 0.0]])
     torch.testing.assert_close(normalize_advantages(values, mask), expected)
+
+
+def test_a_single_advantage_is_normalized_to_zero():
+    assert normalize_advantages(torch.tensor([[5.0, 7.0]]), torch.tensor([[1.0, 0.0]])).tolist() == [[0.0, 0.0]]
+    assert normalize_advantages(torch.tensor([[5.0, 7.0]]), torch.zeros(1, 2)).tolist() == [[0.0, 0.0]]
+
+
+def test_a_row_without_tokens_is_in_no_baseline():
+    mask = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
+    with_empty, _ = grpo_advantages(rewards_at_the_end(1, 0, 9), mask, ["a", "a", "a"])
+    without, _ = grpo_advantages(rewards_at_the_end(1, 0), mask[:2], ["a", "a"])
+    assert torch.equal(with_empty[:2], without)
+    assert with_empty[2].tolist() == [0.0, 0.0]
+
+
+def test_equal_scores_have_no_advantage_however_large():
+    # In float32 the mean of seven times 0.1 is not 0.1, and a rounding error over a std of 0 is a large advantage.
+    for score in (0.1, 1e9 / 3):
+        advantages, _ = grpo_advantages(rewards_at_the_end(*[score] * 7), torch.ones(7, 2), ["a"] * 7)
+        assert torch.equal(advantages, torch.zeros(7, 2))
+
+
+def test_maxrl_divides_by_the_success_rate():
+    # One of four succeeds: mean 1/4, so (1 - 1/4) / (1/4) = 3 and (0 - 1/4) / (1/4) = -1.
+    advantages, returns = maxrl_advantages(rewards_at_the_end(1, 0, 0, 0), ONES, ["a"] * 4)
+    assert advantages[:, 0].tolist() == [3.0, -1.0, -1.0, -1.0]
+    assert torch.equal(advantages, returns)
+
+
+def test_maxrl_says_nothing_without_success_and_nothing_below_zero():
+    rewards = rewards_at_the_end(0, 0, -3, 1)
+    advantages, _ = maxrl_advantages(rewards, ONES, ["none", "none", "negative", "negative"])
+    assert torch.equal(advantages, torch.zeros(4, 2))
+    assert negative_groups(rewards, ONES, ["none", "none", "negative", "negative"]) == 1
+
+
+def test_reinforce_baseline_centres_in_the_group_and_scales_over_the_batch():
+    # Groups (1, 0) and (9, 3), centred: 0.5, -0.5, 3, -3. The first row has two tokens, the others one, so of the five
+    # tokens 0.5, 0.5, -0.5, 3, -3 the mean is 0.1, the squares 0.16 + 0.16 + 0.36 + 8.41 + 9.61 = 18.7, over 4: 4.675.
+    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 99.0], [9.0, 99.0], [3.0, 99.0]])
+    advantages, returns = reinforce_baseline_advantages(rewards, mask, mask, list("aabb"))
+    assert returns.tolist() == [[0.5, 0.5], [-0.5, 0.0], [3.0, 0.0], [-3.0, 0.0]]
+    std = 4.675**0.5
+    expected = torch.tensor([[0.4, 0.4], [-0.6, 0.0], [2.9, 0.0], [-3.1, 0.0]]) / std
+    torch.testing.assert_close(advantages, expected)
+
+
+def test_reinforce_returns_are_discounted_over_action_tokens():
+    # Model, model, environment, model, padding. The environment's reward 4 counts for the token before it.
+    rewards = torch.tensor([[1.0, 2.0, 4.0, 8.0, 99.0]])
+    response = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0]])
+    actions = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0]])
+    advantages, returns = reinforce_advantages(rewards, response, actions, gamma=0.5)
+    # From the end: 8; 2 + 4 + 8/2 = 10; 1 + 10/2 = 6. Mean 8, squares 4 + 4 + 0, variance 4.
+    torch.testing.assert_close(returns, torch.tensor([[6.0, 10.0, 0.0, 8.0, 0.0]]))
+    torch.testing.assert_close(advantages, torch.tensor([[-1.0, 1.0, 0.0, 0.0, 0.0]]))
+
+
+def test_a_reward_before_the_first_action_is_nobodys():
+    rewards, response = torch.tensor([[5.0, 1.0]]), torch.ones(1, 2)
+    _, returns = reinforce_advantages(rewards, response, torch.tensor([[0.0, 1.0]]))
+    assert returns.tolist() == [[0.0, 1.0]]
+
+
+def test_gae_by_hand():
+    # Model, environment, model, with values 1, (nobody's 50), 3; gamma 1/2, lambda 1/2; reward 2 on the environment's
+    # token and 4 at the end.
+    # delta_2 = 4 - 3 = 1                 A_2 = 1              return 1 + 3 = 4
+    # delta_1 = 2 + 3/2 - 1 = 2.5         A_1 = 2.5 + 1/4      return 2.75 + 1 = 3.75
+    # Normalised: mean 1.875, differences +-0.875, variance 2 * 0.875^2, so +-1/sqrt(2).
+    rewards = torch.tensor([[0.0, 2.0, 4.0]])
+    actions = torch.tensor([[1.0, 0.0, 1.0]])
+    values = torch.tensor([[1.0, 50.0, 3.0]])
+    advantages, returns = gae_advantages(rewards, torch.ones(1, 3), actions, values, gamma=0.5, lambd=0.5)
+    torch.testing.assert_close(returns, torch.tensor([[3.75, 0.0, 4.0]]))
+    torch.testing.assert_close(advantages, torch.tensor([[0.5**0.5, 0.0, -(0.5**0.5)]]))
+
+
+def test_gae_with_lambda_zero_trusts_the_critic_for_all_but_the_next_reward():
+    rewards, ones = torch.tensor([[1.0, 2.0, 4.0]]), torch.ones(1, 3)
+    _, returns = gae_advantages(rewards, ones, ones, torch.tensor([[0.5, 10.0, 20.0]]), gamma=1.0, lambd=0.0)
+    torch.testing.assert_close(returns, torch.tensor([[11.0, 22.0, 4.0]]))
+
+
+def test_gae_without_a_critic_is_refused():
+    with pytest.raises(ValueError, match="gae needs the critic's values"):
+        gae_advantages(ONES, ONES, ONES, None)
+
+
+def test_a_turn_begins_with_each_run_of_actions():
+    actions = torch.tensor([[1, 1, 0, 0, 1, 0, 1], [0, 1, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0]])
+    expected = [[0, 0, 0, 0, 1, 1, 2], [0, 0, 0, 1, 1, 1, 1], [0] * 7]
+    assert turn_numbers(actions).tolist() == expected
+    assert turn_numbers(actions).dtype == torch.int64
+
+
+def test_turn_grpo_compares_turns_of_the_same_number():
+    # Turn rewards (1, 4), (3, 8), (2): returns with gamma 1/2 are (3, 4), (7, 8), (2).
+    # Turn 0: mean 4, so -1, 3, -2. Turn 1 of two samples: mean 6, so -2, 2.
+    rewards = torch.tensor([[1.0, 0.0, 4.0], [0.0, 3.0, 8.0], [2.0, 99.0, 99.0]])
+    response = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
+    turns = torch.tensor([[0, 0, 1], [0, 0, 1], [0, 7, 7]])
+    arguments = dict(response_mask=response, turns=turns, index=["a"] * 3, gamma=0.5)
+    advantages, returns = turn_grpo_advantages(rewards, **arguments, grpo_norm_by_std=False)
+    torch.testing.assert_close(returns, torch.tensor([[3.0, 3.0, 4.0], [7.0, 7.0, 8.0], [2.0, 0.0, 0.0]]))
+    torch.testing.assert_close(advantages, torch.tensor([[-1.0, -1.0, -2.0], [3.0, 3.0, 2.0], [-2.0, 0.0, 0.0]]))
+    # Variances: turn 0 (1 + 9 + 4) / 2 = 7, turn 1 (4 + 4) / 1 = 8.
+    divided, _ = turn_grpo_advantages(rewards, **arguments)
+    torch.testing.assert_close(divided[:, 0], torch.tensor([-1.0, 3.0, -2.0]) / 7**0.5)
+    torch.testing.assert_close(divided[:2, 2], torch.tensor([-2.0, 2.0]) / 8**0.5)
+
+
+def test_a_turn_that_no_other_sample_has_is_compared_with_nothing():
+    rewards = torch.tensor([[1.0, 5.0], [2.0, 0.0]])
+    response = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    advantages, _ = turn_grpo_advantages(
+        rewards, response, torch.tensor([0, 1]), ["a", "a"], grpo_norm_by_std=False, gamma=0.0
+    )
+    assert advantages.tolist() == [[-0.5, 0.0], [0.5, 0.0]]
+
+
+def test_with_one_turn_a_sample_turn_grpo_is_grpo():
+    rewards, turns = rewards_at_the_end(1, 0, 3, 5), torch.zeros(4, 2, dtype=torch.int64)
+    by_turn, _ = turn_grpo_advantages(rewards, ONES, turns, list("aabb"))
+    torch.testing.assert_close(by_turn, grpo_advantages(rewards, ONES, list("aabb"))[0])
+
+
+def test_a_tokens_own_reward_is_its_advantage():
+    rewards, mask = torch.tensor([[1.0, -2.0, float("nan")]]), torch.tensor([[1.0, 1.0, 0.0]])
+    advantages, returns = token_reward_advantages(rewards, mask)
+    assert advantages.tolist() == returns.tolist() == [[1.0, -2.0, 0.0]]

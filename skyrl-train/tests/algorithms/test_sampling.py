@@ -1,0 +1,116 @@
+"""Which rollouts are worth training on."""
+
+import math
+
+import pytest
+import torch
+
+from skyrl_train.algorithms.sampling import (
+    Selection,
+    informative_groups,
+    keep_informative,
+    overlong_penalty,
+    replace_uninformative,
+    zero_variance_rows,
+)
+
+REWARDS = [1.0, 0.0, 1.0, 1.0, 0.0, 0.5]
+UIDS = list("aabbcc")
+"""Groups a (1, 0) and c (0, 1/2) teach something, b (1, 1) does not."""
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_a_group_is_informative_if_its_rewards_differ():
+    assert informative_groups(REWARDS, UIDS) == ["a", "c"]
+    assert zero_variance_rows(REWARDS, UIDS).tolist() == [False, False, True, True, False, False]
+
+
+def test_a_group_of_one_is_kept():
+    assert informative_groups([0.0, 1.0, 1.0], ["alone", "b", "b"]) == ["alone"]
+
+
+def test_the_tolerance_is_on_the_population_standard_deviation():
+    # 0 and 2e-6: mean 1e-6, so the standard deviation is 1e-6 exactly, which is not above it.
+    assert informative_groups([0.0, 2e-6], ["a", "a"]) == []
+    assert informative_groups([0.0, 2.1e-6], ["a", "a"]) == ["a"]
+    assert informative_groups([0.0, 0.2], ["a", "a"], tolerance=0.11) == []
+
+
+def test_large_equal_rewards_are_equal():
+    assert informative_groups([1e9 / 3] * 7, ["a"] * 7) == []
+
+
+@pytest.mark.parametrize("failed", [None, math.nan, math.inf])
+def test_a_failed_rollout_has_no_say(failed):
+    # Without the failed one, a is (1, 1), b is (1, 0), and c is nothing at all.
+    rewards, uids = [1.0, 1.0, failed, 1.0, 0.0, failed, failed], list("aaabbbc")
+    assert informative_groups(rewards, uids) == ["b"]
+    assert zero_variance_rows(rewards, uids).tolist() == [True] * 3 + [False] * 3 + [True]
+
+
+def test_filtering_keeps_whole_groups_in_order():
+    assert keep_informative(REWARDS, UIDS) == Selection([0, 1, 4, 5], list("aacc"), 2)
+    assert keep_informative(REWARDS, UIDS, max_groups=1) == Selection([0, 1], ["a", "a"], 1)
+    assert keep_informative([1.0, 1.0], ["a", "a"]) == Selection([], [], 0)
+    assert keep_informative([], []) == Selection([], [], 0)
+
+
+def test_filtering_keeps_what_it_kept_before():
+    """Collecting over batches: what is left of the first, with the second behind it."""
+    first = keep_informative(REWARDS, UIDS)
+    rewards = [REWARDS[row] for row in first.rows] + [3.0, 3.0, 3.0, 4.0]
+    assert keep_informative(rewards, [*first.uids, *"ddee"], max_groups=3) == Selection(
+        [0, 1, 2, 3, 6, 7], list("aaccee"), 3
+    )
+
+
+def test_rows_of_a_group_need_not_be_neighbours():
+    assert keep_informative([1.0, 5.0, 0.0, 5.0], ["a", "b", "a", "b"]).rows == [0, 2]
+
+
+def test_a_bad_group_gives_its_place_to_a_copy_of_a_good_one():
+    selection = replace_uninformative(REWARDS, UIDS, 0.3, generator())
+    assert selection is not None
+    assert selection.uids == UIDS  # the copy stands under the uid of the group it replaces
+    assert selection.rows[:2] == [0, 1] and selection.rows[4:] == [4, 5]
+    assert selection.rows[2:4] in ([0, 1], [4, 5])
+
+
+def test_replacements_are_drawn_from_all_good_groups_and_from_the_generator_alone():
+    drawn = []
+    for seed in range(20):
+        selection, again = (replace_uninformative(REWARDS, UIDS, 0.3, generator(seed)) for _ in range(2))
+        assert selection is not None and selection == again
+        drawn.append(selection.rows[2])
+    assert set(drawn) == {0, 4}
+
+
+def test_too_few_good_groups_are_refused():
+    assert replace_uninformative(REWARDS, UIDS, 2 / 3, generator()) is None  # 2 of 3 is not more than 2/3
+    assert replace_uninformative(REWARDS, UIDS, 0.6, generator()) is not None
+    assert replace_uninformative([1.0, 1.0], ["a", "a"], 0.0, generator()) is None
+
+
+def test_nothing_changes_where_all_groups_are_good():
+    selection = replace_uninformative([1.0, 0.0, 0.0, 2.0], list("aabb"), 0.3, generator())
+    assert selection == Selection([0, 1, 2, 3], list("aabb"), 2)
+
+
+def test_every_rollout_needs_a_reward():
+    with pytest.raises(ValueError, match="2 rewards and 1 uids"):
+        informative_groups([1.0, 2.0], ["a"])
+
+
+def test_the_penalty_rises_over_the_buffer():
+    # Limit 100, buffer 20: nothing up to 80, a quarter at 85, all of it from 100 on.
+    lengths = torch.tensor([0, 80, 85, 90, 100, 130])
+    expected = torch.tensor([0.0, 0.0, -0.5, -1.0, -2.0, -2.0])
+    assert torch.equal(overlong_penalty(lengths, limit=100, buffer_len=20, factor=2.0), expected)
+
+
+def test_a_buffer_without_tokens_is_refused():
+    with pytest.raises(ValueError, match="at least one token"):
+        overlong_penalty(torch.tensor([1]), 10, 0, 1.0)
