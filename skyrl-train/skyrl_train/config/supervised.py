@@ -122,7 +122,9 @@ def check_read(config: SupervisedConfig) -> None:
     """Raises ConfigError if a setting of `trainer` was changed that this kind of training does not read."""
     own = _OF_PREFERENCES if isinstance(config, PreferenceConfig) else _OF_DEMONSTRATIONS
     read = tuple(f"trainer.{name}" for name in (*_SHARED, *own))
-    defaults = {name: getattr(section, leaf.name) for name, section, leaf in leaves(type(config)())}
+    same_model = {"trainer": {"policy": {"model": {"path": config.trainer.policy.model.path}}}}  # others refer to it
+    unchanged = type(config).from_dict(same_model)
+    defaults = {name: getattr(section, leaf.name) for name, section, leaf in leaves(unchanged)}
     for name, section, leaf in leaves(config):
         is_read = not name.startswith("trainer.") or any(
             name == known or (known.endswith(".") and name.startswith(known)) for known in read
