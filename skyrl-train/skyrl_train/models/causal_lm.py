@@ -67,11 +67,16 @@ def _load(
         attn_implementation=attention_implementation(flash_attn, device),
         trust_remote_code=True,
     )
-    if with_weights:
-        model = kind.from_pretrained(path, config=config, **options)
-    else:
-        with torch.device("meta"):
-            model = kind.from_config(config, **options)
+    try:
+        if with_weights:
+            model = kind.from_pretrained(path, config=config, **options)
+        else:
+            with torch.device("meta"):
+                model = kind.from_config(config, **options)
+    except ValueError as error:
+        if flash_attn and "attn_implementation" in str(error):
+            raise ConfigError(f"{path} knows no attention but its own: set trainer.flash_attn=false") from error
+        raise
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

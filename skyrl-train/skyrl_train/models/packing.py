@@ -105,8 +105,9 @@ class Layout:
             slots = values.new_zeros(self.input_ids.numel())
             slots = slots.index_copy(0, self.predictors[self.own] % len(slots), values)
             values = self.rows.sequence_parallel.gather(slots, 0).index_select(0, self.predictors)
-        num_rows, num_response = self.shape
-        return values.new_zeros(num_rows * num_response).index_copy(0, self.destinations, values).view(self.shape)
+        # No view of a flat tensor: FSDP hooks into what a model returns, and warns of views.
+        rows, columns = self.destinations // self.shape[1], self.destinations % self.shape[1]
+        return values.new_zeros(self.shape).index_put((rows, columns), values)
 
 
 def packed(

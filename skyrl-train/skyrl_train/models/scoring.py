@@ -88,7 +88,7 @@ class ScoringModel(nn.Module):
         """
         layout = lay_out(sequences, attention_mask, num_response, self.packing, self.sequence_parallel)
         with self.routers.listen(layout.real) as heard:
-            hidden = hidden_states(self.causal_lm.get_decoder(), layout)
+            hidden = hidden_states(self.causal_lm, layout)
         hidden, labels = layout.scored(hidden)
         head = self.causal_lm.get_output_embeddings()
         log_probs, entropy = token_log_probs(
@@ -122,9 +122,16 @@ def lay_out(
     return padded(sequences, attention_mask, num_response)
 
 
-def hidden_states(decoder: nn.Module, layout: Layout) -> torch.Tensor:
-    """What the layers of a model, without an output layer, make of it: [b, n, H]."""
-    return decoder(**layout.inputs(), use_cache=False).last_hidden_state
+def hidden_states(model: Any, layout: Layout) -> torch.Tensor:
+    """What a transformers model makes of it before its output layer, if it has one: [b, n, H].
+
+    Raises:
+        ValueError: the model keeps that to itself.
+    """
+    output = model.get_decoder()(**layout.inputs(), use_cache=False)
+    if getattr(output, "last_hidden_state", None) is None:
+        raise ValueError(f"{type(model).__name__} does not give the hidden states before its output layer")
+    return output.last_hidden_state
 
 
 def use_attention(model: Any, packing: bool, sequence_parallel: SequenceParallel | None) -> None:

@@ -86,8 +86,10 @@ class _TokenLogProbs(torch.autograd.Function):
         log_probs, log_norm, entropy = (torch.zeros(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
         scores = _compiled(_scores_of_chunk) if settings.compile else _scores_of_chunk
         for chunk in _chunks(len(hidden), settings.chunk_size):
-            results = scores(hidden[chunk], weight, bias, labels[chunk], settings)
-            log_probs[chunk], log_norm[chunk], entropy[chunk] = results
+            # No name for the product: it would live on beside the next chunk's.
+            log_probs[chunk], log_norm[chunk], entropy[chunk] = scores(
+                times_transposed(hidden[chunk].to(weight.dtype), weight), bias, labels[chunk], settings
+            )
         ctx.settings = settings
         ctx.save_for_backward(hidden, weight, bias, labels, log_norm, entropy)
         ctx.set_materialize_grads(False)
@@ -102,15 +104,15 @@ class _TokenLogProbs(torch.autograd.Function):
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_norm)
-        grad_of_logits = _compiled(_grad_of_chunk) if settings.compile else _grad_of_chunk
+        grad_of_product = _compiled(_grad_of_chunk) if settings.compile else _grad_of_chunk
         grad_hidden = torch.empty_like(hidden) if of_hidden else None
         # Sums over chunks are float32 whatever the dtype of the products: there may be hundreds of chunks.
         sum_weight = _Sum(weight, log_norm.dtype) if of_weight else None
         sum_bias = _Sum(bias, log_norm.dtype) if of_bias else None
         for chunk in _chunks(len(hidden), settings.chunk_size):
-            grad_logits = grad_of_logits(
-                hidden[chunk],
-                weight,
+            states = hidden[chunk].to(weight.dtype)
+            grad_product = grad_of_product(
+                times_transposed(states, weight),
                 bias,
                 labels[chunk],
                 log_norm[chunk],
@@ -120,12 +122,13 @@ class _TokenLogProbs(torch.autograd.Function):
                 settings,
             )
             if sum_bias is not None:
-                sum_bias.add(grad_logits.sum(dim=0))
-            grad_logits = grad_logits.to(weight.dtype)
+                sum_bias.add(grad_product.sum(dim=0))
+            grad_product = grad_product.to(weight.dtype)
             if grad_hidden is not None:
-                grad_hidden[chunk] = times_transposed(grad_logits, weight.t())
+                grad_hidden[chunk] = times_transposed(grad_product, weight.t())
             if sum_weight is not None:
-                sum_weight.add(times_transposed(grad_logits.t(), hidden[chunk].to(weight.dtype).t()))
+                sum_weight.add(times_transposed(grad_product.t(), states.t()))
+            del grad_product  # before the next chunk's is made
         return grad_hidden, sum_weight and sum_weight.result(), sum_bias and sum_bias.result(), None, None
 
 
@@ -152,14 +155,11 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def _scaled_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: _Settings
-) -> torch.Tensor:
-    """z / temperature of a chunk, [C, V], in float32 or more. Whoever gets it may overwrite it."""
-    logits = times_transposed(hidden.to(weight.dtype), weight)
+def _scaled_logits(product: torch.Tensor, bias: torch.Tensor | None, settings: _Settings) -> torch.Tensor:
+    """z / temperature of a chunk, [C, V], in float32 or more, from hidden W^T, which it may overwrite."""
+    logits = product.to(torch.promote_types(product.dtype, torch.float32))
     if bias is not None:
         logits += bias
-    logits = logits.to(torch.promote_types(weight.dtype, torch.float32))
     rule = settings.rule
     if rule.multiplier != 1.0:
         logits *= rule.multiplier
@@ -169,10 +169,10 @@ def _scaled_logits(
 
 
 def _scores_of_chunk(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, settings: _Settings
+    product: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, settings: _Settings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """log_probs, logsumexp(z) and entropy of a chunk, each [C]; entropy is 0 if not asked for."""
-    logits = _scaled_logits(hidden, weight, bias, settings)
+    logits = _scaled_logits(product, bias, settings)
     largest = logits.amax(dim=-1)
     logits -= largest[:, None]
     of_labels = logits.gather(1, labels[:, None])[:, 0]
@@ -188,8 +188,7 @@ def _scores_of_chunk(
 
 
 def _grad_of_chunk(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
+    product: torch.Tensor,
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     log_norm: torch.Tensor,
@@ -203,7 +202,7 @@ def _grad_of_chunk(
     d log p(label) / dz_v = [v = label] - p_v          dH / dz_v = -p_v (log p_v + H)
     """
     rule, temperature = settings.rule, settings.temperature
-    log_p = _scaled_logits(hidden, weight, bias, settings)
+    log_p = _scaled_logits(product, bias, settings)
     slope = rule.multiplier / temperature
     slope_of_cap = None if rule.softcap is None else 1 - (log_p * (temperature / rule.softcap)).square_()
     log_p -= log_norm[:, None]

@@ -1,0 +1,161 @@
+"""Whether a model, as it is going to be trained, gives the numbers that transformers' own forward gives.
+
+Training never uses that forward: rows are packed, attention is ours, logits are made in chunks. A model with a part
+that this leaves out would train on wrong numbers without a sign. So each model is asked once, when it is loaded.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.scoring import ScoringModel, hidden_states, lay_out
+from skyrl_train.models.value_model import ValueModel
+
+_LENGTHS = ((4, 6), (1, 3), (5, 1))
+"""Prompt and response tokens of the rows that are tried: ragged, so that a row that sees its neighbour shows."""
+
+_TEMPERATURE = 1.3
+
+_TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
+"""In nats. Wrong numbers differ by a tenth and more; kernels of one number by less than this, over many layers."""
+
+_ATTENTION_OF_SETTINGS = {
+    "trainer.use_sample_packing=false": "sdpa",
+    "trainer.flash_attn=false": "eager",
+}
+
+
+def check_scoring(model: ScoringModel | ValueModel, name: str) -> None:
+    """Tries a few random tokens. Before sharding; on every rank alike, no collective.
+
+    Args:
+        name: of the model, for the error.
+
+    Raises:
+        ConfigError: the numbers differ, or something in the model cannot be computed as the settings say; with the
+            settings that can, if there are any.
+    """
+    problem = _problem(model)
+    if problem is None:
+        return
+    choices = ["trainer.use_sample_packing=false"] if model.packing else []
+    choices += ["trainer.flash_attn=false"]
+    working = [setting for setting in choices if _problem(model, _ATTENTION_OF_SETTINGS[setting]) is None]
+    advice = f"Set {working[0]}." if working else "No setting changes that: this model cannot be trained here."
+    raise ConfigError(f"{name} cannot be trained as the settings say: {problem}. {advice}")
+
+
+@torch.no_grad()
+def _problem(model: ScoringModel | ValueModel, attention: str | None = None) -> str | None:
+    """What is wrong with a model, None for nothing; with another attention implementation (padded) if one is given."""
+    try:
+        with _as_if(model, attention):
+            return _unknown_parts(model) or _difference(model)
+    except ValueError as error:  # transformers' or our attention does not know what the model asks for
+        return str(error)
+
+
+@contextmanager
+def _as_if(model: ScoringModel | ValueModel, attention: str | None) -> Iterator[None]:
+    inner, before = _transformers_model(model), (model.packing, model.sequence_parallel)
+    implementation = inner.config._attn_implementation
+    if attention is None and implementation.startswith("flash"):  # which knows no float32
+        attention = "sdpa"
+    try:
+        model.sequence_parallel = None
+        if attention is not None:
+            model.packing = False
+            inner.set_attn_implementation(attention)
+        yield
+    finally:
+        model.packing, model.sequence_parallel = before
+        inner.set_attn_implementation(implementation)
+
+
+def _transformers_model(model: ScoringModel | ValueModel) -> Any:
+    return model.causal_lm if isinstance(model, ScoringModel) else model.backbone
+
+
+def _unknown_parts(model: ScoringModel | ValueModel) -> str | None:
+    """What a few tokens would not show: caps on small scores, windows longer than the rows tried."""
+    config = model.config.get_text_config()
+    eager = config._attn_implementation == "eager"
+    if getattr(config, "attn_logit_softcapping", None) and not eager:
+        return f"its attention caps scores (attn_logit_softcapping={config.attn_logit_softcapping})"
+    if not model.packing:
+        return None
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if kinds is None:
+        kinds = ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        return (
+            f"it has layers of another kind ({', '.join(sorted(unknown))}), which rows laid end to end would leak into"
+        )
+    sequences, mask, num_response = _trial(model)
+    layout = lay_out(sequences, mask, num_response, True, None)
+    inner = _transformers_model(model)
+    hidden_states(inner, layout)
+    assert layout.rows is not None
+    expected = [window if kind == "sliding_attention" else None for kind in kinds]
+    if not layout.rows.windows:
+        return "its attention cannot be replaced by one among packed rows"
+    if layout.rows.windows != expected:
+        return f"its config names the sliding windows {expected}, its layers ask for {layout.rows.windows}"
+    return None
+
+
+def _difference(model: ScoringModel | ValueModel) -> str | None:
+    sequences, mask, num_response = _trial(model)
+    if isinstance(model, ScoringModel):
+        ours = model(sequences, mask, num_response, _TEMPERATURE).log_probs
+    else:
+        ours = model(sequences, mask, num_response)
+    expected = torch.zeros_like(ours)
+    inner, reference = _transformers_model(model), _reference(model)
+    implementation = inner.config._attn_implementation
+    inner.set_attn_implementation("eager")
+    try:
+        for row, (num_prompt, length) in enumerate(_LENGTHS):
+            ids = sequences[row][mask[row].bool()]
+            expected[row, :length] = reference(ids)[num_prompt - 1 :]
+    finally:
+        inner.set_attn_implementation(implementation)
+    difference = (ours - expected).abs().max().item()
+    tolerance = _TOLERANCE[next(model.parameters()).dtype]
+    if difference <= tolerance:
+        return None
+    what = "log-probs" if isinstance(model, ScoringModel) else "values"
+    return f"{what} of random tokens differ from those of the model's own forward by {difference:.3g} (> {tolerance})"
+
+
+def _reference(model: ScoringModel | ValueModel) -> Callable[[torch.Tensor], torch.Tensor]:
+    """By the model's own forward: from the tokens [L] of one row to the score of all but the first [L - 1]."""
+
+    def log_probs(ids: torch.Tensor) -> torch.Tensor:
+        logits = _transformers_model(model)(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        return (logits.float() / _TEMPERATURE).log_softmax(dim=-1).gather(1, ids[1:, None])[:, 0]
+
+    def values(ids: torch.Tensor) -> torch.Tensor:
+        assert isinstance(model, ValueModel)
+        hidden = model.backbone(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
+        return model.head(hidden)[:, 0].float()
+
+    return log_probs if isinstance(model, ScoringModel) else values
+
+
+def _trial(model: ScoringModel | ValueModel) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Random sequences [B, T] and their mask, padded like a training batch, and R."""
+    num_prompt, num_response = (max(lengths) for lengths in zip(*_LENGTHS, strict=True))
+    table = _transformers_model(model).get_input_embeddings().weight
+    generator = torch.Generator().manual_seed(0)
+    shape = (len(_LENGTHS), num_prompt + num_response)
+    sequences = torch.randint(table.shape[0], shape, generator=generator)
+    columns = torch.arange(shape[1])
+    lengths = torch.tensor(_LENGTHS)
+    mask = (columns >= num_prompt - lengths[:, :1]) & (columns < num_prompt + lengths[:, 1:])
+    return sequences.to(table.device), mask.long().to(table.device), num_response

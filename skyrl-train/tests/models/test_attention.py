@@ -1,0 +1,99 @@
+"""Attention among rows that lie end to end is attention within each of them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from skyrl_train.models.attention import _varlen_attention, packed_attention
+from skyrl_train.models.packing import PackedRows
+
+HEADS, SIZE = 4, 8
+
+
+def rows_of(lengths: tuple[int, ...], device: str = "cpu") -> PackedRows:
+    return PackedRows(lengths, torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32))
+
+
+def make_inputs(num_tokens: int, key_heads: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, num_tokens, SIZE) for heads in (HEADS, key_heads, key_heads)]
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+def with_a_mask(query, key, value, lengths, scaling, window) -> torch.Tensor:
+    """The definition, with a mask of all tokens by all tokens. [1, N, heads, D]"""
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    behind = torch.arange(len(row))[:, None] - torch.arange(len(row))
+    sees = (row[:, None] == row) & (behind >= 0) & (behind < (window or len(row)))
+    key, value = (x.repeat_interleave(HEADS // x.shape[1], dim=1) for x in (key, value))
+    scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~sees, -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("lengths", [(7,), (5, 5, 5), (9, 8, 3, 2, 2, 1), (1, 1), (2, 9)], ids=str)
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_each_row_sees_itself_and_not_the_future(lengths, key_heads, window):
+    inputs = make_inputs(sum(lengths), key_heads)
+    ours, weights = packed_attention(
+        nn.Identity(), *inputs, None, packed_rows=rows_of(lengths), scaling=0.3, sliding_window=window
+    )
+    expected = with_a_mask(*inputs, lengths, 0.3, window)
+    assert weights is None
+    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
+    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    gradients = [torch.autograd.grad((answer * direction).sum(), inputs) for answer in (ours, expected)]
+    for actual, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 100, 511, 512, 600])
+def test_a_window_over_rows_of_several_blocks(window):
+    inputs = make_inputs(1300, 2)
+    ours, _ = packed_attention(
+        nn.Identity(), *inputs, None, packed_rows=rows_of((1200, 100)), scaling=0.3, sliding_window=window
+    )
+    torch.testing.assert_close(ours, with_a_mask(*inputs, (1200, 100), 0.3, window), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "argument", [{"softcap": 50.0}, {"s_aux": torch.ones(4)}, {"position_bias": torch.ones(1)}, {"dropout": 0.1}]
+)
+def test_what_it_does_not_know_it_refuses(argument):
+    inputs = make_inputs(3, 4)
+    with pytest.raises(ValueError, match=f"Identity needs attention with {next(iter(argument))}"):
+        packed_attention(nn.Identity(), *inputs, None, packed_rows=rows_of((3,)), scaling=0.3, **argument)
+
+
+def test_without_rows_it_refuses_rather_than_let_padding_be_seen():
+    with pytest.raises(ValueError, match="packed_rows"):
+        packed_attention(nn.Identity(), *make_inputs(3, 4), None, scaling=0.3, position_ids=torch.arange(3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 3, 40])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_kernels_for_rows_of_different_lengths_agree_with_single_rows(window, key_heads):
+    assert _varlen_attention("cuda", torch.bfloat16) is not None
+    lengths = (70, 33, 1)
+    inputs = [x.detach().to("cuda", torch.bfloat16) for x in make_inputs(sum(lengths), key_heads)]
+    rows = rows_of(lengths, "cuda")
+    ours, _ = packed_attention(nn.Identity(), *inputs, None, packed_rows=rows, scaling=0.3, sliding_window=window)
+    expected = with_a_mask(*(x.float().cpu() for x in inputs), lengths, 0.3, window)
+    torch.testing.assert_close(ours.float().cpu(), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_a_window_is_one_kernel_a_block_of_queries(monkeypatch: pytest.MonkeyPatch):
+    """3 blocks of 512 queries, each with the keys in its reach: no mask of 1,100 by 1,100."""
+    seen, attend = [], F.scaled_dot_product_attention
+
+    def watch(*args, **kwargs):
+        seen.append(tuple(kwargs["attn_mask"].shape))
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
+    packed_attention(
+        nn.Identity(), *make_inputs(1100, 2), None, packed_rows=rows_of((1100,)), scaling=0.3, sliding_window=10
+    )
+    assert seen == [(512, 512), (512, 521), (76, 85)]

@@ -1,0 +1,219 @@
+"""A packed, chunked forward gives what the model's own forward gives to each row alone, in numbers and in gradients."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from skyrl_train.config import FSDPConfig
+from skyrl_train.distributed.fsdp2 import full, shard_model
+from skyrl_train.distributed.process_group import free_port, init_process_group, make_mesh
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.causal_lm import load_causal_lm
+from skyrl_train.models.scoring import ScoringModel, TokenScores
+
+CPU = torch.device("cpu")
+WORDS, TEMPERATURE = 64, 0.7
+
+
+def make_model(**changes) -> nn.Module:
+    settings = dict(
+        vocab_size=WORDS,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.1,
+    )
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**(settings | changes)))
+
+
+def expected_scores(model: nn.Module, batch) -> TokenScores:
+    """Each row alone, without padding, through the model's own forward and whole logits."""
+    model.set_attn_implementation("eager")
+    scores = torch.zeros(2, len(batch.mask), batch.num_response)
+    for row, mask in enumerate(batch.mask == 1):
+        ids, response = batch.sequences[row][mask], int(mask[-batch.num_response :].sum())
+        log_p = (model(ids[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        log_probs, entropy = log_p.gather(1, ids[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        scores[0, row, :response] = log_probs[len(log_probs) - response :]
+        scores[1, row, :response] = entropy[len(entropy) - response :]
+    return TokenScores(scores[0], scores[1], None)
+
+
+def gradients_of(scores: TokenScores, model: nn.Module) -> list[torch.Tensor]:
+    assert scores.entropy is not None
+    weights = torch.randn(2, *scores.log_probs.shape, generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    (weights[0] * scores.log_probs + weights[1] * scores.entropy).sum().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 1},
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    ],
+    ids=lambda changes: ",".join(changes) or "plain",
+)
+def test_scores_and_gradients_are_those_of_each_row_alone(packing, changes, ragged):
+    model = make_model(**changes)
+    expected = expected_scores(model, ragged)
+    expected_gradients = gradients_of(expected, model)
+    model.set_attn_implementation("sdpa")
+    scoring = ScoringModel(model, packing=packing, chunk_size=4)
+    scores = scoring(*ragged, TEMPERATURE, with_entropy=True)
+    assert scores.entropy is not None and expected.entropy is not None
+    assert_close([scores.log_probs, scores.entropy], [expected.log_probs, expected.entropy])
+    assert_close(gradients_of(scores, model), expected_gradients)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_padding_gets_exactly_zero(packing, ragged):
+    scores = ScoringModel(make_model(), packing=packing)(*ragged, 1.0, with_entropy=True)
+    padding = ragged.mask[:, -ragged.num_response :] == 0
+    assert scores.entropy is not None
+    assert not scores.log_probs[padding].any() and not scores.entropy[padding].any()
+    assert (scores.log_probs[~padding] < 0).all() and (scores.entropy[~padding] > 0).all()
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_more_padding_and_another_order_of_rows_change_nothing(packing, ragged):
+    model = ScoringModel(make_model(), packing=packing)
+    scores = model(*ragged, 1.0).log_probs
+    wider = [nn.functional.pad(tensor, (5, 3)) for tensor in ragged[:2]]
+    torch.testing.assert_close(model(*wider, ragged.num_response + 3, 1.0).log_probs[:, :-3], scores)
+    order = [3, 5, 0, 1, 4, 2]
+    torch.testing.assert_close(model(*ragged.rows(order), 1.0).log_probs, scores[order])
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("lengths", [[(3, 0), (6, 0)], [(0, 0), (0, 0)]], ids=["prompts only", "nothing at all"])
+def test_a_batch_without_responses_gives_zeros_and_a_gradient_of_zero_everywhere(packing, lengths, make_batch):
+    """Every rank must take part in every backward, whatever its rows are."""
+    model = ScoringModel(make_model(), packing=packing)
+    ragged = make_batch(lengths)
+    scores = model(*ragged, 1.0, with_entropy=True)
+    assert not scores.log_probs.any()
+    scores.log_probs.sum().backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_response_without_a_prompt_has_no_score_for_its_first_token(packing, make_batch):
+    """Nothing predicts it; in a packed batch the row before it must not."""
+    ragged = make_batch([(6, 7), (0, 3)])
+    scores = ScoringModel(make_model(), packing=packing)(*ragged, 1.0)
+    assert scores.log_probs[1, 0] == 0
+    assert (scores.log_probs[1, 1:3] < 0).all()
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_forward_without_gradient_gives_the_bits_of_the_training_forward(packing, ragged):
+    """So that the ratio of the first optimizer step is exactly 1."""
+    model = make_model()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    scoring = ScoringModel(model.train(), packing=packing, chunk_size=4)
+    with torch.no_grad():
+        old = scoring(*ragged, TEMPERATURE).log_probs
+    new = scoring(*ragged, TEMPERATURE, with_entropy=True).log_probs
+    assert new.requires_grad and not old.requires_grad
+    assert torch.equal(old, new.detach())
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("frozen", [False, True], ids=["all train", "embeddings frozen"])
+def test_gradient_checkpointing_changes_no_gradient(tiny_model: str, packing, use_reentrant, frozen, ragged):
+    gradients = []
+    for checkpointing in (False, True):
+        model = load_causal_lm(
+            tiny_model, device=CPU, gradient_checkpointing=checkpointing, use_reentrant=use_reentrant
+        )
+        if frozen:
+            model.get_input_embeddings().weight.requires_grad_(False)
+        scoring = ScoringModel(model, packing=packing)
+        gradients.append(gradients_of(scoring(*ragged, 1.0, with_entropy=True), model))
+    assert_close(gradients[1], gradients[0])
+    assert any(gradient.any() for gradient in gradients[0])
+
+
+def test_neither_all_logits_nor_a_mask_of_all_tokens_are_ever_made(watch_tensors):
+    """32 rows of 64 tokens: N = 2,048; logits would have N V = 4 million elements, a mask N N as many."""
+    words, num_tokens = 2000, 32 * 64
+    model = ScoringModel(make_model(vocab_size=words, hidden_size=16), chunk_size=64)
+    sequences, mask = torch.randint(words, (32, 64)), torch.ones(32, 64)
+    with watch_tensors() as made:
+        model(sequences, mask, 48, 1.0, with_entropy=True).log_probs.sum().backward()
+    assert made.largest <= num_tokens * 64  # the width of the MLP
+    assert made.largest < num_tokens * words // 16
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    init_process_group(
+        rank=0, world_size=1, master_address="127.0.0.1", master_port=free_port(), device=CPU, timeout_seconds=30
+    )
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("reshard", [False, True])
+def test_fsdp_gathers_the_output_layer_for_both_passes(
+    tiny_model: str, group_of_one: None, packing, gradient_checkpointing, reshard, ragged
+):
+    """The chunks of the backward use the weight again, after FSDP has freed and regathered it."""
+    results = {}
+    for how in ("plain", "float32", "bfloat16"):
+        model = load_causal_lm(tiny_model, device=CPU, gradient_checkpointing=gradient_checkpointing)
+        scoring = ScoringModel(model, packing=packing, chunk_size=5)
+        if how != "plain":
+            config = FSDPConfig(reshard_after_forward=reshard)
+            shard_model(scoring, make_mesh(CPU), config, bf16=how == "bfloat16")
+        scores = scoring(*ragged, TEMPERATURE, with_entropy=True)
+        scores.log_probs.sum().backward()
+        assert scores.log_probs.dtype == torch.float32
+        gradients = {name: full(parameter.grad) for name, parameter in scoring.named_parameters()}
+        assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+        results[how] = scores.log_probs.detach(), gradients
+    assert torch.equal(results["plain"][0], results["float32"][0])
+    assert_close(list(results["float32"][1].values()), list(results["plain"][1].values()))
+    assert not torch.equal(results["plain"][0], results["bfloat16"][0])
+    assert (results["plain"][0] - results["bfloat16"][0]).abs().max() < 0.2
+
+
+def test_parameters_keep_the_names_that_transformers_gives_them(tiny_model: str):
+    model = load_causal_lm(tiny_model, device=CPU)
+    names = [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in ScoringModel(model).named_parameters()] == [f"causal_lm.{name}" for name in names]
+
+
+def test_an_output_layer_that_is_not_linear_is_refused(tiny_model: str):
+    model = load_causal_lm(tiny_model, device=CPU)
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(ConfigError, match=r"output layer of Qwen3ForCausalLM is a Sequential.*lora\.target_modules"):
+        ScoringModel(model)
+
+
+def test_a_saved_model_does_not_name_our_attention(tiny_model: str, tmp_path):
+    model = load_causal_lm(tiny_model, device=CPU)
+    ScoringModel(model).causal_lm.save_pretrained(tmp_path)
+    assert "skyrl" not in (tmp_path / "config.json").read_text()

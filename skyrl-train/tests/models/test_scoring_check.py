@@ -1,0 +1,142 @@
+"""A model whose numbers our forward would get wrong is refused when it is loaded, with what to set instead."""
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.causal_lm import load_causal_lm
+from skyrl_train.models.scoring import ScoringModel
+from skyrl_train.models.scoring_check import check_scoring
+from skyrl_train.models.value_model import load_value_model
+
+CPU = torch.device("cpu")
+BASE = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    pad_token_id=0,
+    bos_token_id=0,
+    eos_token_id=0,
+    initializer_range=0.2,
+)
+
+
+def build(model_class: type, config_class: type, **settings) -> nn.Module:
+    torch.manual_seed(0)
+    return model_class(config_class(**(BASE | settings))).train()
+
+
+EXACT = {
+    "llama": lambda: build(hf.LlamaForCausalLM, hf.LlamaConfig),
+    "untied with a bias": lambda: build(hf.PhiForCausalLM, hf.PhiConfig),
+    "windows in all layers": lambda: build(hf.MistralForCausalLM, hf.MistralConfig, sliding_window=3),
+    "windows in some layers": lambda: build(
+        hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, head_dim=8, sliding_window=3, final_logit_softcapping=2.0
+    ),
+    "windows switched off": lambda: build(hf.Qwen2ForCausalLM, hf.Qwen2Config, sliding_window=3),
+    "logits divided": lambda: build(hf.GraniteForCausalLM, hf.GraniteConfig, logits_scaling=4.0),
+    "logits multiplied": lambda: build(hf.CohereForCausalLM, hf.CohereConfig, logit_scale=0.25),
+    "experts": lambda: build(
+        hf.Qwen3MoeForCausalLM,
+        hf.Qwen3MoeConfig,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        head_dim=8,
+    ),
+}
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("name", EXACT)
+def test_models_that_are_computed_exactly_pass(name, packing):
+    model = EXACT[name]()
+    model.set_attn_implementation("sdpa")
+    check_scoring(ScoringModel(model, packing=packing, chunk_size=4), name)
+
+
+def gemma2(**settings):
+    return build(hf.Gemma2ForCausalLM, hf.Gemma2Config, head_dim=8, **settings)
+
+
+def linear_attention():
+    return build(
+        hf.Qwen3NextForCausalLM,
+        hf.Qwen3NextConfig,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        head_dim=8,
+        num_hidden_layers=4,
+    )
+
+
+@pytest.mark.parametrize(
+    "model, problem, advice",
+    [
+        (gemma2, "attn_logit_softcapping=50.0", "trainer.flash_attn=false"),
+        (lambda: build(hf.BloomForCausalLM, hf.BloomConfig), "cannot be replaced", "trainer.use_sample_packing=false"),
+        (linear_attention, "linear_attention", "trainer.use_sample_packing=false"),
+    ],
+)
+def test_what_packing_cannot_do_is_refused_with_the_setting_that_can(model, problem, advice, caplog):
+    with pytest.raises(ConfigError, match=rf"^its-name cannot be trained.*{problem}.*Set {advice}\.$"):
+        check_scoring(ScoringModel(model()), "its-name")
+
+
+def test_capped_scores_are_computed_by_the_models_own_attention():
+    model = gemma2()
+    model.set_attn_implementation("eager")
+    check_scoring(ScoringModel(model, packing=False), "gemma2")
+
+
+class DoubledLogits(hf.LlamaForCausalLM):
+    """Does to its logits what no config names."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+
+def test_logits_that_are_changed_in_a_way_we_do_not_know_are_refused_whatever_is_set():
+    with pytest.raises(ConfigError, match=r"differ from those of the model's own forward by .*No setting"):
+        check_scoring(ScoringModel(build(DoubledLogits, hf.LlamaConfig)), "doubled")
+
+
+def test_windows_that_the_layers_do_not_ask_for_are_noticed_though_the_rows_tried_are_shorter():
+    model = build(hf.MistralForCausalLM, hf.MistralConfig, sliding_window=4096)
+    check_scoring(ScoringModel(model), "mistral")
+    model.config.sliding_window = None  # the config says one thing; attention layers still read the other
+    for layer in model.model.layers:
+        layer.self_attn.config = hf.MistralConfig(**BASE, sliding_window=4096)
+        layer.self_attn.config._attn_implementation = model.config._attn_implementation
+    with pytest.raises(ConfigError, match=r"windows \[None, None, None\], its layers ask for \[4096, 4096, 4096\]"):
+        check_scoring(ScoringModel(model), "mistral")
+
+
+def test_the_check_leaves_the_model_as_it_was(tiny_model: str):
+    model = load_causal_lm(tiny_model, device=CPU, gradient_checkpointing=True)
+    scoring = ScoringModel(model)
+    before = {name: tensor.clone() for name, tensor in scoring.state_dict().items()}
+    check_scoring(scoring, "tiny")
+    assert scoring.packing and model.config._attn_implementation == "skyrl_packed" and model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in scoring.state_dict().items())
+    assert all(parameter.grad is None for parameter in scoring.parameters())
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_critics_are_checked_too(tiny_model: str, packing):
+    model = load_value_model(tiny_model, device=CPU, packing=packing)
+    check_scoring(model, "critic")
+    if packing:
+        for layer in model.backbone.layers:  # a layer that lets rows see each other
+            layer.register_forward_hook(lambda module, args, output: output.roll(1, dims=1))
+        with pytest.raises(ConfigError, match="values of random tokens differ"):
+            check_scoring(model, "critic")
