@@ -54,7 +54,8 @@ def first_ratio_metrics(shards: Sequence[MetricSums], tolerance: float) -> dict[
         shards: the sums of that optimizer step.
         tolerance: `trainer.algorithm.first_ratio_tolerance`.
     """
-    deviation = joined(shards).get("max/ratio_deviation", 0.0)
+    deviations = [shard.get("max/ratio_deviation", 0.0) for shard in shards]
+    deviation = math.nan if any(map(math.isnan, deviations)) else max(deviations)  # max() may pass over NaN
     is_off = not deviation <= tolerance  # NaN is off, too
     if is_off:
         logger.warning(

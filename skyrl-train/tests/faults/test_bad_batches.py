@@ -1,0 +1,162 @@
+"""Bad input is refused before anything starts, or recorded by name: no run ends at step 40 because of it."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train import judging
+from skyrl_train.config import SkyRLConfig, validate_cfg
+from skyrl_train.dataset.rollout_batch import rollout_batch
+from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput, TrajectoryID
+from skyrl_train.generators.batches import validate_generator_output
+from skyrl_train.generators.faults import LengthLimits
+
+
+@pytest.mark.parametrize(
+    "trainer, generator, rule",
+    [
+        ({"train_batch_size": 100, "policy_mini_batch_size": 48}, {}, "train_batch_size 100 should be divisible by"),
+        ({}, {"n_samples_per_prompt": 1}, "n_samples_per_prompt=1 leaves nothing to compare"),
+        ({"algorithm": {"advantage_estimator": "gae"}}, {}, "needs a critic; give trainer.critic.model.path"),
+        ({"algorithm": {"use_kl_loss": True, "use_kl_in_reward": True}}, {}, "would count the KL divergence twice"),
+        ({"max_tokens_per_microbatch": 0}, {}, "max_tokens_per_microbatch must be greater than 0; got 0"),
+        (
+            {"algorithm": {"overlong_buffer": {"len": 64}}},
+            {"sampling_params": {"max_generate_length": 32}},
+            "overlong_buffer.len=64 must be at most generator.sampling_params.max_generate_length=32",
+        ),
+    ],
+    ids=["batches that do not divide", "group of one", "gae without critic", "two KL terms", "budget", "overlong"],
+)
+def test_refused_before_anything_starts(trainer: dict[str, Any], generator: dict[str, Any], rule: str):
+    values = {"trainer": {"placement": {"device": "cpu"}, **trainer}, "generator": generator}
+    with pytest.raises(ConfigError, match=rule):
+        validate_cfg(SkyRLConfig.from_dict(values))
+
+
+class Padding:
+    """All of a tokenizer that a batch needs."""
+
+    pad_token_id = 0
+
+
+def trajectories(rewards: list[float], lengths: list[int], masks: list[int] | None = None) -> GeneratorOutput:
+    """Answers to one prompt."""
+    masks = masks or [1] * len(rewards)
+    return GeneratorOutput(
+        prompt_token_ids=[[5, 6] for _ in rewards],
+        response_ids=[[7] * length for length in lengths],
+        rewards=list(rewards),
+        loss_masks=[[mask] * length for mask, length in zip(masks, lengths, strict=True)],
+        stop_reasons=["stop"] * len(rewards),
+        rollout_metrics={},
+        rollout_logprobs=None,
+        trajectory_ids=[TrajectoryID("question", number) for number in range(len(rewards))],
+    )
+
+
+def judged(output: GeneratorOutput) -> tuple[Any, dict[str, float]]:
+    """The batch that a training step makes of them, with limits of 4 tokens a prompt and 8 an answer."""
+    cfg = SkyRLConfig.from_dict({"trainer": {"algorithm": {"grpo_norm_by_std": False}}})
+    limits = LengthLimits(max_input_length=4, max_generate_length=8, one_answer_a_row=True)
+    validate_generator_output(len(output["response_ids"]), output, limits)
+    batch = rollout_batch(output, ["question"] * len(output["response_ids"]), Padding(), step=1)  # type: ignore[arg-type]
+    return judging.judge(batch, cfg, 0.0)
+
+
+def failure_of(output: GeneratorOutput, row: int) -> tuple[str, str]:
+    failures = output.get("failures")
+    failure = None if failures is None else failures[row]
+    assert failure is not None
+    return failure.kind, failure.message
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_no_number_is_recorded_and_enters_no_baseline(reward: float):
+    output = trajectories([1.0, 0.0, reward], [2, 2, 2])
+    batch, _ = judged(output)
+    assert failure_of(output, 2) == (
+        "reward",
+        f"trajectory question_2 must have finite numbers as rewards; got {reward!r}",
+    )
+    assert batch["advantages"][:, 0].tolist() == [0.5, -0.5, 0.0]
+    assert batch["loss_mask"].sum(dim=1).tolist() == [2, 2, 0]
+
+
+def test_a_response_over_the_limit_is_recorded_and_cut():
+    output = trajectories([1.0, 0.0, 1.0], [2, 2, 5000])
+    batch, _ = judged(output)
+    kind, message = failure_of(output, 2)
+    assert kind == "infrastructure"
+    assert message.startswith("trajectory question_2 has a response of 5000 tokens; max_generate_length is 8")
+    assert batch["advantages"][:, 0].tolist() == [0.5, -0.5, 0.0]
+    assert batch["sequences"].shape[1] < 64, "it would have cost the whole step its memory"
+
+
+def test_a_row_that_is_masked_entirely_counts_in_no_denominator():
+    """Its reward is a reward, as of an answer that was cut off (`apply_overlong_filtering`)."""
+    batch, metrics = judged(trajectories([1.0, 0.0, 0.5], [2, 2, 2], masks=[1, 1, 0]))
+    weights = judging.loss_weights(batch, [[0, 1, 2]], "sequence_mean")
+    assert weights.sum(dim=1).tolist() == [0.5, 0.5, 0.0]
+    assert metrics["loss/share_of_rows_trained"] == pytest.approx(2 / 3)
+    nothing, _ = judged(trajectories([1.0, 0.0], [2, 2], masks=[0, 0]))
+    assert judging.loss_weights(nothing, [[0, 1]], "token_mean").sum() == 0
+    assert torch.isfinite(nothing["advantages"]).all()
+
+
+def test_a_step_in_which_everything_failed_says_so():
+    with pytest.raises(SkyRLError, match=r"all 2 rollouts of step 1 failed.*The first: reward: trajectory question_0"):
+        judged(trajectories([math.nan, math.inf], [2, 2]))
+
+
+class Careless(GeneratorInterface):
+    """A user's generator whose answers are, in this order for every prompt: rewarded with NaN, too long, masked
+    entirely, and two good ones."""
+
+    def __init__(self, inner: GeneratorInterface):
+        self._inner = inner
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        output = await self._inner.generate(input_batch)
+        for row in range(len(output["response_ids"])):
+            length = len(output["response_ids"][row])
+            per_token = [0.0] * (length - 1)
+            output["rewards"][row] = [*per_token, float(row % 2)]  # type: ignore[call-overload]
+            if row % 5 == 0:
+                output["rewards"][row] = [*per_token, math.nan]  # type: ignore[call-overload]
+            elif row % 5 == 1:
+                for key in ("response_ids", "rewards", "loss_masks", "rollout_logprobs", "weight_versions"):
+                    column: Any = output[key]  # type: ignore[literal-required]
+                    column[row] = column[row] * 100
+            elif row % 5 == 2:
+                output["loss_masks"][row] = [0] * length
+        return output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_careless_generator_costs_its_own_samples_and_nothing_else(
+    start_run, scripted_experiment, prompt, tmp_path: Path
+):
+    class WithCarelessGenerator(scripted_experiment):
+        def get_generator(self, *parts: Any) -> GeneratorInterface:
+            return Careless(super().get_generator(*parts))
+
+    script = [[prompt("works", content=text) for text in ("1+1=", "2+2=")]] * 2
+    changes = {"generator": {"n_samples_per_prompt": 5}, "trainer": {"policy_mini_batch_size": 1}}
+    async with start_run(tmp_path, script, experiment=WithCarelessGenerator, **changes) as trainer:
+        await trainer.train()
+        batch = trainer.last_batch
+    assert batch.metadata["valid"] == [False, False, True, True, True] * 2
+    assert batch["loss_mask"].any(dim=1).tolist() == [False, False, False, True, True] * 2
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 2
+    for metrics in steps:
+        assert (metrics["generate/num_failed/reward"], metrics["generate/num_failed/infrastructure"]) == (2, 2)
+        assert metrics["policy/grad_norm"] > 0 and metrics["policy/skipped_updates"] == 0
+        assert metrics["policy/first_ratio_max_deviation"] == 0.0 and metrics["policy/ratio_alarms"] == 0
