@@ -57,9 +57,6 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, setting: str = "
     _refuse_what_cannot_be_merged(model, config, setting)
     if any(isinstance(module, OneDnnLinear) for module in model.modules()):
         use_onednn_linear(model)
-    if model.is_gradient_checkpointing:
-        # A checkpointed block passes gradients on only if its input has one, and the embedding is frozen.
-        model.enable_input_require_grads()
     kinds = {adapter.layer.rpartition(".")[2] for adapter in adapters_of(model)}
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     logger.info(

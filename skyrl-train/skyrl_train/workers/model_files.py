@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
@@ -22,12 +22,13 @@ from skyrl_train.utils.io import fsync_folder
 def write_state(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: dict[str, Any], rank: int
 ) -> None:
-    """Writes model, optimizer, scheduler and this rank's random state into a folder. A collective.
+    """Writes the model's trained weights, optimizer, scheduler and this rank's random state into a folder. A
+    collective.
 
     Raises:
         CheckpointError: the disk refuses.
     """
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = _trained_state(model, optimizer)
     try:
         path.mkdir(parents=True, exist_ok=True)
         save_sharded({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path / "sharded")
@@ -50,7 +51,7 @@ def read_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, r
     Raises:
         CheckpointError: it is of another model, or damaged.
     """
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = _trained_state(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     try:
         load_sharded(state, checkpoint_id=path / "sharded")
@@ -58,7 +59,13 @@ def read_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, r
         raise CheckpointError(f"{path} does not fit this model: {_reasons(error)}") from None
     except (OSError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"{path} does not fit this model: {error}") from error
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=StateDictOptions(strict=False),  # frozen weights are absent
+    )
     # A rank that is new (more ranks than before) goes on with rank 0's random state, set apart by its number.
     own = path / f"rank_{rank}.pt"
     extra = torch.load(own if own.exists() else path / "rank_0.pt", weights_only=False)
@@ -66,6 +73,15 @@ def read_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, r
     if not own.exists():
         torch.manual_seed(torch.initial_seed() + rank)
     return extra["scheduler"]
+
+
+def _trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """State dicts of model and optimizer, without frozen weights: these are where they were loaded from."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    for name, parameter in model.named_parameters(remove_duplicate=False):  # tied ones have two names
+        if not parameter.requires_grad:
+            del model_state[name]
+    return model_state, optimizer_state
 
 
 @contextmanager

@@ -1,0 +1,123 @@
+"""A model whose ranks share sequences and divide its weights scores and learns as one process does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from skyrl_train.config import FSDPConfig, LoRAConfig
+from skyrl_train.distributed.fsdp2 import clip_grad_norm, full, shard_model
+from skyrl_train.distributed.process_group import make_mesh
+from skyrl_train.distributed.ulysses import SequenceParallel, make_sequence_parallel
+from skyrl_train.models.lora import adapters_of, add_adapters, exported_parameters
+from skyrl_train.models.scoring import ScoringModel
+
+pytestmark = pytest.mark.slow
+NUM_PROMPT, NUM_RESPONSE = 4, 5
+
+
+def tiny(**settings: Any) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        max_position_embeddings=32,
+        tie_word_embeddings=False,
+        **settings,
+    )
+    model = Qwen3ForCausalLM(config).train()
+    for parameter in model.parameters():
+        parameter.data.mul_(3.0)
+    return model
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of 9, 5, 2 and 7 tokens: 23, so that neither 2 nor 4 ranks share them without filler."""
+    generator = torch.Generator().manual_seed(1)
+    sequences = torch.randint(2, 32, (4, NUM_PROMPT + NUM_RESPONSE), generator=generator)
+    mask = torch.ones_like(sequences)
+    for row, (left, right) in enumerate([(0, 0), (2, 2), (3, 4), (0, 2)]):
+        mask[row, :left] = 0
+        mask[row, NUM_PROMPT + NUM_RESPONSE - right :] = 0
+    assert mask.sum() == 23
+    return sequences, mask
+
+
+def learn(causal_lm: Any, ranks: SequenceParallel | None, rows: slice, sharded: bool) -> dict[str, Any]:
+    """Scores rows, adds the gradient of a loss that weighs every token differently, and takes a step."""
+    model = ScoringModel(causal_lm, chunk_size=3, sequence_parallel=ranks)
+    world_size = 1
+    if sharded:
+        world_size = dist.get_world_size()
+        shard_model(model, make_mesh(torch.device("cpu")), FSDPConfig(), bf16=False)
+    sequences, mask = batch()
+    scores = model(sequences[rows], mask[rows], NUM_RESPONSE, 0.7, with_entropy=True)
+    weights = torch.arange(4.0 * NUM_RESPONSE).view(4, NUM_RESPONSE)[rows]
+    (world_size * (weights * (scores.log_probs + 0.3 * scores.entropy)).sum()).backward()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = {n: full(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
+    norm = clip_grad_norm(trained, 1e9)
+    torch.optim.SGD(trained, lr=0.01).step()
+    return {
+        "log_probs": scores.log_probs.detach(),
+        "entropy": scores.entropy.detach(),
+        "norm": norm,
+        "gradients": gradients,
+        "weights": {name: tensor.clone() for name, tensor in exported_parameters(model)},
+    }
+
+
+def with_adapters() -> Qwen3ForCausalLM:
+    model = tiny()
+    add_adapters(model, LoRAConfig(rank=2, alpha=4))
+    generator = torch.Generator().manual_seed(2)
+    for adapter in adapters_of(model):
+        adapter.b.data.normal_(generator=generator).mul_(0.3)
+    return model
+
+
+def learn_on_ranks(sizes: tuple[int, ...], model: Callable[[], Any]) -> list[dict[str, Any]]:
+    """With each number of ranks that share a sequence, on this rank."""
+    results = []
+    for size in sizes:
+        rows = 4 * size // dist.get_world_size()
+        shard = dist.get_rank() // size
+        ranks = make_sequence_parallel(size)
+        results.append(learn(model(), ranks, slice(shard * rows, (shard + 1) * rows), sharded=True))
+    return results
+
+
+@pytest.mark.parametrize(
+    "model, num_ranks, sizes",
+    [(tiny, 4, (4, 2)), (with_adapters, 2, (2, 1))],
+    ids=["all weights", "adapters on frozen weights"],
+)
+def test_sharing_sequences_and_dividing_weights_change_neither_scores_nor_gradients(
+    run_on_ranks, model, num_ranks, sizes
+):
+    expected = learn(model(), None, slice(None), sharded=False)
+    untrained = dict(exported_parameters(model()))
+    of_ranks = run_on_ranks(num_ranks, learn_on_ranks, sizes, model)
+    assert expected["norm"] > 1
+    assert len(expected["gradients"]) == (2 * 14 if model is with_adapters else len(untrained))
+    for size, results in zip(sizes, zip(*of_ranks, strict=True), strict=True):
+        for name in ("log_probs", "entropy"):
+            whole = torch.cat([result[name] for result in results[::size]])
+            torch.testing.assert_close(whole, expected[name], atol=1e-5, rtol=1e-5)
+        for result in results:
+            assert result["norm"] == results[0]["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+            for kind in ("gradients", "weights"):
+                assert set(result[kind]) == set(expected[kind])
+                for name, tensor in expected[kind].items():
+                    torch.testing.assert_close(result[kind][name], tensor, atol=1e-5 * expected["norm"], rtol=1e-5)
+            for name, tensor in result["weights"].items():
+                learnt = model is tiny or "_proj" in name
+                assert torch.equal(tensor, untrained[name]) != learnt, name

@@ -1,0 +1,222 @@
+"""A worker whose model has adapters: they alone learn and are kept; they leave merged, or as peft reads them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from skyrl_train.algorithms.losses import PolicyLossRegistry
+from skyrl_train.algorithms.reduction import token_weights
+from skyrl_train.errors import CheckpointError
+from skyrl_train.models.lora import adapters_of
+from skyrl_train.training_batch import TrainingInputBatch
+from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.checksum import checksum_of
+from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.workers.critic_worker import CriticWorker
+from skyrl_train.workers.learner import LearnerWorker
+from skyrl_train.workers.model_worker import RankInfo
+from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train.workers.schedule import MicroBatch
+
+IDS = torch.randint(2, 64, (3, 10), generator=torch.Generator().manual_seed(0))
+SHARED_MEMORY = WeightSyncInitInfo(strategy="shared_memory")
+MakeConfig = Callable[..., Any]
+
+
+@pytest.fixture
+def with_lora(config: Any, tiny_model: str) -> MakeConfig:
+    """Settings of a policy and a critic with adapters of rank 4."""
+
+    def make(**lora: Any) -> Any:
+        model = {"model": {"path": tiny_model, "lora": {"rank": 4, "alpha": 8, **lora}}}
+        return config(policy=model | dict(optimizer_config=dict(lr=1e-2)), critic=model)
+
+    return make
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[LearnerWorker], Any]]:
+    """Loads a worker's model in this process, as the only rank."""
+    started: list[LearnerWorker] = []
+
+    def start(worker: LearnerWorker) -> Any:
+        worker.init_model(RankInfo())
+        started.append(worker)
+        return worker
+
+    yield start
+    for worker in started:
+        worker.teardown()
+
+
+def policy_of(cfg: Any) -> PolicyWorker:
+    return PolicyWorker(cfg, PolicyLossRegistry.get("regular"), 10)
+
+
+def take_step(worker: LearnerWorker, batch: TrainingInputBatch) -> dict[str, float]:
+    full = TrainingInputBatch(dict(batch), metadata=batch.metadata)
+    full["loss_weights"] = full["critic_loss_weights"] = token_weights(batch.tensor("loss_mask"), "token_mean")
+    full["values"] = full["returns"] = batch.tensor("advantages")
+    worker.stage(full)
+    worker.forward_backward([MicroBatch(tuple(range(start, start + 4))) for start in range(0, len(batch), 4)])
+    return worker.optim_step()
+
+
+def snapshot(worker: LearnerWorker, *, trained: bool) -> dict[str, torch.Tensor]:
+    return {
+        name: parameter.detach().clone()
+        for name, parameter in worker.model.named_parameters()
+        if parameter.requires_grad == trained
+    }
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def test_only_adapters_learn_and_all_of_them(with_lora, start, ragged_batch):
+    worker = start(policy_of(with_lora()))
+    frozen, exported = snapshot(worker, trained=False), worker.full_state()
+    for _ in range(2):  # A gets a gradient once B is not 0
+        before = snapshot(worker, trained=True)
+        assert take_step(worker, ragged_batch())["grad_norm"] > 0
+    assert len(before) == 2 * 14
+    assert not any(torch.equal(now, before[name]) for name, now in snapshot(worker, trained=True).items())
+    assert all(torch.equal(now, frozen[name]) for name, now in snapshot(worker, trained=False).items())
+    for name, tensor in worker.full_state().items():
+        assert torch.equal(tensor, exported[name]) != ("_proj" in name), name
+    assert len(worker.optimizer.state) == 2 * 14
+
+
+def test_a_critics_head_learns_beside_its_adapters(with_lora, start, ragged_batch):
+    worker = start(CriticWorker(with_lora(), 10))
+    before = snapshot(worker, trained=True)
+    assert sorted(name for name in before if "lora_" not in name) == ["value_head.weight"]
+    take_step(worker, ragged_batch())
+    after = snapshot(worker, trained=True)
+    assert not torch.equal(after["value_head.weight"], before["value_head.weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+def test_no_division_over_ranks_changes_the_step(learners, with_lora, ragged_batch, kind):
+    batch = ragged_batch()
+    expected, step = (learners.step(kind, with_lora(), batch, num_ranks) for num_ranks in (1, 2))
+    assert expected.grad_norm > 0.01
+    assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    assert step.sums == {name: pytest.approx(value, rel=1e-5, abs=1e-5) for name, value in expected.sums.items()}
+    for name, weight in expected.weights.items():
+        assert (step.weights[name] - weight).abs().median() < 1e-5, name
+
+
+def test_a_checkpoint_holds_what_is_trained_and_the_run_goes_on_exactly(with_lora, start, ragged_batch, tmp_path):
+    worker = start(policy_of(with_lora()))
+    take_step(worker, ragged_batch())
+    worker.save_checkpoint(str(tmp_path))
+    names = FileSystemReader(tmp_path / "sharded").read_metadata().state_dict_metadata
+    of_model = {name.removeprefix("model.") for name in names if name.startswith("model.")}
+    assert of_model == set(snapshot(worker, trained=True))
+    take_step(worker, ragged_batch())
+    expected, merged = snapshot(worker, trained=True), worker.full_state()
+    worker.load_model()  # as at the start of another process
+    assert not any(torch.equal(now, expected[name]) for name, now in snapshot(worker, trained=True).items())
+    worker.load_checkpoint(str(tmp_path))
+    take_step(worker, ragged_batch())
+    assert all(torch.equal(now, expected[name]) for name, now in snapshot(worker, trained=True).items())
+    assert all(torch.equal(now, merged[name]) for name, now in worker.full_state().items())
+
+
+@pytest.mark.parametrize("lora", [{"rank": 2}, {"rank": 0}])
+def test_a_checkpoint_of_other_adapters_is_refused(with_lora, start, tmp_path, lora):
+    worker = start(policy_of(with_lora(target_modules=["q_proj"])))
+    worker.save_checkpoint(str(tmp_path))
+    worker.cfg = with_lora(target_modules=["q_proj"], **lora)
+    worker.load_model()
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        worker.load_checkpoint(str(tmp_path))
+
+
+def test_an_export_has_merged_weights_and_the_adapter_beside_them(
+    with_lora, start, ragged_batch, tmp_path, tiny_model, chat_model
+):
+    worker = start(policy_of(with_lora()))
+    take_step(worker, ragged_batch())
+    worker.save_hf_model(str(tmp_path / "export"), AutoTokenizer.from_pretrained(chat_model))
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    without = logits(base)
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "export" / "adapter"))
+    assert (logits(adapted) - without).abs().max() > 0.01
+    torch.testing.assert_close(logits(whole), logits(adapted), atol=1e-4, rtol=1e-5)
+    merged = dict(adapted.merge_and_unload().named_parameters())  # type: ignore[operator]
+    for name, tensor in worker.full_state().items():
+        torch.testing.assert_close(tensor, merged[name].detach(), atol=1e-6, rtol=0)
+        assert torch.equal(whole.get_parameter(name), tensor)
+
+
+class Engine:
+    """The receiving end of an engine: a plain model, without adapters."""
+
+    def __init__(self, path: str):
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.receiver = WeightReceiver(SHARED_MEMORY, torch.device("cpu"))
+        self.received: list[str] = []
+
+    def weight_version(self) -> int:
+        return 0
+
+    def init_weight_update_communicator(self, info: WeightSyncInitInfo) -> None:
+        pass
+
+    def update_named_weights(self, request: WeightUpdateRequest) -> None:
+        for name, tensor in self.receiver.receive(request):
+            self.model.get_parameter(name).data.copy_(tensor)
+            self.received.append(name)
+
+    def finish_weight_update(self, version: int) -> int:
+        return checksum_of((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+
+    # ---- and its handle, which answers at once
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        return [getattr(self, method)(*args)]
+
+    def call_each(self, method: str, args: Any) -> list[Any]:
+        return [getattr(self, method)(arg) for arg in args]
+
+    def wait(self, calls: list[Any]) -> list[Any]:
+        return calls
+
+    def share(self, value: Any) -> Any:
+        return value
+
+
+def test_an_engine_gets_merged_weights(with_lora, start, ragged_batch, tiny_model):
+    cfg = with_lora()
+    cfg.generator.model_dtype = "float32"
+    worker = start(policy_of(cfg))
+    take_step(worker, ragged_batch())
+    engine = Engine(tiny_model)
+    before = logits(engine.model)
+    worker.init_weight_sync(engine, [SHARED_MEMORY] * 2)
+    worker.send_weights(1)
+    assert engine.received == [name for name, _ in engine.model.named_parameters()]
+    after = logits(engine.model)
+    assert (after - before).abs().max() > 0.01
+    torch.testing.assert_close(after, logits_of_worker(worker), atol=1e-4, rtol=1e-5)
+
+
+def logits_of_worker(worker: PolicyWorker) -> torch.Tensor:
+    """What the model with its adapters beside the weights makes of the ids, by adapters written out."""
+    model = AutoModelForCausalLM.from_pretrained(worker.settings.model.path, dtype=torch.float32)
+    for adapter in adapters_of(worker.transformer):
+        with torch.no_grad():
+            delta = adapter.scaling * adapter.b.full_tensor() @ adapter.a.full_tensor()  # type: ignore[attr-defined]
+            model.get_parameter(f"{adapter.layer}.weight").add_(delta)
+    return logits(model)
