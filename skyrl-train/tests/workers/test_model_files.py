@@ -1,0 +1,230 @@
+"""What a worker writes and reads: weights from rank 0 alone, exports that are whole or absent, checkpoints."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from skyrl_train.algorithms.losses import PolicyLossRegistry
+from skyrl_train.distributed.fsdp2 import move_optimizer_state
+from skyrl_train.training_batch import TrainingInputBatch
+from skyrl_train.workers.actor_group import ActorGroup
+from skyrl_train.workers.critic_worker import CriticWorker
+from skyrl_train.workers.learner import LearnerWorker
+from skyrl_train.workers.model_files import replacing
+from skyrl_train.workers.model_worker import ModelWorker, RankInfo, RefWorker
+from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train.workers.schedule import MicroBatch
+
+Start = Callable[[ModelWorker], Any]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Workers as plain objects, each the only rank of its model."""
+
+    def begin(worker: ModelWorker) -> ModelWorker:
+        if dist.is_initialized():
+            worker.load_model()
+        else:
+            worker.init_model(RankInfo())
+        return worker
+
+    yield begin
+    dist.destroy_process_group()
+
+
+def make_policy(cfg: Any) -> PolicyWorker:
+    return PolicyWorker(cfg, PolicyLossRegistry.get("regular"), 10)
+
+
+def scores(worker: ModelWorker, batch: TrainingInputBatch) -> torch.Tensor:
+    return worker.forward(batch, [MicroBatch(tuple(range(len(batch))))]).tensor("output")
+
+
+def learn(worker: LearnerWorker, batch: TrainingInputBatch) -> None:
+    """One optimizer step towards rewarding everything."""
+    ones = torch.ones_like(batch.tensor("loss_mask"))
+    columns = dict(advantages=ones, returns=ones, values=ones, loss_weights=ones, critic_loss_weights=ones)
+    worker.stage(TrainingInputBatch(dict(batch) | columns, metadata=batch.metadata))
+    worker.forward_backward([MicroBatch(tuple(range(len(batch))))])
+    worker.optim_step()
+
+
+# ---- loading
+
+
+def test_policy_and_reference_score_under_the_temperature_of_sampling(start, config, ragged_batch, tiny_model):
+    cfg, batch = config(), ragged_batch(3)
+    cfg.generator.sampling_params.temperature = 0.7
+    policy, ref = start(make_policy(cfg)), start(RefWorker(cfg))
+    sequences, mask = batch.tensor("sequences"), batch.tensor("attention_mask")
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    logits = model(input_ids=sequences, attention_mask=mask, position_ids=positions).logits
+    expected = (logits / 0.7).log_softmax(-1)[:, :-1].gather(-1, sequences[:, 1:, None])[:, -7:, 0]
+    written = mask[:, -7:] == 1
+    assert torch.equal(scores(policy, batch), scores(ref, batch))
+    torch.testing.assert_close(scores(ref, batch)[written], expected[written], atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+def test_two_ranks_hold_the_bits_that_rank_0_read(learners, config, tiny_model, kind):
+    async def weights() -> dict[str, torch.Tensor]:
+        group = await learners.group(kind, config(), 2)
+        first, second = await group.call_all("full_state")
+        assert not second
+        return first
+
+    stored = load_file(f"{tiny_model}/model.safetensors")
+    held = asyncio.run(weights())
+    assert held.pop("value_head.weight", None) is not None or kind == "policy"
+    names = {name if kind == "policy" else f"model.{name}": tensor for name, tensor in held.items()}
+    assert names.keys() == stored.keys()
+    assert all(torch.equal(names[name], tensor) for name, tensor in stored.items())
+
+
+@pytest.mark.slow
+def test_the_reference_becomes_the_policy_as_it_is(start, ray_cpu, config, ragged_batch, chat_model, tmp_path):
+    cfg, batch = config(), ragged_batch(4)
+    policy = start(make_policy(cfg))
+    learn(policy, batch)
+    expected = scores(policy, batch)
+    policy.save_hf_model(str(tmp_path / "policy"), AutoTokenizer.from_pretrained(chat_model))
+    ref = start(RefWorker(cfg))
+    assert not torch.equal(scores(ref, batch), expected)
+    ref.load_weights(str(tmp_path / "policy"))
+    assert torch.equal(scores(ref, batch), expected)
+
+    async def scored_by_two() -> torch.Tensor:
+        group = ActorGroup(
+            "ref", RefWorker, (cfg,), num_ranks=2, device="cpu", log_folder=tmp_path, timeout_seconds=120
+        )
+        try:
+            await group.init_model()
+            await group.call_all("load_weights", str(tmp_path / "policy"))
+            first, _ = await group.call_all("forward", batch, [MicroBatch((0, 1, 2, 3))])
+            return first.tensor("output")
+        finally:
+            group.kill()
+
+    assert torch.equal(asyncio.run(scored_by_two()), expected)
+
+
+# ---- exports and checkpoints
+
+
+def test_an_export_is_what_transformers_loads(start, config, ragged_batch, chat_model, tmp_path):
+    policy, batch = start(make_policy(config())), ragged_batch(4)
+    learn(policy, batch)
+    policy.save_hf_model(str(tmp_path / "policy"), AutoTokenizer.from_pretrained(chat_model))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    for name, tensor in policy.full_state().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+    assert AutoTokenizer.from_pretrained(tmp_path / "policy").eos_token == "<end>"
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+def test_a_critic_begins_where_an_exported_one_was(start, config, ragged_batch, chat_model, tmp_path):
+    critic, batch = start(CriticWorker(config(), 10)), ragged_batch(4)
+    learn(critic, batch)
+    critic.save_hf_model(str(tmp_path / "critic"), AutoTokenizer.from_pretrained(chat_model))
+    again = start(CriticWorker(config(critic={"model": {"path": str(tmp_path / "critic")}}), 10))
+    assert torch.equal(scores(again, batch), scores(critic, batch))
+
+
+def test_an_export_that_fails_leaves_the_one_before(start, config, chat_model, tmp_path):
+    class FullDisk:
+        def save_pretrained(self, folder: Path) -> None:
+            raise OSError("no space left on device")
+
+    policy = start(make_policy(config()))
+    policy.save_hf_model(str(tmp_path / "policy"), AutoTokenizer.from_pretrained(chat_model))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "policy").iterdir()}
+    with pytest.raises(OSError, match="no space"):
+        policy.save_hf_model(str(tmp_path / "policy"), FullDisk())
+    assert {path.name: path.read_bytes() for path in (tmp_path / "policy").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+def test_a_folder_is_absent_until_it_is_whole(tmp_path):
+    place = tmp_path / "export"
+    (tmp_path / "export.partial").mkdir()  # of a process that was killed while it wrote
+    (tmp_path / "export.partial" / "half").write_text("a tensor that")
+    with replacing(place) as folder:
+        (folder / "model").write_text("all of it")
+        assert not place.exists()
+    assert [path.name for path in place.iterdir()] == ["model"]
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+def test_a_checkpoint_brings_back_weights_and_optimizer(start, config, ragged_batch, tmp_path, kind):
+    def make() -> LearnerWorker:
+        return start(make_policy(config()) if kind == "policy" else CriticWorker(config(), 10))
+
+    batch = ragged_batch(4)
+    first = make()
+    learn(first, batch)
+    first.save_checkpoint(str(tmp_path))
+    learn(first, batch)
+    again = make()
+    again.load_checkpoint(str(tmp_path))
+    learn(again, batch)
+    assert torch.equal(scores(again, batch), scores(first, batch))
+
+
+# ---- making room
+
+
+def test_optimizer_state_moves_but_for_step_counts():
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    move_optimizer_state(optimizer, torch.device("meta"))
+    for state in optimizer.state.values():
+        assert {name: value.device.type for name, value in state.items()} == {
+            "step": "cpu",
+            "exp_avg": "meta",
+            "exp_avg_sq": "meta",
+        }
+
+
+def test_offloading_between_steps_changes_nothing_on_a_cpu(start, config, ragged_batch):
+    batch, kept = ragged_batch(4), []
+    for offloads in (False, True):
+        policy = start(make_policy(config()))
+        for _ in range(2):
+            learn(policy, batch)
+            if offloads:
+                policy.offload_to_cpu()
+                policy.backload_to_gpu()
+        kept.append(scores(policy, batch))
+    assert torch.equal(*kept)
+
+
+@pytest.mark.gpu
+def test_offloading_frees_a_gpu_and_changes_nothing(config, ragged_batch):
+    batch = ragged_batch(4)
+    worker = make_policy(config())
+    worker.init_model(RankInfo(device="cuda"))
+    try:
+        learn(worker, batch)
+        before, used = scores(worker, batch), torch.cuda.memory_allocated()
+        worker.offload_to_cpu()
+        tensors = [*worker.model.parameters(), *(v for s in worker.optimizer.state.values() for v in s.values())]
+        assert {tensor.device.type for tensor in tensors if tensor.dim()} == {"cpu"}
+        assert torch.cuda.memory_allocated() < used / 2
+        worker.backload_to_gpu()
+        assert torch.equal(scores(worker, batch), before)
+        learn(worker, batch)
+    finally:
+        worker.teardown()
