@@ -15,7 +15,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.config import GeneratorConfig, SamplingParams, SkyRLGymConfig
-from skyrl_train.generators.base import GeneratorInput, GeneratorOutput, TrajectoryID
+from skyrl_train.generators.base import (
+    BatchMetadata,
+    GeneratorInput,
+    GeneratorOutput,
+    TrainingPhase,
+    TrajectoryID,
+)
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineInterface, InferenceEngineOutput
 
@@ -188,18 +194,21 @@ class Game:
     gym: dict[str, Any] = field(default_factory=dict)
     env_class: str = "scripted"
     prompt: str = "Q"
+    generator_class: type[SkyRLGymGenerator] = SkyRLGymGenerator
+    phase: TrainingPhase = "train"
 
     async def play(self) -> Played:
         settings: dict[str, Any] = {"max_turns": 5, "max_input_length": 10_000, "seed": 1, **self.settings}
         sampling = SamplingParams(**{"max_generate_length": 100, **self.sampling})
         config = GeneratorConfig(sampling_params=sampling, eval_sampling_params=sampling, **settings)
         engine = ScriptedEngine(self.tokenizer, {f"{i}_0": script for i, script in enumerate(self.answers)})
-        generator = SkyRLGymGenerator(config, SkyRLGymConfig(**self.gym), engine, self.tokenizer, "scripted")
+        generator = self.generator_class(config, SkyRLGymConfig(**self.gym), engine, self.tokenizer, "scripted")
         batch = GeneratorInput(
             prompts=[[{"role": "user", "content": self.prompt}] for _ in self.answers],
             env_classes=[self.env_class] * len(self.answers),
             env_extras=self.extras,
             trajectory_ids=[TrajectoryID(str(i), 0) for i in range(len(self.answers))],
+            batch_metadata=BatchMetadata(global_step=None, training_phase=self.phase),
         )
         return Played(await generator.generate(batch, disable_tqdm=True), engine, generator)
 
