@@ -6,6 +6,7 @@ import pytest
 
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_gym.envs.rlm.env import RLMEnv
 from skyrl_train.config import ChatTemplateConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators import skyrl_gym_generator
@@ -265,6 +266,20 @@ class TestRewrittenHistory:
         assert texts(characters, played.output["response_ids"]) == ["a<|im_end|>", "b<|im_end|>"]
         # a conversation that is one sample only ever grows
         assert "hint 0" in characters.decode(normal.engine.requests[1]["prompt_token_ids"][0])
+
+
+@pytest.mark.slow  # starts a REPL
+async def test_the_recursive_language_models_ephemeral_prompt_works_with_turns(game, say, characters):
+    (example, *_) = RLMEnv.examples()
+    answers = [[say("```repl\nprint(1)\n```"), *map(say, example.oracle)]]
+    gym = {"env_configs": {"rlm": dict(example.env_config) | {"ephemeral_turn_prompt": True}}}
+    settings = {"max_turns": 3, "max_input_length": 10_000} | STEP_WISE
+    played = await game(characters, answers, [example.extras], env_class="rlm", settings=settings, gym=gym).play()
+    first, second = texts(characters, played.output["prompt_token_ids"])
+    assert played.output["failures"] == [None, None]
+    assert [sum(rewards) for rewards in played.output["rewards"]] == [0.0, 1.0]
+    assert first.count("Question:") == second.count("Question:") == 1
+    assert "You have not seen the context yet" in first and "You have not seen the context yet" not in second
 
 
 class Forgetful(BaseTextEnv):
