@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from skyrl_train.errors import ConfigError
+
 
 class SequenceParallel:
-    """A process group whose ranks share sequences. Each method but `shard` is a collective.
+    """A process group whose ranks share sequences. `gather`, `to_heads` and `to_sequence` are collectives.
 
     Args:
         group: the ranks; their order in it is the order of their slices.
@@ -26,6 +28,17 @@ class SequenceParallel:
         self.group = group
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
+
+    def check_heads(self, num_heads: int) -> None:
+        """Whether the ranks can share so many attention heads (of key-value heads, any number will do).
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        if num_heads % self.size:
+            raise ConfigError(
+                f"sequence_parallel_size={self.size} must divide the number of the model's attention heads, {num_heads}"
+            )
 
     def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's slice of a tensor that all ranks hold.

@@ -136,6 +136,8 @@ def hidden_states(model: Any, layout: Layout) -> torch.Tensor:
 
 def use_attention(model: Any, packing: bool, sequence_parallel: SequenceParallel | None) -> None:
     """Makes a transformers model compute attention among packed rows, if they are to be packed."""
+    if sequence_parallel is not None:
+        sequence_parallel.check_heads(model.config.get_text_config().num_attention_heads)
     if packing:
         model.set_attn_implementation(PACKED_ATTENTION)
     elif sequence_parallel is not None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from skyrl_train.distributed.process_group import free_port, init_process_group
 from skyrl_train.distributed.ulysses import SequenceParallel, make_sequence_parallel
+from skyrl_train.errors import ConfigError
 
 NUM_TOKENS, HEAD = 8, 4
 
@@ -130,6 +131,12 @@ def test_a_slice_is_a_consecutive_part_and_a_length_that_does_not_divide_is_refu
     assert OneOfTwo().shard(torch.tensor([5, 6, 7, 8]), dim=0).tolist() == [7, 8]
     with pytest.raises(ValueError, match="2 ranks cannot share 7 positions: pad to a multiple"):
         OneOfTwo().shard(torch.zeros(2, 7), dim=1)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    OneOfTwo().check_heads(6)
+    with pytest.raises(ConfigError, match="must divide the number of the model.s attention heads, 7"):
+        OneOfTwo().check_heads(7)
 
 
 @pytest.fixture
