@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.critic_loss import critic_loss
@@ -36,7 +35,7 @@ class CriticWorker(LearnerWorker):
         yield from super().whole_parameters()
         yield f"{self.model.head_name}.weight", full(self.model.head.weight.detach())
 
-    def build(self, path: str, *, with_weights: bool) -> nn.Module:
+    def build(self, path: str, *, with_weights: bool) -> ValueModel:
         """The model without its output layer, with a head for values, and with its adapters."""
         model = load_value_model(
             path,

@@ -14,6 +14,8 @@ from skyrl_train.distributed.process_group import free_port, init_process_group,
 from skyrl_train.distributed.ulysses import SequenceParallel, make_sequence_parallel
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.scoring import ScoringModel, TokenScores
+from skyrl_train.models.scoring_check import check_scoring
+from skyrl_train.models.value_model import ValueModel
 from skyrl_train.training_batch import TrainingInputBatch, TrainingOutputBatch
 from skyrl_train.workers.schedule import MicroBatch
 
@@ -75,15 +77,19 @@ class ModelWorker:
     def load_model(self) -> None:
         """Loads the model, whole on rank 0 alone, and divides it over the ranks. A collective."""
         torch.manual_seed(self.cfg.trainer.seed)
-        model = self.build(self.settings.model.path or "", with_weights=self.rank == 0)
-        whole = model.state_dict() if self.rank == 0 else {}
+        path = self.settings.model.path or ""
+        model = self.build(path, with_weights=self.rank == 0)
+        whole = {}
+        if self.rank == 0:
+            check_scoring(model, path)
+            whole = model.state_dict()
         fsdp_config = self.settings.fsdp_config
         mesh = make_mesh(self.device, fsdp_config.fsdp_size)
         self.model = shard_model(model, mesh, fsdp_config, bf16=self.cfg.trainer.bf16)
         if self.world_size > 1:
             load_whole_state(self.model, whole, fsdp_config, self.device)
 
-    def build(self, path: str, *, with_weights: bool) -> nn.Module:
+    def build(self, path: str, *, with_weights: bool) -> ScoringModel | ValueModel:
         """The model whole, in float32 on the CPU; without weights its parameters have shapes only (meta device)."""
         transformer = load_causal_lm(path, with_weights=with_weights, **self.loading())
         return ScoringModel(transformer, chunk_size=self.cfg.trainer.logprobs_chunk_size, **self.layout())

@@ -6,7 +6,6 @@ from operator import add
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.kl import compute_approx_kl
@@ -57,7 +56,7 @@ class PolicyWorker(LearnerWorker):
     def transformer(self) -> PreTrainedModel:
         return self.model.causal_lm
 
-    def build(self, path: str, *, with_weights: bool) -> nn.Module:
+    def build(self, path: str, *, with_weights: bool) -> ScoringModel:
         """The model with its adapters."""
         transformer = load_causal_lm(path, with_weights=with_weights, **self.loading())
         self.add_adapters(transformer, with_weights=with_weights)
