@@ -10,9 +10,6 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.cpu_linear import use_onednn_linear
-from skyrl_train.models.packing import trim
-
-__all__ = ["attention_implementation", "load_backbone", "load_causal_lm", "response_log_probs", "trim"]
 
 
 def attention_implementation(flash_attn: bool, device: torch.device) -> str:
@@ -96,34 +93,3 @@ def _without_dropout(config: Any) -> None:
     for name, value in vars(config.get_text_config()).items():
         if isinstance(value, float) and re.search(r"dropout|_pdrop$", name):
             setattr(config.get_text_config(), name, 0.0)
-
-
-def response_log_probs(
-    model: nn.Module,
-    sequences: torch.Tensor,
-    attention_mask: torch.Tensor,
-    num_response: int,
-    temperature: float,
-    *,
-    with_entropy: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What `ScoringModel` computes, from whole logits [B, R, V]: for a few short rows, and to compare with.
-
-    Args:
-        sequences, attention_mask: [B, T]; the last `num_response` columns are the response.
-
-    Returns:
-        log_probs [B, R] and, if asked for, entropy [B, R] in nats, both float32. What stands at padding means nothing.
-    """
-    position_ids = (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
-    output = model(
-        input_ids=sequences,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        use_cache=False,
-        logits_to_keep=num_response + 1,
-    )
-    # The logits at a position are about the next token: those before the first response token up to before the last.
-    log_p_BRV = (output.logits[:, :-1].float() / temperature).log_softmax(dim=-1)
-    log_probs = log_p_BRV.gather(2, sequences[:, -num_response:, None])[..., 0]
-    return log_probs, -(log_p_BRV.exp() * log_p_BRV).sum(-1) if with_entropy else None
