@@ -111,6 +111,13 @@ def test_equal_scores_have_no_advantage_however_large():
         assert torch.equal(advantages, torch.zeros(7, 2))
 
 
+def test_small_rewards_are_not_lost_beside_large_ones():
+    # 1e8 + 1 - 1e8 is 0 in float32, which would make the two samples equal.
+    rewards = torch.tensor([[1e8, 1.0, -1e8], [0.0, 0.0, 0.0]])
+    advantages, _ = rloo_advantages(rewards, torch.ones(2, 3), ["a", "a"])
+    assert advantages[:, 0].tolist() == [1.0, -1.0]
+
+
 def test_maxrl_divides_by_the_success_rate():
     # One of four succeeds: mean 1/4, so (1 - 1/4) / (1/4) = 3 and (0 - 1/4) / (1/4) = -1.
     advantages, returns = maxrl_advantages(rewards_at_the_end(1, 0, 0, 0), ONES, ["a"] * 4)
