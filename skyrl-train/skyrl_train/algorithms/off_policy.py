@@ -148,7 +148,7 @@ def _sequence_ratio(rules: _Rules, metric: str | None) -> torch.Tensor:
     log_ratio_B1 = rules.log_ratio.sum(-1, keepdim=True)
     if metric == "geometric":
         log_ratio_B1 = log_ratio_B1 / rules.tokens.sum(-1, keepdim=True).clamp(min=1)
-    return log_ratio_B1.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    return log_ratio_B1.exp()
 
 
 def _ratio_metrics(rules: _Rules) -> dict[str, float]:

@@ -8,9 +8,9 @@ import torch
 from skyrl_train.algorithms.losses import PolicyLossRegistry, TokenSelectorRegistry, register_token_selector
 from skyrl_train.config import AlgorithmConfig
 
-# Means -3 and 0 over the four tokens of the mask, so the covariances are 2*2, 1*1, 0*0 and -3*-3.
+# Means -3 and 10 over the four tokens of the mask, so the covariances are 2*2, 1*1, 0*0 and -3*-3.
 LOG_PROBS = torch.tensor([[-1.0, -2.0, float("nan")], [-3.0, 7.0, -6.0]])
-ADVANTAGES = torch.tensor([[2.0, 1.0, float("inf")], [0.0, 100.0, -3.0]])
+ADVANTAGES = torch.tensor([[12.0, 11.0, float("inf")], [10.0, 100.0, 7.0]])
 MASK = torch.tensor([[1, 1, 0], [1, 0, 1]])
 NOISE = torch.tensor([[0.7, 0.2, 0.0], [0.5, 0.1, 0.9]])
 

@@ -173,18 +173,18 @@ def test_a_hopeless_log_prob_keeps_every_number_finite(kind):
 
 
 def test_mismatch_by_hand():
-    """Two tokens of ratio 2 and 1/2 (a third is masked): log-ratios ln 2 and -ln 2."""
-    old = torch.tensor([[math.log(2.0), -math.log(2.0), NAN]])
+    """Two tokens of ratio 4 and 1/2 (a third is masked): log-ratios 2 ln 2 and -ln 2."""
+    old = torch.tensor([[math.log(4.0), -math.log(2.0), NAN]])
     metrics = mismatch_metrics(old, torch.tensor([[0.0, 0.0, 5.0]]), torch.tensor([[1, 1, 0]]))
     expected = {
-        "logprobs_abs_diff_mean": math.log(2),
-        "logprobs_abs_diff_max": math.log(2),
-        "logprobs_abs_diff_std": 0.0,
-        "kl_k3": ((2 - 1 - math.log(2)) + (0.5 - 1 + math.log(2))) / 2,  # 0.25
-        "ratio_mean": 1.25,
-        "ratio_max": 2.0,
+        "logprobs_abs_diff_mean": 1.5 * math.log(2),
+        "logprobs_abs_diff_max": 2 * math.log(2),
+        "logprobs_abs_diff_std": 0.5 * math.log(2),
+        "kl_k3": ((4 - 1 - math.log(4)) + (0.5 - 1 + math.log(2))) / 2,
+        "ratio_mean": 2.25,
+        "ratio_max": 4.0,
         "ratio_min": 0.5,
-        "ess": 2.5**2 / (2 * 4.25),
+        "ess": 4.5**2 / (2 * 16.25),
     }
     assert metrics == {f"policy/rollout_train_{name}": pytest.approx(value) for name, value in expected.items()}
 
