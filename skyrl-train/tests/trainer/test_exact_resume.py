@@ -36,7 +36,7 @@ def gsm8k(test_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Run:
     """A training run in a process of its own."""
 
-    def __init__(self, folder: Path, data: Path, model: Path):
+    def __init__(self, folder: Path, data: Path, model: Path, **changes: object):
         self.folder = folder
         settings = {
             "data.train_data": f"[{data / 'train.parquet'}]",
@@ -62,6 +62,7 @@ class Run:
             "generator.sampling_params.max_generate_length": 16,
             "environment.env_class": "length_of_answer",
         }
+        settings |= {name.replace("__", "."): value for name, value in changes.items()}
         self._command = [sys.executable, str(Path(__file__).parent / "train_with_length_reward.py")]
         self._command += [f"{name}={value}" for name, value in settings.items()]
         self.process: subprocess.Popen[bytes] | None = None
@@ -112,6 +113,9 @@ class Run:
         trajectories = {path.name: path.read_text() for path in sorted((self.folder / "trajectories").iterdir())}
         model = self.folder / "exports" / f"global_step_{NUM_STEPS}" / "policy" / "model.safetensors"
         weights = {name: tensor.numpy().tobytes() for name, tensor in load_file(model).items()}
+        critic = model.parents[1] / "critic" / "model.safetensors"
+        if critic.exists():
+            weights |= {f"critic.{name}": tensor.numpy().tobytes() for name, tensor in load_file(critic).items()}
         return {"metrics": self.metrics(), "trajectories": trajectories, "weights": weights}
 
 
@@ -145,6 +149,42 @@ def test_a_killed_run_goes_on_bit_for_bit(uninterrupted, gsm8k, test_data, tmp_p
     run.start()
     run.finish()
     assert_same(run, uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_run_of_ppo_goes_on_bit_for_bit(gsm8k, test_data, tmp_path):
+    """With a critic, a KL divergence that steers itself, prompts put in others' places, and a reference model that the
+    run has replaced: 64 prompts are two steps of 32 an epoch, and it is killed in the third step."""
+    model = test_data / "tiny_lm" / "stories260K"
+    changes = {
+        "trainer__algorithm__advantage_estimator": "gae",
+        "trainer__algorithm__use_kl_in_reward": "true",
+        "trainer__algorithm__kl_ctrl__type": "adaptive",
+        "trainer__algorithm__dynamic_sampling__type": "replace",
+        "trainer__critic__model__path": str(model),
+        "trainer__critic__optimizer_config__lr": 1e-3,
+        "trainer__train_batch_size": 32,
+        "trainer__policy_mini_batch_size": 16,
+        "trainer__critic_mini_batch_size": 32,
+        "trainer__max_tokens_per_microbatch": 2048,
+        "trainer__update_ref_every_epoch": "true",
+        "trainer__epochs": 2,
+        "generator__n_samples_per_prompt": 2,
+    }
+    whole = Run(tmp_path / "whole", gsm8k, model, **changes)
+    whole.start()
+    whole.finish()
+    assert [row["step"] for row in whole.metrics()] == [1, 2, 3]
+    assert all(row["critic/grad_norm"] > 0 and row["policy/grad_norm"] > 0 for row in whole.metrics())
+    run = Run(tmp_path / "run", gsm8k, model, **changes)
+    run.start()
+    assert run.kill_when((run.folder / "ckpts" / "global_step_2").exists)
+    assert (run.folder / "ckpts" / "global_step_2" / "ref").exists()
+    assert not (run.folder / "ckpts" / "global_step_3").exists()
+    run.start()
+    run.finish()
+    assert_same(run, whole.results())
 
 
 def some_seconds_in(dice: random.Random) -> Callable[[], bool]:

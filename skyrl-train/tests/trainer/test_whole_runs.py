@@ -1,6 +1,5 @@
 """The whole loop in its variants, with real processes: placements, KL terms, precisions, resumed on other ranks."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,81 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import skyrl_gym
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
-from skyrl_train.config import SkyRLConfig
-from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.entrypoints.main_generate import EvalOnlyEntrypoint
 from skyrl_train.training_batch import TensorBatch
 from skyrl_train.utils.run_folder import RunFolder
 
 pytestmark = pytest.mark.slow
-
-
-class ManyDifferentCharacters(BaseTextEnv):
-    """The share of different characters in the answer: something even random weights get some of."""
-
-    def __init__(self, env_config: Any = None, extras: Any = None):
-        super().__init__()
-
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        reward = len(set(action)) / max(1, len(action))
-        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def environment():
-    skyrl_gym.register(id="many_different_characters", entry_point=ManyDifferentCharacters)
-    yield
-    skyrl_gym.deregister("many_different_characters")
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
-    rows = [{"prompt": [{"role": "user", "content": f"write {i}"}], "data_source": "toy"} for i in range(16)]
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-    return str(path)
-
-
-def settings(chat_model: str, prompts: str, run_dir: Path, overrides: dict[str, Any]) -> SkyRLConfig:
-    base: dict[str, Any] = {
-        "data": {"train_data": [prompts], "val_data": []},
-        "environment": {"env_class": "many_different_characters"},
-        "trainer": {
-            "run_dir": str(run_dir),
-            "policy": {"model": {"path": chat_model}, "optimizer_config": {"lr": 1e-3}},
-            "placement": {"device": "cpu"},
-            "bf16": False,
-            "train_batch_size": 4,
-            "policy_mini_batch_size": 2,
-            "micro_train_batch_size_per_gpu": 4,
-            "micro_forward_batch_size_per_gpu": 4,
-            "max_training_steps": 2,
-            "max_prompt_length": 64,
-            "ckpt_interval": -1,
-            "eval_interval": -1,
-            "algorithm": {"use_kl_loss": False},
-        },
-        "generator": {
-            "model_dtype": "float32",
-            "n_samples_per_prompt": 4,
-            "sampling_params": {"max_generate_length": 12},
-        },
-    }
-    return SkyRLConfig.from_dict(merged(base, overrides))
-
-
-def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    result = dict(base)
-    for key, value in changes.items():
-        result[key] = merged(result[key], value) if isinstance(value, dict) and key in result else value
-    return result
-
-
-def run(cfg: SkyRLConfig) -> list[dict[str, float]]:
-    BasePPOExp(cfg).run()
-    return RunFolder(cfg.trainer.run_dir).read_metrics()
 
 
 TWO_RANKS = {"trainer": {"placement": {"policy_num_gpus_per_node": 2}}}
@@ -124,8 +53,8 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_way_to_run_learns_and_agrees_with_its_engines(variant, chat_model, prompts, ray_cpu, tmp_path):
-    cfg = settings(chat_model, prompts, tmp_path, VARIANTS[variant])
+def test_every_way_to_run_learns_and_agrees_with_its_engines(variant, settings, run, tmp_path):
+    cfg = settings(tmp_path, VARIANTS[variant])
     steps = run(cfg)
     assert [row["step"] for row in steps] == [1, 2]
     tolerance = 0.1 if cfg.trainer.bf16 else 1e-4
@@ -156,7 +85,7 @@ def test_every_way_to_run_learns_and_agrees_with_its_engines(variant, chat_model
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("bf16", [False, True])
-def test_the_same_run_on_a_gpu(bf16, chat_model, prompts, ray_cpu, tmp_path):
+def test_the_same_run_on_a_gpu(bf16, settings, run, tmp_path):
     """Policy, reference and engine take turns on one device; float32 and bfloat16."""
     on_gpu = {
         "trainer": {
@@ -168,20 +97,20 @@ def test_the_same_run_on_a_gpu(bf16, chat_model, prompts, ray_cpu, tmp_path):
         },
         "generator": {"model_dtype": "bfloat16" if bf16 else "float32"},
     }
-    steps = run(settings(chat_model, prompts, tmp_path, on_gpu))
+    steps = run(settings(tmp_path, on_gpu))
     assert [row["step"] for row in steps] == [1, 2]
     for row in steps:
         assert row["policy/grad_norm"] > 0
         assert row["policy/rollout_train_logprobs_abs_diff_max"] < (0.2 if bf16 else 1e-3)
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(chat_model, prompts, ray_cpu, tmp_path):
+def test_a_run_goes_on_with_another_number_of_ranks(settings, run, merged, tmp_path):
     every_step: dict[str, Any] = {"trainer": {"ckpt_interval": 1, "hf_save_interval": 3, "max_training_steps": 3}}
-    whole = settings(chat_model, prompts, tmp_path / "whole", merged(every_step, TWO_RANKS))
+    whole = settings(tmp_path / "whole", merged(every_step, TWO_RANKS))
     expected = run(whole)
     first = merged(every_step, {**TWO_RANKS, "trainer": TWO_RANKS["trainer"] | {"max_training_steps": 2}})
-    run(settings(chat_model, prompts, tmp_path / "moved", first))
-    resumed = run(settings(chat_model, prompts, tmp_path / "moved", every_step))  # one rank now
+    run(settings(tmp_path / "moved", first))
+    resumed = run(settings(tmp_path / "moved", every_step))  # one rank now
     assert [row["step"] for row in resumed] == [1, 2, 3]
     for name in ("policy/grad_norm", "policy/final_loss", "policy/policy_entropy", "reward/avg_raw_reward"):
         assert resumed[2][name] == pytest.approx(expected[2][name], rel=1e-3, abs=1e-5), name
@@ -191,10 +120,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(chat_model, prompts, ray_cpu
         torch.testing.assert_close(weight, weights[name], atol=1e-4, rtol=0)
 
 
-def test_evaluation_alone_gives_pass_at_k_and_files(chat_model, prompts, ray_cpu, tmp_path):
+def test_evaluation_alone_gives_pass_at_k_and_files(settings, prompts, ray_cpu, tmp_path):
     cfg = settings(
-        chat_model,
-        prompts,
         tmp_path,
         {
             "data": {"train_data": [], "val_data": [prompts]},
