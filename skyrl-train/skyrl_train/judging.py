@@ -44,6 +44,8 @@ def judge(batch: TrainingInputBatch, cfg: SkyRLConfig, kl_coefficient: float) ->
     """
     algorithm = cfg.trainer.algorithm
     metrics: Metrics = {}
+    # A turn is what the model wrote at a time, whatever of it will train.
+    batch = _with(batch, turns=turn_numbers(batch.tensor("loss_mask")))
     batch, found = penalize_overlong(batch, algorithm, cfg.generator.sampling_params.max_generate_length)
     metrics |= found
     scores = trajectory_scores(batch)  # without the KL penalty, which would make every group look informative
@@ -220,13 +222,12 @@ def _by_token(
     judged: TrainingInputBatch, algorithm: AlgorithmConfig, uids: Sequence[Hashable]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns of rows that are whole trajectories. [B, R]"""
-    actions = judged.tensor("loss_mask")
     return _estimate(
         algorithm,
         rewards=judged.tensor("rewards"),
         response_mask=judged.tensor("response_mask"),
-        action_mask=actions,
-        turns=turn_numbers(actions),
+        action_mask=judged.tensor("loss_mask"),
+        turns=judged.tensor("turns"),
         index=uids,
         values=judged.get("values"),
     )

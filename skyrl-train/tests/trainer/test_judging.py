@@ -152,6 +152,26 @@ def test_what_the_correction_rejects_leaves_the_loss_and_its_denominators():
     assert metrics["policy/loss_metrics/token_mask_over_high_ratio"] == pytest.approx(1 / 3)
 
 
+def test_a_token_that_is_left_out_does_not_divide_its_turn():
+    """One turn of three tokens, whose middle one is too far off: the reward at its end is still that of all of it."""
+    batch = batch_of(
+        [3, 3],
+        [1, 0],
+        ["a", "a"],
+        action_log_probs=torch.tensor([[-1.0, -1.0, -1.0]] * 2),
+        rollout_logprobs=torch.tensor([[-1.0, -3.0, -1.0]] * 2),
+    )
+    algorithm = {
+        "advantage_estimator": "turn_grpo",
+        "grpo_norm_by_std": False,
+        "off_policy_correction": {"token_mask_is_threshold_high": 5.0},
+        "gamma": 0.5,
+    }
+    judged, _ = judge(batch, settings(algorithm))
+    assert judged["loss_mask"].tolist() == [[1.0, 0.0, 1.0]] * 2
+    assert judged["advantages"].tolist() == [[0.5] * 3, [-0.5] * 3]
+
+
 def test_normalised_advantages_have_mean_0_and_deviation_1_over_what_trains():
     batch = batch_of([2, 1, 2], [3, 0, 0], ["a", "a", "a"], [True, True, False])
     judged, _ = judge(batch, settings({"advantage_batch_normalize": True, "grpo_norm_by_std": False}))
