@@ -4,10 +4,13 @@ is then composed by Hydra and checked as the entry point would. A misspelt or ou
 Scripts start programs through `${PYTHON:-.venv/bin/python}`, `python` or `uv run`.
 """
 
+import importlib.util
 import os
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -19,10 +22,18 @@ from skyrl_train.config import (
     validate_cfg,
     validate_generator_cfg,
 )
+from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig
+from skyrl_train.config.validation import validate_supervised_cfg
 from skyrl_train.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(REPOSITORY.glob("examples/**/run_*.sh"))
+
+SUPERVISED: dict[str, type[SupervisedConfig]] = {
+    "skyrl_train.entrypoints.main_sft": SupervisedConfig,
+    "skyrl_train.entrypoints.main_dpo": PreferenceConfig,
+}
+EXAMPLE_ENTRY_POINTS = {path.stem: path for path in REPOSITORY.glob("examples/**/main_*.py")}
 
 STUB = """#!/usr/bin/env bash
 printf '%s\\0' "$@" > "$CAPTURED_COMMANDS/$$"
@@ -65,11 +76,27 @@ def commands_of(script: Path, scratch: Path, *arguments: str) -> list[Command]:
     ]
 
 
-def checked_config(command: Command) -> SkyRLConfig:
+def _import_once(path: Path) -> None:
+    """Imports an example's entry point by its path, as Python does by its name where the script runs it."""
+    if path.stem in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+def checked_config(command: Command) -> Any:
     """The settings of a command, composed and checked as its entry point does."""
-    register_config_store()
+    own_entry_point = EXAMPLE_ENTRY_POINTS.get(command.module)
+    if own_entry_point is not None:
+        _import_once(own_entry_point)  # it may register losses or estimators
+    supervised = SUPERVISED.get(command.module)
+    register_config_store(supervised or SkyRLConfig, "base_config")
     with initialize_config_dir(config_dir, version_base=None):
-        composed = compose("ppo_base_config", overrides=command.overrides)
+        composed = compose("base_config", overrides=command.overrides)
+    if supervised is not None:
+        return validate_supervised_cfg(composed, supervised)
     return validate_generator_cfg(composed) if "main_generate" in command.module else validate_cfg(composed)
 
 

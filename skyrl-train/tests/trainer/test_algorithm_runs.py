@@ -86,9 +86,9 @@ def test_dynamic_sampling_with_a_loss_that_chooses_tokens_and_kl_in_the_reward(s
 def test_a_policy_for_which_all_prompts_are_the_same_ends_the_run_with_advice(settings, run, tmp_path: Path):
     changes: dict[str, Any] = {
         "trainer": {"algorithm": {"dynamic_sampling": {"type": "filter", "max_sample_batches": 2}}},
-        "generator": {"sampling_params": {"max_generate_length": 1}},  # one character is always a different one
+        "generator": {"sampling_params": {"max_generate_length": 1}},  # a character is all different; an end is not
     }
-    with pytest.raises(SkyRLError, match=r"2 batches .*max_sample_batches=2\) of 8 prompts in all gave 0 whose"):
+    with pytest.raises(SkyRLError, match=r"2 batches .*max_sample_batches=2\) of 8 prompts in all gave [0-3] whose"):
         run(settings(tmp_path, changes))
 
 
