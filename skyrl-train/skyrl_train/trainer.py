@@ -11,7 +11,7 @@ import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from loguru import logger
@@ -38,7 +38,7 @@ from skyrl_train.generators.utils import (
     validate_generator_output,
 )
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
-from skyrl_train.step_plan import step_plan
+from skyrl_train.step_plan import ModelShape, model_shape, step_plan
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.utils.io import expand_path, write_atomically
 from skyrl_train.utils.logging_utils import log_example
@@ -95,6 +95,7 @@ class RayPPOTrainer:
         self.critic_model: ActorGroup | None = None
         self.ref_model: ActorGroup | None = None
         self._epochs_before = 0
+        self._warned_of_negative_groups = False
         self.reward_kl_controller = _reward_kl_controller(cfg)
         self._build_dataloaders()
 
@@ -148,7 +149,8 @@ class RayPPOTrainer:
         evaluates what is there."""
         self.tracker.total_steps = self.total_training_steps
         num_prompts = None if self.train_dataset is None else len(self.train_dataset)
-        logger.info(f"step plan\n{step_plan(self.cfg, num_prompts=num_prompts)}")
+        policy, critic = _model_shape(self.cfg, "policy"), _model_shape(self.cfg, "critic")
+        logger.info("step plan\n{}", step_plan(self.cfg, num_prompts=num_prompts, policy=policy, critic=critic))
         await self.load_checkpoint()
         with self.timed("sync_weights"):
             await self.init_weight_sync()
@@ -373,6 +375,12 @@ class RayPPOTrainer:
         batch, metrics = judging.judge(batch, self.cfg, self.reward_kl_controller.value)
         if "loss/avg_kl" in metrics:
             self.reward_kl_controller.update(metrics["loss/avg_kl"], n_steps=sum(batch.metadata["valid"]))
+        if metrics.get("loss/maxrl_negative_groups") and not self._warned_of_negative_groups:
+            self._warned_of_negative_groups = True
+            logger.warning(
+                "some prompts have a negative mean reward, of which trainer.algorithm.advantage_estimator=maxrl can "
+                "say nothing: their advantages are 0 (see loss/maxrl_negative_groups). Give rewards of 0 and above"
+            )
         self.all_metrics |= metrics
         return batch
 
@@ -481,6 +489,21 @@ class RayPPOTrainer:
         with self.timed("save_hf_model"):
             for group in self._learners:
                 await group.call_all("save_hf_model", str(folder / group.name), self.tokenizer)
+
+
+def _model_shape(cfg: SkyRLConfig, name: Literal["policy", "critic"]) -> ModelShape | None:
+    """The shape of a model that learns, if there is one and its config tells."""
+    settings = cfg.trainer.policy if name == "policy" else cfg.trainer.critic
+    model = settings.model
+    if model.path is None:
+        return None
+    try:
+        return model_shape(
+            model.path, lora=model.lora, overrides=settings.model_config_kwargs, is_critic=name == "critic"
+        )
+    except Exception as error:  # the plan is only for looking: a model that is odd to it may well train
+        logger.warning("no memory estimate for the {}: {!r}", name, error)
+        return None
 
 
 def _reward_kl_controller(cfg: SkyRLConfig) -> FixedKLController | AdaptiveKLController:
