@@ -103,6 +103,21 @@ def test_a_critics_head_learns_beside_its_adapters(with_lora, start, ragged_batc
     assert not torch.equal(after["value_head.weight"], before["value_head.weight"])
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of forwards without a gradient
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_in_bfloat16_adapters_are_float32_and_learn_nearly_the_same(with_lora, start, ragged_batch, use_reentrant):
+    """With activations computed again in the backward (the default), in either of torch's ways."""
+    cfg = with_lora()
+    cfg.trainer.gradient_checkpointing_use_reentrant = use_reentrant
+    worker = start(policy_of(cfg))
+    expected = take_step(worker, ragged_batch())["grad_norm"]
+    assert expected > 0.01
+    cfg.trainer.bf16 = True
+    worker.load_model()
+    assert take_step(worker, ragged_batch())["grad_norm"] == pytest.approx(expected, rel=0.2)
+    assert {tensor.dtype for tensor in snapshot(worker, trained=True).values()} == {torch.float32}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["policy", "critic"])
 def test_no_division_over_ranks_changes_the_step(learners, with_lora, ragged_batch, kind):
