@@ -136,7 +136,7 @@ def schedule_of(cfg: SkyRLConfig, batch: TrainingInputBatch, num_shards: int, un
 
 
 def add_judgement(kind: str, cfg: SkyRLConfig, batch: TrainingInputBatch, before: torch.Tensor, old: bool) -> None:
-    """What the trainer would add, four rows a prompt. Old log-probs are shifted by the batch's `shift`, if it has one."""
+    """What the trainer would add, four rows a prompt. `shift`, if the batch has it, is added to old log-probs."""
     mask = batch.tensor("loss_mask")
     algorithm = cfg.trainer.algorithm
     prompts = [row // 4 for row in range(len(batch))]
