@@ -235,6 +235,14 @@ def test_scores_of_turns_are_their_trajectorys():
     assert metrics["loss/zero_variance_share"] == 1.0, "b: everything failed"
 
 
+def test_the_turns_of_one_trajectory_are_not_compared_with_each_other():
+    """The others failed: there is no difference to look for, so nothing is filtered."""
+    ids = {"trajectory_ids": ["a_0", "a_0", "a_1"]}
+    batch = batch_of([1, 1, 1], [0, 1, 0], ["a"] * 3, [True, True, False], metadata=ids)
+    judged, _ = judge(batch, settings({"zero_variance_filter": True, "advantage_estimator": "token_reward"}))
+    assert judged["loss_mask"].flatten().tolist() == [1, 1, 0]
+
+
 # ---- mini-batches and weights
 
 
