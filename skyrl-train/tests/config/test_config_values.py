@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from skyrl_train.config import (
     AlgorithmConfig,
     GeneratorConfig,
-    ModelConfig,
+    TrainedModelConfig,
     PolicyConfig,
     SamplingParams,
     SkyRLConfig,
@@ -38,7 +38,7 @@ def test_a_default_that_refers_to_another_setting_follows_it():
             max_prompt_length=100,
             run_dir="/runs/${trainer.run_name}",
             run_name="first",
-            policy=PolicyConfig(model=ModelConfig(path="/models/tiny")),
+            policy=PolicyConfig(model=TrainedModelConfig(path="/models/tiny")),
         ),
         generator=GeneratorConfig(sampling_params=SamplingParams(max_generate_length=20)),
     )
