@@ -199,6 +199,7 @@ def main() -> None:
     parser.add_argument("--limit-gb", type=float, help="most memory of a case; 12 on a CPU, all there is on a GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--case", choices=CASES, help="run one case in this process, and print JSON")
+    parser.add_argument("--skip-packing", action="store_true", help="memory only")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.limit_gb is None:
@@ -212,8 +213,9 @@ def main() -> None:
     )
     for line in memory_table(arguments):
         print(line, flush=True)
-    print("\nPacked and padded (Qwen3, hidden 256, 2 layers, vocabulary 512, CPU):\n")
-    print("\n".join(packing_table()))
+    if not arguments.skip_packing:
+        print("\nPacked and padded (Qwen3, hidden 256, 2 layers, vocabulary 512, CPU):\n")
+        print("\n".join(packing_table()))
     print(
         f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, "
         f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
