@@ -1,0 +1,228 @@
+"""Ten classical faults, each planted into the real code at one place, and the check that it cannot get past.
+
+Most are caught by a number and not by learning: a policy learns in spite of a good many faults, only worse.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.algorithms import advantages, reduction
+from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
+from skyrl_train.testing import learning
+from skyrl_train.testing.invariances import check_advantage_estimator, check_kl_estimator, check_reduction
+from skyrl_train.testing.learning import Apprentice, learn
+from skyrl_train.testing.tasks import Bandit, CreditOverTurns, ToolUse
+from skyrl_train.workers import policy_worker
+from skyrl_train.workers.policy_worker import PolicyWorker
+
+# ---- checks, each true of the code as it is
+
+
+def the_bandit_is_learnt() -> None:
+    assert learn(Bandit(), num_steps=10, learning_rate=1.5e-2).after > 0.7
+
+
+def credit_goes_to_the_turn_that_earned_it() -> None:
+    assert learn(CreditOverTurns(), {"advantage_estimator": "token_reward"}, num_steps=14).after > 1.5
+
+
+def grpo_keeps_the_invariances() -> None:
+    check_advantage_estimator(AdvantageEstimatorRegistry.get("grpo"))
+
+
+def the_reduction_keeps_the_invariances() -> None:
+    check_reduction(partial(reduction.token_weights, reduction="sequence_mean"))
+
+
+def kl_keeps_the_invariances() -> None:
+    check_kl_estimator(policy_worker.compute_approx_kl)
+
+
+def the_first_ratio_of_every_step_is_exactly_1() -> None:
+    apprentice = Apprentice(ToolUse())
+    assert [apprentice.step()["max/ratio_deviation"] for _ in range(3)] == [0.0, 0.0, 0.0]
+
+
+def sampler_and_trainer_give_tokens_the_same_log_probs() -> None:
+    colder = {"generator": {"sampling_params": {"temperature": 0.6}}}
+    apprentice = Apprentice(ToolUse(), settings=colder)
+    for _ in range(2):
+        assert apprentice.step()["policy/rollout_train_logprobs_abs_diff_max"] < 1e-5
+
+
+def the_kl_term_alone_moves_the_policy() -> None:
+    apprentice = Apprentice(Bandit(), {"use_kl_loss": True, "kl_loss_coef": 1.0})
+    apprentice.step()  # at first it is the reference, from which nothing pulls
+    assert gradient_norm(apprentice, advantage=0.0) > 0.01
+
+
+def the_same_batch_gives_the_same_gradient_twice() -> None:
+    apprentice = Apprentice(Bandit(), learning_rate=0.0)
+    batch = judged_batch(apprentice)
+    first, second = gradient_norm(apprentice, batch=batch), gradient_norm(apprentice, batch=batch)
+    assert first > 0.01
+    assert second == first
+
+
+def a_group_of_one_has_no_baseline() -> None:
+    one = torch.ones(1, 1)
+    given: dict[str, Any] = dict(token_level_rewards=0.7 * one, response_mask=one, index=["alone"])
+    scores = {name: AdvantageEstimatorRegistry.get(name)(**given)[0].item() for name in ("grpo", "rloo")}
+    assert scores == {"grpo": pytest.approx(0.7, abs=1e-5), "rloo": 0.0}
+
+
+def judged_batch(apprentice: Apprentice) -> Any:
+    """A batch with all that the policy is given."""
+    episodes, names = apprentice.rollouts(8)
+    batch = apprentice.batch_of(episodes, names)
+    batch = apprentice.with_forwards(batch, apprentice.schedule(batch, [list(range(len(batch)))]))
+    draw = torch.Generator().manual_seed(0)
+    batch["advantages"] = torch.randn(batch.tensor("rewards").shape, generator=draw)
+    batch["loss_weights"] = batch.tensor("loss_mask") / batch.tensor("loss_mask").sum()
+    return batch
+
+
+def gradient_norm(apprentice: Apprentice, *, advantage: float = 1.0, batch: Any = None) -> float:
+    """Of one optimizer step, with advantages scaled by a factor."""
+    batch = judged_batch(apprentice) if batch is None else batch
+    batch["advantages"] = batch["advantages"] * advantage
+    schedule = apprentice.schedule(batch, [list(range(len(batch)))])
+    apprentice.policy.stage(schedule.shard(batch)[0])
+    apprentice.policy.forward_backward(schedule.mini_batches[0][0])
+    return apprentice.policy.optim_step()["grad_norm"]
+
+
+# ---- faults
+
+
+def sign_of_the_advantage(plant: pytest.MonkeyPatch) -> None:
+    right = AdvantageEstimatorRegistry.get("grpo")
+
+    def turned_round(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        values, returns = right(**given)
+        return -values, returns
+
+    plant.setitem(AdvantageEstimatorRegistry._functions, "grpo", turned_round)
+
+
+def mask_shifted_by_one(plant: pytest.MonkeyPatch) -> None:
+    right = learning.convert_prompts_responses_to_batch_tensors
+
+    def shifted(*given: Any) -> Any:
+        sequences, attention, response_mask, rewards, loss_mask, log_probs = right(*given)
+        return sequences, attention, response_mask, rewards, loss_mask.roll(1, dims=1), log_probs
+
+    plant.setattr(learning, "convert_prompts_responses_to_batch_tensors", shifted)
+
+
+def stale_old_log_probs(plant: pytest.MonkeyPatch) -> None:
+    """Those of the policy as it was a step ago."""
+    right = PolicyWorker.forward
+
+    def stale(worker: Any, *given: Any) -> Any:
+        now = {name: tensor.clone() for name, tensor in worker.model.state_dict().items()}
+        worker.model.load_state_dict(getattr(worker, "before", now))
+        output = right(worker, *given)
+        worker.model.load_state_dict(now)
+        worker.before = now
+        return output
+
+    plant.setattr(PolicyWorker, "forward", stale)
+
+
+def std_of_the_batch(plant: pytest.MonkeyPatch) -> None:
+    right = advantages._group_stds
+
+    def of_the_batch(centred_B: torch.Tensor, group_B: Any, counts_B: Any, size_G: torch.Tensor) -> torch.Tensor:
+        assert right(centred_B, group_B, counts_B, size_G).shape == size_G.shape
+        return centred_B.std().expand_as(size_G)
+
+    plant.setattr(advantages, "_group_stds", of_the_batch)
+
+
+def kl_without_gradient(plant: pytest.MonkeyPatch) -> None:
+    right = policy_worker.compute_approx_kl
+    plant.setattr(policy_worker, "compute_approx_kl", lambda *given: right(*given).detach())
+
+
+def reward_on_the_token_before(plant: pytest.MonkeyPatch) -> None:
+    right = learning.convert_prompts_responses_to_batch_tensors
+
+    def shifted(*given: Any) -> Any:
+        sequences, attention, response_mask, rewards, loss_mask, log_probs = right(*given)
+        return sequences, attention, response_mask, rewards.roll(-1, dims=1), loss_mask, log_probs
+
+    plant.setattr(learning, "convert_prompts_responses_to_batch_tensors", shifted)
+
+
+def temperature_forgotten(plant: pytest.MonkeyPatch) -> None:
+    """By the worker: a model that forgets it is found out when it is loaded."""
+
+    def forgetful(worker: Any, micro: Any, *, with_entropy: bool = False) -> Any:
+        inputs = micro.tensor("sequences"), micro.tensor("attention_mask"), micro.metadata["response_length"]
+        return worker.model(*inputs, 1.0, with_entropy=with_entropy)
+
+    plant.setattr(PolicyWorker, "token_scores", forgetful)
+
+
+def mean_over_the_padded_width(plant: pytest.MonkeyPatch) -> None:
+    def padded(loss_mask: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return loss_mask.float() / loss_mask.numel()
+
+    plant.setattr(reduction, "token_weights", padded)
+
+
+def missing_zero_grad(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(torch.optim.AdamW, "zero_grad", lambda optimizer: None)
+
+
+def own_score_as_baseline_of_a_group_of_one(plant: pytest.MonkeyPatch) -> None:
+    right = advantages.group_means
+
+    def never_alone(*given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean_G, size_G = right(*given)
+        return mean_G, size_G.clamp(min=2)
+
+    plant.setattr(advantages, "group_means", never_alone)
+
+
+Check = Callable[[], None]
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+FAULTS: list[tuple[Fault, list[Check]]] = [
+    (sign_of_the_advantage, [the_bandit_is_learnt, grpo_keeps_the_invariances]),
+    (mask_shifted_by_one, [sampler_and_trainer_give_tokens_the_same_log_probs]),
+    (stale_old_log_probs, [the_first_ratio_of_every_step_is_exactly_1]),
+    (std_of_the_batch, [grpo_keeps_the_invariances]),
+    (kl_without_gradient, [the_kl_term_alone_moves_the_policy, kl_keeps_the_invariances]),
+    (reward_on_the_token_before, [credit_goes_to_the_turn_that_earned_it]),
+    (temperature_forgotten, [sampler_and_trainer_give_tokens_the_same_log_probs]),
+    (mean_over_the_padded_width, [the_reduction_keeps_the_invariances]),
+    (missing_zero_grad, [the_same_batch_gives_the_same_gradient_twice]),
+    (own_score_as_baseline_of_a_group_of_one, [a_group_of_one_has_no_baseline]),
+]
+CHECKS = list(dict.fromkeys(check for _, checks in FAULTS for check in checks))
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_code_as_it_is_passes(check: Check):
+    check()
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [(fault, check) for fault, checks in FAULTS for check in checks],
+    ids=lambda function: function.__name__,
+)
+def test_a_planted_fault_is_caught(fault: Fault, check: Check, monkeypatch: pytest.MonkeyPatch):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_there_are_ten():
+    assert len(FAULTS) == 10
