@@ -1,7 +1,7 @@
 """Writes `train.parquet` and `validation.parquet` of GSM8K's published solutions, as conversations to learn from.
 
-    python examples/sft/gsm8k_demonstrations.py --output_dir ~/data/gsm8k_sft                      # from the hub
-    python examples/sft/gsm8k_demonstrations.py --output_dir ~/data/gsm8k_sft --input FOLDER       # train.*, test.* there
+python examples/sft/gsm8k_demonstrations.py --output_dir ~/data/gsm8k_sft                      # from the hub
+python examples/sft/gsm8k_demonstrations.py --output_dir ~/data/gsm8k_sft --input FOLDER       # train.*, test.* there
 """
 
 import sys

@@ -16,6 +16,7 @@ import torch
 
 from skyrl_train.algorithms.advantages import (
     NEEDS_GROUPS,
+    READS_ONE_TOKEN,
     AdvantageEstimatorRegistry,
     group_numbers,
     negative_groups,
@@ -164,7 +165,7 @@ def add_advantages(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> Jud
     judged = batch.rows(valid_B)
     names = [name for name, is_valid in zip(_trajectories(batch), valid_B.tolist(), strict=True) if is_valid]
     uids = [uid for uid, is_valid in zip(batch.metadata["uids"], valid_B.tolist(), strict=True) if is_valid]
-    if "trajectory_ids" in batch.metadata:
+    if "trajectory_ids" in batch.metadata and algorithm.advantage_estimator not in READS_ONE_TOKEN:
         values = _by_trajectory(judged, algorithm, names, uids)
     else:
         values = _by_token(judged, algorithm, uids)

@@ -173,7 +173,7 @@ class SupervisedTrainer:
             [range(len(batch))],
             group.num_shards,
             micro_batch_size=trainer.micro_train_batch_size_per_gpu,
-            max_tokens=trainer.max_tokens_per_microbatch,
+            max_tokens=group.token_budget(self.cfg.trainer.max_tokens_per_microbatch),
             unit=2 if self.with_pairs else 1,
         )
 

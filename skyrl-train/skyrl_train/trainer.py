@@ -360,7 +360,7 @@ class RayPPOTrainer:
             judging.mini_batches_of_prompts(batch.metadata["uids"], prompts),
             group.num_shards,
             micro_batch_size=micro_batch_size,
-            max_tokens=self.cfg.trainer.max_tokens_per_microbatch,
+            max_tokens=group.token_budget(self.cfg.trainer.max_tokens_per_microbatch),
         )
 
     def _updates(self, mini_batch_size: int) -> int:

@@ -36,6 +36,9 @@ NEEDS_WHOLE_TRAJECTORIES = frozenset({"gae", "reinforce++"})
 NEEDS_GROUPS = frozenset({"grpo", "rloo", "maxrl", "reinforce++_baseline", "turn_grpo"})
 """Estimators that compare the samples of a prompt, so that one sample a prompt teaches nothing (or has no baseline)."""
 
+READS_ONE_TOKEN = frozenset({"token_reward"})
+"""Estimators to which neither the rest of a trajectory nor other trajectories matter."""
+
 _EPSILON = 1e-6
 _ROWS = 128
 _LARGEST_EXPONENT = 500.0

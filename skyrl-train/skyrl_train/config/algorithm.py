@@ -171,7 +171,7 @@ class DynamicSamplingConfig(BaseConfig):
 @dataclass(kw_only=True)
 class OverlongBufferConfig(BaseConfig):
     """DAPO's soft penalty on answers near the length limit L = `generator.sampling_params.max_generate_length`
-    (https://arxiv.org/abs/2503.14476, eq. 13)."""
+    (https://arxiv.org/abs/2503.14476, eq. 13). In a conversation of several turns the whole response counts."""
 
     len: int | None = None
     """Tokens before L over which the penalty rises from 0 to `penalty_factor`. null: no penalty."""

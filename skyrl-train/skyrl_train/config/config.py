@@ -109,7 +109,8 @@ class TrainerConfig(BaseConfig):
     """Seeds the order of the data, every worker, and (through `generator.seed`) sampling."""
 
     epochs: int = 1
-    """Passes over the training data."""
+    """Passes over the training data, which give the number of training steps. (Dynamic sampling takes further prompts
+    for the same number of steps.)"""
 
     max_training_steps: int | None = None
     """Training ends after this many steps, if the epochs have not ended it before."""
@@ -130,7 +131,8 @@ class TrainerConfig(BaseConfig):
     """Sequences in one forward and backward of one worker. Changes memory and speed, not the result."""
 
     micro_forward_batch_size_per_gpu: int = 1
-    """Sequences in one forward of one worker when only log-probs or values are wanted."""
+    """Sequences in one forward of one worker for the reference model's log-probs and the critic's values. (The policy's
+    own, at the start of a step, are computed in its training micro-batches, so that the first ratios are exactly 1.)"""
 
     max_tokens_per_microbatch: int | None = None
     """Tokens in one forward of one worker, in place of the two counts of sequences above: sequences are sorted into

@@ -81,7 +81,7 @@ class ActorGroup:
         self.name = name
         self.num_ranks = num_ranks
         self.num_shards = num_ranks // ranks_per_shard
-        self._ranks_per_shard = ranks_per_shard
+        self.ranks_per_shard = ranks_per_shard
         self._device = device
         self._timeout_seconds = timeout_seconds
         self._log_files = [str(log_folder / f"{name}_{rank}.log") for rank in range(num_ranks)]
@@ -107,6 +107,10 @@ class ActorGroup:
         calls = [self._call(rank, "init_model", info) for rank, info in enumerate(infos)]
         await answers_of(calls, self._timeout_seconds)
 
+    def token_budget(self, tokens_a_worker: int | None) -> int | None:
+        """Tokens of a micro-batch, which the ranks of a shard share, from the most that one worker may hold."""
+        return None if tokens_a_worker is None else tokens_a_worker * self.ranks_per_shard
+
     async def call_all(self, method: str, *args: Any) -> list[Any]:
         """The same call on every rank; the answers in rank order."""
         return await answers_of(self._calls(method, *args), self._timeout_seconds)
@@ -127,11 +131,11 @@ class ActorGroup:
                 raise ValueError(f"{self.name} has {self.num_shards} shards; {method} got arguments for {len(args)}")
         of_shards = [[(method, args[shard]) for method, args in calls] for shard in range(self.num_shards)]
         references = [
-            actor.call_in_turn.remote(of_shards[rank // self._ranks_per_shard])
+            actor.call_in_turn.remote(of_shards[rank // self.ranks_per_shard])
             for rank, actor in enumerate(self._actors)
         ]
         of_ranks = await answers_of([self._named(*pair) for pair in enumerate(references)], self._timeout_seconds)
-        return [list(of_call) for of_call in zip(*of_ranks[:: self._ranks_per_shard], strict=True)]
+        return [list(of_call) for of_call in zip(*of_ranks[:: self.ranks_per_shard], strict=True)]
 
     def _calls(self, method: str, *args: Any) -> list[Call]:
         return [self._call(rank, method, *args) for rank in range(self.num_ranks)]

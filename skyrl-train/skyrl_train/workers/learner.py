@@ -33,7 +33,9 @@ def joined(parts: Iterable[MetricSums]) -> MetricSums:
             if name not in whole:
                 whole[name] = value
             else:
-                whole[name] = max(whole[name], value) if name.startswith("max/") else whole[name] + value
+                # Where one is NaN the maximum is: max() alone may pass over it.
+                is_maximum = name.startswith("max/") and not math.isnan(whole[name] + value)
+                whole[name] = max(whole[name], value) if is_maximum else whole[name] + value
     return whole
 
 

@@ -121,6 +121,12 @@ def test_turns_as_samples_need_an_estimator_of_whole_trajectories(estimator: str
     checked({"advantage_estimator": "turn_grpo"}, step_wise_trajectories=True)
 
 
+def test_turns_that_are_joined_cannot_be_compared_one_by_one():
+    with pytest.raises(ConfigError, match=r"turn_grpo compares turn with turn, and .*merge_stepwise_output=true"):
+        checked({"advantage_estimator": "turn_grpo"}, step_wise_trajectories=True, merge_stepwise_output=True)
+    checked({}, step_wise_trajectories=True, merge_stepwise_output=True)
+
+
 def test_dynamic_sampling_selects_whole_trajectories():
     with pytest.raises(ConfigError, match=r"dynamic_sampling.type=replace selects whole trajectories"):
         checked({"dynamic_sampling": {"type": "replace"}}, step_wise_trajectories=True)

@@ -120,10 +120,6 @@ def test_settings_made_in_python_are_type_checked_too():
             dict(generator__step_wise_trajectories=True, generator__use_conversation_multi_turn=False),
             "all turns are one growing message",
         ),
-        (
-            dict(generator__step_wise_trajectories=True, generator__chat_template__name_or_path="qwen3_with_thinking"),
-            "name_or_path=qwen3_with_thinking writes a whole conversation anew",
-        ),
         # chat template
         (dict(generator__chat_template__source="file"), "needs generator.chat_template.name_or_path"),
         (dict(generator__chat_template__name_or_path="qwen9"), "name_or_path must be one of qwen3_with_thinking"),

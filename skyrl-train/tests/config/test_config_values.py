@@ -11,10 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 from skyrl_train.config import (
     AlgorithmConfig,
     GeneratorConfig,
-    TrainedModelConfig,
     PolicyConfig,
     SamplingParams,
     SkyRLConfig,
+    TrainedModelConfig,
     TrainerConfig,
     get_config_as_dict,
     get_config_as_yaml_str,

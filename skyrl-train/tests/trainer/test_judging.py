@@ -275,3 +275,9 @@ def test_prompts_weigh_the_same_however_many_turns_they_took():
     assert judging.loss_weights(batch, [[0, 1, 2]], "prompt_mean").sum(dim=1).tolist() == pytest.approx(
         [3 / 8, 1 / 8, 1 / 2]
     )
+
+
+def test_a_token_s_own_reward_stays_its_own_where_turns_are_rows():
+    batch = batch_of([2, 1], [3, 1], ["a", "a"], metadata={"trajectory_ids": ["a_0", "a_0"]})
+    judged, _ = judge(batch, settings({"advantage_estimator": "token_reward"}))
+    assert judged["advantages"].tolist() == [[0.0, 3.0], [1.0, 0.0]]

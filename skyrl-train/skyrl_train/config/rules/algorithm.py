@@ -167,6 +167,11 @@ def _check_estimator(config: SkyRLConfig) -> None:
         "trajectories",
     )
     require(
+        estimator != "turn_grpo" or not generator.merge_stepwise_output,
+        f"{_NAME}.advantage_estimator=turn_grpo compares turn with turn, and generator.merge_stepwise_output=true "
+        "joins several in a row; set the latter to false",
+    )
+    require(
         estimator != "maxrl" or not algorithm.use_kl_in_reward,
         f"{_NAME}.advantage_estimator=maxrl divides by the mean reward of a prompt, which "
         f"{_NAME}.use_kl_in_reward=true can make negative; use use_kl_loss instead",

@@ -127,8 +127,3 @@ def _check_step_wise(config: SkyRLConfig) -> None:
         "generator.step_wise_trajectories=true makes a sample of every turn, but with "
         "generator.use_conversation_multi_turn=false all turns are one growing message; set the latter to true",
     )
-    require(
-        generator.chat_template.name_or_path is None,
-        f"generator.chat_template.name_or_path={generator.chat_template.name_or_path} writes a whole conversation "
-        "anew, and generator.step_wise_trajectories=true keeps every turn as it was; leave one of them out",
-    )
