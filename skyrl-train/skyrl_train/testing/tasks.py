@@ -15,18 +15,25 @@ Turns = list[list[int]]
 class Task(Protocol):
     """What is learnt."""
 
-    name: str
-    num_words: int
-    """Size of the vocabulary."""
+    @property
+    def num_words(self) -> int:
+        """Size of the vocabulary."""
+        ...
 
-    num_tokens: int
-    """Tokens of a turn."""
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a turn."""
+        ...
 
-    optimum: float
-    """Reward of the best policy, summed over turns."""
+    @property
+    def optimum(self) -> float:
+        """Reward of the best policy, summed over turns."""
+        ...
 
-    at_random: float
-    """Expected reward of uniform answers."""
+    @property
+    def at_random(self) -> float:
+        """Expected reward of uniform answers."""
+        ...
 
     @property
     def prompts(self) -> list[list[int]]:

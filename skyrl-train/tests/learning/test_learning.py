@@ -25,7 +25,7 @@ def share_of_the_way(task: Task, reward: float) -> float:
 
 def learns(task: Task, corridor: float, *, seed: int, num_steps: int, learning_rate: float = 1e-2, **algorithm: Any):
     if algorithm["advantage_estimator"] == "gae":  # the critic learns, too: it begins with values of the size of 1
-        algorithm["value_clip"], num_steps = 1.0, num_steps * 3 // 2
+        algorithm["value_clip"], num_steps = 1.0, num_steps * 2
     outcome = learn(task, algorithm, seed=seed, num_steps=num_steps, learning_rate=learning_rate)
     before, after = (share_of_the_way(task, reward) for reward in (outcome.before, outcome.after))
     assert abs(before) < 0.1, "it began as a policy that answers at random"
@@ -33,7 +33,7 @@ def learns(task: Task, corridor: float, *, seed: int, num_steps: int, learning_r
 
 
 def learns_the_bandit(estimator: str, loss: str, seed: int) -> None:
-    algorithm = dict(advantage_estimator=estimator, policy_loss_type=loss)
+    algorithm: dict[str, Any] = dict(advantage_estimator=estimator, policy_loss_type=loss)
     learns(Bandit(), 0.7, seed=seed, num_steps=10, learning_rate=1.5e-2, **algorithm)
 
 
@@ -64,22 +64,22 @@ def test_every_estimator_learns_the_bandit_with_every_loss(estimator: str, loss:
         (Copy(), "reinforce++_baseline", "cispo", 0.8, 24),
         (Sort(), "rloo", "gspo", 0.8, 24),
         (ToolUse(), "grpo", "regular", 0.7, 30),
-        (ToolUse(), "reinforce++", "dppo", 0.7, 30),
+        (ToolUse(), "reinforce++", "dppo", 0.6, 40),
         (CreditOverTurns(), "turn_grpo", "regular", 0.7, 24),
         (CreditOverTurns(), "token_reward", "dual_clip", 0.8, 20),
-        (CreditOverTurns(), "gae", "decoupled_ppo", 0.7, 20),
+        (CreditOverTurns(), "gae", "decoupled_ppo", 0.7, 15),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_the_harder_tasks_are_learnt(task: Task, estimator: str, loss: str, corridor: float, num_steps: int, seed: int):
-    algorithm = dict(advantage_estimator=estimator, policy_loss_type=loss, use_entropy_loss=True)
+    algorithm: dict[str, Any] = dict(advantage_estimator=estimator, policy_loss_type=loss, use_entropy_loss=True)
     learns(task, corridor, seed=seed, num_steps=num_steps, entropy_loss_coef=0.02, **algorithm)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"])
 def test_every_reduction_learns_to_copy(reduction: str):
-    algorithm = dict(advantage_estimator="rloo", loss_reduction=reduction, max_seq_len=2)
+    algorithm: dict[str, Any] = dict(advantage_estimator="rloo", loss_reduction=reduction, max_seq_len=2)
     learns(Copy(), 0.8, seed=0, num_steps=24, **algorithm)
 
 
