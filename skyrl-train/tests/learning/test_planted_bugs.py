@@ -226,3 +226,24 @@ def test_a_planted_fault_is_caught(fault: Fault, check: Check, monkeypatch: pyte
 
 def test_there_are_ten():
     assert len(FAULTS) == 10
+
+
+@pytest.mark.parametrize(
+    ("terms", "advantage"),
+    [
+        ({}, 1.0),
+        ({"use_kl_loss": True, "kl_loss_coef": 1.0}, 0.0),
+        ({"use_entropy_loss": True, "entropy_loss_coef": 1.0}, 0.0),
+    ],
+    ids=["policy", "kl", "entropy"],
+)
+def test_every_term_of_the_loss_has_a_gradient_of_its_own(terms: dict[str, Any], advantage: float):
+    apprentice = Apprentice(Bandit(), terms)
+    apprentice.step()  # away from the reference
+    assert gradient_norm(apprentice, advantage=advantage) > 0.01
+
+
+def test_without_any_term_there_is_no_gradient():
+    apprentice = Apprentice(Bandit(), {"use_entropy_loss": True, "entropy_loss_coef": 0.0})
+    apprentice.step()
+    assert gradient_norm(apprentice, advantage=0.0) == 0.0
