@@ -3,26 +3,21 @@ learning, with the same losses' contract, checkpoints and metrics.
 """
 
 import asyncio
-import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.algorithms.reduction import token_weights
-from skyrl_train.checkpoints import CheckpointStore, extract_step_from_path
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.dataloader import PromptDataLoader
 from skyrl_train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 from skyrl_train.dataset.supervised import Item, SupervisedDataset
 from skyrl_train.training_batch import TrainingInputBatch
-from skyrl_train.utils.io import expand_path, write_atomically
-from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train.utils.timer import Timer
+from skyrl_train.training_run import TrainingRun
 from skyrl_train.utils.tracking import Tracking
 from skyrl_train.workers.actor_group import ActorGroup
 from skyrl_train.workers.batch_calls import forward, learn
@@ -33,7 +28,7 @@ from skyrl_train.workers.schedule import Schedule
 from skyrl_train.workers.step_metrics import step_metrics
 
 
-class SupervisedTrainer:
+class SupervisedTrainer(TrainingRun):
     """One run of supervised training. A batch is one optimizer step.
 
     Args:
@@ -51,9 +46,7 @@ class SupervisedTrainer:
         eval_dataset: SupervisedDataset | None = None,
     ):
         trainer = cfg.trainer
-        self.cfg = cfg
-        self.tracker = tracker
-        self.tokenizer = tokenizer
+        super().__init__(cfg, tracker, tokenizer)
         self.with_pairs = trainer.algorithm.policy_loss_type == "dpo"
         self.dataloader = PromptDataLoader(
             train_dataset, trainer.train_batch_size, shuffle=True, drop_last=True, seed=trainer.seed
@@ -61,12 +54,7 @@ class SupervisedTrainer:
         steps = len(self.dataloader) * trainer.epochs
         self.total_training_steps = min(steps, trainer.max_training_steps or steps)
         self.eval_dataset = eval_dataset
-        self.run_folder = RunFolder(trainer.run_dir)
-        self.checkpoints = CheckpointStore(trainer.ckpt_path, trainer.max_ckpts_to_keep)
         self.placement = Placement(cfg, None)
-        self.global_step = 0
-        self.all_metrics: dict[str, float] = {}
-        self.all_timings: dict[str, float] = {}
         self.policy_model: ActorGroup
         self.ref_model: ActorGroup | None = None
 
@@ -84,13 +72,7 @@ class SupervisedTrainer:
                         batch = await self.add_reference_log_probs(batch)
                 with self.timed("learn"):
                     await self.learn(batch)
-            if self.is_due(self.cfg.trainer.eval_interval):
-                await self.evaluate()
-            self.log()
-            if self.is_due(self.cfg.trainer.ckpt_interval):
-                await self.save_checkpoint()
-            if self.is_due(self.cfg.trainer.hf_save_interval):
-                await self.save_hf_model()
+            await self.after_step()
 
     async def start(self) -> None:
         """Goes on from a checkpoint if there is one; evaluates what is there."""
@@ -106,19 +88,9 @@ class SupervisedTrainer:
         for _ in range(self.global_step, self.total_training_steps):
             yield self.dataloader.next_batch()
 
-    def is_due(self, interval: int) -> bool:
-        """Every `interval` steps and after the last one; never if the interval is not positive."""
-        return interval > 0 and (self.global_step % interval == 0 or self.global_step == self.total_training_steps)
-
-    def timed(self, name: str) -> Timer:
-        return Timer(name, self.all_timings)
-
     def log(self) -> None:
-        """Hands this step's metrics over and starts the next step's."""
-        timings = {f"timing/{name}": seconds for name, seconds in self.all_timings.items()}
-        own = {"trainer/epoch": self.dataloader.epoch, "trainer/global_step": self.global_step}
-        self.tracker.log(self.all_metrics | timings | own, step=self.global_step, commit=True)
-        self.all_metrics, self.all_timings = {}, {}
+        self.all_metrics |= {"trainer/epoch": self.dataloader.epoch, "trainer/global_step": self.global_step}
+        super().log()
 
     # ---- models
 
@@ -232,31 +204,14 @@ class SupervisedTrainer:
             "count": float(len(margins)),
         }
 
-    # ---- checkpoints, exports
+    # ---- what belongs into a checkpoint
 
-    async def save_checkpoint(self) -> None:
-        """Everything that the rest of the run depends on, in one step or not at all."""
-        state = {"global_step": self.global_step, "dataloader": self.dataloader.state_dict()}
-        with self.timed("save_checkpoints"), self.checkpoints.writing(self.global_step) as folder:
-            await self.policy_model.call_all("save_checkpoint", str(folder / "policy"))
-            write_atomically(folder / "trainer_state.json", json.dumps(state))
+    @property
+    def learners(self) -> list[ActorGroup]:
+        return [self.policy_model]
 
-    async def load_checkpoint(self) -> None:
-        """Goes on where the checkpoint that `resume_mode` asks for was written; a fresh start if there is none."""
-        folder = await asyncio.to_thread(self.checkpoints.find, self.cfg.trainer)
-        if folder is None:
-            self.run_folder.truncate_after(-1)
-            return
-        with self.timed("load_checkpoints"):
-            state: dict[str, Any] = json.loads((folder / "trainer_state.json").read_text())
-            await self.policy_model.call_all("load_checkpoint", str(folder / "policy"))
+    def state(self) -> dict[str, Any]:
+        return {"dataloader": self.dataloader.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
         self.dataloader.load_state_dict(state["dataloader"])
-        self.global_step = extract_step_from_path(folder)
-        self.run_folder.truncate_after(self.global_step)
-        logger.info(f"going on after step {self.global_step}, from {folder}")
-
-    async def save_hf_model(self) -> None:
-        """Writes the model as `transformers` loads it, to `<export_path>/global_step_N/policy`."""
-        folder = expand_path(self.cfg.trainer.export_path) / f"global_step_{self.global_step}" / "policy"
-        with self.timed("save_hf_model"):
-            await self.policy_model.call_all("save_hf_model", str(folder), self.tokenizer)

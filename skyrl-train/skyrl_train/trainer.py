@@ -6,7 +6,6 @@ It moves batches between a generator, the models' workers and the engines. How a
 
 import asyncio
 import hashlib
-import json
 import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -20,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train import judging
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController
 from skyrl_train.algorithms.losses import PolicyLossRegistry, TokenSelectorRegistry
-from skyrl_train.checkpoints import CheckpointStore, extract_step_from_path
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.dataloader import PromptDataLoader
 from skyrl_train.dataset.dataset import PromptDataset
@@ -40,10 +38,9 @@ from skyrl_train.generators.utils import (
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.step_plan import ModelShape, model_shape, step_plan
 from skyrl_train.training_batch import TrainingInputBatch
-from skyrl_train.utils.io import expand_path, write_atomically
+from skyrl_train.training_run import TrainingRun
+from skyrl_train.utils.io import expand_path
 from skyrl_train.utils.logging_utils import log_example
-from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train.utils.timer import Timer
 from skyrl_train.utils.tracking import Tracking
 from skyrl_train.workers.actor_group import ActorGroup
 from skyrl_train.workers.batch_calls import forward, learn
@@ -55,7 +52,7 @@ from skyrl_train.workers.schedule import Schedule
 from skyrl_train.workers.step_metrics import first_ratio_metrics, step_metrics
 
 
-class RayPPOTrainer:
+class RayPPOTrainer(TrainingRun):
     """One run of reinforcement learning.
 
     Args:
@@ -78,19 +75,12 @@ class RayPPOTrainer:
         colocate_pg: Any = None,
         eval_dataset: PromptDataset | None = None,
     ):
-        self.cfg = cfg
-        self.tracker = tracker
-        self.tokenizer = tokenizer
+        super().__init__(cfg, tracker, tokenizer)
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.inference_engine_client = inference_engine_client
         self.generator = generator
         self.placement = Placement(cfg, colocate_pg)
-        self.run_folder = RunFolder(cfg.trainer.run_dir)
-        self.checkpoints = CheckpointStore(cfg.trainer.ckpt_path, cfg.trainer.max_ckpts_to_keep)
-        self.global_step = 0
-        self.all_metrics: dict[str, float] = {}
-        self.all_timings: dict[str, float] = {}
         self.policy_model: ActorGroup
         self.critic_model: ActorGroup | None = None
         self.ref_model: ActorGroup | None = None
@@ -101,7 +91,6 @@ class RayPPOTrainer:
 
     def _build_dataloaders(self) -> None:
         trainer = self.cfg.trainer
-        self.total_training_steps = 0
         if self.train_dataset is not None:
             self.train_dataloader = PromptDataLoader(
                 self.train_dataset, trainer.train_batch_size, shuffle=True, drop_last=True, seed=trainer.seed
@@ -136,13 +125,7 @@ class RayPPOTrainer:
                     await self.update_ref_with_policy()
                 with self.timed("sync_weights"):
                     await self.sync_weights()
-            if self.is_due(self.cfg.trainer.eval_interval):
-                await self.evaluate()
-            self.log()
-            if self.is_due(self.cfg.trainer.ckpt_interval):
-                await self.save_checkpoint()
-            if self.is_due(self.cfg.trainer.hf_save_interval):
-                await self.save_hf_model()
+            await self.after_step()
 
     async def start(self) -> None:
         """Says what the run will do, goes on from a checkpoint if there is one, gives the engines the weights,
@@ -166,10 +149,6 @@ class RayPPOTrainer:
             self._epochs_before = self.train_dataloader.num_epochs_dealt
             yield self.train_dataloader.next_batch()
 
-    def is_due(self, interval: int) -> bool:
-        """Every `interval` steps and after the last one; never if the interval is not positive."""
-        return interval > 0 and (self.global_step % interval == 0 or self.global_step == self.total_training_steps)
-
     def is_end_of_epoch(self) -> bool:
         """Whether this step took the last prompts of a pass over the data, and is not the last of the run."""
         return (
@@ -178,19 +157,14 @@ class RayPPOTrainer:
             and self.train_dataloader.num_epochs_dealt > self._epochs_before
         )
 
-    def timed(self, name: str) -> Timer:
-        return Timer(name, self.all_timings)
-
     def log(self) -> None:
-        """Hands this step's metrics over and starts the next step's. The epoch is that of the prompts taken last."""
-        timings = {f"timing/{name}": seconds for name, seconds in self.all_timings.items()}
+        """As of any run, with the epoch of the prompts taken last."""
         if self.global_step and self.train_dataset is not None:
             self.all_metrics |= {
                 "trainer/epoch": self.train_dataloader.epoch,
                 "trainer/global_step": self.global_step,
             }
-        self.tracker.log(self.all_metrics | timings, step=self.global_step, commit=True)
-        self.all_metrics, self.all_timings = {}, {}
+        super().log()
 
     # ---- models
 
@@ -434,7 +408,7 @@ class RayPPOTrainer:
         digest = hashlib.sha256(f"{self.cfg.trainer.seed}/{self.global_step}/{purpose}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
-    # ---- evaluation, checkpoints, exports
+    # ---- evaluation, and what belongs into a checkpoint
 
     async def evaluate(self) -> None:
         """Scores the evaluation set with the policy as it is."""
@@ -445,50 +419,28 @@ class RayPPOTrainer:
                 self.eval_dataloader, self.generator, self.cfg, self.global_step, self.tokenizer
             )
 
-    async def save_checkpoint(self) -> None:
-        """Everything that the rest of the run depends on, in one step or not at all."""
-        state = {
-            "global_step": self.global_step,
-            "dataloader": self.train_dataloader.state_dict(),
-            "reward_kl_coef": self.reward_kl_controller.value,
-        }
-        with self.timed("save_checkpoints"), self.checkpoints.writing(self.global_step) as folder:
-            for group in self._learners:
-                await group.call_all("save_checkpoint", str(folder / group.name))
-            if self.cfg.trainer.update_ref_every_epoch and self._reference_folder.exists():
-                shutil.copytree(self._reference_folder, folder / "ref")
-            write_atomically(folder / "trainer_state.json", json.dumps(state))
-
-    async def load_checkpoint(self) -> None:
-        """Goes on where the checkpoint that `resume_mode` asks for was written; a fresh start if there is none."""
-        folder = await asyncio.to_thread(self.checkpoints.find, self.cfg.trainer)
-        shutil.rmtree(self._reference_folder, ignore_errors=True)
-        if folder is None:
-            self.run_folder.truncate_after(-1)
-            return
-        with self.timed("load_checkpoints"):
-            state = json.loads((folder / "trainer_state.json").read_text())
-            for group in self._learners:
-                await group.call_all("load_checkpoint", str(folder / group.name))
-            if (folder / "ref").exists() and self.ref_model is not None:
-                shutil.copytree(folder / "ref", self._reference_folder)
-                await self._load_reference()
-        self.train_dataloader.load_state_dict(state["dataloader"])
-        self.reward_kl_controller.value = state["reward_kl_coef"]
-        self.global_step = extract_step_from_path(folder)
-        self.run_folder.truncate_after(self.global_step)
-        logger.info(f"going on after step {self.global_step}, from {folder}")
-
     @property
-    def _learners(self) -> list[ActorGroup]:
+    def learners(self) -> list[ActorGroup]:
         return [group for group in self._groups if group is not self.ref_model]
 
-    async def save_hf_model(self) -> None:
-        """Writes the policy (and critic) as `transformers` loads it, to `<export_path>/global_step_N/policy`."""
-        folder = expand_path(self.cfg.trainer.export_path) / f"global_step_{self.global_step}"
-        with self.timed("save_hf_model"):
-            for group in self._learners:
-                await group.call_all("save_hf_model", str(folder / group.name), self.tokenizer)
+    def state(self) -> dict[str, Any]:
+        """Where in the data the run is, and the KL controller's coefficient."""
+        return {"dataloader": self.train_dataloader.state_dict(), "reward_kl_coef": self.reward_kl_controller.value}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.train_dataloader.load_state_dict(state["dataloader"])
+        self.reward_kl_controller.value = state["reward_kl_coef"]
+
+    async def save_more(self, folder: Path) -> None:
+        """The reference model, where it has moved on."""
+        if self.cfg.trainer.update_ref_every_epoch and self._reference_folder.exists():
+            shutil.copytree(self._reference_folder, folder / "ref")
+
+    async def load_more(self, folder: Path | None) -> None:
+        shutil.rmtree(self._reference_folder, ignore_errors=True)
+        if folder is not None and (folder / "ref").exists() and self.ref_model is not None:
+            shutil.copytree(folder / "ref", self._reference_folder)
+            await self._load_reference()
 
 
 def _model_shape(cfg: SkyRLConfig, name: Literal["policy", "critic"]) -> ModelShape | None:
