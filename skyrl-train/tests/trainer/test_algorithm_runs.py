@@ -120,7 +120,7 @@ def test_turns_as_samples(merge: bool, settings, run, tmp_path: Path):
     """Trajectories of one to three turns: the number of rows is what it happens to be."""
     changes: dict[str, Any] = {
         "environment": {"env_class": "up_to_three_turns"},
-        "trainer": {"algorithm": {"advantage_estimator": "turn_grpo"}},
+        "trainer": {"algorithm": {"advantage_estimator": "rloo" if merge else "turn_grpo"}},
         "generator": {
             "max_turns": 3,
             "max_input_length": 200,
