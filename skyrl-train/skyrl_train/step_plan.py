@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_train.algorithms.losses import TokenSelectorRegistry
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.models import FSDPConfig, LoRAConfig
 
@@ -151,7 +152,8 @@ def step_plan(
         sp = trainer.ref.sequence_parallel_size
         models.append(_model_plan(cfg, "reference", None, placement.ref_world_size, sp))
         if policy is not None:
-            parts = _forward_parts(cfg, policy, trainer.ref.fsdp_config, placement.ref_world_size, sp)
+            rows = trainer.micro_forward_batch_size_per_gpu
+            parts = _forward_parts(cfg, policy, trainer.ref.fsdp_config, placement.ref_world_size, sp, rows)
             memory.append(MemoryEstimate("reference log-probs", parts))
     num_steps = prompts_left_out = None
     if num_prompts is not None:
@@ -234,9 +236,12 @@ def _model_plan(
     prompts = mini_batch_prompts if mini_batch_prompts is not None else trainer.train_batch_size
     num_mini_batches = trainer.train_batch_size // prompts
     shares = _shares(prompts * samples_a_prompt, num_shards)
-    rows = _rows_a_micro_batch(cfg, trainer.micro_train_batch_size_per_gpu)
+    rows = _rows_a_micro_batch(cfg, trainer.micro_train_batch_size_per_gpu, sequence_parallel_size)
     counts = [-(-share // rows) for share in shares]
-    forward_rows = _rows_a_micro_batch(cfg, trainer.micro_forward_batch_size_per_gpu)
+    # The policy's old log-probs are computed in its training micro-batches.
+    forward_rows = rows
+    if name != "policy":
+        forward_rows = _rows_a_micro_batch(cfg, trainer.micro_forward_batch_size_per_gpu, sequence_parallel_size)
     only_forward = num_mini_batches * -(-shares[0] // forward_rows)
     return ModelPlan(
         name=name,
@@ -247,17 +252,23 @@ def _model_plan(
         samples_a_shard=shares[0],
         micro_batches=counts[0] if learns else 0,
         fillers=sum(counts[0] - count for count in counts) if learns else 0,
-        forward_micro_batches=0 if name == "policy" and not _needs_old_log_probs(cfg) else only_forward,
+        forward_micro_batches=0 if name == "policy" and not needs_old_log_probs(cfg) else only_forward,
     )
 
 
-def _needs_old_log_probs(cfg: SkyRLConfig) -> bool:
+def needs_old_log_probs(cfg: SkyRLConfig) -> bool:
     """Whether the policy's log-probs at the start of a step take a forward pass of their own: not where one optimizer
     step takes all rows, and nothing else asks for them."""
     trainer = cfg.trainer
     updates = trainer.train_batch_size // trainer.policy_mini_batch_size * trainer.update_epochs_per_batch
     algorithm = trainer.algorithm
-    return updates > 1 or algorithm.use_kl_in_reward or algorithm.off_policy_correction.is_on or algorithm.use_tis
+    is_asked_for = (
+        algorithm.use_kl_in_reward
+        or algorithm.off_policy_correction.is_on
+        or algorithm.use_tis
+        or algorithm.policy_loss_type in TokenSelectorRegistry
+    )
+    return is_asked_for or updates > 1
 
 
 def _shares(total: int, parts: int) -> list[int]:
@@ -265,9 +276,9 @@ def _shares(total: int, parts: int) -> list[int]:
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
-def _rows_a_micro_batch(cfg: SkyRLConfig, rows: int) -> int:
+def _rows_a_micro_batch(cfg: SkyRLConfig, rows: int, sequence_parallel_size: int) -> int:
     budget = cfg.trainer.max_tokens_per_microbatch
-    return rows if budget is None else max(1, budget // _longest_sample(cfg))
+    return rows if budget is None else max(1, budget * sequence_parallel_size // _longest_sample(cfg))
 
 
 def _lines_of(model: ModelPlan, update_epochs: int) -> list[str]:
@@ -311,8 +322,9 @@ def _policy_memory(cfg: SkyRLConfig, shape: ModelShape) -> list[MemoryEstimate]:
     fsdp, sp = trainer.policy.fsdp_config, trainer.policy.sequence_parallel_size
     weights = shape.num_parameters * _BYTES[cfg.generator.model_dtype]
     estimates = [MemoryEstimate("generate (an engine)", {"weights": weights})]
-    if _needs_old_log_probs(cfg):
-        estimates.append(MemoryEstimate("policy log-probs", _forward_parts(cfg, shape, fsdp, workers, sp)))
+    if needs_old_log_probs(cfg):
+        rows = trainer.micro_train_batch_size_per_gpu
+        estimates.append(MemoryEstimate("policy log-probs", _forward_parts(cfg, shape, fsdp, workers, sp, rows)))
     return [*estimates, MemoryEstimate("train policy", _training_parts(cfg, shape, fsdp, workers, sp))]
 
 
@@ -320,7 +332,7 @@ def _critic_memory(cfg: SkyRLConfig, shape: ModelShape) -> Sequence[MemoryEstima
     critic, workers = cfg.trainer.critic, cfg.trainer.placement.critic_world_size
     arguments = cfg, shape, critic.fsdp_config, workers, critic.sequence_parallel_size
     return [
-        MemoryEstimate("critic values", _forward_parts(*arguments)),
+        MemoryEstimate("critic values", _forward_parts(*arguments, cfg.trainer.micro_forward_batch_size_per_gpu)),
         MemoryEstimate("train critic", _training_parts(*arguments)),
     ]
 
@@ -335,9 +347,10 @@ def _training_parts(cfg: SkyRLConfig, shape: ModelShape, fsdp: FSDPConfig, worke
     return parts | _computing_parts(cfg, shape, fsdp, sp, rows, with_gradient=True)
 
 
-def _forward_parts(cfg: SkyRLConfig, shape: ModelShape, fsdp: FSDPConfig, workers: int, sp: int) -> dict[str, int]:
+def _forward_parts(
+    cfg: SkyRLConfig, shape: ModelShape, fsdp: FSDPConfig, workers: int, sp: int, rows: int
+) -> dict[str, int]:
     parts = {"weights": 4 * shape.num_parameters // _ranks_that_divide(fsdp, workers)}
-    rows = cfg.trainer.micro_forward_batch_size_per_gpu
     return parts | _computing_parts(cfg, shape, fsdp, sp, rows, with_gradient=False)
 
 
@@ -354,7 +367,7 @@ def _computing_parts(
     if shape.hidden_size and shape.num_layers:
         # A sample that is longer than the budget has a micro-batch of its own.
         longest, budget = _longest_sample(cfg), trainer.max_tokens_per_microbatch
-        tokens = -(-(rows * longest if budget is None else max(budget, longest)) // sp)
+        tokens = -(-(rows * longest if budget is None else max(budget * sp, longest)) // sp)
         layers = 17
         if with_gradient:
             layers = shape.num_layers + 17 if trainer.gradient_checkpointing else 17 * shape.num_layers

@@ -36,7 +36,7 @@ from skyrl_train.generators.utils import (
     validate_generator_output,
 )
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
-from skyrl_train.step_plan import ModelShape, model_shape, step_plan
+from skyrl_train.step_plan import ModelShape, model_shape, needs_old_log_probs, step_plan
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun
 from skyrl_train.utils.io import expand_path
@@ -308,14 +308,7 @@ class RayPPOTrainer(TrainingRun):
         if self.critic_model is not None:
             async with self.in_place_of_policy(self.critic_model):
                 batch["values"] = await self._forward(self.critic_model, batch)
-        algorithm, trainer = self.cfg.trainer.algorithm, self.cfg.trainer
-        one_update = self._updates(trainer.policy_mini_batch_size) == 1
-        is_asked_for = (
-            algorithm.use_kl_in_reward
-            or algorithm.off_policy_correction.is_on
-            or algorithm.policy_loss_type in TokenSelectorRegistry
-        )
-        if is_asked_for or not one_update:
+        if needs_old_log_probs(self.cfg):
             batch["action_log_probs"] = await self._forward(self.policy_model, batch)
         return batch
 

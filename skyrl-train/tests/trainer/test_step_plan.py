@@ -47,8 +47,8 @@ def test_a_step_is_divided_into_mini_batches_shares_and_micro_batches():
         "trainer.update_epochs_per_batch": 2,
     })  # fmt: skip
     policy = model_plan(step_plan(cfg), "policy")
-    # 12 samples a mini-batch over 4 workers / 2 = 2 shards: 6 each, in micro-batches of 2 (learning) or 3 (forward).
-    assert policy == ModelPlan("policy", 2, 2, 4, 12, 6, micro_batches=3, fillers=0, forward_micro_batches=2 * 2)
+    # 12 samples a mini-batch over 4 workers / 2 = 2 shards: 6 each, in micro-batches of 2. (Those of 3 are for others.)
+    assert policy == ModelPlan("policy", 2, 2, 4, 12, 6, micro_batches=3, fillers=0, forward_micro_batches=2 * 3)
 
 
 def test_uneven_shares_are_filled_up():
