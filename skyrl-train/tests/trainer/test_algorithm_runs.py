@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from skyrl_train.errors import SkyRLError
 from skyrl_train.utils.run_folder import RunFolder
@@ -156,3 +158,44 @@ def test_the_reference_becomes_the_policy_after_every_epoch_but_the_last(setting
     assert divergence[0] == divergence[2] == 0.0 and divergence[1] > 0 and divergence[3] > 0
     assert "timing/update_ref_with_policy" in steps[1] and "timing/update_ref_with_policy" not in steps[3]
     assert (tmp_path / "ckpts" / "global_step_3" / "ref" / "model.safetensors").exists()
+
+
+def test_ranks_that_share_sequences_take_the_step_that_one_takes(settings, run, merged, tmp_path: Path):
+    one: dict[str, Any] = {"trainer": {"max_training_steps": 1, "algorithm": {"use_entropy_loss": True}}}
+    two = {"trainer": {"placement": {"policy_num_gpus_per_node": 2}, "policy": {"sequence_parallel_size": 2}}}
+    alone = run(settings(tmp_path / "alone", one))
+    shared = run(settings(tmp_path / "shared", merged(one, two)))
+    assert_learns(shared, num_steps=1)
+    for name in ("policy/final_loss", "policy/policy_entropy", "policy/grad_norm"):
+        assert shared[0][name] == pytest.approx(alone[0][name], rel=1e-4), name
+
+
+def test_a_mixture_of_experts_is_trained_and_its_balance_is_seen(chat_model, settings, run, tmp_path: Path):
+    folder = str(tmp_path / "experts")
+    AutoTokenizer.from_pretrained(chat_model).save_pretrained(folder)
+    dense = AutoConfig.from_pretrained(chat_model)
+    config = Qwen3MoeConfig(
+        vocab_size=dense.vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    changes: dict[str, Any] = {
+        "trainer": {"policy": {"model": {"path": folder}}, "placement": {"policy_num_gpus_per_node": 2}}
+    }
+    steps = run(settings(tmp_path / "run", changes))
+    assert_learns(steps)
+    # With perfectly even routing the auxiliary loss is the number of experts per token.
+    assert all(1.9 < row["policy/router_auxiliary_loss"] < 4 for row in steps)
