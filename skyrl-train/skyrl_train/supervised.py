@@ -27,6 +27,8 @@ from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.schedule import Schedule
 from skyrl_train.workers.step_metrics import step_metrics
 
+_NAMES = {"train/final_loss": "train/loss", "train/policy_lr": "train/lr", "train/policy_entropy": "train/entropy"}
+
 
 class SupervisedTrainer(TrainingRun):
     """One run of supervised training. A batch is one optimizer step.
@@ -163,12 +165,15 @@ class SupervisedTrainer(TrainingRun):
         """One optimizer step on the whole batch."""
         schedule = self.schedule(batch, self.policy_model)
         learnt = await learn(self.policy_model, schedule, batch, epochs=1)
-        metrics = step_metrics("train", learnt.losses, learnt.steps)
-        self.all_metrics |= metrics | {
-            "train/loss": metrics["train/final_loss"],
-            "train/tokens": float(batch.tensor("attention_mask").sum()),
-            "train/learnt_tokens": float(batch.tensor("loss_mask").sum()),
-        }
+        found = step_metrics("train", learnt.losses, learnt.steps)
+        for name in (
+            "train/policy_loss",
+            "train/ratio_deviation_max",
+        ):  # the first is the loss, the second says nothing
+            del found[name]
+        self.all_metrics |= {_NAMES.get(name, name): value for name, value in found.items()}
+        self.all_metrics["train/tokens"] = float(batch.tensor("attention_mask").sum())
+        self.all_metrics["train/learnt_tokens"] = float(batch.tensor("loss_mask").sum())
 
     async def evaluate(self) -> None:
         """Loss on the evaluation set. For demonstrations the mean over all learnt tokens, and its exponential; for
