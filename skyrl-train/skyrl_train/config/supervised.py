@@ -69,7 +69,11 @@ class SupervisedConfig(BaseConfig):
         resolve_references(self)
 
     def as_training_config(self) -> SkyRLConfig:
-        """The same as the settings that workers take."""
+        """The same as the settings that workers take. The divisor of `seq_mean_token_sum_norm` is `data.max_length` if
+        it is not set: no answers of some other length are generated here."""
+        algorithm = self.trainer.algorithm
+        if algorithm.max_seq_len is None:
+            algorithm.max_seq_len = self.data.max_length
         return SkyRLConfig(trainer=self.trainer)
 
 
@@ -100,15 +104,15 @@ def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
 # fmt: off
 _SHARED = (
     "placement.device", "placement.policy_num_nodes", "placement.policy_num_gpus_per_node", "strategy", "policy.",
-    "algorithm.max_seq_len", "seed", "epochs", "max_training_steps", "train_batch_size",
-    "micro_train_batch_size_per_gpu", "micro_forward_batch_size_per_gpu", "max_tokens_per_microbatch",
+    "seed", "epochs", "max_training_steps", "train_batch_size",
+    "micro_train_batch_size_per_gpu", "max_tokens_per_microbatch",
     "use_sample_packing", "logprobs_chunk_size", "sequence_parallel_backend", "eval_batch_size", "eval_before_train",
     "eval_interval", "bf16", "flash_attn", "gradient_checkpointing", "gradient_checkpointing_use_reentrant",
-    "disable_fast_tokenizer", "project_name", "run_name", "run_dir", "logger", "ckpt_path", "ckpt_interval",
+    "project_name", "run_name", "run_dir", "logger", "ckpt_path", "ckpt_interval",
     "max_ckpts_to_keep", "resume_mode", "resume_path", "export_path", "hf_save_interval", "worker_timeout_seconds",
 )
 # fmt: on
-_OF_DEMONSTRATIONS = ("algorithm.loss_reduction",)
+_OF_DEMONSTRATIONS = ("algorithm.loss_reduction", "algorithm.max_seq_len")
 _OF_PREFERENCES = (
     "ref.",
     "algorithm.dpo.beta",

@@ -85,10 +85,10 @@ def validate_supervised_cfg(cfg: "Mapping[str, Any] | DictConfig", config_type: 
             "trainer.train_batch_size",
             "trainer.eval_batch_size",
             "trainer.micro_train_batch_size_per_gpu",
-            "trainer.micro_forward_batch_size_per_gpu",
             "trainer.max_tokens_per_microbatch",
             "trainer.logprobs_chunk_size",
             "trainer.policy.sequence_parallel_size",
+            "trainer.algorithm.max_seq_len",
             "trainer.algorithm.dpo.beta",
         ),
     )

@@ -138,8 +138,8 @@ class Encoder:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: SupervisedDataConfig) -> None:
         if not tokenizer.is_fast:
             raise ConfigError(
-                "supervised training needs a fast tokenizer (it must say where each token stands in the text); "
-                "set trainer.disable_fast_tokenizer=false"
+                "supervised training needs a fast tokenizer, which says where each token stands in the text; "
+                f"{type(tokenizer).__name__} is none: save the model with one (tokenizer.json)"
             )
         self._tokenizer = tokenizer
         self._train_on = config.train_on

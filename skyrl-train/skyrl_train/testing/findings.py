@@ -3,7 +3,7 @@
 An invariance has a name, a rule and a likely cause, all three here and nowhere else.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -180,6 +180,18 @@ class Findings:
     def check_finite(self, words: str, what: str, value: torch.Tensor, kept: torch.Tensor) -> None:
         """Adds a violation of `finite` where a kept position holds NaN or infinity."""
         self.compare("finite", words, what, value.nan_to_num(posinf=0.0, neginf=0.0), value, kept)
+
+    def check_deterministic(self, words: str, outputs: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """The same bits twice, whatever torch's random state is."""
+        with self.attempt("deterministic", words), torch.random.fork_rng(devices=[]):
+            results = []
+            for seed in (0, 1):
+                torch.manual_seed(seed)
+                results.append(outputs())
+            first, second = results
+            for what, value in first.items():
+                same = dict(relative=0.0, absolute=0.0)
+                self.compare("deterministic", "the second time", what, value, second[what], ~value.isnan(), **same)
 
     @contextmanager
     def attempt(self, invariance: str, words: str) -> Iterator[None]:

@@ -93,15 +93,6 @@ def splits(num_rows: int, unit: int = 1) -> Iterator[tuple[str, str, list[torch.
         yield "data_parallel", f"shared out over {num_shares} workers", parts
 
 
-def changed_inputs(before: TensorBatch, after: TensorBatch) -> list[str]:
-    """Names of the columns that are no longer what they were."""
-    return [
-        name
-        for name, column in _columns(before)
-        if not torch.allclose(column, after.tensor(name), rtol=0, atol=0, equal_nan=True)
-    ]
-
-
 def _columns(batch: TensorBatch) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, column) for name, column in batch.items() if column is not None)
 

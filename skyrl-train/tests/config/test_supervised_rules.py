@@ -28,6 +28,10 @@ def test_the_defaults_are_valid():
             {"policy_mini_batch_size": 8},
             "policy_mini_batch_size=8 is not read by supervised training",
         ),
+        (SupervisedConfig, {"micro_forward_batch_size_per_gpu": 8}, "micro_forward_batch_size_per_gpu=8 is not read"),
+        (SupervisedConfig, {"algorithm": {"max_seq_len": 0}}, "max_seq_len must be greater than 0"),
+        (SupervisedConfig, {"disable_fast_tokenizer": True}, "disable_fast_tokenizer=True is not read"),
+        (PreferenceConfig, {"algorithm": {"max_seq_len": 9}}, "max_seq_len=9 is not read by preference training"),
         (SupervisedConfig, {"algorithm": {"eps_clip_low": 0.1}}, "eps_clip_low=0.1 is not read by supervised"),
         (SupervisedConfig, {"algorithm": {"dpo": {"beta": 0.5}}}, "dpo.beta=0.5 is not read by supervised training"),
         (PreferenceConfig, {"algorithm": {"loss_reduction": "token_mean"}}, "loss_reduction='token_mean' is not read"),
@@ -40,6 +44,13 @@ def test_the_defaults_are_valid():
 def test_a_setting_that_cannot_be_meant_is_refused(config_type, trainer, message):
     with pytest.raises(ConfigError, match=message):
         validate_supervised_cfg(settings(trainer), config_type)
+
+
+def test_the_constant_divisor_is_the_longest_example():
+    config = validate_supervised_cfg(settings({}, max_length=77), SupervisedConfig)
+    assert config.as_training_config().trainer.algorithm.max_seq_len == 77
+    config = validate_supervised_cfg(settings({"algorithm": {"max_seq_len": 9}}, max_length=77), SupervisedConfig)
+    assert config.as_training_config().trainer.algorithm.max_seq_len == 9
 
 
 def test_dropout_of_adapters_is_allowed_where_nothing_is_compared():
