@@ -32,6 +32,10 @@ class WeightSyncError(SkyRLError):
     """An engine's weights are not the trainer's after a sync (checksum), or the transfer failed."""
 
 
+class UnsupportedByEngine(SkyRLError):
+    """A rollout engine was asked for something that it does not have (`EngineInfo.lacks` says why)."""
+
+
 FailureKind = Literal["model", "tool", "environment", "reward", "infrastructure"]
 """The boundary that a failed rollout crossed."""
 

@@ -1,6 +1,7 @@
 """Settings of how answers are made: engines, sampling, turns."""
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from skyrl_train.config.base import BaseConfig
@@ -62,8 +63,16 @@ class ChatTemplateConfig(BaseConfig):
 class GeneratorConfig(BaseConfig):
     """How answers are made: engines, sampling, turns."""
 
-    backend: Literal["auto", "native"] = "auto"
-    """Rollout engine. `native` runs transformers models in our own loop, on CPU and CUDA; `auto`: the best there is."""
+    backend: Literal["auto", "native", "vllm", "sglang"] = "auto"
+    """Rollout engine. `native` runs transformers models in our own loop, on CPU and CUDA; `vllm` and `sglang` are those,
+    where they are installed. `auto`: vllm on CUDA if it is installed, else native; for servers started elsewhere: what
+    they say they are."""
+
+    run_engines_locally: bool = True
+    """Start engines in this run. False: use the servers of `generator.remote_inference_engine_urls`."""
+
+    remote_inference_engine_urls: list[str] = field(default_factory=lambda: ["127.0.0.1:8001"])
+    """`host:port` of each server, with `generator.run_engines_locally=false`. `docs/engines.md` says how to start them."""
 
     model_name: str = reference("${trainer.policy.model.path}")
     """The engines' model."""
@@ -74,8 +83,38 @@ class GeneratorConfig(BaseConfig):
     num_inference_engines: int = 1
     """Engines. With `trainer.placement.colocate_all` on GPUs: one a policy worker."""
 
+    inference_engine_tensor_parallel_size: int = 1
+    """GPUs (on a CPU: processes) that share every layer of an engine. Must divide the model's attention heads."""
+
+    inference_engine_pipeline_parallel_size: int = 1
+    """Stages of layers of an engine, each on GPUs of its own."""
+
+    inference_engine_data_parallel_size: int = 1
+    """Copies of the model inside of one engine."""
+
+    inference_engine_expert_parallel_size: int = 1
+    """Above 1, the experts of a mixture are divided over this many GPUs: tensor- times data-parallel size."""
+
     max_num_seqs: int = 1024
     """The most sequences that one engine works on at a time; more wait."""
+
+    max_num_batched_tokens: int = 8192
+    """The most tokens of one engine step (vllm, sglang)."""
+
+    gpu_memory_utilization: float = 0.8
+    """The share of a GPU's memory that an engine may take (vllm, sglang)."""
+
+    enforce_eager: bool = True
+    """Do not compile the model nor record CUDA graphs: slower tokens, a faster start (vllm, sglang)."""
+
+    enable_prefix_caching: bool = True
+    """Keep keys and values of prompts for later requests that begin alike, until the weights change (vllm, sglang)."""
+
+    enable_chunked_prefill: bool = True
+    """Compute long prompts in parts, between steps of other requests (vllm)."""
+
+    fully_sharded_loras: bool = False
+    """Divide adapters as the layers are, instead of half of them (vllm, tensor parallel)."""
 
     engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further keywords of the engine's constructor. Add with `+generator.engine_init_kwargs.name=value`."""
@@ -84,7 +123,62 @@ class GeneratorConfig(BaseConfig):
     """What carries weights from the trainer to the engines. `auto`: nccl on cuda, gloo on cpu."""
 
     weight_transfer_threshold_cuda_ipc_GB: float = 1.0
-    """Weights travel in pieces of about this many GB (1e9 bytes); a larger tensor travels alone."""
+    """Weights travel in buckets of about this many GB (1e9 bytes), the extra memory of a sync; a larger tensor travels
+    alone."""
+
+    weight_sync_strategy: Literal["auto", "shared_memory", "cuda_ipc", "broadcast", "checkpoint", "adapter", "delta"] = (
+        "auto"
+    )
+    """How weights reach the engines. `auto`: through shared memory (CPU) or CUDA IPC where workers and engines share
+    devices, by a broadcast otherwise, as files for servers started elsewhere. `adapter`: low-rank adapters alone, as
+    files. `delta`: only what changed, compressed, on the way that `auto` would take."""
+
+    weight_sync_directory: str = reference("${trainer.run_dir}/weight_sync")
+    """Where `checkpoint` and `adapter` leave their files, seen under this name by the engines as well; `delta` keeps
+    the last weights that it sent here."""
+
+    weight_sync_verification: Literal["sampled", "full", "off"] = "sampled"
+    """After each sync every engine reports a fingerprint of every tensor, which must be the trainer's. `sampled` reads
+    a part of each larger tensor, another one at each sync; `full` reads every byte."""
+
+    weight_sync_canary_interval: int = 10
+    """At the first sync and every so many after it, the log-probs of a few fixed tokens under engine and trainer are
+    compared. 1: at every sync. 0: never."""
+
+    weight_sync_canary_tolerance: float | None = None
+    """The largest mean difference of log-probs at the canary tokens. null: what `generator.model_dtype` allows."""
+
+    weight_sync_pause: Literal["keep", "wait", "abort"] = "keep"
+    """What happens to running requests during a sync. `keep`: they stop where they are and go on under the new weights;
+    `wait`: they end first; `abort`: they are taken back and go on as new requests."""
+
+    max_requests_per_engine: int | None = None
+    """The most requests that the client has under way on one engine; more wait in the client. null: no limit."""
+
+    max_engine_restarts: int = 3
+    """How often in a run engines that died or hang are started again, all together; one more ends the run."""
+
+    engine_start_timeout_seconds: float = 600.0
+    """The longest that an engine may take to start."""
+
+    engine_control_timeout_seconds: float = 600.0
+    """The longest that a pause, a wake-up or one bucket of weights may take."""
+
+    engine_health_interval_seconds: float = 10.0
+    """How often each engine is asked whether it is well. One that is silent for three intervals counts as dead. 0: only
+    failing requests tell."""
+
+    enable_http_endpoint: bool = False
+    """Serve the engines through an OpenAI-compatible HTTP endpoint while the run lasts."""
+
+    http_endpoint_host: str = "127.0.0.1"
+    """The address on which the endpoint listens."""
+
+    http_endpoint_port: int = 8000
+    """The port on which the endpoint listens. 0: any free one, which the log names."""
+
+    served_model_name: str | None = None
+    """The model's name for clients of the endpoint. null: `generator.model_name`."""
 
     n_samples_per_prompt: int = 5
     """Answers to each training prompt: the group that GRPO compares."""
@@ -135,9 +229,11 @@ class GeneratorConfig(BaseConfig):
     request_timeout_seconds: float = 3600.0
     """The longest that one request to an engine may take, waiting included."""
 
-    def resolved_backend(self) -> Literal["native"]:
-        """`backend` with `auto` answered."""
-        return "native"
+    def resolved_backend(self, device: Device) -> Literal["native", "vllm", "sglang"]:
+        """`backend` with `auto` answered for engines that this run starts on `device`."""
+        if self.backend != "auto":
+            return self.backend
+        return "vllm" if device == "cuda" and find_spec("vllm") is not None else "native"
 
     def resolved_weight_sync_backend(self, device: Device) -> Literal["nccl", "gloo"]:
         """`weight_sync_backend` with `auto` answered for models on `device`."""

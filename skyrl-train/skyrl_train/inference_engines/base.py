@@ -4,10 +4,12 @@ The trainer, the generators and the client know engines only through this file. 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, TypedDict
 
 from skyrl_train.types import ConversationType
-from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 StopReason = Literal["stop", "length", "abort"]
 """`stop`: an end-of-sequence or stop token, or a stop string. `length`: the token budget or the context is used up.
@@ -18,17 +20,51 @@ PauseMode = Literal["keep", "wait", "abort"]
 run to their end first (no new ones start). `abort`: they return now, with what they wrote and stop reason `abort`."""
 
 
+Feature = Literal[
+    "seed", "stop_strings", "prompt_log_probs", "weight_update", "lora", "pause_keep", "pause_wait", "sleep", "broadcast"
+]
+"""What an engine may lack. Tokens in and out, log-probs, aborts, weight versions and health every engine has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """What an engine says of itself."""
+
+    backend: Literal["native", "vllm", "sglang"]
+    release: str
+    """The library's version."""
+    model: str
+    """The model's path or name, as the engine was given it (a server: what it serves)."""
+    vocab_size: int
+    """Token ids lie in [0, vocab_size)."""
+    max_model_len: int
+    """The most tokens of a prompt and its answer."""
+    dtype: str | None
+    """`bfloat16`, `float16`, `float32`; None if the engine does not say."""
+    num_weight_processes: int = 1
+    """Processes that take part in a weight broadcast: tensor- x pipeline- x data-parallel size."""
+    node: str | None = None
+    """The Ray node or host whose shared memory the engine sees; None: another machine, or not known."""
+    lacks: Mapping[Feature, str] = field(default_factory=dict)
+    """A feature that this engine does not have -> why (an issue or a line of its source). Asking for it raises
+    `UnsupportedByEngine`."""
+
+
 class InferenceEngineInput(TypedDict):
     """A batch of requests. Exactly one of `prompts` and `prompt_token_ids`; engines themselves take only the latter."""
 
     prompts: NotRequired[list[ConversationType] | None]
     prompt_token_ids: NotRequired[list[list[int]] | None]
     sampling_params: NotRequired[dict[str, Any] | None]
-    """The engine's keywords (`max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `stop`,
-    `stop_token_ids`, `ignore_eos`, `min_tokens`, `seed`, `logprobs`). Request i of a batch with `seed` s uses (s,
-    i); `seed` may also be a list of such pairs, one a request, so that a batch can be split or sent again."""
+    """The same keywords for every engine: `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`,
+    `repetition_penalty`, `stop`, `stop_token_ids`, `ignore_eos`, `min_tokens`, `seed`, `logprobs`, `prompt_logprobs`,
+    `skip_special_tokens`. An unknown one raises ValueError. Request i of a batch with `seed` s uses (s, i); `seed` may
+    also be a list of such pairs, one a request, so that a batch can be split or sent again. `max_tokens` is at least
+    1; text that matches `stop` stays in the answer, as does a stop token. `prompt_logprobs`: 0 or None, as `logprobs`."""
     session_ids: NotRequired[list[str | int] | None]
     """Requests of one session go to one engine, so that its prefix cache is of use."""
+    lora_name: NotRequired[str | None]
+    """The loaded adapter that answers; None: the model as it is. An unknown name raises ValueError."""
 
 
 class InferenceEngineOutput(TypedDict):
@@ -42,10 +78,24 @@ class InferenceEngineOutput(TypedDict):
     and truncation (top-p, top-k, min-p): the distribution the trainer computes."""
     weight_versions: list[list[int]]
     """The version of the weights that wrote each token."""
+    prompt_logprobs: NotRequired[list[list[float]] | None]
+    """If asked for: the log-prob of each token of the prompt but the first, given those before it; in the same
+    distribution (log softmax(logits / temperature))."""
 
 
 class InferenceEngineInterface(ABC):
     """One engine, or a client over many. Every coroutine ends: with an answer, or with an error."""
+
+    @abstractmethod
+    async def describe(self) -> EngineInfo: ...
+
+    @abstractmethod
+    async def check_health(self) -> None:
+        """Returns soon if the engine is well.
+
+        Raises:
+            WorkerError: it is not.
+        """
 
     @abstractmethod
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
@@ -76,15 +126,26 @@ class InferenceEngineInterface(ABC):
 
     @abstractmethod
     async def update_named_weights(self, request: WeightUpdateRequest) -> None:
-        """Receives one chunk of named parameters and copies it in place."""
+        """Receives one bucket of named parameters. Nothing is computed from here to `finish_weight_update`; requests
+        under way stay, and new ones wait, whether or not `pause_generation` was called."""
 
     @abstractmethod
-    async def finish_weight_update(self, version: int) -> int:
-        """After the last chunk: drops cached prefixes, takes on `version`, returns the checksum of the weights as the
-        engine now holds them (`skyrl_train.weight_sync.checksum.checksum_of`)."""
+    async def finish_weight_update(self, version: int) -> WeightReport:
+        """After the last bucket: takes on `version`, stops using cached prefixes of older versions, and reports a
+        fingerprint of every tensor of this update as the engine holds it now."""
 
     @abstractmethod
-    async def weight_version(self) -> int: ...
+    async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
+        """Loads an adapter from a folder, or takes it in place of the one with this name; requests that name it use it
+        from now on, under `request.version`."""
+
+    @abstractmethod
+    async def unload_lora(self, name: str) -> None:
+        """Forgets an adapter. Requests under way that use it end first; an unknown name raises ValueError."""
+
+    @abstractmethod
+    async def weight_version(self) -> int:
+        """The version that the next token will have. 0 until a first update."""
 
     @abstractmethod
     async def reset_prefix_cache(self) -> None: ...

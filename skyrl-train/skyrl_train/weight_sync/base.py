@@ -1,47 +1,89 @@
 """The vocabulary of weight sync: what the trainer sends and what an engine receives. Knows neither of them."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-import numpy as np
+Transport = Literal["shared_memory", "cuda_ipc", "broadcast", "checkpoint"]
+"""How bytes get to an engine. `shared_memory`: a segment that both processes map (one machine). `cuda_ipc`: the same with
+memory of a GPU. `broadcast`: a process group of trainer rank 0 and every process of every engine. `checkpoint`: files."""
+
+Encoding = Literal["full", "delta"]
+"""What the bytes are. `full`: the tensors. `delta`: what changed since the version before, compressed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncInitInfo:
-    """How an engine meets the trainer.
+    """How an engine meets the trainer. Can travel as JSON."""
 
-    `shared_memory`: nothing to set up, chunks arrive with the request. `broadcast`: the engine joins a process group of
-    `world_size` (trainer rank 0 first) at `master_address:master_port` as rank `rank`.
-    """
-
-    strategy: Literal["shared_memory", "broadcast"]
+    transport: Transport
+    encoding: Encoding = "full"
     backend: str = "gloo"
+    """`broadcast`: gloo or nccl."""
     master_address: str = ""
     master_port: int = 0
     rank: int = 0
+    """`broadcast`: the rank of the engine's first process; its k-th process has `rank` + k. Trainer: 0."""
     world_size: int = 1
+    directory: str = ""
+    """`delta`: where an engine may keep the last weights that it was sent (files of its own below it)."""
+    verification: Literal["sampled", "full", "off"] = "sampled"
+    """How much of a tensor its fingerprint reads."""
     timeout_seconds: float = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightUpdateRequest:
-    """One chunk of parameters, in order. `dtypes` are torch names such as `bfloat16`.
+    """One bucket of parameters, in order. Can travel as JSON. `dtypes` are torch names such as `bfloat16`.
 
-    With the shared-memory strategy `buffer` holds the parameters' bytes one after the other (uint8, read-only);
-    with broadcast it is None and the bytes come over the group as one flat uint8 tensor.
+    The bytes of a `full` bucket are those of its tensors one after the other.
     """
 
     names: list[str]
     dtypes: list[str]
     shapes: list[tuple[int, ...]]
-    buffer: np.ndarray[Any, np.dtype[np.uint8]] | None = field(default=None, repr=False)
+    version: int
+    """The version that this update leads to."""
+    index: int
+    """The bucket's number within the update, from 0: a receiver refuses a gap."""
+    num_bytes: int
+    """Bytes of the payload."""
+    location: str = ""
+    """`shared_memory`: the segment's name. `checkpoint`: the file."""
+    handles: dict[str, Any] = field(default_factory=dict, repr=False)
+    """`cuda_ipc`: a GPU's UUID -> what opens its memory."""
 
     def __post_init__(self) -> None:
         if not len(self.names) == len(self.dtypes) == len(self.shapes):
             raise ValueError(
-                f"a weight chunk needs as many dtypes and shapes as names; got {len(self.names)} names, "
+                f"a weight bucket needs as many dtypes and shapes as names; got {len(self.names)} names, "
                 f"{len(self.dtypes)} dtypes, {len(self.shapes)} shapes"
             )
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def to_json_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json_dict(cls, values: dict[str, Any]) -> "WeightUpdateRequest":
+        return cls(**{**values, "shapes": [tuple(shape) for shape in values["shapes"]]})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraLoadRequest:
+    """An adapter in a folder as peft writes it (`adapter_config.json`, `adapter_model.safetensors`)."""
+
+    name: str
+    path: str
+    version: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightReport:
+    """What an engine holds after an update."""
+
+    version: int
+    fingerprints: dict[str, int]
+    """Of every tensor of the update by its name (`skyrl_train.weight_sync.fingerprint.fingerprint_of`): read back from
+    the model where it can be, else as handed to the model's loader. Empty with verification off."""
