@@ -64,15 +64,15 @@ class GeneratorConfig(BaseConfig):
     """How answers are made: engines, sampling, turns."""
 
     backend: Literal["auto", "native", "vllm", "sglang"] = "auto"
-    """Rollout engine. `native` runs transformers models in our own loop, on CPU and CUDA; `vllm` and `sglang` are those,
-    where they are installed. `auto`: vllm on CUDA if it is installed, else native; for servers started elsewhere: what
-    they say they are."""
+    """Rollout engine. `native` runs transformers models in our own loop, on CPU and CUDA; `vllm` and `sglang` are extras.
+    `auto`: vllm on CUDA if it is installed, else native; for servers started elsewhere: what they say they are."""
 
     run_engines_locally: bool = True
     """Start engines in this run. False: use the servers of `generator.remote_inference_engine_urls`."""
 
     remote_inference_engine_urls: list[str] = field(default_factory=lambda: ["127.0.0.1:8001"])
-    """`host:port` of each server, with `generator.run_engines_locally=false`. `docs/engines.md` says how to start them."""
+    """`host:port` of each server, with `generator.run_engines_locally=false`. `docs/engines.md` tells how to start
+    them."""
 
     model_name: str = reference("${trainer.policy.model.path}")
     """The engines' model."""
@@ -126,9 +126,9 @@ class GeneratorConfig(BaseConfig):
     """Weights travel in buckets of about this many GB (1e9 bytes), the extra memory of a sync; a larger tensor travels
     alone."""
 
-    weight_sync_strategy: Literal["auto", "shared_memory", "cuda_ipc", "broadcast", "checkpoint", "adapter", "delta"] = (
-        "auto"
-    )
+    weight_sync_strategy: Literal[
+        "auto", "shared_memory", "cuda_ipc", "broadcast", "checkpoint", "adapter", "delta"
+    ] = "auto"
     """How weights reach the engines. `auto`: through shared memory (CPU) or CUDA IPC where workers and engines share
     devices, by a broadcast otherwise, as files for servers started elsewhere. `adapter`: low-rank adapters alone, as
     files. `delta`: only what changed, compressed, on the way that `auto` would take."""

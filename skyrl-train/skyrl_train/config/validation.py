@@ -11,6 +11,7 @@ from skyrl_train.config.config import SkyRLConfig, get_config_as_dict
 from skyrl_train.config.rules.algorithm import check_algorithm, replace_old_forms
 from skyrl_train.config.rules.batches import check_packing, validate_batch_sizes
 from skyrl_train.config.rules.checks import check_positive, require
+from skyrl_train.config.rules.engines import check_backend, check_engines
 from skyrl_train.config.rules.environments import validate_environments
 from skyrl_train.config.rules.generation import check_generation
 from skyrl_train.config.rules.models import check_adapters, check_division, check_models, check_optimizer
@@ -67,6 +68,7 @@ def validate_generator_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") 
     _resolve_automatic_choices(config)
     check_paths(config)
     check_generation(config)
+    check_engines(config)
     check_loggers(config)
     return config
 
@@ -115,5 +117,7 @@ def _resolve_automatic_choices(config: SkyRLConfig) -> None:
         f"{config.trainer.placement.device}); use auto or gloo",
     )
     config.trainer.placement.device = device
-    config.generator.backend = config.generator.resolved_backend()
+    check_backend(config.generator)
+    if config.generator.run_engines_locally:
+        config.generator.backend = config.generator.resolved_backend(device)
     config.generator.weight_sync_backend = config.generator.resolved_weight_sync_backend(device)

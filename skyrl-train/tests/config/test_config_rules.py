@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,8 @@ def test_auto_becomes_what_it_means_here():
     on_cpu = validate_cfg(with_settings(trainer__placement__device="cpu"))
     on_gpus = validate_cfg(with_settings(trainer__placement__device="cuda"))
     assert (on_cpu.generator.backend, on_cpu.generator.weight_sync_backend) == ("native", "gloo")
-    assert (on_gpus.generator.backend, on_gpus.generator.weight_sync_backend) == ("native", "nccl")
+    best = "vllm" if find_spec("vllm") else "native"
+    assert (on_gpus.generator.backend, on_gpus.generator.weight_sync_backend) == (best, "nccl")
     assert validate_cfg(SkyRLConfig()).trainer.placement.device in ("cpu", "cuda")
 
 
@@ -58,6 +60,15 @@ def test_settings_made_in_python_are_type_checked_too():
     config.trainer.seed = "1"  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=r"trainer.seed must be an int"):
         validate_cfg(config)
+
+
+def remote(urls: list[str], **settings) -> dict:
+    """Settings of a run that uses servers started elsewhere."""
+    return {
+        "generator__run_engines_locally": False,
+        "generator__remote_inference_engine_urls": urls,
+        "trainer__placement__colocate_all": False,
+    } | settings
 
 
 @pytest.mark.parametrize(
@@ -200,6 +211,32 @@ def test_settings_made_in_python_are_type_checked_too():
             dict(trainer__update_ref_every_epoch=True, trainer__algorithm__use_kl_loss=False),
             "update_ref_every_epoch=true needs a reference model",
         ),
+        # rollout engines
+        (dict(generator__inference_engine_tensor_parallel_size=0), "tensor_parallel_size must be greater than 0"),
+        (
+            dict(generator__backend="native", generator__inference_engine_tensor_parallel_size=2),
+            "tensor_parallel_size=2 is not read by generator.backend=native",
+        ),
+        (dict(generator__backend="native", generator__enforce_eager=False), "enforce_eager=False is not read by"),
+        (
+            dict(
+                generator__inference_engine_tensor_parallel_size=2, generator__inference_engine_expert_parallel_size=3
+            ),
+            "expert_parallel_size=3 must be 1, or .* = 2",
+        ),
+        (dict(generator__gpu_memory_utilization=1.5), "gpu_memory_utilization must be above 0 and at most 1"),
+        (dict(generator__max_engine_restarts=-1), "max_engine_restarts must be 0 or greater"),
+        (dict(generator__weight_sync_canary_interval=-1), "canary_interval must be 0 or greater"),
+        (dict(generator__http_endpoint_port=70_000), "http_endpoint_port must be a port, 0 to 65535; got 70000"),
+        (dict(generator__weight_sync_strategy="cuda_ipc"), "strategy=cuda_ipc .*trainer.placement.device=cpu"),
+        (dict(generator__weight_sync_strategy="adapter"), "lora.rank=0 means that there are none"),
+        # servers started elsewhere
+        (remote([]), r"remote_inference_engine_urls=\[\] must name at least one server"),
+        (remote(["a:1", "a:1"]), "each once"),
+        (remote(["a:1"], trainer__placement__colocate_all=True), "colocate_all=true shares devices"),
+        (remote(["a:1", "b:1"], generator__num_inference_engines=3), "num_inference_engines=3 counts engines"),
+        (remote(["a:1"], generator__backend="native"), "generator.backend=native runs inside of this run"),
+        (remote(["a:1"], generator__weight_sync_strategy="shared_memory"), "needs engines that this run starts"),
     ],
 )
 def test_a_contradiction_is_refused(settings, message):
@@ -228,6 +265,10 @@ def test_a_contradiction_is_refused(settings, message):
         dict(trainer__resume_mode="from_path", trainer__resume_path="/runs/global_step_3"),
         dict(data__val_data=[]),
         dict(generator__sampling_params__logprobs=None),
+        # What a script says for the engines of a GPU may stand where `auto` means native.
+        dict(generator__gpu_memory_utilization=0.7, generator__enforce_eager=False),
+        remote(["a:1", "b:1"], generator__num_inference_engines=2),
+        remote(["a:1"], generator__weight_sync_strategy="checkpoint"),
     ],
 )
 def test_what_only_looks_odd_is_accepted(settings):
@@ -301,7 +342,7 @@ def test_a_wrong_setting_of_an_environment_is_found_before_the_first_rollout():
 def test_every_setting_is_read_by_something():
     """A rough guard against settings that do nothing: each one's name is read as an attribute outside of `config`."""
     package = Path(skyrl_train.__file__).parent
-    files = [path for path in package.rglob("*.py") if path.parent.name != "config"]
+    files = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] != "config"]
     source = "\n".join(path.read_text(encoding="utf-8") for path in files)
     read_by_method = {
         "environment.skyrl_gym.env_configs": "env_config",

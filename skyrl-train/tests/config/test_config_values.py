@@ -172,8 +172,6 @@ def test_a_setting_that_does_nothing_yet_is_refused(name):
         ("trainer.strategy", "fsdp", "use fsdp2"),
         ("trainer.strategy", "megatron", "is not supported yet"),
         ("trainer.strategy", "deepspeed", "is not supported yet"),
-        ("generator.backend", "vllm", "is not supported yet"),
-        ("generator.backend", "sglang", "is not supported yet"),
     ],
 )
 def test_a_choice_of_other_releases_is_refused_with_the_reason(name, choice, hint):

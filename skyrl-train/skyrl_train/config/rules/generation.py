@@ -16,14 +16,10 @@ def check_generation(config: SkyRLConfig) -> None:
         (
             "trainer.eval_batch_size",
             "trainer.max_prompt_length",
-            "generator.num_inference_engines",
-            "generator.max_num_seqs",
             "generator.n_samples_per_prompt",
             "generator.eval_n_samples_per_prompt",
             "generator.max_input_length",
             "generator.max_turns",
-            "generator.weight_transfer_threshold_cuda_ipc_GB",
-            "generator.request_timeout_seconds",
             "environment.skyrl_gym.env_timeout_seconds",
         ),
     )

