@@ -64,8 +64,9 @@ class GeneratorConfig(BaseConfig):
     """How answers are made: engines, sampling, turns."""
 
     backend: Literal["auto", "native", "vllm", "sglang"] = "auto"
-    """Rollout engine. `native` runs transformers models in our own loop, on CPU and CUDA; `vllm` and `sglang` are extras.
-    `auto`: vllm on CUDA if it is installed, else native; for servers started elsewhere: what they say they are."""
+    """Rollout engine. `native` runs transformers models in our own loop, on CPU and CUDA; `vllm` and `sglang` are
+    extras. `auto`: vllm on CUDA if it is installed, else native; for servers started elsewhere: what they say they are.
+    """
 
     run_engines_locally: bool = True
     """Start engines in this run. False: use the servers of `generator.remote_inference_engine_urls`."""

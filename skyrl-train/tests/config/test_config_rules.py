@@ -229,7 +229,7 @@ def remote(urls: list[str], **settings) -> dict:
         (dict(generator__weight_sync_canary_interval=-1), "canary_interval must be 0 or greater"),
         (dict(generator__http_endpoint_port=70_000), "http_endpoint_port must be a port, 0 to 65535; got 70000"),
         (dict(generator__weight_sync_strategy="cuda_ipc"), "strategy=cuda_ipc .*trainer.placement.device=cpu"),
-        (dict(generator__weight_sync_strategy="adapter"), "lora.rank=0 means that there are none"),
+        (dict(generator__weight_sync_strategy="adapter"), "there are none: trainer.policy.model.lora.rank=0"),
         # servers started elsewhere
         (remote([]), r"remote_inference_engine_urls=\[\] must name at least one server"),
         (remote(["a:1", "a:1"]), "each once"),

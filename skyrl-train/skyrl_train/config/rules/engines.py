@@ -97,8 +97,8 @@ def _check_weight_sync(config: SkyRLConfig) -> None:
     rank = config.trainer.policy.model.lora.rank
     require(
         strategy != "adapter" or rank > 0,
-        f"generator.weight_sync_strategy=adapter sends low-rank adapters alone, but trainer.policy.model.lora.rank={rank}: "
-        "there are none; set the rank, or use auto",
+        "generator.weight_sync_strategy=adapter sends low-rank adapters alone, and there are none: "
+        f"trainer.policy.model.lora.rank={rank}; set the rank, or use auto",
     )
 
 
