@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,11 @@ from skyrl_train.inference_engines.native.requests import Completion, Request
 from skyrl_train.inference_engines.native.rows import RowTable
 from skyrl_train.inference_engines.native.sampling import sample, uniforms
 from skyrl_train.inference_engines.native.stop_strings import Decode
+from skyrl_train.models.scoring import logit_rule
+from skyrl_train.models.token_log_probs import token_log_probs
+
+PROMPT_SCORE_CHUNK = 256
+"""Tokens of a prompt whose logits are in memory at a time, where its log-probs are asked for."""
 
 
 class NativeEngineCore:
@@ -54,6 +60,7 @@ class NativeEngineCore:
         self._max_prefill_tokens = max_prefill_tokens
         self._device = next(model.parameters()).device
         self._row_multiple = row_multiple_of(model)
+        self._logit_rule = logit_rule(model.config)
         config = model.config.get_text_config()
         most_rows = round_up(max(max_num_seqs, MIN_ROWS), self._row_multiple)
         self._cache = SlotCache(config.num_hidden_layers, most_rows, max_model_len)
@@ -105,7 +112,7 @@ class NativeEngineCore:
         chosen = None if requests is None else set(requests)
         aborted = [request for request in self._waiting if chosen is None or request in chosen]
         self._waiting = deque(request for request in self._waiting if request not in set(aborted))
-        completions = [Completion(request, [], [], [], "abort") for request in aborted]
+        completions = [Completion(request, [], [], [], [], "abort") for request in aborted]
         rows = [row for row, request in enumerate(self._rows.requests) if chosen is None or request in chosen]
         return completions + self._finish(rows, lambda _row: "abort")
 
@@ -142,11 +149,12 @@ class NativeEngineCore:
         copies: list[tuple[int, int]] = []
         for _ in range(count):
             row = self._add_row(self._waiting.popleft())
-            prefix = self._rows.requests[row].prefix
-            if prefix in sources:
-                copies.append((sources[prefix], row))
-            elif prefix:
-                sources[prefix] = row
+            request = self._rows.requests[row]
+            scored = request.params.prompt_logprobs is not None  # such a prompt is computed for itself
+            if request.prefix in sources and not scored:
+                copies.append((sources[request.prefix], row))
+            elif request.prefix:
+                sources[request.prefix] = row
                 new_prompts.append(row)
         for rows in self._prefill_batches(new_prompts):
             self._prefill(rows)
@@ -185,13 +193,35 @@ class NativeEngineCore:
         positions = torch.arange(width, device=self._device).expand(len(rows), -1)
         self._cache.begin_prefill(rows, lengths)
         self.num_prompt_tokens_computed += sum(lengths)
-        self.model.base_model(  # no head: the prompt's last token is decoded like any other
+        output = self.model.base_model(  # no head: the prompt's last token is decoded like any other
             input_ids=torch.from_numpy(ids).to(self._device),
             position_ids=positions,
             past_key_values=self._cache,
             use_cache=True,
             native_step=AttentionStep(positions),
         )
+        for index, row in enumerate(rows):
+            if self._rows.requests[row].params.prompt_logprobs is not None:
+                self._score_prompt(row, output.last_hidden_state[index, : lengths[index]])
+
+    def _score_prompt(self, row: int, hidden: torch.Tensor) -> None:
+        """Writes down the log-probs of a row's prompt.
+
+        Args:
+            hidden: [P - 1, D], the states after each token of the prompt but its last
+        """
+        params, prompt = self._rows.requests[row].params, self._rows.requests[row].prompt
+        head: Any = self.model.get_output_embeddings()
+        log_probs, _ = token_log_probs(
+            hidden,
+            head.weight,
+            torch.from_numpy(prompt[1:]).to(self._device),
+            bias=head.bias,
+            temperature=1.0 if params.is_greedy else params.temperature,
+            rule=self._logit_rule,
+            chunk_size=PROMPT_SCORE_CHUNK,
+        )
+        self._rows.log_probs[row, 1 : len(prompt)] = log_probs.cpu().numpy()
 
     def _decode(self) -> torch.Tensor:
         """[rows, V] float32 logits after every row's last token. Rows are filled up so that company changes no bit."""
@@ -263,6 +293,9 @@ class NativeEngineCore:
             token_ids=rows.tokens[row, written].tolist(),
             log_probs=rows.log_probs[row, written].tolist(),
             weight_versions=rows.versions[row, written].tolist(),
+            prompt_log_probs=[]
+            if rows.requests[row].params.prompt_logprobs is None
+            else rows.log_probs[row, 1 : written.start].tolist(),
             stop_reason=reason,
             error=error,
         )

@@ -6,6 +6,7 @@ the mailbox. Made inside a Ray actor by one line: `ray.remote(NativeInferenceEng
 
 import asyncio
 import contextlib
+import platform
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,9 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+import transformers
 
-from skyrl_train.errors import ConfigError, WorkerError
+from skyrl_train.errors import ConfigError, UnsupportedByEngine, WorkerError
 from skyrl_train.inference_engines.base import (
+    EngineInfo,
     InferenceEngineInput,
     InferenceEngineInterface,
     InferenceEngineOutput,
@@ -25,12 +28,13 @@ from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.loading import context_length_of, eos_ids_of, load_model, load_tokenizer
 from skyrl_train.inference_engines.native.requests import Completion, Request, SamplingParams
 from skyrl_train.inference_engines.native.weights import EngineWeights
-from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 T = TypeVar("T")
 
 _PAUSE_MODES = ("keep", "wait", "abort")
 _WAKE_TAGS = ("weights", "kv_cache")
+_NO_LORA = "the native engine has no adapters yet"
 
 
 @dataclass(eq=False)
@@ -72,7 +76,8 @@ class NativeInferenceEngine(InferenceEngineInterface):
         seed: for requests without one
         model_config_kwargs: changes to the model's config, such as `rope_scaling`
         command_timeout_seconds: deadline of control calls (pause with `wait` has none: it ends with the requests)
-        update_timeout_seconds: a weight update must be finished this long after its last chunk
+        update_timeout_seconds: a weight update must be finished this long after its last bucket
+        dummy_weights: random weights in place of those on disk; the first update must then bring all of them
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         trust_remote_code: bool = False,
         command_timeout_seconds: float = 600.0,
         update_timeout_seconds: float = 600.0,
+        dummy_weights: bool = False,
     ):
         if max_num_seqs < 1:
             raise ConfigError(f"max_num_seqs must be at least 1; got {max_num_seqs}")
@@ -98,7 +104,9 @@ class NativeInferenceEngine(InferenceEngineInterface):
             dtype=dtype,
             model_config_kwargs=model_config_kwargs,
             trust_remote_code=trust_remote_code,
+            dummy_weights=dummy_weights,
         )
+        self._model_path, self._dtype = model_path, dtype
         self._tokenizer = load_tokenizer(model_path, trust_remote_code)
         self._core = NativeEngineCore(
             model,
@@ -107,7 +115,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
             eos_ids=eos_ids_of(model, self._tokenizer),
             decode=self._decode,
         )
-        self._weights = EngineWeights(model, self._device, update_timeout_seconds)
+        self._weights = EngineWeights(model, self._device, update_timeout_seconds, random=dummy_weights)
         self._seed = seed
         self._num_unseeded = 0
         self._command_timeout = command_timeout_seconds
@@ -124,10 +132,28 @@ class NativeInferenceEngine(InferenceEngineInterface):
 
     # The interface, called from asyncio.
 
+    async def describe(self) -> EngineInfo:
+        return EngineInfo(
+            backend="native",
+            release=transformers.__version__,
+            model=self._model_path,
+            vocab_size=self._core.vocabulary,
+            max_model_len=self._core.max_model_len,
+            dtype=self._dtype,
+            node=platform.node(),
+            lacks={"lora": _NO_LORA},
+        )
+
+    async def check_health(self) -> None:
+        await self._command(lambda: None)
+
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
         prompts = input_batch.get("prompt_token_ids")
         if prompts is None:
             raise ValueError("the native engine takes prompt_token_ids; the client turns conversations into them")
+        lora_name = input_batch.get("lora_name")
+        if lora_name is not None:
+            raise ValueError(f"no adapter named {lora_name!r} is loaded")
         params, seeds = self._sampling(input_batch.get("sampling_params"), len(prompts))
         requests = [
             Request(self._core.check_prompt(prompt), params, seed) for prompt, seed in zip(prompts, seeds, strict=True)
@@ -136,13 +162,16 @@ class NativeInferenceEngine(InferenceEngineInterface):
         for completion in completions:
             if completion.error is not None:
                 raise completion.error
-        return InferenceEngineOutput(
+        output = InferenceEngineOutput(
             responses=[self._decode(c.token_ids, params.skip_special_tokens) for c in completions],
             response_ids=[c.token_ids for c in completions],
             stop_reasons=[c.stop_reason for c in completions],
             response_logprobs=None if params.logprobs is None else [c.log_probs for c in completions],
             weight_versions=[c.weight_versions for c in completions],
         )
+        if params.prompt_logprobs is not None:
+            output["prompt_logprobs"] = [c.prompt_log_probs for c in completions]
+        return output
 
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
         if mode not in _PAUSE_MODES:
@@ -214,13 +243,19 @@ class NativeInferenceEngine(InferenceEngineInterface):
     async def update_named_weights(self, request: WeightUpdateRequest) -> None:
         await self._command(lambda: self._weights.update(request))
 
-    async def finish_weight_update(self, version: int) -> int:
-        def finish() -> int:
-            checksum = self._weights.finish_update()
+    async def finish_weight_update(self, version: int) -> WeightReport:
+        def finish() -> WeightReport:
+            report = self._weights.finish_update(version)
             self._core.weight_version = version
-            return checksum
+            return report
 
         return await self._command(finish)
+
+    async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
+        raise UnsupportedByEngine(_NO_LORA)
+
+    async def unload_lora(self, name: str) -> None:
+        raise UnsupportedByEngine(_NO_LORA)
 
     async def weight_version(self) -> int:
         return await self._command(lambda: self._core.weight_version)

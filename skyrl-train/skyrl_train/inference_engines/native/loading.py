@@ -21,8 +21,12 @@ def load_model(
     dtype: str,
     model_config_kwargs: dict[str, Any] | None,
     trust_remote_code: bool,
+    dummy_weights: bool = False,
 ) -> PreTrainedModel:
     """The model in eval mode on its device, with the native attention (on a CPU: native experts, packed layers).
+
+    Args:
+        dummy_weights: random ones, without reading those on disk
 
     Raises:
         ConfigError: an unknown dtype, or a kind of layer whose state the engine's cache cannot hold.
@@ -36,13 +40,16 @@ def load_model(
             f"the native engine runs decoders whose layers are {' or '.join(sorted(_LAYER_TYPES))}; {model_path} "
             f"({config.model_type}) also has {', '.join(sorted(other)) or 'an encoder'}. Use another backend"
         )
-    model = AutoModelForCausalLM.from_pretrained(
-        model_path,
-        config=config,
-        dtype=_DTYPES[dtype],
-        attn_implementation=ATTENTION_NAME,
-        trust_remote_code=trust_remote_code,
-    )
+    options: dict[str, Any] = {
+        "dtype": _DTYPES[dtype],
+        "attn_implementation": ATTENTION_NAME,
+        "trust_remote_code": trust_remote_code,
+    }
+    if dummy_weights:
+        with device:
+            model = AutoModelForCausalLM.from_config(config, **options)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(model_path, config=config, **options)
     if device.type == "cpu":
         use_native_experts(model)
     model.to(device)  # pyright: ignore[reportArgumentType]

@@ -37,6 +37,8 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = 0
     """0: the chosen token's log-prob. None: none."""
+    prompt_logprobs: int | None = None
+    """0: the log-prob of every token of the prompt but the first. None: none."""
     skip_special_tokens: bool = True
     """Of the response text; ids always hold them."""
 
@@ -49,7 +51,8 @@ class SamplingParams:
         self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number; 1 is off")
         self._require("min_tokens", self.min_tokens >= 0, "at least 0")
         self._require("stop", all(self.stop), "without empty strings")
-        self._require("logprobs", self.logprobs in (None, 0), "0 (the chosen token's) or None")
+        for name in ("logprobs", "prompt_logprobs"):
+            self._require(name, getattr(self, name) in (None, 0), "0 (the token's own) or None")
         if self.max_tokens is not None:
             self._require("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}")
 
@@ -111,6 +114,7 @@ _KINDS = {
     "min_tokens": (_integer, "an integer"),
     "seed": (_integer, "an integer"),
     "logprobs": (_integer, "an integer"),
+    "prompt_logprobs": (_integer, "an integer"),
     "skip_special_tokens": (_boolean, "true or false"),
 }
 _NONE_IS_DEFAULT = {"stop": (), "stop_token_ids": ()}
@@ -123,7 +127,7 @@ def _checked(name: str, value: Any) -> Any:
         raise ValueError(f"unknown sampling parameter {name}={value!r}; {hint}")
     if value is None and name in _NONE_IS_DEFAULT:
         return _NONE_IS_DEFAULT[name]
-    if value is None and name in ("max_tokens", "seed", "logprobs"):
+    if value is None and name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
         return None
     convert, kind = _KINDS[name]
     converted = convert(value)
@@ -161,6 +165,8 @@ class Completion:
     token_ids: list[int]
     log_probs: list[float]
     weight_versions: list[int]
+    prompt_log_probs: list[float]
+    """Of every token of the prompt but the first; empty if not asked for, or if it ended before it began."""
     stop_reason: StopReason
     error: Exception | None = None
     """Set if the model's output was not finite; then the tokens mean nothing."""

@@ -15,7 +15,8 @@ _NO_TOKEN = -1
 class RowTable:
     """One row a running request, rows 0 to `len - 1`, in step with the cache's rows. Grows as needed.
 
-    `tokens[r]` is the prompt followed by the response; `log_probs` and `versions` lie at the same positions.
+    `tokens[r]` is the prompt followed by the response; `log_probs` and `versions` lie at the same positions (those of
+    the prompt hold something only if its log-probs were asked for).
     """
 
     def __init__(self, vocabulary: int):

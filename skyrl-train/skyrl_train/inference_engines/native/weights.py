@@ -1,4 +1,4 @@
-"""The engine's parameters: updated in place, put to sleep, checked. Knows nothing of requests and threads."""
+"""The engine's parameters: updated in place, put to sleep, fingerprinted. Knows nothing of requests and threads."""
 
 import time
 
@@ -6,29 +6,37 @@ import torch
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.inference_engines.native.packed_linear import drop_packed, pack_linears
-from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
-from skyrl_train.weight_sync.checksum import checksum_of
+from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.receiver import WeightReceiver
 
 
 class EngineWeights:
     """A model's named parameters and their way in. Tied parameters have one name, as `named_parameters` gives it.
 
+    Buckets are written in place, so an update that fails after its first bucket leaves half of the weights new. Nothing
+    is generated then until an update has brought those parameters again.
+
     Args:
         update_timeout_seconds: how long an update may stay open. While it is, the weights are half old, half new, and
             nothing is generated.
+        random: the parameters mean nothing yet, so the first update must bring all of them.
     """
 
-    def __init__(self, model: torch.nn.Module, device: torch.device, update_timeout_seconds: float):
+    def __init__(self, model: torch.nn.Module, device: torch.device, update_timeout_seconds: float, *, random: bool):
         self._model = model
         self._parameters = dict(model.named_parameters())
         self._device = device
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._receiver: WeightReceiver | None = None
-        self._dropped: set[str] = set()
+        self._init_info = WeightSyncInitInfo(transport="shared_memory")
+        self._owed = set(self._parameters) if random else set()
+        self._because = "the engine was made with random weights"
+        self._written: set[str] = set()
+        self._complete = True
         self._asleep = False
         self._update_timeout = update_timeout_seconds
         self._update_deadline: float | None = None
+        self._failure = ""
 
     @property
     def asleep(self) -> bool:
@@ -36,13 +44,13 @@ class EngineWeights:
 
     @property
     def updating(self) -> bool:
-        """True between the first chunk of an update and its end."""
+        """True between the first bucket of an update and its end; after one that failed half-way, until the next."""
         return self._update_deadline is not None
 
     @property
     def complete(self) -> bool:
-        """False after a sleep of level 2, until every parameter came in again."""
-        return not self._dropped
+        """False after a sleep of level 2 or half an update, until every parameter concerned came in again."""
+        return self._complete
 
     def seconds_left(self) -> float:
         """Until the open update is given up; infinite if none is open.
@@ -56,7 +64,7 @@ class EngineWeights:
         if left <= 0:
             raise WeightSyncError(
                 f"a weight update was begun but not finished within {self._update_timeout:g} seconds "
-                "(update_timeout_seconds); the sender has probably died"
+                f"(update_timeout_seconds); {self._failure or 'the sender has probably died'}"
             )
         return left
 
@@ -64,41 +72,56 @@ class EngineWeights:
         """Meets the trainer; a former connection is closed."""
         self.close()
         self._receiver = WeightReceiver(init_info, self._device)
+        self._init_info = init_info
 
     def update(self, request: WeightUpdateRequest) -> None:
-        """Copies one chunk into the parameters, converting to their dtype; copies nothing if a name or shape is wrong.
+        """Copies one bucket into the parameters, converting to their dtype; copies nothing if a name or shape is wrong.
 
         Raises:
             WeightSyncError: no connection, sleeping weights, an unknown name, a wrong shape, bytes that do not fit.
         """
-        if self._receiver is None:
-            raise WeightSyncError("weights arrived before init_weight_update_communicator was called")
+        receiver = self._connected()
         if self._asleep:
             raise WeightSyncError("weights arrived while the engine's weights sleep; call wake_up(['weights']) first")
+        if request.index == 0 and self._written:
+            self._give_up("a new update began before it was finished")
         self._update_deadline = time.monotonic() + self._update_timeout
-        received = self._receiver.receive(request)
-        for name, tensor in received:
-            self._check(name, tensor)
+        try:
+            received = receiver.receive(request)
+            for name, tensor in received:
+                self._check(name, tensor)
+        except WeightSyncError as error:
+            self._give_up(str(error))
+            raise
         with torch.inference_mode():
             for name, tensor in received:
                 self._parameters[name].copy_(tensor)
-                self._dropped.discard(name)
+                self._written.add(name)
+                self._owed.discard(name)
 
-    def finish_update(self) -> int:
-        """Ends the update; returns the checksum of the parameters as they are now.
+    def finish_update(self, version: int) -> WeightReport:
+        """Ends the update; reports the parameters that it brought, as they are now.
 
         Raises:
-            WeightSyncError: parameters dropped by a sleep of level 2 are still missing.
+            WeightSyncError: buckets are missing, or parameters that had to come (dropped by a sleep of level 2, new in
+                an update that failed, random since the start) did not.
         """
-        if self._dropped:
-            names = ", ".join(sorted(self._dropped)[:3])
-            raise WeightSyncError(
-                f"{len(self._dropped)} parameters dropped by sleep(level=2) did not come back, such as {names}; "
-                "send the whole model"
-            )
+        try:
+            self._connected().finish(version)
+            if self._owed:
+                names = ", ".join(sorted(self._owed)[:3])
+                raise WeightSyncError(
+                    f"{len(self._owed)} parameters did not come, such as {names}, but had to: {self._because}; "
+                    "send the whole model"
+                )
+        except WeightSyncError as error:
+            self._give_up(str(error))
+            raise
         pack_linears(self._model)
-        self._update_deadline = None
-        return checksum_of(self._parameters.items())
+        report = WeightReport(version=version, fingerprints=self._fingerprints(version))
+        self._written.clear()
+        self._update_deadline, self._complete, self._failure = None, True, ""
+        return report
 
     def sleep(self, level: int) -> None:
         """1: to host memory (where they stay if they are there). 2: dropped."""
@@ -108,14 +131,14 @@ class EngineWeights:
             else:
                 parameter.data = torch.empty(0, dtype=parameter.dtype)
         if level == 2:
-            self._dropped = set(self._parameters)
+            self._owed, self._because, self._complete = set(self._parameters), "sleep(level=2) dropped them", False
             drop_packed(self._model)
         self._asleep = True
 
     def wake_up(self) -> None:
         """Memory for the parameters on the engine's device again, with their values after a sleep of level 1."""
         for name, parameter in self._parameters.items():
-            if name in self._dropped:
+            if not parameter.numel():
                 parameter.data = torch.zeros(self._shapes[name], dtype=parameter.dtype, device=self._device)
             else:
                 parameter.data = parameter.data.to(self._device)
@@ -125,6 +148,33 @@ class EngineWeights:
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
+
+    def _connected(self) -> WeightReceiver:
+        if self._receiver is None:
+            raise WeightSyncError("weights arrived before init_weight_update_communicator was called")
+        return self._receiver
+
+    def _give_up(self, why: str) -> None:
+        """Ends an update that failed. If nothing was written yet, the weights are as before."""
+        if self._written:
+            self._owed |= self._written
+            self._because, self._complete = f"they are half of an update that failed ({why})", False
+            self._failure = f"it failed ({why}), and was not sent again"
+            self._written.clear()
+        elif not self._failure:
+            self._update_deadline = None
+
+    def _fingerprints(self, version: int) -> dict[str, int]:
+        from skyrl_train.weight_sync.fingerprint import fingerprint_of
+
+        verification = self._init_info.verification
+        if verification == "off":
+            return {}
+        return {
+            name: fingerprint_of(parameter, version, verification)
+            for name, parameter in self._parameters.items()
+            if name in self._written
+        }
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         if name not in self._parameters:
