@@ -1,7 +1,7 @@
 """One engine out of many: routes requests and passes control to all. Knows engines only by their interface."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -9,13 +9,14 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.inference_engines.base import (
+    EngineInfo,
     InferenceEngineInput,
     InferenceEngineInterface,
     InferenceEngineOutput,
     PauseMode,
 )
 from skyrl_train.types import ConversationType
-from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 _REMEMBERED_SESSIONS = 65_536
 
@@ -33,15 +34,34 @@ class InferenceEngineClient(InferenceEngineInterface):
         engines: Sequence[InferenceEngineInterface],
         tokenizer: PreTrainedTokenizerBase,
         full_config: SkyRLConfig,
+        restart: Callable[[int], Awaitable[InferenceEngineInterface]] | None = None,
     ):
         if not engines:
             raise ValueError("a client needs at least one engine")
         self.engines = list(engines)
         self.tokenizer = tokenizer
+        self.lora_name: str | None = None
+        self.give_weights: Callable[[int], Awaitable[None]] | None = None
         self.model_name = full_config.trainer.policy.model.path
         self._chat_template_kwargs = full_config.generator.chat_template_kwargs
         self._num_in_flight = [0] * len(self.engines)
         self._engine_of_session: dict[str | int, int] = {}
+
+    async def infos(self) -> list[EngineInfo]:
+        return await self._all("describe")
+
+    async def describe(self) -> EngineInfo:
+        return (await self.infos())[0]
+
+    async def check_health(self) -> None:
+        await self._all("check_health")
+
+    async def settle(self) -> None:
+        """Returns when no engine is starting."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """What happened since the last call."""
+        return {}
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
         prompts = self._prompt_token_ids(input_batch)
@@ -62,6 +82,7 @@ class InferenceEngineClient(InferenceEngineInterface):
                         prompt_token_ids=[prompts[row] for row in rows],
                         sampling_params=_params_of_rows(params, rows),
                         session_ids=[session for row in rows if (session := sessions[row]) is not None] or None,
+                        lora_name=input_batch.get("lora_name") or self.lora_name,
                     ),
                     num_requests=len(rows),
                 )
@@ -127,12 +148,15 @@ class InferenceEngineClient(InferenceEngineInterface):
     async def update_named_weights(self, request: WeightUpdateRequest) -> None:
         await self._all("update_named_weights", request)
 
-    async def finish_weight_update(self, version: int) -> int:
+    async def finish_weight_update(self, version: int) -> WeightReport:
         """Raises WeightSyncError if the engines do not hold the same weights."""
-        checksums = await self._all("finish_weight_update", version)
-        if len(set(checksums)) > 1:
-            raise WeightSyncError(f"after version {version} the engines hold different weights: checksums {checksums}")
-        return checksums[0]
+        return _common(await self._all("finish_weight_update", version))
+
+    async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
+        return _common(await self._all("load_lora", request))
+
+    async def unload_lora(self, name: str) -> None:
+        await self._all("unload_lora", name)
 
     async def weight_version(self) -> int:
         """The oldest version among the engines."""
@@ -143,6 +167,19 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     async def teardown(self) -> None:
         await self._all("teardown")
+
+
+def _common(reports: Sequence[WeightReport]) -> WeightReport:
+    """The report of all engines, if it is the same."""
+    first, *others = reports
+    for index, report in enumerate(others, start=1):
+        names = set(first.fingerprints) | set(report.fingerprints)
+        wrong = sorted(name for name in names if first.fingerprints.get(name) != report.fingerprints.get(name))
+        if wrong:
+            raise WeightSyncError(
+                f"after version {first.version} engines 0 and {index} hold different weights: {', '.join(wrong[:5])}"
+            )
+    return first
 
 
 def _params_of_rows(params: dict[str, Any] | None, rows: list[int]) -> dict[str, Any] | None:

@@ -6,13 +6,14 @@ from typing import Any
 import ray
 
 from skyrl_train.inference_engines.base import (
+    EngineInfo,
     InferenceEngineInput,
     InferenceEngineInterface,
     InferenceEngineOutput,
     PauseMode,
 )
 from skyrl_train.utils.ray_calls import Call, answer_of, wait_for_all
-from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 CONTROL_TIMEOUT_SECONDS = 600.0
 """The deadline of everything but generating: pauses, weight updates, sleep."""
@@ -57,6 +58,12 @@ class RayWrappedInferenceEngine(InferenceEngineInterface):
     async def _control(self, method: str, *args: Any) -> Any:
         return await answer_of(self.start(method, *args), CONTROL_TIMEOUT_SECONDS, "the deadline of control calls")
 
+    async def describe(self) -> EngineInfo:
+        return await self._control("describe")
+
+    async def check_health(self) -> None:
+        await self._control("check_health")
+
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
         call = self.start("generate", input_batch)
         return await answer_of(call, self._request_timeout_seconds, "generator.request_timeout_seconds")
@@ -82,8 +89,14 @@ class RayWrappedInferenceEngine(InferenceEngineInterface):
     async def update_named_weights(self, request: WeightUpdateRequest) -> None:
         await self._control("update_named_weights", request)
 
-    async def finish_weight_update(self, version: int) -> int:
+    async def finish_weight_update(self, version: int) -> WeightReport:
         return await self._control("finish_weight_update", version)
+
+    async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
+        return await self._control("load_lora", request)
+
+    async def unload_lora(self, name: str) -> None:
+        await self._control("unload_lora", name)
 
     async def weight_version(self) -> int:
         return await self._control("weight_version")
