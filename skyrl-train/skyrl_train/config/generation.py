@@ -230,6 +230,12 @@ class GeneratorConfig(BaseConfig):
     request_timeout_seconds: float = 3600.0
     """The longest that one request to an engine may take, waiting included."""
 
+    @property
+    def engine_world_size(self) -> int:
+        """Processes (GPUs) of one engine."""
+        copies = self.inference_engine_tensor_parallel_size * self.inference_engine_data_parallel_size
+        return copies * self.inference_engine_pipeline_parallel_size
+
     def resolved_backend(self, device: Device) -> Literal["native", "vllm", "sglang"]:
         """`backend` with `auto` answered for engines that this run starts on `device`."""
         if self.backend != "auto":

@@ -9,7 +9,7 @@ import multiprocessing
 import signal
 import sys
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Protocol
 
 import hydra
@@ -22,19 +22,22 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from skyrl_train.config import SkyRLConfig, config_dir, get_config_as_yaml_str, register_config_store
 from skyrl_train.config.validation import validate_cfg, validate_environments
 from skyrl_train.dataset.dataset import PromptDataset
+from skyrl_train.entrypoints.engines import (
+    check_engines,
+    create_ray_wrapped_inference_engines_from_config,
+    start_engines,
+)
 from skyrl_train.errors import DataError, SkyRLError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
-from skyrl_train.inference_engines.ray_wrapped_inference_engine import EngineProcess, RayWrappedInferenceEngine
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.utils import initialize_ray
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.tracking import Tracking
-from skyrl_train.workers.actor_group import actor_options
-from skyrl_train.workers.placement import SHARE_OF_SHARED_GPU, make_shared_placement_group
+from skyrl_train.workers.placement import make_shared_placement_group
 
 __all__ = ["BasePPOExp", "config_dir", "create_ray_wrapped_inference_engines_from_config", "main", "validate_cfg"]
 
@@ -54,6 +57,7 @@ class BasePPOExp:
     def __init__(self, cfg: SkyRLConfig | DictConfig):
         self.cfg = self.validate(cfg)
         validate_environments(self.cfg)
+        check_engines(self.cfg)
         self.run_folder = RunFolder(self.cfg.trainer.run_dir)
         self.tokenizer = self.get_tokenizer()
         self.train_dataset = self.get_train_dataset()
@@ -103,8 +107,8 @@ class BasePPOExp:
         return make_shared_placement_group(self.cfg, timeout)
 
     def get_inference_client(self) -> InferenceEngineClient:
-        engines = create_ray_wrapped_inference_engines_from_config(self.cfg, self.colocate_pg, self.tokenizer)
-        return InferenceEngineClient(engines, self.tokenizer, self.cfg)
+        """The engines, which wait for the policy's weights."""
+        return start_engines(self.cfg, self.tokenizer, self.colocate_pg, weights_follow=True)
 
     def get_generator(
         self,
@@ -179,42 +183,6 @@ class BasePPOExp:
         )
         await trainer.build_models()
         return trainer
-
-
-def create_ray_wrapped_inference_engines_from_config(
-    cfg: SkyRLConfig, colocate_pg: PlacementGroup | None, tokenizer: PreTrainedTokenizerBase
-) -> list[RayWrappedInferenceEngine]:
-    """Starts `generator.num_inference_engines` engines, each in a Ray process that logs to the run folder."""
-    logs = RunFolder(cfg.trainer.run_dir).logs_folder
-    device = cfg.trainer.placement.resolved_device()
-    engines = []
-    for index in range(cfg.generator.num_inference_engines):
-        name, log_file = f"engine {index}", str(logs / f"engine_{index}.log")
-        gpu_share = 1.0 if colocate_pg is None else SHARE_OF_SHARED_GPU
-        options = actor_options(device, gpu_share, colocate_pg, index) | {"max_concurrency": 10_000}
-        actor = ray.remote(EngineProcess).options(**options).remote(engine_factory(cfg, device), log_file)
-        engines.append(RayWrappedInferenceEngine(actor, name, log_file, cfg.generator.request_timeout_seconds))
-    return engines
-
-
-def engine_factory(cfg: SkyRLConfig, device: str) -> partial[InferenceEngineInterface]:
-    """What makes one engine, in whichever process it will live."""
-    generator = cfg.generator
-    return partial(
-        _make_native_engine,
-        model_path=generator.model_name,
-        device="cuda:0" if device == "cuda" else "cpu",  # Ray shows each process one GPU
-        dtype=generator.model_dtype,
-        max_num_seqs=generator.max_num_seqs,
-        model_config_kwargs=cfg.trainer.policy.model_config_kwargs,
-        **generator.engine_init_kwargs,
-    )
-
-
-def _make_native_engine(**settings: Any) -> InferenceEngineInterface:
-    from skyrl_train.inference_engines.native.engine import NativeInferenceEngine  # torch, in the engine's process
-
-    return NativeInferenceEngine(**settings)
 
 
 def _interrupt(*_: Any) -> None:

@@ -11,9 +11,11 @@ from skyrl_train.config import SkyRLConfig, config_dir
 from skyrl_train.config.validation import validate_generator_cfg
 from skyrl_train.dataset.dataloader import PromptDataLoader
 from skyrl_train.dataset.dataset import PromptDataset
+from skyrl_train.entrypoints.engines import start_engines
 from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.evaluate import evaluate
+from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 
 
 class EvalOnlyEntrypoint(BasePPOExp):
@@ -31,6 +33,10 @@ class EvalOnlyEntrypoint(BasePPOExp):
         if not self.cfg.data.val_data:
             raise ConfigError("data.val_data is empty: there is nothing to evaluate on")
         return PromptDataset(self.cfg.data.val_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
+
+    def get_inference_client(self) -> InferenceEngineClient:
+        """The engines, with the model's own weights."""
+        return start_engines(self.cfg, self.tokenizer, self.colocate_pg)
 
     def run(self) -> None:
         """Evaluates and logs the metrics."""

@@ -21,7 +21,15 @@ run to their end first (no new ones start). `abort`: they return now, with what 
 
 
 Feature = Literal[
-    "seed", "stop_strings", "prompt_log_probs", "weight_update", "lora", "pause_keep", "pause_wait", "sleep", "broadcast"
+    "seed",
+    "stop_strings",
+    "prompt_log_probs",
+    "weight_update",
+    "lora",
+    "pause_keep",
+    "pause_wait",
+    "sleep",
+    "broadcast",
 ]
 """What an engine may lack. Tokens in and out, log-probs, aborts, weight versions and health every engine has."""
 

@@ -1,22 +1,16 @@
-"""Who runs where, and who holds the device when. The only place that knows whether processes share one.
-
-On a CPU a count of "GPUs" is a count of processes. With `colocate_all` the engines and the workers take turns: engines
-sleep while the workers learn, workers are offloaded while the engines write, and weights go through shared memory.
-Without it both keep their devices and weights are broadcast.
-"""
+"""Who runs where. On a CPU a count of "GPUs" is a count of processes. Who holds a shared device when is
+`colocation.py`'s."""
 
 from typing import Any, Literal
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.env_vars import scheduling_timeout_seconds
 from skyrl_train.errors import WorkerError
-from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
-from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayEngines, RayWrappedInferenceEngine
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train.weight_sync.base import WeightSyncInitInfo
 from skyrl_train.workers.actor_group import ActorGroup
 from skyrl_train.workers.model_worker import ModelWorker
 
@@ -32,24 +26,60 @@ def make_shared_placement_group(cfg: SkyRLConfig, timeout_seconds: float | None 
     if not cfg.trainer.placement.colocate_all or cfg.trainer.placement.resolved_device() == "cpu":
         return None
     timeout = scheduling_timeout_seconds() if timeout_seconds is None else timeout_seconds
-    num_gpus = cfg.generator.num_inference_engines
+    num_gpus = cfg.generator.num_inference_engines * cfg.generator.engine_world_size
     group = placement_group([{"GPU": 1, "CPU": 1}] * num_gpus, strategy="PACK")
     if not group.wait(timeout):
         raise WorkerError(
-            f"{num_gpus} GPUs (generator.num_inference_engines) did not become free within {timeout:g} s "
+            f"{num_gpus} GPUs (generator.num_inference_engines x GPUs of each) did not become free within {timeout:g} s "
             f"(SKYRL_RAY_PG_TIMEOUT_IN_S); the cluster has {ray.cluster_resources().get('GPU', 0):g}"
         )
     return group
 
 
+def gpus_of_engines(cfg: SkyRLConfig, shared: PlacementGroup | None) -> list[tuple[int, list[str]]]:
+    """For each engine that shares several GPUs with workers: the bundle that its process belongs to, and the numbers of
+    its GPUs on that node. Empty where engines share nothing, or one GPU each (Ray divides that itself).
+
+    Raises:
+        WorkerError: the GPUs of an engine lie on several nodes.
+    """
+    size = cfg.generator.engine_world_size
+    if shared is None or size == 1:
+        return []
+    where = ray.get(
+        [
+            _node_and_gpu.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(shared, placement_group_bundle_index=bundle)
+            ).remote()
+            for bundle in range(shared.bundle_count)
+        ],
+        timeout=scheduling_timeout_seconds(),
+    )
+    order = sorted(range(shared.bundle_count), key=where.__getitem__)  # bundles come in any order of nodes
+    engines = []
+    for first in range(0, len(order), size):
+        bundles = order[first : first + size]
+        nodes = {where[bundle][0] for bundle in bundles}
+        if len(nodes) > 1:
+            raise WorkerError(
+                f"an engine of {size} GPUs (generator.inference_engine_*_parallel_size) would lie on {len(nodes)} nodes; "
+                "give nodes whose number of free GPUs it divides"
+            )
+        engines.append((bundles[0], [where[bundle][1] for bundle in bundles]))
+    return engines
+
+
+@ray.remote(num_cpus=0, num_gpus=0.01)
+def _node_and_gpu() -> tuple[str, str]:
+    return ray.get_runtime_context().get_node_id(), str(ray.get_gpu_ids()[0])
+
+
 class Placement:
-    """Starts worker groups on their devices and hands shared devices back and forth."""
+    """Starts worker groups on their devices."""
 
     def __init__(self, cfg: SkyRLConfig, shared: PlacementGroup | None):
         self._cfg = cfg
         self._shared = shared
-        self._takes_turns = cfg.trainer.placement.colocate_all
-        self._ref_shares_with_policy = cfg.trainer.placement.colocate_policy_ref
 
     def start_group(
         self,
@@ -77,47 +107,3 @@ class Placement:
             gpu_share=1.0 if self._shared is None else SHARE_OF_SHARED_GPU,
             placement_group=self._shared,
         )
-
-    async def init_weight_sync(self, policy: ActorGroup, client: InferenceEngineClient) -> None:
-        """Policy rank 0 and the engines meet."""
-        engines = [engine for engine in client.engines if isinstance(engine, RayWrappedInferenceEngine)]
-        infos = [WeightSyncInitInfo(strategy="shared_memory")] * (len(engines) + 1)
-        if not self._takes_turns:
-            (address, port), *_ = await policy.call_all("rendezvous_point")
-            device = self._cfg.trainer.placement.resolved_device()
-            backend = self._cfg.generator.resolved_weight_sync_backend(device)
-            infos = [
-                WeightSyncInitInfo(
-                    strategy="broadcast",
-                    backend=backend,
-                    master_address=address,
-                    master_port=port,
-                    rank=rank,
-                    world_size=len(engines) + 1,
-                )
-                for rank in range(len(engines) + 1)
-            ]
-        await policy.call_all("init_weight_sync", RayEngines(engines), infos)
-
-    async def wake_engines(self, client: InferenceEngineClient, tags: list[str]) -> None:
-        if self._takes_turns:
-            await client.wake_up(tags)
-
-    async def put_engines_to_sleep(self, client: InferenceEngineClient) -> None:
-        if self._takes_turns:
-            await client.sleep()
-
-    async def offload(self, group: ActorGroup) -> None:
-        """`group` gives its device up to the engines."""
-        if self._takes_turns:
-            await group.call_all("offload_to_cpu")
-
-    async def backload(self, group: ActorGroup) -> None:
-        if self._takes_turns:
-            await group.call_all("backload_to_gpu")
-
-    async def swap(self, *, out: ActorGroup, into: ActorGroup) -> None:
-        """One group makes room on the device for another, if both are on the same."""
-        if self._takes_turns or (self._ref_shares_with_policy and {out.name, into.name} == {"policy", "ref"}):
-            await out.call_all("offload_to_cpu")
-            await into.call_all("backload_to_gpu")

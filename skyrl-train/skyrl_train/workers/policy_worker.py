@@ -1,8 +1,9 @@
 """One rank of the policy: its loss, and its weights on their way out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import add
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -12,12 +13,14 @@ from skyrl_train.algorithms.kl import compute_approx_kl
 from skyrl_train.algorithms.losses import PolicyLoss, TokenSelector, importance_ratio
 from skyrl_train.algorithms.reduction import weighted_sum
 from skyrl_train.config import PolicyConfig, SkyRLConfig
+from skyrl_train.models.adapter_files import write_adapter_version
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.experts import RouterStatistics, auxiliary_loss
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.training_batch import TrainingInputBatch, TrainingOutputBatch
+from skyrl_train.utils.io import expand_path
 from skyrl_train.weight_sync.base import WeightSyncInitInfo
-from skyrl_train.weight_sync.sender import EngineHandles, WeightSender, buckets_of
+from skyrl_train.weight_sync.sender import Bucket, EngineHandles, WeightSender, buckets_of, needs_staging
 from skyrl_train.workers.learner import LearnerWorker, MetricSums
 from skyrl_train.workers.schedule import MicroBatch
 
@@ -47,6 +50,7 @@ class PolicyWorker(LearnerWorker):
         self._old_log_probs = torch.empty(0)
         self._router: list[RouterStatistics] = []
         self._sender: WeightSender | None = None
+        self._stages = False
 
     @property
     def settings(self) -> PolicyConfig:
@@ -170,23 +174,74 @@ class PolicyWorker(LearnerWorker):
         value = auxiliary_loss(_over_ranks(reduce(add, self._router)))
         return {"loss/router_auxiliary_loss": value if self.rank == 0 else 0.0}
 
-    # ---- weights on their way to the engines
+    # ---- weights on their way to the engines (in the order of `workers/weight_publisher.py`)
 
-    def init_weight_sync(self, engines: EngineHandles, init_infos: Sequence[WeightSyncInitInfo]) -> None:
-        """Rank 0 meets the engines; to the other ranks this is nothing."""
+    def connect_engines(self, engines: EngineHandles, init_infos: Sequence[WeightSyncInitInfo]) -> None:
+        """Rank 0 meets the engines, in place of those that it knew; the other ranks learn how weights will travel."""
+        self._stages = needs_staging(init_infos[0])
         if self.rank == 0:
-            self._sender = WeightSender(engines, init_infos, self.device)
+            if self._sender is not None:
+                self._sender.close()
+                self._sender = None
+            self._sender = WeightSender(
+                engines, init_infos, self.device, max_bucket_bytes=self._bucket_bytes, verification=self._verification
+            )
+
+    def stage_weights(self, version: int) -> None:
+        """What can be done while engines still generate: files, deltas. A collective: parameters are gathered one by
+        one."""
+        if not self._stages:
+            return
+        if self._sender is not None:
+            self._sender.stage(self._buckets(), version)
+        else:
+            self._take_part()
 
     def send_weights(self, version: int) -> dict[str, float]:
-        """Streams the parameters to every engine and verifies them. A collective: they are gathered one by one."""
-        generator = self.cfg.generator
-        dtype: torch.dtype = getattr(torch, generator.model_dtype)
-        buckets = buckets_of(self.whole_parameters(), dtype, int(generator.weight_transfer_threshold_cuda_ipc_GB * 1e9))
+        """Brings the weights to every engine and compares fingerprints. A collective.
+
+        Returns:
+            on rank 0, the metrics of doing so.
+        """
         if self._sender is not None:
-            return self._sender.send(buckets, version)
-        for _ in buckets:  # takes part in the gathering
-            pass
+            return self._sender.send(None if self._stages else self._buckets(), version).metrics
+        if not self._stages:
+            self._take_part()
         return {}
+
+    def write_adapters(self, version: int) -> dict[str, int]:
+        """Writes the adapters alone, for engines to load, and forgets older ones. A collective.
+
+        Returns:
+            on rank 0, the fingerprint of each of their tensors.
+        """
+        folder = expand_path(self.cfg.generator.weight_sync_directory) / "adapters"
+        dtype: torch.dtype = getattr(torch, self.cfg.generator.model_dtype)
+        return write_adapter_version(self.transformer, folder, version, dtype, self.rank, self._verification)
+
+    @torch.no_grad()
+    def log_probs_of_tokens(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The log-prob (temperature 1) of each token but the first of prompts of one length. A collective."""
+        sequences = torch.tensor(prompts, device=self.device)
+        scores = self.model(sequences, torch.ones_like(sequences), sequences.shape[1] - 1, 1.0, with_entropy=False)
+        return scores.log_probs.float().tolist()
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return int(self.cfg.generator.weight_transfer_threshold_cuda_ipc_GB * 1e9)
+
+    @property
+    def _verification(self) -> Literal["sampled", "full", "off"]:
+        return self.cfg.generator.weight_sync_verification
+
+    def _buckets(self) -> Iterator[Bucket]:
+        dtype: torch.dtype = getattr(torch, self.cfg.generator.model_dtype)
+        return buckets_of(self.whole_parameters(), dtype, self._bucket_bytes)
+
+    def _take_part(self) -> None:
+        """A rank that sends nothing takes part in the gathering of what rank 0 sends."""
+        for _ in self._buckets():
+            pass
 
 
 def _nothing_like(statistics: RouterStatistics) -> RouterStatistics:

@@ -95,14 +95,16 @@ def check_division(model: object, name: str, world_size: int) -> None:
 
 
 def _check_shared_devices(config: SkyRLConfig) -> None:
-    trainer, placement, engines = config.trainer, config.trainer.placement, config.generator.num_inference_engines
+    trainer, placement, generator = config.trainer, config.trainer.placement, config.generator
     if placement.device == "cpu":
         return  # counts are processes there: any number of them shares the cores
+    engine_gpus = generator.num_inference_engines * generator.engine_world_size
     require(
-        not placement.colocate_all or placement.policy_world_size == engines,
-        "trainer.placement.colocate_all=true puts one engine on each policy GPU, but there are "
+        not placement.colocate_all or placement.policy_world_size == engine_gpus,
+        "trainer.placement.colocate_all=true puts the engines on the policy's GPUs, but there are "
         f"{placement.policy_world_size} policy GPUs (trainer.placement.policy_num_nodes x policy_num_gpus_per_node) "
-        f"and generator.num_inference_engines={engines}; make them equal",
+        f"and {engine_gpus} of engines (generator.num_inference_engines={generator.num_inference_engines} x "
+        f"{generator.engine_world_size} of each); make them equal",
     )
     shares = {"ref": placement.colocate_all or placement.colocate_policy_ref, "critic": placement.colocate_all}
     has = {"ref": trainer.algorithm.uses_reference_model, "critic": trainer.critic.model.path is not None}

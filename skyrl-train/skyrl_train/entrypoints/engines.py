@@ -1,0 +1,190 @@
+"""Settings to rollout engines: which class, in which process, on which GPUs. With `main_base`, the only place that knows
+concrete engines."""
+
+import itertools
+from functools import partial
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.base import InferenceEngineInterface
+from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
+from skyrl_train.inference_engines.ray_wrapped_inference_engine import EngineProcess, RayWrappedInferenceEngine
+from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train.workers.actor_group import actor_options
+from skyrl_train.workers.placement import SHARE_OF_SHARED_GPU, gpus_of_engines
+
+_MOST_CALLS_AT_A_TIME = 10_000  # of one engine process; Ray queues what is above
+
+
+def start_engines(
+    cfg: SkyRLConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    colocate_pg: PlacementGroup | None = None,
+    *,
+    weights_follow: bool = False,
+) -> InferenceEngineClient:
+    """A client over the engines of `generator.*`: started here, or servers started elsewhere.
+
+    Args:
+        colocate_pg: the GPUs that engines share with workers.
+        weights_follow: engines start with random weights, since a first sync brings all of them (and is so proven to).
+    """
+    if not cfg.generator.run_engines_locally:
+        return InferenceEngineClient(_remote_engines(cfg, tokenizer), tokenizer, cfg)
+    starter = EngineStarter(cfg, colocate_pg, weights_follow=weights_follow)
+    engines = [starter.start(index) for index in range(cfg.generator.num_inference_engines)]
+
+    async def restart(index: int) -> InferenceEngineInterface:
+        return starter.start(index)
+
+    return InferenceEngineClient(engines, tokenizer, cfg, restart=restart)
+
+
+def create_ray_wrapped_inference_engines_from_config(
+    cfg: SkyRLConfig, colocate_pg: PlacementGroup | None, tokenizer: PreTrainedTokenizerBase
+) -> list[RayWrappedInferenceEngine]:
+    """`generator.num_inference_engines` engines with the model's own weights, without a client that would restart them."""
+    starter = EngineStarter(cfg, colocate_pg, weights_follow=False)
+    return [starter.start(index) for index in range(cfg.generator.num_inference_engines)]
+
+
+def check_engines(cfg: SkyRLConfig) -> None:
+    """What can be known of the engines before anything starts: how the model divides.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    generator = cfg.generator
+    parallel = generator.inference_engine_tensor_parallel_size
+    if parallel == 1 or not generator.run_engines_locally or generator.backend == "native":
+        return
+    config = AutoConfig.from_pretrained(generator.model_name, trust_remote_code=True).get_text_config()
+    heads = config.num_attention_heads
+    if heads % parallel:
+        divisors = [size for size in range(1, heads + 1) if heads % size == 0]
+        raise ConfigError(
+            f"generator.inference_engine_tensor_parallel_size={parallel} must divide the {heads} attention heads of "
+            f"{generator.model_name}; it may be {', '.join(map(str, divisors))}"
+        )
+
+
+class EngineStarter:
+    """Starts engines, each in a Ray process that logs to the run folder; the same again in place of one that died."""
+
+    def __init__(self, cfg: SkyRLConfig, colocate_pg: PlacementGroup | None, *, weights_follow: bool):
+        self._cfg = cfg
+        self._shared = colocate_pg
+        self._weights_follow = weights_follow
+        self._logs = RunFolder(cfg.trainer.run_dir).logs_folder
+        self._device = cfg.trainer.placement.resolved_device()
+        self._num_starts = itertools.count()
+        self._gpus = gpus_of_engines(cfg, colocate_pg)
+
+    def start(self, index: int) -> RayWrappedInferenceEngine:
+        """Engine `index`. Returns at once; calls wait until it is there."""
+        number = next(self._num_starts)
+        again = f"_start_{number}" if number >= self._cfg.generator.num_inference_engines else ""
+        log_file = str(self._logs / f"engine_{index}{again}.log")
+        process = ray.remote(EngineProcess).options(**self._options(index))
+        actor = process.remote(engine_factory(self._cfg, self._device, weights_follow=self._weights_follow), log_file)
+        generator = self._cfg.generator
+        return RayWrappedInferenceEngine(
+            actor,
+            f"engine {index}",
+            log_file,
+            generator.request_timeout_seconds,
+            control_timeout_seconds=generator.engine_control_timeout_seconds,
+        )
+
+    def _options(self, index: int) -> dict[str, Any]:
+        """Ray's options. An engine of several GPUs that it shares with workers sees them by their numbers: Ray can give
+        a process a part of one GPU, or several whole ones, not parts of several."""
+        num_gpus = self._cfg.generator.engine_world_size
+        shared_by_number = self._shared is not None and num_gpus > 1
+        share = num_gpus if self._shared is None else 0 if shared_by_number else SHARE_OF_SHARED_GPU
+        bundle, gpu_ids = self._gpus[index] if self._gpus else (index, [])
+        options = actor_options(self._device, share, self._shared, bundle) | {"max_concurrency": _MOST_CALLS_AT_A_TIME}
+        if shared_by_number:
+            options["runtime_env"] = {
+                "env_vars": {
+                    "CUDA_VISIBLE_DEVICES": ",".join(gpu_ids),
+                    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+                }
+            }
+        return options
+
+
+def engine_factory(cfg: SkyRLConfig, device: str, *, weights_follow: bool = False) -> partial[InferenceEngineInterface]:
+    """What makes one engine, in whichever process it will live."""
+    generator = cfg.generator
+    adapters_alone = generator.weight_sync_strategy == "adapter"
+    settings: dict[str, Any] = dict(
+        model_path=generator.model_name,
+        device="cuda:0" if device == "cuda" else "cpu",  # Ray shows each process its GPUs alone
+        dtype=generator.model_dtype,
+        max_num_seqs=generator.max_num_seqs,
+        max_lora_rank=cfg.trainer.policy.model.lora.rank if adapters_alone else 0,
+        dummy_weights=weights_follow and not adapters_alone,
+        model_config_kwargs=cfg.trainer.policy.model_config_kwargs,
+        seed=generator.seed,
+    )
+    if generator.backend == "native":
+        return partial(_make_native_engine, **(settings | generator.engine_init_kwargs))
+    settings |= dict(
+        tensor_parallel_size=generator.inference_engine_tensor_parallel_size,
+        pipeline_parallel_size=generator.inference_engine_pipeline_parallel_size,
+        data_parallel_size=generator.inference_engine_data_parallel_size,
+        expert_parallel_size=generator.inference_engine_expert_parallel_size,
+        max_num_batched_tokens=generator.max_num_batched_tokens,
+        gpu_memory_utilization=generator.gpu_memory_utilization,
+        enforce_eager=generator.enforce_eager,
+        enable_prefix_caching=generator.enable_prefix_caching,
+        enable_chunked_prefill=generator.enable_chunked_prefill,
+        fully_sharded_loras=generator.fully_sharded_loras,
+        sleep_mode=device == "cuda" and cfg.trainer.placement.colocate_all,
+        control_timeout_seconds=generator.engine_control_timeout_seconds,
+    )
+    make = _make_vllm_engine if generator.backend == "vllm" else _make_sglang_engine
+    return partial(make, **(settings | generator.engine_init_kwargs))
+
+
+def _make_native_engine(**settings: Any) -> InferenceEngineInterface:
+    from skyrl_train.inference_engines.native.engine import NativeInferenceEngine  # torch, in the engine's process
+
+    return NativeInferenceEngine(**settings)
+
+
+def _make_vllm_engine(**settings: Any) -> InferenceEngineInterface:
+    from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine  # an extra
+
+    return VLLMInferenceEngine(**settings)
+
+
+def _make_sglang_engine(**settings: Any) -> InferenceEngineInterface:
+    from skyrl_train.inference_engines.sglang.engine import SGLangInferenceEngine  # an extra
+
+    return SGLangInferenceEngine(**settings)
+
+
+def _remote_engines(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> list[InferenceEngineInterface]:
+    """The servers of `generator.remote_inference_engine_urls`, checked. Raises ConfigError where one does not fit."""
+    from skyrl_train.inference_engines.remote.engine import RemoteInferenceEngine, check_server
+
+    generator = cfg.generator
+    engines: list[InferenceEngineInterface] = []
+    for url in generator.remote_inference_engine_urls:
+        engine = RemoteInferenceEngine(
+            url,
+            generator.model_name,
+            backend=None if generator.backend == "auto" else generator.backend,
+            tokenizer=tokenizer,
+            request_timeout_seconds=generator.request_timeout_seconds,
+            control_timeout_seconds=generator.engine_control_timeout_seconds,
+        )
+        engines.append(engine)
+    return engines

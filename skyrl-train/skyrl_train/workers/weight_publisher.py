@@ -1,0 +1,226 @@
+"""The policy's weights on their way to the engines: what happens in which order, and what if an engine dies meanwhile.
+
+    stage (files, deltas)  ->  pause generation  ->  send, compare fingerprints  ->  resume  ->  compare log-probs
+
+How bytes travel is in `weight_sync`; what the policy does for it, in `policy_worker`.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from loguru import logger
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.errors import WeightSyncError, WorkerError
+from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineInterface
+from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
+from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayEngines
+from skyrl_train.inference_engines.remote.engine import RemoteEngines
+from skyrl_train.utils.io import expand_path
+from skyrl_train.weight_sync.base import Encoding, LoraLoadRequest, Transport
+from skyrl_train.weight_sync.canary import TOLERANCES, LogProbs, canary_prompts, check_canaries
+from skyrl_train.weight_sync.fingerprint import differences
+from skyrl_train.weight_sync.plan import choose_transport, init_infos_for
+from skyrl_train.weight_sync.sender import EngineHandles
+from skyrl_train.workers.actor_group import ActorGroup
+from skyrl_train.workers.colocation import Colocation
+
+ADAPTER = "policy"
+"""The name under which engines hold the policy's adapters."""
+
+
+class WeightPublisher:
+    """Gives every engine the policy's weights and proves that it has them.
+
+    Args:
+        policy: the workers that hold the weights.
+        client: the engines.
+        colocation: who holds the device; engines are awake for weights when they are sent.
+    """
+
+    def __init__(
+        self,
+        cfg: SkyRLConfig,
+        policy: ActorGroup,
+        client: InferenceEngineClient,
+        colocation: Colocation,
+        tokenizer: PreTrainedTokenizerBase,
+    ):
+        self._cfg = cfg
+        self._policy = policy
+        self._client = client
+        self._colocation = colocation
+        self._vocabulary = len(tokenizer)
+        self._adapters_alone = cfg.generator.weight_sync_strategy == "adapter"
+        self._connected = False
+        self._version = 0
+        self._num_published = 0
+        self._infos: list[EngineInfo] = []
+        self._expected: LogProbs | None = None
+        self._turn = asyncio.Lock()
+        client.give_weights = self._give_weights
+        if self._adapters_alone:
+            client.lora_name = ADAPTER
+
+    async def publish(self, version: int) -> dict[str, float]:
+        """Brings all engines to `version`; the metrics of doing so. An engine that dies meanwhile is started again, and
+        all is repeated, as often as `generator.max_engine_restarts` allows.
+
+        Raises:
+            WeightSyncError: an engine does not hold the policy's weights.
+            WorkerError: an engine died once too often, or a worker did.
+        """
+        start = time.monotonic()
+        while True:
+            try:
+                async with self._turn:
+                    self._version = version
+                    metrics = await self._colocation.sync(self._send)
+                    metrics |= await self._compare_log_probs()
+                break
+            except (WorkerError, WeightSyncError) as error:
+                self._connected = False
+                if not await self._client.settle():
+                    raise  # no engine died: it is what it says
+                logger.warning(f"the weights of version {version} are sent again: {_first_line(error)}")
+                await self._colocation.recover()
+                await self._colocation.bring("policy")
+        self._num_published += 1
+        return metrics | {"seconds": time.monotonic() - start}
+
+    async def _send(self) -> dict[str, float]:
+        if not self._connected:
+            await self._connect()
+        stage = "write_adapters" if self._adapters_alone else "stage_weights"
+        staged, *_ = await self._policy.call_all(stage, self._version)
+        paused = time.monotonic()
+        await self._client.pause_generation(self._cfg.generator.weight_sync_pause)
+        if self._adapters_alone:
+            metrics = await self._load_adapters(staged)
+        else:
+            metrics, *_ = await self._policy.call_all("send_weights", self._version)
+        await self._client.resume_generation()
+        metrics = metrics | {"pause_seconds": time.monotonic() - paused}
+        self._expected = await self._log_probs_of_policy() if self._canaries_are_due() else None
+        return metrics
+
+    async def _compare_log_probs(self) -> dict[str, float]:
+        """Of the fixed tokens, where it is their turn. Raises WeightSyncError if they differ."""
+        if self._expected is None:
+            return {}
+        found = await asyncio.gather(*(self._log_probs_of_engine(engine) for engine in self._client.engines))
+        return {"canary_gap": check_canaries(self._expected, found, self._tolerance(), self._version)}
+
+    # ---- connections
+
+    async def _connect(self) -> None:
+        self._infos = await self._client.infos()
+        if not self._adapters_alone:
+            await self._meet("connect_engines", self._client.engines, self._infos, *self._transport())
+        self._connected = True
+
+    async def _meet(
+        self,
+        method: str,
+        engines: Sequence[InferenceEngineInterface],
+        infos: Sequence[EngineInfo],
+        transport: Transport,
+        encoding: Encoding,
+    ) -> None:
+        generator = self._cfg.generator
+        (address, port), *_ = await self._policy.call_all("rendezvous_point")
+        init_infos = init_infos_for(
+            transport,
+            encoding,
+            list(infos),
+            backend=generator.weight_sync_backend,
+            master_address=address,
+            master_port=port,
+            directory=str(expand_path(generator.weight_sync_directory)),
+            verification=generator.weight_sync_verification,
+            timeout_seconds=generator.engine_control_timeout_seconds,
+        )
+        await self._policy.call_all(method, self._handles(engines), init_infos)
+
+    def _handles(self, engines: Sequence[InferenceEngineInterface]) -> EngineHandles:
+        if not self._cfg.generator.run_engines_locally:
+            return RemoteEngines(engines)
+        return RayEngines(engines)
+
+    def _transport(self) -> tuple[Transport, Encoding]:
+        generator, placement = self._cfg.generator, self._cfg.trainer.placement
+        return choose_transport(
+            generator.weight_sync_strategy,
+            colocated=placement.colocate_all,
+            device=placement.resolved_device(),
+            remote=not generator.run_engines_locally,
+            same_node=len({info.node for info in self._infos}) == 1,
+        )
+
+    async def _give_weights(self, index: int) -> None:
+        """Brings engine `index`, which was started again, to the version of the others."""
+        async with self._turn:
+            self._connected = False  # the next sync meets all of them anew
+            engine, info = self._client.engines[index], (await self._client.infos())[index]
+            if self._adapters_alone:
+                await engine.load_lora(self._adapter())
+                return
+            same_node = info.node is not None and info.node == self._infos[0].node
+            transport: Transport = "shared_memory" if same_node else "broadcast"
+            if not self._cfg.generator.run_engines_locally:
+                transport = "checkpoint"
+            await self._meet("connect_engines", [engine], [info], transport, "full")
+            await self._policy.call_all("stage_weights", self._version)
+            await self._policy.call_all("send_weights", self._version)
+
+    # ---- adapters alone
+
+    def _adapter(self) -> LoraLoadRequest:
+        folder = expand_path(self._cfg.generator.weight_sync_directory) / "adapters" / str(self._version)
+        return LoraLoadRequest(name=ADAPTER, path=str(folder), version=self._version)
+
+    async def _load_adapters(self, expected: dict[str, int]) -> dict[str, float]:
+        """Every engine loads what `write_adapters` wrote. Raises WeightSyncError if one holds something else."""
+        reports = await asyncio.gather(*(engine.load_lora(self._adapter()) for engine in self._client.engines))
+        for index, report in enumerate(reports):
+            wrong = differences(expected, report.fingerprints)
+            if wrong and self._cfg.generator.weight_sync_verification != "off":
+                raise WeightSyncError(f"adapters of version {self._version} in engine {index}: {wrong}")
+        return {"tensors": float(len(expected))}
+
+    # ---- log-probs of a few tokens
+
+    def _canaries_are_due(self) -> bool:
+        interval = self._cfg.generator.weight_sync_canary_interval
+        return interval > 0 and self._num_published % interval == 0
+
+    def _tolerance(self) -> float:
+        generator = self._cfg.generator
+        if generator.weight_sync_canary_tolerance is not None:
+            return generator.weight_sync_canary_tolerance
+        trainer = "bfloat16" if self._cfg.trainer.bf16 else "float32"
+        return max(TOLERANCES[generator.model_dtype], TOLERANCES[trainer])
+
+    def _canaries(self) -> list[list[int]]:
+        shortest = min(info.max_model_len for info in self._infos)
+        return canary_prompts(min([self._vocabulary, *(info.vocab_size for info in self._infos)]), shortest)
+
+    async def _log_probs_of_policy(self) -> LogProbs:
+        log_probs, *_ = await self._policy.call_all("log_probs_of_tokens", self._canaries())
+        return log_probs
+
+    async def _log_probs_of_engine(self, engine: InferenceEngineInterface) -> LogProbs:
+        output = await engine.generate(
+            InferenceEngineInput(
+                prompt_token_ids=self._canaries(),
+                sampling_params={"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
+                lora_name=self._client.lora_name,
+            )
+        )
+        return output.get("prompt_logprobs") or []
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
