@@ -1,0 +1,154 @@
+"""What is asked of an engine: answers under several sampling settings, and the log-probs of fixed tokens.
+
+Knows engines by their interface only. What comes back is plain lists, so that it can come from another process.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyrl_train.errors import SkyRLError
+from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineInterface
+from skyrl_train.weight_sync.canary import canary_prompts
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """One way to draw tokens."""
+
+    name: str
+    params: dict[str, Any]
+    """Keywords of `InferenceEngineInput.sampling_params`, without lengths and seed."""
+
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by for log-probs: 1 where sampling is greedy."""
+        return self.params.get("temperature", 1.0) or 1.0
+
+
+SAMPLINGS = {
+    sampling.name: sampling
+    for sampling in (
+        Sampling("temperature 1", {"temperature": 1.0}),
+        Sampling("temperature 0.7", {"temperature": 0.7}),
+        Sampling("top_p 0.9", {"temperature": 1.0, "top_p": 0.9}),
+        Sampling("top_k 20", {"temperature": 1.0, "top_k": 20}),
+        Sampling("min_p 0.1", {"temperature": 1.0, "min_p": 0.1}),
+        Sampling("repetition_penalty 1.2", {"temperature": 1.0, "repetition_penalty": 1.2}),
+        Sampling("greedy", {"temperature": 0.0}),
+    )
+}
+"""Each changes one thing, so that what an engine does to its log-probs shows where it does it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """What every engine is asked."""
+
+    prompts: list[list[int]]
+    samplings: list[Sampling]
+    max_tokens: int
+    """Of an answer."""
+
+    seed: int = 0
+    timeout_seconds: float = 3600.0
+    """The longest that one sampling setting may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """Under one sampling setting, an answer to each prompt; empty answers are left out."""
+
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    log_probs: list[list[float]]
+    """Of each token of each response, as the engine reported it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineAnswers:
+    """Everything that one engine said."""
+
+    info: EngineInfo
+    answers: dict[str, Answers]
+    """By the name of the sampling setting."""
+
+    canary: Answers | None
+    """The engine's log-probs of fixed tokens at temperature 1 (each row's first token is its `prompt`); None if it gives
+    none of prompts."""
+
+    refused: dict[str, str] = field(default_factory=dict)
+    """A sampling setting, or `canary` -> why there is no answer."""
+
+
+async def ask(engine: InferenceEngineInterface, questions: Questions) -> EngineAnswers:
+    """Asks everything. What an engine refuses is recorded, and the next is asked.
+
+    Raises:
+        WorkerError: the engine died.
+    """
+    info = await engine.describe()
+    answers: dict[str, Answers] = {}
+    canary, refused = None, {}
+    try:
+        canary = await _canary(engine, info, questions)
+    except _REFUSALS as error:
+        refused["canary"] = _reason(error)
+    for sampling in questions.samplings:
+        try:
+            answers[sampling.name] = await _answers(engine, sampling, questions)
+        except _REFUSALS as error:
+            refused[sampling.name] = _reason(error)
+    return EngineAnswers(info=info, answers=answers, canary=canary, refused=refused)
+
+
+_REFUSALS = (SkyRLError, ValueError, TimeoutError)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else "no answer before the deadline"
+
+
+async def _answers(engine: InferenceEngineInterface, sampling: Sampling, questions: Questions) -> Answers:
+    params = {"logprobs": 0, "max_tokens": questions.max_tokens, "seed": questions.seed, **sampling.params}
+    request = InferenceEngineInput(prompt_token_ids=questions.prompts, sampling_params=params)
+    output = await asyncio.wait_for(engine.generate(request), questions.timeout_seconds)
+    log_probs = output["response_logprobs"]
+    if log_probs is None:
+        raise ValueError("the engine gave no log-probs of its answers")
+    return _complete(questions.prompts, output["response_ids"], log_probs)
+
+
+async def _canary(engine: InferenceEngineInterface, info: EngineInfo, questions: Questions) -> Answers:
+    if "prompt_log_probs" in info.lacks:
+        raise ValueError(info.lacks["prompt_log_probs"])
+    rows = canary_prompts(info.vocab_size, info.max_model_len)
+    params = {"max_tokens": 1, "temperature": 1.0, "logprobs": 0, "prompt_logprobs": 0, "seed": questions.seed}
+    request = InferenceEngineInput(prompt_token_ids=rows, sampling_params=params)
+    output = await asyncio.wait_for(engine.generate(request), questions.timeout_seconds)
+    log_probs = output.get("prompt_logprobs")
+    if log_probs is None:
+        raise ValueError("the engine gave no log-probs of its prompts")
+    return _complete([row[:1] for row in rows], [row[1:] for row in rows], log_probs)
+
+
+def _complete(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]
+) -> Answers:
+    """The rows that have tokens.
+
+    Raises:
+        ValueError: the engine gave more or fewer log-probs than tokens.
+    """
+    lengths = [len(row) for row in responses], [len(row) for row in log_probs]
+    if lengths[0] != lengths[1]:
+        raise ValueError(f"the engine gave {lengths[1]} log-probs of {lengths[0]} tokens")
+    rows = [row for row in zip(prompts, responses, log_probs, strict=True) if row[1]]
+    if not rows:
+        raise ValueError("every answer of the engine was empty")
+    return Answers(
+        prompts=[list(prompt) for prompt, _, _ in rows],
+        responses=[list(response) for _, response, _ in rows],
+        log_probs=[list(values) for _, _, values in rows],
+    )

@@ -1,0 +1,109 @@
+"""One engine in one number format under one sampling setting, beside the trainer's log-probs of the same tokens.
+
+Shapes: N tokens of all answers of the cell, one answer after the other.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from skyrl_train.mismatch.answers import Answers, Sampling
+from skyrl_train.mismatch.gap import Gap, gap_of, mean_difference
+
+TrainerDtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineName:
+    """Which engine, started how."""
+
+    backend: str
+    dtype: str | None
+    """None: a server that does not say."""
+
+    attention: str = "default"
+    """The attention that it was told to use; `default`: its own choice."""
+
+    url: str = ""
+    """Of a server that was started elsewhere."""
+
+    def __str__(self) -> str:
+        attention = "" if self.attention == "default" else f" {self.attention}"
+        return f"{self.backend}{f' at {self.url}' if self.url else ''} {self.dtype or 'unknown dtype'}{attention}"
+
+
+@dataclass(frozen=True)
+class TokenGap:
+    """One token on which engine and trainer differ."""
+
+    answer: int
+    position: int
+    """In prompt and answer together, from 0."""
+
+    token_id: int
+    rollout: float
+    train: float
+
+
+@dataclass(eq=False, kw_only=True)
+class Cell:
+    """What one engine said under one sampling setting, and what the trainer says of it in either number format."""
+
+    engine: EngineName
+    sampling: Sampling
+    answers: Answers
+    train: dict[TrainerDtype, torch.Tensor] = field(default_factory=dict)
+    """[N] by the trainer's number format."""
+
+    @cached_property
+    def rollout(self) -> torch.Tensor:
+        """[N]"""
+        return torch.tensor([value for row in self.answers.log_probs for value in row])
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """[N], in prompt and answer together."""
+        rows = zip(self.answers.prompts, self.answers.responses, strict=True)
+        starts_and_lengths = [(len(prompt), len(response)) for prompt, response in rows]
+        return torch.cat([torch.arange(start, start + length) for start, length in starts_and_lengths])
+
+    @cached_property
+    def finite(self) -> torch.Tensor:
+        """[N] bool: the tokens that the engine gave a number for."""
+        return self.rollout.isfinite()
+
+    @property
+    def num_not_finite(self) -> int:
+        return int((~self.finite).sum())
+
+    def gap(self, dtype: TrainerDtype, clip_low: float, clip_high: float) -> Gap | None:
+        """None if no token has a number."""
+        if not self.finite.any():
+            return None
+        return gap_of(self.train[dtype][self.finite], self.rollout[self.finite], clip_low, clip_high)
+
+    def mean(self, dtype: TrainerDtype) -> float:
+        """Mean difference to the trainer in that format; infinite if the engine gave something that is no number."""
+        return float("inf") if self.num_not_finite else mean_difference(self.train[dtype], self.rollout)
+
+    @property
+    def rounding(self) -> float:
+        """What bfloat16 makes of these tokens: the mean difference of the trainer in bfloat16 to itself in float32."""
+        return mean_difference(self.train["bfloat16"], self.train["float32"])
+
+    def worst(self, dtype: TrainerDtype, count: int) -> list[TokenGap]:
+        """The tokens on which the two differ most, the worst first."""
+        difference = torch.where(self.finite, (self.train[dtype] - self.rollout).abs(), torch.inf)
+        tokens = [(answer, token) for answer, row in enumerate(self.answers.responses) for token in row]
+        return [
+            TokenGap(
+                answer=tokens[index][0],
+                position=int(self.positions[index]),
+                token_id=tokens[index][1],
+                rollout=self.rollout[index].item(),
+                train=self.train[dtype][index].item(),
+            )
+            for index in difference.topk(min(count, len(difference))).indices.tolist()
+        ]

@@ -1,0 +1,64 @@
+"""The distance between two log-probs of the same tokens, as one number each.
+
+Shapes: N tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from skyrl_train.algorithms.off_policy import mismatch_metrics
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Of the tokens that an engine wrote: its own log-probs against the trainer's."""
+
+    num_tokens: int
+    mean: float
+    """Of |trainer - engine| [nats], as all differences here."""
+
+    p99: float
+    max: float
+    kl: float
+    """k3 estimate of KL(rollout || trainer): mean of rho - 1 - log rho, rho = exp(trainer - engine)."""
+
+    outside_clip: float
+    """Share of the tokens whose rho is outside [1 - eps_clip_low, 1 + eps_clip_high] before any training."""
+
+    ess: float
+    """Effective share of the samples under the weights rho: (sum rho)^2 / (N sum rho^2)."""
+
+
+def gap_of(train: torch.Tensor, rollout: torch.Tensor, clip_low: float, clip_high: float) -> Gap:
+    """Compares the log-probs of the N tokens that an engine wrote.
+
+    Args:
+        train, rollout: [N], finite; N at least 1.
+        clip_low, clip_high: `trainer.algorithm.eps_clip_low` and `eps_clip_high`.
+    """
+    metrics = mismatch_metrics(train[None], rollout[None], torch.ones_like(train)[None])
+    found = {name.removeprefix("policy/rollout_train_"): value for name, value in metrics.items()}
+    difference = (train - rollout).double()
+    ratio = difference.exp()
+    outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
+    return Gap(
+        num_tokens=len(train),
+        mean=found["logprobs_abs_diff_mean"],
+        p99=quantile(difference.abs(), 0.99),
+        max=found["logprobs_abs_diff_max"],
+        kl=found["kl_k3"],
+        outside_clip=outside.double().mean().item(),
+        ess=found["ess"],
+    )
+
+
+def quantile(values: torch.Tensor, share: float) -> float:
+    """The smallest of the values [N] that at least `share` of them do not exceed."""
+    rank = max(1, -int(-share * len(values) // 1))  # rounded up
+    return values.kthvalue(rank).values.item()
+
+
+def mean_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Mean of |one - other|; both [N]."""
+    return (one.double() - other.double()).abs().mean().item()

@@ -1,0 +1,122 @@
+"""The whole report: engines' answers in; cells with the trainer's log-probs, and findings, out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.mismatch.answers import EngineAnswers, Sampling
+from skyrl_train.mismatch.cells import Cell, EngineName
+from skyrl_train.mismatch.explanations import Explanation, best_explanation
+from skyrl_train.mismatch.findings import Finding, Measured, Trainer, findings_of
+from skyrl_train.mismatch.gap import Gap
+from skyrl_train.mismatch.scoring import Reference, TrainerModel, bfloat16_model, reference_model
+
+_FIXED_TOKENS = Sampling("fixed tokens", {"temperature": 1.0})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What was measured and what it means."""
+
+    model: str
+    trainer: Trainer
+    engines: list[Measured]
+    findings: list[Finding]
+    not_measured: list[tuple[str, str]]
+    """What, and why not."""
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Everything that was measured, the fixed tokens of each engine first."""
+        return _cells_of(self.engines)
+
+    def gap(self, cell: Cell) -> Gap | None:
+        """Of a cell to the trainer as the settings have it; None if no token has a number."""
+        return cell.gap(self.trainer.dtype, self.trainer.clip_low, self.trainer.clip_high)
+
+    def above(self, limit: float) -> list[Cell]:
+        """Cells whose mean difference is above `limit`, or is no number."""
+        return [cell for cell in self.cells if not cell.mean(self.trainer.dtype) <= limit]
+
+
+def make_report(
+    cfg: SkyRLConfig,
+    said: Sequence[tuple[EngineName, EngineAnswers]],
+    samplings: Sequence[Sampling],
+    not_measured: Sequence[tuple[str, str]] = (),
+) -> Report:
+    """Scores all answers with the trainer's model, in bfloat16 and then in float32 (one at a time in memory), and says
+    what the differences mean.
+
+    Args:
+        cfg: the settings of the run that is asked about.
+        said: what each engine answered.
+        samplings: the settings that were asked for.
+        not_measured: what could not be, and why.
+    """
+    trainer = Trainer(
+        dtype="bfloat16" if cfg.trainer.bf16 else "float32",
+        clip_low=cfg.trainer.algorithm.eps_clip_low,
+        clip_high=cfg.trainer.algorithm.eps_clip_high,
+    )
+    engines = [_measured(name, answers, samplings) for name, answers in said]
+    return Report(
+        model=cfg.trainer.policy.model.path,
+        trainer=trainer,
+        engines=engines,
+        findings=_judged(cfg, engines, trainer),
+        not_measured=[
+            *not_measured,
+            *((f"{name}, {what}", reason) for name, answers in said for what, reason in answers.refused.items()),
+        ],
+    )
+
+
+def _measured(name: EngineName, said: EngineAnswers, samplings: Sequence[Sampling]) -> Measured:
+    cells = [
+        Cell(engine=name, sampling=sampling, answers=said.answers[sampling.name])
+        for sampling in samplings
+        if sampling.name in said.answers
+    ]
+    canary = said.canary and Cell(engine=name, sampling=_FIXED_TOKENS, answers=said.canary)
+    return Measured(name=name, cells=cells, canary=canary)
+
+
+def _judged(cfg: SkyRLConfig, engines: Sequence[Measured], trainer: Trainer) -> list[Finding]:
+    """Gives every cell the trainer's log-probs, and finds what they mean."""
+    cells = _cells_of(engines)
+    if not cells:
+        return findings_of([], trainer)
+    with bfloat16_model(cfg) as model:
+        for cell in cells:
+            cell.train["bfloat16"] = _scores(model, cell)
+    with reference_model(cfg) as reference:
+        for cell in cells:
+            cell.train["float32"] = _scores(reference, cell)
+        explainer = _Explainer(reference)
+        for engine in engines:
+            engine.explain = explainer
+        return findings_of(engines, trainer)
+
+
+def _cells_of(engines: Sequence[Measured]) -> list[Cell]:
+    return [cell for engine in engines for cell in [engine.canary, *engine.cells] if cell is not None]
+
+
+def _scores(model: TrainerModel, cell: Cell) -> torch.Tensor:
+    return torch.cat(model.log_probs(cell.answers, cell.sampling.temperature))
+
+
+class _Explainer:
+    """`best_explanation` with the trainer's model at hand; a cell is looked at once."""
+
+    def __init__(self, reference: Reference):
+        self._reference = reference
+        self._found: dict[Cell, Explanation | None] = {}
+
+    def __call__(self, cell: Cell) -> Explanation | None:
+        if cell not in self._found:
+            self._found[cell] = best_explanation(self._reference, cell.answers, cell.sampling)
+        return self._found[cell]

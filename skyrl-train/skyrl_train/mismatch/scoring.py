@@ -1,0 +1,116 @@
+"""The trainer's side: the model that a policy worker would compute with, asked for the tokens that an engine wrote.
+
+Shapes: B rows, T tokens of prompt and response, R of the response, V words.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from skyrl_train.config import PolicyConfig, SkyRLConfig
+from skyrl_train.mismatch.answers import Answers
+from skyrl_train.models.scoring import ScoringModel, lay_out
+from skyrl_train.workers.model_worker import ModelWorker, RankInfo
+
+_ROWS_AT_A_TIME = 8
+
+
+class TrainerModel:
+    """Scores answers as the trainer does.
+
+    Args:
+        model: a `ScoringModel`, sharded or not.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device):
+        self._model = model
+        self._device = device
+
+    @torch.no_grad()
+    def log_probs(self, answers: Answers, temperature: float) -> list[torch.Tensor]:
+        """Of each answer's tokens, under softmax(logits / temperature): float32 [r] on the CPU."""
+        rows = list(zip(answers.prompts, answers.responses, strict=True))
+        found: list[torch.Tensor] = []
+        for start in range(0, len(rows), _ROWS_AT_A_TIME):
+            some = rows[start : start + _ROWS_AT_A_TIME]
+            sequences, mask, num_response = _padded(some)
+            scores = self._model(sequences.to(self._device), mask.to(self._device), num_response, temperature)
+            found += [
+                row[: len(response)].float().cpu() for row, (_, response) in zip(scores.log_probs, some, strict=True)
+            ]
+        return found
+
+
+class Reference(TrainerModel):
+    """The trainer's model in float32, whole: also gives logits. On one process sharding changes no number, so it is what
+    a trainer with `trainer.bf16=false` computes."""
+
+    _model: ScoringModel
+
+    @torch.no_grad()
+    def logits(self, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
+        """What the model says before each token of the response: float32 [R, V] on the CPU."""
+        sequences, mask, num_response = _padded([(prompt, response)])
+        packing = self._model.packing
+        layout = lay_out(sequences.to(self._device), mask.to(self._device), num_response, packing, None)
+        logits = self._model.causal_lm(**layout.inputs(), use_cache=False).logits
+        return logits.flatten(0, 1)[layout.predictors].float().cpu()
+
+
+@contextmanager
+def reference_model(cfg: SkyRLConfig) -> Iterator[Reference]:
+    """The policy in float32."""
+    worker = _PolicyScores(_alone(cfg))
+    worker.device = _device(cfg)
+    model = worker.build(cfg.trainer.policy.model.path, with_weights=True)
+    assert isinstance(model, ScoringModel)
+    model.to(worker.device)
+    yield Reference(model, worker.device)
+
+
+@contextmanager
+def bfloat16_model(cfg: SkyRLConfig) -> Iterator[TrainerModel]:
+    """The policy as a worker with `trainer.bf16=true` computes it: float32 parameters, cast by FSDP."""
+    worker = _PolicyScores(_alone(cfg))
+    worker.cfg.trainer.bf16 = True
+    worker.init_model(RankInfo(device=str(_device(cfg))))
+    try:
+        yield TrainerModel(worker.model, worker.device)
+    finally:
+        worker.teardown()
+
+
+class _PolicyScores(ModelWorker):
+    """The policy without what makes it learn."""
+
+    @property
+    def settings(self) -> PolicyConfig:
+        return self.cfg.trainer.policy
+
+
+def _alone(cfg: SkyRLConfig) -> SkyRLConfig:
+    """The settings of a policy of one worker: how many share the work changes no log-prob but by rounding."""
+    alone = copy.deepcopy(cfg)
+    alone.trainer.policy.sequence_parallel_size = 1
+    alone.trainer.policy.fsdp_config.fsdp_size = -1
+    return alone
+
+
+def _device(cfg: SkyRLConfig) -> torch.device:
+    return torch.device("cuda:0" if cfg.trainer.placement.resolved_device() == "cuda" else "cpu")
+
+
+def _padded(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Sequences and their mask [B, T], prompts padded on the left and responses on the right, and R."""
+    num_prompt = max(len(prompt) for prompt, _ in rows)
+    num_response = max(len(response) for _, response in rows)
+    sequences = torch.zeros(len(rows), num_prompt + num_response, dtype=torch.int64)
+    mask = torch.zeros_like(sequences)
+    for row, (prompt, response) in enumerate(rows):
+        columns = slice(num_prompt - len(prompt), num_prompt + len(response))
+        sequences[row, columns] = torch.tensor([*prompt, *response])
+        mask[row, columns] = 1
+    return sequences, mask, num_response
