@@ -1,0 +1,461 @@
+"""The colocation protocol as a table, and the driver with engines and workers that write down what they are told."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from skyrl_train.workers.colocation import Colocation
+from skyrl_train.workers.colocation_protocol import (
+    ALL_SHARE,
+    ALONE_AWAKE,
+    EMPTY,
+    NOBODY_SHARES,
+    POLICY,
+    POLICY_AND_REF_SHARE,
+    SYNC,
+    WEIGHTS,
+    ColocationError,
+    DeviceState,
+    Engines,
+    after,
+    events_of,
+    missing_steps,
+)
+
+CRITIC, REF = DeviceState(Engines.ASLEEP, "critic"), DeviceState(Engines.ASLEEP, "ref")
+STATES = {"awake": ALONE_AWAKE, "weights": WEIGHTS, "sync": SYNC, "empty": EMPTY, "policy": POLICY}
+STATES |= {"critic": CRITIC, "ref": REF}
+
+# What follows in each state; where a step is illegal, what must come first.
+ALL_STEPS = """
+                | awake   | weights       | sync      | empty         | policy       | critic   | ref
+generate        | = awake | wake cache    | off+      | wake weights+ | off+         | off+     | off+
+sleep           | = empty | = empty       | = policy  | wake weights  | wake weights | off+     | off+
+wake weights    | sleep   | sleep         | sleep     | = weights     | = sync       | off      | off
+wake cache      | sleep+  | = awake       | off       | wake weights  | off+         | off+     | off+
+send weights    | sleep+  | bring policy  | = sync    | bring policy+ | wake weights | off+     | off+
+start engine    | = awake | = weights     | off       | = empty       | off          | off      | off
+bring policy    | sleep   | = sync        | off       | = policy      | off          | off      | off
+bring critic    | sleep   | sleep         | off+      | = critic      | off          | off      | off
+bring ref       | sleep   | sleep         | off+      | = ref         | off          | off      | off
+use policy      | sleep+  | bring policy+ | sleep     | bring policy  | = policy     | off+     | off+
+use critic      | sleep+  | sleep+        | off+      | bring critic  | off+         | = critic | off+
+use ref         | sleep+  | sleep+        | off+      | bring ref     | off+         | off+     | = ref
+take off policy | sleep+  | bring policy  | = weights | bring policy  | = empty      | off+     | off+
+take off critic | sleep+  | sleep+        | off+      | bring critic  | off+         | = empty  | off+
+take off ref    | sleep+  | sleep+        | off+      | bring ref     | off+         | off+     | = empty
+"""
+
+
+def cells() -> list[tuple[str, str, str]]:
+    """(state, event, cell) of the table; a `+` says that more steps follow the one named, `off` is to take off whoever
+    is on the device."""
+    header, *rows = [[cell.strip() for cell in line.split("|")] for line in ALL_STEPS.strip("\n").splitlines()]
+    return [(state, row[0], cell) for row in rows for state, cell in zip(header[1:], row[1:], strict=True)]
+
+
+def test_the_table_has_every_state_and_every_step():
+    assert {state for state, _, _ in cells()} == set(STATES)
+    assert set(STATES.values()) == set(ALL_SHARE)
+    assert {event for _, event, _ in cells()} == set(events_of(ALL_SHARE))
+    assert len(cells()) == 7 * 15
+
+
+@pytest.mark.parametrize("state, event, cell", cells())
+def test_every_step_in_every_state_leads_on_or_says_what_must_come_first(state, event, cell):
+    if cell.startswith("="):
+        assert after(STATES[state], event) == STATES[cell.removeprefix("= ")]
+        return
+    with pytest.raises(ColocationError) as refused:
+        after(STATES[state], event)
+    assert str(refused.value).startswith(f"cannot {event} with engines ")
+    first, *more = missing_steps(STATES[state], event)
+    assert first == cell.removesuffix("+").replace("off", f"take off {STATES[state].worker}")
+    assert bool(more) == cell.endswith("+")
+    here = STATES[state]
+    for step in (first, *more, event):  # and indeed that is the way
+        here = after(here, step)
+
+
+@pytest.mark.parametrize("engines", Engines)
+@pytest.mark.parametrize("worker", [None, "policy", "critic", "ref"])
+def test_states_without_room_do_not_exist(engines, worker):
+    """7 of 12: workers never stand beside awake engines, and only the policy beside their weights."""
+    if (engines, worker) in {(state.engines, state.worker) for state in STATES.values()}:
+        assert DeviceState(engines, worker) in ALL_SHARE
+    else:
+        with pytest.raises(ValueError, match="no room"):
+            DeviceState(engines, worker)
+
+
+def test_a_refusal_names_the_way():
+    with pytest.raises(ColocationError) as refused:
+        after(POLICY, "wake cache")
+    assert str(refused.value) == (
+        "cannot wake cache with engines asleep, the policy on the device; first: take off policy, wake weights"
+    )
+
+
+def test_an_unknown_step_is_a_programming_error():
+    with pytest.raises(ValueError, match="no step of this protocol: 'wake up'; there are"):
+        after(EMPTY, "wake up")
+
+
+@pytest.mark.parametrize(
+    "state, event, following",
+    [
+        (EMPTY, "bring policy", POLICY),
+        (EMPTY, "bring ref", REF),
+        (EMPTY, "send weights", None),  # the policy is in host memory
+        (POLICY, "send weights", POLICY),
+        (POLICY, "take off policy", EMPTY),
+        (POLICY, "bring ref", None),
+        (REF, "send weights", None),
+        (REF, "use policy", None),
+        (REF, "use ref", REF),
+        (REF, "take off ref", EMPTY),
+    ],
+)
+def test_policy_and_reference_model_on_one_device_without_engines(state, event, following):
+    assert "sleep" not in events_of(POLICY_AND_REF_SHARE)
+    if following is None:
+        with pytest.raises(ColocationError):
+            after(state, event, POLICY_AND_REF_SHARE)
+    else:
+        assert after(state, event, POLICY_AND_REF_SHARE) == following
+
+
+def test_where_nobody_shares_there_are_no_steps():
+    assert events_of(NOBODY_SHARES) == ()
+
+
+class Diary:
+    """What engines and workers were told, in order."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.fails: set[str] = set()
+
+    async def write(self, line: str) -> None:
+        self.lines.append(line)
+        await asyncio.sleep(0)
+        if line in self.fails:
+            raise OSError(f"{line} went wrong")
+
+    def take(self) -> list[str]:
+        lines, self.lines = self.lines, []
+        return lines
+
+
+class Engine:
+    def __init__(self, diary: Diary, name: str = "engines"):
+        self.diary, self.name = diary, name
+
+    async def sleep(self, level: int = 1) -> None:
+        await self.diary.write(f"{self.name} sleep")
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        assert tags is not None
+        await self.diary.write(f"{self.name} wake {tags[0]}")
+
+
+class Group:
+    def __init__(self, diary: Diary, name: str):
+        self.diary, self.name = diary, name
+
+    async def init_model(self) -> None:
+        await self.diary.write(f"{self.name} loads")
+
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
+        await self.diary.write(f"{self.name} {'off' if method == 'offload_to_cpu' else 'on'}")
+        assert method in ("offload_to_cpu", "backload_to_gpu")
+        return []
+
+
+Started = tuple[Colocation, Diary]
+
+
+async def started(groups: tuple[str, ...] = ("policy", "critic", "ref"), **sharing: Any) -> Started:
+    diary = Diary()
+    colocation = Colocation(Engine(diary), **{"takes_turns": True, **sharing})
+    await colocation.start([Group(diary, name) for name in groups])
+    return colocation, diary
+
+
+def story(tell: Callable[[], Any]) -> None:
+    asyncio.run(asyncio.wait_for(tell(), 20))
+
+
+def test_a_whole_step_in_the_documented_order():
+    async def tell():
+        colocation, diary = await started()
+        assert diary.take() == [
+            "engines sleep",
+            *("critic loads", "critic off"),
+            *("ref loads", "ref off"),
+            "policy loads",
+        ]
+
+        async def send() -> str:
+            colocation.check("send weights")
+            await diary.write("weights travel")
+            return "sent"
+
+        sync = ["engines wake weights", "weights travel", "policy off", "engines wake kv_cache"]
+        assert await colocation.sync(send) == "sent"
+        assert diary.take() == sync
+        colocation.check("generate")
+        await colocation.after_generating()
+        async with colocation.in_place_of_policy("ref"):
+            colocation.check("use ref")
+        async with colocation.in_place_of_policy("critic"):
+            colocation.check("use critic")
+        colocation.check("use policy")
+        assert diary.take() == [
+            *("engines sleep", "policy on"),
+            *("policy off", "ref on", "ref off", "policy on"),
+            *("policy off", "critic on", "critic off", "policy on"),
+        ]
+        await colocation.sync(send)
+        assert diary.take() == sync
+        assert colocation.state == ALONE_AWAKE
+
+    story(tell)
+
+
+def test_out_of_turn_nobody_is_told_anything():
+    async def tell():
+        colocation, diary = await started()
+        diary.take()
+        for step in (lambda: colocation.bring("ref"), colocation.sleep, colocation.wake_cache):
+            with pytest.raises(ColocationError):
+                await step()
+        with pytest.raises(ColocationError, match="cannot generate with engines asleep"):
+            colocation.check("generate")
+        await colocation.take_off("policy")
+        with pytest.raises(ColocationError, match=r"first: bring policy$"):
+            await colocation.sync(lambda: diary.write("weights travel"))
+        assert diary.take() == ["policy off", "engines wake weights"]
+
+    story(tell)
+
+
+def test_models_with_devices_of_their_own_take_no_turns():
+    async def tell():
+        colocation, diary = await started(takes_turns=False)
+        assert sorted(diary.take()) == ["critic loads", "policy loads", "ref loads"]
+        for event in ("generate", "use critic", "send weights"):
+            colocation.check(event)
+        await colocation.sync(lambda: diary.write("weights travel"))
+        await colocation.after_generating()
+        async with colocation.in_place_of_policy("ref"):
+            pass
+        assert await colocation.send_between(lambda: diary.write("weights travel"))
+        await colocation.recover()
+        assert diary.take() == ["weights travel"] * 2
+
+    story(tell)
+
+
+def test_policy_and_reference_model_may_share_while_engines_do_not():
+    async def tell():
+        colocation, diary = await started(takes_turns=False, policy_and_ref_share=True)
+        lines = diary.take()
+        assert [line for line in lines if "critic" not in line] == ["ref loads", "ref off", "policy loads"]
+        await colocation.sync(lambda: diary.write("weights travel"))
+        await colocation.after_generating()
+        async with colocation.in_place_of_policy("critic"):
+            pass
+        assert diary.take() == ["weights travel"]
+        async with colocation.in_place_of_policy("ref"):
+            with pytest.raises(ColocationError, match=r"cannot send weights .* first: take off ref, bring policy"):
+                await colocation.sync(lambda: diary.write("weights travel"))
+        assert diary.take() == ["policy off", "ref on", "ref off", "policy on"]
+
+    story(tell)
+
+
+def test_training_without_engines_swaps_its_models():
+    async def tell():
+        diary = Diary()
+        colocation = Colocation(None, takes_turns=True)
+        await colocation.start([Group(diary, "policy"), Group(diary, "ref")])
+        async with colocation.in_place_of_policy("ref"):
+            pass
+        assert diary.take() == [
+            *("ref loads", "ref off", "policy loads"),
+            *("policy off", "ref on", "ref off", "policy on"),
+        ]
+
+    story(tell)
+
+
+@pytest.mark.parametrize("failing", ["engines wake weights", "policy off", "engines wake kv_cache"])
+def test_a_move_that_failed_leaves_doubt_until_recovery(failing):
+    async def tell():
+        colocation, diary = await started()
+        diary.fails = {failing}
+        with pytest.raises(OSError, match=failing):
+            await colocation.sync(lambda: diary.write("weights travel"))
+        for step in (colocation.sleep, lambda: colocation.bring("policy")):
+            with pytest.raises(ColocationError, match=r"is in doubt since '.*' failed; first: recover"):
+                await step()
+        diary.fails = set()
+        diary.take()
+        await colocation.recover()
+        assert diary.take() == ["policy off", "critic off", "ref off", "engines sleep"]
+        assert colocation.state == EMPTY
+        await colocation.bring("policy")
+        await colocation.sync(lambda: diary.write("weights travel"))
+        colocation.check("generate")
+
+    story(tell)
+
+
+def test_a_recovery_that_failed_can_be_repeated():
+    async def tell():
+        colocation, diary = await started()
+        diary.fails = {"engines sleep"}
+        with pytest.raises(OSError):
+            await colocation.recover()
+        with pytest.raises(ColocationError, match="since 'recover' failed"):
+            await colocation.bring("policy")
+        diary.fails = set()
+        await colocation.recover()
+        await colocation.bring("policy")
+
+    story(tell)
+
+
+def test_a_send_that_failed_is_known_and_can_be_repeated():
+    async def tell():
+        colocation, diary = await started()
+        diary.take()
+        diary.fails = {"weights travel"}
+        with pytest.raises(OSError):
+            await colocation.sync(lambda: diary.write("weights travel"))
+        assert colocation.state == SYNC
+        diary.fails = set()
+        await colocation.sync(lambda: diary.write("weights travel"))
+        assert diary.take() == [
+            "engines wake weights",
+            *("weights travel", "weights travel"),
+            *("policy off", "engines wake kv_cache"),
+        ]
+
+    story(tell)
+
+
+def test_an_engine_that_died_while_others_slept_starts_when_the_next_sync_makes_room_and_sleeps_with_them():
+    async def tell():
+        colocation, diary = await started()
+        diary.take()
+
+        async def start() -> Engine:
+            await diary.write("new starts")
+            return Engine(diary, "new")
+
+        starting = asyncio.create_task(colocation.start_engine(start))
+        await asyncio.sleep(0.05)
+        assert diary.take() == []  # the policy has the device
+        await colocation.sync(lambda: diary.write("weights travel"))
+        assert (await starting).name == "new"
+        assert diary.take() == [
+            *("policy off", "new starts", "new sleep", "policy on"),
+            *("engines wake weights", "weights travel", "policy off", "engines wake kv_cache"),
+        ]
+
+    story(tell)
+
+
+def test_an_engine_that_died_in_mid_sync_starts_before_the_sync_is_repeated():
+    async def tell():
+        colocation, diary = await started()
+        diary.fails = {"weights travel"}
+        with pytest.raises(OSError):
+            await colocation.sync(lambda: diary.write("weights travel"))
+        diary.fails = set()
+        diary.take()
+
+        async def start() -> Engine:
+            return Engine(diary, "new")
+
+        starting = asyncio.create_task(colocation.start_engine(start))
+        await asyncio.sleep(0)
+        await colocation.sync(lambda: diary.write("weights travel"))
+        await starting
+        assert diary.take() == [
+            *("policy off", "new sleep", "new wake weights", "policy on"),
+            *("weights travel", "policy off", "engines wake kv_cache"),
+        ]
+
+    story(tell)
+
+
+def test_recovery_waits_for_engines_that_start():
+    async def tell():
+        colocation, diary = await started()
+        diary.fails = {"engines wake weights"}
+        with pytest.raises(OSError):
+            await colocation.sync(lambda: diary.write("weights travel"))
+        diary.fails = set()
+        diary.take()
+
+        async def start() -> Engine:
+            await diary.write("new starts")
+            return Engine(diary, "new")
+
+        async def settle() -> None:
+            await colocation.start_engine(start)
+
+        await colocation.recover(settle)
+        assert diary.take() == [
+            *("policy off", "critic off", "ref off"),
+            *("new starts", "new sleep"),
+            "engines sleep",
+        ]
+
+    story(tell)
+
+
+def test_an_engine_started_while_others_generate_is_given_the_weights_between_two_syncs():
+    async def tell():
+        colocation, diary = await started()
+        assert not await colocation.send_between(lambda: diary.write("weights travel"))  # the next sync brings them
+        await colocation.sync(lambda: diary.write("weights travel"))
+        diary.take()
+
+        async def start() -> Engine:
+            return Engine(diary, "new")
+
+        await colocation.start_engine(start)
+        assert diary.take() == []  # awake, as the others
+        sent, _ = await asyncio.gather(
+            colocation.send_between(lambda: diary.write("weights travel")),
+            colocation.after_generating(),  # comes meanwhile, and waits its turn
+        )
+        assert sent
+        assert diary.take() == [
+            *("engines sleep", "policy on", "engines wake weights", "weights travel"),
+            *("policy off", "engines wake kv_cache"),
+            *("engines sleep", "policy on"),
+        ]
+
+    story(tell)
+
+
+def test_an_engine_that_waits_too_long_for_the_device_says_who_has_it():
+    async def tell():
+        colocation, diary = await started(start_timeout_seconds=0.05)
+
+        async def start() -> Engine:
+            return Engine(diary)
+
+        with pytest.raises(ColocationError, match=r"cannot start engine for 0.05 s.*first: take off policy"):
+            await colocation.start_engine(start)
+        await colocation.sync(lambda: diary.write("weights travel"))  # does not wait for who gave up
+        colocation.check("generate")
+
+    story(tell)
