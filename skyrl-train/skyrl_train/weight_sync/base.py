@@ -4,8 +4,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Transport = Literal["shared_memory", "cuda_ipc", "broadcast", "checkpoint"]
-"""How bytes get to an engine. `shared_memory`: a segment that both processes map (one machine). `cuda_ipc`: the same with
-memory of a GPU. `broadcast`: a process group of trainer rank 0 and every process of every engine. `checkpoint`: files."""
+"""How bytes get to an engine. `shared_memory`: a segment that both processes map (one machine). `cuda_ipc`: the same
+with memory of a GPU. `broadcast`: a process group of trainer rank 0 and every process of every engine. `checkpoint`:
+files."""
 
 Encoding = Literal["full", "delta"]
 """What the bytes are. `full`: the tensors. `delta`: what changed since the version before, compressed."""
@@ -47,6 +48,8 @@ class WeightUpdateRequest:
     """The bucket's number within the update, from 0: a receiver refuses a gap."""
     num_bytes: int
     """Bytes of the payload."""
+    base_version: int | None = None
+    """`delta`: the version that the bytes are changes to. None: they are whole tensors."""
     location: str = ""
     """`shared_memory`: the segment's name. `checkpoint`: the file."""
     handles: dict[str, Any] = field(default_factory=dict, repr=False)

@@ -1,4 +1,4 @@
-"""A process group of the trainer's rank 0 and every engine, beside whatever groups they are in already."""
+"""Bytes from the trainer's rank 0 to every process of every engine, by a group of their own beside all others."""
 
 from datetime import timedelta
 from typing import Any
@@ -7,63 +7,114 @@ import torch
 from torch.distributed import ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.base import WeightSyncInitInfo
+from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.payload import Payload
 
 
 class BroadcastGroup:
-    """Bytes from rank 0 to all others over gloo or nccl. Creating it returns once every member has come.
+    """A process group over gloo or nccl whose rank 0 sends. Creating it returns once every member has come.
 
     Args:
-        init_info: where the group meets and which rank this process is.
+        init_info: where the group meets.
         device: where this process wants the bytes (gloo moves them through host memory).
+        rank: of this process in the group.
     """
 
-    def __init__(self, init_info: WeightSyncInitInfo, device: torch.device):
+    def __init__(self, init_info: WeightSyncInitInfo, device: torch.device, rank: int):
         timeout = timedelta(seconds=init_info.timeout_seconds)
-        self._is_sender = init_info.rank == 0
+        self.device = device if init_info.backend == "nccl" else torch.device("cpu")
         self._group: Any  # the two kinds of group share no typed base
         try:
             store = TCPStore(
-                init_info.master_address,
-                init_info.master_port,
-                init_info.world_size,
-                is_master=self._is_sender,
-                timeout=timeout,
+                init_info.master_address, init_info.master_port, init_info.world_size, rank == 0, timeout=timeout
             )
             if init_info.backend == "nccl":
-                self._device = device
                 from torch.distributed import ProcessGroupNCCL  # only in builds for CUDA
 
                 options = ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                self._group = ProcessGroupNCCL(store, init_info.rank, init_info.world_size, options)
+                self._group = ProcessGroupNCCL(store, rank, init_info.world_size, options)
             else:
-                self._device = torch.device("cpu")
-                self._group = ProcessGroupGloo(store, init_info.rank, init_info.world_size, timeout)
+                self._group = ProcessGroupGloo(store, rank, init_info.world_size, timeout)
         except RuntimeError as error:  # torch's DistError is one: a member did not come, the port is taken
             raise WeightSyncError(
-                f"rank {init_info.rank} of {init_info.world_size} could not join the weight-sync group at "
+                f"rank {rank} of {init_info.world_size} could not join the weight-sync group at "
                 f"{init_info.master_address}:{init_info.master_port} within {init_info.timeout_seconds:.0f} s: {error}"
             ) from error
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Sends (rank 0) or fills (others) `flat` [num_bytes] uint8. Every member must call it."""
-        on_group = flat.to(self._device)
+        """Sends (rank 0) or fills (others) `flat` [num_bytes] uint8 on the group's device. Every member must call it.
+
+        Raises:
+            WeightSyncError: a member is dead or silent.
+        """
         try:
-            self._group.broadcast(on_group, 0).wait()
+            self._group.broadcast(flat, 0).wait()
         except RuntimeError as error:
             raise WeightSyncError(
                 f"a member of the weight-sync group died or did not answer in time: {error}"
             ) from error
-        if not self._is_sender and on_group is not flat:
-            flat.copy_(on_group)
 
-    def receive_bytes(self, num_bytes: int) -> torch.Tensor:
-        flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        self.broadcast(flat)
+    def abort(self) -> None:
+        """Ends what other threads and the other members wait for, by an error."""
+        self._group.abort()
+
+    def close(self) -> None:
+        self._group.shutdown()
+
+
+class _Buffer:
+    """Memory for one bucket, kept for the next."""
+
+    def __init__(self, device: torch.device):
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def first(self, num_bytes: int) -> torch.Tensor:
+        if num_bytes > self._bytes.numel():
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=self._bytes.device)
+        return self._bytes[:num_bytes]
+
+
+class BroadcastWriter:
+    """The trainer's end."""
+
+    def __init__(self, init_info: WeightSyncInitInfo, device: torch.device):
+        self._group = BroadcastGroup(init_info, device, rank=0)
+        self._buffers = [_Buffer(self._group.device) for _ in range(2)]  # one is sent while the other is filled
+
+    def write(self, payload: Payload, version: int, index: int) -> dict[str, Any]:
+        """Puts a bucket into one piece."""
+        payload.copy_to(self._buffers[index % 2].first(payload.num_bytes))
+        return {}
+
+    def transmit(self, num_bytes: int, index: int) -> None:
+        """Sends a bucket; the engines must have been told."""
+        if num_bytes:
+            self._group.broadcast(self._buffers[index % 2].first(num_bytes))
+
+    def finish(self, version: int) -> None:
+        """Nothing stays behind."""
+
+    def abort(self) -> None:
+        self._group.abort()
+
+    def close(self) -> None:
+        self._group.close()
+
+
+class BroadcastReader:
+    """The end of one process of an engine."""
+
+    def __init__(self, init_info: WeightSyncInitInfo, device: torch.device, process_index: int):
+        self._group = BroadcastGroup(init_info, device, rank=init_info.rank + process_index)
+        self._buffer = _Buffer(self._group.device)
+
+    def read(self, request: WeightUpdateRequest) -> torch.Tensor:
+        """The bucket's bytes. [num_bytes] uint8, on the group's device"""
+        flat = self._buffer.first(request.num_bytes)
+        if flat.numel():
+            self._group.broadcast(flat)
         return flat
 
     def close(self) -> None:
-        shutdown = getattr(self._group, "shutdown", None)
-        if shutdown is not None:
-            shutdown()
+        self._group.close()

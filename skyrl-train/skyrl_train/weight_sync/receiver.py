@@ -1,82 +1,94 @@
 """An engine's end of weight sync: named tensors out of requests, whichever way the bytes came."""
 
-import math
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.broadcast import BroadcastReader
+from skyrl_train.weight_sync.payload import Bucket, split_bytes
+from skyrl_train.weight_sync.shared_memory import SharedMemoryReader
 
 
-class ByteSource(Protocol):
-    """Where the bytes of a chunk that did not travel with the request come from (a process group)."""
+class Reader(Protocol):
+    """The end of a transport."""
 
-    def receive_bytes(self, num_bytes: int) -> torch.Tensor: ...
+    def read(self, request: WeightUpdateRequest) -> torch.Tensor:
+        """The bucket's bytes. [num_bytes] uint8"""
+        ...
 
     def close(self) -> None: ...
 
 
-def num_bytes_of(request: WeightUpdateRequest) -> int:
-    """Bytes in the flat buffer of a chunk."""
-    return sum(
-        math.prod(shape) * getattr(torch, dtype).itemsize
-        for shape, dtype in zip(request.shapes, request.dtypes, strict=True)
-    )
-
-
-def split_bytes(request: WeightUpdateRequest, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Views of `flat` (uint8, one dimension) as the request's named tensors."""
-    expected = num_bytes_of(request)
-    if flat.numel() != expected:
-        raise WeightSyncError(f"a weight chunk of {len(request)} parameters needs {expected} bytes; got {flat.numel()}")
-    tensors, start = [], 0
-    for name, dtype_name, shape in zip(request.names, request.dtypes, request.shapes, strict=True):
-        dtype: torch.dtype = getattr(torch, dtype_name)
-        size = math.prod(shape) * dtype.itemsize
-        part = flat[start : start + size]
-        if part.storage_offset() % dtype.itemsize:  # a view needs aligned bytes
-            part = part.clone()
-        tensors.append((name, part.view(dtype).view(shape)))
-        start += size
-    return tensors
-
-
 class WeightReceiver:
-    """Turns requests into named tensors. The tensors are valid until the next `receive`; copy them at once."""
+    """Turns the requests of one connection into named tensors.
 
-    def __init__(self, init_info: WeightSyncInitInfo, device: torch.device):
-        self._group: ByteSource | None = None
-        if init_info.strategy == "broadcast":
-            from skyrl_train.weight_sync.broadcast import BroadcastGroup
+    Args:
+        init_info: as the trainer made it for this engine.
+        device: where the engine computes; tensors arrive there or on the host.
+        process_index: which of the engine's processes this is.
+    """
 
-            self._group = BroadcastGroup(init_info, device)
+    def __init__(self, init_info: WeightSyncInitInfo, device: torch.device, process_index: int = 0):
+        self._reader: Reader = _reader(init_info, device, process_index)
+        self._version: int | None = None  # of the open update
+        self._next_index = 0
+        self._names: set[str] = set()
+        self._names_before: set[str] | None = None
 
-    def receive(self, request: WeightUpdateRequest) -> list[tuple[str, torch.Tensor]]:
-        """The chunk's parameters, in the sender's order and dtype.
+    def receive(self, request: WeightUpdateRequest) -> Bucket:
+        """The bucket's parameters, in the sender's order and dtype: valid until the next `receive`, not to be written
+        to. Bucket 0 begins an update, also in the midst of another one, which is forgotten.
 
         Raises:
-            WeightSyncError: the bytes do not fit the request, or the group broke.
+            WeightSyncError: a bucket is missing or of another version, the bytes do not fit, or their way broke.
         """
-        if self._group is not None:
-            return split_bytes(request, self._group.receive_bytes(num_bytes_of(request)))
-        if request.buffer is None:
-            raise WeightSyncError("a weight chunk came without bytes, but this engine was set up for shared memory")
-        # The bytes lie in shared, read-only memory; they are only read.
-        writable = np.frombuffer(request.buffer, dtype=np.uint8)
-        return split_bytes(request, _from_readonly(writable))
+        self._take_turn(request)
+        bucket = split_bytes(request, self._reader.read(request))
+        self._next_index += 1
+        self._names.update(request.names)
+        return bucket
+
+    def finish(self, version: int) -> None:
+        """Ends the update.
+
+        Raises:
+            WeightSyncError: no update to `version` is open, or tensors that came with the update before are missing.
+        """
+        if version != self._version:
+            raise WeightSyncError(f"an update to version {version} was finished, but {self._state()}")
+        missing = sorted((self._names_before or set()) - self._names)
+        if missing:
+            raise WeightSyncError(
+                f"the update to version {version} ended without {len(missing)} tensors of the update before, such as "
+                f"{missing[0]!r}"
+            )
+        self._version, self._names_before = None, self._names
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        self._reader.close()
+
+    def _take_turn(self, request: WeightUpdateRequest) -> None:
+        if request.index == 0:
+            self._version, self._next_index, self._names = request.version, 0, set()
+        if (request.version, request.index) != (self._version, self._next_index):
+            raise WeightSyncError(f"bucket {request.index} of version {request.version} came, but {self._state()}")
+        repeated = self._names.intersection(request.names)
+        if repeated:
+            raise WeightSyncError(f"tensor {min(repeated)!r} came twice in the update to version {request.version}")
+
+    def _state(self) -> str:
+        if self._version is None:
+            return "no update is open: its first bucket is missing, or it was finished early"
+        return f"the update to version {self._version} is open and waits for bucket {self._next_index}"
 
 
-def _from_readonly(array: np.ndarray) -> torch.Tensor:
-    """A tensor over a read-only array. Nobody writes to it: `torch.from_numpy` alone would warn that somebody could."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(array)
+def _reader(init_info: WeightSyncInitInfo, device: torch.device, process_index: int) -> Reader:
+    match init_info.transport:
+        case "shared_memory":
+            return SharedMemoryReader()
+        case "broadcast":
+            return BroadcastReader(init_info, device, process_index)
+        case _:
+            raise NotImplementedError(init_info.transport)

@@ -1,21 +1,34 @@
 """The trainer's end of weight sync: parameters in, verified weights in every engine out.
 
-Parameters come one at a time and leave in buckets, so that the extra memory is one bucket, never a second model.
+Parameters come one at a time and leave in buckets. While the engines copy one bucket out, the next is copied in: what
+is in memory besides the models is one bucket being gathered, one being written, one being read.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 
-from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
-from skyrl_train.weight_sync.broadcast import BroadcastGroup
-from skyrl_train.weight_sync.checksum import MODULUS, checksum_of
+from skyrl_train.errors import SkyRLError, WeightSyncError
+from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo
+from skyrl_train.weight_sync.broadcast import BroadcastWriter
+from skyrl_train.weight_sync.fingerprint import Verification, differences, fingerprints_of
+from skyrl_train.weight_sync.payload import Bucket, Payload, num_bytes_of
+from skyrl_train.weight_sync.shared_memory import SharedMemoryWriter
+
+MOST_BYTES_ON_THE_WAY = 1 << 26
+"""Of one bucket. Larger ones only delay the engines' first; smaller ones cost calls."""
+_SLOTS_IN_MEMORY = 4  # two slots besides the bucket being gathered should be little beside it
 
 
 class EngineHandles(Protocol):
-    """The engines, wherever they run. Calls start at once; `wait` ends them, by their answers or an error."""
+    """The engines, wherever they run. Calls start at once; `wait` ends them, by their answers or an error that names
+    the engine, before a deadline of its own."""
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
         """The same call to every engine."""
@@ -27,95 +40,222 @@ class EngineHandles(Protocol):
 
     def wait(self, calls: list[Any]) -> list[Any]: ...
 
-    def share(self, value: Any) -> Any:
-        """`value` where every engine can read it without a copy each; an argument for `call_all`."""
+
+class Writer(Protocol):
+    """The beginning of a transport."""
+
+    def write(self, payload: Payload, version: int, index: int) -> dict[str, Any]:
+        """Puts a bucket where the engines can get it, while they may still read the one before; returns where, as
+        fields of a request."""
         ...
 
+    def transmit(self, num_bytes: int, index: int) -> None:
+        """The trainer's part while the engines receive bucket `index`; the next one may be written meanwhile."""
+        ...
 
-Bucket = list[tuple[str, torch.Tensor]]
+    def finish(self, version: int) -> None:
+        """All engines hold `version`."""
+        ...
+
+    def abort(self) -> None:
+        """An engine failed: ends what waits for it, here and elsewhere."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncResult:
+    """A sync that every engine has proven."""
+
+    metrics: dict[str, float]
+    """`bytes` of the tensors, `payload_bytes` that travelled to each engine, `buckets`, and `<phase>_seconds`."""
+    reports: list[WeightReport]
+    """Of each engine."""
 
 
 def buckets_of(parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, max_bytes: int) -> Iterator[Bucket]:
     """Consecutive parameters in `dtype`, gathered until a bucket would pass `max_bytes` (one larger stands alone)."""
+    return _in_buckets(((name, parameter.detach().to(dtype)) for name, parameter in parameters), max_bytes)
+
+
+def _in_buckets(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:
     bucket: Bucket = []
     size = 0
-    for name, parameter in parameters:
-        converted = parameter.detach().to(dtype)
-        num_bytes = converted.numel() * converted.itemsize
+    for name, tensor in tensors:
+        num_bytes = tensor.numel() * tensor.itemsize
         if bucket and size + num_bytes > max_bytes:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, converted))
+        bucket.append((name, tensor))
         size += num_bytes
     if bucket:
         yield bucket
 
 
-def flatten(bucket: Bucket) -> torch.Tensor:
-    """A bucket's bytes one after the other. [num_bytes] uint8"""
-    return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in bucket])
+def needs_staging(init_info: WeightSyncInitInfo) -> bool:
+    """Whether `WeightSender.stage` can do a part of the work before generation pauses: write files, encode."""
+    return init_info.transport == "checkpoint" or init_info.encoding == "delta"
 
 
 class WeightSender:
-    """Sends a model to all engines and proves that it arrived.
+    """Sends a model to all engines and proves that it arrived. A failed `send` may be repeated as a whole; after one
+    that broke a process group, or that lost an engine, by a new sender.
 
     Args:
         engines: every engine that must hold the weights.
-        init_infos: this process's (rank 0 of the group) and each engine's.
+        init_infos: this process's and each engine's (`skyrl_train.weight_sync.plan.init_infos_for`).
         device: where the parameters are.
+        max_bucket_bytes: of the buckets that come. They leave in pieces of at most a quarter, so that two of those (one
+            being written, one being read) are little beside the bucket being gathered.
+        verification: what the engines' fingerprints read; `off`: nothing is compared.
+
+    Raises:
+        WeightSyncError: an engine could not be met.
     """
 
-    def __init__(self, engines: EngineHandles, init_infos: Sequence[WeightSyncInitInfo], device: torch.device):
+    def __init__(
+        self,
+        engines: EngineHandles,
+        init_infos: Sequence[WeightSyncInitInfo],
+        device: torch.device,
+        *,
+        max_bucket_bytes: int,
+        verification: Verification,
+    ):
         own_info, *engine_infos = init_infos
+        self._most_bytes = min(MOST_BYTES_ON_THE_WAY, max_bucket_bytes // _SLOTS_IN_MEMORY)
         self._engines = engines
-        engines.wait(engines.call_all("weight_version"))  # a group waits long for an engine that could not start
+        self._verification: Verification = verification
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="weight-sync")
+        self._transmission: Future[None] | None = None
+        self._seconds: dict[str, float] = {}
+        self._writer: Writer | None = None
+        self._wait(engines.call_all("weight_version"), "before it began")  # a group waits long for a dead engine
         joining = engines.call_each("init_weight_update_communicator", engine_infos)
-        self._group = BroadcastGroup(own_info, device) if own_info.strategy == "broadcast" else None
-        engines.wait(joining)
+        meeting = self._threads.submit(_writer, own_info, device)
+        self._wait(joining, "while the engines joined")
+        self._writer = meeting.result()
 
-    def send(self, buckets: Iterable[Bucket], version: int) -> dict[str, float]:
+    def stage(self, buckets: Iterable[Bucket], version: int) -> dict[str, float]:
+        """Does what needs no engine: encodes, writes files. Returns metrics."""
+        raise NotImplementedError
+
+    def send(self, buckets: Iterable[Bucket] | None, version: int) -> SyncResult:
         """Streams the buckets to every engine, which then takes on `version`.
 
-        Returns:
-            `bytes` sent, `chunks`.
+        Args:
+            buckets: None: those that were staged.
 
         Raises:
-            WeightSyncError: an engine's weights differ from the trainer's afterwards.
+            WeightSyncError: an engine failed, or holds other weights than the trainer; names both.
         """
-        checksum, num_bytes, num_chunks = 0, 0, 0
-        for bucket in buckets:
-            self._send_bucket(bucket)
-            checksum += checksum_of(bucket)
-            num_bytes += sum(tensor.numel() * tensor.itemsize for _, tensor in bucket)
-            num_chunks += 1
-        checksum %= MODULUS
-        answers = self._engines.wait(self._engines.call_all("finish_weight_update", version))
-        wrong = [index for index, answer in enumerate(answers) if answer != checksum]
-        if wrong:
-            raise WeightSyncError(
-                f"after the sync of version {version}, engine(s) {wrong} hold other weights than the trainer "
-                f"(checksum {[answers[index] for index in wrong]}, expected {checksum}). Do both load the same model, "
-                "and is generator.model_dtype the dtype the engine computes in?"
-            )
-        return {"bytes": float(num_bytes), "chunks": float(num_chunks)}
-
-    def _send_bucket(self, bucket: Bucket) -> None:
-        flat = flatten(bucket)
-        request = WeightUpdateRequest(
-            names=[name for name, _ in bucket],
-            dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-            shapes=[tuple(tensor.shape) for _, tensor in bucket],
-            buffer=flat.cpu().numpy() if self._group is None else None,
-        )
-        receiving = self._engines.call_all("update_named_weights", self._engines.share(request))
-        if self._group is not None:
-            try:
-                self._group.broadcast(flat)
-            except WeightSyncError:
-                self._engines.wait(receiving)  # a dead engine says here which one it was
-                raise
-        self._engines.wait(receiving)
+        assert buckets is not None
+        self._seconds = dict.fromkeys(("write", "wait", "fingerprint", "finish"), 0.0)
+        began = perf_counter()
+        sums, expected = self._stream(self._payloads(buckets), version)
+        with self._timed("finish"):
+            finishing = self._engines.call_all("finish_weight_update", version)
+            reports: list[WeightReport] = self._wait(finishing, f"at the end of version {version}")
+        self._check(reports, expected, version)
+        if self._writer is not None:
+            self._writer.finish(version)
+        seconds = {f"{phase}_seconds": value for phase, value in self._seconds.items()}
+        return SyncResult(metrics=sums | seconds | {"send_seconds": perf_counter() - began}, reports=reports)
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
+        if self._writer is not None:
+            self._writer.close()
+        self._threads.shutdown(wait=False)
+
+    # ---- one sync
+
+    def _payloads(self, buckets: Iterable[Bucket]) -> Iterator[Payload]:
+        return map(Payload.of, _in_buckets(chain.from_iterable(buckets), self._most_bytes))
+
+    def _stream(self, payloads: Iterable[Payload], version: int) -> tuple[dict[str, float], dict[str, int]]:
+        """Every bucket to every engine; at most one is under way, since nothing promises the order of two calls.
+        Returns metrics and the fingerprints of what was sent."""
+        writer = self._writer
+        assert writer is not None
+        sums = {"bytes": 0.0, "payload_bytes": 0.0, "buckets": 0.0}
+        expected: dict[str, int] = {}
+        receiving: list[Any] = []
+        what = ""
+        for index, payload in enumerate(payloads):
+            with self._timed("write"):
+                place = writer.write(payload, version, index)
+            self._wait_for_bucket(receiving, what)
+            request = payload.request(version=version, index=index, **place)
+            what = f"at bucket {index} of version {version} ({payload.names[0]} to {payload.names[-1]})"
+            receiving = self._engines.call_all("update_named_weights", request)
+            self._transmission = self._threads.submit(_transmit, writer, payload.num_bytes, index)
+            with self._timed("fingerprint"):
+                expected |= fingerprints_of(payload.bucket, version, self._verification)
+            sums["bytes"] += sum(map(num_bytes_of, payload.dtypes, payload.shapes))
+            sums["payload_bytes"] += payload.num_bytes
+            sums["buckets"] += 1
+        self._wait_for_bucket(receiving, what)
+        return sums, expected
+
+    def _wait_for_bucket(self, receiving: list[Any], what: str) -> None:
+        if self._transmission is None:
+            return
+        with self._timed("wait"):
+            self._wait(receiving, what)
+            transmission, self._transmission = self._transmission, None
+            transmission.result()
+
+    def _wait(self, calls: list[Any], what: str) -> list[Any]:
+        """The engines' answers.
+
+        Raises:
+            WeightSyncError: one failed; what it says names it.
+        """
+        try:
+            return self._engines.wait(calls)
+        except (SkyRLError, OSError) as error:  # a TimeoutError is an OSError
+            self._transmission = None
+            if self._writer is not None:
+                self._writer.abort()
+            raise WeightSyncError(f"weight sync failed {what}: {error or type(error).__name__}") from error
+
+    def _check(self, reports: Sequence[WeightReport], expected: dict[str, int], version: int) -> None:
+        wrong = [
+            f"engine {index} is at version {report.version}"
+            if report.version != version
+            else f"engine {index}: {found}"
+            for index, report in enumerate(reports)
+            if (found := differences(expected, report.fingerprints)) or report.version != version
+        ]
+        if wrong:
+            raise WeightSyncError(
+                f"after the sync of version {version} engines hold other weights than the trainer. {'. '.join(wrong)}. "
+                "Do both load the same model, and does the engine compute in generator.model_dtype?"
+            )
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += perf_counter() - began
+
+
+def _transmit(writer: Writer, num_bytes: int, index: int) -> None:
+    try:
+        writer.transmit(num_bytes, index)
+    except WeightSyncError:
+        writer.abort()  # the engines that are still waiting learn of it
+        raise
+
+
+def _writer(init_info: WeightSyncInitInfo, device: torch.device) -> Writer:
+    match init_info.transport:
+        case "shared_memory":
+            return SharedMemoryWriter()
+        case "broadcast":
+            return BroadcastWriter(init_info, device)
+        case _:
+            raise NotImplementedError(init_info.transport)

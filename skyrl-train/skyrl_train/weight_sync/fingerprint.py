@@ -1,0 +1,101 @@
+"""A number for a tensor's bytes, so that trainer and engine can compare what they hold without sending it.
+
+Equal bytes, dtype and shape give equal numbers on every device; different ones differ but for a chance of 2^-63. The
+bytes are hashed on the host: a GPU sends what is read of its tensors there, the samples of all tensors in one go.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import torch
+import xxhash
+
+from skyrl_train.weight_sync.payload import bytes_of
+
+Verification = Literal["sampled", "full", "off"]
+
+WHOLE_BYTES = 1 << 16
+"""Tensors up to this size are always read whole."""
+BLOCK_BYTES = 1 << 12
+MOST_TURNS = 128
+"""Of a large tensor one block in so many is read, another one at each version."""
+_LEAST_BLOCKS = 8  # of a tensor just over the limit
+_HOST_CHUNK_BYTES = 1 << 26
+_MOST_NAMED = 3
+
+
+def num_turns(num_bytes: int) -> int:
+    """After so many consecutive versions, `sampled` has read every byte of a tensor of this size."""
+    if num_bytes <= WHOLE_BYTES:
+        return 1
+    return min(MOST_TURNS, num_bytes // BLOCK_BYTES // _LEAST_BLOCKS)
+
+
+def fingerprint_of(tensor: torch.Tensor, version: int, verification: Verification) -> int:
+    """The fingerprint of one tensor, whatever its name.
+
+    Args:
+        version: of the weights; with `sampled` it picks the blocks that are read.
+        verification: `sampled` or `full`.
+    """
+    return fingerprints_of([("", tensor)], version, verification)[""]
+
+
+def fingerprints_of(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, verification: Verification
+) -> dict[str, int]:
+    """The fingerprint of every tensor by its name; `off`: none. On a GPU cheaper than one call a tensor."""
+    if verification == "off":
+        return {}
+    prints: dict[str, int] = {}
+    on_device: list[tuple[str, bytes, torch.Tensor]] = []
+    for name, tensor in named_tensors:
+        header = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+        flat = bytes_of(tensor)
+        if flat.device.type == "cpu":
+            read = flat if verification == "full" else _sample(flat, version)
+            prints[name] = _hash(header, [read])
+        elif verification == "full":
+            prints[name] = _hash(header, (chunk.cpu() for chunk in flat.split(_HOST_CHUNK_BYTES)))
+        else:
+            prints[name] = 0  # keeps the order
+            on_device.append((name, header, _sample(flat, version)))
+    if on_device:
+        sizes = [read.numel() for _, _, read in on_device]
+        on_host = torch.cat([read for _, _, read in on_device]).cpu().split(sizes)
+        for (name, header, _), read in zip(on_device, on_host, strict=True):
+            prints[name] = _hash(header, [read])
+    return prints
+
+
+def differences(expected: Mapping[str, int], report: Mapping[str, int]) -> str:
+    """What is wrong with an engine's fingerprints, by the names of the tensors; empty if nothing is."""
+    kinds = {
+        "differ": [name for name, value in expected.items() if name in report and report[name] != value],
+        "are missing": [name for name in expected if name not in report],
+        "are not the trainer's": [name for name in report if name not in expected],
+    }
+    return "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names)
+
+
+def _sample(flat: torch.Tensor, version: int) -> torch.Tensor:
+    """The part of a tensor's bytes that is read at `version`: every n-th block, and what follows the last whole one."""
+    turns = num_turns(flat.numel())
+    if turns == 1:
+        return flat
+    num_blocks = flat.numel() // BLOCK_BYTES
+    whole, rest = flat.split([num_blocks * BLOCK_BYTES, flat.numel() - num_blocks * BLOCK_BYTES])
+    blocks = whole.view(num_blocks, BLOCK_BYTES)[version % turns :: turns].reshape(-1)
+    return torch.cat([blocks, rest]) if rest.numel() else blocks
+
+
+def _hash(header: bytes, parts: Iterable[torch.Tensor]) -> int:
+    state = xxhash.xxh3_64(header)
+    for part in parts:
+        state.update(part.numpy().data)
+    return state.intdigest() >> 1  # signed 64-bit integers can carry it
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,99 @@
+"""A bucket of parameters as bytes, and back. Knows nothing of how they travel."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.weight_sync.base import WeightUpdateRequest
+
+Bucket = list[tuple[str, torch.Tensor]]
+"""Named tensors that travel together."""
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes in row-major order: a view if they lie so. [num_bytes] uint8"""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def num_bytes_of(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor of this torch dtype (by name) and shape."""
+    return math.prod(shape) * getattr(torch, dtype).itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Payload:
+    """One bucket on its way: what it holds, and its bytes in pieces that follow one another."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    parts: list[torch.Tensor]
+    """uint8, one dimension each."""
+    num_bytes: int
+    bucket: Bucket = field(default_factory=list)
+    """The tensors, if their fingerprints are still to be taken."""
+    base_version: int | None = None
+    """As in `WeightUpdateRequest`."""
+    place: dict[str, Any] = field(default_factory=dict)
+    """Where the bytes lie already, as fields of a request; then there are no parts."""
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> "Payload":
+        """Whole tensors."""
+        parts = [bytes_of(tensor) for _, tensor in bucket]
+        return cls(
+            names=[name for name, _ in bucket],
+            dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            shapes=[tuple(tensor.shape) for _, tensor in bucket],
+            parts=parts,
+            num_bytes=sum(part.numel() for part in parts),
+            bucket=bucket,
+        )
+
+    def request(self, *, version: int, index: int, **place: Any) -> WeightUpdateRequest:
+        """What the engines are told. `place`: the fields that say where the bytes are."""
+        return WeightUpdateRequest(
+            names=self.names,
+            dtypes=self.dtypes,
+            shapes=self.shapes,
+            version=version,
+            index=index,
+            num_bytes=self.num_bytes,
+            base_version=self.base_version,
+            **place,
+        )
+
+    def copy_to(self, flat: torch.Tensor) -> None:
+        """Writes the bytes to the beginning of `flat` (uint8, one dimension)."""
+        start = 0
+        for part in self.parts:
+            flat[start : start + part.numel()].copy_(part)
+            start += part.numel()
+
+
+def split_bytes(request: WeightUpdateRequest, flat: torch.Tensor) -> Bucket:
+    """Views of `flat` (uint8, one dimension) as the request's named tensors.
+
+    Raises:
+        WeightSyncError: the bytes are not as many as the tensors need.
+    """
+    sizes = [num_bytes_of(dtype, shape) for dtype, shape in zip(request.dtypes, request.shapes, strict=True)]
+    if not sum(sizes) == request.num_bytes == flat.numel():
+        raise WeightSyncError(
+            f"bucket {request.index} of version {request.version} announces {request.num_bytes} bytes, its "
+            f"{len(request)} tensors need {sum(sizes)}, and {flat.numel()} came"
+        )
+    bucket: Bucket = []
+    start = 0
+    for name, dtype_name, shape, size in zip(request.names, request.dtypes, request.shapes, sizes, strict=True):
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        part = flat[start : start + size]
+        if part.storage_offset() % dtype.itemsize:  # a view needs aligned bytes
+            part = part.clone()
+        bucket.append((name, part.view(dtype).view(shape)))
+        start += size
+    return bucket

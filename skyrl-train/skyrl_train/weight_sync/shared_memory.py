@@ -1,0 +1,129 @@
+"""Bytes through memory that the trainer owns and every process of its machine can map.
+
+The memory is reused over all syncs (fresh pages cost more than the copy) and has no name in any file system: it is
+reached through the trainer's open file, so nothing is left behind, however its processes end.
+"""
+
+import mmap
+import os
+import tempfile
+from typing import Any
+
+import torch
+
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.weight_sync.base import WeightUpdateRequest
+from skyrl_train.weight_sync.payload import Payload
+
+NUM_SLOTS = 2
+"""The engines copy out of one while the trainer fills the other."""
+
+
+class Segment:
+    """Growing shared memory; `name` opens it in other processes while this one lives."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            self._fd = os.memfd_create("weight_sync")
+            self.name = f"/proc/{os.getpid()}/fd/{self._fd}"
+        else:  # systems other than Linux: a file, deleted when it is closed
+            self._file = tempfile.NamedTemporaryFile(prefix="weight_sync_")  # noqa: SIM115
+            self._fd = self._file.fileno()
+            self.name = self._file.name
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def first(self, num_bytes: int) -> torch.Tensor:
+        """The first bytes, after growing if there are fewer. [num_bytes] uint8"""
+        if num_bytes > self._bytes.numel():
+            os.ftruncate(self._fd, num_bytes)
+            self._bytes = map_file(self._fd, num_bytes)
+        return self._bytes[:num_bytes]
+
+    def close(self) -> None:
+        """Forgets the memory; it is free once no engine maps it any more."""
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        if hasattr(self, "_file"):
+            self._file.close()
+        elif self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+def map_file(fd: int, num_bytes: int) -> torch.Tensor:
+    """The first bytes of an open file as a tensor that shares its memory. [num_bytes] uint8"""
+    mapped = mmap.mmap(fd, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+class SharedMemoryWriter:
+    """The trainer's end."""
+
+    def __init__(self) -> None:
+        self._slots = [Segment() for _ in range(NUM_SLOTS)]
+
+    def write(self, payload: Payload, version: int, index: int) -> dict[str, Any]:
+        """Copies a bucket to where no engine is reading."""
+        slot = self._slots[index % NUM_SLOTS]
+        if payload.num_bytes:
+            payload.copy_to(slot.first(payload.num_bytes))
+        return {"location": slot.name}
+
+    def transmit(self, num_bytes: int, index: int) -> None:
+        """The engines read on their own."""
+
+    def finish(self, version: int) -> None:
+        """The memory stays for the next sync."""
+
+    def abort(self) -> None:
+        """A later sync writes over what is there."""
+
+    def close(self) -> None:
+        for slot in self._slots:
+            slot.close()
+
+
+class SharedMemoryReader:
+    """An engine's end. What it returns is the trainer's memory: copy it, never write to it."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, torch.Tensor] = {}
+
+    def read(self, request: WeightUpdateRequest) -> torch.Tensor:
+        """The bucket's bytes. [num_bytes] uint8, on the host
+
+        Raises:
+            WeightSyncError: the memory cannot be opened from here, or is shorter than announced.
+        """
+        if request.num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        mapped = self._mapped.get(request.location)
+        if mapped is None or mapped.numel() < request.num_bytes:
+            self._mapped.pop(request.location, None)
+            mapped = self._mapped[request.location] = _open(request)
+        return mapped[: request.num_bytes]
+
+    def close(self) -> None:
+        self._mapped.clear()
+
+
+def _open(request: WeightUpdateRequest) -> torch.Tensor:
+    try:
+        fd = os.open(request.location, os.O_RDWR)
+    except OSError as error:
+        raise WeightSyncError(
+            f"the trainer's shared memory {request.location} cannot be opened here ({error.strerror}): the trainer has "
+            "ended, or runs on another machine, in another container or as another user "
+            "(generator.weight_sync_strategy=broadcast reaches engines there)"
+        ) from error
+    try:
+        num_bytes = os.fstat(fd).st_size
+        if num_bytes < request.num_bytes:
+            raise WeightSyncError(
+                f"the trainer's shared memory {request.location} has {num_bytes} bytes, but bucket {request.index} of "
+                f"version {request.version} announces {request.num_bytes}"
+            )
+        return map_file(fd, num_bytes)
+    finally:
+        os.close(fd)
