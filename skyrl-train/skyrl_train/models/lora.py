@@ -3,34 +3,28 @@ frozen and A [rank, in], B [out, rank] trained.
 
 Adapters stand inside the transformers model, without a wrapper around it, so that whatever holds a model need not know
 of them. Where weights leave for an engine or a file, they are merged on the way, one tensor at a time; where only the
-adapters are wanted, they are written as peft reads them.
+adapters are wanted, they are written as peft reads them (`adapter_files.py`).
 """
 
 import logging
-import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear as AdaptedLinear
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from skyrl_train.config import LoRAConfig
 from skyrl_train.distributed.fsdp2 import full
-from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.errors import ConfigError
 from skyrl_train.models.cpu_linear import OneDnnLinear, use_onednn_linear
 
 logger = logging.getLogger(__name__)
 
 ADAPTER = "default"  # peft's name for the one adapter there is; it does not appear in files
-WEIGHTS_FILE = "adapter_model.safetensors"
 INIT_METHODS = ("kaiming", "gaussian", "orthogonal", "olora", "pissa")  # those that need the weights alone, no data
 PARTS_OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 """What peft takes for parts of experts where a model's experts are fused, wherever in the model they stand."""
@@ -165,7 +159,7 @@ def exported_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Args:
         model: a transformers model, or what holds one as `causal_lm`; with or without adapters, sharded or not.
     """
-    causal_lm = _transformers_model(model)
+    causal_lm = transformers_model(model)
     adapters = {f"{adapter.layer}.base_layer.weight": adapter for adapter in adapters_of(causal_lm)}
     matrices = {id(matrix) for adapter in adapters.values() for matrix in adapter.matrices.values()}
     for name, parameter in causal_lm.named_parameters():
@@ -177,59 +171,6 @@ def exported_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield name.replace(".base_layer.", "."), tensor
 
 
-def _transformers_model(model: nn.Module) -> nn.Module:
+def transformers_model(model: nn.Module) -> nn.Module:
+    """The transformers model in what holds one as `causal_lm`, or `model` itself."""
     return getattr(model, "causal_lm", model)
-
-
-def save_adapter(model: nn.Module, folder: str | Path, base_model_path: str) -> None:
-    """Writes `adapter_model.safetensors` and `adapter_config.json`, as plain
-    `peft.PeftModel.from_pretrained(base_model, folder)` loads them. A collective; rank 0 writes.
-
-    Args:
-        model: as for `exported_parameters`.
-        base_model_path: what peft will name as the base model.
-    """
-    causal_lm = _transformers_model(model)
-    state = {
-        name: full(matrix.detach()).to("cpu", copy=True).contiguous()
-        for adapter in adapters_of(causal_lm)
-        for name, matrix in adapter.matrices.items()
-    }
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return
-    os.makedirs(folder, exist_ok=True)
-    save_file(state, Path(folder) / WEIGHTS_FILE, metadata={"format": "pt"})
-    peft_configs: dict[str, LoraConfig] = vars(causal_lm)["peft_config"]
-    config = replace(peft_configs[ADAPTER], base_model_name_or_path=base_model_path, inference_mode=True)
-    config.save_pretrained(str(folder))
-
-
-def load_adapter(model: nn.Module, folder: str | Path) -> None:
-    """Takes on adapters that `save_adapter` or peft wrote, into a model that has adapters of the same layers and rank.
-    A collective where the model is sharded.
-
-    Raises:
-        CheckpointError: the file has other layers or shapes.
-    """
-    file = Path(folder) / WEIGHTS_FILE
-    state = load_file(file)
-    matrices = {
-        name: matrix for adapter in adapters_of(_transformers_model(model)) for name, matrix in adapter.matrices.items()
-    }
-    differing = [name for name in {**matrices, **state} if _shape(state, name) != _shape(matrices, name)]
-    if differing:
-        name = differing[0]
-        raise CheckpointError(
-            f"{file} does not fit the model's adapters: {name} is {_shape(state, name)} in the file and "
-            f"{_shape(matrices, name)} in the model"
-        )
-    with torch.no_grad():
-        for name, matrix in matrices.items():
-            tensor = state[name].to(matrix.device, matrix.dtype)
-            if isinstance(matrix, DTensor):
-                tensor = distribute_tensor(tensor, matrix.device_mesh, matrix.placements)
-            matrix.copy_(tensor)
-
-
-def _shape(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...] | None:
-    return tuple(tensors[name].shape) if name in tensors else None

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from skyrl_train.config import CriticConfig, PolicyConfig, SkyRLConfig
 from skyrl_train.distributed.fsdp2 import clip_grad_norm, move_optimizer_state
-from skyrl_train.models.lora import add_adapters, exported_parameters, save_adapter
+from skyrl_train.models.adapter_files import save_adapter
+from skyrl_train.models.lora import add_adapters, exported_parameters
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.workers.model_files import read_state, replacing, write_state
 from skyrl_train.workers.model_worker import ModelWorker

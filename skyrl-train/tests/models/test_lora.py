@@ -8,16 +8,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, 
 
 from skyrl_train.config import LoRAConfig
 from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.models.adapter_files import load_adapter, save_adapter
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.cpu_linear import OneDnnLinear
-from skyrl_train.models.lora import (
-    Adapter,
-    adapters_of,
-    add_adapters,
-    exported_parameters,
-    load_adapter,
-    save_adapter,
-)
+from skyrl_train.models.lora import Adapter, adapters_of, add_adapters, exported_parameters
 
 CPU = torch.device("cpu")
 IDS = torch.randint(2, 64, (3, 10), generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,163 @@
+"""Adapters in folders as peft keeps them: `adapter_model.safetensors` and `adapter_config.json`.
+
+The policy's go out this way, under a number for every version, where engines are given nothing else; engines of any
+kind load such a folder.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from skyrl_train.distributed.fsdp2 import full
+from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.models.lora import ADAPTER, adapters_of, transformers_model
+from skyrl_train.utils.io import fsync_folder, write_atomically
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+CHANGES_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Ways for adapters to begin (and peft's names, or the beginnings of them) that take a part out of the model's weights:
+such an adapter belongs to weights that are no file's."""
+
+
+def adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """A and B of every adapter, whole, under their names in peft's files, one at a time and in the same order on every
+    rank. A collective.
+
+    Args:
+        model: a transformers model, or what holds one as `causal_lm`; sharded or not.
+        dtype: what they are cast to.
+    """
+    for adapter in adapters_of(transformers_model(model)):
+        for name, matrix in adapter.matrices.items():
+            yield name, full(matrix.detach()).to(dtype)
+
+
+def write_adapter_version(
+    model: nn.Module, folder: Path, version: int, dtype: torch.dtype, rank: int, *, keep: int = 2
+) -> dict[str, torch.Tensor]:
+    """Writes the policy's adapters for engines, to `folder/version`: there when they are whole. Forgets all but the
+    last `keep` versions (an engine may be reading the one before). A collective; rank 0 writes.
+
+    Args:
+        model, dtype: as for `adapter_tensors`; the engines' dtype, so that what they hold can be compared.
+    Returns:
+        on rank 0 what was written, by its names; nothing on others.
+    Raises:
+        ConfigError: these adapters began by changing the model, which engines do not have.
+    """
+    config = _peft_config(model)
+    if not can_be_sent_alone(config.init_lora_weights):
+        raise ConfigError(
+            f"generator.weight_sync_strategy=adapter cannot go with trainer.policy.model.lora.init_method="
+            f"{config.init_lora_weights!r}, which moves a part of the model's weights into the adapters: engines would "
+            "keep that part in the model as well. Take init_method=kaiming, or weight_sync_strategy=auto"
+        )
+    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in adapter_tensors(model, dtype)}
+    if rank != 0:
+        return {}
+    _write(folder / str(version), tensors, config)
+    versions = sorted((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), reverse=True)
+    for old in versions[keep:]:
+        shutil.rmtree(folder / str(old))
+    return tensors
+
+
+def can_be_sent_alone(init_method: Any) -> bool:
+    """Whether adapters that began so stand beside the model's weights as its files have them."""
+    return not (isinstance(init_method, str) and init_method.startswith(CHANGES_THE_MODEL))
+
+
+def save_adapter(model: nn.Module, folder: str | Path, base_model_path: str) -> None:
+    """Writes adapters in the dtype they are trained in, as plain `peft.PeftModel.from_pretrained(base_model, folder)`
+    loads them. A collective; rank 0 writes.
+
+    Args:
+        model: as for `adapter_tensors`.
+        base_model_path: what peft will name as the base model.
+    """
+    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in adapter_tensors(model, torch.float32)}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _write(Path(folder), tensors, replace(_peft_config(model), base_model_name_or_path=base_model_path))
+
+
+def _peft_config(model: nn.Module) -> LoraConfig:
+    return vars(transformers_model(model))["peft_config"][ADAPTER]
+
+
+def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
+    """The weights last: a folder that has them is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / WEIGHTS_FILE).unlink(missing_ok=True)
+    replace(config, inference_mode=True).save_pretrained(str(folder))
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    write_atomically(folder / WEIGHTS_FILE, save(contiguous, metadata={"format": "pt"}))
+    fsync_folder(folder.parent)
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """What a folder of peft's holds."""
+
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    """By peft's names, on the CPU."""
+
+
+def read_adapter(folder: str | Path) -> AdapterFile:
+    """An adapter as peft wrote it.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    path = Path(folder)
+    try:
+        config = json.loads((path / CONFIG_FILE).read_text())
+        tensors = load_file(path / WEIGHTS_FILE)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"no adapter can be read from {path} ({CONFIG_FILE}, {WEIGHTS_FILE}): {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path / CONFIG_FILE} must hold an object; got {type(config).__name__}")
+    return AdapterFile(config, tensors)
+
+
+def load_adapter(model: nn.Module, folder: str | Path) -> None:
+    """Takes on adapters that `save_adapter` or peft wrote, into a model that has adapters of the same layers and rank.
+    A collective where the model is sharded.
+
+    Raises:
+        CheckpointError: the file has other layers or shapes.
+    """
+    file = Path(folder) / WEIGHTS_FILE
+    state = load_file(file)
+    matrices = {
+        name: matrix for adapter in adapters_of(transformers_model(model)) for name, matrix in adapter.matrices.items()
+    }
+    differing = [name for name in {**matrices, **state} if _shape(state, name) != _shape(matrices, name)]
+    if differing:
+        name = differing[0]
+        raise CheckpointError(
+            f"{file} does not fit the model's adapters: {name} is {_shape(state, name)} in the file and "
+            f"{_shape(matrices, name)} in the model"
+        )
+    with torch.no_grad():
+        for name, matrix in matrices.items():
+            tensor = state[name].to(matrix.device, matrix.dtype)
+            if isinstance(matrix, DTensor):
+                tensor = distribute_tensor(tensor, matrix.device_mesh, matrix.placements)
+            matrix.copy_(tensor)
+
+
+def _shape(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(tensors[name].shape) if name in tensors else None
