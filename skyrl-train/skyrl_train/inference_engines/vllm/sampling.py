@@ -21,7 +21,7 @@ def split_seeds(given: dict[str, Any] | None, num: int) -> tuple[SamplingParams,
     """The checked keywords, and what the randomness of each of `num` requests is made of.
 
     Args:
-        given: the keywords of `InferenceEngineInput`; `seed` may be one number or a list of `[seed, index]`, one a request.
+        given: the keywords of `InferenceEngineInput`; `seed` may be one number or one `[seed, index]` a request.
 
     Returns:
         The settings, and a (seed, index) a request; None where the engine's own random numbers will do.
@@ -82,7 +82,7 @@ def http_sampling(params: SamplingParams, seed: int | None) -> dict[str, Any]:
         "min_tokens": params.min_tokens,
         "seed": seed,
         "logprobs": params.logprobs,
-        "prompt_logprobs": getattr(params, "prompt_logprobs", None),
+        "prompt_logprobs": params.prompt_logprobs,
         "skip_special_tokens": params.skip_special_tokens,
         "spaces_between_special_tokens": False,
         "include_stop_str_in_output": True,

@@ -1,0 +1,62 @@
+"""What a vLLM worker holds of a low-rank adapter."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from skyrl_train.weight_sync.fingerprint import Verification, fingerprint_of
+
+
+def held_fingerprints(runner: Any, lora_id: int, path: str, version: int, verification: Verification) -> dict[str, int]:
+    """Fingerprints of the tensors of an adapter's file, by their names in it; one that vLLM holds otherwise, or not at
+    all, is left out.
+
+    vLLM keeps A as it is, B times the adapter's scaling, both in its own dtype and with the parts of a joined layer
+    (q, k and v) side by side. So the file's tensors are taken the same way, and compared number by number.
+
+    Args:
+        runner: vLLM's model runner.
+        lora_id: the number under which the adapter was loaded from the folder `path`.
+    """
+    if verification == "off":
+        return {}
+    from vllm.lora.peft_helper import PEFTHelper
+
+    manager = runner.lora_manager._adapter_manager
+    adapter = manager.get_adapter(lora_id)
+    if adapter is None:
+        return {}
+    helper = PEFTHelper.from_local_dir(path, None)
+    packed = {part: (whole, i) for whole, parts in manager.packed_modules.items() for i, part in enumerate(parts)}
+    fingerprints = {}
+    with safe_open(Path(path) / "adapter_model.safetensors", framework="pt") as file:
+        for name in list(file.keys()):
+            tensor: torch.Tensor = file.get_tensor(name)
+            module, _, kind = name.removeprefix("base_model.model.").partition(".lora_")
+            expert = ".experts." in module  # stacked and divided in ways of their own: taken as handed over
+            if expert or _is_held(adapter.loras, packed, module, kind[:1], tensor, helper):
+                fingerprints[name] = fingerprint_of(tensor, version, verification)
+    return fingerprints
+
+
+def _is_held(
+    held: dict[str, Any], packed: dict[str, tuple[str, int]], module: str, kind: str, tensor: torch.Tensor, helper: Any
+) -> bool:
+    whole, index = packed.get(module, (module, None))
+    if whole not in held:
+        whole, index = module, None
+    weights = held.get(whole)
+    if weights is None or kind not in ("A", "B"):
+        return False
+    present = weights.lora_a if kind == "A" else weights.lora_b
+    if index is not None:
+        present = present[index]
+    if present is None:
+        return False
+    expected = tensor.to(present.device, present.dtype)
+    scaling = helper.get_rank_and_scaling(module)[1]
+    if kind == "B" and scaling != 1:
+        expected = expected * scaling
+    return torch.equal(expected, present)

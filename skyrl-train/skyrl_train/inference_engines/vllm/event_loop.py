@@ -1,0 +1,45 @@
+"""An asyncio loop in a thread of its own, for an object that belongs to one loop and callers that have others."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines in its thread. A caller that is cancelled cancels its coroutine."""
+
+    def __init__(self, name: str):
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    def call_from_thread(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Blocks until it is done."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def stop(self, timeout_seconds: float = 10.0) -> None:
+        """Ends the thread; what still runs in it is cancelled."""
+        if not self._thread.is_alive():
+            return
+
+        async def cancel_all() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=timeout_seconds / 2) if tasks else None
+
+        asyncio.run_coroutine_threadsafe(cancel_all(), self._loop).result(timeout_seconds)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_seconds)
+        if not self._thread.is_alive():
+            self._loop.close()

@@ -1,0 +1,221 @@
+"""New weights into the model of a vLLM worker, and fingerprints of what it holds afterwards.
+
+Weights go through vLLM's layerwise reload: a layer is made anew in its checkpoint form, loaded, processed (packed for
+the CPU's kernels, quantized, ...) and copied to where it was, once all of its parts have come. So a bucket may end in
+the middle of a layer; what is left of it here is that layer.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.weight_sync.fingerprint import Verification, fingerprints_of
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+class ModelUpdate:
+    """One update of a model: `load` any number of times, then `finish` or `abandon`.
+
+    Args:
+        model: vLLM's.
+        vllm_config: `VllmConfig`.
+        version: the update's.
+        verification: how much of a tensor its fingerprint reads; `off`: none are made.
+    """
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, version: int, verification: Verification):
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._model = model
+        self._config = vllm_config
+        self._version = version
+        self._verification = verification
+        self._shapes: dict[str, torch.Size] = {}
+        self._handed: dict[str, int] = {}
+        self._readback = _ReadBack(model, vllm_config)
+        self._tied = _tied_layers(model)
+        with self._vllm_context():
+            initialize_layerwise_reload(model)
+
+    def load(self, tensors: list[NamedTensor]) -> None:
+        """Hands tensors (in their checkpoint's names) to the model. They may be overwritten afterwards.
+
+        Raises:
+            WeightSyncError: the model has no such parameter, or another shape.
+        """
+        self._shapes |= {name: tensor.shape for name, tensor in tensors}
+        unreadable = [(name, tensor) for name, tensor in tensors if not self._readback.can_read(name, tensor)]
+        self._handed |= fingerprints_of(unreadable, self._version, self._verification)
+        try:
+            with self._vllm_context(), torch.no_grad():
+                self._model.load_weights(iter(tensors))  # pyright: ignore[reportCallIssue]
+        except (ValueError, KeyError, AssertionError, RuntimeError) as error:
+            names = ", ".join(name for name, _ in tensors)
+            raise WeightSyncError(
+                f"vLLM's {type(self._model).__name__} did not take a bucket of weights ({names}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        self._keep_buffered()
+
+    def finish(self, must_be_full: bool) -> dict[str, int]:
+        """Puts the new weights in place.
+
+        Args:
+            must_be_full: the weights before mean nothing (random, dropped), so every layer must have come.
+
+        Returns:
+            A fingerprint of every tensor: read back from the model where it keeps the tensor, else as handed to it.
+
+        Raises:
+            WeightSyncError: a layer came in part, or not at all though it must; names it.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        self._check_layers(must_be_full)
+        with self._vllm_context(), torch.no_grad():
+            finalize_layerwise_reload(self._model, self._config.model_config)
+            self._tie_again()
+        if self._verification == "off":
+            return {}
+        held = [(name, self._readback.read(name, self._shapes)) for name in self._shapes if name not in self._handed]
+        return self._handed | fingerprints_of(held, self._version, self._verification)
+
+    def abandon(self) -> None:
+        """Makes the model whole again, of old and new layers: a later full update can come, generation must not."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        for _, info in self._waiting_layers():
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        with self._vllm_context(), torch.no_grad():
+            finalize_layerwise_reload(self._model, self._config.model_config)
+            self._tie_again()
+
+    def _vllm_context(self) -> Any:
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self._config)
+
+    def _waiting_layers(self) -> Iterable[tuple[str, Any]]:
+        """Layers that are not yet complete, with vLLM's notes on them."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for name, layer in self._model.named_modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                yield name, info
+
+    def _keep_buffered(self) -> None:
+        """vLLM holds on to the tensors of a layer until all have come; ours are the sender's memory, so copy those."""
+        for _, info in self._waiting_layers():
+            for parameter_name, arguments in info.loaded_weights:
+                del parameter_name
+                for key, value in arguments.arguments.items():
+                    if key != "param" and isinstance(value, torch.Tensor):
+                        arguments.arguments[key] = value.clone()
+
+    def _check_layers(self, must_be_full: bool) -> None:
+        modules = dict(self._model.named_modules())
+        tied = {id(layer) for layer, _ in self._tied}
+        for name, info in self._waiting_layers():
+            layer, total = modules[name], info.load_numel_total or 0
+            if not total or id(layer) in tied or _loads_nothing(layer):
+                continue
+            if not info.load_numel:
+                if must_be_full:
+                    raise WeightSyncError(f"the update of version {self._version} lacks the weights of layer {name}")
+            elif info.load_numel < total and not hasattr(layer, "num_embeddings_padded"):  # its padding never comes
+                raise WeightSyncError(
+                    f"the update of version {self._version} has only {info.load_numel} of the {total} numbers of layer "
+                    f"{name}; send all of its parts (such as q_proj, k_proj and v_proj) in one update"
+                )
+
+    def _tie_again(self) -> None:
+        """A layer that shares another one's weight got none of its own. On a CPU it still multiplies by a packed copy
+        of the old one."""
+        for layer, source in self._tied:
+            layer.weight = source.weight
+            layer.quant_method.process_weights_after_loading(layer)  # pyright: ignore
+
+
+def _loads_nothing(layer: torch.nn.Module) -> bool:
+    """Attention layers hold scales that a checkpoint need not have."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    return is_deferred_attention_layer(layer)
+
+
+def _tied_layers(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """(layer, the layer whose weight it shares), such as an LM head and the embedding of a model with tied ones."""
+    seen: dict[int, torch.nn.Module] = {}
+    tied = []
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is None or not weight.numel() or not hasattr(layer, "quant_method"):
+            continue
+        source = seen.setdefault(weight.data_ptr(), layer)
+        if source is not layer:
+            tied.append((layer, source))
+    return tied
+
+
+class _ReadBack:
+    """Tensors by their checkpoint's names out of a model that keeps some of them side by side in one.
+
+    Only what is stored as in the checkpoint can be read: not quantized, not packed, not divided over processes.
+    """
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any):
+        parallel = vllm_config.parallel_config
+        plain = vllm_config.model_config.quantization is None and parallel.tensor_parallel_size == 1
+        self._model = model
+        self._stored = {name: (p.shape, p.dtype) for name, p in model.named_parameters() if p.numel()} if plain else {}
+        self._packed: dict[str, list[str]] = dict(getattr(model, "packed_modules_mapping", None) or {})
+
+    def can_read(self, name: str, tensor: torch.Tensor) -> bool:
+        stored_name, parts = self._place(name)
+        stored = self._stored.get(stored_name)
+        if stored is None or stored[1] != tensor.dtype or len(stored[0]) != tensor.dim():
+            return False
+        shape = stored[0]
+        if len(parts) == 1:
+            padded = "embed" in name or "lm_head" in name
+            return shape == tensor.shape or (padded and shape[1:] == tensor.shape[1:] and shape[0] > tensor.shape[0])
+        return shape[1:] == tensor.shape[1:] and shape[0] > tensor.shape[0]
+
+    def read(self, name: str, shapes: dict[str, torch.Size]) -> torch.Tensor:
+        """A view of the tensor in the model.
+
+        Raises:
+            WeightSyncError: its neighbours did not come with it, so that its place is not known.
+        """
+        stored_name, parts = self._place(name)
+        stored = self._model.get_parameter(stored_name)
+        start = 0
+        for part in parts:
+            if part == name:
+                return stored.detach()[start : start + shapes[name][0]]
+            if part not in shapes:
+                break
+            start += shapes[part][0]
+        raise WeightSyncError(f"{name} came without {parts[0]}, which vLLM keeps beside it; send them in one update")
+
+    def _place(self, name: str) -> tuple[str, list[str]]:
+        """The parameter that holds a tensor, and the names of the tensors in it, in their order."""
+        for packed, parts in self._packed.items():
+            for part in parts:
+                if f".{part}." in name and part != packed:
+                    return (
+                        self._as_stored(name.replace(f".{part}.", f".{packed}.")),
+                        [name.replace(f".{part}.", f".{other}.") for other in parts],
+                    )
+        return self._as_stored(name), [name]
+
+    def _as_stored(self, name: str) -> str:
+        """With adapters, vLLM moves a layer's own weight one level down."""
+        module, _, parameter = name.rpartition(".")
+        below = f"{module}.base_layer.{parameter}"
+        return below if below in self._stored else name

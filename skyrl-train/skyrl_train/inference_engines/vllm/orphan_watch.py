@@ -1,0 +1,47 @@
+"""vLLM's processes end with the process that they belong to, however it ends.
+
+`kill -9` of a parent leaves vLLM's EngineCore and workers behind. Every worker imports the worker extension, which
+calls `watch_owner`; a worker whose owner is gone ends its parent (the EngineCore) and itself.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+from skyrl_train.inference_engines.vllm.arguments import OWNER_VARIABLE
+
+_INTERVAL_SECONDS = 0.5
+_started = threading.Event()
+
+
+def watch_owner() -> None:
+    """Starts the watch, once a process. Does nothing in a process that nobody's multiprocessing started."""
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None or _started.is_set() or not os.path.exists("/proc/self/stat"):
+        return
+    _started.set()
+    owner = int(os.environ.get(OWNER_VARIABLE, parent.pid))
+    arguments = (owner, _start_time(owner), parent.pid)
+    threading.Thread(target=_watch, args=arguments, name="orphan-watch", daemon=True).start()
+
+
+def _watch(owner: int, started: str | None, parent: int) -> None:
+    while os.getppid() == parent and started is not None and _start_time(owner) == started:
+        time.sleep(_INTERVAL_SECONDS)
+    if parent != owner and os.getppid() == parent:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(parent, signal.SIGKILL)
+    os._exit(1)
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process was started, so that another one with its number is not taken for it; None: it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            words = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if words[0] in "ZX" else words[19]

@@ -1,0 +1,102 @@
+"""Log-probs of the distribution that the trainer computes: log softmax(logits / temperature), temperature 1 if greedy.
+
+vLLM reports either log softmax(logits) (`raw_logprobs`) or that of the logits after penalties and truncation
+(`processed_logprobs`); neither is it. So the sampler's step from raw logits to reported log-probs is replaced, in the
+worker processes, by one that divides by each request's temperature. What is drawn does not change.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_GREEDY_BELOW = 1e-5
+
+
+def tempered_log_softmax(logits: torch.Tensor, temperature: torch.Tensor | float | None) -> torch.Tensor:
+    """log softmax(logits / temperature) in float32.
+
+    Args:
+        logits: [B, V]
+        temperature: [B], one number, or None: 1 everywhere. Below 1e-5 sampling is greedy and it counts as 1.
+    """
+    logits = logits.float()
+    if isinstance(temperature, torch.Tensor):
+        divisor = torch.where(temperature < _GREEDY_BELOW, 1.0, temperature)[:, None].to(logits)
+        logits = logits / divisor
+    elif temperature is not None and temperature >= _GREEDY_BELOW:
+        logits = logits / temperature
+    return logits.log_softmax(-1)
+
+
+def temper(runner: Any) -> None:
+    """Makes a vLLM model runner (`vllm.v1.worker.gpu_model_runner.GPUModelRunner`) report log-probs as above.
+
+    Raises:
+        RuntimeError: this vLLM's sampler is another one.
+    """
+    sampler = getattr(runner, "sampler", None)
+    if sampler is None or not all(
+        hasattr(owner, name)
+        for owner, name in (
+            (sampler, "compute_logprobs"),
+            (runner, "_get_prompt_logprobs_dict"),
+            (runner, "num_prompt_logprobs"),
+        )
+    ):
+        raise RuntimeError("this vLLM's sampler cannot be made to report log softmax(logits / temperature)")
+    if sampler.logprobs_mode != "raw_logprobs":
+        raise RuntimeError(f"logprobs_mode must be raw_logprobs; got {sampler.logprobs_mode}")
+    state = _Temperatures()
+    sampler.compute_logprobs = lambda logits: tempered_log_softmax(logits, state.present)
+    sampler.forward = _forward_with_temperatures(sampler.forward, state)
+    runner._get_prompt_logprobs_dict = _prompt_log_probs_by_temperature(runner, state)
+
+
+class _Temperatures:
+    """The temperatures of the rows whose log-probs are computed now."""
+
+    def __init__(self) -> None:
+        self.present: torch.Tensor | float | None = None
+
+
+def _forward_with_temperatures(forward: Callable[..., Any], state: _Temperatures) -> Callable[..., Any]:
+    def tempered(logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        state.present = None if sampling_metadata.all_greedy else sampling_metadata.temperature
+        try:
+            return forward(logits, sampling_metadata, *args, **kwargs)
+        finally:
+            state.present = None
+
+    return tempered
+
+
+def _prompt_log_probs_by_temperature(runner: Any, state: _Temperatures) -> Callable[..., dict[str, Any]]:
+    """vLLM computes them request by request, without the request's temperature: let it, one temperature at a time."""
+    original = runner._get_prompt_logprobs_dict
+
+    def tempered(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        everything: dict[str, Any] = runner.num_prompt_logprobs
+        if not everything:
+            return {}
+        groups: dict[float, dict[str, Any]] = {}
+        for request_id, wanted in everything.items():
+            request = runner.requests.get(request_id)
+            temperature = request.sampling_params.temperature if request is not None else 1.0
+            groups.setdefault(temperature, {})[request_id] = wanted
+        result: dict[str, Any] = {}
+        try:
+            for temperature, group in groups.items():
+                state.present = temperature
+                runner.num_prompt_logprobs = group
+                names = list(group)
+                result |= original(*args, **kwargs)  # takes out of the group what is complete
+                for request_id in names:
+                    if request_id not in group:
+                        del everything[request_id]
+        finally:
+            state.present = None
+            runner.num_prompt_logprobs = everything
+        return result
+
+    return tempered

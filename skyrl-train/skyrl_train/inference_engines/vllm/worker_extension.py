@@ -1,0 +1,104 @@
+"""What runs inside of vLLM's worker processes: the engine's end of weight sync.
+
+vLLM mixes this class into its worker (`--worker-extension-cls`); its methods are called by `collective_rpc`, or over
+HTTP by `/collective_rpc` (`VLLM_SERVER_DEV_MODE=1`) with arguments that JSON can carry.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.inference_engines.vllm.orphan_watch import watch_owner
+from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.fingerprint import Verification
+
+if TYPE_CHECKING:
+    from skyrl_train.inference_engines.vllm.loading import ModelUpdate
+    from skyrl_train.weight_sync.receiver import WeightReceiver
+
+watch_owner()  # vLLM imports this first of all that is ours, while it starts: nothing later would cover a slow start
+
+
+class WeightExtension:
+    """Methods for vLLM's workers. `skyrl_prepare` first, then for each update `skyrl_update` bucket by bucket and
+    `skyrl_finish`."""
+
+    if TYPE_CHECKING:  # what it finds in the worker that it is mixed into
+        vllm_config: Any
+        model_runner: Any
+        device: torch.device
+        rank: int
+
+    _skyrl_receiver: "WeightReceiver | None" = None
+    _skyrl_update: "ModelUpdate | None" = None
+    _skyrl_verification: Verification = "sampled"
+    _skyrl_weights_valid: bool = True
+
+    def skyrl_prepare(self, weights_valid: bool = True) -> None:
+        """Makes log-probs those of logits / temperature.
+
+        Args:
+            weights_valid: False: the present weights are random, so the first update must be full.
+        """
+        from skyrl_train.inference_engines.vllm.tempered_sampler import temper
+
+        temper(self.model_runner)
+        self._skyrl_weights_valid = weights_valid
+
+    def skyrl_connect(self, info: dict[str, Any]) -> None:
+        """Meets the trainer. `info`: the fields of `WeightSyncInitInfo`."""
+        from skyrl_train.weight_sync.receiver import WeightReceiver
+
+        if self._skyrl_receiver is not None:
+            self._skyrl_receiver.close()
+            self._skyrl_receiver = None
+        parsed = WeightSyncInitInfo(**info)
+        parallel = self.vllm_config.parallel_config
+        process_index = parallel.data_parallel_index * parallel.world_size + self.rank
+        self._skyrl_verification = parsed.verification
+        self._skyrl_receiver = WeightReceiver(parsed, self.device, process_index)
+
+    def skyrl_update(self, request: dict[str, Any]) -> None:
+        """Takes one bucket. `request`: the fields of `WeightUpdateRequest`."""
+        from skyrl_train.inference_engines.vllm.loading import ModelUpdate
+
+        if self._skyrl_receiver is None:
+            raise WeightSyncError("weights came before skyrl_connect told where from")
+        parsed = WeightUpdateRequest.from_json_dict(request)
+        if parsed.index == 0 and self._skyrl_update is not None:
+            self._skyrl_update.abandon()  # a failed update is sent again as a whole
+            self._skyrl_update, self._skyrl_weights_valid = None, False
+        tensors = self._skyrl_receiver.receive(parsed)
+        if self._skyrl_update is None:
+            model = self.model_runner.get_model()
+            self._skyrl_update = ModelUpdate(model, self.vllm_config, parsed.version, self._skyrl_verification)
+        self._skyrl_update.load(tensors)
+
+    def skyrl_finish(self, version: int) -> dict[str, int]:
+        """Puts the new weights in place. Returns a fingerprint of every tensor by its name."""
+        if self._skyrl_receiver is None:
+            raise WeightSyncError("no weights have come: skyrl_connect was not called")
+        self._skyrl_receiver.finish(version)
+        if self._skyrl_update is None:
+            return {}
+        fingerprints = self._skyrl_update.finish(must_be_full=not self._skyrl_weights_valid)
+        self._skyrl_update, self._skyrl_weights_valid = None, True
+        return fingerprints
+
+    def skyrl_drop_weights(self) -> None:
+        """Declares the present weights worthless: the next update must be full."""
+        self._skyrl_weights_valid = False
+
+    def skyrl_lora(self, lora_id: int, path: str, version: int) -> dict[str, int]:
+        """Fingerprints of an adapter's tensors, for those that vLLM holds as the file has them."""
+        from skyrl_train.inference_engines.vllm.adapters import held_fingerprints
+
+        return held_fingerprints(self.model_runner, lora_id, path, version, self._skyrl_verification)
+
+    def skyrl_release_cache(self) -> int:
+        """Gives the memory of the key-value cache back to the machine; it comes back, zeroed, when it is written to.
+        CPU only. Returns the bytes."""
+        from skyrl_train.inference_engines.vllm.cpu_memory import release
+
+        return sum(release(cache) for cache in self.model_runner.kv_caches)
