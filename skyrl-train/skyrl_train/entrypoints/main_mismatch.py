@@ -91,7 +91,8 @@ class MismatchConfig(BaseConfig):
     """Tokens to show of each engine."""
 
     max_mean_difference: float | None = None
-    """The command ends with exit code 1 if a mean difference is above this, or nothing could be measured. null: never."""
+    """The command ends with exit code 1 if a mean difference is above this, or if nothing could be measured. null:
+    never."""
 
     output: str = reference("${trainer.run_dir}/mismatch.json")
     """Where the report goes as JSON."""
@@ -126,8 +127,8 @@ def validated(cfg: DictConfig | MismatchRunConfig) -> MismatchRunConfig:
     unknown = [name for name in settings.samplings if name not in (OWN_SAMPLING, *SAMPLINGS)]
     if unknown:
         raise ConfigError(
-            f"mismatch.samplings has {unknown[0]!r}; there are {', '.join([OWN_SAMPLING, *SAMPLINGS])}. Another one: set "
-            "generator.sampling_params to it"
+            f"mismatch.samplings has {unknown[0]!r}; there are {', '.join([OWN_SAMPLING, *SAMPLINGS])}. For another "
+            "one set generator.sampling_params"
         )
     missing = [name for name in settings.engines or () if name != "native" and find_spec(name) is None]
     if missing and typed.generator.run_engines_locally:
@@ -194,7 +195,8 @@ def prompts_of(cfg: MismatchRunConfig, tokenizer: PreTrainedTokenizerBase) -> li
     room = context - cfg.mismatch.max_tokens
     if room < 1:
         raise ConfigError(
-            f"mismatch.max_tokens={cfg.mismatch.max_tokens} leaves no room for a prompt in the model's context of {context}"
+            f"mismatch.max_tokens={cfg.mismatch.max_tokens} leaves no room for a prompt in the model's context of "
+            f"{context} tokens"
         )
     prompts = [prompt for prompt in (prompt[-room:] for prompt in prompts) if prompt]
     draw = random.Random(cfg.generator.seed)

@@ -75,8 +75,8 @@ class EngineAnswers:
     """By the name of the sampling setting."""
 
     canary: Answers | None
-    """The engine's log-probs of fixed tokens at temperature 1 (each row's first token is its `prompt`); None if it gives
-    none of prompts."""
+    """The engine's log-probs of fixed tokens at temperature 1 (each row's first token is its `prompt`); None if it
+    gives none of prompts."""
 
     refused: dict[str, str] = field(default_factory=dict)
     """A sampling setting, or `canary` -> why there is no answer."""

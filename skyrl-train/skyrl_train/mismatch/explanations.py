@@ -1,5 +1,5 @@
-"""What an engine may have done to its log-probs: each mistake is made on the trainer's own logits, and the one that gives
-the engine's numbers is the explanation.
+"""What an engine may have done to its log-probs: each mistake is made on the trainer's own logits, and the one that
+gives the engine's numbers is the explanation.
 
 Shapes: N tokens, V words, P tokens of a row so far.
 """
@@ -57,7 +57,7 @@ class _Tokens:
 
 
 def best_explanation(reference: Reference, answers: Answers, sampling: Sampling) -> Explanation | None:
-    """The mistake that comes nearest to the engine's log-probs of these answers; None if they have no numbers at all."""
+    """The mistake that comes nearest to the engine's log-probs of these answers; None if they have no numbers."""
     tokens = _tokens_of(reference, answers)
     if tokens is None:
         return None

@@ -9,12 +9,12 @@ from skyrl_train.mismatch.cells import Cell, EngineName, TrainerDtype
 from skyrl_train.mismatch.explanations import Explanation
 
 FLOORS = {"float32": 1e-4, "float16": 2e-4, "bfloat16": 1e-3}
-"""Mean differences that are not asked about in an engine of this format: ten times what sums of float32 in another order
-make of log-probs around 10, and the smallest that is worth a sentence in the others."""
+"""Mean differences that are not asked about in an engine of this format: ten times what sums of float32 in another
+order make of log-probs around 10, and the smallest that is worth a sentence in the others."""
 
-ROUNDING_FACTOR = {"float32": 0.0, "float16": 0.5, "bfloat16": 4.0}
+ROUNDING_FACTOR = {"float32": 0.0, "float16": 2.5 / 8, "bfloat16": 2.5}
 """An engine may differ from the trainer in float32 by so many times what bfloat16 makes of the trainer itself on the
-same tokens. 4: kernels that round in other places; float16 has three bits more, so an eighth of it."""
+same tokens. 1 is expected; kernels that round in more places may come to 2. float16 has three bits more: an eighth."""
 
 NEGLIGIBLE = 1e-3
 """A mean difference below which no format is worth changing: importance ratios are right to a tenth of a percent."""
@@ -28,8 +28,8 @@ EFFECTIVE = 0.99
 
 THRESHOLDS = (
     f"rounding: a mean difference to the trainer in float32 of at most {FLOORS['float32']:g} for a float32 engine; "
-    f"{ROUNDING_FACTOR['bfloat16']:g} times what bfloat16 makes of the trainer's own log-probs for a bfloat16 engine (at "
-    f"least {FLOORS['bfloat16']:g}), an eighth of that for float16",
+    f"{ROUNDING_FACTOR['bfloat16']:g} times what bfloat16 makes of the trainer's own log-probs for a bfloat16 engine "
+    f"(at least {FLOORS['bfloat16']:g}), an eighth of it for float16",
     f"worth changing a number format: {NEGLIGIBLE:g} on average (importance ratios off by a tenth of a percent)",
     f"outliers: more than one token in {1 / CLIPPED:.0f} outside the clip range, or an effective sample size below "
     f"{EFFECTIVE:.0%}",
@@ -142,17 +142,17 @@ def _wrong_model(engine: Measured, cell: Cell) -> Finding:
         return Finding(
             "error",
             "not finite",
-            f"{engine.name}: {cell.num_not_finite} of {len(cell.rollout)} log-probs of fixed tokens are no finite numbers: "
-            f"{engine.name.dtype} overflows in this model; use generator.model_dtype=bfloat16 or float32.",
+            f"{engine.name}: {cell.num_not_finite} of {len(cell.rollout)} log-probs of fixed tokens are no finite "
+            f"numbers: {engine.name.dtype} overflows in this model; use generator.model_dtype=bfloat16 or float32.",
         )
     explanation = _explanation(engine, cell)
     if explanation is not None and explanation.temperature is not None:
         return Finding(
             "error",
             "temperature",
-            f"{what} They are those of logits divided by {explanation.temperature:.3g} where {cell.sampling.temperature:g} "
-            "was asked for: look for a scale of logits (logit_scale, logits_scaling, a default temperature) that only one "
-            "of the two applies.",
+            f"{what} They are those of logits divided by {explanation.temperature:.3g} where "
+            f"{cell.sampling.temperature:g} was asked for: look for a scale of logits (logit_scale, logits_scaling, a "
+            "default temperature) that only one of the two applies.",
         )
     first = cell.positions == 1
     if first.any():
@@ -161,18 +161,18 @@ def _wrong_model(engine: Measured, cell: Cell) -> Finding:
             return Finding(
                 "error",
                 "attention",
-                f"{what} The second token of a text agrees ({of_first:.2g}), later ones do not: while attention sees one "
-                "position both compute the same, so embeddings, feed-forward layers and output layer are the same, and "
-                "what differs is in attention: positions (rope_theta, rope_scaling), a sliding window, or its query and "
-                "key weights. Compare trainer.policy.model_config_kwargs and generator.engine_init_kwargs with the "
-                "model's config.json.",
+                f"{what} The second token of a text agrees ({of_first:.2g}), later ones do not: while attention sees "
+                "one position both compute the same, so embeddings, feed-forward layers and output layer are the same, "
+                "and what differs is in attention: positions (rope_theta, rope_scaling), a sliding window, or its "
+                "query and key weights. Compare trainer.policy.model_config_kwargs and generator.engine_init_kwargs "
+                "with the model's config.json.",
             )
     return Finding(
         "error",
         "weights",
         f"{what} That is no rounding: the engine computes with other weights (or another model). Check that "
-        "generator.model_name (for a server: what it was started with) is trainer.policy.model.path, that the files are "
-        "the same, and whether output layer and embedding are tied in both; if it comes after a weight sync, see "
+        "generator.model_name (for a server: what it was started with) is trainer.policy.model.path, that the files "
+        "are the same, and whether output layer and embedding are tied in both; if it comes after a weight sync, see "
         "generator.weight_sync_verification.",
     )
 
@@ -195,8 +195,8 @@ def _processed(engine: Measured, cells: list[Cell], explanation: Explanation | N
             "unexplained",
             f"{where}: log-probs differ from the trainer's by {gap:.3g} on average, more than rounding explains "
             f"({max(map(tolerance, cells)):.2g}), though the log-probs of fixed tokens may agree: neither truncation, "
-            "penalties nor a temperature explain it. Look at the worst tokens; until it is understood, do not train with "
-            "this engine's log-probs (trainer.algorithm.off_policy_correction), or use another.",
+            "penalties nor a temperature explain it. Look at the worst tokens; until it is understood, do not train "
+            "with this engine's log-probs (trainer.algorithm.off_policy_correction), or use another.",
         )
     if explanation.kind == "temperature":
         temperature, asked = explanation.temperature or 1.0, cells[0].sampling.temperature
@@ -212,8 +212,8 @@ def _processed(engine: Measured, cells: list[Cell], explanation: Explanation | N
         )
     else:
         cause = {
-            "truncation": "they are processed after truncation (top_p, top_k, min_p): the kept tokens' probabilities are "
-            "made to sum to 1",
+            "truncation": "they are processed after truncation (top_p, top_k, min_p): the kept tokens' probabilities "
+            "are made to sum to 1",
             "penalty": "they are processed after repetition_penalty",
             "penalty and truncation": "they are processed after repetition_penalty and truncation",
         }[explanation.kind]
@@ -234,43 +234,37 @@ def _processed(engine: Measured, cells: list[Cell], explanation: Explanation | N
 
 
 def _number_formats(group: list[Measured], trainer: Trainer) -> list[Finding]:
-    """Formats of engine and trainer whose gap is at least three times larger than another pair's."""
+    """Engines whose gap another pair of formats, of engine and trainer, makes at least three times smaller."""
     gaps = {
-        (engine.name.dtype or "unknown", dtype): engine.cells[0].mean(dtype)
-        for engine in group
-        for dtype in engine.cells[0].train
+        (engine.name.dtype, dtype): engine.cells[0].mean(dtype) for engine in group for dtype in engine.cells[0].train
     }
-    best_pair = min(gaps, key=lambda pair: gaps[pair])
     found = []
     for engine in group:
-        own = engine.name.dtype or "unknown"
-        gap = gaps[own, trainer.dtype]
-        if gap <= max(NEGLIGIBLE, 3 * gaps[best_pair]):
-            if own == trainer.dtype or gap <= NEGLIGIBLE or own == "float32":
-                continue
-            # The only engine that was measured: its own rounding is what the gap is made of.
-            if trainer.dtype == "float32" and len(group) == 1:
-                found.append(_change_format(engine, trainer, gap, ("float32", "float32"), None))
+        own = engine.name.dtype, trainer.dtype
+        better = [pair for pair in gaps if gaps[pair] <= gaps[own] / 3]
+        if gaps[own] <= NEGLIGIBLE or not better:
             continue
-        found.append(_change_format(engine, trainer, gap, best_pair, gaps[best_pair]))
+        one_change = [pair for pair in better if (pair[0] == own[0]) != (pair[1] == own[1])]
+        choices = [f"{_changes(own, pair)} leaves {gaps[pair]:.2g}" for pair in one_change or better]
+        if own[1] == "float32" and ("float32", "float32") not in gaps:
+            choices.append("generator.model_dtype=float32 was not measured here")
+        found.append(
+            Finding(
+                "warning",
+                "number format",
+                f"{engine.name} engine and {trainer.dtype} trainer differ by {gaps[own]:.2g} on average, by rounding "
+                f"alone: {'; '.join(choices)}. If the formats stay, correct for it: "
+                "trainer.algorithm.off_policy_correction.tis_ratio_type=token.",
+            )
+        )
     return found
 
 
-def _change_format(
-    engine: Measured, trainer: Trainer, gap: float, pair: tuple[str, str], best: float | None
-) -> Finding:
-    changes = []
-    if pair[0] != engine.name.dtype:
-        changes.append(f"generator.model_dtype={pair[0]}")
-    if pair[1] != trainer.dtype:
-        changes.append(f"trainer.bf16={'true' if pair[1] == 'bfloat16' else 'false'}")
-    result = "takes the engine's rounding away" if best is None else f"leaves {best:.2g}"
-    return Finding(
-        "warning",
-        "number format",
-        f"{engine.name} engine and {trainer.dtype} trainer differ by {gap:.2g} on average, by rounding alone: "
-        f"{' '.join(changes)} {result} (it costs memory and time). If the format stays, correct for it: "
-        "trainer.algorithm.off_policy_correction.tis_ratio_type=token.",
+def _changes(own: tuple[str | None, str], pair: tuple[str | None, str]) -> str:
+    """The settings that lead from one pair of formats to another."""
+    engine = [f"generator.model_dtype={pair[0]}"] if pair[0] != own[0] else []
+    return " ".join(
+        [*engine, *([f"trainer.bf16={'true' if pair[1] == 'bfloat16' else 'false'}"] * (pair[1] != own[1]))]
     )
 
 
@@ -289,8 +283,8 @@ def _outliers(engine: Measured, trainer: Trainer) -> list[Finding]:
             f"{engine.name}, {cell.sampling.name}: {one_in} is off by more than {limit:.2f} and leaves the clip range "
             f"before any training (effective sample size {gap.ess:.1%}): try "
             "trainer.algorithm.off_policy_correction.tis_ratio_type=token, which weighs tokens by their ratio, or "
-            "token_mask_is_threshold_high, which leaves the worst out; generator.model_dtype=float32 if it rounds. In a "
-            "mixture of experts a rounded router picks other experts: then a few tokens are far off and the rest is not.",
+            "token_mask_is_threshold_high, which leaves the worst out; generator.model_dtype=float32 if it rounds. In "
+            "a mixture of experts a rounded router picks other experts: a few tokens are far off, the rest is not.",
         )
     ]
 

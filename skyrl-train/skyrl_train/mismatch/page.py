@@ -31,7 +31,7 @@ def as_markdown(report: Report, decode: Decode, num_worst: int) -> str:
     if report.not_measured:
         lines = "\n".join(f"- {what}: {_first_line(why)}" for what, why in report.not_measured)
         parts += ["## Not measured", lines]
-    parts += ["## Thresholds", "\n".join(f"- {line}" for line in THRESHOLDS)]
+    parts += ["## Thresholds", "\n".join(_wrapped(f"- {line}") for line in THRESHOLDS)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -48,7 +48,10 @@ def as_plain(report: Report, decode: Decode, num_worst: int) -> dict[str, Any]:
 
 
 def _finding(finding: Finding) -> str:
-    text = f"- **{finding.severity}** ({finding.kind}): {finding.text}"
+    return _wrapped(f"- **{finding.severity}** ({finding.kind}): {finding.text}")
+
+
+def _wrapped(text: str) -> str:
     return "\n".join(textwrap.wrap(text, _LINE, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
 
 
@@ -100,8 +103,8 @@ def _worst(report: Report, decode: Decode, count: int) -> str:
         for token in cell.worst(report.trainer.dtype, count):
             text = repr(decode([token.token_id])).replace("|", "\\|")
             lines.append(
-                f"| {cell.engine} | {cell.sampling.name} | {token.answer} | {token.position} | {text} ({token.token_id}) "
-                f"| {token.rollout:.4f} | {token.train:.4f} |"
+                f"| {cell.engine} | {cell.sampling.name} | {token.answer} | {token.position} "
+                f"| {text} ({token.token_id}) | {token.rollout:.4f} | {token.train:.4f} |"
             )
     return "\n".join(lines)
 

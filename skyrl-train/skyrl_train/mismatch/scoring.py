@@ -45,8 +45,8 @@ class TrainerModel:
 
 
 class Reference(TrainerModel):
-    """The trainer's model in float32, whole: also gives logits. On one process sharding changes no number, so it is what
-    a trainer with `trainer.bf16=false` computes."""
+    """The trainer's model in float32, whole: also gives logits. On one process sharding changes no number, so it is
+    what a trainer with `trainer.bf16=false` computes."""
 
     _model: ScoringModel
 
