@@ -1,0 +1,169 @@
+"""Asks an engine for answers: whole ones, or piece by piece for clients that want to see them grow.
+
+Knows tokens, sampling keywords and deadlines; nothing of OpenAI, messages or HTTP.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineInterface, InferenceEngineOutput
+from skyrl_train.inference_engines.openai_api.errors import ApiError, error_of_engine, timed_out
+
+Decode = Callable[[list[int]], str]
+
+FIRST_PIECE = 16
+LARGEST_PIECE = 256
+"""Tokens of the pieces of a streamed answer: each twice as long as the one before, up to the largest. Each is a request
+of its own behind the prompt, so the prompt is read again for every piece (cheaply, where an engine caches prefixes)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt and how it is to be continued."""
+
+    ids: list[int]
+    params: dict[str, Any]
+    """The engines' sampling keywords, `max_tokens` among them and `seed` not."""
+    num_choices: int = 1
+    seed: int | None = None
+    first_index: int = 0
+    """Choice i of this prompt draws from (`seed`, `first_index` + i)."""
+    session: str | int | None = None
+    stop: list[str] = field(default_factory=list)
+
+    def seeds(self) -> list[list[int]] | None:
+        """One pair for each choice."""
+        if self.seed is None:
+            return None
+        return [[self.seed, self.first_index + choice] for choice in range(self.num_choices)]
+
+
+@dataclass
+class Answer:
+    """What was written behind a prompt, so far or in the end. The three lists are one entry a token."""
+
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] | None = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    stop_reason: str | None = None
+    """None: not at its end yet."""
+    prompt_log_probs: list[float] | None = None
+
+    def add(self, output: InferenceEngineOutput, row: int) -> None:
+        """Takes what an engine wrote behind the prompt and this answer."""
+        log_probs = output["response_logprobs"]
+        self.token_ids += output["response_ids"][row]
+        self.weight_versions += output["weight_versions"][row]
+        self.log_probs = None if log_probs is None or self.log_probs is None else self.log_probs + list(log_probs[row])
+        of_prompt = output.get("prompt_logprobs")
+        if self.prompt_log_probs is None and of_prompt is not None:
+            self.prompt_log_probs = of_prompt[row]
+
+    def cut(self, length: int) -> None:
+        """Keeps the first `length` tokens."""
+        del self.token_ids[length:], self.weight_versions[length:]
+        if self.log_probs is not None:
+            del self.log_probs[length:]
+
+
+class Asker:
+    """An engine, with a deadline for each request and its errors in the API's words."""
+
+    def __init__(self, engine: InferenceEngineInterface, timeout_seconds: float):
+        self.engine = engine
+        self.timeout_seconds = timeout_seconds
+
+    async def whole(self, prompt: Prompt) -> list[Answer]:
+        """The choices of a prompt. Raises ApiError."""
+        async with _Deadline(self.timeout_seconds):
+            output = await self._ask(prompt, prompt.ids, prompt.params, prompt.num_choices, prompt.seeds())
+        answers = []
+        for row in range(prompt.num_choices):
+            answer = Answer(stop_reason=output["stop_reasons"][row])
+            answer.add(output, row)
+            answers.append(answer)
+        return answers
+
+    async def pieces(self, prompt: Prompt, choice: int, decode: Decode) -> AsyncIterator[Answer]:
+        """One choice of a prompt, again and again as it grows; the last has a stop reason. Raises ApiError.
+
+        With a seed, the tokens are those of `whole` in engines whose random numbers belong to places in the text
+        (native); others draw anew for each piece, from the same distribution.
+        """
+        answer, seeds = Answer(), prompt.seeds()
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + self.timeout_seconds
+        most, fewest = prompt.params["max_tokens"], prompt.params.get("min_tokens") or 0
+        size = FIRST_PIECE
+        while answer.stop_reason is None:
+            done = len(answer.token_ids)
+            size = min(size, most - done)
+            params = prompt.params | {"max_tokens": size, "min_tokens": min(size, max(0, fewest - done))}
+            async with _Deadline(ends_at - loop.time()):
+                pair = None if seeds is None else [seeds[choice]]
+                output = await self._ask(prompt, prompt.ids + answer.token_ids, params, 1, pair)
+            answer.add(output, 0)
+            written = len(answer.token_ids)
+            stopped = output["stop_reasons"][0]
+            if (length := _length_at_stop(answer.token_ids, prompt.stop, max(done, fewest), decode)) is not None:
+                answer.cut(length)
+                answer.stop_reason = "stop"
+            elif stopped != "length" or written >= most or written < done + size:  # less: the context is full
+                answer.stop_reason = stopped
+            size = min(2 * size, LARGEST_PIECE)
+            yield answer
+
+    async def _ask(
+        self, prompt: Prompt, ids: list[int], params: dict[str, Any], num: int, seeds: list[list[int]] | None
+    ) -> InferenceEngineOutput:
+        request = InferenceEngineInput(
+            prompt_token_ids=[ids] * num,
+            sampling_params=params if seeds is None else params | {"seed": seeds},
+            session_ids=None if prompt.session is None else [prompt.session] * num,
+        )
+        try:
+            output = await self.engine.generate(request)
+        except Exception as error:  # the far side may be a Ray actor, a server or a library
+            raise error_of_engine(error) from error
+        if "abort" in output["stop_reasons"]:
+            raise ApiError(503, "the request was aborted; send it again", code="aborted")
+        return output
+
+
+class _Deadline:
+    """Turns what takes longer than so many seconds into the API's error."""
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._timeout = asyncio.timeout(max(0.0, seconds))
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError:
+            raise timed_out() from None
+
+
+def _length_at_stop(ids: list[int], stop: list[str], start: int, decode: Decode) -> int | None:
+    """How many tokens there are when the first stop text is complete, looking from token `start` on; None if none is.
+
+    An engine that continues an answer does not see a stop text that began before it.
+    """
+    if not stop or not any(text in decode(ids) for text in stop):
+        return None
+    for length in range(start + 1, len(ids) + 1):
+        known, text = decode(ids[: length - 1]), decode(ids[:length])
+        if any(end_of_stop(text, word, len(known)) is not None for word in stop):
+            return length
+    return None
+
+
+def end_of_stop(text: str, stop: str, known: int) -> int | None:
+    """Where `stop` begins in `text`, if it ends behind the first `known` characters."""
+    place = text.find(stop, max(0, known - len(stop) + 1))
+    return place if place >= 0 else None

@@ -1,0 +1,122 @@
+"""Answers in OpenAI's JSON. Knows no engine and no HTTP."""
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyrl_train.inference_engines.openai_api.generation import Answer
+from skyrl_train.inference_engines.openai_api.prompts import ChatTemplate
+from skyrl_train.inference_engines.openai_api.tool_calls import ToolCall
+
+LOWEST_LOG_PROB = -9999.0
+"""Stands for minus infinity, which JSON lacks."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """An answer as a client sees it. `finish_reason` is None while it grows."""
+
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What every answer to one request carries."""
+
+    kind: str
+    """`chat.completion`, `text_completion`."""
+    model: str
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def around(self, choices: list[dict[str, Any]], answers: Sequence[Answer], chunk: bool = False) -> dict[str, Any]:
+        """The object with these choices, and the newest weights that wrote one of these answers."""
+        version = max((version for answer in answers for version in answer.weight_versions), default=None)
+        chat = self.kind == "chat.completion"
+        return {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{self.id}",
+            "object": "chat.completion.chunk" if chat and chunk else self.kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None if version is None else f"weights-{version}",
+            "weight_version": version,
+            "choices": choices,
+        }
+
+
+def usage(num_prompt_tokens: int, answers: Sequence[Answer]) -> dict[str, int]:
+    """The numbers of tokens; a prompt counts once, however many choices it has."""
+    written = sum(len(answer.token_ids) for answer in answers)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": written,
+        "total_tokens": num_prompt_tokens + written,
+    }
+
+
+def assistant_message(written: Written) -> dict[str, Any]:
+    """A chat answer."""
+    message: dict[str, Any] = {"role": "assistant", "content": written.content or None, "refusal": None}
+    if written.calls:
+        message["tool_calls"] = [_call(call) for call in written.calls]
+    else:
+        message["content"] = written.content
+    return message
+
+
+def call_deltas(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """Tool calls in a streamed answer: each whole, in one piece."""
+    return [{"index": index} | _call(call) for index, call in enumerate(calls)]
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def chat_logprobs(
+    template: ChatTemplate, token_ids: Sequence[int], log_probs: Sequence[float | None]
+) -> dict[str, Any]:
+    """One entry a token."""
+    content = []
+    for token, log_prob in zip(token_ids, log_probs, strict=True):
+        text = template.decode([token], skip_special_tokens=False)
+        content.append({"token": text, "logprob": _finite(log_prob), "bytes": list(text.encode()), "top_logprobs": []})
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    template: ChatTemplate, token_ids: Sequence[int], log_probs: Sequence[float | None], offset: int
+) -> dict[str, Any]:
+    """Parallel lists, one entry a token; `offset` is where in the text the first begins."""
+    tokens = [template.decode([token], skip_special_tokens=False) for token in token_ids]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [_finite(log_prob) for log_prob in log_probs],
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }
+
+
+def _finite(log_prob: float | None) -> float | None:
+    return None if log_prob is None else max(float(log_prob), LOWEST_LOG_PROB)
+
+
+def server_sent(payload: dict[str, Any]) -> str:
+    """One event of a stream."""
+    return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+END_OF_STREAM = "data: [DONE]\n\n"

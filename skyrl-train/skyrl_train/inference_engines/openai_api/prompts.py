@@ -1,0 +1,229 @@
+"""From messages to the tokens that a model continues. Knows no engine and no HTTP.
+
+What a model wrote in an earlier turn of a session is not encoded again: where the chat template shows that answer as it
+was written, its tokens stand in the prompt as they were drawn.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.inference_engines.openai_api.errors import refused
+from skyrl_train.types import ConversationType, MessageType
+
+_MARK = "skyrl-mark-of-an-answer"
+_MOST_EXCHANGES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """What a request says of how its messages are rendered."""
+
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class ChatTemplate:
+    """A tokenizer with its chat template.
+
+    Args:
+        chat_template: Jinja text; None: the tokenizer's own.
+        kwargs: what the template reads besides messages; a request's own win.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template: str | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ):
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.kwargs = dict(kwargs or {})
+
+    @property
+    def source(self) -> str | None:
+        """The template's text, if there is one of this kind."""
+        template = self.chat_template or self.tokenizer.chat_template
+        return template if isinstance(template, str) else None
+
+    def text(self, messages: ConversationType, options: ChatOptions) -> str:
+        """The conversation as the template renders it.
+
+        Raises:
+            ApiError: there is no template, or it cannot render these messages.
+        """
+        if self.chat_template is None and not self.tokenizer.chat_template:
+            raise refused("the model has no chat template; use /v1/completions", "messages")
+        reserved = {"messages", "tools", "tokenize", "return_dict", "chat_template", "conversation"}
+        if wrong := sorted(reserved & set(options.kwargs)):
+            raise refused(f"chat_template_kwargs may not hold {', '.join(wrong)}", "chat_template_kwargs")
+        kwargs = self.kwargs | options.kwargs
+        try:
+            return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
+                messages,
+                tools=options.tools,  # pyright: ignore[reportArgumentType]
+                tokenize=False,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                chat_template=self.chat_template,
+                **kwargs,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise refused(f"the chat template cannot render these messages: {error}", "messages") from error
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens around it."""
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self.tokenizer.decode(  # pyright: ignore[reportReturnType]
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+
+@dataclass(frozen=True)
+class Said:
+    """An assistant message as it was returned, in a form in which two of them can be compared."""
+
+    content: str
+    calls: tuple[tuple[str, str], ...]
+    """Name and arguments of each call."""
+
+    @classmethod
+    def of(cls, message: MessageType) -> "Said":
+        """From a message for templates (see `messages_for_template`)."""
+        calls = (call["function"] for call in message.get("tool_calls") or [])
+        return cls(
+            str(message.get("content") or "").strip(),
+            tuple((call["name"], repr(call["arguments"])) for call in calls),
+        )
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """A prompt as text and tokens, and what was answered."""
+
+    num_messages: int
+    prompt_text: str
+    prompt_ids: np.ndarray
+    answers: list[tuple[Said, np.ndarray]]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + sum(len(ids) for _, ids in self.answers)
+
+
+class ConversationMemory:
+    """The last exchanges of each session, so that a conversation goes on from the very tokens it was made of.
+
+    Args:
+        max_tokens: of all sessions together; the sessions that were silent longest are forgotten first. A forgotten
+            conversation is rendered from its messages.
+    """
+
+    def __init__(self, template: ChatTemplate, max_tokens: int = 32_000_000):
+        self._template = template
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._sessions: OrderedDict[str | int, list[_Exchange]] = OrderedDict()
+
+    def remember(
+        self,
+        session: str | int,
+        num_messages: int,
+        prompt_text: str,
+        prompt_ids: Sequence[int],
+        answers: Sequence[tuple[Said, Sequence[int]]],
+    ) -> None:
+        """Takes the prompt made of `num_messages` messages, and the answers to it with their tokens."""
+        exchange = _Exchange(
+            num_messages,
+            prompt_text,
+            np.asarray(prompt_ids, dtype=np.int32),
+            [(said, np.asarray(ids, dtype=np.int32)) for said, ids in answers],
+        )
+        exchanges = self._sessions.setdefault(session, [])
+        exchanges.append(exchange)
+        self._num_tokens += exchange.num_tokens
+        self._sessions.move_to_end(session)
+        if len(exchanges) > _MOST_EXCHANGES:
+            self._num_tokens -= exchanges.pop(0).num_tokens
+        while self._num_tokens > self._max_tokens and len(self._sessions) > 1:
+            _, forgotten = self._sessions.popitem(last=False)
+            self._num_tokens -= sum(exchange.num_tokens for exchange in forgotten)
+
+    def may_know(self, session: str | int, messages: ConversationType) -> bool:
+        """These messages go on after an answer that this session was given."""
+        return any(
+            exchange.num_messages < len(messages) and messages[exchange.num_messages]["role"] == "assistant"
+            for exchange in self._sessions.get(session, [])
+        )
+
+    def recall(
+        self, session: str | int, messages: ConversationType, text: str, options: ChatOptions
+    ) -> list[int] | None:
+        """The ids of a conversation with our own answers as they were drawn; None if it cannot be had.
+
+        Args:
+            text: the messages as the template renders them. The longest earlier prompt that it begins with is taken,
+                if what follows there is an answer of ours: it says the same (white space aside) as what was written.
+        """
+        exchanges = self._sessions.get(session, [])
+        for exchange in sorted(exchanges, key=lambda exchange: -exchange.num_messages):
+            answered = exchange.num_messages
+            if answered >= len(messages) or messages[answered]["role"] != "assistant":
+                continue
+            if not text.startswith(exchange.prompt_text):
+                continue
+            said = Said.of(messages[answered])
+            written = [ids for earlier, ids in exchange.answers if earlier == said]
+            tail = self._tail(messages, answered, text, options) if written else None
+            if tail is None:
+                continue
+            shown = text[len(exchange.prompt_text) : len(text) - len(tail)]
+            for ids in reversed(written):
+                if (rest := self._rest(ids.tolist(), said, shown, tail)) is not None:
+                    return [*exchange.prompt_ids.tolist(), *ids.tolist(), *rest]
+        return None
+
+    def _tail(self, messages: ConversationType, answered: int, text: str, options: ChatOptions) -> str | None:
+        """What the template puts after an answer: what it puts after a mark in its place."""
+        marked = [*messages[:answered], {"role": "assistant", "content": _MARK}, *messages[answered + 1 :]]
+        try:
+            rendered = self._template.text(marked, options)
+        except Exception:  # a template that has no word for a result without a call, in whatever way it says so
+            return None
+        place = rendered.rfind(_MARK)
+        tail = rendered[place + len(_MARK) :]
+        return tail if place >= 0 and text.endswith(tail) else None
+
+    def _rest(self, ids: list[int], said: Said, shown: str, tail: str) -> list[int] | None:
+        """The ids of `tail` behind an answer; None if the template does not show the answer as it was written."""
+        is_closed = ids[-1] in self._template.tokenizer.all_special_ids
+        text = ids[:-1] if is_closed else ids
+        forms = [self._template.decode(text), self._template.decode(text, skip_special_tokens=False)]
+        if not said.calls:
+            forms.append(said.content)  # without the stop text that ended it
+        if _squeezed(shown) not in map(_squeezed, forms):
+            return None
+        last = self._template.decode(ids[-1:], skip_special_tokens=False)
+        if is_closed and tail.startswith(last):
+            return self._encoded_behind(last, tail[len(last) :])
+        return self._encoded_behind(_MARK, tail)
+
+    def _encoded_behind(self, before: str, text: str) -> list[int]:
+        """The ids of `text` as they are behind `before`: some tokenizers treat the start of a text differently."""
+        head, whole = self._template.encode(before), self._template.encode(before + text)
+        return whole[len(head) :] if whole[: len(head)] == head else self._template.encode(text)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())

@@ -1,0 +1,205 @@
+"""One request on its way to an answer: what was asked, and how tokens become the JSON of its kind.
+
+`ChatReply` and `CompletionReply` differ in words only; the frontend and the stream treat them alike.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from skyrl_train.inference_engines.openai_api.generation import Answer, Prompt, end_of_stop
+from skyrl_train.inference_engines.openai_api.payloads import (
+    Envelope,
+    Written,
+    assistant_message,
+    call_deltas,
+    chat_logprobs,
+    completion_logprobs,
+    usage,
+)
+from skyrl_train.inference_engines.openai_api.prompts import ChatTemplate
+from skyrl_train.inference_engines.openai_api.schema import ChatRequest, CompletionRequest
+from skyrl_train.inference_engines.openai_api.tool_calls import ToolFormat
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+class Reply(ABC):
+    """What the answers to one request are made into.
+
+    Args:
+        prompts: what the engine continues; choice `index` belongs to prompt `index // num_choices`.
+    """
+
+    def __init__(
+        self,
+        request: ChatRequest | CompletionRequest,
+        template: ChatTemplate,
+        envelope: Envelope,
+        prompts: Sequence[Prompt],
+    ):
+        self.request = request
+        self.template = template
+        self.envelope = envelope
+        self.prompts = list(prompts)
+
+    def read(self, answer: Answer) -> Written:
+        """The answer as a client sees it: of one that still grows, what will stay whatever follows."""
+        text = self.decode(answer.token_ids)
+        if answer.stop_reason is None:
+            return Written(self._settled(text))
+        if answer.stop_reason == "stop" and not self.request.include_stop_str_in_output:
+            known = len(self.decode(answer.token_ids[:-1]))
+            ends = [end_of_stop(text, stop, known) for stop in self.request.stop_texts]
+            text = text[: min((end for end in ends if end is not None), default=None)]
+        return Written(text, (), answer.stop_reason)
+
+    def decode(self, ids: list[int]) -> str:
+        skip = self.request.skip_special_tokens
+        return self.template.decode(ids, skip_special_tokens=True if skip is None else skip)
+
+    def _settled(self, text: str) -> str:
+        text = text.rstrip(_UNFINISHED)
+        held = 0
+        if not self.request.include_stop_str_in_output:
+            for stop in self.request.stop_texts:
+                held = max(held, *(n for n in range(len(stop)) if n == 0 or text.endswith(stop[:n])))
+        return text[: len(text) - held]
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The object that answers the request."""
+        choices = [self.choice(index, answer) for index, answer in enumerate(answers)]
+        return self.envelope.around(choices, answers) | {"usage": self.usage(answers)}
+
+    def usage(self, answers: Sequence[Answer]) -> dict[str, int]:
+        return usage(sum(len(prompt.ids) for prompt in self.prompts), answers)
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt behind which choice `index` stands."""
+        return self.prompts[index // self.request.num_choices]
+
+    def token_ids(self, answer: Answer, start: int = 0) -> dict[str, Any]:
+        """What `return_token_ids` asks for, from token `start` on."""
+        if not self.request.return_token_ids:
+            return {}
+        return {"token_ids": answer.token_ids[start:], "weight_versions": answer.weight_versions[start:]}
+
+    @abstractmethod
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        """One choice of the whole object."""
+
+    @abstractmethod
+    def first_delta(self, index: int) -> dict[str, Any] | None:
+        """What a streamed choice begins with, if it begins with something."""
+
+    @abstractmethod
+    def delta(self, index: int, answer: Answer, text: str, start: int, written: Written) -> dict[str, Any]:
+        """One step of a streamed choice: `text` is what is new in it, and the tokens from `start` on."""
+
+
+class ChatReply(Reply):
+    """To `POST /v1/chat/completions`."""
+
+    request: ChatRequest
+
+    def __init__(
+        self,
+        request: ChatRequest,
+        template: ChatTemplate,
+        envelope: Envelope,
+        prompts: Sequence[Prompt],
+        tool_format: ToolFormat | None,
+    ):
+        super().__init__(request, template, envelope, prompts)
+        self._tool_format = tool_format
+
+    def read(self, answer: Answer) -> Written:
+        written = super().read(answer)
+        if self._tool_format is None:
+            return written
+        if answer.stop_reason is None:
+            return Written(self._tool_format.visible(written.content))
+        parsed = self._tool_format.parse(written.content)
+        reason = "tool_calls" if parsed.calls and answer.stop_reason == "stop" else answer.stop_reason
+        return Written(parsed.content, parsed.calls, reason)
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        ids = {"prompt_token_ids": self.prompts[0].ids} if self.request.return_token_ids else {}
+        return super().whole(answers) | ids
+
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        written = self.read(answer)
+        return {
+            "index": index,
+            "message": assistant_message(written),
+            "finish_reason": written.finish_reason,
+            "logprobs": self._logprobs(answer, 0),
+        } | self.token_ids(answer)
+
+    def first_delta(self, index: int) -> dict[str, Any]:
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}
+
+    def delta(self, index: int, answer: Answer, text: str, start: int, written: Written) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if written.calls:
+            delta["tool_calls"] = call_deltas(written.calls)
+        return {
+            "index": index,
+            "delta": delta,
+            "finish_reason": written.finish_reason,
+            "logprobs": self._logprobs(answer, start),
+        } | self.token_ids(answer, start)
+
+    def _logprobs(self, answer: Answer, start: int) -> dict[str, Any] | None:
+        if not self.request.logprobs or answer.log_probs is None:
+            return None
+        return chat_logprobs(self.template, answer.token_ids[start:], answer.log_probs[start:])
+
+
+class CompletionReply(Reply):
+    """To `POST /v1/completions`."""
+
+    request: CompletionRequest
+
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        written = self.read(answer)
+        prompt = self.prompt_of(index)
+        ids = {"prompt_token_ids": prompt.ids} if self.request.return_token_ids else {}
+        echoed = self._echoed(prompt)
+        return (
+            {
+                "index": index,
+                "text": echoed + written.content,
+                "finish_reason": written.finish_reason,
+                "logprobs": self._logprobs(prompt, answer, 0, len(echoed), with_prompt=bool(self.request.echo)),
+            }
+            | ids
+            | self.token_ids(answer)
+        )
+
+    def first_delta(self, index: int) -> dict[str, Any] | None:
+        echoed = self._echoed(self.prompt_of(index))
+        return {"index": index, "text": echoed, "finish_reason": None, "logprobs": None} if echoed else None
+
+    def delta(self, index: int, answer: Answer, text: str, start: int, written: Written) -> dict[str, Any]:
+        prompt = self.prompt_of(index)
+        offset = len(self._echoed(prompt)) + len(self.decode(answer.token_ids[:start]))
+        return {
+            "index": index,
+            "text": text,
+            "finish_reason": written.finish_reason,
+            "logprobs": self._logprobs(prompt, answer, start, offset, with_prompt=False),
+        } | self.token_ids(answer, start)
+
+    def _echoed(self, prompt: Prompt) -> str:
+        return self.decode(prompt.ids) if self.request.echo else ""
+
+    def _logprobs(
+        self, prompt: Prompt, answer: Answer, start: int, offset: int, with_prompt: bool
+    ) -> dict[str, Any] | None:
+        if self.request.logprobs is None or answer.log_probs is None:
+            return None
+        ids, values = answer.token_ids[start:], list[float | None](answer.log_probs[start:])
+        if with_prompt and answer.prompt_log_probs is not None:
+            ids, values, offset = prompt.ids + ids, [None, *answer.prompt_log_probs, *values], 0
+        return completion_logprobs(self.template, ids, values, offset)

@@ -1,0 +1,289 @@
+"""The OpenAI-compatible endpoint as an HTTP server in the caller's event loop. Knows routes, connections and keys;
+what requests mean is `frontend.py`'s."""
+
+import asyncio
+import contextlib
+import errno
+import hmac
+import ipaddress
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from loguru import logger
+from starlette.exceptions import HTTPException
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.errors import ConfigError, WorkerError
+from skyrl_train.inference_engines.base import InferenceEngineInterface
+from skyrl_train.inference_engines.openai_api.errors import ApiError, error_of_ours, refused
+from skyrl_train.inference_engines.openai_api.frontend import OpenAIFrontend, Payload
+
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+
+SESSION_HEADER = "X-Session-ID"
+MAX_BODY_BYTES = 64 * 1024 * 1024
+_START_SECONDS = 30.0
+_GRACE_SECONDS = 5.0
+_KEEP_ALIVE_SECONDS = 600
+"""Agents are silent for minutes while a tool runs; a connection that ends meanwhile costs them a retry."""
+_CLIENT_WENT_AWAY = 499
+
+
+def create_app(frontend: OpenAIFrontend, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+    """The routes of the API.
+
+    Args:
+        api_key: what clients must send as their key; None: anyone who reaches the server may use it.
+    """
+    app = FastAPI(title="SkyRL rollout endpoint", openapi_url=None)
+
+    def route(method: str, path: str) -> Callable[[Handler], Handler]:
+        def add(handler: Handler) -> Handler:
+            async def answer(request: Request) -> Response:
+                try:
+                    _check_key(request, api_key)
+                    return await handler(request)
+                except Exception as error:  # a client gets an error as JSON, whatever it is
+                    return _error_response(error_of_ours(error))
+
+            app.add_api_route(path, answer, methods=[method], response_model=None)
+            return handler
+
+        return add
+
+    async def generated(request: Request, generate: Callable[..., Coroutine[Any, Any, Any]]) -> Response:
+        body = await _body(request, max_body_bytes)
+        session = request.headers.get(SESSION_HEADER)
+        return await _while_connected(request, _generated(generate(body, session or None)))
+
+    async def converted(request: Request, convert: Callable[[bytes], Awaitable[Payload]]) -> Response:
+        return JSONResponse(await convert(await _body(request, max_body_bytes)))
+
+    @route("POST", "/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await generated(request, frontend.chat)
+
+    @route("POST", "/v1/completions")
+    async def completion(request: Request) -> Response:
+        return await generated(request, frontend.completion)
+
+    @route("POST", "/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return await converted(request, frontend.tokenize)
+
+    @route("POST", "/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return await converted(request, frontend.detokenize)
+
+    @route("GET", "/v1/models")
+    async def models(request: Request) -> Response:
+        return JSONResponse(await frontend.models())
+
+    @route("GET", "/v1/models/{name:path}")
+    async def model(request: Request) -> Response:
+        return JSONResponse(await frontend.model(request.path_params["name"]))
+
+    @app.get("/health")  # without a key: for whoever watches over processes
+    async def health() -> Response:
+        try:
+            await frontend.check_health()
+        except ApiError as error:
+            return _error_response(error)
+        return JSONResponse({"status": "healthy"})
+
+    @app.exception_handler(HTTPException)
+    async def unknown_route(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return _error_response(ApiError(error.status_code, message, code="unknown_route"))
+
+    return app
+
+
+class EndpointServer:
+    """The endpoint, listening. `start` and `stop` belong to one event loop, in which it answers.
+
+    Args:
+        client: one engine, or a client over many.
+        model_name: what clients call the model: one name, or several.
+        host, port: port 0 is any free one, see `url`.
+        api_key: see `create_app`.
+        frontend_settings: further keywords of `OpenAIFrontend`.
+    """
+
+    def __init__(
+        self,
+        client: InferenceEngineInterface,
+        tokenizer: PreTrainedTokenizerBase,
+        model_name: str | list[str],
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        api_key: str | None = None,
+        **frontend_settings: Any,
+    ):
+        self.frontend = OpenAIFrontend(client, tokenizer, model_name, **frontend_settings)
+        self._app = create_app(self.frontend, api_key)
+        self._host = host
+        self._port = port
+        self._has_key = api_key is not None
+        self._socket: socket.socket | None = None
+        self._server: _Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """What clients take as their base URL. Known once the server has started."""
+        assert self._socket is not None, "start() comes first"
+        host, port = self._socket.getsockname()[:2]
+        reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host) or str(host)
+        return f"http://[{reachable}]:{port}/v1" if ":" in reachable else f"http://{reachable}:{port}/v1"
+
+    async def start(self) -> None:
+        """Listens, and returns when requests are answered.
+
+        Raises:
+            ConfigError: the port is taken, or this machine has no such address.
+        """
+        if self._task is not None:
+            raise RuntimeError("the endpoint runs already")
+        self._socket = _listening(self._host, self._port)
+        if not self._has_key and not _is_loopback(self._socket):
+            logger.warning(
+                f"the endpoint listens on {self._host} without a key: whoever reaches that address can use the engines "
+                "and read what they answer. Use generator.http_endpoint_host=127.0.0.1, or set a key."
+            )
+        config = uvicorn.Config(
+            self._app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=int(_GRACE_SECONDS),
+        )
+        self._server = _Server(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        deadline = asyncio.get_running_loop().time() + _START_SECONDS
+        while not self._server.started:
+            if self._task.done() or asyncio.get_running_loop().time() > deadline:
+                await self.stop()
+                raise WorkerError(f"the endpoint did not start within {_START_SECONDS:g} seconds")
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        """Takes no new requests, gives those under way some seconds, and closes. Nothing happens if it does not run."""
+        server, task, sock = self._server, self._task, self._socket
+        self._server = self._task = None
+        if server is not None and task is not None:
+            server.should_exit = True
+            done, _ = await asyncio.wait({task}, timeout=2 * _GRACE_SECONDS)
+            if not done:
+                server.force_exit = True
+                task.cancel()
+                await asyncio.wait({task}, timeout=_GRACE_SECONDS)
+        if sock is not None:
+            sock.close()
+
+
+class _Server(uvicorn.Server):
+    """Leaves the process's signals to the program that it runs in."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        # With the protocol named: asyncio switches Nagle's algorithm off only then, and a used connection is fast.
+        sock = socket.socket(family, kind, socket.IPPROTO_TCP)
+    except OSError as error:
+        raise ConfigError(f"generator.http_endpoint_host={host!r} is no address: {error}") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"generator.http_endpoint_port={port} is taken on {host}; end what listens there, or give another port "
+                "(0: any free one)"
+            ) from error
+        raise ConfigError(
+            f"the endpoint cannot listen on generator.http_endpoint_host={host!r}, "
+            f"generator.http_endpoint_port={port}: {error}"
+        ) from error
+    return sock
+
+
+def _is_loopback(sock: socket.socket) -> bool:
+    return ipaddress.ip_address(sock.getsockname()[0]).is_loopback
+
+
+def _check_key(request: Request, api_key: str | None) -> None:
+    if api_key is None:
+        return
+    given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+    if not hmac.compare_digest(given.encode(), api_key.encode()):
+        raise ApiError(
+            401, "the key is not the server's; send it as `Authorization: Bearer KEY`", code="invalid_api_key"
+        )
+
+
+async def _body(request: Request, max_bytes: int) -> bytes:
+    """The request's body, read no further than it may be long."""
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > max_bytes:
+            raise ApiError(413, f"the body has more than {max_bytes} bytes", code="request_too_large")
+        parts.append(part)
+    if not size:
+        raise refused("the body is empty; it must be a JSON object")
+    return b"".join(parts)
+
+
+async def _generated(answer: Awaitable[Payload | AsyncIterator[str]]) -> Response:
+    """An answer as a response; of a stream only when its first event is there, so that an error before it has a
+    status."""
+    result = await answer
+    if isinstance(result, dict):
+        return JSONResponse(result)
+    first = await anext(result)
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_with_first(first, result), media_type="text/event-stream", headers=headers)
+
+
+async def _with_first(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    async for event in rest:
+        yield event
+
+
+async def _while_connected(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
+    """The answer; if the client goes away before, the work on it is cancelled (engines then abort the request)."""
+    work, gone = asyncio.create_task(answer), asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else Response(status_code=_CLIENT_WENT_AWAY)
+    finally:
+        work.cancel()
+        gone.cancel()
+        await asyncio.wait({work, gone})
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _error_response(error: ApiError) -> Response:
+    return JSONResponse(error.body(), status_code=error.status)
