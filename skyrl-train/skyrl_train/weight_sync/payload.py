@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from skyrl_train.errors import WeightSyncError
@@ -17,6 +18,11 @@ Bucket = list[tuple[str, torch.Tensor]]
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes in row-major order: a view if they lie so. [num_bytes] uint8"""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def integers_of(flat: torch.Tensor, dtype: str) -> np.ndarray:
+    """The elements of a tensor, given as its bytes on the host, as signed integers of their size: shares memory."""
+    return flat.numpy().view(f"i{getattr(torch, dtype).itemsize}")
 
 
 def num_bytes_of(dtype: str, shape: Sequence[int]) -> int:

@@ -7,6 +7,9 @@ import torch
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.broadcast import BroadcastReader
+from skyrl_train.weight_sync.checkpoint import CheckpointReader
+from skyrl_train.weight_sync.cuda_ipc import CudaIpcReader
+from skyrl_train.weight_sync.delta_decoder import DeltaDecoder
 from skyrl_train.weight_sync.payload import Bucket, split_bytes
 from skyrl_train.weight_sync.shared_memory import SharedMemoryReader
 
@@ -32,6 +35,7 @@ class WeightReceiver:
 
     def __init__(self, init_info: WeightSyncInitInfo, device: torch.device, process_index: int = 0):
         self._reader: Reader = _reader(init_info, device, process_index)
+        self._changes = DeltaDecoder(init_info.directory) if init_info.encoding == "delta" else None
         self._version: int | None = None  # of the open update
         self._next_index = 0
         self._names: set[str] = set()
@@ -45,7 +49,8 @@ class WeightReceiver:
             WeightSyncError: a bucket is missing or of another version, the bytes do not fit, or their way broke.
         """
         self._take_turn(request)
-        bucket = split_bytes(request, self._reader.read(request))
+        flat = self._reader.read(request)
+        bucket = split_bytes(request, flat) if self._changes is None else self._changes.receive(request, flat)
         self._next_index += 1
         self._names.update(request.names)
         return bucket
@@ -65,9 +70,13 @@ class WeightReceiver:
                 f"{missing[0]!r}"
             )
         self._version, self._names_before = None, self._names
+        if self._changes is not None:
+            self._changes.finish(version)
 
     def close(self) -> None:
         self._reader.close()
+        if self._changes is not None:
+            self._changes.close()
 
     def _take_turn(self, request: WeightUpdateRequest) -> None:
         if request.index == 0:
@@ -88,7 +97,9 @@ def _reader(init_info: WeightSyncInitInfo, device: torch.device, process_index: 
     match init_info.transport:
         case "shared_memory":
             return SharedMemoryReader()
+        case "cuda_ipc":
+            return CudaIpcReader(device)
         case "broadcast":
             return BroadcastReader(init_info, device, process_index)
-        case _:
-            raise NotImplementedError(init_info.transport)
+        case "checkpoint":
+            return CheckpointReader()

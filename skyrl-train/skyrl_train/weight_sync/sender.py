@@ -17,9 +17,12 @@ import torch
 from skyrl_train.errors import SkyRLError, WeightSyncError
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo
 from skyrl_train.weight_sync.broadcast import BroadcastWriter
+from skyrl_train.weight_sync.checkpoint import CheckpointWriter
+from skyrl_train.weight_sync.cuda_ipc import CudaIpcWriter
 from skyrl_train.weight_sync.fingerprint import Verification, differences, fingerprints_of
 from skyrl_train.weight_sync.payload import Bucket, Payload, num_bytes_of
 from skyrl_train.weight_sync.shared_memory import SharedMemoryWriter
+from skyrl_train.weight_sync.staging import CheckpointStage, DeltaStage, Stage
 
 MOST_BYTES_ON_THE_WAY = 1 << 26
 """Of one bucket. Larger ones only delay the engines' first; smaller ones cost calls."""
@@ -95,7 +98,7 @@ def _in_buckets(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> 
 
 def needs_staging(init_info: WeightSyncInitInfo) -> bool:
     """Whether `WeightSender.stage` can do a part of the work before generation pauses: write files, encode."""
-    return init_info.transport == "checkpoint" or init_info.encoding == "delta"
+    return init_info.encoding == "delta" or init_info.transport == "checkpoint"
 
 
 class WeightSender:
@@ -125,11 +128,18 @@ class WeightSender:
     ):
         own_info, *engine_infos = init_infos
         self._most_bytes = min(MOST_BYTES_ON_THE_WAY, max_bucket_bytes // _SLOTS_IN_MEMORY)
+        if own_info.transport == "checkpoint":
+            self._most_bytes = max_bucket_bytes  # files take no memory
         self._engines = engines
         self._verification: Verification = verification
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="weight-sync")
         self._transmission: Future[None] | None = None
         self._seconds: dict[str, float] = {}
+        self._held: int | None = None  # the version that every engine holds, as far as it is known
+        self._stage = _stage(own_info)
+        self._stage_seconds = 0.0
+        self._staged_version: int | None = None
+        self._staged_fingerprints: dict[str, int] = {}
         self._writer: Writer | None = None
         self._wait(engines.call_all("weight_version"), "before it began")  # a group waits long for a dead engine
         joining = engines.call_each("init_weight_update_communicator", engine_infos)
@@ -137,9 +147,20 @@ class WeightSender:
         self._wait(joining, "while the engines joined")
         self._writer = meeting.result()
 
-    def stage(self, buckets: Iterable[Bucket], version: int) -> dict[str, float]:
-        """Does what needs no engine: encodes, writes files. Returns metrics."""
-        raise NotImplementedError
+    def stage(self, buckets: Iterable[Bucket], version: int) -> None:
+        """Does what needs no engine, where `needs_staging`: writes files, encodes.
+
+        Raises:
+            WeightSyncError: the files cannot be written.
+        """
+        if self._stage is None:
+            raise ValueError("this way of weights has no stage; give the buckets to `send`")
+        began = perf_counter()
+        self._staged_version, self._staged_fingerprints = None, {}
+        for payload in self._stage.take(_in_buckets(chain.from_iterable(buckets), self._most_bytes), version):
+            self._staged_fingerprints |= fingerprints_of(payload.bucket, version, self._verification)
+        self._staged_version = version
+        self._stage_seconds = perf_counter() - began
 
     def send(self, buckets: Iterable[Bucket] | None, version: int) -> SyncResult:
         """Streams the buckets to every engine, which then takes on `version`.
@@ -150,14 +171,19 @@ class WeightSender:
         Raises:
             WeightSyncError: an engine failed, or holds other weights than the trainer; names both.
         """
-        assert buckets is not None
+        if self._stage is not None and buckets is not None:
+            self.stage(buckets, version)
+        held, self._held = self._held, None
         self._seconds = dict.fromkeys(("write", "wait", "fingerprint", "finish"), 0.0)
         began = perf_counter()
-        sums, expected = self._stream(self._payloads(buckets), version)
+        sums, expected = self._stream(self._payloads(buckets, version, held), version)
         with self._timed("finish"):
             finishing = self._engines.call_all("finish_weight_update", version)
             reports: list[WeightReport] = self._wait(finishing, f"at the end of version {version}")
+        if self._stage is not None:
+            self._seconds["stage"], expected = self._stage_seconds, self._staged_fingerprints
         self._check(reports, expected, version)
+        self._held = version
         if self._writer is not None:
             self._writer.finish(version)
         seconds = {f"{phase}_seconds": value for phase, value in self._seconds.items()}
@@ -166,12 +192,20 @@ class WeightSender:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+        if self._stage is not None:
+            self._stage.close()
         self._threads.shutdown(wait=False)
 
     # ---- one sync
 
-    def _payloads(self, buckets: Iterable[Bucket]) -> Iterator[Payload]:
-        return map(Payload.of, _in_buckets(chain.from_iterable(buckets), self._most_bytes))
+    def _payloads(self, buckets: Iterable[Bucket] | None, version: int, held: int | None) -> Iterator[Payload]:
+        if self._stage is None:
+            if buckets is None:
+                raise ValueError("nothing was staged; give the buckets to `send`")
+            return map(Payload.of, _in_buckets(chain.from_iterable(buckets), self._most_bytes))
+        if self._staged_version != version:
+            raise ValueError(f"version {version} is to be sent, but {self._staged_version} was staged")
+        return self._stage.payloads(held)
 
     def _stream(self, payloads: Iterable[Payload], version: int) -> tuple[dict[str, float], dict[str, int]]:
         """Every bucket to every engine; at most one is under way, since nothing promises the order of two calls.
@@ -255,7 +289,15 @@ def _writer(init_info: WeightSyncInitInfo, device: torch.device) -> Writer:
     match init_info.transport:
         case "shared_memory":
             return SharedMemoryWriter()
+        case "cuda_ipc":
+            return CudaIpcWriter(device)
         case "broadcast":
             return BroadcastWriter(init_info, device)
-        case _:
-            raise NotImplementedError(init_info.transport)
+        case "checkpoint":
+            return CheckpointWriter(init_info.directory)
+
+
+def _stage(init_info: WeightSyncInitInfo) -> Stage | None:
+    if init_info.encoding == "delta":
+        return DeltaStage(init_info.directory)
+    return CheckpointStage(init_info.directory) if init_info.transport == "checkpoint" else None

@@ -1,0 +1,176 @@
+"""Bytes through files that trainer and engines both see: safetensors in Hugging Face's layout, which any server can load.
+
+    <directory>/<version>/model-00001-of-00002.safetensors, ..., model.safetensors.index.json
+
+A version's folder appears at once and complete. It is deleted after all engines have taken on a later one.
+"""
+
+import json
+import mmap
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.weight_sync.base import WeightUpdateRequest
+from skyrl_train.weight_sync.payload import Payload, num_bytes_of
+
+INDEX = "model.safetensors.index.json"
+_UNFINISHED = ".unfinished"
+_RAW = ".bucket"  # a payload that is no safetensors file: changes, for engines that know their base
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+class CheckpointVersion:
+    """The files of one version while they are written."""
+
+    def __init__(self, directory: Path, version: int):
+        self._folder = directory / str(version)
+        self._unfinished = directory / f"{version}{_UNFINISHED}"
+        self._names: list[list[str]] = []
+        self._num_bytes = 0
+        shutil.rmtree(self._unfinished, ignore_errors=True)
+        self._unfinished.mkdir(parents=True)
+
+    def add(self, payload: Payload) -> None:
+        """Writes one bucket to a file of its own, tensor by tensor."""
+        with (self._unfinished / str(len(self._names))).open("wb") as file:
+            file.write(_header(payload))
+            _write_bytes(file, payload)
+        self._names.append(payload.names)
+        self._num_bytes += payload.num_bytes
+
+    def publish(self) -> list[Path]:
+        """Gives the files their names and the folder its place; the files."""
+        count = len(self._names)
+        names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+        for number, name in enumerate(names):
+            (self._unfinished / str(number)).rename(self._unfinished / name)
+        weight_map = {tensor: name for name, tensors in zip(names, self._names, strict=True) for tensor in tensors}
+        index = {"metadata": {"total_size": self._num_bytes}, "weight_map": weight_map}
+        with (self._unfinished / INDEX).open("w") as file:
+            json.dump(index, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_folder(self._unfinished)
+        shutil.rmtree(self._folder, ignore_errors=True)  # of a run before
+        self._unfinished.rename(self._folder)
+        _sync_folder(self._folder.parent)
+        return [self._folder / name for name in names]
+
+
+class CheckpointWriter:
+    """The trainer's end."""
+
+    def __init__(self, directory: str):
+        self._directory = Path(directory)
+
+    def write(self, payload: Payload, version: int, index: int) -> dict[str, Any]:
+        """Says where the bytes are, after writing them if they are in no file yet."""
+        if payload.place:
+            return payload.place
+        folder = self._directory / str(version)
+        file = folder / f"{index:05}{_RAW}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with file.open("wb") as opened:
+                _write_bytes(opened, payload)
+        except OSError as error:
+            raise WeightSyncError(f"{file} cannot be written (generator.weight_sync_directory): {error}") from error
+        return {"location": str(file)}
+
+    def transmit(self, num_bytes: int, index: int) -> None:
+        """The engines read on their own."""
+
+    def finish(self, version: int) -> None:
+        """Deletes all other versions, and what was left half written."""
+        for folder in self._directory.iterdir():
+            number = folder.name.removesuffix(_UNFINISHED)
+            if folder.is_dir() and number.isdecimal() and folder.name != str(version):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def abort(self) -> None:
+        """The files stay for another try."""
+
+    def close(self) -> None:
+        """The last version's files stay for servers that start again."""
+
+
+class CheckpointReader:
+    """An engine's end, for engines that take tensors instead of a folder."""
+
+    def read(self, request: WeightUpdateRequest) -> torch.Tensor:
+        """The bucket's bytes, mapped from its file. [num_bytes] uint8
+
+        Raises:
+            WeightSyncError: the file is not there or not what was announced.
+        """
+        if request.num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        try:
+            with open(request.location, "rb") as file:
+                start = 0 if request.location.endswith(_RAW) else _end_of_header(file)
+                size = os.fstat(file.fileno()).st_size
+                if size - start != request.num_bytes:
+                    raise WeightSyncError(
+                        f"{request.location} holds {size - start} bytes of weights, but bucket {request.index} of "
+                        f"version {request.version} announces {request.num_bytes}"
+                    )
+                return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)[start:]
+        except (OSError, struct.error) as error:
+            raise WeightSyncError(
+                f"{request.location} cannot be read here: {error}. Trainer and engines must see "
+                "generator.weight_sync_directory under one name"
+            ) from error
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+
+def _header(payload: Payload) -> bytes:
+    """The beginning of a safetensors file: the length of what follows, and the tensors' places as JSON."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, dtype, shape in zip(payload.names, payload.dtypes, payload.shapes, strict=True):
+        end = start + num_bytes_of(dtype, shape)
+        entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    return struct.pack("<Q", len(text)) + text
+
+
+def _end_of_header(file: BinaryIO) -> int:
+    return 8 + struct.unpack("<Q", file.read(8))[0]
+
+
+def _write_bytes(file: BinaryIO, payload: Payload) -> None:
+    for part in payload.parts:
+        file.write(part.cpu().numpy().data)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -1,0 +1,106 @@
+"""Bytes through memory of a GPU that the trainer owns and engines on the same GPU open. As `shared_memory`, on a device."""
+
+import base64
+from typing import Any
+
+import torch
+
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.weight_sync.base import WeightUpdateRequest
+from skyrl_train.weight_sync.payload import Payload
+
+NUM_SLOTS = 2
+"""The engines copy out of one while the trainer fills the other."""
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """What names a GPU in every process, whichever ones each of them sees."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+class CudaIpcWriter:
+    """The trainer's end."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._uuid = gpu_uuid(device)
+        self._slots = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
+        self._handles: list[dict[str, Any]] = [{} for _ in range(NUM_SLOTS)]
+
+    def write(self, payload: Payload, version: int, index: int) -> dict[str, Any]:
+        """Copies a bucket to where no engine is reading."""
+        slot = index % NUM_SLOTS
+        if payload.num_bytes > self._slots[slot].numel():
+            self._slots[slot] = torch.empty(payload.num_bytes, dtype=torch.uint8, device=self._device)
+            self._handles[slot] = {self._uuid: _handle_of(self._slots[slot])}
+        payload.copy_to(self._slots[slot][: payload.num_bytes])
+        torch.cuda.synchronize(self._device)  # other processes do not see this one's streams
+        return {"handles": self._handles[slot]}
+
+    def transmit(self, num_bytes: int, index: int) -> None:
+        """The engines read on their own."""
+
+    def finish(self, version: int) -> None:
+        """The memory stays for the next sync."""
+
+    def abort(self) -> None:
+        """A later sync writes over what is there."""
+
+    def close(self) -> None:
+        self._slots.clear()
+
+
+class CudaIpcReader:
+    """An engine's end. What it returns is the trainer's memory: copy it, never write to it."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._uuid = gpu_uuid(device)
+        self._opened: dict[str, torch.Tensor] = {}
+
+    def read(self, request: WeightUpdateRequest) -> torch.Tensor:
+        """The bucket's bytes. [num_bytes] uint8, on the GPU
+
+        Raises:
+            WeightSyncError: the memory is on another GPU, or shorter than announced.
+        """
+        torch.cuda.synchronize(self._device)  # what was copied out of the bucket before may be overwritten from here on
+        if request.num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device=self._device)
+        handle = request.handles.get(self._uuid)
+        if handle is None:
+            raise WeightSyncError(
+                f"the weights are on GPU {', '.join(request.handles)}, but this engine is on {self._uuid}; use "
+                "generator.weight_sync_strategy=broadcast"
+            )
+        key = handle["memory"] + str(handle["offset"])
+        if key not in self._opened:
+            self._opened[key] = _open(handle, self._device)
+            while len(self._opened) > NUM_SLOTS:
+                self._opened.pop(next(iter(self._opened)))
+        if self._opened[key].numel() < request.num_bytes:
+            raise WeightSyncError(
+                f"the trainer's GPU memory has {self._opened[key].numel()} bytes, but bucket {request.index} of version "
+                f"{request.version} announces {request.num_bytes}"
+            )
+        return self._opened[key][: request.num_bytes]
+
+    def close(self) -> None:
+        self._opened.clear()
+
+
+_BYTES = ("memory", "ref_counter", "event")
+_FIELDS = ("device", "memory", "size", "offset", "ref_counter", "ref_counter_offset", "event", "event_sync_required")
+
+
+def _handle_of(flat: torch.Tensor) -> dict[str, Any]:
+    """What opens a tensor's memory in another process, fit for JSON."""
+    shared = dict(zip(_FIELDS, flat.untyped_storage()._share_cuda_(), strict=True))
+    return {name: base64.b64encode(value).decode() if name in _BYTES else value for name, value in shared.items()}
+
+
+def _open(handle: dict[str, Any], device: torch.device) -> torch.Tensor:
+    values = {name: base64.b64decode(value) if name in _BYTES else value for name, value in handle.items()}
+    values["device"] = torch.cuda.current_device() if device.index is None else device.index
+    storage = torch.UntypedStorage._new_shared_cuda(*values.values())
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -1,0 +1,115 @@
+"""Changes between two versions of a tensor as few bytes, exactly.
+
+After a small step most numbers of a low-precision model are as before, and the rest moved by one or two units in the
+last place. Where few changed: the gaps between changed positions, a byte each, and the differences of their bit patterns
+as integers; where many did: the differences of all. Differences are written with the sign last (0, -1, 1, -2, ... ->
+0, 1, 2, 3, ...) and byte by byte apart, so that a general compressor finds little in the high bytes. Measured on an Adam
+step at learning rate 1e-6 in bfloat16: see docs/benchmarks.md.
+"""
+
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+
+from skyrl_train.errors import WeightSyncError
+
+Integers = np.ndarray
+"""A tensor's elements as signed integers of their size, one dimension."""
+
+CHUNK_ELEMENTS = 1 << 22
+"""Encoded together: bounds what encoding needs besides the tensor."""
+_DENSE_FROM = 1 / 6  # of the elements changed: their positions would cost more than the others' zeros
+_UNCHANGED, _SPARSE, _DENSE = range(3)
+_HEADER = struct.Struct("<B4I")  # kind, changed elements, bytes of gaps, bytes of gaps and of differences, compressed
+_ESCAPE = 255  # in gaps: go on by so many, and read on
+_CODEC = pa.Codec("zstd", compression_level=1)
+
+
+def encode(new: Integers, base: Integers) -> Iterator[bytes]:
+    """What leads from `base` to `new`, in pieces."""
+    for start in range(0, len(new), CHUNK_ELEMENTS):
+        part = slice(start, start + CHUNK_ELEMENTS)
+        yield from _encode_chunk(new[part], base[part])
+
+
+def apply(payload: memoryview, base: Integers) -> int:
+    """Turns `base` in place into what `encode` was given as `new`; returns the number of bytes read.
+
+    Raises:
+        WeightSyncError: the payload is not of such a tensor.
+    """
+    position = 0
+    for start in range(0, len(base), CHUNK_ELEMENTS):
+        position += _apply_chunk(payload[position:], base[start : start + CHUNK_ELEMENTS])
+    return position
+
+
+def _encode_chunk(new: Integers, base: Integers) -> Iterator[bytes]:
+    changed = np.flatnonzero(new != base)
+    if not len(changed):
+        yield _HEADER.pack(_UNCHANGED, 0, 0, 0, 0)
+        return
+    kind = _DENSE if len(changed) > _DENSE_FROM * len(new) else _SPARSE
+    gaps = _gaps(changed) if kind == _SPARSE else np.empty(0, dtype=np.uint8)
+    differences = new - base if kind == _DENSE else new[changed] - base[changed]
+    small_gaps, small_differences = _compress(gaps), _compress(_planes(differences))
+    yield _HEADER.pack(kind, len(changed), len(gaps), len(small_gaps), len(small_differences))
+    yield small_gaps
+    yield small_differences
+
+
+def _apply_chunk(payload: memoryview, base: Integers) -> int:
+    try:
+        kind, num_changed, num_gaps, small_gaps, small_differences = _HEADER.unpack_from(payload)
+        gaps_end = _HEADER.size + small_gaps
+        end = gaps_end + small_differences
+        if kind == _UNCHANGED:
+            return end
+        count = len(base) if kind == _DENSE else num_changed
+        differences = _from_planes(_decompress(payload[gaps_end:end], count * base.itemsize), base.dtype)
+        if kind == _DENSE:
+            base += differences
+        else:
+            base[_positions(_decompress(payload[_HEADER.size : gaps_end], num_gaps))] += differences
+    except (struct.error, OSError, ValueError, IndexError) as error:  # pyarrow's errors are OSError and ValueError
+        raise WeightSyncError(f"changes of weights cannot be decoded: {error}") from error
+    return end
+
+
+def _gaps(positions: np.ndarray) -> np.ndarray:
+    """The distance to each position from the one before (the first: from -1), as bytes with escapes."""
+    gaps = np.diff(positions, prepend=-1)
+    escapes = gaps // _ESCAPE
+    ends = np.cumsum(escapes + 1) - 1
+    written = np.full(ends[-1] + 1, _ESCAPE, dtype=np.uint8)
+    written[ends] = gaps - escapes * _ESCAPE
+    return written
+
+
+def _positions(gaps: np.ndarray) -> np.ndarray:
+    """Undoes `_gaps`."""
+    reached = np.cumsum(gaps, dtype=np.int64)
+    return reached[gaps != _ESCAPE] - 1
+
+
+def _planes(differences: Integers) -> np.ndarray:
+    """All lowest bytes, then all second ones, and so on, of the differences with their sign last."""
+    bits = differences.itemsize * 8
+    sign_last = (differences << 1) ^ (differences >> (bits - 1))
+    return np.ascontiguousarray(sign_last.view(np.uint8).reshape(-1, differences.itemsize).T)
+
+
+def _from_planes(planes: np.ndarray, dtype: np.dtype) -> Integers:
+    """Undoes `_planes`."""
+    sign_last = np.ascontiguousarray(planes.reshape(dtype.itemsize, -1).T).view(f"u{dtype.itemsize}").reshape(-1)
+    return ((sign_last >> 1) ^ -(sign_last & 1)).view(dtype)
+
+
+def _compress(values: np.ndarray) -> bytes:
+    return _CODEC.compress(np.ravel(values), asbytes=True)
+
+
+def _decompress(values: memoryview, num_bytes: int) -> np.ndarray:
+    return np.frombuffer(_CODEC.decompress(pa.py_buffer(values), num_bytes), dtype=np.uint8)

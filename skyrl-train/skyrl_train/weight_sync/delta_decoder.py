@@ -1,0 +1,79 @@
+"""An engine's end of the encoding `delta`: whole tensors out of the last ones and what changed.
+
+It yields every tensor of the model, changed or not: loaders want whole tensors and layers, copying them costs little
+beside decoding, and so the proof after a sync covers the whole model.
+"""
+
+import torch
+import xxhash
+
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.weight_sync.base import WeightUpdateRequest
+from skyrl_train.weight_sync.delta import apply
+from skyrl_train.weight_sync.last_weights import LastWeights
+from skyrl_train.weight_sync.payload import Bucket, bytes_of, integers_of, split_bytes
+
+DIGEST_BYTES = 8
+"""At the end of a bucket of changes: the hash of all before it (a wrong bit here would stay wrong in later versions)."""
+
+
+class DeltaDecoder:
+    """Keeps the last weights in a file of `directory`."""
+
+    def __init__(self, directory: str):
+        self._last = LastWeights(directory)
+        self._base_version: int | None = None
+
+    def receive(self, request: WeightUpdateRequest, flat: torch.Tensor) -> Bucket:
+        """The bucket's tensors, on the host. `flat`: its payload, changes or whole tensors.
+
+        Raises:
+            WeightSyncError: the changes are to a version that is not here, or were altered on their way.
+        """
+        if request.index == 0:
+            self._base_version, self._last.version = self._last.version, None
+        if request.base_version is None:
+            bucket = split_bytes(request, flat)
+            for (name, tensor), dtype, shape in zip(bucket, request.dtypes, request.shapes, strict=True):
+                self._last.keep(name, dtype, shape).copy_(bytes_of(tensor))
+            return bucket
+        kinds = list(zip(request.names, request.dtypes, request.shapes, strict=True))
+        if request.base_version != self._base_version or not all(self._last.knows(*kind) for kind in kinds):
+            raise WeightSyncError(
+                f"changes to version {request.base_version} came to an engine that holds version {self._base_version}; "
+                "send whole tensors"
+            )
+        changes = _checked(request, flat)
+        bucket: Bucket = []
+        for name, dtype, shape in kinds:
+            kept = self._last.bytes_of(name)
+            changes = changes[apply(changes, integers_of(kept, dtype)) :]
+            bucket.append((name, kept.view(getattr(torch, dtype)).view(shape)))
+        if changes:
+            raise WeightSyncError(
+                f"bucket {request.index} of version {request.version} has {len(changes)} bytes too many"
+            )
+        return bucket
+
+    def finish(self, version: int) -> None:
+        """All tensors are of `version`."""
+        self._last.version = version
+
+    def close(self) -> None:
+        self._last.close()
+
+
+def _checked(request: WeightUpdateRequest, flat: torch.Tensor) -> memoryview:
+    """The encoded changes.
+
+    Raises:
+        WeightSyncError: they are not what was sent.
+    """
+    payload = flat.cpu().numpy().data
+    changes, digest = payload[:-DIGEST_BYTES], payload[-DIGEST_BYTES:]
+    if len(payload) != request.num_bytes or xxhash.xxh3_64_digest(changes) != digest:
+        raise WeightSyncError(
+            f"the changes in bucket {request.index} of version {request.version} ({request.names[0]} to "
+            f"{request.names[-1]}) were altered on their way"
+        )
+    return changes

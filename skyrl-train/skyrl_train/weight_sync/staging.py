@@ -1,0 +1,121 @@
+"""What the trainer does for a sync while the engines still generate: encode what changed, or write files."""
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import xxhash
+
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.weight_sync.checkpoint import CheckpointVersion
+from skyrl_train.weight_sync.delta import encode
+from skyrl_train.weight_sync.last_weights import LastWeights
+from skyrl_train.weight_sync.payload import Bucket, Payload, integers_of
+
+
+class Stage(Protocol):
+    """Buckets, held ready outside of memory."""
+
+    def take(self, buckets: Iterable[Bucket], version: int) -> Iterator[Payload]:
+        """Makes the buckets ready; each is yielded, with its tensors, once it is."""
+        ...
+
+    def payloads(self, held: int | None) -> Iterator[Payload]:
+        """What was made ready, for engines that hold version `held` (None: nothing that is known)."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class DeltaStage:
+    """Changes to the version before, in a file; whole tensors for engines that do not hold that one."""
+
+    def __init__(self, directory: str):
+        self._directory = directory
+        self._last = LastWeights(directory)
+        self._buckets: list[Payload] = []
+        self._base_version: int | None = None  # what `_changes` leads away from
+        self._changes = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
+        self._sizes: list[int] = []
+
+    def take(self, buckets: Iterable[Bucket], version: int) -> Iterator[Payload]:
+        """Encodes every tensor against the one that was taken last."""
+        self._base_version, self._last.version = self._last.version, None
+        self._buckets, self._sizes = [], []
+        self._changes.seek(0)
+        self._changes.truncate()
+        for bucket in buckets:
+            payload = Payload.of(bucket)
+            self._take_bucket(payload)
+            yield payload
+            self._buckets.append(replace(payload, parts=[], bucket=[]))
+        self._changes.flush()
+        self._last.version = version
+
+    def payloads(self, held: int | None) -> Iterator[Payload]:
+        """Changes if they lead away from `held`, else whole tensors."""
+        if held is None or held != self._base_version:
+            for payload in self._buckets:
+                yield replace(payload, parts=[self._last.bytes_of(name) for name in payload.names])
+            return
+        self._changes.seek(0)
+        for payload, size in zip(self._buckets, self._sizes, strict=True):
+            part = torch.frombuffer(bytearray(self._changes.read(size)), dtype=torch.uint8)
+            yield replace(payload, parts=[part], num_bytes=size, base_version=held)
+
+    def close(self) -> None:
+        self._last.close()
+        self._changes.close()
+
+    def _take_bucket(self, payload: Payload) -> None:
+        hashed = xxhash.xxh3_64()
+        size = 0
+        for name, dtype, shape, part in zip(payload.names, payload.dtypes, payload.shapes, payload.parts, strict=True):
+            if not self._last.knows(name, dtype, shape):
+                self._base_version = None
+            kept = self._last.keep(name, dtype, shape)
+            new = part.cpu()
+            if self._base_version is not None:
+                for piece in encode(integers_of(new, dtype), integers_of(kept, dtype)):
+                    hashed.update(piece)
+                    size += self._changes.write(piece)
+            kept.copy_(new)
+        self._sizes.append(size + self._changes.write(hashed.digest()))
+
+
+class CheckpointStage:
+    """Whole tensors in a folder of `directory` with the version's name, as Hugging Face lays weights out."""
+
+    def __init__(self, directory: str):
+        self._directory = Path(directory)
+        self._payloads: list[Payload] = []
+
+    def take(self, buckets: Iterable[Bucket], version: int) -> Iterator[Payload]:
+        """Writes a file a bucket; the folder appears when all are there."""
+        self._payloads = []
+        folder = CheckpointVersion(self._directory, version)
+        try:
+            for bucket in buckets:
+                payload = Payload.of(bucket)
+                folder.add(payload)
+                yield payload
+                self._payloads.append(replace(payload, parts=[], bucket=[]))
+            files = folder.publish()
+        except OSError as error:
+            raise WeightSyncError(
+                f"the weights of version {version} cannot be written to {self._directory} "
+                f"(generator.weight_sync_directory): {error}"
+            ) from error
+        self._payloads = [
+            replace(payload, place={"location": str(file)}) for payload, file in zip(self._payloads, files, strict=True)
+        ]
+
+    def payloads(self, held: int | None) -> Iterator[Payload]:
+        """The files, whatever the engines hold."""
+        return iter(self._payloads)
+
+    def close(self) -> None:
+        """The last version's files stay for servers that start again."""
