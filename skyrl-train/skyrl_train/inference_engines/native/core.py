@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from skyrl_train.inference_engines.base import StopReason
 from skyrl_train.inference_engines.native.attention import KEY_BLOCK, MIN_ROWS, VECTOR, AttentionStep, round_up
 from skyrl_train.inference_engines.native.cache import SlotCache
+from skyrl_train.inference_engines.native.lora import Loras
 from skyrl_train.inference_engines.native.requests import Completion, Request
 from skyrl_train.inference_engines.native.rows import RowTable
 from skyrl_train.inference_engines.native.sampling import sample, uniforms
@@ -37,6 +38,7 @@ class NativeEngineCore:
         eos_ids: tokens that end a response unless a request ignores them
         decode: token ids to text, for stop strings
         max_prefill_tokens: prompt tokens computed in one forward pass (a longer prompt has its own)
+        max_loras: adapters that may be loaded at the same time
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class NativeEngineCore:
         eos_ids: tuple[int, ...],
         decode: Decode,
         max_prefill_tokens: int = 2048,
+        max_loras: int = 8,
     ):
         self.model = model
+        self.loras = Loras(model, max_loras=max_loras)
         self.weight_version = 0
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
@@ -127,7 +131,8 @@ class NativeEngineCore:
         if not self._rows:
             return []
         tokens, log_probs = self._sample(self._decode())
-        self._rows.append(tokens, log_probs, self.weight_version)
+        slots = self._rows.lora_slot[: len(tokens)]
+        self._rows.append(tokens, log_probs, self.loras.versions(slots, self.weight_version))
         return self._finish_done(tokens, log_probs)
 
     def release_cache(self) -> None:
@@ -141,9 +146,10 @@ class NativeEngineCore:
         if not count:
             return
         sources = {
-            request.prefix: row
+            (request.prefix, request.lora_serial): row
             for row, request in enumerate(self._rows.requests)
             if self._rows.prompt_version[row] == self.weight_version
+            and self._rows.prompt_lora[row] == request.lora_serial
         }
         new_prompts: list[int] = []
         copies: list[tuple[int, int]] = []
@@ -151,10 +157,11 @@ class NativeEngineCore:
             row = self._add_row(self._waiting.popleft())
             request = self._rows.requests[row]
             scored = request.params.prompt_logprobs is not None  # such a prompt is computed for itself
-            if request.prefix in sources and not scored:
-                copies.append((sources[request.prefix], row))
+            key = request.prefix, request.lora_serial
+            if key in sources and not scored:
+                copies.append((sources[key], row))
             elif request.prefix:
-                sources[request.prefix] = row
+                sources[key] = row
                 new_prompts.append(row)
         for rows in self._prefill_batches(new_prompts):
             self._prefill(rows)
@@ -192,6 +199,8 @@ class NativeEngineCore:
             ids[index, :length] = self._rows.tokens[row, :length]
         positions = torch.arange(width, device=self._device).expand(len(rows), -1)
         self._cache.begin_prefill(rows, lengths)
+        if self.loras:
+            self.loras.begin(self._rows.lora_slot[rows], apart=True)
         self.num_prompt_tokens_computed += sum(lengths)
         output = self.model.base_model(  # no head: the prompt's last token is decoded like any other
             input_ids=torch.from_numpy(ids).to(self._device),
@@ -210,11 +219,12 @@ class NativeEngineCore:
         Args:
             hidden: [P - 1, D], the states after each token of the prompt but its last
         """
-        params, prompt = self._rows.requests[row].params, self._rows.requests[row].prompt
+        request = self._rows.requests[row]
+        params, prompt = request.params, request.prompt
         head: Any = self.model.get_output_embeddings()
         log_probs, _ = token_log_probs(
             hidden,
-            head.weight,
+            self.loras.merged_weight(head, request.lora),
             torch.from_numpy(prompt[1:]).to(self._device),
             bias=head.bias,
             temperature=1.0 if params.is_greedy else params.temperature,
@@ -234,6 +244,10 @@ class NativeEngineCore:
         self._cache.reserve(len(last), longest)
         positions = torch.from_numpy(last).to(self._device)
         self._cache.begin_decode(positions, round_up(longest, KEY_BLOCK))
+        if self.loras:
+            slots = np.full(len(last), self._rows.lora_slot[0])  # what fills up goes with the first
+            slots[:count] = self._rows.lora_slot[:count]
+            self.loras.begin(slots, apart=False)
         output = self.model(
             input_ids=torch.from_numpy(ids).to(self._device)[:, None],
             position_ids=positions[:, None],

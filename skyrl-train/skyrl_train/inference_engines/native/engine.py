@@ -26,6 +26,8 @@ from skyrl_train.inference_engines.base import (
 )
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.loading import context_length_of, eos_ids_of, load_model, load_tokenizer
+from skyrl_train.inference_engines.native.lora import Lora
+from skyrl_train.inference_engines.native.lora_loading import read_lora
 from skyrl_train.inference_engines.native.requests import Completion, Request, SamplingParams
 from skyrl_train.inference_engines.native.weights import EngineWeights
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
@@ -34,7 +36,7 @@ T = TypeVar("T")
 
 _PAUSE_MODES = ("keep", "wait", "abort")
 _WAKE_TAGS = ("weights", "kv_cache")
-_NO_LORA = "the native engine has no adapters yet"
+_NO_LORA = "the engine was started without adapters (max_lora_rank=0)"
 
 
 @dataclass(eq=False)
@@ -78,6 +80,8 @@ class NativeInferenceEngine(InferenceEngineInterface):
         command_timeout_seconds: deadline of control calls (pause with `wait` has none: it ends with the requests)
         update_timeout_seconds: a weight update must be finished this long after its last bucket
         dummy_weights: random weights in place of those on disk; the first update must then bring all of them
+        max_loras: adapters that may be loaded at the same time
+        max_lora_rank: the largest rank that one may have; 0: no adapters
     """
 
     def __init__(
@@ -94,6 +98,8 @@ class NativeInferenceEngine(InferenceEngineInterface):
         command_timeout_seconds: float = 600.0,
         update_timeout_seconds: float = 600.0,
         dummy_weights: bool = False,
+        max_loras: int = 8,
+        max_lora_rank: int = 256,
     ):
         if max_num_seqs < 1:
             raise ConfigError(f"max_num_seqs must be at least 1; got {max_num_seqs}")
@@ -114,7 +120,10 @@ class NativeInferenceEngine(InferenceEngineInterface):
             max_model_len=context_length_of(model, max_model_len),
             eos_ids=eos_ids_of(model, self._tokenizer),
             decode=self._decode,
+            max_loras=max_loras,
         )
+        self._max_lora_rank = max_lora_rank
+        self._leaving: list[tuple[Lora, Future[None]]] = []
         self._weights = EngineWeights(model, self._device, update_timeout_seconds, random=dummy_weights)
         self._seed = seed
         self._num_unseeded = 0
@@ -141,7 +150,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
             max_model_len=self._core.max_model_len,
             dtype=self._dtype,
             node=platform.node(),
-            lacks={"lora": _NO_LORA},
+            lacks={} if self._max_lora_rank else {"lora": _NO_LORA},
         )
 
     async def check_health(self) -> None:
@@ -151,14 +160,11 @@ class NativeInferenceEngine(InferenceEngineInterface):
         prompts = input_batch.get("prompt_token_ids")
         if prompts is None:
             raise ValueError("the native engine takes prompt_token_ids; the client turns conversations into them")
-        lora_name = input_batch.get("lora_name")
-        if lora_name is not None:
-            raise ValueError(f"no adapter named {lora_name!r} is loaded")
         params, seeds = self._sampling(input_batch.get("sampling_params"), len(prompts))
         requests = [
             Request(self._core.check_prompt(prompt), params, seed) for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        completions = await self._complete(requests)
+        completions = await self._complete(requests, input_batch.get("lora_name"))
         for completion in completions:
             if completion.error is not None:
                 raise completion.error
@@ -216,6 +222,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
                 )
             if not self._weights.asleep:
                 self._weights.sleep(level)
+                self._core.loras.to(torch.device("cpu"))  # no update brings them, so they are kept at both levels
             self._core.release_cache()
             self._cache_asleep = True
             if self._device.type == "cuda":
@@ -232,6 +239,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         def wake() -> None:
             if "weights" in wanted and self._weights.asleep:
                 self._weights.wake_up()
+                self._core.loras.to(self._device)
             if "kv_cache" in wanted:
                 self._cache_asleep = False  # its memory comes back with the requests
 
@@ -252,12 +260,22 @@ class NativeInferenceEngine(InferenceEngineInterface):
         return await self._command(finish)
 
     async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
-        raise UnsupportedByEngine(_NO_LORA)
+        """As of any engine. Tokens of an adapter's requests carry its version; requests under way when it is replaced
+        go on with the new one, behind the keys and values of the old."""
+        self._require_loras()
+        layers = await asyncio.to_thread(read_lora, request.path, self._core.model, self._max_lora_rank)
+        return await self._command(lambda: self._core.loras.load(request, layers, self._weights.verification))
 
     async def unload_lora(self, name: str) -> None:
-        raise UnsupportedByEngine(_NO_LORA)
+        """As of any engine; takes as long as the requests that use it."""
+        self._require_loras()
+        unused: Future[None] = Future()
+        unused.set_running_or_notify_cancel()
+        await self._command(lambda: self._leaving.append((self._core.loras.forget(name), unused)))
+        await asyncio.wrap_future(unused)
 
     async def weight_version(self) -> int:
+        """Of the model; an adapter's requests have the adapter's."""
         return await self._command(lambda: self._core.weight_version)
 
     async def reset_prefix_cache(self) -> None:
@@ -302,7 +320,11 @@ class NativeInferenceEngine(InferenceEngineInterface):
         assert isinstance(text, str)
         return text
 
-    async def _complete(self, requests: list[Request]) -> list[Completion]:
+    def _require_loras(self) -> None:
+        if not self._max_lora_rank:
+            raise UnsupportedByEngine(_NO_LORA)
+
+    async def _complete(self, requests: list[Request], lora_name: str | None) -> list[Completion]:
         if not requests:
             return []
         batch = _PendingBatch(requests)
@@ -310,7 +332,9 @@ class NativeInferenceEngine(InferenceEngineInterface):
         def add() -> None:
             if not self._weights.complete and not self._weights.updating:
                 raise RuntimeError("the weights were dropped by sleep(level=2); a full weight update must come first")
+            lora = self._core.loras.named(lora_name)
             for request in requests:
+                request.lora = lora
                 self._pending[request] = batch
                 self._core.add_request(request)
 
@@ -372,6 +396,8 @@ class NativeInferenceEngine(InferenceEngineInterface):
             self._resolve(self._core.step(admit=self._pause is None))
             if self._pause == "wait" and not self._core.num_running:
                 self._release_drained()
+        if self._leaving:
+            self._free_unused_loras()
         return True
 
     def _has_work(self) -> bool:
@@ -385,6 +411,13 @@ class NativeInferenceEngine(InferenceEngineInterface):
         for completion in completions:
             self._pending.pop(completion.request).take(completion)
 
+    def _free_unused_loras(self) -> None:
+        used = {request.lora for request in self._pending}
+        for lora, unused in [leaving for leaving in self._leaving if leaving[0] not in used]:
+            self._leaving.remove((lora, unused))
+            self._core.loras.free(lora)
+            unused.set_result(None)
+
     def _release_drained(self) -> None:
         for waiting in self._drained:
             waiting.set_result(None)
@@ -394,9 +427,9 @@ class NativeInferenceEngine(InferenceEngineInterface):
         with self._mail:
             self._failure = failure
             waiting: list[Future[Any]] = [done for _, done in self._commands if done.set_running_or_notify_cancel()]
-            waiting += self._drained
+            waiting += self._drained + [unused for _, unused in self._leaving]
             waiting += {id(batch): batch.done for batch in self._pending.values()}.values()
-            self._commands, self._drained, self._pending = [], [], {}
+            self._commands, self._drained, self._leaving, self._pending = [], [], [], {}
         self._weights.close()
         for done in waiting:
             done.set_exception(failure)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_train.inference_engines.base import StopReason
+from skyrl_train.inference_engines.native.lora import Lora
 from skyrl_train.inference_engines.native.sampling import random_key
 
 GREEDY_BELOW = 1e-5
@@ -143,11 +144,13 @@ class Request:
     Args:
         prompt: [P] token ids, int64
         seed: (seed, index): what its randomness is made of, with the token's position
+        lora: the adapter that answers
     """
 
     prompt: np.ndarray
     params: SamplingParams
     seed: tuple[int, int]
+    lora: Lora | None = None
     key: np.uint64 = field(init=False)
     prefix: bytes = field(init=False, repr=False)
     """The prompt but for its last token: what is computed before the first decoding step, and may be shared."""
@@ -155,6 +158,11 @@ class Request:
     def __post_init__(self) -> None:
         self.key = random_key(*self.seed)
         self.prefix = self.prompt[:-1].tobytes()
+
+    @property
+    def lora_serial(self) -> int:
+        """Which adapter computes its keys and values from now on; 0: none."""
+        return 0 if self.lora is None else self.lora.serial
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from skyrl_train.inference_engines.native.lora import NO_LORA
 from skyrl_train.inference_engines.native.requests import Request
 from skyrl_train.inference_engines.native.sampling import SamplingBatch
 from skyrl_train.inference_engines.native.stop_strings import Decode, StopStringFinder
@@ -28,6 +29,9 @@ class RowTable:
         self.prompt_length = np.zeros(0, np.int64)
         self.prompt_version = np.zeros(0, np.int64)
         """Version of the weights that computed the prompt's keys and values."""
+        self.prompt_lora = np.zeros(0, np.int64)
+        """Serial of the adapter that took part in this; 0: none."""
+        self.lora_slot = np.zeros(0, np.int64)
         self.min_length = np.zeros(0, np.int64)
         self.max_length = np.zeros(0, np.int64)
         self.key = np.zeros(0, np.uint64)
@@ -49,6 +53,8 @@ class RowTable:
         self.finders.append(StopStringFinder(params.stop, decode) if params.stop else None)
         self.length[row] = self.prompt_length[row] = len(request.prompt)
         self.prompt_version[row] = version
+        self.prompt_lora[row] = request.lora_serial
+        self.lora_slot[row] = NO_LORA if request.lora is None else request.lora.slot
         self.min_length[row] = len(request.prompt) + params.min_tokens
         self.max_length[row] = max_length
         self.key[row] = request.key
@@ -58,8 +64,8 @@ class RowTable:
         self._sampling = None
         return row
 
-    def append(self, tokens: np.ndarray, log_probs: np.ndarray, version: int) -> None:
-        """One new token for every row."""
+    def append(self, tokens: np.ndarray, log_probs: np.ndarray, version: np.ndarray | int) -> None:
+        """One new token for every row, written by weights of one version or of one each."""
         rows, count = np.arange(len(self)), len(self)
         positions = self.length[:count]
         self.tokens[rows, positions] = tokens
@@ -137,7 +143,8 @@ class RowTable:
 
     @staticmethod
     def _names() -> tuple[str, ...]:
-        flat = ("length", "prompt_length", "prompt_version", "min_length", "max_length", "key")
+        flat = ("length", "prompt_length", "prompt_version", "prompt_lora", "lora_slot")
+        flat += ("min_length", "max_length", "key")
         return (*flat, "stop_ids", "tokens", "log_probs", "versions")
 
     def _reserve(self, num_rows: int, length: int, num_stop_ids: int) -> None:

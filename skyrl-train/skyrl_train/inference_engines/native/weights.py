@@ -7,6 +7,7 @@ import torch
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.inference_engines.native.packed_linear import drop_packed, pack_linears
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.fingerprint import Verification, fingerprints_of
 from skyrl_train.weight_sync.receiver import WeightReceiver
 
 
@@ -51,6 +52,11 @@ class EngineWeights:
     def complete(self) -> bool:
         """False after a sleep of level 2 or half an update, until every parameter concerned came in again."""
         return self._complete
+
+    @property
+    def verification(self) -> Verification:
+        """How much of a tensor its fingerprint reads: as the trainer asked when it connected."""
+        return self._init_info.verification
 
     def seconds_left(self) -> float:
         """Until the open update is given up; infinite if none is open.
@@ -118,7 +124,10 @@ class EngineWeights:
             self._give_up(str(error))
             raise
         pack_linears(self._model)
-        report = WeightReport(version=version, fingerprints=self._fingerprints(version))
+        held = [(name, parameter) for name, parameter in self._parameters.items() if name in self._written]
+        report = WeightReport(
+            version=version, fingerprints=fingerprints_of(held, version, self._init_info.verification)
+        )
         self._written.clear()
         self._update_deadline, self._complete, self._failure = None, True, ""
         return report
@@ -163,18 +172,6 @@ class EngineWeights:
             self._written.clear()
         elif not self._failure:
             self._update_deadline = None
-
-    def _fingerprints(self, version: int) -> dict[str, int]:
-        from skyrl_train.weight_sync.fingerprint import fingerprint_of
-
-        verification = self._init_info.verification
-        if verification == "off":
-            return {}
-        return {
-            name: fingerprint_of(parameter, version, verification)
-            for name, parameter in self._parameters.items()
-            if name in self._written
-        }
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         if name not in self._parameters:

@@ -1,0 +1,317 @@
+"""Low-rank adapters in the native engine: several at a time, each with a name, beside requests that use none.
+
+Adapters have slots. Every layer that one of them adapts keeps the matrices of all slots stacked, padded with zeros to
+one rank, and adds to what it computes
+
+    scaling_s B_s A_s x        for the rows whose request uses slot s,
+
+by a few batched products whatever the number of rows and adapters: in decoding, rows are gathered by slot into groups
+of one length; in prefill a row is a group. Without adapters the model is as it was, and a pass whose rows use none pays
+one comparison a layer.
+
+The result of a row is the same bits in every company (float32 on a CPU), as for the layers themselves: groups have at
+least `MIN_ROWS` rows, and ranks are padded to at least `RANK_BLOCK`, from where on a wider product computes its columns
+alike.
+
+Dimensions: B rows of a pass, T tokens a row, S slots, R padded rank, G groups of M rows.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from skyrl_train.inference_engines.native.attention import MIN_ROWS, round_up
+from skyrl_train.inference_engines.native.lora_loading import LayerMatrices, features_of, tensor_names
+from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport
+from skyrl_train.weight_sync.fingerprint import Verification, fingerprints_of
+
+RANK_BLOCK = 16
+NO_LORA = -1
+"""The slot of rows without adapter."""
+
+
+@dataclass(eq=False)
+class Lora:
+    """An adapter that is loaded. Requests keep it; loading another under its name changes it in place."""
+
+    name: str
+    slot: int
+    version: int
+    serial: int
+    """Another at every loading: keys and values computed under one serial are of no use under another."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How the rows of one pass are gathered by adapter."""
+
+    num_rows: int
+    """B"""
+    slots: torch.Tensor | slice
+    """[G] which slot each group uses."""
+    size: int
+    """M"""
+    gathered: torch.Tensor | None
+    """[G M] the row at each place; a place to spare holds some row once more. None: all rows as they are, one group."""
+    rows: torch.Tensor | None = None
+    """[n] the rows that use an adapter."""
+    places: torch.Tensor | None = None
+    """[n] where they stand."""
+
+
+def groups_of(slots: np.ndarray, device: torch.device, *, apart: bool) -> Groups | None:
+    """The groups of rows, given each row's slot; None if no row uses an adapter.
+
+    Args:
+        slots: [B], `NO_LORA` where a row uses none.
+        apart: every row is a group of its own (its many tokens fill the product); else rows of one slot are one group.
+    """
+    rows = np.flatnonzero(slots != NO_LORA)
+    if not len(rows):
+        return None
+    used, group_of_row, sizes = np.unique(slots[rows], return_inverse=True, return_counts=True)
+    if len(used) == 1 and len(rows) == len(slots):
+        return Groups(len(slots), slice(int(used[0]), int(used[0]) + 1), len(slots), None)
+    if apart:
+        indices = torch.from_numpy(rows).to(device)
+        places = torch.arange(len(rows), device=device)
+        return Groups(len(slots), torch.from_numpy(slots[rows]).to(device), 1, indices, indices, places)
+    order = np.argsort(group_of_row, kind="stable")
+    starts = np.cumsum(sizes) - sizes
+    size = max(int(sizes.max()), MIN_ROWS)
+    places = np.empty(len(rows), np.int64)
+    places[order] = group_of_row[order] * size + np.arange(len(rows)) - starts[group_of_row[order]]
+    gathered = np.repeat(rows[order[starts]], size)
+    gathered[places] = rows
+    all_before = bool((used == np.arange(len(used))).all())
+    return Groups(
+        len(slots),
+        slice(0, len(used)) if all_before else torch.from_numpy(used).to(device),
+        size,
+        torch.from_numpy(gathered).to(device),
+        torch.from_numpy(rows).to(device),
+        torch.from_numpy(places).to(device),
+    )
+
+
+class _AdaptedLayer:
+    """One layer's matrices of all slots. A slot that does not adapt this layer is zero."""
+
+    def __init__(self, module: nn.Module, like: torch.Tensor, num_slots: int, rank: int):
+        num_in, num_out = features_of(module)
+        self.users: set[int] = set()
+        self.a = like.new_zeros(num_slots, rank, num_in)
+        self.b = like.new_zeros(num_slots, num_out, rank)
+        self.scaling = like.new_zeros(num_slots, 1, 1)
+
+    def set(self, slot: int, matrices: LayerMatrices) -> None:
+        self.clear(slot)
+        self.a[slot, : matrices.rank] = matrices.a
+        self.b[slot, :, : matrices.rank] = matrices.b
+        self.scaling[slot] = matrices.scaling
+        self.users.add(slot)
+
+    def clear(self, slot: int) -> None:
+        for stack in (self.a, self.b, self.scaling):
+            stack[slot].zero_()
+        self.users.discard(slot)
+
+    def grow(self, num_slots: int, rank: int) -> None:
+        for name, shape in {
+            "a": (num_slots, rank, self.a.shape[2]),
+            "b": (num_slots, self.b.shape[1], rank),
+            "scaling": (num_slots, 1, 1),
+        }.items():
+            held: torch.Tensor = getattr(self, name)
+            grown = held.new_zeros(shape)
+            grown[tuple(map(slice, held.shape))] = held
+            setattr(self, name, grown)
+
+    def to(self, device: torch.device) -> None:
+        self.a, self.b, self.scaling = self.a.to(device), self.b.to(device), self.scaling.to(device)
+
+    def add_to(self, output: torch.Tensor, input: torch.Tensor, groups: Groups) -> None:
+        """Adds the rows' adapters to what the layer made of its input, in place.
+
+        Args:
+            output, input: [B, T, out] and [B, T, in], or both with the first two dimensions as one
+        """
+        x = input.reshape(groups.num_rows, -1, input.shape[-1])
+        if groups.gathered is not None:
+            x = x.index_select(0, groups.gathered)
+        num_tokens = x.shape[1]
+        a, b, scaling = self.a[groups.slots], self.b[groups.slots], self.scaling[groups.slots]
+        x = x.reshape(len(a), groups.size * num_tokens, -1)
+        added = torch.bmm(torch.bmm(x, a.transpose(1, 2)).mul_(scaling), b.transpose(1, 2))
+        added = added.view(len(a) * groups.size, num_tokens, -1)
+        whole = output.view(groups.num_rows, num_tokens, -1)
+        if groups.gathered is None:
+            whole.add_(added)
+        else:
+            assert groups.rows is not None and groups.places is not None
+            whole.index_add_(0, groups.rows, added.index_select(0, groups.places))
+
+
+class Loras:
+    """The adapters of one model, by name.
+
+    Args:
+        model: in eval mode; layers are adapted by hooks, which come and go with the adapters.
+        max_loras: adapters that may be loaded at the same time.
+    """
+
+    def __init__(self, model: nn.Module, *, max_loras: int):
+        self._modules = dict(model.named_modules())
+        self._like = next(model.parameters())
+        self._max_loras = max_loras
+        self._by_name: dict[str, Lora] = {}
+        self._slots: dict[int, Lora] = {}
+        self._layers: dict[str, _AdaptedLayer] = {}
+        self._hooks: dict[str, Any] = {}
+        self._versions = np.zeros(0, np.int64)
+        self._rank = RANK_BLOCK
+        self._serials = 0
+        self._groups: Groups | None = None
+        self._key: bytes = b""
+
+    def __bool__(self) -> bool:
+        """Whether any adapter is there, named or still in use."""
+        return bool(self._slots)
+
+    def named(self, name: str | None) -> Lora | None:
+        """The adapter of a request; None for none.
+
+        Raises:
+            ValueError: no adapter has that name.
+        """
+        if name is None:
+            return None
+        if name not in self._by_name:
+            known = f"loaded are {', '.join(self._by_name)}" if self._by_name else "none is loaded"
+            raise ValueError(f"no adapter named {name!r} is loaded; {known}")
+        return self._by_name[name]
+
+    @torch.inference_mode()
+    def load(
+        self, request: LoraLoadRequest, layers: Mapping[str, LayerMatrices], verification: Verification
+    ) -> WeightReport:
+        """Takes an adapter in, or in place of the one with its name: then for the requests under way as well.
+
+        Raises:
+            ValueError: as many as may be are loaded.
+        """
+        lora = self._by_name.get(request.name) or Lora(request.name, self._free_slot(), 0, 0)
+        self._make_room(lora.slot, max(matrices.rank for matrices in layers.values()))
+        self._by_name[request.name] = self._slots[lora.slot] = lora
+        self._serials += 1
+        lora.version, lora.serial = request.version, self._serials
+        self._versions[lora.slot] = request.version
+        for name in [name for name in self._layers if name not in layers]:
+            self._clear(name, lora.slot)
+        for name, matrices in layers.items():
+            if name not in self._layers:
+                self._adapt(name)
+            self._layers[name].set(lora.slot, matrices)
+        held = self._held(lora.slot, layers)
+        return WeightReport(version=lora.version, fingerprints=fingerprints_of(held, lora.version, verification))
+
+    def forget(self, name: str) -> Lora:
+        """No request finds this adapter any more. Those that have it may go on until `free`.
+
+        Raises:
+            ValueError: no adapter has that name.
+        """
+        lora = self.named(name)
+        assert lora is not None
+        del self._by_name[name]
+        return lora
+
+    @torch.inference_mode()
+    def free(self, lora: Lora) -> None:
+        """Gives the memory of a forgotten adapter back; nobody uses it."""
+        del self._slots[lora.slot]
+        for name in list(self._layers):
+            self._clear(name, lora.slot)
+        if not self._slots:
+            self._versions, self._rank = np.zeros(0, np.int64), RANK_BLOCK
+
+    def to(self, device: torch.device) -> None:
+        """Moves all matrices."""
+        for layer in self._layers.values():
+            layer.to(device)
+        self._key = b""
+
+    def begin(self, slots: np.ndarray, *, apart: bool) -> None:
+        """The next pass has rows that use these adapters (see `groups_of`)."""
+        key = slots.tobytes() + bytes([apart])
+        if key != self._key:
+            self._groups, self._key = groups_of(slots, self._device, apart=apart), key
+
+    def versions(self, slots: np.ndarray, otherwise: int) -> np.ndarray | int:
+        """The version of each row's adapter, or `otherwise`."""
+        if not self._slots:
+            return otherwise
+        return np.where(slots == NO_LORA, otherwise, self._versions[slots])
+
+    @torch.inference_mode()
+    def merged_weight(self, module: nn.Module, lora: Lora | None) -> torch.Tensor:
+        """A linear layer's weight with an adapter in it; the weight itself where the adapter leaves the layer alone."""
+        weight = module.get_parameter("weight")
+        layer = next((layer for name, layer in self._layers.items() if self._modules[name] is module), None)
+        if lora is None or layer is None or lora.slot not in layer.users:
+            return weight
+        return torch.addmm(weight, layer.b[lora.slot] * layer.scaling[lora.slot, 0], layer.a[lora.slot])
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._layers.values())).a.device if self._layers else self._like.device
+
+    def _free_slot(self) -> int:
+        if len(self._slots) >= self._max_loras:
+            names = ", ".join(lora.name for lora in self._slots.values())
+            raise ValueError(f"max_loras={self._max_loras} adapters are loaded ({names}); unload one first")
+        return next(slot for slot in range(self._max_loras) if slot not in self._slots)
+
+    def _make_room(self, slot: int, rank: int) -> None:
+        """Stacks grow in powers of two, and to the largest rank."""
+        num_slots, padded = len(self._versions), round_up(rank, RANK_BLOCK)
+        if slot < num_slots and padded <= self._rank:
+            return
+        self._rank = max(self._rank, padded)
+        versions = np.zeros(max(num_slots, 1 << slot.bit_length()), np.int64)
+        versions[:num_slots] = self._versions
+        self._versions = versions
+        for layer in self._layers.values():
+            layer.grow(len(versions), self._rank)
+
+    def _adapt(self, name: str) -> None:
+        module = self._modules[name]
+        layer = _AdaptedLayer(module, self._stack_like(), len(self._versions), self._rank)
+        self._layers[name] = layer
+
+        def add(_module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            if self._groups is not None:
+                layer.add_to(output, inputs[0], self._groups)
+
+        self._hooks[name] = module.register_forward_hook(add)
+
+    def _stack_like(self) -> torch.Tensor:
+        return torch.empty(0, dtype=self._like.dtype, device=self._device)
+
+    def _clear(self, name: str, slot: int) -> None:
+        layer = self._layers[name]
+        layer.clear(slot)
+        if not layer.users:
+            self._hooks.pop(name).remove()
+            del self._layers[name]
+
+    def _held(self, slot: int, layers: Mapping[str, LayerMatrices]) -> Iterable[tuple[str, torch.Tensor]]:
+        """An adapter's tensors as the stacks hold them, by peft's names."""
+        for name, matrices in layers.items():
+            a, b = tensor_names(name)
+            yield a, self._layers[name].a[slot, : matrices.rank]
+            yield b, self._layers[name].b[slot, :, : matrices.rank].contiguous()

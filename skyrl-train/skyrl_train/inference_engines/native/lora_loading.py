@@ -1,0 +1,131 @@
+"""Adapters as peft wrote them, checked against the model that shall use them. Everything is refused by name that would
+be more or other than a low-rank product beside a linear layer."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.utils.other import get_pattern_key
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from skyrl_train.models.adapter_files import can_be_sent_alone, read_adapter
+
+_PREFIX = "base_model.model."
+_MATRIX = re.compile(rf"{re.escape(_PREFIX)}(?P<layer>.+)\.lora_(?P<kind>[AB])\.weight")
+_MORE_THAN_A_PRODUCT = {
+    "use_dora": "DoRA scales the layer's own weight as well",
+    "lora_bias": "its matrices have biases",
+    "modules_to_save": "it brings whole layers of its own",
+    "trainable_token_indices": "it brings embeddings of its own",
+    "target_parameters": "it adapts parameters that belong to no linear layer, such as fused experts",
+    "layer_replication": "it makes the model deeper",
+    "alora_invocation_tokens": "it applies to a part of the tokens only",
+    "use_qalora": "QALoRA pools its inputs",
+    "arrow_config": "Arrow mixes several adapters",
+    "kasa_config": "KaSA changes the layer's own weight as well",
+    "monteclora_config": "MonteCLoRA samples its matrices",
+    "use_bdlora": "its matrices are block-diagonal",
+}
+
+
+@dataclass(frozen=True)
+class LayerMatrices:
+    """W x becomes W x + scaling B A x."""
+
+    a: torch.Tensor
+    """[rank, in]"""
+    b: torch.Tensor
+    """[out, rank]"""
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
+
+def read_lora(path: str, model: nn.Module, max_rank: int) -> dict[str, LayerMatrices]:
+    """The matrices of an adapter by the names of the model's layers.
+
+    Raises:
+        ValueError: the folder holds no adapter, or one that does not fit: names what, and why.
+    """
+    file = read_adapter(path)
+    _check_config(path, file.config)
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in file.tensors.items():
+        match = _MATRIX.fullmatch(name)
+        if match is None:
+            raise _refusal(path, f"its tensor {name} is no matrix of a linear layer (embeddings cannot have adapters)")
+        pairs.setdefault(match["layer"], {})[match["kind"]] = tensor
+    if not pairs:
+        raise _refusal(path, "it holds no tensor")
+    modules = dict(model.named_modules())
+    return {layer: _checked(path, layer, pair, modules, file.config, max_rank) for layer, pair in pairs.items()}
+
+
+def tensor_names(layer: str) -> tuple[str, str]:
+    """What peft calls A and B of a layer in its files."""
+    return f"{_PREFIX}{layer}.lora_A.weight", f"{_PREFIX}{layer}.lora_B.weight"
+
+
+def features_of(module: nn.Module) -> tuple[int, int]:
+    """Numbers in and out of a layer that may have an adapter."""
+    if isinstance(module, Conv1D):
+        return int(module.nx), int(module.nf)
+    assert isinstance(module, nn.Linear)
+    return module.in_features, module.out_features
+
+
+def _check_config(path: str, config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise _refusal(path, f"its peft_type is {config.get('peft_type')!r}, not LORA")
+    for field, why in _MORE_THAN_A_PRODUCT.items():
+        if config.get(field):
+            raise _refusal(path, f"{field}={config[field]!r}: {why}")
+    if config.get("bias", "none") != "none":
+        raise _refusal(path, f"bias={config['bias']!r}: it brings biases of the model's layers")
+    if not can_be_sent_alone(config.get("init_lora_weights")):
+        raise _refusal(
+            path,
+            f"init_lora_weights={config['init_lora_weights']!r} took a part of the model's weights into the adapter; "
+            "save it with peft's path_initial_model_for_weight_conversion",
+        )
+
+
+def _checked(
+    path: str,
+    layer: str,
+    pair: Mapping[str, torch.Tensor],
+    modules: Mapping[str, nn.Module],
+    config: Mapping[str, Any],
+    max_rank: int,
+) -> LayerMatrices:
+    if set(pair) != {"A", "B"}:
+        raise _refusal(path, f"{layer} has no lora_{'B' if 'A' in pair else 'A'}")
+    module = modules.get(layer)
+    if module is None:
+        raise _refusal(path, f"the model has no layer {layer}")
+    if not isinstance(module, nn.Linear | Conv1D):
+        raise _refusal(path, f"{layer} is a {type(module).__name__}, and only linear layers can have adapters")
+    if ".experts." in layer:
+        raise _refusal(path, f"{layer} is a part of an expert, which only some tokens go through")
+    a, b = pair["A"], pair["B"]
+    num_in, num_out = features_of(module)
+    rank = a.shape[0]
+    if tuple(a.shape) != (rank, num_in) or tuple(b.shape) != (num_out, rank):
+        raise _refusal(
+            path, f"{layer} takes A [rank, {num_in}] and B [{num_out}, rank]; got {list(a.shape)} and {list(b.shape)}"
+        )
+    if rank > max_rank:
+        raise _refusal(path, f"{layer} has rank {rank}, above the engine's max_lora_rank={max_rank}")
+    alphas = config.get("alpha_pattern") or {}
+    alpha = alphas.get(get_pattern_key(list(alphas), layer), config.get("lora_alpha", rank))
+    return LayerMatrices(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _refusal(path: str, why: str) -> ValueError:
+    return ValueError(f"the adapter in {path} cannot be loaded: {why}")

@@ -1,0 +1,129 @@
+"""Low-rank adapters: loaded from a folder, used by name beside the model as it is, replaced, forgotten."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_train.inference_engines.base import InferenceEngineOutput
+from skyrl_train.testing.engine_conformance.reference import Weights
+from skyrl_train.testing.engine_conformance.registry import check, expect, expect_close, expect_raises
+from skyrl_train.testing.engine_conformance.subject import EngineUnderTest
+from skyrl_train.weight_sync.base import LoraLoadRequest
+
+
+class _Adapter:
+    """Random low-rank changes, as peft writes them, and the model with them."""
+
+    def __init__(self, subject: EngineUnderTest, folder: Path, seed: int):
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(
+            r=subject.lora_rank,
+            lora_alpha=2 * subject.lora_rank,
+            target_modules=list(subject.lora_targets),
+            task_type="CAUSAL_LM",
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self._model: Any = get_peft_model(deepcopy(subject.reference.model), config).eval()
+            for name, parameter in self._model.named_parameters():
+                if "lora_B" in name:
+                    parameter.data.normal_(std=0.1)
+                if "lora_" in name:
+                    parameter.data = parameter.data.to(subject.reference.dtype).float()
+        self._model.save_pretrained(str(folder))
+        self.path = str(folder)
+
+    @contextmanager
+    def in_place(self, subject: EngineUnderTest) -> Iterator[None]:
+        """The reference computes with the adapter."""
+        plain = subject.reference.model
+        subject.reference.model = self._model
+        try:
+            yield
+        finally:
+            subject.reference.model = plain
+
+    def take(self, weights: Weights) -> None:
+        """Other weights below the adapter."""
+        with torch.no_grad():
+            for name, parameter in self._model.get_base_model().named_parameters():
+                plain = name.replace(".base_layer", "")
+                if plain in weights:
+                    parameter.copy_(weights[plain])
+
+
+_PARAMS = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0}
+
+
+def _prompts(subject: EngineUnderTest) -> list[list[int]]:
+    return [subject.prompt(20, seed=1), subject.prompt(6, seed=2)]
+
+
+def _expect_own(
+    subject: EngineUnderTest, output: InferenceEngineOutput, adapter: _Adapter | None, version: int, what: str
+) -> None:
+    """Log-probs are those of the model with this adapter (None: without any), tokens have this version."""
+    log_probs = output["response_logprobs"]
+    assert log_probs is not None
+    for row, prompt in enumerate(_prompts(subject)):
+        ids = output["response_ids"][row]
+        plain = subject.reference.log_probs(prompt, ids)
+        expected, others = plain, {}
+        if adapter is not None:
+            with adapter.in_place(subject):
+                expected = subject.reference.log_probs(prompt, ids)
+            others = {"those without the adapter": plain}
+        expect_close(f"{what}, prompt {row}", log_probs[row], expected, subject.tolerance, others)
+        found = set(output["weight_versions"][row])
+        expect(found == {version}, f"{what}: tokens have weight versions {found} in place of {version}")
+
+
+async def _load(subject: EngineUnderTest, name: str, adapter: _Adapter, version: int) -> None:
+    request = LoraLoadRequest(name=name, path=adapter.path, version=version)
+    report = await subject.in_time(subject.engine.load_lora(request))
+    expect(report.version == version, f"loading adapter {name!r} as version {version} reported {report.version}")
+
+
+@check("lora")
+async def adapters_answer_beside_the_model_as_it_is(subject: EngineUnderTest) -> None:
+    """Requests that name an adapter get the model with it, at the same time as others get it without, or with another
+    one; loading under a known name replaces it; unloading forgets it."""
+    first, second = (_Adapter(subject, subject.directory / f"adapter_{seed}", seed) for seed in (1, 2))
+    prompts, base = _prompts(subject), subject.version
+    await _load(subject, "one", first, base + 1)
+    try:
+        plain = subject.begin(prompts, **_PARAMS)
+        adapted = subject.begin(prompts, lora="one", **_PARAMS)
+        _expect_own(subject, await plain, None, base, "beside an adapter")
+        _expect_own(subject, await adapted, first, base + 1, "with an adapter")
+        await _load(subject, "one", second, base + 2)
+        output = await subject.generate(prompts, lora="one", **_PARAMS)
+        _expect_own(subject, output, second, base + 2, "with an adapter in place of another")
+        _expect_own(subject, await subject.generate(prompts, **_PARAMS), None, base, "without, after both")
+    finally:
+        await subject.in_time(subject.engine.unload_lora("one"))
+    await expect_raises(
+        ValueError, subject.generate(prompts, lora="one", **_PARAMS), "an unloaded adapter", match="one"
+    )
+    await expect_raises(
+        ValueError, subject.in_time(subject.engine.unload_lora("one")), "unloading what is not loaded", match="one"
+    )
+    _expect_own(subject, await subject.generate(prompts, **_PARAMS), None, base, "after unloading")
+
+
+@check("lora")
+async def a_folder_without_an_adapter_is_refused(subject: EngineUnderTest) -> None:
+    """Loading from a folder that holds no adapter raises an error which names the folder, and the engine goes on."""
+    folder = subject.directory / "no_adapter_here"
+    folder.mkdir(exist_ok=True)
+    request = LoraLoadRequest(name="none", path=str(folder), version=1)
+    await expect_raises(
+        Exception, subject.in_time(subject.engine.load_lora(request)), "an empty folder", match=folder.name
+    )
+    output = await subject.generate(_prompts(subject), **_PARAMS)
+    _expect_own(subject, output, None, subject.version, "after a failed load")

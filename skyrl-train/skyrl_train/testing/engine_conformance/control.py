@@ -1,0 +1,238 @@
+"""Aborts, pauses, sleep and health, with answers under way."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from skyrl_train.inference_engines.base import InferenceEngineOutput, PauseMode
+from skyrl_train.testing.engine_conformance.answers import expect_form, expect_reference_log_probs
+from skyrl_train.testing.engine_conformance.registry import ConformanceError, check, expect, expect_raises
+from skyrl_train.testing.engine_conformance.subject import PART_WAY, EngineUnderTest
+
+_HEALTH_SECONDS = 10.0
+
+
+async def at_work(
+    subject: EngineUnderTest, num: int = 2
+) -> AsyncIterator[tuple["asyncio.Task[InferenceEngineOutput]", float]]:
+    """Long answers that are under way, one try after another, and how long they take. The caller acts at once and stops
+    when it has seen what it wanted; a try may have come too early or too late."""
+    seconds = await subject.long_seconds()
+    for share in PART_WAY:
+        task = subject.begin_long(num)
+        await asyncio.sleep(share * seconds)
+        yield task, seconds
+        if not task.done():
+            await subject.in_time(subject.engine.abort_generation())
+        await task
+    raise ConformanceError(f"in {len(PART_WAY)} tries no answer was caught under way; all take about {seconds:.2f} s")
+
+
+def is_part(subject: EngineUnderTest, output: InferenceEngineOutput) -> bool:
+    """All answers were aborted after at least one token."""
+    most = subject.long_params["max_tokens"]
+    return set(output["stop_reasons"]) == {"abort"} and all(0 < len(ids) < most for ids in output["response_ids"])
+
+
+async def expect_part(subject: EngineUnderTest, output: InferenceEngineOutput) -> None:
+    """What was written before an abort is the beginning of the whole answer, with its log-probs and versions."""
+    prompt = subject.long_prompt
+    expect_form(subject, [prompt] * len(output["response_ids"]), output)
+    for row, (ids, text) in enumerate(zip(output["response_ids"], output["responses"], strict=True)):
+        expect_reference_log_probs(subject, prompt, output, row, 1.0, f"the part of answer {row}")
+        expect(bool(text) == bool(ids), f"the text of {len(ids)} tokens is {text!r}")
+    if "seed" not in subject.info.lacks:
+        whole = (await subject.begin_long(len(output["response_ids"])))["response_ids"]
+        for row, ids in enumerate(output["response_ids"]):
+            expect(whole[row][: len(ids)] == ids, f"answer {row} is not a beginning of what its seed gives")
+
+
+async def _expect_waiting(subject: EngineUnderTest, late: "asyncio.Task[InferenceEngineOutput]", mode: str) -> None:
+    """A request that came while the engine is paused is answered after `resume_generation`, not before."""
+    expect(not late.done(), f"a request that arrived during pause({mode!r}) was answered before resume_generation")
+    await subject.in_time(subject.engine.resume_generation())
+    output = await late
+    expect(output["stop_reasons"] == ["length"], f"a request that waited for the resume ended by {output}")
+
+
+@check()
+async def abort_returns_what_was_written(subject: EngineUnderTest) -> None:
+    """`abort_generation` ends requests by `abort`, with the tokens, log-probs and versions written so far."""
+    async for task, _ in at_work(subject):
+        await subject.in_time(subject.engine.abort_generation())
+        output = await task
+        if is_part(subject, output):
+            await expect_part(subject, output)
+            break
+
+
+@check("pause_keep")
+async def a_pause_that_keeps_stops_the_writing(subject: EngineUnderTest) -> None:
+    """After pause('keep') no token is written until `resume_generation`; requests under way wait, or are aborted."""
+    async for task, seconds in at_work(subject):
+        await subject.in_time(subject.engine.pause_generation("keep"))
+        try:
+            caught = not task.done()
+            if caught:
+                await asyncio.sleep(2 * seconds + 0.3)  # an engine that went on writing is done by now
+                expect(not task.done(), "an answer was finished during pause('keep')")
+                await subject.in_time(subject.engine.abort_generation())
+                output = await subject.in_time(task)
+                most = subject.long_params["max_tokens"]
+                lengths = [len(ids) for ids in output["response_ids"]]
+                expect(max(lengths) < most, f"of {most} tokens {lengths} were there after a pause: it went on writing")
+        finally:
+            await subject.in_time(subject.engine.resume_generation())
+        if caught and is_part(subject, output):
+            await expect_part(subject, output)
+            break
+
+
+@check("pause_keep")
+async def a_pause_that_keeps_changes_nothing_but_the_time(subject: EngineUnderTest) -> None:
+    """After pause('keep') and resume an answer is what it would have been; requests that came meanwhile waited."""
+    async for task, _ in at_work(subject):
+        await subject.in_time(subject.engine.pause_generation("keep"))
+        caught = not task.done()
+        late = subject.begin([subject.prompt(4)], max_tokens=3, ignore_eos=True)
+        await asyncio.sleep(0.3)
+        await _expect_waiting(subject, late, "keep")
+        output = await task
+        if caught:
+            lengths = [len(ids) for ids in output["response_ids"]]
+            most = subject.long_params["max_tokens"]
+            expect(lengths == [most] * 2, f"kept answers must have {most} tokens; got {lengths}")
+            for row in range(2):
+                expect_reference_log_probs(subject, subject.long_prompt, output, row, 1.0, f"kept answer {row}")
+            if "seed" not in subject.info.lacks:
+                whole = await subject.begin_long()
+                expect(output["response_ids"] == whole["response_ids"], "kept answers differ from undisturbed ones")
+            break
+
+
+@check("pause_wait")
+async def a_pause_that_waits_lets_answers_end(subject: EngineUnderTest) -> None:
+    """pause('wait') returns when running requests have ended by themselves; later ones wait for the resume."""
+    async for task, _ in at_work(subject):
+        caught = not task.done()
+        pausing = asyncio.ensure_future(subject.engine.pause_generation("wait"))
+        await subject.in_time(pausing)
+        await asyncio.sleep(0.05)  # the answers' own tasks run
+        expect(task.done(), "pause('wait') returned while a request was running")
+        late = subject.begin([subject.prompt(4)], max_tokens=3, ignore_eos=True)
+        await asyncio.sleep(0.3)
+        await _expect_waiting(subject, late, "wait")
+        if caught:
+            reasons = set((await task)["stop_reasons"])
+            expect(reasons == {"length"}, f"requests that pause('wait') waits for end by themselves; got {reasons}")
+            break
+
+
+@check()
+async def a_pause_that_aborts_returns_answers_now(subject: EngineUnderTest) -> None:
+    """pause('abort') ends running requests by `abort` with what they wrote; later ones wait for the resume."""
+    async for task, _ in at_work(subject):
+        await subject.in_time(subject.engine.pause_generation("abort"))
+        output = await subject.in_time(task)
+        late = subject.begin([subject.prompt(4)], max_tokens=3, ignore_eos=True)
+        await asyncio.sleep(0.3)
+        await _expect_waiting(subject, late, "abort")
+        if is_part(subject, output):
+            await expect_part(subject, output)
+            break
+
+
+@check()
+async def a_caller_who_goes_away_leaves_nothing_behind(subject: EngineUnderTest) -> None:
+    """A cancelled request is forgotten: the engine can be paused, and answers others."""
+    async for task, _ in at_work(subject):
+        caught = not task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        modes: tuple[PauseMode, ...] = ("abort",) if "pause_wait" in subject.info.lacks else ("wait",)
+        for mode in modes:
+            await subject.in_time(subject.engine.pause_generation(mode))
+            await subject.in_time(subject.engine.resume_generation())
+        output = await subject.generate([subject.prompt(4)], max_tokens=3, ignore_eos=True)
+        expect(output["stop_reasons"] == ["length"], f"after a cancelled request: {output['stop_reasons']}")
+        if caught:
+            break
+    return
+
+
+@check("sleep")
+async def sleep_gives_back_the_weights_as_they_were(subject: EngineUnderTest) -> None:
+    """After sleep(1) and wake_up, also by tags, answers and log-probs are as before."""
+    prompt = subject.prompt(12, seed=6)
+    params = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
+    before = await subject.generate([prompt], **params)
+    for wakes in ([None], [["weights"], ["kv_cache"]]):
+        await subject.in_time(subject.engine.sleep(1))
+        for tags in wakes:
+            await subject.in_time(subject.engine.wake_up(tags))
+        after = await subject.generate([prompt], **params)
+        expect(after["response_ids"] == before["response_ids"], f"after wake_up({wakes}) answers are others")
+        expect_reference_log_probs(subject, prompt, after, 0, 1.0, f"after wake_up({wakes})")
+
+
+@check("sleep")
+async def sleep_is_refused_while_requests_run(subject: EngineUnderTest) -> None:
+    """`sleep` raises an error while requests are under way, and they go on."""
+    async for task, _ in at_work(subject):
+        if task.done():
+            continue
+        try:
+            await subject.in_time(subject.engine.sleep(1))
+        except ConformanceError:
+            raise
+        except Exception as error:
+            refused = str(error)
+        else:
+            refused = None
+            await subject.in_time(subject.engine.wake_up())
+        if refused is None and task.done():
+            continue  # it ended first
+        expect(refused is not None, "sleep(1) did not raise while a request was running")
+        reasons = set((await task)["stop_reasons"])
+        expect(reasons == {"length"}, f"requests under way at a refused sleep ended by {reasons}")
+        break
+
+
+@check("sleep", "weight_update")
+async def a_deep_sleep_wants_all_weights_again(subject: EngineUnderTest) -> None:
+    """After sleep(2), wake_up(['weights']), a whole update and wake_up(['kv_cache']), log-probs are those of the new
+    weights."""
+    prompt = subject.prompt(12, seed=6)
+    weights = subject.reference.changed(seed=5)
+    await subject.in_time(subject.engine.sleep(2))
+    await subject.in_time(subject.engine.wake_up(["weights"]))
+    await subject.set_weights(weights, pause=None)
+    await subject.in_time(subject.engine.wake_up(["kv_cache"]))
+    output = await subject.generate([prompt], max_tokens=16, ignore_eos=True)
+    with subject.reference.holding(weights):
+        expect_reference_log_probs(subject, prompt, output, 0, 1.0, "after a deep sleep and an update")
+
+
+@check()
+async def health_is_told_at_rest_at_work_and_paused(subject: EngineUnderTest) -> None:
+    """`check_health` returns soon and raises nothing while the engine is well, whatever it does."""
+    await subject.in_time(subject.engine.check_health(), _HEALTH_SECONDS)
+    async for task, _ in at_work(subject):
+        await subject.in_time(subject.engine.check_health(), _HEALTH_SECONDS)
+        caught = not task.done()
+        await subject.in_time(subject.engine.pause_generation("abort"))
+        await subject.in_time(subject.engine.check_health(), _HEALTH_SECONDS)
+        await subject.in_time(subject.engine.resume_generation())
+        if caught:
+            break
+
+
+@check()
+async def words_for_control_are_checked(subject: EngineUnderTest) -> None:
+    """An unknown pause mode raises ValueError, and generation goes on."""
+    await expect_raises(
+        ValueError,
+        subject.in_time(subject.engine.pause_generation("soon")),
+        "pause('soon')",  # type: ignore[arg-type]
+    )
+    output = await subject.generate([subject.prompt(4)], max_tokens=2, ignore_eos=True)
+    expect(output["stop_reasons"] == ["length"], f"afterwards: {output['stop_reasons']}")

@@ -1,0 +1,24 @@
+"""The end of an engine. These checks come last: it is of no use afterwards."""
+
+import contextlib
+
+from skyrl_train.errors import SkyRLError
+from skyrl_train.testing.engine_conformance.registry import check, expect_raises
+from skyrl_train.testing.engine_conformance.subject import EngineUnderTest
+
+
+@check(ends_engine=True)
+async def teardown_ends_everything(subject: EngineUnderTest) -> None:
+    """After `teardown`, requests, control calls and `check_health` fail with a named error; tearing down again is
+    harmless."""
+    running = subject.begin_long()
+    await subject.in_time(subject.engine.teardown())
+    with contextlib.suppress(SkyRLError):  # or it was quick enough
+        await subject.in_time(running)
+    for what, call in (
+        ("generate", subject.engine.generate(subject.batch([subject.prompt(3)], max_tokens=2))),
+        ("check_health", subject.engine.check_health()),
+        ("weight_version", subject.engine.weight_version()),
+    ):
+        await expect_raises(SkyRLError, subject.in_time(call), f"{what} after teardown")
+    await subject.in_time(subject.engine.teardown())

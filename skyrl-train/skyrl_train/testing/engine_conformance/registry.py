@@ -1,0 +1,152 @@
+"""What a check is, how it says what is wrong, and what becomes of one that an engine cannot take part in."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from skyrl_train.errors import SkyRLError, UnsupportedByEngine
+from skyrl_train.inference_engines.base import Feature, InferenceEngineInput
+from skyrl_train.weight_sync.base import LoraLoadRequest, WeightSyncInitInfo
+
+if TYPE_CHECKING:
+    from skyrl_train.testing.engine_conformance.subject import EngineUnderTest
+
+
+class ConformanceError(SkyRLError, AssertionError):
+    """An engine does not do what `InferenceEngineInterface` says. The text has the check's name, its rule and the
+    numbers."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A rule that every engine keeps.
+
+    Attributes:
+        name: the claim.
+        rule: the same in a sentence.
+        run: raises ConformanceError where it is broken; leaves the engine as it was.
+        needs: features without which the engine has to refuse instead.
+        ends_engine: the engine cannot be used afterwards.
+    """
+
+    name: str
+    rule: str
+    run: Callable[["EngineUnderTest"], Awaitable[None]]
+    needs: tuple[Feature, ...] = ()
+    ends_engine: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one check."""
+
+    check: Check
+    result: Literal["passed", "lacks", "failed"]
+    words: str = ""
+    """`lacks`: the engine's reason. `failed`: what is wrong. `passed`: what was not seen, if anything."""
+    seconds: float = 0.0
+
+
+CHECKS: list[Check] = []
+"""Every check, in the order of the files that hold them."""
+
+
+def check(
+    *needs: Feature, ends_engine: bool = False
+) -> Callable[[Callable[["EngineUnderTest"], Awaitable[None]]], Callable[["EngineUnderTest"], Awaitable[None]]]:
+    """Makes a coroutine function a check. Its name is the check's, its docstring the rule."""
+
+    def register(run: Callable[["EngineUnderTest"], Awaitable[None]]) -> Callable[["EngineUnderTest"], Awaitable[None]]:
+        assert run.__doc__, f"{run.__name__} needs a docstring: its rule"  # type: ignore[attr-defined]
+        rule = " ".join(run.__doc__.split())
+        CHECKS.append(Check(run.__name__, rule, run, needs, ends_engine))  # type: ignore[attr-defined]
+        return run
+
+    return register
+
+
+def expect(holds: Any, text: str) -> None:
+    """Raises ConformanceError with `text` unless `holds`."""
+    if not holds:
+        raise ConformanceError(text)
+
+
+def expect_close(
+    what: str,
+    got: Sequence[float],
+    expected: torch.Tensor,
+    tolerance: float,
+    other_meanings: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Log-probs are those expected.
+
+    Args:
+        got: [T]
+        expected: [T]
+        other_meanings: words -> [T] numbers that an engine may have given instead; named where they fit.
+    """
+    expect(len(got) == len(expected), f"{what}: {len(got)} log-probs for {len(expected)} tokens")
+    if not len(got):
+        return
+    found = torch.tensor(got, dtype=torch.float64)
+    off = (found - expected.double()).abs().nan_to_num(nan=torch.inf)
+    worst = int(off.argmax())
+    if off[worst] <= tolerance:
+        return
+    hints = [
+        words
+        for words, numbers in (other_meanings or {}).items()
+        if float((found - numbers.double()).abs().nan_to_num(nan=torch.inf).max()) <= tolerance
+    ]
+    hint = f"; they are {' or '.join(hints)}" if hints else ""
+    raise ConformanceError(
+        f"{what}: the log-prob of token {worst} of {len(got)} should be {float(expected[worst]):.6f}, got "
+        f"{float(found[worst]):.6f} (tolerance {tolerance:g}; {int((off > tolerance).sum())} differ){hint}"
+    )
+
+
+async def expect_raises(
+    kind: type[BaseException], call: Awaitable[Any], what: str, *, match: str | None = None
+) -> BaseException:
+    """`call` raises `kind`; returns the error."""
+    try:
+        answer = await call
+    except kind as error:
+        expect(
+            match is None or match in str(error), f"{what}: the error does not name {match!r}; it says: {str(error)!r}"
+        )
+        return error
+    except ConformanceError:
+        raise
+    except Exception as error:
+        raise ConformanceError(f"{what} must raise {kind.__name__}; raised {type(error).__name__}: {error}") from error
+    raise ConformanceError(f"{what} must raise {kind.__name__}; got an answer: {str(answer)[:200]}")
+
+
+async def expect_refusal(subject: "EngineUnderTest", feature: Feature) -> None:
+    """An engine that lacks a feature says so when it is asked for."""
+    engine = subject.engine
+
+    def generate(**params: Any) -> Awaitable[Any]:
+        prompts = [subject.prompt(4)]
+        return engine.generate(
+            InferenceEngineInput(prompt_token_ids=prompts, sampling_params={"max_tokens": 2, **params})
+        )
+
+    asking: dict[Feature, Callable[[], Awaitable[Any]]] = {
+        "seed": lambda: generate(seed=1),
+        "stop_strings": lambda: generate(stop=["a"]),
+        "prompt_log_probs": lambda: generate(prompt_logprobs=0),
+        "weight_update": lambda: engine.init_weight_update_communicator(WeightSyncInitInfo(transport="shared_memory")),
+        "broadcast": lambda: engine.init_weight_update_communicator(WeightSyncInitInfo(transport="broadcast")),
+        "lora": lambda: engine.load_lora(LoraLoadRequest(name="none", path=str(subject.directory))),
+        "pause_keep": lambda: engine.pause_generation("keep"),
+        "pause_wait": lambda: engine.pause_generation("wait"),
+        "sleep": lambda: engine.sleep(1),
+    }
+    await expect_raises(UnsupportedByEngine, subject.in_time(asking[feature]()), f"asking for {feature}")

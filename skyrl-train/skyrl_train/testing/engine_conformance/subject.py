@@ -1,0 +1,227 @@
+"""The engine under test with what a check needs beside it: a reference, a way for weights, requests and their time."""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from skyrl_train.inference_engines.base import (
+    EngineInfo,
+    InferenceEngineInput,
+    InferenceEngineInterface,
+    InferenceEngineOutput,
+    PauseMode,
+)
+from skyrl_train.testing.engine_conformance.reference import Reference, Weights
+from skyrl_train.testing.engine_conformance.registry import ConformanceError
+from skyrl_train.testing.engine_conformance.transfer import Tamper, WeightPath
+from skyrl_train.weight_sync.base import Encoding, Transport, WeightReport
+
+T = TypeVar("T")
+
+TOLERANCES: Mapping[str, float] = {"float32": 2e-4, "float16": 0.05, "bfloat16": 0.3}
+"""The largest difference of a token's log-prob from the reference's, by the engine's dtype."""
+
+PART_WAY = (0.3, 0.5, 0.15, 0.7, 0.05, 0.4, 0.2, 0.6)
+"""Shares of an answer's usual time after which a check acts, tried in turn until it catches the engine at work."""
+
+_MOST_LONG_TOKENS = 600
+
+
+class EngineUnderTest:
+    """An engine, and the same model in transformers.
+
+    Args:
+        engine: it may have answered requests before, and may do so afterwards: checks leave it as they found it.
+        model_path: what it runs, as a folder; small, since the reference computes every answer again on the CPU.
+        ways: transports and encodings by which weights are to reach it; the first one carries the weights of checks
+            that are about something else. None of them needs to be tried if it lacks `weight_update`.
+        tolerance: of a log-prob; None: by the engine's dtype (`TOLERANCES`).
+        timeout_seconds: the longest that any call may take.
+        lora_targets, lora_rank: of the adapters that are made for it.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngineInterface,
+        model_path: str,
+        *,
+        ways: Sequence[tuple[Transport, Encoding]] = (("shared_memory", "full"),),
+        tolerance: float | None = None,
+        timeout_seconds: float = 120.0,
+        lora_targets: Sequence[str] = ("q_proj", "v_proj", "o_proj", "down_proj"),
+        lora_rank: int = 4,
+        trust_remote_code: bool = False,
+    ):
+        self.engine = engine
+        self.model_path = model_path
+        self.ways = tuple(ways)
+        self.lora_targets = tuple(lora_targets)
+        self.lora_rank = lora_rank
+        self.version = 0
+        self.info: EngineInfo
+        self.reference: Reference
+        self.tolerance = 0.0
+        self._tolerance = tolerance
+        self._timeout_seconds = timeout_seconds
+        self._trust_remote_code = trust_remote_code
+        self._folder = tempfile.TemporaryDirectory(prefix="engine_conformance_")
+        self.directory = Path(self._folder.name)
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            model_path, trust_remote_code=trust_remote_code
+        )
+        self._path: WeightPath | None = None
+        self._way: tuple[Transport, Encoding] | None = None
+        self._changed = False
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._seconds: float | None = None
+        self._ready = False
+
+    async def prepare(self) -> None:
+        """Asks the engine what it is and loads the reference. Once; later calls do nothing."""
+        if self._ready:
+            return
+        self.info = await self.in_time(self.engine.describe())
+        dtype = self.info.dtype or "float32"
+        self.tolerance = TOLERANCES[dtype] if self._tolerance is None else self._tolerance
+        self.reference = Reference(self.model_path, getattr(torch, dtype), trust_remote_code=self._trust_remote_code)
+        self.version = await self.in_time(self.engine.weight_version())
+        self._ready = True
+
+    async def in_time(self, call: Awaitable[T], seconds: float | None = None) -> T:
+        """What `call` gives; ConformanceError if that takes longer than the deadline."""
+        seconds = self._timeout_seconds if seconds is None else seconds
+        try:
+            return await asyncio.wait_for(call, seconds)
+        except TimeoutError as error:
+            raise ConformanceError(f"the engine did not answer within {seconds:g} seconds") from error
+
+    # Requests.
+
+    def prompt(self, length: int, seed: int = 0) -> list[int]:
+        """Random tokens of the vocabulary but the special ones."""
+        special = {*self.tokenizer.all_special_ids}
+        words = [token for token in range(min(self.info.vocab_size, len(self.tokenizer))) if token not in special]
+        draw = torch.Generator().manual_seed(seed)
+        return [words[i] for i in torch.randint(len(words), (length,), generator=draw).tolist()]
+
+    def batch(self, prompts: Sequence[list[int]], *, lora: str | None = None, **params: Any) -> InferenceEngineInput:
+        """A request; without a seed of its own it has one where the engine takes any."""
+        if "seed" not in params and "seed" not in self.info.lacks and params.get("temperature") != 0:
+            params["seed"] = 7
+        return InferenceEngineInput(prompt_token_ids=list(prompts), sampling_params=params, lora_name=lora)
+
+    async def generate(
+        self, prompts: Sequence[list[int]], *, lora: str | None = None, **params: Any
+    ) -> InferenceEngineOutput:
+        return await self.in_time(self.engine.generate(self.batch(prompts, lora=lora, **params)))
+
+    def begin(
+        self, prompts: Sequence[list[int]], *, lora: str | None = None, **params: Any
+    ) -> "asyncio.Task[InferenceEngineOutput]":
+        """The same in the background; ended with the check at the latest."""
+        task = asyncio.ensure_future(self.generate(prompts, lora=lora, **params))
+        self._tasks.append(task)
+        return task
+
+    @property
+    def long_prompt(self) -> list[int]:
+        return self.prompt(min(24, self.info.max_model_len // 4), seed=3)
+
+    @property
+    def long_params(self) -> dict[str, Any]:
+        """Of an answer long enough to be caught at work."""
+        room = self.info.max_model_len - len(self.long_prompt)
+        return {"max_tokens": min(_MOST_LONG_TOKENS, room), "ignore_eos": True, "temperature": 1.0}
+
+    def begin_long(self, num: int = 2, *, lora: str | None = None) -> "asyncio.Task[InferenceEngineOutput]":
+        """`num` long answers to one prompt, in the background."""
+        return self.begin([self.long_prompt] * num, lora=lora, **self.long_params)
+
+    async def long_seconds(self) -> float:
+        """How long long answers take when nothing disturbs them."""
+        if self._seconds is None:
+            await self.begin_long()  # the first one may compile or allocate
+            start = time.monotonic()
+            await self.begin_long()
+            self._seconds = time.monotonic() - start
+        return self._seconds
+
+    # Weights.
+
+    async def set_weights(
+        self,
+        weights: Weights,
+        *,
+        way: tuple[Transport, Encoding] | None = None,
+        pause: PauseMode | None = "keep",
+        tamper: Tamper | None = None,
+    ) -> WeightReport:
+        """Sends weights as the trainer does, under the next version.
+
+        Args:
+            pause: how generation is paused meanwhile; None: not at all. Modes that the engine lacks are replaced.
+            tamper: what goes wrong on the way.
+        """
+        path = await self._path_of(way or self.ways[0])
+        if pause == "keep" and "pause_keep" in self.info.lacks:
+            pause = "abort" if "pause_wait" in self.info.lacks else "wait"
+        self._changed = True
+        self.version += 1
+        if pause is not None:
+            await self.in_time(self.engine.pause_generation(pause))
+        try:
+            return await self.in_time(path.send(weights, self.version, tamper))
+        finally:
+            if pause is not None:
+                await self.in_time(self.engine.resume_generation())
+
+    async def restore_weights(self) -> None:
+        """The original ones, if a check changed them."""
+        if self._changed:
+            await self.set_weights(self.reference.original)
+            self._changed = False
+
+    async def _path_of(self, way: tuple[Transport, Encoding]) -> WeightPath:
+        if self._path is None or self._way != way:
+            if self._path is not None:
+                await self._path.close()
+            num_bytes = sum(value.numel() for value in self.reference.original.values()) * self.reference.dtype.itemsize
+            self._way = way
+            self._path = WeightPath(
+                self.engine,
+                *way,
+                dtype=self.reference.dtype,
+                directory=self.directory,
+                timeout_seconds=self._timeout_seconds,
+                max_bucket_bytes=max(1, num_bytes),  # the sender makes pieces of a quarter
+            )
+        return self._path
+
+    # Between checks.
+
+    async def clean_up(self, *, failed: bool) -> None:
+        """Leaves the engine as it was before a check."""
+        unfinished = [task for task in self._tasks if not task.done()]
+        self._tasks.clear()
+        if failed or unfinished:
+            await self.in_time(self.engine.abort_generation())
+            if "sleep" not in self.info.lacks:
+                await self.in_time(self.engine.wake_up())
+            await self.in_time(self.engine.resume_generation())
+        for task in unfinished:
+            task.cancel()
+        await asyncio.gather(*unfinished, return_exceptions=True)
+        await self.restore_weights()
+
+    async def close(self) -> None:
+        """Closes what was opened beside the engine; the engine goes on."""
+        if self._path is not None:
+            await self._path.close()
+            self._path = None
+        self._folder.cleanup()

@@ -1,0 +1,144 @@
+"""Weights into an engine by the trainer's own sender, and transfers that go wrong on purpose."""
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_train.inference_engines.base import InferenceEngineInterface
+from skyrl_train.weight_sync.base import Encoding, Transport, WeightReport, WeightUpdateRequest
+from skyrl_train.weight_sync.plan import init_infos_for
+from skyrl_train.weight_sync.sender import SyncResult, WeightSender, buckets_of
+
+Tamper = Callable[[WeightUpdateRequest], Sequence[WeightUpdateRequest]]
+"""What the engine gets in place of a bucket's request: none is a bucket lost on its way."""
+
+
+@dataclass
+class EnginesHere:
+    """Engines of this process as the sender wants them (`EngineHandles`). The sender blocks, so it runs in a thread.
+
+    Attributes:
+        loop: the engines' event loop.
+        tamper: see `Tamper`. None: nothing goes wrong.
+    """
+
+    engines: Sequence[InferenceEngineInterface]
+    loop: asyncio.AbstractEventLoop
+    timeout_seconds: float
+    tamper: Tamper | None = None
+
+    def call_all(self, method: str, *args: Any) -> list["Future[Any]"]:
+        if method == "update_named_weights" and self.tamper is not None:
+            return [call for request in self.tamper(*args) for call in self._start_all(method, request)]
+        return self._start_all(method, *args)
+
+    def call_each(self, method: str, args: Sequence[Any]) -> list["Future[Any]"]:
+        return [self._start(engine, method, arg) for engine, arg in zip(self.engines, args, strict=True)]
+
+    def wait(self, calls: list["Future[Any]"]) -> list[Any]:
+        return [call.result(self.timeout_seconds) for call in calls]
+
+    def _start_all(self, method: str, *args: Any) -> list["Future[Any]"]:
+        return [self._start(engine, method, *args) for engine in self.engines]
+
+    def _start(self, engine: InferenceEngineInterface, method: str, *args: Any) -> "Future[Any]":
+        call: Coroutine[Any, Any, Any] = getattr(engine, method)(*args)
+        return asyncio.run_coroutine_threadsafe(call, self.loop)
+
+
+class WeightPath:
+    """The sender to one engine, connected when first used.
+
+    Args:
+        engine: gets the weights.
+        transport, encoding: the way they take.
+        dtype: what they are cast to first, as the trainer does.
+        directory: for what travels by files.
+        max_bucket_bytes: small enough for several buckets, so that they have an order.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngineInterface,
+        transport: Transport,
+        encoding: Encoding,
+        *,
+        dtype: torch.dtype,
+        directory: Path,
+        timeout_seconds: float,
+        max_bucket_bytes: int,
+    ):
+        self._transport: Transport = transport
+        self._encoding: Encoding = encoding
+        self._dtype = dtype
+        self._directory = directory
+        self._max_bucket_bytes = max_bucket_bytes
+        self._timeout_seconds = timeout_seconds
+        self._engine = engine
+        self._sender: WeightSender | None = None
+        self._handles: EnginesHere | None = None
+
+    async def send(
+        self, weights: Mapping[str, torch.Tensor], version: int, tamper: Tamper | None = None
+    ) -> WeightReport:
+        """The engine's report, which the sender has compared with what it sent.
+
+        Raises:
+            WeightSyncError: they differ, or the transfer failed.
+        """
+        if self._sender is None:
+            self._handles = EnginesHere([self._engine], asyncio.get_running_loop(), self._timeout_seconds)
+            infos = init_infos_for(
+                self._transport,
+                self._encoding,
+                [await self._engine.describe()],
+                backend="gloo",
+                master_address="127.0.0.1",
+                master_port=_free_port(),
+                directory=str(self._directory),
+                verification="sampled",
+            )
+            self._sender = await asyncio.to_thread(self._connect, infos)
+        assert self._handles is not None
+        self._handles.loop = asyncio.get_running_loop()
+        self._handles.tamper = tamper
+        try:
+            result = await asyncio.to_thread(self._send, self._sender, weights, version)
+        finally:
+            self._handles.tamper = None
+        [report] = result.reports
+        return report
+
+    async def close(self) -> None:
+        if self._sender is not None:
+            await asyncio.to_thread(self._sender.close)
+            self._sender = None
+
+    def _connect(self, infos: Sequence[Any]) -> WeightSender:
+        assert self._handles is not None
+        return WeightSender(
+            self._handles,
+            infos,
+            torch.device("cpu"),
+            max_bucket_bytes=self._max_bucket_bytes,
+            verification="sampled",
+        )
+
+    def _send(self, sender: WeightSender, weights: Mapping[str, torch.Tensor], version: int) -> SyncResult:
+        buckets = buckets_of(weights.items(), self._dtype, self._max_bucket_bytes)
+        if not sender.needs_staging:
+            return sender.send(buckets, version)
+        sender.stage(buckets, version)
+        return sender.send(None, version)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,148 @@
+"""Updates that go wrong on their way: each is noticed and named, and no engine goes on with half of one."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from skyrl_train.errors import SkyRLError, WeightSyncError
+from skyrl_train.testing.engine_conformance.reference import Weights
+from skyrl_train.testing.engine_conformance.registry import ConformanceError, check, expect, expect_close, expect_raises
+from skyrl_train.testing.engine_conformance.subject import EngineUnderTest
+from skyrl_train.testing.engine_conformance.transfer import Tamper
+from skyrl_train.testing.engine_conformance.weights import expect_weights
+from skyrl_train.weight_sync.base import WeightUpdateRequest
+
+_SILENCE_SECONDS = 3.0
+
+
+async def _expect_named(subject: EngineUnderTest, tamper: Tamper, *, names: str, what: str) -> None:
+    """The sync raises WeightSyncError with `names`; the engine gives old answers or none; a whole update heals it."""
+    weights = subject.reference.changed(seed=30)
+    old_version = subject.version
+    sending = subject.set_weights(weights, way=_way(subject), pause=None, tamper=tamper)
+    await expect_raises(WeightSyncError, sending, f"an update with {what}", match=names)
+    await _expect_old_answers_or_none(subject, old_version, weights, what)
+    await subject.set_weights(weights, way=_way(subject), pause=None)
+    await expect_weights(subject, weights, f"a whole update after one with {what}")
+    await subject.restore_weights()
+
+
+def _way(subject: EngineUnderTest) -> tuple:
+    """One where nobody waits for a bucket that was lost (a broadcast does)."""
+    ways = [way for way in subject.ways if way[0] != "broadcast" and way[1] == "full"]
+    return (ways or list(subject.ways))[0]
+
+
+async def _expect_old_answers_or_none(subject: EngineUnderTest, old_version: int, weights: Weights, what: str) -> None:
+    """An engine whose update failed answers as before it, raises an error or waits."""
+    prompt = subject.prompt(9, seed=1)
+    asked = subject.begin([prompt], max_tokens=8, ignore_eos=True)
+    await asyncio.wait([asked], timeout=_SILENCE_SECONDS)
+    if not asked.done():
+        return  # it waits for a whole update
+    try:
+        output = asked.result()
+    except ConformanceError:
+        raise
+    except (SkyRLError, RuntimeError):
+        return
+    [ids], versions = output["response_ids"], set(output["weight_versions"][0])
+    log_probs = (output["response_logprobs"] or [[]])[0]
+    with subject.reference.holding(weights):
+        new = subject.reference.log_probs(prompt, ids)
+    if versions == {old_version}:
+        others = {"those of the new weights": new}
+        expected = subject.reference.log_probs(prompt, ids)
+        expect_close(f"old version {old_version} after {what}", log_probs, expected, subject.tolerance, others)
+    # A version that the sender has refused stops the run; what an engine answers until then is the run's business.
+
+
+def _names(count: int, request: WeightUpdateRequest) -> list[str]:
+    return request.names[:count]
+
+
+@check("weight_update")
+async def a_lost_bucket_is_noticed(subject: EngineUnderTest) -> None:
+    """An update without one of its buckets, the first, a middle or the last one, raises WeightSyncError."""
+    for lost in (0, 2):
+        await _expect_named(
+            subject,
+            lambda request, lost=lost: [] if request.index == lost else [request],
+            names="",
+            what="a lost bucket",
+        )
+    last = next(reversed(subject.reference.original))
+    await _expect_named(
+        subject, lambda request: [] if last in request.names else [request], names=last, what="its last bucket lost"
+    )
+
+
+@check("weight_update")
+async def a_bucket_that_comes_twice_is_noticed(subject: EngineUnderTest) -> None:
+    """A bucket that is delivered twice raises WeightSyncError."""
+    await _expect_named(
+        subject, lambda request: [request] * (2 if request.index == 1 else 1), names="", what="a bucket twice"
+    )
+
+
+@check("weight_update")
+async def an_unknown_tensor_is_named(subject: EngineUnderTest) -> None:
+    """A tensor that the engine's model does not have raises WeightSyncError, which names it."""
+
+    def renamed(request: WeightUpdateRequest) -> Sequence[WeightUpdateRequest]:
+        return [replace(request, names=["model.typo.weight", *request.names[1:]]) if request.index == 1 else request]
+
+    await _expect_named(subject, renamed, names="model.typo.weight", what="an unknown name")
+
+
+@check("weight_update")
+async def a_wrong_shape_is_named(subject: EngineUnderTest) -> None:
+    """A tensor of another shape raises WeightSyncError, which names it."""
+    name = next(n for n, value in subject.reference.original.items() if value.dim() == 2 and len(set(value.shape)) == 2)
+
+    def reshaped(request: WeightUpdateRequest) -> Sequence[WeightUpdateRequest]:
+        shapes = [
+            shape[::-1] if own == name else shape for own, shape in zip(request.names, request.shapes, strict=True)
+        ]
+        return [replace(request, shapes=shapes)]
+
+    await _expect_named(subject, reshaped, names=name, what="a transposed shape")
+
+
+@check("weight_update")
+async def swapped_tensors_are_named(subject: EngineUnderTest) -> None:
+    """Two tensors of one shape that arrive under each other's name differ in the report, which names them."""
+    shapes: dict[tuple[int, ...], list[str]] = {}
+    for own, value in subject.reference.original.items():
+        shapes.setdefault(tuple(value.shape), []).append(own)
+    one, other = next(names[:2] for names in shapes.values() if len(names) > 1)
+    swap = {one: other, other: one}
+
+    def swapped(request: WeightUpdateRequest) -> Sequence[WeightUpdateRequest]:
+        return [replace(request, names=[swap.get(own, own) for own in request.names])]
+
+    await _expect_named(subject, swapped, names=one, what="two tensors swapped")
+
+
+@check("weight_update")
+async def another_precision_is_noticed(subject: EngineUnderTest) -> None:
+    """Bytes that are announced as another dtype raise WeightSyncError or differ in the report."""
+    other = "int32" if subject.reference.dtype.itemsize == 4 else "int16"
+    last = next(reversed(subject.reference.original))
+
+    def retyped(request: WeightUpdateRequest) -> Sequence[WeightUpdateRequest]:
+        dtypes = [other if own == last else kind for own, kind in zip(request.names, request.dtypes, strict=True)]
+        return [replace(request, dtypes=dtypes)]
+
+    await _expect_named(subject, retyped, names=last, what="another dtype")
+
+
+@check("weight_update")
+async def weights_without_a_connection_are_refused(subject: EngineUnderTest) -> None:
+    """The end of an update that never began raises WeightSyncError, and the engine stays as it is."""
+    await subject.set_weights(subject.reference.original)
+    ending = subject.in_time(subject.engine.finish_weight_update(subject.version + 1))
+    await expect_raises(WeightSyncError, ending, "finish_weight_update without an update")
+    told = await subject.in_time(subject.engine.weight_version())
+    expect(told == subject.version, f"the version went from {subject.version} to {told} without an update")
+    await expect_weights(subject, None, "after an end without an update")
