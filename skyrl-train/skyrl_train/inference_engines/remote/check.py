@@ -1,0 +1,81 @@
+"""Whether a server is the one that the trainer needs: asked once, at the start, so that nothing goes wrong quietly."""
+
+from pathlib import PurePosixPath
+
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.remote.connection import run_to_end
+from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
+from skyrl_train.inference_engines.remote.sglang import start_command as sglang_command
+from skyrl_train.inference_engines.remote.vllm import start_command as vllm_command
+
+_SETTING = "generator.remote_inference_engine_urls"
+_TEXTS = ("Hello, world!", "def f(x):\n    return 2 * x + 10\n", "naïve café, 東京 42", "  two  spaces\tand a tab")
+_MOST_SPECIAL_TOKENS = 64
+
+
+def check_server(engine: RemoteInferenceEngine, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The server serves the trainer's model, with its vocabulary and tokenizer.
+
+    Raises:
+        ConfigError: it does not; the text has the setting, the URL, both values and the command that starts it right.
+    """
+    _check_name(engine)
+    run_to_end(_check_contents(engine, tokenizer))
+
+
+async def _check_contents(engine: RemoteInferenceEngine, tokenizer: PreTrainedTokenizerBase) -> None:
+    await _check_vocabulary(engine)
+    await _check_tokenizer(engine, tokenizer)
+    await engine.disconnect()
+
+
+def _check_name(engine: RemoteInferenceEngine) -> None:
+    ours = _last_part(engine.model_name)
+    if ours not in {_last_part(name) for name in engine.served_names}:
+        raise ConfigError(
+            f"{_SETTING}: the server at {engine.url} serves {', '.join(engine.served_names)}; generator.model_name is "
+            f"{engine.model_name}. Start it with that model (or name it so: --served-model-name):\n{_command(engine)}"
+        )
+
+
+async def _check_vocabulary(engine: RemoteInferenceEngine) -> None:
+    try:
+        config = AutoConfig.from_pretrained(engine.model_name, trust_remote_code=True).get_text_config()
+    except (OSError, ValueError):
+        return  # the trainer itself will say that it finds no model
+    info = await engine.describe()
+    if info.vocab_size != config.vocab_size:
+        raise ConfigError(
+            f"{_SETTING}: the server at {engine.url} takes token ids below {info.vocab_size}; the vocabulary of "
+            f"{engine.model_name} has {config.vocab_size}: another model under this name? Start it with:\n"
+            f"{_command(engine)}"
+        )
+
+
+async def _check_tokenizer(engine: RemoteInferenceEngine, tokenizer: PreTrainedTokenizerBase) -> None:
+    special = [str(token) for token in tokenizer.all_special_tokens[:_MOST_SPECIAL_TOKENS]]
+    for text in (*_TEXTS, *special):
+        ours = list(tokenizer.encode(text, add_special_tokens=False))
+        theirs = await engine.tokenize(text)
+        if ours != theirs:
+            raise ConfigError(
+                f"{_SETTING}: the tokenizer of the server at {engine.url} is not that of {engine.model_name}: {text!r} "
+                f"is {_some(theirs)} there and {_some(ours)} here. Start it with the trainer's model folder, or with "
+                f"--tokenizer{'-path' if engine.backend == 'sglang' else ''} of its tokenizer:\n{_command(engine)}"
+            )
+
+
+def _last_part(name: str) -> str:
+    """Of a path or a hub name: the same model has different folders on different machines."""
+    return PurePosixPath(name.rstrip("/")).name.lower()
+
+
+def _command(engine: RemoteInferenceEngine) -> str:
+    command = sglang_command if engine.backend == "sglang" else vllm_command
+    return command(engine.model_name, engine.url)
+
+
+def _some(ids: list[int]) -> str:
+    return f"[{', '.join(map(str, ids[:8]))}{', ...' if len(ids) > 8 else ''}]"

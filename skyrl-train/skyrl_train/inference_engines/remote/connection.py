@@ -1,0 +1,158 @@
+"""Talking HTTP to a server started elsewhere: every call has a deadline, every failure names the server.
+
+A connection is used once. Answers take seconds, so there is nothing to win by keeping connections, and one that is kept
+may be dropped by the server (uvicorn does after 5 s) at the moment it is used again: was the request computed or not?
+It also makes a connection usable from any event loop.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import httpx
+
+from skyrl_train.errors import ConfigError, WorkerError
+
+T = TypeVar("T")
+
+_CONNECT_SECONDS = 10.0
+_MOST_TEXT_SHOWN = 600
+
+
+class ServerRefused(Exception):
+    """The server answered with an error status."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+def server_url(url: str) -> str:
+    """`host:port` or a URL, as a URL without a slash at its end.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    full = url if "://" in url else f"http://{url}"
+    try:
+        parsed = httpx.URL(full)
+    except httpx.InvalidURL:
+        parsed = None
+    if parsed is None or parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(
+            f"generator.remote_inference_engine_urls must hold host:port or http(s) addresses; got {url!r}"
+        )
+    return full.rstrip("/")
+
+
+class ServerConnection:
+    """One server.
+
+    Args:
+        url: `host:port` or a URL
+        timeout_seconds: the deadline of a call that names none
+        timeout_setting: the setting it comes from, for the error's text
+    """
+
+    def __init__(
+        self, url: str, timeout_seconds: float, timeout_setting: str = "generator.engine_control_timeout_seconds"
+    ):
+        self.url = server_url(url)
+        self._timeout_seconds = timeout_seconds
+        self._timeout_setting = timeout_setting
+        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
+
+    async def get(self, path: str, *, timeout_seconds: float | None = None, **params: Any) -> Any:
+        return await self._call("GET", path, None, params, timeout_seconds)
+
+    async def post(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        params: dict[str, Any] | None = None,
+        timeout_seconds: float | None = None,
+        timeout_setting: str | None = None,
+    ) -> Any:
+        """The answer: what its JSON says, or its text.
+
+        Raises:
+            ServerRefused: the server answered with an error status below 500.
+            WorkerError: it cannot be reached, ended in mid-request, did not answer in time, or failed.
+        """
+        return await self._call("POST", path, body or {}, params or {}, timeout_seconds, timeout_setting)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        params: dict[str, Any],
+        timeout_seconds: float | None,
+        timeout_setting: str | None = None,
+    ) -> Any:
+        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                response = await self._client().request(method, self.url + path, json=body, params=params)
+        except TimeoutError:
+            raise WorkerError(
+                f"the server at {self.url} did not answer {method} {path} within {seconds:g} s "
+                f"({timeout_setting or self._timeout_setting})"
+            ) from None
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise WorkerError(
+                f"the server at {self.url} cannot be reached ({error or type(error).__name__}): "
+                "is it running, and is generator.remote_inference_engine_urls right?"
+            ) from None
+        except httpx.TransportError as error:
+            raise WorkerError(
+                f"the server at {self.url} ended the connection during {method} {path} "
+                f"({error or type(error).__name__}): did it die?"
+            ) from None
+        if response.status_code >= 500:
+            raise WorkerError(
+                f"the server at {self.url} answered {method} {path} with status {response.status_code}: "
+                f"{_error_text(response)}"
+            )
+        if response.status_code >= 400:
+            raise ServerRefused(response.status_code, _error_text(response))
+        try:
+            return response.json()
+        except ValueError:
+            return response.text
+
+    def _client(self) -> httpx.AsyncClient:
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+            self._clients[loop] = httpx.AsyncClient(
+                transport=httpx.AsyncHTTPTransport(retries=1, limits=limits),  # retries connecting, nothing else
+                timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
+            )
+        return self._clients[loop]
+
+    async def close(self) -> None:
+        client = self._clients.pop(asyncio.get_running_loop(), None)
+        if client is not None:
+            await client.aclose()
+
+
+def _error_text(response: httpx.Response) -> str:
+    """What a server says of its refusal, whichever of the usual shapes it has."""
+    try:
+        said = response.json()
+    except ValueError:
+        return response.text[:_MOST_TEXT_SHOWN]
+    for key in ("error", "detail", "message"):
+        if isinstance(said, dict) and key in said:
+            said = said[key]
+    return str(said)[:_MOST_TEXT_SHOWN]
+
+
+def run_to_end(call: Coroutine[Any, Any, T]) -> T:
+    """The answer of a coroutine, for callers that are not asynchronous; also where an event loop runs already."""
+    with ThreadPoolExecutor(1, thread_name_prefix="remote-engine") as thread:
+        return thread.submit(asyncio.run, call).result()

@@ -1,0 +1,59 @@
+"""Weights and adapters as files, for servers that have nothing of ours in them: they load the files themselves."""
+
+from pathlib import Path
+
+import torch
+
+from skyrl_train.errors import UnsupportedByEngine, WeightSyncError
+from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.fingerprint import Verification, fingerprints_of
+from skyrl_train.weight_sync.receiver import WeightReceiver
+
+
+class CheckpointFiles:
+    """The files of an update, read here as well: the fingerprints are of what the server is told to load.
+
+    Args:
+        info: must say `checkpoint`, `full`.
+        url: the server's, for the error's text.
+        instead: how the server must be started to take weights in another way.
+    """
+
+    def __init__(self, info: WeightSyncInitInfo, url: str, instead: str):
+        if info.transport != "checkpoint" or info.encoding != "full":
+            raise UnsupportedByEngine(
+                f"the server at {url} takes weights as checkpoints only (generator.weight_sync_strategy=checkpoint), "
+                f"not by {info.transport} ({info.encoding}); start it with {instead}"
+            )
+        self._receiver = WeightReceiver(info, torch.device("cpu"))
+        self._verification: Verification = info.verification
+        self._folder: Path | None = None
+        self._fingerprints: dict[str, int] = {}
+
+    def add(self, request: WeightUpdateRequest) -> None:
+        if request.index == 0:
+            self._fingerprints = {}
+        bucket = self._receiver.receive(request)
+        self._folder = Path(request.location).parent
+        self._fingerprints |= fingerprints_of(bucket, request.version, self._verification)
+
+    def finish(self, version: int) -> tuple[Path, dict[str, int]]:
+        """The folder to load, and the fingerprints of what is in it."""
+        self._receiver.finish(version)
+        if self._folder is None:
+            raise WeightSyncError(f"the update to version {version} has no files")
+        return self._folder, self._fingerprints
+
+
+def adapter_fingerprints(path: str, version: int, verification: Verification = "sampled") -> dict[str, int]:
+    """Of the tensors in an adapter's file, by their names there.
+
+    Raises:
+        ValueError: the folder holds no adapter.
+    """
+    from safetensors.torch import load_file
+
+    file = Path(path) / "adapter_model.safetensors"
+    if not file.is_file() or not (Path(path) / "adapter_config.json").is_file():
+        raise ValueError(f"no adapter at {path}: adapter_config.json and adapter_model.safetensors must be there")
+    return fingerprints_of(load_file(file).items(), version, verification)

@@ -1,0 +1,148 @@
+"""What a remote engine needs of a kind of server. vLLM's and SGLang's ways are in files of their own."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import AutoConfig
+
+from skyrl_train.errors import ConfigError, WorkerError
+from skyrl_train.inference_engines.base import EngineInfo, PauseMode, StopReason
+from skyrl_train.inference_engines.native.requests import SamplingParams
+from skyrl_train.inference_engines.remote.connection import ServerConnection
+from skyrl_train.inference_engines.vllm.sampling import SeedPair
+from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerAnswer:
+    """One answered request."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    prompt_log_probs: list[float] = field(default_factory=list)
+    stop_reason: StopReason
+    weight_versions: list[int]
+    """Of each token, as the server tells."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFacts:
+    """What a server says of itself."""
+
+    info: EngineInfo
+    names: tuple[str, ...]
+    """Under which it serves its model."""
+    prefix_caching: bool = True
+
+
+class ServerProtocol(ABC):
+    """One server's routes. Stateless but for what the server said of itself."""
+
+    def __init__(self, connection: ServerConnection, request_timeout_seconds: float):
+        self.server = connection
+        self.request_timeout_seconds = request_timeout_seconds
+
+    @abstractmethod
+    async def facts(self) -> ServerFacts: ...
+
+    @abstractmethod
+    async def check_health(self, timeout_seconds: float) -> None: ...
+
+    @abstractmethod
+    async def complete(
+        self, prompt: list[int], params: SamplingParams, seed: SeedPair | None, adapter: str | None, cache_key: str
+    ) -> ServerAnswer:
+        """Continues one prompt.
+
+        Args:
+            adapter: the adapter's name at the server.
+            cache_key: prefixes are shared with requests of the same key alone.
+        """
+
+    @abstractmethod
+    async def tokenize(self, text: str) -> list[int]:
+        """Without special tokens around it."""
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode) -> None:
+        """Requests that come later wait at the server."""
+
+    @abstractmethod
+    async def resume(self) -> None: ...
+
+    @abstractmethod
+    async def is_paused(self) -> bool: ...
+
+    @abstractmethod
+    async def abort(self) -> None:
+        """Every request at the server returns what it has."""
+
+    @abstractmethod
+    async def sleep(self, level: int) -> None: ...
+
+    @abstractmethod
+    async def wake_up(self, tags: list[str]) -> None: ...
+
+    @abstractmethod
+    async def reset_prefix_cache(self) -> None: ...
+
+    @abstractmethod
+    async def weight_version(self) -> int: ...
+
+    @abstractmethod
+    async def connect_weights(self, info: WeightSyncInitInfo) -> None: ...
+
+    @abstractmethod
+    async def update_weights(self, request: WeightUpdateRequest) -> None: ...
+
+    @abstractmethod
+    async def finish_weights(self, version: int) -> dict[str, int]:
+        """Takes on `version`. Returns the fingerprint of every tensor of the update."""
+
+    @abstractmethod
+    async def load_adapter(self, name: str, path: str) -> None: ...
+
+    @abstractmethod
+    async def unload_adapter(self, name: str) -> None: ...
+
+    @abstractmethod
+    async def adapters(self) -> list[str]:
+        """Names at the server."""
+
+
+def version_of(said: Any, url: str) -> int:
+    """Our number from a server's word for its weights' version; `default` is what both kinds start with."""
+    if said in (None, "default"):
+        return 0
+    try:
+        return int(said)
+    except ValueError:
+        raise WorkerError(
+            f"the server at {url} says that its weights have version {said!r}; versions are numbers here: "
+            "start it again, or set its version by POST /update_weight_version"
+        ) from None
+
+
+def versions_of(spans: list[dict[str, Any]] | None, num_tokens: int, url: str) -> list[int]:
+    """Each token's version from `[{version, start, end}]`."""
+    versions = [version_of(span["version"], url) for span in spans or [] for _ in range(span["start"], span["end"])]
+    if len(versions) != num_tokens:
+        raise WorkerError(f"the server at {url} gave versions for {len(versions)} of {num_tokens} tokens")
+    return versions
+
+
+def vocabulary_of(model: str, url: str) -> int:
+    """From the config of the server's model, which must be readable here.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=True).get_text_config().vocab_size
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"generator.remote_inference_engine_urls: the server at {url} serves {model}, whose config.json cannot be "
+            f"read here ({str(error).splitlines()[0]}); its vocabulary must be known. Serve the model under a path or "
+            "a name that this machine knows as well"
+        ) from error

@@ -1,0 +1,382 @@
+"""A rollout engine that is a server started elsewhere. What kinds of server differ in is behind `ServerProtocol`.
+
+Requests wait on this side while the engine is paused, so that each goes out under the version of the weights that will
+begin its answer: the version is part of its prefix-cache key. If the weights changed on its way all the same (another
+process may update them), the request is sent again.
+
+An adapter is loaded under its name and version (`policy@3`): requests under way keep the one that they began with, and
+every process that asks the server knows which is the newest.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.errors import ConfigError, UnsupportedByEngine, WorkerError
+from skyrl_train.inference_engines.base import (
+    EngineInfo,
+    Feature,
+    InferenceEngineInput,
+    InferenceEngineInterface,
+    InferenceEngineOutput,
+    PauseMode,
+)
+from skyrl_train.inference_engines.native.requests import SamplingParams
+from skyrl_train.inference_engines.remote.connection import ServerConnection, ServerRefused, run_to_end
+from skyrl_train.inference_engines.remote.files import adapter_fingerprints
+from skyrl_train.inference_engines.remote.protocol import ServerAnswer, ServerFacts, ServerProtocol
+from skyrl_train.inference_engines.remote.requests_under_way import PauseGate, RunningRequests
+from skyrl_train.inference_engines.remote.sglang import SGLangProtocol
+from skyrl_train.inference_engines.remote.vllm import VLLMProtocol
+from skyrl_train.inference_engines.vllm.sampling import SeedPair, split_seeds
+from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
+
+T = TypeVar("T")
+Backend = Literal["vllm", "sglang"]
+
+_PAUSE_MODES = ("keep", "wait", "abort")
+_WAKE_TAGS = ("weights", "kv_cache")
+_HEALTH_SECONDS = 10.0
+_PROTOCOLS: dict[Backend, type[ServerProtocol]] = {"vllm": VLLMProtocol, "sglang": SGLangProtocol}
+
+
+class RemoteInferenceEngine(InferenceEngineInterface):
+    """One server. Its requests belong to one event loop; its weight updates may come from another one, or from another
+    process (`RemoteEngines`).
+
+    Args:
+        url: `host:port` or a URL
+        model_name: the model that the trainer trains
+        backend: the kind of server; None: ask it
+        tokenizer: turns answers into text; None: for weights alone
+        request_timeout_seconds: the deadline of one request
+        control_timeout_seconds: the deadline of everything else
+
+    Raises:
+        ConfigError: it is no server of this kind.
+        WorkerError: it cannot be reached, or does not answer.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model_name: str,
+        *,
+        backend: Backend | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        request_timeout_seconds: float = 3600.0,
+        control_timeout_seconds: float = 600.0,
+        protocol: type[ServerProtocol] | None = None,
+    ):
+        self._server = ServerConnection(url, control_timeout_seconds)
+        self.url = self._server.url
+        self.model_name = model_name
+        self.request_timeout_seconds = request_timeout_seconds
+        self.control_timeout_seconds = control_timeout_seconds
+        self._tokenizer = tokenizer
+        self._gate = PauseGate()
+        self._running = RunningRequests()
+        self._asleep: set[str] = set()
+        self._paused_for_update = False
+        self._adapters: dict[str, int] = {}
+        self._facts, self._version = run_to_end(self._meet(backend, protocol, request_timeout_seconds))
+
+    async def _meet(
+        self, backend: Backend | None, protocol: type[ServerProtocol] | None, request_timeout_seconds: float
+    ) -> tuple[ServerFacts, int]:
+        try:
+            if protocol is None:
+                protocol = _PROTOCOLS[backend or await kind_of_server(self._server)]
+            self._protocol = protocol(self._server, request_timeout_seconds)
+            try:
+                return await self._protocol.facts(), await self._protocol.weight_version()
+            except (ServerRefused, KeyError, TypeError, ValueError) as error:
+                if isinstance(error, ConfigError):
+                    raise
+                raise ConfigError(
+                    f"generator.remote_inference_engine_urls: the server at {self.url} answers, but not as a "
+                    f"{backend or 'rollout'} engine ({type(error).__name__}: {error})"
+                ) from error
+        finally:
+            await self._server.close()
+
+    @property
+    def backend(self) -> Backend:
+        return "sglang" if self._facts.info.backend == "sglang" else "vllm"
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Under which the server serves its model."""
+        return self._facts.names
+
+    async def describe(self) -> EngineInfo:
+        return self._facts.info
+
+    async def check_health(self) -> None:
+        try:
+            await self._protocol.check_health(min(_HEALTH_SECONDS, self.control_timeout_seconds))
+        except ServerRefused as error:
+            raise WorkerError(f"the server at {self.url} is not well: {error}") from None
+
+    async def tokenize(self, text: str) -> list[int]:
+        """The server's token ids of a text, without special tokens around it."""
+        return await self._protocol.tokenize(text)
+
+    # ---- requests
+
+    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        prompts = input_batch.get("prompt_token_ids")
+        if prompts is None:
+            raise ValueError("a remote engine takes prompt_token_ids; the client turns conversations into them")
+        params, seeds = split_seeds(input_batch.get("sampling_params"), len(prompts))
+        self._check_request(prompts, params, seeds)
+        adapter = input_batch.get("lora_name")
+        if adapter is not None:
+            self._require("lora")
+            await self._adapter_version(adapter)
+        answers = await _all_or_none(
+            [self._answer(prompt, params, seed, adapter) for prompt, seed in zip(prompts, seeds, strict=True)]
+        )
+        output = InferenceEngineOutput(
+            responses=[self._text(answer.token_ids, params.skip_special_tokens) for answer in answers],
+            response_ids=[answer.token_ids for answer in answers],
+            stop_reasons=[answer.stop_reason for answer in answers],
+            response_logprobs=None if params.logprobs is None else [answer.log_probs for answer in answers],
+            weight_versions=[answer.weight_versions for answer in answers],
+        )
+        if params.prompt_logprobs is not None:
+            output["prompt_logprobs"] = [answer.prompt_log_probs for answer in answers]
+        return output
+
+    async def _answer(
+        self, prompt: list[int], params: SamplingParams, seed: SeedPair | None, adapter: str | None
+    ) -> ServerAnswer:
+        while True:
+            if not await self._gate.enter():
+                return ServerAnswer(token_ids=[], log_probs=[], stop_reason="abort", weight_versions=[])
+            version = self._version
+            adapter_version = 0 if adapter is None else await self._adapter_version(adapter)
+            name = None if adapter is None else _name_at_server(adapter, adapter_version)
+            try:
+                with self._running.one_more(adapter):
+                    answer = await self._protocol.complete(prompt, params, seed, name, _cache_key(version, name))
+            except ServerRefused as error:
+                if name is not None and error.status == 404:  # another process has loaded a newer one
+                    self._adapters.pop(str(adapter), None)
+                    if await self._adapter_version(str(adapter)) != adapter_version:
+                        continue
+                raise ValueError(f"the server at {self.url} refused a request: {error}") from None
+            if answer.weight_versions and answer.weight_versions[-1] != self._version:
+                self._version = answer.weight_versions[-1]
+            begun_by = answer.weight_versions[0] if answer.weight_versions else version
+            if begun_by != version and self._facts.prefix_caching:
+                continue  # its prefix may be one that the weights before have computed
+            if adapter is not None:
+                return replace(answer, weight_versions=[adapter_version] * len(answer.token_ids))
+            return answer
+
+    def _check_request(
+        self, prompts: list[list[int]], params: SamplingParams, seeds: Sequence[SeedPair | None]
+    ) -> None:
+        info = self._facts.info
+        for prompt in prompts:
+            if not prompt:
+                raise ValueError("a prompt needs at least one token")
+            if len(prompt) >= info.max_model_len:
+                raise ValueError(
+                    f"a prompt of {len(prompt)} tokens leaves no room for an answer in the context of "
+                    f"{info.max_model_len} at {self.url}"
+                )
+            _check_ids("a prompt's token ids", prompt, info.vocab_size)
+        _check_ids("sampling parameter stop_token_ids", params.stop_token_ids, info.vocab_size)
+        if any(seed is not None for seed in seeds):
+            self._require("seed")
+        if params.prompt_logprobs is not None:
+            self._require("prompt_log_probs")
+        if params.stop:
+            self._require("stop_strings")
+        if self._asleep:
+            raise RuntimeError(f"the server at {self.url} sleeps ({', '.join(sorted(self._asleep))}); wake it up first")
+
+    def _text(self, ids: list[int], skip_special_tokens: bool) -> str:
+        if self._tokenizer is None:
+            raise ValueError("this remote engine was made without a tokenizer: for weights alone")
+        text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    # ---- pauses
+
+    async def pause_generation(self, mode: PauseMode = "keep") -> None:
+        if mode not in _PAUSE_MODES:
+            raise ValueError(f"pause mode must be one of {', '.join(_PAUSE_MODES)}; got {mode!r}")
+        self._gate.close()
+        if mode == "abort":
+            self._gate.abort()
+        if mode == "wait":
+            await self._running.until_none(of_any=True)
+        await self._protocol.pause(mode)
+
+    async def resume_generation(self) -> None:
+        await self._protocol.resume()
+        self._version = await self._protocol.weight_version()
+        self._gate.open()
+
+    async def abort_generation(self) -> None:
+        self._gate.abort()
+        await self._protocol.abort()
+
+    async def sleep(self, level: int = 1) -> None:
+        if level not in (1, 2):
+            raise ValueError(f"sleep level must be 1 (weights to host memory) or 2 (weights dropped); got {level!r}")
+        self._require("sleep")
+        if len(self._running):
+            raise RuntimeError(
+                f"the server at {self.url} cannot sleep while {len(self._running)} requests run; "
+                "pause with mode 'wait' or 'abort' first"
+            )
+        await self._protocol.sleep(level)
+        self._asleep = set(_WAKE_TAGS)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        wanted = list(_WAKE_TAGS) if tags is None else tags
+        for tag in wanted:
+            if tag not in _WAKE_TAGS:
+                raise ValueError(f"wake_up tags must be of {', '.join(_WAKE_TAGS)}; got {tag!r}")
+        if to_wake := [tag for tag in wanted if tag in self._asleep]:
+            await self._protocol.wake_up(to_wake)
+            self._asleep -= set(to_wake)
+
+    # ---- weights
+
+    async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None:
+        self._require("weight_update")
+        if init_info.transport == "broadcast":
+            self._require("broadcast")
+        await self._protocol.connect_weights(init_info)
+
+    async def update_named_weights(self, request: WeightUpdateRequest) -> None:
+        if not self._paused_for_update and not await self._protocol.is_paused():
+            self._gate.close()
+            await self._protocol.pause("keep")
+            self._paused_for_update = True
+        await self._protocol.update_weights(request)
+
+    async def finish_weight_update(self, version: int) -> WeightReport:
+        fingerprints = await self._protocol.finish_weights(version)
+        self._version = version
+        await self._protocol.reset_prefix_cache()
+        if self._paused_for_update:
+            self._paused_for_update = False
+            await self.resume_generation()
+        return WeightReport(version=version, fingerprints=fingerprints)
+
+    async def weight_version(self) -> int:
+        self._version = await self._protocol.weight_version()
+        return self._version
+
+    async def reset_prefix_cache(self) -> None:
+        await self._protocol.reset_prefix_cache()
+
+    # ---- adapters
+
+    async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
+        self._require("lora")
+        fingerprints = adapter_fingerprints(request.path, request.version)
+        before = await self._versions_at_server(request.name)
+        try:
+            if request.version in before:
+                await self._protocol.unload_adapter(_name_at_server(request.name, request.version))
+            await self._protocol.load_adapter(_name_at_server(request.name, request.version), request.path)
+        except ServerRefused as error:
+            raise ValueError(f"the server at {self.url} did not load the adapter {request.path}: {error}") from None
+        self._adapters[request.name] = request.version
+        for version in before:
+            if version != request.version:
+                await self._protocol.unload_adapter(_name_at_server(request.name, version))
+        return WeightReport(version=request.version, fingerprints=fingerprints)
+
+    async def unload_lora(self, name: str) -> None:
+        self._require("lora")
+        version = await self._adapter_version(name)
+        await self._running.until_none(name)
+        await self._protocol.unload_adapter(_name_at_server(name, version))
+        self._adapters.pop(name, None)
+
+    async def _adapter_version(self, name: str) -> int:
+        if name not in self._adapters:
+            versions = await self._versions_at_server(name)
+            if not versions:
+                raise ValueError(f"no adapter {name!r} is loaded at {self.url}")
+            self._adapters[name] = max(versions)
+        return self._adapters[name]
+
+    async def _versions_at_server(self, name: str) -> list[int]:
+        loaded = [entry.rpartition("@") for entry in await self._protocol.adapters()]
+        return [int(version) for base, _, version in loaded if base == name and version.isdigit()]
+
+    async def teardown(self) -> None:
+        """Lets go of the server, which runs on."""
+        self._gate.abort()
+        await self.disconnect()
+
+    async def disconnect(self) -> None:
+        """Forgets what belongs to this event loop. The next call connects again."""
+        await self._server.close()
+
+    def _require(self, feature: Feature) -> None:
+        why = self._facts.info.lacks.get(feature)
+        if why is not None:
+            raise UnsupportedByEngine(f"{feature}: {why}")
+
+
+async def kind_of_server(server: ServerConnection) -> Backend:
+    """Which of the two it is.
+
+    Raises:
+        ConfigError: neither.
+        WorkerError: it cannot be reached.
+    """
+    said: dict[str, Any] = {}
+    for path in ("/version", "/model_info"):
+        try:
+            answer = await server.get(path, timeout_seconds=_HEALTH_SECONDS)
+        except ServerRefused:
+            continue
+        if isinstance(answer, dict):
+            said |= answer
+    if "model_path" in said:
+        return "sglang"
+    if "version" in said:
+        return "vllm"
+    raise ConfigError(
+        f"generator.remote_inference_engine_urls: {server.url} answers, but is neither a vLLM nor an SGLang server "
+        "(no /version, no /model_info); is it the right port?"
+    )
+
+
+def _name_at_server(adapter: str, version: int) -> str:
+    return f"{adapter}@{version}"
+
+
+def _cache_key(version: int, adapter: str | None) -> str:
+    return f"weights-{version}" if adapter is None else f"weights-{version}-{adapter}"
+
+
+def _check_ids(what: str, ids: Sequence[int], vocabulary: int) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
+        wrong = next(token for token in ids if not 0 <= token < vocabulary)
+        raise ValueError(f"{what} must lie in the vocabulary, 0 to {vocabulary - 1}; got {wrong}")
+
+
+async def _all_or_none(calls: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """The answers in order. The first failure ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,0 +1,218 @@
+"""SGLang's routes (0.5.23). A server is started with
+
+    python -m sglang.launch_server --model-path MODEL [--enable-lora --max-lora-rank 32 --lora-target-modules all]
+
+It counts the versions of weights itself. Weights come as checkpoints; an engine that we start has our weight loader and
+takes them by every transport (`skyrl_train.inference_engines.sglang`).
+"""
+
+import asyncio
+from typing import Any
+
+from skyrl_train.errors import UnsupportedByEngine, WeightSyncError, WorkerError
+from skyrl_train.inference_engines.base import EngineInfo, Feature, PauseMode, StopReason
+from skyrl_train.inference_engines.native.requests import SamplingParams
+from skyrl_train.inference_engines.native.sampling import random_key
+from skyrl_train.inference_engines.remote.connection import ServerRefused
+from skyrl_train.inference_engines.remote.files import CheckpointFiles
+from skyrl_train.inference_engines.remote.protocol import (
+    ServerAnswer,
+    ServerFacts,
+    ServerProtocol,
+    version_of,
+    versions_of,
+    vocabulary_of,
+)
+from skyrl_train.inference_engines.vllm.sampling import SeedPair
+from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+
+_STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_SPARE_TOKENS = 6
+"""SGLang keeps so many positions of the context to itself (`max_req_input_len`)."""
+
+
+class SGLangProtocol(ServerProtocol):
+    _max_model_len = 0
+    _seeds_work = False
+    _files: CheckpointFiles | None = None
+
+    async def facts(self) -> ServerFacts:
+        said = await self.server.get("/server_info")
+        model = await self.server.get("/model_info")
+        [served, *_] = (await self.server.get("/v1/models"))["data"]
+        self._max_model_len = served["max_model_len"]
+        self._seeds_work = bool(said.get("enable_deterministic_inference"))
+        lacks: dict[Feature, str] = {}
+        if not self._seeds_work:
+            lacks["seed"] = (
+                f"the server at {self.server.url} was started without --enable-deterministic-inference, which SGLang "
+                "has for GPUs alone (sglang/srt/arg_groups/overrides.py, _deterministic_attention_backend)"
+            )
+        if not said.get("enable_lora"):
+            lacks["lora"] = f"the server at {self.server.url} was started without --enable-lora"
+        if not said.get("enable_memory_saver"):
+            lacks["sleep"] = f"the server at {self.server.url} was started without --enable-memory-saver"
+        lacks["broadcast"] = f"the server at {self.server.url} has no weight loader of ours; it takes checkpoints"
+        info = EngineInfo(
+            backend="sglang",
+            release=said["version"],
+            model=model["model_path"],
+            vocab_size=vocabulary_of(model["model_path"], self.server.url),
+            max_model_len=self._max_model_len,
+            dtype=None if said["dtype"] == "auto" else said["dtype"],
+            num_weight_processes=said["tp_size"] * said.get("pp_size", 1) * said.get("dp_size", 1),
+            lacks=lacks,
+        )
+        names = dict.fromkeys((model["served_model_name"], model["model_path"], served["id"]))
+        return ServerFacts(info=info, names=tuple(names), prefix_caching=not said["disable_radix_cache"])
+
+    async def check_health(self, timeout_seconds: float) -> None:
+        """Asks the scheduler. `/health` asks for a token, which does not come while generation is paused."""
+        await self.server.get("/server_info", timeout_seconds=timeout_seconds)
+
+    async def complete(
+        self, prompt: list[int], params: SamplingParams, seed: SeedPair | None, adapter: str | None, cache_key: str
+    ) -> ServerAnswer:
+        self._check(params, seed, len(prompt))
+        body: dict[str, Any] = {
+            "input_ids": prompt,
+            "sampling_params": self._sampling(params, seed, len(prompt)),
+            "return_logprob": params.logprobs is not None or params.prompt_logprobs is not None,
+            "extra_key": cache_key,
+        }
+        if params.prompt_logprobs is not None:
+            body["logprob_start_len"] = 0
+        if adapter is not None:
+            body["lora_path"] = adapter
+        said = await self.server.post(
+            "/generate",
+            body,
+            timeout_seconds=self.request_timeout_seconds,
+            timeout_setting="generator.request_timeout_seconds",
+        )
+        about, ids = said["meta_info"], said["output_ids"]
+        reason = about["finish_reason"] or {"type": "abort"}
+        return ServerAnswer(
+            token_ids=ids,
+            log_probs=[entry[0] for entry in about.get("output_token_logprobs") or []][: len(ids)],
+            prompt_log_probs=[entry[0] for entry in about.get("input_token_logprobs") or [] if entry[0] is not None],
+            stop_reason=_STOP_REASONS.get(reason["type"], "abort"),
+            weight_versions=versions_of(about.get("weight_versions"), len(ids), self.server.url) if ids else [],
+        )
+
+    def _sampling(self, params: SamplingParams, seed: SeedPair | None, num_prompt_tokens: int) -> dict[str, Any]:
+        room = self._max_model_len - num_prompt_tokens
+        given: dict[str, Any] = {
+            "max_new_tokens": room if params.max_tokens is None else min(params.max_tokens, room),
+            "min_new_tokens": params.min_tokens,
+            "temperature": 0.0 if params.is_greedy else params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "min_p": params.min_p,
+            "repetition_penalty": params.repetition_penalty,
+            "stop": list(params.stop),
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": params.ignore_eos,
+            "skip_special_tokens": params.skip_special_tokens,
+            "spaces_between_special_tokens": False,
+            "no_stop_trim": True,
+        }
+        if seed is not None:  # with the token's position, which a request that goes on does not repeat
+            given["sampling_seed"] = int(random_key(*seed)) >> 33
+        return given
+
+    def _check(self, params: SamplingParams, seed: SeedPair | None, num_prompt_tokens: int) -> None:
+        """What SGLang would take and do otherwise."""
+        where = f"the SGLang server at {self.server.url}"
+        if seed is not None and not self._seeds_work and not params.is_greedy:
+            raise UnsupportedByEngine(f"{where} ignores seeds: it was started without --enable-deterministic-inference")
+        if params.logprobs is not None and (params.repetition_penalty != 1.0 or params.min_tokens):
+            raise UnsupportedByEngine(
+                f"{where} reports log-probs after penalties; with repetition_penalty or min_tokens, ask for "
+                "logprobs=None (sglang/srt/layers/sampler.py, Sampler.forward)"
+            )
+        if params.prompt_logprobs is not None and not params.is_greedy and params.temperature != 1.0:
+            raise UnsupportedByEngine(
+                f"{where} reports log-probs of prompts at temperature 1 alone; got {params.temperature} "
+                "(sglang/srt/layers/logits_processor.py)"
+            )
+        if num_prompt_tokens > self._max_model_len - _SPARE_TOKENS:
+            raise ValueError(
+                f"a prompt may have {self._max_model_len - _SPARE_TOKENS} tokens at {where}: its context of "
+                f"{self._max_model_len} less {_SPARE_TOKENS}; got {num_prompt_tokens}"
+            )
+
+    async def tokenize(self, text: str) -> list[int]:
+        return (await self.server.post("/tokenize", {"prompt": text, "add_special_tokens": False}))["tokens"]
+
+    async def pause(self, mode: PauseMode) -> None:
+        """`wait`: the engine has waited for its requests before it calls."""
+        await self.server.post("/pause_generation", {"mode": "abort" if mode == "abort" else "in_place"})
+
+    async def resume(self) -> None:
+        await self.server.post("/continue_generation", {})
+
+    async def is_paused(self) -> bool:
+        try:
+            await self.server.get("/ready")
+        except WorkerError as error:
+            if "status 503" in str(error):
+                return True
+            raise
+        return False
+
+    async def abort(self) -> None:
+        await self.server.post("/abort_request", {"abort_all": True})
+
+    async def sleep(self, level: int) -> None:
+        await self.server.post("/release_memory_occupation", {"tags": ["weights", "kv_cache"]})
+
+    async def wake_up(self, tags: list[str]) -> None:
+        await self.server.post("/resume_memory_occupation", {"tags": tags})
+
+    async def reset_prefix_cache(self) -> None:
+        try:
+            await self.server.post("/flush_cache")
+        except ServerRefused as error:  # requests run; the engine's cache keys keep prefixes apart
+            if error.status != 400:
+                raise
+
+    async def weight_version(self) -> int:
+        return version_of((await self.server.get("/model_info"))["weight_version"], self.server.url)
+
+    # ---- weights
+
+    async def connect_weights(self, info: WeightSyncInitInfo) -> None:
+        self._files = CheckpointFiles(info, self.server.url, "generator.backend=sglang (an engine of this run)")
+
+    async def update_weights(self, request: WeightUpdateRequest) -> None:
+        if self._files is None:
+            raise WeightSyncError("weights came before init_weight_update_communicator told where from")
+        await asyncio.to_thread(self._files.add, request)
+
+    async def finish_weights(self, version: int) -> dict[str, int]:
+        if self._files is None:
+            raise WeightSyncError("no weights have come: init_weight_update_communicator was not called")
+        folder, fingerprints = self._files.finish(version)
+        body = {"model_path": str(folder), "flush_cache": False, "weight_version": str(version)}
+        try:
+            await self.server.post("/update_weights_from_disk", body)
+        except ServerRefused as error:
+            raise WeightSyncError(f"the server at {self.server.url} did not take the checkpoint: {error}") from None
+        return fingerprints
+
+    # ---- adapters
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        await self.server.post("/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.server.post("/unload_lora_adapter", {"lora_name": name})
+
+    async def adapters(self) -> list[str]:
+        return [entry["id"] for entry in (await self.server.get("/v1/models"))["data"] if entry.get("parent")]
+
+
+def start_command(model: str, url: str) -> str:
+    port = url.rsplit(":", 1)[-1]
+    return f"python -m sglang.launch_server --model-path {model} --port {port if port.isdigit() else 8001}"

@@ -1,0 +1,256 @@
+"""vLLM's routes (0.32). A server is started with
+
+    VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m vllm.entrypoints.openai.api_server \
+        --model MODEL --enable-scale-out \
+        --worker-extension-cls skyrl_train.inference_engines.vllm.worker_extension.WeightExtension
+
+`--enable-scale-out` opens the route that takes and gives token ids, with the version of the weights that wrote each.
+The worker extension takes weights by every transport, reports what it holds, and makes log-probs those of
+logits / temperature; without it weights come as checkpoints only, and some settings of sampling are refused.
+"""
+
+import re
+from dataclasses import asdict
+from typing import Any
+
+from skyrl_train.errors import ConfigError, UnsupportedByEngine, WeightSyncError, WorkerError
+from skyrl_train.inference_engines.base import EngineInfo, Feature, PauseMode, StopReason
+from skyrl_train.inference_engines.native.requests import SamplingParams
+from skyrl_train.inference_engines.remote.connection import ServerRefused
+from skyrl_train.inference_engines.remote.files import CheckpointFiles
+from skyrl_train.inference_engines.remote.protocol import (
+    ServerAnswer,
+    ServerFacts,
+    ServerProtocol,
+    version_of,
+    versions_of,
+    vocabulary_of,
+)
+from skyrl_train.inference_engines.vllm.sampling import SeedPair, http_sampling, seed_of
+from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+
+EXTENSION = "skyrl_train.inference_engines.vllm.worker_extension.WeightExtension"
+_STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class VLLMProtocol(ServerProtocol):
+    _extended = False
+    _served_name = ""
+    _log_prob_mode = "raw_logprobs"
+    _files: CheckpointFiles | None = None
+
+    async def facts(self) -> ServerFacts:
+        url = self.server.url
+        try:
+            said = await self.server.get("/server_info", config_format="json")
+        except ServerRefused:
+            raise _started_wrong(url, "VLLM_SERVER_DEV_MODE=1 in its environment", "its control routes") from None
+        config, variables = said["vllm_config"], said["vllm_env"]
+        model, parallel, lora = config["model_config"], config["parallel_config"], config["lora_config"]
+        models = (await self.server.get("/v1/models"))["data"]
+        base = [entry for entry in models if entry.get("parent") is None]
+        self._served_name = base[0]["id"]
+        self._extended = parallel["worker_extension_cls"] == EXTENSION
+        self._log_prob_mode = model["logprobs_mode"]
+        if self._extended:
+            await self._workers("skyrl_prepare")
+        lacks: dict[Feature, str] = {}
+        if not self._extended:
+            lacks["broadcast"] = f"the server at {url} was started without --worker-extension-cls {EXTENSION}"
+            if config["device_config"]["device_type"] == "cpu":
+                lacks["weight_update"] = (
+                    f"{lacks['broadcast']}, and vLLM's own reload_weights keeps the old LM head of tied models on a "
+                    "CPU (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm)"
+                )
+        if lora is None or not variables.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+            lacks["lora"] = (
+                f"the server at {url} was started without --enable-lora or VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            )
+        if not model["enable_sleep_mode"]:
+            lacks["sleep"] = f"the server at {url} was started without --enable-sleep-mode"
+        info = EngineInfo(
+            backend="vllm",
+            release=(await self.server.get("/version"))["version"],
+            model=model["model"],
+            vocab_size=await self._vocabulary(model["model"]),
+            max_model_len=model["max_model_len"],
+            dtype=str(model["dtype"]).removeprefix("torch."),
+            num_weight_processes=(await self.server.get("/get_world_size"))["world_size"],
+            lacks=lacks,
+        )
+        names = dict.fromkeys(name for entry in base for name in (entry["id"], entry.get("root")) if name)
+        return ServerFacts(
+            info=info, names=tuple(names), prefix_caching=bool(config["cache_config"]["enable_prefix_caching"])
+        )
+
+    async def _vocabulary(self, model: str) -> int:
+        """From the refusal of an impossible stop token: no route tells, and nothing is computed."""
+        body = {
+            "model": self._served_name,
+            "token_ids": [0],
+            "sampling_params": {"max_tokens": 1, "stop_token_ids": [-1]},
+        }
+        try:
+            await self.server.post("/inference/v1/generate", body)
+        except ServerRefused as error:
+            if error.status == 403:
+                raise _started_wrong(
+                    self.server.url, "--enable-scale-out", "its route for token ids, /inference/v1/generate"
+                ) from None
+            if found := re.search(r"Vocabulary size: (\d+)", str(error)):
+                return int(found[1])
+        return vocabulary_of(model, self.server.url)
+
+    async def check_health(self, timeout_seconds: float) -> None:
+        await self.server.get("/health", timeout_seconds=timeout_seconds)
+
+    async def complete(
+        self, prompt: list[int], params: SamplingParams, seed: SeedPair | None, adapter: str | None, cache_key: str
+    ) -> ServerAnswer:
+        self._check_log_probs(params)
+        body = {
+            "model": adapter or self._served_name,
+            "token_ids": prompt,
+            "cache_salt": cache_key,
+            "sampling_params": http_sampling(params, seed_of(seed, len(prompt))) | {"detokenize": bool(params.stop)},
+        }
+        said = await self.server.post(
+            "/inference/v1/generate",
+            body,
+            timeout_seconds=self.request_timeout_seconds,
+            timeout_setting="generator.request_timeout_seconds",
+        )
+        [choice] = said["choices"]
+        ids = choice["token_ids"] or []
+        log_probs = (choice["logprobs"] or {}).get("content") or []
+        return ServerAnswer(
+            token_ids=ids,
+            log_probs=[entry["logprob"] for entry in log_probs],
+            prompt_log_probs=_prompt_log_probs(said.get("prompt_logprobs"), prompt),
+            stop_reason=_STOP_REASONS.get(choice["finish_reason"], "abort"),
+            weight_versions=versions_of(choice["weight_versions"], len(ids), self.server.url),
+        )
+
+    def _check_log_probs(self, params: SamplingParams) -> None:
+        """Without the worker extension vLLM knows log-probs of the logits, or of what penalties and truncation left."""
+        if self._extended:
+            return
+        plain = params.is_greedy or params.temperature == 1.0
+        untouched = (params.top_p, params.min_p, params.repetition_penalty, params.min_tokens) == (1.0, 0.0, 1.0, 0)
+        exact = plain if self._log_prob_mode == "raw_logprobs" else untouched and params.top_k <= 0
+        if (params.logprobs is not None and not exact) or (params.prompt_logprobs is not None and not plain):
+            raise UnsupportedByEngine(
+                f"the server at {self.server.url} reports {self._log_prob_mode}, which are not the log-probs of "
+                f"logits / temperature for these settings ({params}); start it with --worker-extension-cls {EXTENSION}"
+            )
+
+    async def tokenize(self, text: str) -> list[int]:
+        body = {"model": self._served_name, "prompt": text, "add_special_tokens": False}
+        return (await self.server.post("/tokenize", body))["tokens"]
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self.server.post("/pause", params={"mode": mode, "clear_cache": "false"})
+
+    async def resume(self) -> None:
+        await self.server.post("/resume")
+
+    async def is_paused(self) -> bool:
+        return (await self.server.get("/is_paused"))["is_paused"]
+
+    async def abort(self) -> None:
+        await self.server.post("/abort_requests", {})
+
+    async def sleep(self, level: int) -> None:
+        await self.server.post("/sleep", params={"level": level, "mode": "keep"})
+
+    async def wake_up(self, tags: list[str]) -> None:
+        await self.server.post("/wake_up", params={"tags": tags})
+
+    async def reset_prefix_cache(self) -> None:
+        await self.server.post("/reset_prefix_cache")
+
+    async def weight_version(self) -> int:
+        return version_of((await self.server.get("/weight_info"))["weight_version"], self.server.url)
+
+    # ---- weights
+
+    async def connect_weights(self, info: WeightSyncInitInfo) -> None:
+        if self._extended:
+            await self._workers("skyrl_connect", asdict(info), timeout_seconds=info.timeout_seconds)
+        else:
+            self._files = CheckpointFiles(info, self.server.url, f"--worker-extension-cls {EXTENSION}")
+
+    async def update_weights(self, request: WeightUpdateRequest) -> None:
+        if self._extended:
+            await self._workers("skyrl_update", request.to_json_dict())
+        elif self._files is None:
+            raise WeightSyncError("weights came before init_weight_update_communicator told where from")
+        else:
+            self._files.add(request)
+
+    async def finish_weights(self, version: int) -> dict[str, int]:
+        if self._extended:
+            fingerprints = _same_everywhere(await self._workers("skyrl_finish", version), self.server.url)
+        elif self._files is None:
+            raise WeightSyncError("no weights have come: init_weight_update_communicator was not called")
+        else:
+            folder, fingerprints = self._files.finish(version)
+            await self._workers("reload_weights", weights_path=str(folder))
+        await self.server.post("/update_weight_version", {"new_version": str(version)})
+        return fingerprints
+
+    async def _workers(self, method: str, *args: Any, timeout_seconds: float | None = None, **kwargs: Any) -> list[Any]:
+        """Calls a method of every worker process."""
+        body = {"method": method, "args": list(args), "kwargs": kwargs}
+        try:
+            said = await self.server.post("/collective_rpc", body, timeout_seconds=timeout_seconds)
+        except WorkerError as error:
+            if "status 5" in str(error) and method != "skyrl_prepare":
+                raise WeightSyncError(f"{error} (the server's own log says more)") from None
+            raise
+        return said["results"] if isinstance(said, dict) else []
+
+    # ---- adapters
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        await self.server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.server.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def adapters(self) -> list[str]:
+        return [entry["id"] for entry in (await self.server.get("/v1/models"))["data"] if entry.get("parent")]
+
+
+def _prompt_log_probs(given: list[dict[str, Any] | None] | None, prompt: list[int]) -> list[float]:
+    return (
+        []
+        if given is None
+        else [entry[str(token)]["logprob"] for entry, token in zip(given, prompt, strict=True) if entry]
+    )
+
+
+def _same_everywhere(reports: list[dict[str, int]], url: str) -> dict[str, int]:
+    """One report of all worker processes, each of which got every tensor whole."""
+    together: dict[str, int] = {}
+    for report in reports:
+        for name, value in report.items():
+            if together.setdefault(name, value) != value:
+                raise WeightSyncError(f"the worker processes of the server at {url} hold different values of {name}")
+    return together
+
+
+def _started_wrong(url: str, what: str, closed: str) -> ConfigError:
+    return ConfigError(
+        f"generator.remote_inference_engine_urls: the vLLM server at {url} does not offer {closed}; start it with "
+        f"{what}:\n{start_command('MODEL', url)}"
+    )
+
+
+def start_command(model: str, url: str) -> str:
+    port = url.rsplit(":", 1)[-1]
+    return (
+        "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m vllm.entrypoints.openai.api_server "
+        f"--model {model} --port {port if port.isdigit() else 8001} --enable-scale-out "
+        f"--worker-extension-cls {EXTENSION}"
+    )
