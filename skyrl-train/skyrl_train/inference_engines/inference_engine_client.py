@@ -1,13 +1,18 @@
-"""One engine out of many: routes requests and passes control to all. Knows engines only by their interface."""
+"""One engine out of many: routes requests, carries on with those that were interrupted, and passes control to all.
+
+Who goes where is in `routing`, how an answer goes on in `continuation`, which engines live in `supervision`.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.errors import WeightSyncError
+from skyrl_train.errors import WeightSyncError, WorkerError
 from skyrl_train.inference_engines.base import (
     EngineInfo,
     InferenceEngineInput,
@@ -15,18 +20,51 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineOutput,
     PauseMode,
 )
+from skyrl_train.inference_engines.continuation import Answer, Ask, Part, joined, next_step
+from skyrl_train.inference_engines.routing import Interrupted, Router, Session, Waiter, Want
+from skyrl_train.inference_engines.supervision import ROUTED, EngineFailure, Health, Supervisor
 from skyrl_train.types import ConversationType
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.fingerprint import differences
 
-_REMEMBERED_SESSIONS = 65_536
+_PAUSED = "generation is paused"
+_ASLEEP = "the engines sleep"
+_SECONDS_BEFORE_ASKING_AGAIN = 0.1
+"""After an engine took nothing of a request, though nobody here told it to."""
+
+
+@dataclass(eq=False)
+class _Request:
+    """One row of a call of `generate`, until it is answered."""
+
+    prompt: list[int]
+    params: dict[str, Any] | None
+    seed: Any
+    """Its [seed, index], if it has one."""
+    want: Want
+    lora_name: str | None
+    num_aborts_before: int
+    ask: Ask
+    parts: list[Part] = field(default_factory=list)
+    answer: Answer | None = None
+    engine: int | None = None
+    """Where it is under way, and holds a place of the router's."""
+    was_interrupted: bool = False
 
 
 class InferenceEngineClient(InferenceEngineInterface):
-    """Routes each request to an engine: a session always to the same one, anything new to the one with least to do.
+    """All engines as one that does not die.
+
+    A request that ended because generation was paused with `abort`, or whose engine failed, goes on from the tokens it
+    has, after the pause or on another engine; one that a caller ends by `abort_generation` returns what was written.
+    Engines that fail are started again, as often as `generator.max_engine_restarts` allows; one failure more, and every
+    call raises `WorkerError` with the end of that engine's log. A control call during which an engine dies raises
+    `WorkerError`, after all other engines did as told; `settle()` then waits for the new one, and it may be repeated.
 
     Args:
         engines: at least one.
-        tokenizer: turns `prompts` (conversations) into tokens; requests in tokens do not need it.
+        tokenizer: turns `prompts` (conversations) into tokens, and tokens of interrupted answers into text.
+        restart: starts engine i again. None: an engine that fails is the end of all.
     """
 
     def __init__(
@@ -38,66 +76,66 @@ class InferenceEngineClient(InferenceEngineInterface):
     ):
         if not engines:
             raise ValueError("a client needs at least one engine")
-        self.engines = list(engines)
         self.tokenizer = tokenizer
-        self.lora_name: str | None = None
-        self.give_weights: Callable[[int], Awaitable[None]] | None = None
         self.model_name = full_config.trainer.policy.model.path
-        self._chat_template_kwargs = full_config.generator.chat_template_kwargs
-        self._num_in_flight = [0] * len(self.engines)
-        self._engine_of_session: dict[str | int, int] = {}
+        self.lora_name: str | None = None
+        """The adapter that answers requests which name none."""
+        self.give_weights: Callable[[int], Awaitable[None]] | None = None
+        """Gives engine i, just started again, the present weights. None: those it started with are the present ones."""
+        settings = full_config.generator
+        self._chat_template_kwargs = settings.chat_template_kwargs
+        self._request_timeout = settings.request_timeout_seconds
+        self._router = Router(len(engines), settings.max_requests_per_engine)
+        self._supervisor = Supervisor(engines, settings, restart, self._engines_changed)
+        self._supervisor.prepare = self._prepare
+        self._tickets = itertools.count()
+        self._num_aborts = 0
+        self._adapters: dict[str, LoraLoadRequest] = {}
+        self._num_continued = 0
+        self._reported = {"deaths": 0, "restarts": 0}
 
-    async def infos(self) -> list[EngineInfo]:
-        return await self._all("describe")
+    @property
+    def engines(self) -> list[InferenceEngineInterface]:
+        """The present engines by their numbers; some may be dead or starting (see `settle`)."""
+        return self._supervisor.engines
 
-    async def describe(self) -> EngineInfo:
-        return (await self.infos())[0]
-
-    async def check_health(self) -> None:
-        await self._all("check_health")
-
-    async def settle(self) -> None:
-        """Returns when no engine is starting."""
-
-    def take_metrics(self) -> dict[str, float]:
-        """What happened since the last call."""
-        return {}
+    # ---- answers
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        """Continues every prompt.
+
+        Raises:
+            ValueError: a bad request.
+            TimeoutError: a request was not answered within `generator.request_timeout_seconds`, waiting included.
+            WorkerError: engines failed more often than they may.
+        """
+        requests = self._requests(input_batch)
+        self._supervisor.attach()
+        try:
+            async with asyncio.timeout(self._request_timeout) as deadline:
+                await self._supervisor.started()
+                await self._answer(next(self._tickets), requests)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise TimeoutError(self._what_is_late(requests)) from None
+        self._num_continued += sum(request.was_interrupted for request in requests)
+        return _output([request.answer for request in requests if request.answer is not None])
+
+    def _requests(self, input_batch: InferenceEngineInput) -> list[_Request]:
         prompts = self._prompt_token_ids(input_batch)
-        sessions = input_batch.get("session_ids") or [None] * len(prompts)
+        sessions: Sequence[Session | None] = input_batch.get("session_ids") or [None] * len(prompts)
         if len(sessions) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many session_ids; got {len(sessions)}")
-        rows_of_engine: dict[int, list[int]] = {}
-        for row, session in enumerate(sessions):
-            engine = self._engine_of(session)
-            self._num_in_flight[engine] += 1
-            rows_of_engine.setdefault(engine, []).append(row)
         params = input_batch.get("sampling_params")
-        outputs = await asyncio.gather(
-            *(
-                self._generate_on(
-                    engine,
-                    InferenceEngineInput(
-                        prompt_token_ids=[prompts[row] for row in rows],
-                        sampling_params=_params_of_rows(params, rows),
-                        session_ids=[session for row in rows if (session := sessions[row]) is not None] or None,
-                        lora_name=input_batch.get("lora_name") or self.lora_name,
-                    ),
-                    num_requests=len(rows),
-                )
-                for engine, rows in rows_of_engine.items()
+        seeds = _seeds(params, len(prompts))
+        lora_name = input_batch.get("lora_name") or self.lora_name
+        return [
+            _Request(
+                prompt, params, seed, Want(session, len(prompt)), lora_name, self._num_aborts, Ask(prompt, params or {})
             )
-        )
-        return _in_order(outputs, list(rows_of_engine.values()))
-
-    async def _generate_on(
-        self, engine: int, request: InferenceEngineInput, *, num_requests: int
-    ) -> InferenceEngineOutput:
-        try:
-            return await self.engines[engine].generate(request)
-        finally:
-            self._num_in_flight[engine] -= num_requests
+            for prompt, session, seed in zip(prompts, sessions, seeds, strict=True)
+        ]
 
     def _prompt_token_ids(self, input_batch: InferenceEngineInput) -> list[list[int]]:
         conversations, token_ids = input_batch.get("prompts"), input_batch.get("prompt_token_ids")
@@ -114,90 +152,324 @@ class InferenceEngineClient(InferenceEngineInterface):
         )
         return encoded["input_ids"]
 
-    def _engine_of(self, session: str | int | None) -> int:
-        if session in self._engine_of_session:
-            return self._engine_of_session[session]
-        engine = min(range(len(self.engines)), key=self._num_in_flight.__getitem__)
-        if session is not None:
-            if len(self._engine_of_session) >= _REMEMBERED_SESSIONS:
-                del self._engine_of_session[next(iter(self._engine_of_session))]  # the oldest
-            self._engine_of_session[session] = engine
-        return engine
+    async def _answer(self, ticket: int, requests: list[_Request]) -> None:
+        """Waits for engines, asks them, and goes on with what was interrupted."""
+        requests = [request for request in requests if not self._was_aborted(request)]
+        if not requests:
+            return
+        waiter: Waiter | None = self._router.ask(ticket, [request.want for request in requests])
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            while waiter is not None:
+                grant = await self._router.granted_to(waiter)
+                waiter = grant.rest
+                groups: list[list[_Request]] = []
+                for engine, numbers in grant.places.items():
+                    for number in numbers:
+                        requests[number].engine = engine
+                    groups += _alike(requests[number] for number in numbers)
+                if waiter is None and not tasks and len(groups) == 1:
+                    await self._answer_together(groups[0], ticket)
+                else:
+                    tasks += [asyncio.create_task(self._answer_together(group, ticket)) for group in groups]
+            await _all_or_first_error(tasks)
+        except Interrupted:
+            await _all_or_first_error(tasks)
+            for request in requests:
+                self._was_aborted(request)
+        finally:
+            self._router.withdraw(waiter)
+            for task in tasks:
+                task.cancel()
+            for request in requests:  # a task that was cancelled before it began gave nothing back
+                self._leave(request)
 
-    async def _all(self, method: str, *args: Any) -> list[Any]:
-        return await asyncio.gather(*(getattr(engine, method)(*args) for engine in self.engines))
+    async def _answer_together(self, requests: list[_Request], ticket: int) -> None:
+        """One call of the engine that these requests have a place on; then they go on where they must."""
+        try:
+            unanswered = await self._ask(requests)
+        finally:
+            for request in requests:
+                self._leave(request)
+        await self._answer(ticket, unanswered)
+
+    def _leave(self, request: _Request) -> None:
+        if request.engine is not None:
+            self._router.release(request.engine, [request.want])
+            request.engine = None
+
+    def _was_aborted(self, request: _Request) -> bool:
+        """Whether a caller ended this request; it then has what was written as its answer."""
+        if request.answer is None and request.num_aborts_before < self._num_aborts:
+            request.answer = joined(request.prompt, request.parts, self._decoder(request), "abort")
+        return request.answer is not None
+
+    async def _ask(self, requests: list[_Request]) -> list[_Request]:
+        """Asks for the next part of requests that are alike; returns those that are to go on."""
+        first = requests[0]
+        engine = first.engine
+        assert engine is not None
+        params = first.ask.sampling_params
+        if first.seed is not None:
+            params = params | {"seed": [request.seed for request in requests]}
+        sessions = [request.want.session for request in requests]
+        batch = InferenceEngineInput(
+            prompt_token_ids=[request.ask.prompt_token_ids for request in requests],
+            sampling_params=params or None,
+            session_ids=None if None in sessions else sessions,  # pyright: ignore[reportArgumentType]
+            lora_name=first.lora_name,
+        )
+        try:
+            output = await self._supervisor.run(engine, lambda present: present.generate(batch))
+        except EngineFailure:
+            for request in requests:
+                request.was_interrupted = True
+            return requests
+        interrupted = [
+            request
+            for request, part in zip(requests, _parts(output), strict=True)
+            if not self._take(request, part, engine)
+        ]
+        if any(not request.parts[-1].token_ids for request in interrupted) and not self._router.holds:
+            await asyncio.sleep(_SECONDS_BEFORE_ASKING_AGAIN)
+        return interrupted
+
+    def _take(self, request: _Request, part: Part, engine: int) -> bool:
+        """Adds a part to its request; True if that is the whole answer."""
+        request.parts.append(part)
+        decode = self._decoder(request)
+        if part.stop_reason == "abort" and self._was_aborted(request):
+            return True
+        step = next_step(
+            request.prompt, request.params or {}, request.parts, decode, self._supervisor.max_model_len(engine)
+        )
+        if isinstance(step, Ask):
+            request.ask, request.was_interrupted = step, True
+            return False
+        request.answer = step
+        return True
+
+    def _decoder(self, request: _Request) -> Callable[[list[int]], str]:
+        skip = (request.params or {}).get("skip_special_tokens", True)
+
+        def decode(token_ids: list[int]) -> str:
+            text = self.tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert isinstance(text, str)
+            return text
+
+        return decode
+
+    def _what_is_late(self, requests: list[_Request]) -> str:
+        late = [request for request in requests if request.answer is None]
+        under_way = sorted({request.engine for request in late if request.engine is not None})
+        if under_way:
+            where = f"under way on engine {', '.join(map(str, under_way))}"
+        elif self._router.holds:
+            where = f"waiting: {', '.join(sorted(self._router.holds))}"
+        else:
+            states = ", ".join(
+                f"{health}: {len(ids)}" for health in Health if (ids := self._supervisor.with_health(health))
+            )
+            where = f"waiting for an engine ({states})"
+        number = f"{len(late)} of {len(requests)} requests were" if len(requests) > 1 else "the request was"
+        return f"{number} not answered within generator.request_timeout_seconds={self._request_timeout:g}; {where}"
+
+    # ---- engines
+
+    async def describe(self) -> EngineInfo:
+        """What all engines have in common: the smallest context, and whatever one of them lacks."""
+        infos = await self.infos()
+        lacks = {feature: why for info in infos for feature, why in info.lacks.items()}
+        return replace(infos[0], max_model_len=min(info.max_model_len for info in infos), lacks=lacks)
+
+    async def infos(self) -> list[EngineInfo]:
+        """What each engine says of itself."""
+        return await self._supervisor.infos()
+
+    async def check_health(self) -> None:
+        """Raises WorkerError if no engine is up, or none will be any more."""
+        self._supervisor.attach()
+        await self._supervisor.started()
+        if not self._supervisor.with_health(*ROUTED):
+            raise WorkerError("no engine is up; they are being started again")
+
+    async def settle(self) -> bool:
+        """Returns when every engine is up and has the present weights, starting what died unnoticed.
+
+        Not to be awaited by what `give_weights` or the restart of an engine wait for.
+
+        Returns: whether an engine failed since the last time.
+
+        Raises:
+            WorkerError: an engine failed once too often.
+        """
+        return await self._supervisor.settle()
+
+    def take_metrics(self) -> dict[str, float]:
+        """What happened since the last call."""
+        counts = {"deaths": self._supervisor.num_deaths, "restarts": self._supervisor.num_restarts}
+        metrics = {f"engines/{name}": float(count - self._reported[name]) for name, count in counts.items()}
+        metrics["engines/continued_requests"] = float(self._num_continued)
+        self._reported, self._num_continued = counts, 0
+        return metrics
+
+    def _engines_changed(self) -> None:
+        if self._supervisor.lost is not None:
+            self._router.fail(self._supervisor.lost)
+        routed = self._supervisor.with_health(*ROUTED)
+        self._router.set_engines(routed, self._supervisor.with_health(Health.SUSPECT))
+
+    async def _prepare(self, index: int) -> None:
+        """Makes engine `index`, just started again, as the others are."""
+        if self.give_weights is not None:
+            await self.give_weights(index)
+        for request in self._adapters.values():
+            await self.engines[index].load_lora(request)
+
+    # ---- control of all engines that are up
 
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
-        await self._all("pause_generation", mode)
+        """As of an engine; requests that arrive wait here. May be repeated, with another mode as well."""
+        self._router.hold(_PAUSED)
+        await self._supervisor.run_all(lambda engine: engine.pause_generation(mode))
 
     async def resume_generation(self) -> None:
-        await self._all("resume_generation")
+        await self._supervisor.run_all(lambda engine: engine.resume_generation())
+        self._router.let_go(_PAUSED)
 
     async def abort_generation(self) -> None:
-        await self._all("abort_generation")
+        self._num_aborts += 1
+        self._router.interrupt()
+        await self._supervisor.run_all(lambda engine: engine.abort_generation())
 
     async def sleep(self, level: int = 1) -> None:
-        await self._all("sleep", level)
+        """As of an engine; requests that arrive wait here until all of it is undone."""
+        was_asleep = _ASLEEP in self._router.holds
+        self._router.hold(_ASLEEP)
+        try:
+            await self._supervisor.run_all(lambda engine: engine.sleep(level))
+        except EngineFailure:
+            raise
+        except Exception:  # refused
+            if not was_asleep:
+                self._router.let_go(_ASLEEP)
+            raise
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        await self._all("wake_up", tags)
+        await self._supervisor.run_all(lambda engine: engine.wake_up(tags))
+        if tags is None or "kv_cache" in tags:
+            self._router.let_go(_ASLEEP)
 
     async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None:
-        await self._all("init_weight_update_communicator", init_info)
+        """Each engine gets its own rank, behind those of the engines before it."""
+        infos = await self.infos()
+        ranks = itertools.accumulate((info.num_weight_processes for info in infos), initial=init_info.rank)
+        own = dict(zip(map(id, self.engines), ranks, strict=False))
+        await self._supervisor.run_all(
+            lambda engine: engine.init_weight_update_communicator(replace(init_info, rank=own[id(engine)]))
+        )
 
     async def update_named_weights(self, request: WeightUpdateRequest) -> None:
-        await self._all("update_named_weights", request)
+        await self._supervisor.run_all(lambda engine: engine.update_named_weights(request))
 
     async def finish_weight_update(self, version: int) -> WeightReport:
         """Raises WeightSyncError if the engines do not hold the same weights."""
-        return _common(await self._all("finish_weight_update", version))
+        return _common(await self._supervisor.run_all(lambda engine: engine.finish_weight_update(version)))
 
     async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
-        return _common(await self._all("load_lora", request))
+        """Engines that are started later load it, too. Raises WeightSyncError if the engines do not hold the same."""
+        report = _common(await self._supervisor.run_all(lambda engine: engine.load_lora(request)))
+        self._adapters[request.name] = request
+        return report
 
     async def unload_lora(self, name: str) -> None:
-        await self._all("unload_lora", name)
+        self._adapters.pop(name, None)
+        await self._supervisor.run_all(lambda engine: engine.unload_lora(name))
 
     async def weight_version(self) -> int:
         """The oldest version among the engines."""
-        return min(await self._all("weight_version"))
+        return min(await self._supervisor.run_all(lambda engine: engine.weight_version()))
 
     async def reset_prefix_cache(self) -> None:
-        await self._all("reset_prefix_cache")
+        await self._supervisor.run_all(lambda engine: engine.reset_prefix_cache())
 
     async def teardown(self) -> None:
-        await self._all("teardown")
+        await self._supervisor.close()
+
+
+def _seeds(params: dict[str, Any] | None, num: int) -> list[Any]:
+    """For each request what its randomness is made of, whichever engine takes it; None: the engine's choice."""
+    seed = (params or {}).get("seed")
+    if isinstance(seed, list | tuple):
+        if len(seed) != num:
+            raise ValueError(
+                f"sampling parameter seed must be an integer, or one [seed, index] pair for each of the {num} "
+                f"requests; got {len(seed)} pairs"
+            )
+        return list(seed)
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        return [[seed, index] for index in range(num)]
+    return [None] * num  # what is wrong with it, the engine says
+
+
+def _alike(requests: Iterable[_Request]) -> list[list[_Request]]:
+    """Requests that one call of an engine can take together: all that nothing interrupted yet."""
+    groups: dict[tuple[Any, ...], list[_Request]] = {}
+    for request in requests:
+        params = request.ask.sampling_params
+        key = (params.get("max_tokens"), params.get("min_tokens"), "prompt_logprobs" in params) if request.parts else ()
+        groups.setdefault(key, []).append(request)
+    return list(groups.values())
+
+
+async def _all_or_first_error(tasks: Sequence["asyncio.Task[None]"]) -> None:
+    """Waits for all; an error ends the others."""
+    if not tasks:
+        return
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    errors = [error for task in done if (error := task.exception()) is not None]
+    if errors:
+        raise errors[0]
+
+
+def _parts(output: InferenceEngineOutput) -> list[Part]:
+    log_probs, of_prompts = output["response_logprobs"], output.get("prompt_logprobs")
+    return [
+        Part(
+            token_ids=token_ids,
+            stop_reason=output["stop_reasons"][row],
+            weight_versions=output["weight_versions"][row],
+            log_probs=None if log_probs is None else log_probs[row],
+            text=output["responses"][row],
+            prompt_log_probs=None if of_prompts is None else of_prompts[row],
+        )
+        for row, token_ids in enumerate(output["response_ids"])
+    ]
+
+
+def _output(answers: list[Answer]) -> InferenceEngineOutput:
+    log_probs = [answer.log_probs for answer in answers]
+    of_prompts = [answer.prompt_log_probs for answer in answers]
+    output = InferenceEngineOutput(
+        responses=[answer.text for answer in answers],
+        response_ids=[answer.token_ids for answer in answers],
+        stop_reasons=[answer.stop_reason for answer in answers],
+        response_logprobs=None if None in log_probs else log_probs,  # pyright: ignore[reportArgumentType]
+        weight_versions=[answer.weight_versions for answer in answers],
+    )
+    if of_prompts and None not in of_prompts:
+        output["prompt_logprobs"] = of_prompts  # pyright: ignore[reportGeneralTypeIssues]
+    return output
 
 
 def _common(reports: Sequence[WeightReport]) -> WeightReport:
     """The report of all engines, if it is the same."""
     first, *others = reports
     for index, report in enumerate(others, start=1):
-        names = set(first.fingerprints) | set(report.fingerprints)
-        wrong = sorted(name for name in names if first.fingerprints.get(name) != report.fingerprints.get(name))
+        wrong = differences(first.fingerprints, report.fingerprints)
         if wrong:
-            raise WeightSyncError(
-                f"after version {first.version} engines 0 and {index} hold different weights: {', '.join(wrong[:5])}"
-            )
+            raise WeightSyncError(f"after version {first.version}, engine {index} differs from engine 0: {wrong}")
     return first
-
-
-def _params_of_rows(params: dict[str, Any] | None, rows: list[int]) -> dict[str, Any] | None:
-    """Sampling params for some rows of a batch: a seed stays the seed of the row, whichever engine takes it."""
-    if not params or not isinstance(params.get("seed"), int):
-        return params
-    return params | {"seed": [[params["seed"], row] for row in rows]}
-
-
-def _in_order(outputs: Sequence[InferenceEngineOutput], rows_of_outputs: Sequence[list[int]]) -> InferenceEngineOutput:
-    """The outputs of several engines in the order of the requests."""
-    place = {row: (k, i) for k, rows in enumerate(rows_of_outputs) for i, row in enumerate(rows)}
-    order = [place[row] for row in range(len(place))]
-    with_log_probs = all(output["response_logprobs"] is not None for output in outputs)
-    return InferenceEngineOutput(
-        responses=[outputs[k]["responses"][i] for k, i in order],
-        response_ids=[outputs[k]["response_ids"][i] for k, i in order],
-        stop_reasons=[outputs[k]["stop_reasons"][i] for k, i in order],
-        response_logprobs=[outputs[k]["response_logprobs"][i] for k, i in order] if with_log_probs else None,  # type: ignore[index]
-        weight_versions=[outputs[k]["weight_versions"][i] for k, i in order],
-    )

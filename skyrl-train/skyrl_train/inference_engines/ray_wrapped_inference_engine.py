@@ -1,10 +1,19 @@
 """Rollout engines in Ray processes: the engine in its process, and a handle that looks like the engine from outside."""
 
+import asyncio
+import contextlib
+import os
+import signal
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.base import (
     EngineInfo,
     InferenceEngineInput,
@@ -12,11 +21,27 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineOutput,
     PauseMode,
 )
+from skyrl_train.utils.process_log import log_tail
 from skyrl_train.utils.ray_calls import Call, answer_of, wait_for_all
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
-CONTROL_TIMEOUT_SECONDS = 600.0
-"""The deadline of everything but generating: pauses, weight updates, sleep."""
+_TEARDOWN_SECONDS = 10.0
+"""How long an engine may take to end in order before it is killed."""
+
+_KILL_SECONDS = 30.0
+_ANSWER_SECONDS = 1.0
+"""How long a health check waits for an engine before it says that the engine is busy."""
+
+_CONTROL = "generator.engine_control_timeout_seconds"
+
+
+@dataclass(frozen=True)
+class ProcessPlace:
+    """Where a process runs, and since when (process ids come again)."""
+
+    node: str
+    pid: int
+    created: float
 
 
 class EngineProcess:
@@ -31,45 +56,104 @@ class EngineProcess:
         from skyrl_train.workers.actor_group import prepare_process
 
         prepare_process(log_file)
+        with contextlib.suppress(PermissionError):  # it leads a group already
+            os.setpgid(0, 0)  # what it starts can be found when it is dead itself
         self._engine = make_engine()
+        self._check: asyncio.Task[None] | None = None
+        self._check_began = 0.0
 
     async def call(self, method: str, *args: Any) -> Any:
         return await getattr(self._engine, method)(*args)
 
-    async def pid(self) -> int:
-        import os
+    async def check_health(self, patience_seconds: float) -> None:
+        """Raises WorkerError if the engine is not well. An engine in a long step may not answer before the step ends:
+        it is busy, not ill, until its silence is longer than `patience_seconds`."""
+        now = asyncio.get_running_loop().time()
+        if self._check is None:
+            self._check = asyncio.ensure_future(self._engine.check_health())
+            self._check_began = now
+        check = self._check
+        await asyncio.wait({check}, timeout=_ANSWER_SECONDS)
+        if check.done():
+            self._check = None
+            return check.result()
+        if now - self._check_began > patience_seconds:
+            raise WorkerError(f"the engine hangs: its loop has not answered for {patience_seconds:g} s ({_CONTROL})")
 
-        return os.getpid()
+    async def place(self) -> ProcessPlace:
+        process = psutil.Process()
+        return ProcessPlace(ray.get_runtime_context().get_node_id(), process.pid, process.create_time())
 
 
 class RayWrappedInferenceEngine(InferenceEngineInterface):
-    """An engine that runs in another process. Every call has a deadline; a dead process is a WorkerError."""
+    """An engine that runs in another process. Every call has a deadline; a dead process is a WorkerError.
 
-    def __init__(self, actor: Any, name: str, log_file: str, request_timeout_seconds: float):
+    Args:
+        actor: an `EngineProcess`.
+        name: in logs and errors.
+        log_file: where the process writes.
+        request_timeout_seconds: `generator.request_timeout_seconds`.
+        control_timeout_seconds: `generator.engine_control_timeout_seconds`; None: as for requests.
+        start_timeout_seconds: `generator.engine_start_timeout_seconds`, for the first call; None: as for control calls.
+    """
+
+    def __init__(
+        self,
+        actor: Any,
+        name: str,
+        log_file: str,
+        request_timeout_seconds: float,
+        control_timeout_seconds: float | None = None,
+        start_timeout_seconds: float | None = None,
+    ):
         self._actor = actor
         self._name = name
         self._log_file = log_file
         self._request_timeout_seconds = request_timeout_seconds
+        self.control_timeout_seconds = control_timeout_seconds or request_timeout_seconds
+        self._start_timeout_seconds = start_timeout_seconds or self.control_timeout_seconds
+        self._place: ProcessPlace | None = None
 
     def start(self, method: str, *args: Any) -> Call:
         """Starts a call; see `skyrl_train.utils.ray_calls` for waiting."""
-        return Call(self._actor.call.remote(method, *args), self._name, self._log_file)
+        return self._named(self._actor.call.remote(method, *args))
+
+    def _named(self, reference: Any) -> Call:
+        return Call(reference, self._name, self._log_file)
+
+    async def _started(self) -> None:
+        """Waits for the engine's start, which may take longer than what is asked of it afterwards."""
+        if self._place is None:
+            call = self._named(self._actor.place.remote())
+            self._place = await answer_of(call, self._start_timeout_seconds, "generator.engine_start_timeout_seconds")
 
     async def _control(self, method: str, *args: Any) -> Any:
-        return await answer_of(self.start(method, *args), CONTROL_TIMEOUT_SECONDS, "the deadline of control calls")
+        await self._started()
+        return await answer_of(self.start(method, *args), self.control_timeout_seconds, _CONTROL)
 
     async def describe(self) -> EngineInfo:
         return await self._control("describe")
 
     async def check_health(self) -> None:
-        await self._control("check_health")
+        await self._started()
+        call = self._named(self._actor.check_health.remote(self.control_timeout_seconds))
+        await answer_of(call, self.control_timeout_seconds, _CONTROL)
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        await self._started()
         call = self.start("generate", input_batch)
-        return await answer_of(call, self._request_timeout_seconds, "generator.request_timeout_seconds")
+        try:
+            return await answer_of(call, self._request_timeout_seconds, "generator.request_timeout_seconds")
+        except (asyncio.CancelledError, WorkerError):
+            ray.cancel(call.reference)  # nobody waits: the engine need not go on
+            raise
 
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
-        await self._control("pause_generation", mode)
+        if mode != "wait":
+            return await self._control("pause_generation", mode)
+        await self._started()  # the requests that it waits for have their own deadline
+        timeout = max(self._request_timeout_seconds, self.control_timeout_seconds)
+        await answer_of(self.start("pause_generation", mode), timeout, "generator.request_timeout_seconds")
 
     async def resume_generation(self) -> None:
         await self._control("resume_generation")
@@ -105,14 +189,63 @@ class RayWrappedInferenceEngine(InferenceEngineInterface):
         await self._control("reset_prefix_cache")
 
     async def teardown(self) -> None:
-        """Ends the engine's process."""
-        self.kill()
+        """Lets the engine end in order, for a moment, and then ends whatever is left of it."""
+        with contextlib.suppress(WorkerError):
+            await answer_of(self.start("teardown"), _TEARDOWN_SECONDS, _CONTROL)
+        await asyncio.to_thread(self.kill)
+
+    def log(self) -> str:
+        """The end of the process's log, with a headline."""
+        return f"--- end of {self._log_file}:\n{log_tail(self._log_file)}"
+
+    def place(self) -> ProcessPlace:
+        """Where it runs; waits for its start."""
+        if self._place is None:
+            self._place = ray.get(self._actor.place.remote(), timeout=self._start_timeout_seconds)
+        assert self._place is not None
+        return self._place
 
     def pid(self) -> int:
-        return ray.get(self._actor.pid.remote(), timeout=CONTROL_TIMEOUT_SECONDS)
+        return self.place().pid
 
     def kill(self) -> None:
-        ray.kill(self._actor)
+        """Ends the engine's process and everything that it started, whatever state they are in."""
+        ray.kill(self._actor)  # also one of which nothing is known yet
+        if self._place is None:
+            return
+        if self._place.node == ray.get_runtime_context().get_node_id():
+            kill_tree(self._place)
+            return
+        there = NodeAffinitySchedulingStrategy(self._place.node, soft=False)
+        with contextlib.suppress(RayError, GetTimeoutError):  # with its node, the process is gone as well
+            ray.get(
+                ray.remote(kill_tree).options(num_cpus=0, scheduling_strategy=there).remote(self._place),
+                timeout=_KILL_SECONDS,
+            )
+
+
+def kill_tree(place: ProcessPlace) -> None:
+    """Kills a process of this machine that leads a group, its group and its descendants. One that is gone already may
+    have left some of its group."""
+    victims = [process for process in psutil.process_iter() if _group_of(process.pid) == place.pid]
+    try:
+        leader = psutil.Process(place.pid)
+        if leader.create_time() != place.created:
+            return  # another process has got its number
+        victims += [leader, *leader.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        pass
+    for process in victims:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)
+    psutil.wait_procs(victims, timeout=_KILL_SECONDS)
+
+
+def _group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
 
 
 class RayEngines:
@@ -128,7 +261,5 @@ class RayEngines:
         return [engine.start(method, arg) for engine, arg in zip(self._engines, args, strict=True)]
 
     def wait(self, calls: list[Call]) -> list[Any]:
-        return wait_for_all(calls, CONTROL_TIMEOUT_SECONDS, "the deadline of control calls")
-
-    def share(self, value: Any) -> Any:
-        return ray.put(value)
+        timeout = max(engine.control_timeout_seconds for engine in self._engines)
+        return wait_for_all(calls, timeout, _CONTROL)
