@@ -191,11 +191,7 @@ class RayPPOTrainer(TrainingRun):
             self.critic_model = self.placement.start_group("critic", critic_worker, args, self.run_folder)
         if trainer.algorithm.uses_reference_model:
             self.ref_model = self.placement.start_group("ref", ref_worker, (self.cfg,), self.run_folder)
-        await self.colocation.sleep()
-        for group in self._groups:
-            await self.colocation.start(group, group.init_model)
-            await self.colocation.take_off(group.name)
-        await self.colocation.bring("policy")
+        await self.colocation.start(self._groups)
         self.publisher = WeightPublisher(
             self.cfg, self.policy_model, self.inference_engine_client, self.colocation, self.tokenizer
         )

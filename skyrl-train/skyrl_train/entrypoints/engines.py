@@ -128,11 +128,12 @@ def engine_factory(cfg: SkyRLConfig, device: str, *, weights_follow: bool = Fals
         device="cuda:0" if device == "cuda" else "cpu",  # Ray shows each process its GPUs alone
         dtype=generator.model_dtype,
         max_num_seqs=generator.max_num_seqs,
-        max_lora_rank=cfg.trainer.policy.model.lora.rank if adapters_alone else 0,
         dummy_weights=weights_follow and not adapters_alone,
         model_config_kwargs=cfg.trainer.policy.model_config_kwargs,
         seed=generator.seed,
     )
+    if adapters_alone:
+        settings["max_lora_rank"] = cfg.trainer.policy.model.lora.rank
     if generator.backend == "native":
         return partial(_make_native_engine, **(settings | generator.engine_init_kwargs))
     settings |= dict(

@@ -1,5 +1,6 @@
 """One rank of the policy: its loss, and its weights on their way out."""
 
+import platform
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import add
@@ -20,6 +21,7 @@ from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.training_batch import TrainingInputBatch, TrainingOutputBatch
 from skyrl_train.utils.io import expand_path
 from skyrl_train.weight_sync.base import WeightSyncInitInfo
+from skyrl_train.weight_sync.fingerprint import fingerprints_of
 from skyrl_train.weight_sync.sender import Bucket, EngineHandles, WeightSender, buckets_of, needs_staging
 from skyrl_train.workers.learner import LearnerWorker, MetricSums
 from skyrl_train.workers.schedule import MicroBatch
@@ -176,6 +178,10 @@ class PolicyWorker(LearnerWorker):
 
     # ---- weights on their way to the engines (in the order of `workers/weight_publisher.py`)
 
+    def node(self) -> str:
+        """The machine whose shared memory this rank sees (`EngineInfo.node`)."""
+        return platform.node()
+
     def connect_engines(self, engines: EngineHandles, init_infos: Sequence[WeightSyncInitInfo]) -> None:
         """Rank 0 meets the engines, in place of those that it knew; the other ranks learn how weights will travel."""
         self._stages = needs_staging(init_infos[0])
@@ -217,7 +223,8 @@ class PolicyWorker(LearnerWorker):
         """
         folder = expand_path(self.cfg.generator.weight_sync_directory) / "adapters"
         dtype: torch.dtype = getattr(torch, self.cfg.generator.model_dtype)
-        return write_adapter_version(self.transformer, folder, version, dtype, self.rank, self._verification)
+        written = write_adapter_version(self.transformer, folder, version, dtype, self.rank)
+        return fingerprints_of(written.items(), version, self._verification)
 
     @torch.no_grad()
     def log_probs_of_tokens(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -16,8 +16,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WeightSyncError, WorkerError
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineInterface
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
-from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayEngines
-from skyrl_train.inference_engines.remote.engine import RemoteEngines
+from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayEngines, RayWrappedInferenceEngine
 from skyrl_train.utils.io import expand_path
 from skyrl_train.weight_sync.base import Encoding, LoraLoadRequest, Transport
 from skyrl_train.weight_sync.canary import TOLERANCES, LogProbs, canary_prompts, check_canaries
@@ -58,6 +57,7 @@ class WeightPublisher:
         self._version = 0
         self._num_published = 0
         self._infos: list[EngineInfo] = []
+        self._node: str | None = None
         self._expected: LogProbs | None = None
         self._turn = asyncio.Lock()
         client.give_weights = self._give_weights
@@ -82,13 +82,23 @@ class WeightPublisher:
                 break
             except (WorkerError, WeightSyncError) as error:
                 self._connected = False
-                if not await self._client.settle():
+                if not await self._recovered():
                     raise  # no engine died: it is what it says
                 logger.warning(f"the weights of version {version} are sent again: {_first_line(error)}")
-                await self._colocation.recover()
                 await self._colocation.bring("policy")
         self._num_published += 1
         return metrics | {"seconds": time.monotonic() - start}
+
+    async def _recovered(self) -> bool:
+        """Whether there was something to recover from: an engine had died, and runs again."""
+        any_died = False
+
+        async def settle() -> None:
+            nonlocal any_died
+            any_died = await self._client.settle()
+
+        await self._colocation.recover(settle)
+        return any_died
 
     async def _send(self) -> dict[str, float]:
         if not self._connected:
@@ -117,13 +127,13 @@ class WeightPublisher:
 
     async def _connect(self) -> None:
         self._infos = await self._client.infos()
+        self._node, *_ = await self._policy.call_all("node")
         if not self._adapters_alone:
-            await self._meet("connect_engines", self._client.engines, self._infos, *self._transport())
+            await self._meet(self._client.engines, self._infos, *self._transport())
         self._connected = True
 
     async def _meet(
         self,
-        method: str,
         engines: Sequence[InferenceEngineInterface],
         infos: Sequence[EngineInfo],
         transport: Transport,
@@ -142,12 +152,14 @@ class WeightPublisher:
             verification=generator.weight_sync_verification,
             timeout_seconds=generator.engine_control_timeout_seconds,
         )
-        await self._policy.call_all(method, self._handles(engines), init_infos)
+        await self._policy.call_all("connect_engines", self._handles(engines), init_infos)
 
     def _handles(self, engines: Sequence[InferenceEngineInterface]) -> EngineHandles:
         if not self._cfg.generator.run_engines_locally:
+            from skyrl_train.inference_engines.remote.engine import RemoteEngines
+
             return RemoteEngines(engines)
-        return RayEngines(engines)
+        return RayEngines([engine for engine in engines if isinstance(engine, RayWrappedInferenceEngine)])
 
     def _transport(self) -> tuple[Transport, Encoding]:
         generator, placement = self._cfg.generator, self._cfg.trainer.placement
@@ -156,24 +168,36 @@ class WeightPublisher:
             colocated=placement.colocate_all,
             device=placement.resolved_device(),
             remote=not generator.run_engines_locally,
-            same_node=len({info.node for info in self._infos}) == 1,
+            same_node=self._is_on_one_node(self._infos),
         )
 
+    def _is_on_one_node(self, infos: Sequence[EngineInfo]) -> bool:
+        """Whether these engines see the shared memory of the policy's first worker."""
+        return {info.node for info in infos} == {self._node}
+
     async def _give_weights(self, index: int) -> None:
-        """Brings engine `index`, which was started again, to the version of the others."""
+        """Brings engine `index`, which was started again, to the version of the others. Where the workers have the
+        device, the next sync does."""
         async with self._turn:
             self._connected = False  # the next sync meets all of them anew
-            engine, info = self._client.engines[index], (await self._client.infos())[index]
-            if self._adapters_alone:
-                await engine.load_lora(self._adapter())
+            if not self._cfg.trainer.placement.colocate_all:
+                await self._send_to(index)
                 return
-            same_node = info.node is not None and info.node == self._infos[0].node
-            transport: Transport = "shared_memory" if same_node else "broadcast"
-            if not self._cfg.generator.run_engines_locally:
-                transport = "checkpoint"
-            await self._meet("connect_engines", [engine], [info], transport, "full")
-            await self._policy.call_all("stage_weights", self._version)
-            await self._policy.call_all("send_weights", self._version)
+            await self._client.pause_generation("abort")
+            await self._colocation.send_between(lambda: self._send_to(index))
+            await self._client.resume_generation()
+
+    async def _send_to(self, index: int) -> None:
+        engine, infos = self._client.engines[index], await self._client.infos()
+        if self._adapters_alone:
+            await engine.load_lora(self._adapter())
+            return
+        transport: Transport = "checkpoint"
+        if self._cfg.generator.run_engines_locally:
+            transport = "shared_memory" if self._is_on_one_node([infos[index]]) else "broadcast"
+        await self._meet([engine], [infos[index]], transport, "full")
+        await self._policy.call_all("stage_weights", self._version)
+        await self._policy.call_all("send_weights", self._version)
 
     # ---- adapters alone
 

@@ -1,0 +1,43 @@
+"""A few fixed tokens on which trainer and engine must agree."""
+
+import math
+
+import pytest
+
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.weight_sync.canary import CANARY_LENGTH, canary_prompts, check_canaries, mean_difference
+
+
+def test_the_tokens_are_always_the_same_and_of_the_vocabulary():
+    prompts = canary_prompts(vocab_size=50, max_length=4096)
+    assert prompts == canary_prompts(vocab_size=50, max_length=4096)
+    assert {len(prompt) for prompt in prompts} == {CANARY_LENGTH}
+    assert all(0 <= token < 50 for prompt in prompts for token in prompt)
+    assert len({tuple(prompt) for prompt in prompts}) == len(prompts)
+
+
+def test_they_fit_a_short_context_with_room_for_an_answer():
+    assert {len(prompt) for prompt in canary_prompts(vocab_size=50, max_length=9)} == {8}
+
+
+@pytest.mark.parametrize(
+    "expected, found, difference",
+    [
+        ([[-1.0, -2.0]], [[-1.0, -2.0]], 0.0),
+        ([[-1.0, -2.0]], [[-1.5, -2.0]], 0.25),
+        ([[-1.0], [-3.0]], [[-2.0], [-2.0]], 1.0),  # differences do not cancel
+        ([[-1.0, -2.0]], [[-1.0]], math.inf),  # an answer that is too short
+        ([[-1.0, -2.0]], [], math.inf),
+        ([[-1.0, -2.0]], [[-1.0, math.nan]], math.inf),
+        ([[-1.0, -2.0]], [[-1.0, -math.inf]], math.inf),
+    ],
+)
+def test_the_difference_is_a_mean_over_tokens(expected, found, difference):
+    assert mean_difference(expected, found) == pytest.approx(difference)
+
+
+def test_the_engine_that_differs_is_named():
+    good, bad = [[-1.0, -2.0]], [[-1.0, -4.4]]
+    assert check_canaries(good, [good, good], tolerance=1e-3, version=7) == 0.0
+    with pytest.raises(WeightSyncError, match=r"version 7, engine 1 .* differ by 1.2 .* 2 fixed tokens.*allows 0.001"):
+        check_canaries(good, [good, bad], tolerance=1e-3, version=7)

@@ -1,0 +1,42 @@
+"""Which GPUs an engine of several gets, where it shares them with workers. Ray counts GPUs that are not there as well as
+those that are."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import os
+import ray
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.entrypoints.engines import EngineStarter
+from skyrl_train.workers.placement import gpus_of_engines, make_shared_placement_group
+
+os.environ |= dict(RAY_ENABLE_UV_RUN_RUNTIME_ENV="0", RAY_AUTH_MODE="disabled")
+ray.init(num_cpus=4, num_gpus=4, include_dashboard=False, logging_level="ERROR")
+config = SkyRLConfig.from_dict({
+    "trainer": {"placement": {"device": "cuda", "colocate_all": True, "policy_num_gpus_per_node": 4}, "run_dir": RUN_DIR},
+    "generator": {"backend": "vllm", "num_inference_engines": 2, "inference_engine_tensor_parallel_size": 2},
+})
+group = make_shared_placement_group(config)
+engines = gpus_of_engines(config, group)
+assert [sorted(gpus) for _, gpus in engines] == [["0", "1"], ["2", "3"]], engines
+assert len({bundle for bundle, _ in engines}) == 2
+options = EngineStarter(config, group, weights_follow=True)._options(1)
+assert options["num_gpus"] == 0
+assert sorted(options["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"].split(",")) == ["2", "3"]
+
+config.generator.inference_engine_tensor_parallel_size = 1
+assert gpus_of_engines(config, group) == [], "Ray gives an engine its part of one GPU itself"
+print("well")
+"""
+
+
+def test_engines_of_two_gpus_divide_the_four_that_they_share(tmp_path):
+    script = textwrap.dedent(SCRIPT).replace("RUN_DIR", repr(str(tmp_path)))
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
+    assert finished.stdout.strip().endswith("well"), finished.stderr[-3000:]
