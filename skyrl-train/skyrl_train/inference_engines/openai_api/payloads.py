@@ -94,14 +94,19 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    template: ChatTemplate, token_ids: Sequence[int], log_probs: Sequence[float | None], offset: int
+    template: ChatTemplate,
+    token_ids: Sequence[int],
+    log_probs: Sequence[float | None],
+    offset: int,
+    skip_special_tokens: bool,
 ) -> dict[str, Any]:
-    """Parallel lists, one entry a token; `offset` is where in the text the first begins."""
+    """Parallel lists, one entry a token; `offset` is where in the text the first begins. The text is without special
+    tokens if they are skipped; the list of tokens has them always."""
     tokens = [template.decode([token], skip_special_tokens=False) for token in token_ids]
     offsets = []
-    for token in tokens:
+    for token in token_ids:
         offsets.append(offset)
-        offset += len(token)
+        offset += len(template.decode([token], skip_special_tokens))
     return {
         "tokens": tokens,
         "token_logprobs": [_finite(log_prob) for log_prob in log_probs],

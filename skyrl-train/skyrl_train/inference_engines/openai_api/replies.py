@@ -55,8 +55,11 @@ class Reply(ABC):
         return Written(text, (), answer.stop_reason)
 
     def decode(self, ids: list[int]) -> str:
-        skip = self.request.skip_special_tokens
-        return self.template.decode(ids, skip_special_tokens=True if skip is None else skip)
+        return self.template.decode(ids, self._skips_special)
+
+    @property
+    def _skips_special(self) -> bool:
+        return self.request.skip_special_tokens is not False
 
     def _settled(self, text: str) -> str:
         text = text.rstrip(_UNFINISHED)
@@ -202,4 +205,4 @@ class CompletionReply(Reply):
         ids, values = answer.token_ids[start:], list[float | None](answer.log_probs[start:])
         if with_prompt and answer.prompt_log_probs is not None:
             ids, values, offset = prompt.ids + ids, [None, *answer.prompt_log_probs, *values], 0
-        return completion_logprobs(self.template, ids, values, offset)
+        return completion_logprobs(self.template, ids, values, offset, self._skips_special)
