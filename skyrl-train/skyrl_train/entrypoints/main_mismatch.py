@@ -234,10 +234,10 @@ def _is_installed(backend: str) -> bool:
 def _local(cfg: MismatchRunConfig, name: EngineName, max_model_len: int) -> InferenceEngineInterface:
     """An engine in this process, or driven by it."""
     generator = cfg.generator
-    on_gpu = cfg.trainer.placement.resolved_device() == "cuda"
+    device = cfg.trainer.placement.resolved_device()
     context = getattr(_text_config(cfg), "max_position_embeddings", None)
     common: dict[str, Any] = dict(
-        device="cuda:0" if on_gpu else "cpu",
+        device=device,
         dtype=name.dtype,
         max_model_len=min(max_model_len, context or max_model_len),
         max_num_seqs=min(generator.max_num_seqs, 64),

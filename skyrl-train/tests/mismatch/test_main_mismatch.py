@@ -1,0 +1,112 @@
+"""The command: engines in processes of their own, a page, a JSON file, an exit code."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.entrypoints.main_mismatch import (
+    MismatchConfig,
+    MismatchRunConfig,
+    help_text,
+    prompts_of,
+    samplings_of,
+    validated,
+)
+from skyrl_train.errors import ConfigError, WorkerError
+from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+from skyrl_train.mismatch.answers import SAMPLINGS, Questions
+from skyrl_train.mismatch.process import ask_in_a_process
+
+
+def settings(model: str = "model", **sections: Any) -> MismatchRunConfig:
+    trainer = {"policy": {"model": {"path": model}}, "placement": {"device": "cpu"}}
+    return validated(MismatchRunConfig.from_dict({"trainer": trainer, **sections}))
+
+
+@pytest.mark.slow
+def test_the_command_measures_in_order_and_ends_with_1_above_the_limit(sharp_model: str, tmp_path: Path):
+    """bfloat16 rounds this model by 0.006, float32 by less than a millionth: a limit of 0.001 is between."""
+    command = [sys.executable, "-m", "skyrl_train.entrypoints.main_mismatch"]
+    command += [f"trainer.policy.model.path={sharp_model}", f"trainer.run_dir={tmp_path}", "trainer.bf16=false"]
+    command += ["trainer.placement.device=cpu", "mismatch.engines=[native]", "mismatch.dtypes=[float32,bfloat16]"]
+    command += ["mismatch.samplings=[temperature 1,top_p 0.9]", "mismatch.max_mean_difference=1e-3"]
+    command += ["mismatch.num_prompts=10", "mismatch.max_tokens=8"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert finished.returncode == 1, finished.stderr[-3000:]
+    assert "above mismatch.max_mean_difference=0.001: native bfloat16" in finished.stdout
+    report = json.loads((tmp_path / "mismatch.json").read_text())
+    names = [(cell["engine"]["dtype"], cell["sampling"]["name"]) for cell in report["cells"]]
+    ways = ["fixed tokens", "temperature 1", "top_p 0.9"]
+    assert names == [(dtype, way) for dtype in ("float32", "bfloat16") for way in ways]
+    for cell in report["cells"]:
+        assert (cell["gap"]["mean"] < 1e-5) == (cell["engine"]["dtype"] == "float32")
+        assert len(cell["worst_tokens"]) == 5
+    assert [finding["kind"] for finding in report["findings"]] == ["number format"]
+    assert len(report["limit"]["above"]) == 3
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_hangs_or_refuses_is_an_error_with_its_log(tmp_path: Path):
+    questions = Questions(prompts=[[1]], samplings=[SAMPLINGS["greedy"]], max_tokens=1)
+
+    def asked(make_engine: Any, seconds: float) -> str:
+        with pytest.raises(WorkerError) as caught:
+            ask_in_a_process(make_engine, questions, tmp_path / "engine.log", seconds)
+        return str(caught.value)
+
+    died = asked(partial(os._exit, 3), 120)
+    assert "exit code 3" in died
+    assert "=== process" in died  # the log's first line
+    began = time.monotonic()
+    assert "no answer within 15 seconds" in asked(partial(time.sleep, 600), 15)
+    assert time.monotonic() - began < 100
+    assert "dtype must be one of" in asked(partial(NativeInferenceEngine, "none", dtype="float8"), 120)
+
+
+def test_a_wrong_name_is_refused_with_the_names_there_are():
+    with pytest.raises(ConfigError, match=r"there are .*, top_p 0\.9"):
+        settings(mismatch={"samplings": ["top_p 0.8"]})
+    with pytest.raises(ConfigError, match=r"did you mean mismatch\.dtypes"):
+        settings(mismatch={"dtype": ["float32"]})
+    with pytest.raises(ConfigError, match=r"mismatch\.max_tokens must be at least 1; got 0"):
+        settings(mismatch={"max_tokens": 0})
+    with pytest.raises(ConfigError, match=r"mismatch.dtypes\[0\] must be one of float32"):
+        settings(mismatch={"dtypes": ["float8"]})
+
+
+def test_trainings_own_sampling_comes_first_and_is_not_measured_twice():
+    own = samplings_of(settings())
+    assert [sampling.name for sampling in own][:2] == ["generator.sampling_params", "temperature 0.7"]
+    other = samplings_of(settings(generator={"sampling_params": {"temperature": 0.9, "top_k": 5}}))
+    assert other[0].params == {"temperature": 0.9, "top_k": 5}
+    assert [sampling.name for sampling in other][1:] == list(SAMPLINGS)
+
+
+def test_prompts_leave_room_for_answers_and_are_filled_up_with_random_tokens(sharp_model: str):
+    """A context of 256 tokens: answers of 230 leave 26, and the built-in questions are longer, in characters."""
+    cfg = settings(sharp_model, mismatch={"num_prompts": 12, "max_tokens": 230})
+    from transformers import AutoTokenizer
+
+    prompts = prompts_of(cfg, AutoTokenizer.from_pretrained(sharp_model))
+    assert len(prompts) == 12
+    assert max(map(len, prompts)) == 26
+    assert min(map(len, prompts)) >= 1
+    assert prompts == prompts_of(cfg, AutoTokenizer.from_pretrained(sharp_model))
+    cfg.mismatch.max_tokens = 256
+    with pytest.raises(ConfigError, match="no room for a prompt"):
+        prompts_of(cfg, AutoTokenizer.from_pretrained(sharp_model))
+
+
+def test_the_help_names_every_setting_with_its_meaning():
+    text = help_text()
+    for name in vars(MismatchConfig()):
+        assert f"mismatch.{name}=" in text
+    assert "The command ends with exit code 1" in text
