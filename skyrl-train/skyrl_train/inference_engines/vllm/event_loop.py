@@ -8,11 +8,16 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class LoopStopped(Exception):
+    """The loop ended before the coroutine did."""
+
+
 class LoopThread:
     """Runs coroutines in its thread. A caller that is cancelled cancels its coroutine."""
 
     def __init__(self, name: str):
         self._loop = asyncio.new_event_loop()
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -21,7 +26,20 @@ class LoopThread:
         self._loop.run_forever()
 
     async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        """
+        Raises:
+            LoopStopped: `stop` came first.
+        """
+        if self._stopping:
+            coroutine.close()
+            raise LoopStopped
+        try:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if self._stopping and caller is not None and not caller.cancelling():
+                raise LoopStopped from None
+            raise
 
     def call_from_thread(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Blocks until it is done."""
@@ -29,6 +47,7 @@ class LoopThread:
 
     def stop(self, timeout_seconds: float = 10.0) -> None:
         """Ends the thread; what still runs in it is cancelled."""
+        self._stopping = True
         if not self._thread.is_alive():
             return
 

@@ -32,7 +32,7 @@ class ModelUpdate:
         self._model = model
         self._config = vllm_config
         self._version = version
-        self._verification = verification
+        self._verification: Verification = verification
         self._shapes: dict[str, torch.Size] = {}
         self._handed: dict[str, int] = {}
         self._readback = _ReadBack(model, vllm_config)

