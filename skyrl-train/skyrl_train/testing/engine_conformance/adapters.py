@@ -108,10 +108,10 @@ async def adapters_answer_beside_the_model_as_it_is(subject: EngineUnderTest) ->
     finally:
         await subject.in_time(subject.engine.unload_lora("one"))
     await expect_raises(
-        ValueError, subject.generate(prompts, lora="one", **_PARAMS), "an unloaded adapter", match="one"
+        ValueError, subject.generate(prompts, lora="one", **_PARAMS), "an unloaded adapter", names=["one"]
     )
     await expect_raises(
-        ValueError, subject.in_time(subject.engine.unload_lora("one")), "unloading what is not loaded", match="one"
+        ValueError, subject.in_time(subject.engine.unload_lora("one")), "unloading what is not loaded", names=["one"]
     )
     _expect_own(subject, await subject.generate(prompts, **_PARAMS), None, base, "after unloading")
 
@@ -123,7 +123,7 @@ async def a_folder_without_an_adapter_is_refused(subject: EngineUnderTest) -> No
     folder.mkdir(exist_ok=True)
     request = LoraLoadRequest(name="none", path=str(folder), version=1)
     await expect_raises(
-        Exception, subject.in_time(subject.engine.load_lora(request)), "an empty folder", match=folder.name
+        Exception, subject.in_time(subject.engine.load_lora(request)), "an empty folder", names=[folder.name]
     )
     output = await subject.generate(_prompts(subject), **_PARAMS)
     _expect_own(subject, output, None, subject.version, "after a failed load")

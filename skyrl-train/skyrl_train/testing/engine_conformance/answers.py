@@ -1,5 +1,7 @@
 """Tokens in, tokens out: which, with what log-probs, drawn from what."""
 
+from typing import Any
+
 import torch
 
 from skyrl_train.inference_engines.base import InferenceEngineOutput
@@ -97,7 +99,8 @@ async def log_probs_are_taken_before_truncation(subject: EngineUnderTest) -> Non
     """Top-k, top-p and min-p choose among tokens; log-probs stay those of the whole distribution."""
     prompts = [subject.prompt(12, seed=seed) for seed in range(3)]
     temperature, slack = 1.3, 2 * subject.tolerance
-    for name, value in (("top_k", 3), ("top_p", 0.6), ("min_p", 0.2)):
+    settings: list[tuple[str, Any]] = [("top_k", 3), ("top_p", 0.6), ("min_p", 0.2)]
+    for name, value in settings:
         output = await subject.generate(
             prompts, temperature=temperature, max_tokens=24, ignore_eos=True, **{name: value}
         )

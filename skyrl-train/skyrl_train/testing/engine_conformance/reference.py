@@ -66,7 +66,6 @@ class Reference:
         """[P - 1], of every token of a prompt but the first."""
         return at(self.logits(prompt)[:-1] / temperature, prompt[1:])
 
-    @torch.inference_mode()
     def log_probs_across(
         self, prompt: list[int], answer: list[int], num_old: int, old: Weights | None, new: Weights | None
     ) -> torch.Tensor:
@@ -75,14 +74,23 @@ class Reference:
 
         The last of the old tokens is read by the new weights: its keys are computed when the next token is.
         """
-        ids = torch.tensor([prompt + answer])
-        read = len(prompt) + num_old - 1
+        logits = self._logits_across(prompt + answer, len(prompt) + num_old - 1, old, new)
+        return at(logits[len(prompt) - 1 : -1], answer)
+
+    def over_old_keys(self, prompt: list[int], answer: list[int], new: Weights | None) -> torch.Tensor:
+        """[R] where the new weights write the whole answer behind a prompt whose keys (but the last token's) are those
+        of the original weights: what a prefix cache gives that outlived an update."""
+        return at(self._logits_across(prompt + answer, len(prompt) - 1, None, new)[len(prompt) - 1 : -1], answer)
+
+    @torch.inference_mode()
+    def _logits_across(self, ids: list[int], num_read: int, old: Weights | None, new: Weights | None) -> torch.Tensor:
+        """[len(ids), V]: the first `num_read` tokens are read by the old weights, the others by the new ones."""
+        rows = torch.tensor([ids])
         with self.holding(old):
-            before = self.model(ids[:, :read], use_cache=True)
+            before = self.model(rows[:, :num_read], use_cache=True)
         with self.holding(new):
-            after = self.model(ids[:, read:], past_key_values=before.past_key_values, use_cache=True)
-        logits = torch.cat([before.logits, after.logits], dim=1)[0, len(prompt) - 1 : -1]
-        return at(logits, answer)
+            after = self.model(rows[:, num_read:], past_key_values=before.past_key_values, use_cache=True)
+        return torch.cat([before.logits, after.logits], dim=1)[0]
 
     def _take(self, weights: Weights) -> None:
         parameters = dict(self.model.named_parameters())

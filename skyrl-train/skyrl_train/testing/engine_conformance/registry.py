@@ -111,15 +111,14 @@ def expect_close(
 
 
 async def expect_raises(
-    kind: type[BaseException], call: Awaitable[Any], what: str, *, match: str | None = None
+    kind: type[BaseException], call: Awaitable[Any], what: str, *, names: Sequence[str] = ()
 ) -> BaseException:
-    """`call` raises `kind`; returns the error."""
+    """`call` raises `kind` with a text that holds one of `names`, if there are any; returns the error."""
     try:
         answer = await call
     except kind as error:
-        expect(
-            match is None or match in str(error), f"{what}: the error does not name {match!r}; it says: {str(error)!r}"
-        )
+        said = any(name in str(error) for name in names) or not names
+        expect(said, f"{what}: the error must name {' or '.join(names)}; it says: {str(error)!r}")
         return error
     except ConformanceError:
         raise

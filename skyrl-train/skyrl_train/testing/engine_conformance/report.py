@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from skyrl_train.inference_engines.base import Feature
 from skyrl_train.testing.engine_conformance.registry import CHECKS, Check, ConformanceError, Outcome, expect_refusal
 from skyrl_train.testing.engine_conformance.subject import EngineUnderTest
 
@@ -16,7 +17,7 @@ async def run_check(check: Check, subject: EngineUnderTest) -> Outcome:
     """
     start = time.monotonic()
     await subject.prepare()
-    lacking = [feature for feature in check.needs if feature in subject.info.lacks]
+    lacking: list[Feature] = [feature for feature in check.needs if feature in subject.info.lacks]
     failed = True
     try:
         if lacking:

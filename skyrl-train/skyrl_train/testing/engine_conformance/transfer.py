@@ -13,7 +13,7 @@ import torch
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.weight_sync.base import Encoding, Transport, WeightReport, WeightUpdateRequest
 from skyrl_train.weight_sync.plan import init_infos_for
-from skyrl_train.weight_sync.sender import SyncResult, WeightSender, buckets_of
+from skyrl_train.weight_sync.sender import SyncResult, WeightSender, buckets_of, needs_staging
 
 Tamper = Callable[[WeightUpdateRequest], Sequence[WeightUpdateRequest]]
 """What the engine gets in place of a bucket's request: none is a bucket lost on its way."""
@@ -81,6 +81,7 @@ class WeightPath:
         self._max_bucket_bytes = max_bucket_bytes
         self._timeout_seconds = timeout_seconds
         self._engine = engine
+        self._is_staged = False
         self._sender: WeightSender | None = None
         self._handles: EnginesHere | None = None
 
@@ -104,6 +105,7 @@ class WeightPath:
                 directory=str(self._directory),
                 verification="sampled",
             )
+            self._is_staged = needs_staging(infos[0])
             self._sender = await asyncio.to_thread(self._connect, infos)
         assert self._handles is not None
         self._handles.loop = asyncio.get_running_loop()
@@ -132,7 +134,7 @@ class WeightPath:
 
     def _send(self, sender: WeightSender, weights: Mapping[str, torch.Tensor], version: int) -> SyncResult:
         buckets = buckets_of(weights.items(), self._dtype, self._max_bucket_bytes)
-        if not sender.needs_staging:
+        if not self._is_staged:
             return sender.send(buckets, version)
         sender.stage(buckets, version)
         return sender.send(None, version)

@@ -15,13 +15,21 @@ from skyrl_train.weight_sync.base import WeightUpdateRequest
 _SILENCE_SECONDS = 3.0
 
 
-async def _expect_named(subject: EngineUnderTest, tamper: Tamper, *, names: str, what: str) -> None:
-    """The sync raises WeightSyncError with `names`; the engine gives old answers or none; a whole update heals it."""
+async def _expect_named(
+    subject: EngineUnderTest, tamper: Tamper, *, what: str, names: Sequence[str] = (), lands: bool = False
+) -> None:
+    """The sync raises WeightSyncError with one of `names`; the engine gives old answers or none; a whole update heals.
+
+    Args:
+        lands: only the sender can see that anything is wrong. Its error stops a run; until then the engine answers with
+            what it was given.
+    """
     weights = subject.reference.changed(seed=30)
     old_version = subject.version
     sending = subject.set_weights(weights, way=_way(subject), pause=None, tamper=tamper)
-    await expect_raises(WeightSyncError, sending, f"an update with {what}", match=names)
-    await _expect_old_answers_or_none(subject, old_version, weights, what)
+    await expect_raises(WeightSyncError, sending, f"an update with {what}", names=names)
+    if not lands:
+        await _expect_old_answers_or_none(subject, old_version, weights, what)
     await subject.set_weights(weights, way=_way(subject), pause=None)
     await expect_weights(subject, weights, f"a whole update after one with {what}")
     await subject.restore_weights()
@@ -47,18 +55,14 @@ async def _expect_old_answers_or_none(subject: EngineUnderTest, old_version: int
     except (SkyRLError, RuntimeError):
         return
     [ids], versions = output["response_ids"], set(output["weight_versions"][0])
-    log_probs = (output["response_logprobs"] or [[]])[0]
+    expect(
+        versions == {old_version}, f"after {what} tokens have weight versions {versions}; it was {old_version} before"
+    )
     with subject.reference.holding(weights):
-        new = subject.reference.log_probs(prompt, ids)
-    if versions == {old_version}:
-        others = {"those of the new weights": new}
-        expected = subject.reference.log_probs(prompt, ids)
-        expect_close(f"old version {old_version} after {what}", log_probs, expected, subject.tolerance, others)
-    # A version that the sender has refused stops the run; what an engine answers until then is the run's business.
-
-
-def _names(count: int, request: WeightUpdateRequest) -> list[str]:
-    return request.names[:count]
+        others = {"those of the new weights": subject.reference.log_probs(prompt, ids)}
+    log_probs = (output["response_logprobs"] or [[]])[0]
+    expected = subject.reference.log_probs(prompt, ids)
+    expect_close(f"old version {old_version} after {what}", log_probs, expected, subject.tolerance, others)
 
 
 @check("weight_update")
@@ -68,21 +72,24 @@ async def a_lost_bucket_is_noticed(subject: EngineUnderTest) -> None:
         await _expect_named(
             subject,
             lambda request, lost=lost: [] if request.index == lost else [request],
-            names="",
             what="a lost bucket",
         )
     last = next(reversed(subject.reference.original))
-    await _expect_named(
-        subject, lambda request: [] if last in request.names else [request], names=last, what="its last bucket lost"
-    )
+    lost_names: list[str] = []
+
+    def without_the_last(request: WeightUpdateRequest) -> Sequence[WeightUpdateRequest]:
+        if last not in request.names:
+            return [request]
+        lost_names[:] = request.names
+        return []
+
+    await _expect_named(subject, without_the_last, names=lost_names, what="its last bucket lost")
 
 
 @check("weight_update")
 async def a_bucket_that_comes_twice_is_noticed(subject: EngineUnderTest) -> None:
     """A bucket that is delivered twice raises WeightSyncError."""
-    await _expect_named(
-        subject, lambda request: [request] * (2 if request.index == 1 else 1), names="", what="a bucket twice"
-    )
+    await _expect_named(subject, lambda request: [request] * (2 if request.index == 1 else 1), what="a bucket twice")
 
 
 @check("weight_update")
@@ -92,7 +99,7 @@ async def an_unknown_tensor_is_named(subject: EngineUnderTest) -> None:
     def renamed(request: WeightUpdateRequest) -> Sequence[WeightUpdateRequest]:
         return [replace(request, names=["model.typo.weight", *request.names[1:]]) if request.index == 1 else request]
 
-    await _expect_named(subject, renamed, names="model.typo.weight", what="an unknown name")
+    await _expect_named(subject, renamed, names=["model.typo.weight"], what="an unknown name")
 
 
 @check("weight_update")
@@ -106,7 +113,7 @@ async def a_wrong_shape_is_named(subject: EngineUnderTest) -> None:
         ]
         return [replace(request, shapes=shapes)]
 
-    await _expect_named(subject, reshaped, names=name, what="a transposed shape")
+    await _expect_named(subject, reshaped, names=[name], what="a transposed shape")
 
 
 @check("weight_update")
@@ -121,7 +128,7 @@ async def swapped_tensors_are_named(subject: EngineUnderTest) -> None:
     def swapped(request: WeightUpdateRequest) -> Sequence[WeightUpdateRequest]:
         return [replace(request, names=[swap.get(own, own) for own in request.names])]
 
-    await _expect_named(subject, swapped, names=one, what="two tensors swapped")
+    await _expect_named(subject, swapped, names=[one, other], what="two tensors swapped", lands=True)
 
 
 @check("weight_update")
@@ -134,7 +141,7 @@ async def another_precision_is_noticed(subject: EngineUnderTest) -> None:
         dtypes = [other if own == last else kind for own, kind in zip(request.names, request.dtypes, strict=True)]
         return [replace(request, dtypes=dtypes)]
 
-    await _expect_named(subject, retyped, names=last, what="another dtype")
+    await _expect_named(subject, retyped, names=[last], what="another dtype", lands=True)
 
 
 @check("weight_update")

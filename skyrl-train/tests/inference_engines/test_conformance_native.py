@@ -1,0 +1,29 @@
+"""The native engine keeps what every engine keeps, with tied and untied embeddings and in half precision."""
+
+import asyncio
+
+import pytest
+
+from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+from skyrl_train.testing.engine_conformance import CHECKS, EngineUnderTest, make_tiny_model, run_check
+
+pytestmark = pytest.mark.slow
+
+WAYS = (("shared_memory", "full"), ("shared_memory", "delta"), ("broadcast", "full"), ("checkpoint", "full"))
+
+
+@pytest.fixture(scope="module", params=["tied float32", "untied bfloat16"])
+def subject(request, tmp_path_factory):
+    embeddings, dtype = request.param.split()
+    path = make_tiny_model(tmp_path_factory.mktemp(embeddings), tied=embeddings == "tied")
+    engine = NativeInferenceEngine(path, dtype=dtype)
+    under_test = EngineUnderTest(engine, path, ways=WAYS)
+    yield under_test
+    asyncio.run(under_test.close())
+    asyncio.run(engine.teardown())
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+async def test_conformance(check, subject):
+    outcome = await run_check(check, subject)
+    assert outcome.result == "passed", outcome.words  # the native engine lacks nothing
