@@ -12,6 +12,7 @@ It reads the settings of a training run (`trainer.policy`, `trainer.bf16`, `trai
 `data.train_data`), so that the command line of a run fits, and these:
 """
 
+import copy
 import inspect
 import json
 import random
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, cast, get_type_hints
 
 import hydra
 from loguru import logger
@@ -34,9 +35,11 @@ from skyrl_train.config.document import field_meanings
 from skyrl_train.config.typed import expectation, reference
 from skyrl_train.config.validation import validate_generator_cfg
 from skyrl_train.dataset.dataset import PromptDataset
+from skyrl_train.entrypoints.engines import engine_factory
 from skyrl_train.errors import ConfigError, SkyRLError, WorkerError
 from skyrl_train.generators.sampling import get_sampling_params
 from skyrl_train.inference_engines.base import InferenceEngineInterface
+from skyrl_train.inference_engines.remote.engine import RemoteInferenceEngine, check_server
 from skyrl_train.mismatch.answers import SAMPLINGS, EngineAnswers, Questions, Sampling
 from skyrl_train.mismatch.cells import EngineName
 from skyrl_train.mismatch.page import as_markdown, as_plain
@@ -48,6 +51,8 @@ from skyrl_train.utils.run_folder import RunFolder
 
 Backend = Literal["native", "vllm", "sglang"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+
+_SEQUENCES_AT_A_TIME = 64
 
 OWN_SAMPLING = "generator.sampling_params"
 """The name of the sampling setting that training would use."""
@@ -215,70 +220,48 @@ def engines_of(
         for url in generator.remote_inference_engine_urls:
             yield EngineName(backend="server", dtype=None, url=url), partial(_remote, cfg, url)
         return
+    device = cfg.trainer.placement.resolved_device()
     for backend in cfg.mismatch.engines or [name for name in ("native", "vllm", "sglang") if _is_installed(name)]:
         for dtype in cfg.mismatch.dtypes:
             for attention in cfg.mismatch.attention if backend != "native" else ["default"]:
                 name = EngineName(backend=backend, dtype=dtype, attention=attention)
-                yield name, partial(_local, cfg, name, _longest(questions))
+                yield name, engine_factory(_settings_of(cfg, name, questions), device)
 
 
-def _longest(questions: Questions) -> int:
-    """Tokens of the longest prompt and its answer; at least as many as the fixed tokens have."""
-    return max(max(map(len, questions.prompts)) + questions.max_tokens, 32)
+def _settings_of(cfg: MismatchRunConfig, name: EngineName, questions: Questions) -> SkyRLConfig:
+    """The settings of a run with this engine, sized for the questions."""
+    own = copy.deepcopy(cfg)
+    own.trainer.placement.colocate_all = False
+    generator = own.generator
+    kwargs = generator.engine_init_kwargs if name.backend == generator.backend else {}
+    if name.attention != "default":
+        kwargs = kwargs | {"attention_backend": name.attention}
+    longest = max(max(map(len, questions.prompts)) + questions.max_tokens, 32)  # fixed tokens have fewer
+    context = getattr(_text_config(cfg), "max_position_embeddings", None) or longest
+    generator.engine_init_kwargs = {"max_model_len": min(longest, context)} | kwargs
+    generator.backend = cast(Backend, name.backend)
+    generator.model_dtype = cast(Dtype, name.dtype)
+    generator.max_num_seqs = min(generator.max_num_seqs, _SEQUENCES_AT_A_TIME)
+    return own
 
 
 def _is_installed(backend: str) -> bool:
     return backend == "native" or find_spec(backend) is not None
 
 
-def _local(cfg: MismatchRunConfig, name: EngineName, max_model_len: int) -> InferenceEngineInterface:
-    """An engine in this process, or driven by it."""
-    generator = cfg.generator
-    device = cfg.trainer.placement.resolved_device()
-    context = getattr(_text_config(cfg), "max_position_embeddings", None)
-    common: dict[str, Any] = dict(
-        device=device,
-        dtype=name.dtype,
-        max_model_len=min(max_model_len, context or max_model_len),
-        max_num_seqs=min(generator.max_num_seqs, 64),
-        model_config_kwargs=cfg.trainer.policy.model_config_kwargs,
-    )
-    own = generator.engine_init_kwargs if name.backend == generator.backend else {}
-    if name.backend == "native":
-        from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-
-        return NativeInferenceEngine(generator.model_name, **common | own)
-    common |= dict(
-        tensor_parallel_size=generator.inference_engine_tensor_parallel_size,
-        gpu_memory_utilization=generator.gpu_memory_utilization,
-        enforce_eager=generator.enforce_eager,
-    )
-    if name.attention != "default":
-        own = own | {"attention_backend": name.attention}
-    if name.backend == "vllm":
-        from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
-
-        common["max_num_batched_tokens"] = max(generator.max_num_batched_tokens, max_model_len)
-        common["enable_prefix_caching"] = generator.enable_prefix_caching
-        common["enable_chunked_prefill"] = generator.enable_chunked_prefill
-        return VLLMInferenceEngine(generator.model_name, **common | own)
-    from skyrl_train.inference_engines.sglang.engine import SGLangInferenceEngine
-
-    return SGLangInferenceEngine(generator.model_name, **common | own)
-
-
 def _remote(cfg: MismatchRunConfig, url: str) -> InferenceEngineInterface:
-    from skyrl_train.inference_engines.remote.engine import RemoteInferenceEngine
-
     generator = cfg.generator
-    return RemoteInferenceEngine(
+    tokenizer = AutoTokenizer.from_pretrained(cfg.trainer.policy.model.path, trust_remote_code=True)
+    engine = RemoteInferenceEngine(
         url,
         generator.model_name,
-        backend=None if generator.backend in ("auto", "native") else generator.backend,
-        tokenizer=AutoTokenizer.from_pretrained(cfg.trainer.policy.model.path, trust_remote_code=True),
+        backend=None if generator.backend == "auto" else generator.backend,
+        tokenizer=tokenizer,
         request_timeout_seconds=generator.request_timeout_seconds,
         control_timeout_seconds=generator.engine_control_timeout_seconds,
     )
+    check_server(engine, tokenizer)
+    return engine
 
 
 def _prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
