@@ -49,6 +49,8 @@ class _Request:
     answer: Answer | None = None
     engine: int | None = None
     """Where it is under way, and holds a place of the router's."""
+    last_engine: int | None = None
+    """Where it was since it last waited."""
     was_interrupted: bool = False
 
 
@@ -98,6 +100,15 @@ class InferenceEngineClient(InferenceEngineInterface):
     def engines(self) -> list[InferenceEngineInterface]:
         """The present engines by their numbers; some may be dead or starting (see `settle`)."""
         return self._supervisor.engines
+
+    @property
+    def restart(self) -> Callable[[int], Awaitable[InferenceEngineInterface]] | None:
+        """Starts engine i again; whoever knows that it must wait for something first may put another in its place."""
+        return self._supervisor.restart
+
+    @restart.setter
+    def restart(self, restart: Callable[[int], Awaitable[InferenceEngineInterface]] | None) -> None:
+        self._supervisor.restart = restart
 
     # ---- answers
 
@@ -157,6 +168,8 @@ class InferenceEngineClient(InferenceEngineInterface):
         requests = [request for request in requests if not self._was_aborted(request)]
         if not requests:
             return
+        for request in requests:
+            request.last_engine = None
         waiter: Waiter | None = self._router.ask(ticket, [request.want for request in requests])
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -166,7 +179,7 @@ class InferenceEngineClient(InferenceEngineInterface):
                 groups: list[list[_Request]] = []
                 for engine, numbers in grant.places.items():
                     for number in numbers:
-                        requests[number].engine = engine
+                        requests[number].engine = requests[number].last_engine = engine
                     groups += _alike(requests[number] for number in numbers)
                 if waiter is None and not tasks and len(groups) == 1:
                     await self._answer_together(groups[0], ticket)
@@ -261,7 +274,7 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     def _what_is_late(self, requests: list[_Request]) -> str:
         late = [request for request in requests if request.answer is None]
-        under_way = sorted({request.engine for request in late if request.engine is not None})
+        under_way = sorted({request.last_engine for request in late if request.last_engine is not None})
         if under_way:
             where = f"under way on engine {', '.join(map(str, under_way))}"
         elif self._router.holds:

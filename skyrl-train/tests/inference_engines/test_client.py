@@ -1,83 +1,290 @@
 """The client over two real engines: who gets what, in which order, and that splitting a batch changes nothing."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.errors import WeightSyncError
+from skyrl_train.errors import WeightSyncError, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput
-from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
+from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient, _common
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+from skyrl_train.weight_sync.base import WeightReport
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [5, 6, 7], [20]]
 PARAMS = {"max_tokens": 6, "temperature": 1.0, "seed": 11, "logprobs": 0, "ignore_eos": True}
+LONG = PARAMS | {"max_tokens": 120}
 
 
 class Watched(NativeInferenceEngine):
-    """A native engine that counts the requests it got."""
+    """A native engine that counts what it got."""
 
+    num_calls = 0
     num_requests = 0
+    most_at_a_time = 0
+    _now = 0
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        self.num_requests += len(input_batch.get("prompt_token_ids") or [])
-        return await super().generate(input_batch)
+        num = len(input_batch.get("prompt_token_ids") or [])
+        self.num_calls += 1
+        self.num_requests += num
+        self._now += num
+        self.most_at_a_time = max(self.most_at_a_time, self._now)
+        try:
+            return await super().generate(input_batch)
+        finally:
+            self._now -= num
+
+
+MakeClient = Callable[..., InferenceEngineClient]
 
 
 @pytest.fixture
-def engines(chat_model: str) -> Iterator[list[Watched]]:
-    pair = [Watched(chat_model), Watched(chat_model)]
-    yield pair
-    for engine in pair:
-        asyncio.run(engine.teardown())
+async def make_client(chat_model: str) -> AsyncIterator[MakeClient]:
+    """`make_client(**settings)`: over two engines, which are started again when they end."""
+    made: list[InferenceEngineClient] = []
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+
+    def make(**settings: Any) -> InferenceEngineClient:
+        async def restart(_: int) -> Watched:
+            return Watched(chat_model)
+
+        cfg = SkyRLConfig.from_dict({"generator": settings})
+        made.append(InferenceEngineClient([Watched(chat_model), Watched(chat_model)], tokenizer, cfg, restart))
+        return made[-1]
+
+    yield make
+    for client in made:
+        await client.teardown()
 
 
 @pytest.fixture
-def client(engines: list[Watched], chat_model: str) -> InferenceEngineClient:
-    return InferenceEngineClient(engines, AutoTokenizer.from_pretrained(chat_model), SkyRLConfig())
+def client(make_client: MakeClient) -> InferenceEngineClient:
+    return make_client()
+
+
+@pytest.fixture
+def engines(client: InferenceEngineClient) -> list[Any]:
+    return client.engines
+
+
+def batch(prompts: list[list[int]] = PROMPTS, params: dict[str, Any] = PARAMS, **more: Any) -> InferenceEngineInput:
+    return InferenceEngineInput(prompt_token_ids=prompts, sampling_params=params, **more)
+
+
+async def under_way(client: InferenceEngineClient, num: int) -> None:
+    """Waits until so many requests have written a few tokens."""
+    async with asyncio.timeout(30):
+        while sum(engine._core.num_running for engine in client.engines) < num:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(0.02)
 
 
 async def test_a_split_batch_gives_what_one_engine_would(client, engines):
-    alone = await engines[0].generate(InferenceEngineInput(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+    alone = await engines[0].generate(batch())
     before = [engine.num_requests for engine in engines]
-    split = await client.generate(InferenceEngineInput(prompt_token_ids=PROMPTS, sampling_params=PARAMS))
+    split = await client.generate(batch())
     taken = [engine.num_requests - count for engine, count in zip(engines, before, strict=True)]
     assert sorted(taken) == [2, 3]
     assert split == alone
 
 
-async def test_a_session_stays_and_new_ones_go_where_least_is_to_do(client, engines):
-    def ask(session: str):
-        request = InferenceEngineInput(prompt_token_ids=[[5, 6]], sampling_params=PARAMS, session_ids=[session])
-        return client.generate(request)
+async def test_a_batch_is_one_call_of_each_engine(client, engines):
+    output = await client.generate(batch([[5, 6]] * 64))
+    assert len(output["response_ids"]) == 64
+    assert [engine.num_calls for engine in engines] == [1, 1]
+    assert [engine.num_requests for engine in engines] == [32, 32]
 
-    await asyncio.gather(*(ask(f"s{i}") for i in range(8)))
+
+async def test_an_empty_batch_has_an_empty_answer(client, engines):
+    assert (await client.generate(batch([])))["response_ids"] == []
+    assert [engine.num_calls for engine in engines] == [0, 0]
+
+
+async def test_a_session_stays_and_others_go_where_least_is_to_do(client, engines):
+    await asyncio.gather(*(client.generate(batch([[5, 6]])) for _ in range(8)))
     assert [engine.num_requests for engine in engines] == [4, 4]
     for _ in range(3):
-        await ask("s1")
+        await client.generate(batch([[5, 6]], session_ids=["s1"]))
     assert sorted(engine.num_requests for engine in engines) == [4, 7]
+
+
+async def test_an_engine_has_no_more_requests_than_it_may_have(make_client: MakeClient):
+    client = make_client(max_requests_per_engine=3)
+    limited = await asyncio.gather(client.generate(batch([[5, 6]] * 10)), client.generate(batch()))
+    assert [engine.most_at_a_time for engine in client.engines] == [3, 3]  # type: ignore[attr-defined]
+    assert limited[1] == await make_client().generate(batch())
 
 
 async def test_conversations_are_templated_and_other_requests_refused(client):
     conversation = [{"role": "user", "content": "hi"}]
     tokens = client.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
     by_text = await client.generate(InferenceEngineInput(prompts=[conversation], sampling_params=PARAMS))
-    by_ids = await client.generate(InferenceEngineInput(prompt_token_ids=[tokens["input_ids"]], sampling_params=PARAMS))
+    by_ids = await client.generate(batch([tokens["input_ids"]]))
     assert by_text == by_ids
     with pytest.raises(ValueError, match="either prompts or prompt_token_ids"):
         await client.generate(InferenceEngineInput(sampling_params=PARAMS))
     with pytest.raises(ValueError, match="2 prompts need as many session_ids; got 1"):
         await client.generate(InferenceEngineInput(prompt_token_ids=[[5], [6]], session_ids=["a"]))
+    with pytest.raises(ValueError, match="one .seed, index. pair for each of the 2 requests; got 1"):
+        await client.generate(batch([[5], [6]], PARAMS | {"seed": [[1, 2]]}))
     with pytest.raises(ValueError, match="at least one engine"):
         InferenceEngineClient([], client.tokenizer, SkyRLConfig())
 
 
-async def test_engines_that_hold_different_weights_are_found(client, engines):
-    assert await client.finish_weight_update(3) == await engines[0].finish_weight_update(3)
-    assert await client.weight_version() == 3
-    weight = next(iter(engines[1]._core.model.parameters()))
-    weight.data[0, 0] += 1
-    with pytest.raises(WeightSyncError, match="different weights"):
-        await client.finish_weight_update(4)
+async def test_a_bad_request_is_refused_at_once_and_costs_no_engine(client, engines):
+    with pytest.raises(ValueError, match="in the vocabulary"):
+        await client.generate(batch([[5], [99_999], [6]]))
+    with pytest.raises(ValueError, match="unknown sampling parameter tempurature"):
+        await client.generate(batch(params={"tempurature": 1}))
+    assert [engine.num_calls for engine in engines] in ([2, 1], [1, 2], [2, 2])
+    assert client.take_metrics() == {"engines/deaths": 0, "engines/restarts": 0, "engines/continued_requests": 0}
+    assert await client.generate(batch()) == await engines[0].generate(batch()), "no place stays taken"
+
+
+async def test_requests_that_name_no_adapter_get_the_clients(client):
+    client.lora_name = "policy"
+    with pytest.raises(ValueError, match="no adapter named 'policy'"):
+        await client.generate(batch())
+    with pytest.raises(ValueError, match="no adapter named 'critic'"):
+        await client.generate(batch(lora_name="critic"))
+
+
+async def test_requests_aborted_by_a_pause_go_on_after_it_as_if_never_stopped(client):
+    undisturbed = await client.generate(batch(params=LONG))
+    client.take_metrics()
+    answers = asyncio.create_task(client.generate(batch(params=LONG)))
+    for _ in range(3):
+        await under_way(client, len(PROMPTS))
+        await client.pause_generation("abort")
+        await asyncio.sleep(0.05)
+        assert not answers.done()
+        assert sum(engine._core.num_running for engine in client.engines) == 0
+        await client.resume_generation()
+    assert await answers == undisturbed
+    assert client.take_metrics()["engines/continued_requests"] == len(PROMPTS)
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+async def test_requests_that_arrive_during_a_pause_wait(client, engines, mode):
+    await client.pause_generation(mode)
+    await client.pause_generation(mode)  # a sync that is repeated pauses again
+    answer = asyncio.create_task(client.generate(batch()))
+    await asyncio.sleep(0.1)
+    assert [engine.num_calls for engine in engines] == [0, 0]
+    await client.resume_generation()
+    assert len((await answer)["response_ids"]) == len(PROMPTS)
+
+
+async def test_requests_wait_while_engines_sleep(client, engines):
+    await client.sleep()
+    answer = asyncio.create_task(client.generate(batch()))
+    await client.wake_up(["weights"])
+    await asyncio.sleep(0.1)
+    assert [engine.num_calls for engine in engines] == [0, 0]
+    await client.wake_up(["kv_cache"])
+    assert len((await answer)["response_ids"]) == len(PROMPTS)
+
+
+async def test_a_refused_sleep_holds_nobody(client):
+    answers = asyncio.create_task(client.generate(batch(params=LONG)))
+    await under_way(client, len(PROMPTS))
+    with pytest.raises(RuntimeError, match="cannot sleep while"):
+        await client.sleep()
+    await client.generate(batch())
+    await answers
+
+
+async def test_a_callers_abort_ends_what_runs_and_what_waits(client):
+    undisturbed = await client.generate(batch(params=LONG))
+    running = asyncio.create_task(client.generate(batch(params=LONG)))
+    await under_way(client, len(PROMPTS))
+    await client.abort_generation()
+    written = await running
+    assert written["stop_reasons"] == ["abort"] * len(PROMPTS)
+    for part, whole in zip(written["response_ids"], undisturbed["response_ids"], strict=True):
+        assert 0 < len(part) < len(whole) and whole[: len(part)] == part
+    running = asyncio.create_task(client.generate(batch(params=LONG)))
+    await under_way(client, len(PROMPTS))
+    await client.pause_generation("abort")
+    waiting = asyncio.create_task(client.generate(batch()))
+    await asyncio.sleep(0.05)
+    await client.abort_generation()
+    assert (await waiting)["response_ids"] == [[]] * len(PROMPTS)
+    assert all(0 < len(ids) < 120 for ids in (await running)["response_ids"])
+    await client.resume_generation()
+    assert await client.generate(batch(params=LONG)) == undisturbed
+
+
+async def test_a_deadline_covers_waiting_and_leaves_no_place_taken(make_client: MakeClient):
+    client = make_client(request_timeout_seconds=1.0, max_requests_per_engine=1)
+    await asyncio.gather(*(engine.pause_generation() for engine in client.engines))  # the client does not know
+    expected = "3 of 3 requests were not answered within generator.request_timeout_seconds=1; "
+    with pytest.raises(TimeoutError, match=expected + "under way on engine 0, 1"):
+        await client.generate(batch(PROMPTS[:3]))
+    await client.resume_generation()
+    await client.generate(batch())
+    await client.pause_generation()
+    with pytest.raises(TimeoutError, match="the request was not answered .*; waiting: generation is paused"):
+        await client.generate(batch(PROMPTS[:1]))
+
+
+async def test_an_engine_that_ends_costs_no_request(client, engines):
+    undisturbed = await client.generate(batch(params=LONG))
+    given: list[int] = []
+
+    async def give_weights(index: int) -> None:
+        given.append(index)
+
+    client.give_weights = give_weights
+    answers = asyncio.create_task(client.generate(batch(params=LONG)))
+    await under_way(client, len(PROMPTS))
+    await engines[1].teardown()
+    assert await answers == undisturbed
+    assert await client.settle()
+    assert given == [1]
+    assert client.take_metrics() == {"engines/deaths": 1, "engines/restarts": 1, "engines/continued_requests": 2}
+    await client.generate(batch())
+    assert client.engines[1].num_requests == 2, "the new one takes its share"
+
+
+async def test_an_engine_that_ends_during_a_control_call_fails_the_call_by_name(client, engines):
+    await client.infos()
+    await engines[0].teardown()
+    with pytest.raises(WorkerError, match="the native engine is closed"):
+        await client.pause_generation()
+    assert engines[1]._pause == "keep", "the others did as told"
+    assert await client.settle()
+    await client.pause_generation()
+    await client.resume_generation()
+    assert await client.weight_version() == 0
+
+
+async def test_without_restarts_left_everyone_hears_why(make_client: MakeClient):
+    client = make_client(max_engine_restarts=0)
+    running = asyncio.create_task(client.generate(batch(params=LONG)))
+    await under_way(client, len(PROMPTS))
+    await client.pause_generation("abort")
+    waiting = asyncio.create_task(client.generate(batch()))
+    await client.engines[0].teardown()
+    expected = "the native engine is closed\nit is not started again: generator.max_engine_restarts=0 are used up"
+    for call in (client.settle(), running, waiting, client.generate(batch()), client.pause_generation()):
+        with pytest.raises(WorkerError, match=expected):
+            await call
+
+
+async def test_what_all_engines_have_in_common(client, engines):
+    first, second = await client.infos()
+    assert (first, second) == (await engines[0].describe(), await engines[1].describe())
+    assert await client.describe() == first
+    await client.check_health()
+
+
+def test_engines_that_hold_different_weights_are_found():
+    same = WeightReport(version=4, fingerprints={"a": 1, "b": 2})
+    assert _common([same, WeightReport(version=4, fingerprints={"b": 2, "a": 1})]) == same
+    with pytest.raises(WeightSyncError, match="after version 4, engine 2 differs from engine 0: 1 differ: b"):
+        _common([same, same, WeightReport(version=4, fingerprints={"a": 1, "b": 3})])

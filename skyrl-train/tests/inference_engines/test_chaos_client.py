@@ -1,0 +1,268 @@
+"""Engines in Ray processes that are killed, stopped and slowed down: no request is lost, answered twice or changed."""
+
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import AutoTokenizer
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.errors import WorkerError
+from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
+from skyrl_train.inference_engines.ray_wrapped_inference_engine import EngineProcess, RayWrappedInferenceEngine
+from skyrl_train.inference_engines.supervision import Health
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [[5 + i % 7, 6, 7 + i] for i in range(12)]
+PARAMS = {"max_tokens": 60, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+QUICK = PARAMS | {"max_tokens": 3}
+
+
+def make_engine_of(model: str, seconds_a_step: float, seconds_of_first_prompt: float) -> Callable[[], Any]:
+    """Makes a native engine whose every step (or first prompt) takes at least so long, and which has a child."""
+
+    def make() -> Any:
+        import subprocess
+        import time
+
+        from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+
+        engine: Any = NativeInferenceEngine(model)
+        step = engine._core.step
+        prefill = engine._core._prefill
+        seconds_left = [seconds_of_first_prompt]
+
+        def slow_step(**kwargs: Any) -> Any:
+            time.sleep(seconds_a_step)
+            return step(**kwargs)
+
+        def slow_prefill(rows: list[int]) -> None:
+            time.sleep(seconds_left.pop() if seconds_left else 0)
+            prefill(rows)
+
+        engine._core.step, engine._core._prefill = slow_step, slow_prefill
+        engine.child = subprocess.Popen(["sleep", "1000"])
+        return engine
+
+    return make
+
+
+class Engines:
+    """Starts engines and counts how often each prompt was answered, by any of them."""
+
+    def __init__(self, model: str, folder: Path, seconds_a_step: list[float], seconds_of_first_prompt: float):
+        self._model, self._folder = model, folder
+        self._seconds_a_step, self._first_prompt = seconds_a_step, seconds_of_first_prompt
+        self.num_starts = 0
+        self.answered: Counter[tuple[int, ...]] = Counter()
+        self.requests = [0] * len(seconds_a_step)
+
+    async def start(self, index: int) -> RayWrappedInferenceEngine:
+        import ray
+
+        engines = self
+
+        class Counted(RayWrappedInferenceEngine):
+            async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+                prompts = input_batch.get("prompt_token_ids") or []
+                engines.requests[index] += len(prompts)
+                output = await super().generate(input_batch)
+                for prompt, reason in zip(prompts, output["stop_reasons"], strict=True):
+                    if reason != "abort":
+                        engines.answered[tuple(prompt[:3])] += 1
+                return output
+
+        self.num_starts += 1
+        log_file = str(self._folder / f"engine_{index}_{self.num_starts}.log")
+        make = make_engine_of(self._model, self._seconds_a_step[index], self._first_prompt)
+        actor = ray.remote(EngineProcess).options(num_cpus=1, max_concurrency=1000).remote(make, log_file)
+        return Counted(actor, f"engine {index}", log_file, 60, 60, 60)
+
+
+Start = Callable[..., AbstractAsyncContextManager[tuple[InferenceEngineClient, Engines]]]
+
+
+@pytest.fixture
+def start(ray_cpu: None, chat_model: str, tmp_path: Path) -> Start:
+    """`async with start(seconds_a_step=[...], **settings) as (client, engines)`."""
+
+    @asynccontextmanager
+    async def start(
+        seconds_a_step: list[float], seconds_of_first_prompt: float = 0.0, **settings: Any
+    ) -> AsyncIterator[tuple[InferenceEngineClient, Engines]]:
+        given = {"engine_health_interval_seconds": 1.0, "request_timeout_seconds": 120.0} | settings
+        engines = Engines(chat_model, tmp_path, seconds_a_step, seconds_of_first_prompt)
+        first = [await engines.start(index) for index in range(len(seconds_a_step))]
+        cfg = SkyRLConfig.from_dict({"generator": given})
+        client = InferenceEngineClient(first, AutoTokenizer.from_pretrained(chat_model), cfg, engines.start)
+        await client.settle()
+        try:
+            yield client, engines
+        finally:
+            await client.teardown()
+            for engine in client.engines:
+                assert not psutil.pid_exists(engine.pid())  # type: ignore[attr-defined]
+
+    return start
+
+
+def batch(prompts: list[list[int]] = PROMPTS, params: dict[str, Any] = PARAMS, **more: Any) -> InferenceEngineInput:
+    return InferenceEngineInput(prompt_token_ids=prompts, sampling_params=params, **more)
+
+
+def pid(client: InferenceEngineClient, index: int) -> int:
+    return client.engines[index].pid()  # type: ignore[attr-defined]
+
+
+def assert_each_was_answered_once(engines: Engines, num_times: int = 1) -> None:
+    assert engines.answered == {tuple(prompt): num_times for prompt in PROMPTS}
+
+
+async def test_an_engine_killed_while_it_generates(start: Start):
+    async with start([0.03, 0.03]) as (client, engines):
+        undisturbed = await client.generate(batch())
+        engines.answered.clear()
+        victim, children = pid(client, 1), psutil.Process(pid(client, 1)).children(recursive=True)
+        assert children
+        answers = asyncio.create_task(client.generate(batch()))
+        await asyncio.sleep(0.5)
+        os.kill(victim, signal.SIGKILL)
+        assert await answers == undisturbed
+        assert_each_was_answered_once(engines)
+        assert await client.settle()
+        assert pid(client, 1) != victim
+        assert not any(child.is_running() for child in children), "what it had started is gone before another starts"
+        metrics = client.take_metrics()
+        assert metrics == {"engines/deaths": 1, "engines/restarts": 1, "engines/continued_requests": 6}
+        assert await client.generate(batch()) == undisturbed
+
+
+async def test_an_engine_killed_while_all_are_paused(start: Start):
+    async with start([0.03, 0.03]) as (client, engines):
+        undisturbed = await client.generate(batch())
+        for mode in ("keep", "abort"):
+            engines.answered.clear()
+            answers = asyncio.create_task(client.generate(batch()))
+            await asyncio.sleep(0.5)
+            await client.pause_generation(mode)
+            os.kill(pid(client, 0), signal.SIGKILL)
+            assert await client.settle()
+            assert not answers.done()
+            await client.resume_generation()
+            assert await answers == undisturbed
+            assert_each_was_answered_once(engines)
+
+
+async def test_a_stopped_engine_counts_as_dead_and_is_replaced(start: Start):
+    async with start([0.03, 0.03]) as (client, engines):
+        undisturbed = await client.generate(batch())
+        engines.answered.clear()
+        victim = pid(client, 0)
+        answers = asyncio.create_task(client.generate(batch()))
+        await asyncio.sleep(0.5)
+        os.kill(victim, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(
+            WorkerError, match=r"(?s)engine 0 did not say for 3 s that it is well.*=== process \d+ start"
+        ):
+            await client.pause_generation()
+        assert time.monotonic() - began < 20
+        await client.settle()
+        await client.resume_generation()
+        assert await answers == undisturbed
+        assert_each_was_answered_once(engines)
+        assert not psutil.pid_exists(victim)
+
+
+async def test_an_engine_in_a_long_prompt_is_not_taken_for_dead(start: Start):
+    async with start([0.0], seconds_of_first_prompt=5.0, engine_health_interval_seconds=1.2) as (client, _):
+        began = time.monotonic()
+        await client.generate(batch(PROMPTS[:1]))
+        assert time.monotonic() - began > 5
+        assert client.take_metrics()["engines/deaths"] == 0
+
+
+async def test_a_slow_engine_gets_less_and_costs_only_what_is_late(start: Start):
+    async with start([0.0, 0.4], request_timeout_seconds=6.0) as (client, engines):
+        for _ in range(4):
+            await asyncio.gather(*(client.generate(batch([prompt], QUICK)) for prompt in PROMPTS[:4]))
+        rest = asyncio.Semaphore(4)
+
+        async def ask(prompt: list[int]) -> None:
+            async with rest:
+                await client.generate(batch([prompt], QUICK))
+
+        before = list(engines.requests)
+        await asyncio.gather(*(ask(prompt) for prompt in PROMPTS * 4))
+        taken = [now - then for now, then in zip(engines.requests, before, strict=True)]
+        assert sum(taken) == 48 and taken[0] > 2 * taken[1], f"the slow one got {taken[1]} of 48"
+        late = [f"s{i}" for i in range(99)]
+        from skyrl_train.inference_engines.routing import engine_of_session
+
+        of_slow = next(session for session in late if engine_of_session(session, [0, 1]) == 1)
+        of_fast = next(session for session in late if engine_of_session(session, [0, 1]) == 0)
+        slow, fast = await asyncio.gather(
+            client.generate(batch(PROMPTS[:1], session_ids=[of_slow])),
+            client.generate(batch(PROMPTS[:1], session_ids=[of_fast])),
+            return_exceptions=True,
+        )
+        assert isinstance(slow, TimeoutError) and "on engine 1" in str(slow)
+        assert not isinstance(fast, BaseException) and len(fast["response_ids"][0]) == 60
+        began = time.monotonic()
+        await client.generate(batch(PROMPTS[:1], QUICK, session_ids=[of_slow]))
+        assert time.monotonic() - began < 5, "what nobody waits for is not computed any more"
+
+
+async def test_a_death_too_many_reaches_everyone_with_the_log(start: Start):
+    async with start([0.03, 0.03], max_engine_restarts=1) as (client, engines):
+        first = pid(client, 0)
+        os.kill(first, signal.SIGKILL)
+        assert await client.settle()
+        answers = asyncio.create_task(client.generate(batch()))
+        await asyncio.sleep(0.3)
+        await client.pause_generation("abort")
+        waiting = asyncio.create_task(client.generate(batch()))
+        second = pid(client, 1)
+        os.kill(second, signal.SIGKILL)
+        expected = rf"(?s)^engine 1 died: .*generator.max_engine_restarts=1 are used up.*=== process {second} started"
+        for call in (answers, waiting, client.settle(), client.generate(batch()), client.pause_generation()):
+            with pytest.raises(WorkerError, match=expected):
+                await asyncio.wait_for(call, 30)
+        assert engines.num_starts == 3
+
+
+async def test_engines_die_again_and_again(start: Start):
+    """Each time others: every answer is that of an undisturbed run, and none is given twice."""
+    async with start([0.03, 0.03, 0.03], max_engine_restarts=9, max_requests_per_engine=3) as (client, engines):
+        undisturbed = await client.generate(batch())
+        engines.answered.clear()
+
+        async def kill_now_and_then() -> None:
+            for number in range(5):
+                await asyncio.sleep(1.0)
+                healthy = [i for i in range(3) if i in client._supervisor.with_health(Health.HEALTHY)]
+                if healthy:
+                    os.kill(pid(client, healthy[number % len(healthy)]), signal.SIGKILL)
+
+        killing = asyncio.create_task(kill_now_and_then())
+        rows = [
+            asyncio.create_task(client.generate(batch([p], PARAMS | {"seed": [[3, i]]}))) for i, p in enumerate(PROMPTS)
+        ]
+        answers = [await row for row in rows]
+        await killing
+        for i, answer in enumerate(answers):
+            assert answer["response_ids"] == [undisturbed["response_ids"][i]]
+            assert answer["response_logprobs"] == [(undisturbed["response_logprobs"] or [])[i]]
+        assert_each_was_answered_once(engines)
+        await client.settle()
+        assert client.take_metrics()["engines/restarts"] >= 3

@@ -1,0 +1,237 @@
+"""An engine's health, as a table and with real engines in this process that stop serving."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from skyrl_train.config import GeneratorConfig
+from skyrl_train.errors import WorkerError
+from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+from skyrl_train.inference_engines.supervision import EngineFailure, Health, HealthEvent, Supervisor, after
+
+LEGAL = """
+starting + started -> healthy
+starting + start failed -> lost
+healthy + answered -> healthy
+healthy + silent -> suspect
+healthy + died -> dead
+suspect + answered -> healthy
+suspect + silent -> suspect
+suspect + silent too long -> dead
+suspect + died -> dead
+dead + restart granted -> restarting
+dead + restart refused -> lost
+restarting + started -> waiting for weights
+restarting + start failed -> dead
+waiting for weights + answered -> waiting for weights
+waiting for weights + silent -> waiting for weights
+waiting for weights + silent too long -> dead
+waiting for weights + died -> dead
+waiting for weights + weights given -> healthy
+"""
+
+
+@pytest.mark.parametrize("event", HealthEvent)
+@pytest.mark.parametrize("health", Health)
+def test_what_follows_in_every_state_from_every_event(health, event):
+    following = dict(line.split(" -> ") for line in LEGAL.strip().splitlines()).get(f"{health} + {event}")
+    if following is not None:
+        assert after(health, event) == following
+        return
+    with pytest.raises(ValueError, match=f"an engine that is {health} cannot have the event '{event}'"):
+        after(health, event)
+
+
+class Native(NativeInferenceEngine):
+    """May be made deaf, as one that hangs, or slow to answer, as one in a long step."""
+
+    seconds_to_answer = 0.0
+
+    async def check_health(self) -> None:
+        await asyncio.sleep(self.seconds_to_answer)
+        await super().check_health()
+
+
+Made = Callable[..., Supervisor]
+
+
+@pytest.fixture
+async def supervise(chat_model: str) -> AsyncIterator[Made]:
+    """`supervise(**settings)`: two engines, looked after."""
+    made: list[Supervisor] = []
+
+    def make(restart: Callable[[int], Awaitable[Any]] | None = None, **settings: Any) -> Supervisor:
+        async def anew(_: int) -> Native:
+            return Native(chat_model)
+
+        given = {"engine_health_interval_seconds": 0.0, "engine_control_timeout_seconds": 5.0} | settings
+        engines = [Native(chat_model), Native(chat_model)]
+        made.append(Supervisor(engines, GeneratorConfig(**given), restart or anew, lambda: None))
+        return made[-1]
+
+    yield make
+    for supervisor in made:
+        await supervisor.close()
+
+
+async def version(engine: Any) -> int:
+    return await engine.weight_version()
+
+
+async def test_a_failing_call_has_the_engine_examined_and_started_again(supervise: Made):
+    supervisor = supervise()
+    assert await supervisor.run_all(version) == [0, 0]
+    first = supervisor.engines[1]
+    await first.teardown()
+    with pytest.raises(EngineFailure, match="the native engine is closed"):
+        await supervisor.run_all(version)
+    assert await supervisor.settle() and not await supervisor.settle()
+    assert supervisor.engines[1] is not first
+    assert await supervisor.run_all(version) == [0, 0]
+    assert (supervisor.num_deaths, supervisor.num_restarts) == (1, 1)
+
+
+async def test_an_error_of_a_healthy_engine_belongs_to_the_call(supervise: Made):
+    supervisor = supervise()
+    await supervisor.settle()
+
+    async def refused(_: Any) -> None:
+        raise WorkerError("no room")
+
+    with pytest.raises(WorkerError, match="no room") as error:
+        await supervisor.run(0, refused)
+    assert not isinstance(error.value, EngineFailure)
+    assert supervisor.num_deaths == 0
+
+
+async def test_settle_notices_what_nobody_called(supervise: Made):
+    supervisor = supervise()
+    assert not await supervisor.settle()
+    await supervisor.engines[0].teardown()
+    assert supervisor.with_health(Health.HEALTHY) == [0, 1]
+    assert await supervisor.settle()
+    assert supervisor.num_restarts == 1
+
+
+async def test_the_watch_notices_by_itself(supervise: Made):
+    supervisor = supervise(engine_health_interval_seconds=0.2)
+    await supervisor.settle()
+    await supervisor.engines[0].teardown()
+    async with asyncio.timeout(10):
+        while supervisor.num_restarts == 0 or supervisor.with_health(Health.HEALTHY) != [0, 1]:
+            await asyncio.sleep(0.05)
+
+
+async def test_silence_makes_suspect_and_three_intervals_of_it_make_dead(supervise: Made):
+    supervisor = supervise(engine_health_interval_seconds=0.5)
+    await supervisor.settle()
+    deaf = supervisor.engines[0]
+    assert isinstance(deaf, Native)
+    deaf.seconds_to_answer = 1000
+    waits = asyncio.create_task(supervisor.run(0, lambda _: asyncio.sleep(1000)))  # hangs as the engine does
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(EngineFailure, match=r"engine 0 did not say for 1.5 s that it is well .three times generator"):
+        await waits
+    assert asyncio.get_running_loop().time() - began > 1.4
+    await supervisor.settle()
+    assert supervisor.engines[0] is not deaf
+
+
+async def test_a_late_answer_makes_healthy_again(supervise: Made):
+    supervisor = supervise(engine_health_interval_seconds=0.5)
+    await supervisor.settle()
+    busy = supervisor.engines[0]
+    assert isinstance(busy, Native)
+    busy.seconds_to_answer = 0.9  # between one and two intervals
+    seen: set[Health] = set()
+    async with asyncio.timeout(20):
+        while seen != {Health.HEALTHY, Health.SUSPECT} or not supervisor.with_health(Health.HEALTHY) == [0, 1]:
+            seen |= {health for health in Health if 0 in supervisor.with_health(health)}
+            await asyncio.sleep(0.02)
+    assert supervisor.engines[0] is busy and supervisor.num_deaths == 0
+
+
+async def test_a_new_engine_is_prepared_before_it_serves(supervise: Made):
+    supervisor = supervise()
+    await supervisor.settle()
+    prepared: list[tuple[int, list[int]]] = []
+
+    async def prepare(index: int) -> None:
+        prepared.append((index, supervisor.with_health(Health.WAITING_FOR_WEIGHTS)))
+        assert await version(supervisor.engines[index]) == 0
+
+    supervisor.prepare = prepare
+    await supervisor.engines[1].teardown()
+    assert await supervisor.settle()
+    assert prepared == [(1, [1])]
+
+
+async def test_a_start_that_fails_takes_another_restart(supervise: Made, chat_model: str):
+    starts: list[int] = []
+
+    async def second_time(index: int) -> Any:
+        starts.append(index)
+        if len(starts) == 1:
+            raise OSError("no such device")
+        return Native(chat_model)
+
+    supervisor = supervise(second_time)
+    await supervisor.settle()
+    await supervisor.engines[1].teardown()
+    assert await supervisor.settle()
+    assert starts == [1, 1]
+
+
+async def test_one_failure_too_many_ends_everything_for_everyone(supervise: Made):
+    supervisor = supervise(max_engine_restarts=1)
+    await supervisor.settle()
+    await supervisor.engines[0].teardown()
+    await supervisor.settle()
+    healthy_call = asyncio.create_task(supervisor.run(1, lambda _: asyncio.sleep(1000)))
+    await supervisor.engines[0].teardown()
+    expected = "the native engine is closed\nit is not started again: generator.max_engine_restarts=1 are used up"
+    with pytest.raises(WorkerError, match=expected):
+        await supervisor.settle()
+    for late in (healthy_call, supervisor.run(1, version), supervisor.run_all(version), supervisor.settle()):
+        with pytest.raises(WorkerError, match=expected):
+            await late
+
+
+async def test_an_engine_that_cannot_start_at_all_is_not_tried_again(chat_model: str):
+    class NeverUp(Native):
+        async def describe(self) -> Any:
+            raise WorkerError("engine 1 could not start: no such model")
+
+    never = NeverUp(chat_model)
+    supervisor = Supervisor([never], GeneratorConfig(), None, lambda: None)
+    with pytest.raises(WorkerError, match="could not start: no such model"):
+        await supervisor.settle()
+    assert supervisor.with_health(Health.LOST) == [0]
+    await supervisor.close()
+
+
+async def test_a_start_has_a_deadline(supervise: Made):
+    supervisor = supervise(engine_start_timeout_seconds=0.3, max_engine_restarts=1)
+    await supervisor.settle()
+
+    async def never(_: int) -> None:
+        await asyncio.sleep(1000)
+
+    supervisor.prepare = never
+    await supervisor.engines[0].teardown()
+    with pytest.raises(WorkerError, match=r"engine 0 did not start within generator.engine_start_timeout_seconds=0.3"):
+        await supervisor.settle()
+
+
+def test_the_watch_goes_on_in_another_event_loop(chat_model: str):
+    async def anew(_: int) -> Native:
+        return Native(chat_model)
+
+    supervisor = Supervisor([Native(chat_model)], GeneratorConfig(), anew, lambda: None)
+    assert asyncio.run(supervisor.run_all(version)) == [0]
+    asyncio.run(supervisor.engines[0].teardown())
+    assert asyncio.run(supervisor.settle())
+    assert asyncio.run(supervisor.run_all(version)) == [0]
+    asyncio.run(supervisor.close())
