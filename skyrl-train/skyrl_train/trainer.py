@@ -4,7 +4,6 @@ It moves batches between a generator, the models' workers and the engines. How a
 `generators`, what it is worth in `judging`, what is computed in `algorithms`, how a model is sharded in `workers`.
 """
 
-import asyncio
 import hashlib
 import shutil
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,4 @@
-"""Settings to rollout engines: which class, in which process, on which GPUs. With `main_base`, the only place that knows
-concrete engines."""
+"""Settings to rollout engines: which class, in which process, on which GPUs. The only place that knows concrete ones."""
 
 import itertools
 from functools import partial
@@ -14,6 +13,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import EngineProcess, RayWrappedInferenceEngine
+from skyrl_train.inference_engines.remote.engine import RemoteInferenceEngine, check_server
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.workers.actor_group import actor_options
 from skyrl_train.workers.placement import SHARE_OF_SHARED_GPU, gpus_of_engines
@@ -48,7 +48,7 @@ def start_engines(
 def create_ray_wrapped_inference_engines_from_config(
     cfg: SkyRLConfig, colocate_pg: PlacementGroup | None, tokenizer: PreTrainedTokenizerBase
 ) -> list[RayWrappedInferenceEngine]:
-    """`generator.num_inference_engines` engines with the model's own weights, without a client that would restart them."""
+    """`generator.num_inference_engines` engines with the model's own weights, and nobody who starts them again."""
     starter = EngineStarter(cfg, colocate_pg, weights_follow=False)
     return [starter.start(index) for index in range(cfg.generator.num_inference_engines)]
 
@@ -99,6 +99,7 @@ class EngineStarter:
             log_file,
             generator.request_timeout_seconds,
             control_timeout_seconds=generator.engine_control_timeout_seconds,
+            start_timeout_seconds=generator.engine_start_timeout_seconds,
         )
 
     def _options(self, index: int) -> dict[str, Any]:
@@ -174,18 +175,17 @@ def _make_sglang_engine(**settings: Any) -> InferenceEngineInterface:
 
 def _remote_engines(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> list[InferenceEngineInterface]:
     """The servers of `generator.remote_inference_engine_urls`, checked. Raises ConfigError where one does not fit."""
-    from skyrl_train.inference_engines.remote.engine import RemoteInferenceEngine, check_server
-
     generator = cfg.generator
     engines: list[InferenceEngineInterface] = []
     for url in generator.remote_inference_engine_urls:
         engine = RemoteInferenceEngine(
             url,
             generator.model_name,
-            backend=None if generator.backend == "auto" else generator.backend,
+            backend=generator.backend if generator.backend in ("vllm", "sglang") else None,
             tokenizer=tokenizer,
             request_timeout_seconds=generator.request_timeout_seconds,
             control_timeout_seconds=generator.engine_control_timeout_seconds,
         )
+        check_server(engine, tokenizer)
         engines.append(engine)
     return engines

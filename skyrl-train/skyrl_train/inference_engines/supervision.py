@@ -154,7 +154,7 @@ class Supervisor:
         self.num_deaths = self.num_restarts = 0
         self._places = [Supervised(index) for index in range(len(self.engines))]
         self._settings = settings
-        self._restart = restart
+        self.restart = restart
         self._on_change = changed
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -359,7 +359,7 @@ class Supervisor:
         while self.lost is None:
             await self._end(self.engines[place.index])
             failure = _failure_of(place.ended) if place.ended.done() else None
-            if self._restart is None or self.num_restarts >= self._settings.max_engine_restarts:
+            if self.restart is None or self.num_restarts >= self._settings.max_engine_restarts:
                 place.health = after(place.health, HealthEvent.RESTART_REFUSED)
                 self._lose(self._with_reason(failure))
                 return
@@ -380,11 +380,11 @@ class Supervisor:
                 self._tell()
 
     async def _start_again(self, place: Supervised) -> None:
-        assert self._restart is not None
+        assert self.restart is not None
         timeout = self._settings.engine_start_timeout_seconds
         place.ended = asyncio.get_running_loop().create_future()
         # Twice: the device may have to become free first, which has the same deadline.
-        engine = await asyncio.wait_for(self._restart(place.index), 2 * timeout)
+        engine = await asyncio.wait_for(self.restart(place.index), 2 * timeout)
         self.engines[place.index] = engine
         self._note(place, HealthEvent.STARTED)
         place.info = await self._until_ended(place.ended, asyncio.wait_for(engine.describe(), timeout))
@@ -404,7 +404,7 @@ class Supervisor:
         """Why it is over: what happened, why nothing is started again, and the engine's log."""
         first, *others = str(failure or "an engine failed").splitlines()
         limit = self._settings.max_engine_restarts
-        if self._restart is None:
+        if self.restart is None:
             why = "nothing in this run can start it again"
         else:
             why = f"it is not started again: generator.max_engine_restarts={limit} are used up"

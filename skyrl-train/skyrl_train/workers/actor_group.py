@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray
 import torch
@@ -64,7 +64,7 @@ class ActorGroup:
 
     def __init__(
         self,
-        name: Literal["policy", "critic", "ref"],
+        name: str,
         worker_class: type[ModelWorker],
         args: tuple[Any, ...],
         *,
@@ -78,7 +78,7 @@ class ActorGroup:
     ):
         if num_ranks % ranks_per_shard:
             raise ValueError(f"{num_ranks} ranks of {name} cannot form shards of {ranks_per_shard}")
-        self.name: Literal["policy", "critic", "ref"] = name
+        self.name = name
         self.num_ranks = num_ranks
         self.num_shards = num_ranks // ranks_per_shard
         self.ranks_per_shard = ranks_per_shard

@@ -30,8 +30,8 @@ def make_shared_placement_group(cfg: SkyRLConfig, timeout_seconds: float | None 
     group = placement_group([{"GPU": 1, "CPU": 1}] * num_gpus, strategy="PACK")
     if not group.wait(timeout):
         raise WorkerError(
-            f"{num_gpus} GPUs (generator.num_inference_engines x GPUs of each) did not become free within {timeout:g} s "
-            f"(SKYRL_RAY_PG_TIMEOUT_IN_S); the cluster has {ray.cluster_resources().get('GPU', 0):g}"
+            f"{num_gpus} GPUs (generator.num_inference_engines x GPUs of each) did not become free within "
+            f"{timeout:g} s (SKYRL_RAY_PG_TIMEOUT_IN_S); the cluster has {ray.cluster_resources().get('GPU', 0):g}"
         )
     return group
 
@@ -62,8 +62,8 @@ def gpus_of_engines(cfg: SkyRLConfig, shared: PlacementGroup | None) -> list[tup
         nodes = {where[bundle][0] for bundle in bundles}
         if len(nodes) > 1:
             raise WorkerError(
-                f"an engine of {size} GPUs (generator.inference_engine_*_parallel_size) would lie on {len(nodes)} nodes; "
-                "give nodes whose number of free GPUs it divides"
+                f"an engine of {size} GPUs (generator.inference_engine_*_parallel_size) would lie on {len(nodes)} "
+                "nodes; give nodes whose number of free GPUs it divides"
             )
         engines.append((bundles[0], [where[bundle][1] for bundle in bundles]))
     return engines

@@ -7,7 +7,8 @@ How bytes travel is in `weight_sync`; what the policy does for it, in `policy_wo
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from loguru import logger
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +18,7 @@ from skyrl_train.errors import WeightSyncError, WorkerError
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineInterface
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayEngines, RayWrappedInferenceEngine
+from skyrl_train.inference_engines.remote.engine import RemoteEngines
 from skyrl_train.utils.io import expand_path
 from skyrl_train.weight_sync.base import Encoding, LoraLoadRequest, Transport
 from skyrl_train.weight_sync.canary import TOLERANCES, LogProbs, canary_prompts, check_canaries
@@ -61,6 +63,8 @@ class WeightPublisher:
         self._expected: LogProbs | None = None
         self._turn = asyncio.Lock()
         client.give_weights = self._give_weights
+        if client.restart is not None:
+            client.restart = partial(self._restart, client.restart)
         if self._adapters_alone:
             client.lora_name = ADAPTER
 
@@ -156,8 +160,6 @@ class WeightPublisher:
 
     def _handles(self, engines: Sequence[InferenceEngineInterface]) -> EngineHandles:
         if not self._cfg.generator.run_engines_locally:
-            from skyrl_train.inference_engines.remote.engine import RemoteEngines
-
             return RemoteEngines(engines)
         return RayEngines([engine for engine in engines if isinstance(engine, RayWrappedInferenceEngine)])
 
@@ -174,6 +176,18 @@ class WeightPublisher:
     def _is_on_one_node(self, infos: Sequence[EngineInfo]) -> bool:
         """Whether these engines see the shared memory of the policy's first worker."""
         return {info.node for info in infos} == {self._node}
+
+    async def _restart(
+        self, start: Callable[[int], Awaitable[InferenceEngineInterface]], index: int
+    ) -> InferenceEngineInterface:
+        """Starts engine `index` again as soon as it may have the device."""
+
+        async def start_and_wait() -> InferenceEngineInterface:
+            engine = await start(index)
+            await engine.describe()
+            return engine
+
+        return await self._colocation.start_engine(start_and_wait)
 
     async def _give_weights(self, index: int) -> None:
         """Brings engine `index`, which was started again, to the version of the others. Where the workers have the

@@ -15,7 +15,6 @@ import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp
-from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine
 from skyrl_train.trainer import RayPPOTrainer
 
 
@@ -172,10 +171,7 @@ def start_run(ray_cpu: None, environments: None, chat_model: str) -> StartRun:
         try:
             yield trainer
         finally:
-            trainer.policy_model.kill()
-            for engine in trainer.inference_engine_client.engines:
-                assert isinstance(engine, RayWrappedInferenceEngine)
-                engine.kill()
+            await trainer.shutdown()
 
     return start
 

@@ -1,0 +1,200 @@
+"""Engines that are killed, stopped or lied to in the middle of a run: it goes on as if nothing had happened, or stops
+with an error that names what is wrong."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.entrypoints import engines as entry
+from skyrl_train.errors import WeightSyncError, WorkerError
+from skyrl_train.inference_engines.base import InferenceEngineInterface
+from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightUpdateRequest
+from skyrl_train.workers.policy_worker import PolicyWorker
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+LONG_ANSWERS = {"sampling_params": {"max_generate_length": 120, "additional_kwargs": {"ignore_eos": True}}}
+GENERATOR = LONG_ANSWERS | {
+    "num_inference_engines": 2,
+    "engine_health_interval_seconds": 1.0,
+    "weight_sync_canary_interval": 1,
+    "weight_transfer_threshold_cuda_ipc_GB": 1e-5,
+}
+OWN_DEVICES = {"placement": {"colocate_all": False}}
+
+
+class SlowPolicy(PolicyWorker):
+    """A policy whose weights take their time on the way out."""
+
+    def _buckets(self) -> Iterator[Any]:
+        import time
+
+        for bucket in super()._buckets():
+            time.sleep(0.1)
+            yield bucket
+
+
+def with_slow_weights(experiment: type[Any]) -> type[Any]:
+    class Slow(experiment):
+        def get_trainer(self, **parts: Any) -> Any:
+            trainer = super().get_trainer(**parts)
+            trainer.build_models = partial(trainer.build_models, policy_worker=SlowPolicy)
+            return trainer
+
+    return Slow
+
+
+def script(prompt: Callable[..., Any]) -> list[list[Any]]:
+    return [[prompt("works", f"{step}+{row}=") for row in range(4)] for step in range(2)]
+
+
+@pytest.fixture(scope="module")
+async def undisturbed(start_run, prompt, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    async with start_run(folder, script(prompt), trainer=OWN_DEVICES, generator=GENERATOR) as trainer:
+        await trainer.train()
+    return folder
+
+
+def trajectories(folder: Path) -> list[Any]:
+    """What was written in all steps: tokens and log-probs, to the bit."""
+    return [
+        (row["tokens"]["response_ids"], row["tokens"]["rollout_logprobs"], row["reward"])
+        for step in (1, 2)
+        for row in RunFolder(folder).read_trajectories(step, "train")
+    ]
+
+
+def once(action: Callable[[], Any]) -> Callable[[], Any]:
+    """`action`, at the first call alone."""
+    actions = [action]
+    return lambda: actions.pop()() if actions else None
+
+
+def at(instance: Any, method: str, action: Callable[[], Any], *, seconds: float = 0.0, after: bool = False) -> None:
+    """Has `action` done once, so many seconds after the method was called (or had returned)."""
+    original, act = getattr(instance, method), once(action)
+
+    async def disturbed(*args: Any) -> Any:
+        if not after:
+            asyncio.get_running_loop().call_later(seconds, act)
+        answer = await original(*args)
+        if after:
+            act()
+        return answer
+
+    setattr(instance, method, disturbed)
+
+
+def killer(trainer: Any, index: int, number: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
+    return partial(os.kill, trainer.inference_engine_client.engines[index].pid(), number)
+
+
+@pytest.mark.parametrize("colocate_all", [False, True])
+@pytest.mark.parametrize("when", ["while it generates", "while it is paused", "during a sync", "stopped, not killed"])
+async def test_a_run_outlives_an_engine(
+    when, colocate_all, start_run, scripted_experiment, prompt, undisturbed, tmp_path: Path
+):
+    """Every answer is there once, with the very tokens and log-probs of a run that nobody disturbed."""
+    placement = {"placement": {"colocate_all": colocate_all}}
+    own = {"experiment": with_slow_weights(scripted_experiment)} if when == "during a sync" else {}
+    async with start_run(tmp_path, script(prompt), trainer=placement, generator=GENERATOR, **own) as trainer:
+        client = trainer.inference_engine_client
+        if when == "while it generates":
+            at(trainer, "generate_once", killer(trainer, 1), seconds=0.3)
+        elif when == "while it is paused":
+            at(client, "pause_generation", killer(trainer, 1), after=True)
+        elif when == "during a sync":
+            at(client, "pause_generation", killer(trainer, 1), seconds=0.5)
+        else:
+            at(trainer, "generate_once", killer(trainer, 1, signal.SIGSTOP), seconds=0.2)
+        await trainer.train()
+    assert sum(row["engines/restarts"] for row in RunFolder(tmp_path).read_metrics()) == 1
+    assert trajectories(tmp_path) == trajectories(undisturbed)
+
+
+async def test_the_run_ends_when_restarts_are_spent(start_run, prompt, tmp_path: Path):
+    once_only = GENERATOR | {"max_engine_restarts": 0}
+    async with start_run(tmp_path, script(prompt), trainer=OWN_DEVICES, generator=once_only) as trainer:
+        at(trainer, "generate_once", killer(trainer, 1), seconds=0.3)
+        with pytest.raises(WorkerError, match=r"(?s)engine 1 died.*generator.max_engine_restarts=0.*engine_1.log"):
+            await trainer.train()
+
+
+def lying(make_engine: Callable[[], Any], lie: str) -> InferenceEngineInterface:
+    """An engine that treats version 1 of its weights so."""
+    engine = make_engine()
+    update, finish, load_lora = engine.update_named_weights, engine.finish_weight_update, engine.load_lora
+
+    async def lying_update(request: WeightUpdateRequest) -> None:
+        if request.version == 1 and lie == "drops a bucket" and request.index == 1:
+            return
+        if request.version == 1 and lie == "swaps two tensors":
+            for a in range(len(request)):
+                for b in range(a):
+                    if request.shapes[a] == request.shapes[b] and len(request.shapes[a]) == 2:
+                        names = list(request.names)
+                        names[a], names[b] = names[b], names[a]
+                        request = replace(request, names=names)
+                        return await update(request)
+        await update(request)
+
+    async def lying_finish(version: int) -> WeightReport:
+        report = await finish(version)
+        if version == 1 and lie == "computes with others":  # what was reported is right, what is used is not
+            import torch
+
+            with torch.inference_mode():
+                for parameter in engine._weights._parameters.values():
+                    parameter.mul_(1.5)
+        return report
+
+    async def lying_load(request: LoraLoadRequest) -> WeightReport:
+        if request.version == 1 and lie == "keeps a stale adapter":
+            request = replace(request, path=str(Path(request.path).with_name("0")))
+        return await load_lora(request)
+
+    engine.update_named_weights, engine.finish_weight_update, engine.load_lora = lying_update, lying_finish, lying_load
+    return engine
+
+
+@asynccontextmanager
+async def run_with_a_liar(start_run: Any, lie: str, monkeypatch: Any, *args: Any, **changes: Any) -> AsyncIterator[Any]:
+    factory = entry.engine_factory
+    monkeypatch.setattr(entry, "engine_factory", lambda *a, **k: partial(lying, factory(*a, **k), lie))
+    async with start_run(*args, **changes) as trainer:
+        yield trainer
+
+
+@pytest.mark.parametrize(
+    "lie, message",
+    [
+        ("drops a bucket", r"engine 0.*(bucket 1|are missing: model\.)"),
+        ("swaps two tensors", r"engine 0.*(differ: .*model\.layers|shape)"),
+        ("keeps a stale adapter", r"adapters of version 1 in engine 0: .*differ: base_model\.model\..*lora_"),
+        ("computes with others", r"engine 0 gives other log-probs than the trainer: they differ by .* on average"),
+    ],
+)
+async def test_an_engine_that_has_not_the_weights_ends_the_run(
+    lie, message, start_run, prompt, monkeypatch, tmp_path: Path
+):
+    trainer_changes: dict[str, Any] = dict(OWN_DEVICES)
+    generator = GENERATOR | {"num_inference_engines": 1, "weight_transfer_threshold_cuda_ipc_GB": 4e-5}
+    if "adapter" in lie:
+        trainer_changes["policy"] = {"model": {"lora": {"rank": 4}}, "optimizer_config": {"lr": 1e-3}}
+        generator |= {"weight_sync_strategy": "adapter"}
+    async with run_with_a_liar(
+        start_run, lie, monkeypatch, tmp_path, script(prompt), trainer=trainer_changes, generator=generator
+    ) as trainer:
+        with pytest.raises(WeightSyncError, match=message):
+            await trainer.train()
+        assert trainer.global_step == 1, "version 0 went well"
