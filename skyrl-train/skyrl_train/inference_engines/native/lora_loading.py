@@ -58,13 +58,25 @@ def read_lora(path: str, model: nn.Module, max_rank: int) -> dict[str, LayerMatr
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in file.tensors.items():
         match = _MATRIX.fullmatch(name)
-        if match is None:
-            raise _refusal(path, f"its tensor {name} is no matrix of a linear layer (embeddings cannot have adapters)")
-        pairs.setdefault(match["layer"], {})[match["kind"]] = tensor
+        if match is not None:
+            pairs.setdefault(match["layer"], {})[match["kind"]] = tensor
+        elif not _is_the_models(name, tensor, model):
+            raise _refusal(
+                path,
+                f"its tensor {name} is no matrix of a linear layer, nor as the model has it (embeddings have no adapters)",
+            )
     if not pairs:
         raise _refusal(path, "it holds no tensor")
     modules = dict(model.named_modules())
     return {layer: _checked(path, layer, pair, modules, file.config, max_rank) for layer, pair in pairs.items()}
+
+
+def _is_the_models(name: str, tensor: torch.Tensor, model: nn.Module) -> bool:
+    """Whether a tensor is the model's own: peft adds embeddings and output layer where the latter has an adapter."""
+    own = dict(model.named_parameters(remove_duplicate=False)).get(
+        name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+    )
+    return own is not None and own.shape == tensor.shape and torch.equal(own, tensor.to(own.device, own.dtype))
 
 
 def tensor_names(layer: str) -> tuple[str, str]:

@@ -1,0 +1,466 @@
+"""Adapters in the native engine: peft's numbers, several in one batch, replaced in flight, and bits that do not depend
+on who else is there."""
+
+import asyncio
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from skyrl_train.errors import UnsupportedByEngine
+from skyrl_train.inference_engines.base import InferenceEngineInput
+from skyrl_train.inference_engines.native.attention import MIN_ROWS
+from skyrl_train.inference_engines.native.core import NativeEngineCore
+from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+from skyrl_train.inference_engines.native.loading import load_model
+from skyrl_train.inference_engines.native.lora import NO_LORA, Lora, groups_of
+from skyrl_train.inference_engines.native.lora_loading import read_lora
+from skyrl_train.inference_engines.native.packed_linear import pack_linears
+from skyrl_train.inference_engines.native.requests import Completion, Request, SamplingParams
+from skyrl_train.testing.engine_conformance.transfer import WeightPath
+from skyrl_train.weight_sync.base import LoraLoadRequest
+from skyrl_train.weight_sync.fingerprint import fingerprints_of
+
+CPU = torch.device("cpu")
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EVERYTHING = [*ATTENTION, "gate_proj", "up_proj", "down_proj", "lm_head"]
+MakeAdapter = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory) -> MakeAdapter:
+    """The folder of an adapter with random matrices (B is not zero), as peft writes it."""
+
+    def make(model_path: str, seed: int = 0, *, rank: int = 4, **config: Any) -> str:
+        model = AutoModelForCausalLM.from_pretrained(model_path)
+        torch.manual_seed(seed)
+        settings = {"target_modules": EVERYTHING, "lora_alpha": 8, **config}
+        adapted = get_peft_model(model, LoraConfig(r=rank, task_type="CAUSAL_LM", **settings))
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(torch.randn(parameter.shape) * 0.1)
+        folder = tmp_path_factory.mktemp("adapter")
+        adapted.save_pretrained(str(folder))
+        return str(folder)
+
+    return make
+
+
+pytestmark = [  # peft's
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
+]
+
+
+def make_core(path: str, dtype: str = "float32") -> NativeEngineCore:
+    model = load_model(path, device=CPU, dtype=dtype, model_config_kwargs=None, trust_remote_code=False)
+    return NativeEngineCore(
+        model, max_num_seqs=64, max_model_len=512, eos_ids=(), decode=lambda ids: "".join(map(chr, ids))
+    )
+
+
+def load(core: NativeEngineCore, folder: str, name: str = "first", version: int = 1) -> Lora:
+    layers = read_lora(folder, core.model, 64)
+    core.loras.load(LoraLoadRequest(name=name, path=folder, version=version), layers, "full")
+    lora = core.loras.named(name)
+    assert lora is not None
+    return lora
+
+
+def random_prompts(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(2, 62, length) for length in lengths]
+
+
+def run(core: NativeEngineCore, requests: list[Request]) -> list[Completion]:
+    for request in requests:
+        core.add_request(request)
+    done = {}
+    while core.num_running or core.num_waiting:
+        done |= {completion.request: completion for completion in core.step()}
+    return [done[request] for request in requests]
+
+
+def log_probs_of(model: Any, prompt: np.ndarray, answer: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of the prompt's tokens but the first, and of the answer's, by one plain forward pass."""
+    ids = torch.tensor([[*prompt.tolist(), *answer]])
+    with torch.no_grad():
+        log_probs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    return log_probs[: len(prompt) - 1], log_probs[len(prompt) - 1 :]
+
+
+def same_bits(one: Completion, other: Completion) -> bool:
+    return one.token_ids == other.token_ids and one.log_probs == other.log_probs
+
+
+@pytest.mark.parametrize(
+    "name, config",
+    [
+        ("qwen3", {}),  # tied: the output layer has an adapter, the embedding has none
+        ("llama", {"rank": 20, "use_rslora": True}),
+        ("qwen2", {"rank": 2, "rank_pattern": {"q_proj": 7}, "alpha_pattern": {"layers.1.mlp.up_proj": 32}}),
+        ("qwen3_moe", {"target_modules": ATTENTION}),
+        ("qwen2_window", {"target_modules": ["down_proj"]}),
+    ],
+)
+def test_log_probs_are_those_of_peft(tiny_models, adapter, name, config):
+    """Of adapter and plain model in one batch, of prompts and answers."""
+    folder = adapter(tiny_models(name), **config)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_models(name))
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_models(name)), folder).eval()
+    core = make_core(tiny_models(name))
+    lora = load(core, folder)
+    params = SamplingParams(max_tokens=25, prompt_logprobs=0)
+    prompts = random_prompts([1, 2, 7, 33, 64, 150])
+    for chosen in ([lora] * 6, [lora, None] * 3):
+        requests = [Request(p, params, (0, i), used) for i, (p, used) in enumerate(zip(prompts, chosen, strict=True))]
+        gap = 0.0
+        for request, answer in zip(requests, run(core, requests), strict=True):
+            of_prompt, of_answer = log_probs_of(
+                plain if request.lora is None else adapted, request.prompt, answer.token_ids
+            )
+            torch.testing.assert_close(torch.tensor(answer.log_probs), of_answer, atol=1e-5, rtol=0)
+            torch.testing.assert_close(torch.tensor(answer.prompt_log_probs), of_prompt, atol=1e-5, rtol=0)
+            if request.lora is not None:
+                other = log_probs_of(plain, request.prompt, answer.token_ids)[1]
+                gap = max(gap, float((other - of_answer).abs().max()))
+        assert gap > 0.1  # the adapter does something
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_a_request_gets_the_same_bits_alone_and_in_a_crowd_of_other_adapters(tiny_models, adapter, name):
+    """Three adapters of different ranks and layers, and the plain model; they come and leave at different times."""
+    path = tiny_models(name)
+    folders = [adapter(path, 1), adapter(path, 2, rank=30, target_modules=ATTENTION), adapter(path, 3, rank=1)]
+    lengths = [1, 2, 5, 31, 32, 33, 40, 64, 65, 120, 127, 129, 200, 12, 17, 9, 80]
+    prompts = random_prompts(lengths)
+    budgets = np.random.default_rng(1).integers(3, 40, len(prompts)).tolist()
+
+    def requests_with(loras: list[Lora | None]) -> list[Request]:
+        return [
+            Request(prompt, SamplingParams(max_tokens=budget), (5, i), loras[i % 4])
+            for i, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
+        ]
+
+    alone: list[Completion] = []
+    for number, folder in enumerate([*folders, None]):
+        core = make_core(path)
+        lora = None if folder is None else load(core, folder)  # the only one that is loaded
+        alone += [run(core, [request])[0] for request in requests_with([lora] * 4)[number::4]]
+    alone = [alone[index] for index in np.argsort(np.argsort([i % 4 for i in range(len(prompts))], kind="stable"))]
+
+    crowd = make_core(path)
+    requests = requests_with([load(crowd, folder, f"number {i}") for i, folder in enumerate(folders)] + [None])
+    done: dict[Request, Completion] = {}
+    late = requests[1::2]
+    for request in requests[::2]:
+        crowd.add_request(request)
+    while crowd.num_running or crowd.num_waiting or late:
+        if late:
+            crowd.add_request(late.pop(0))
+        done |= {completion.request: completion for completion in crowd.step()}
+    for request, expected in zip(requests, alone, strict=True):
+        assert same_bits(done[request], expected), f"prompt of {len(request.prompt)} tokens, {request.lora}"
+
+
+def test_the_plain_model_is_as_if_there_were_no_adapters(tiny_models, adapter):
+    """Before one is loaded, beside it, and after it has gone: same bits, and then not even a hook is left."""
+    [prompt] = random_prompts([40])
+    core = make_core(tiny_models("qwen3"))
+
+    def ask(lora: Lora | None = None) -> Request:
+        return Request(prompt, SamplingParams(max_tokens=20), (0, 0), lora)
+
+    [before] = run(core, [ask()])
+    lora = load(core, adapter(tiny_models("qwen3")))
+    [beside, other] = run(core, [ask(), ask(lora)])
+    assert same_bits(before, beside) and other.log_probs != before.log_probs
+    assert any(module._forward_hooks for module in core.model.modules())
+    core.loras.forget("first")
+    core.loras.free(lora)
+    assert not any(module._forward_hooks for module in core.model.modules())
+    assert not core.loras
+    assert same_bits(before, run(core, [ask()])[0])
+
+
+def test_prompts_are_shared_within_an_adapter_and_its_version_only(tiny_models, adapter):
+    path = tiny_models("qwen3")
+    [prompt] = random_prompts([40])
+    core = make_core(path)
+    first, second = load(core, adapter(path, 1), "first"), load(core, adapter(path, 2), "second")
+    params = SamplingParams(max_tokens=30)
+    for lora in (None, first, second) * 2:
+        core.add_request(Request(prompt, params, (0, 0), lora))
+    core.step()
+    assert core.num_prompt_tokens_computed == 3 * 39
+    load(core, adapter(path, 3), "first", version=2)
+    for lora in (None, first, second) * 2:
+        core.add_request(Request(prompt, params, (0, 1), lora))
+    done = [*core.step()]
+    assert core.num_prompt_tokens_computed == 4 * 39  # the new adapter's, once
+    while core.num_running:
+        done += core.step()
+    fresh = make_core(path)
+    [expected] = run(fresh, [Request(prompt, params, (0, 1), load(fresh, adapter(path, 3)))])
+    late = [c for c in done if c.request.seed == (0, 1) and c.request.lora is first]
+    assert len(late) == 2 and all(same_bits(completion, expected) for completion in late)
+
+
+def test_an_update_of_the_model_reaches_adapted_layers_too(tiny_models, adapter):
+    """W changes under the adapter: packed copies are made anew, and no prompt of the old weights is shared."""
+    path = tiny_models("llama")
+    folder = adapter(path, target_modules=EVERYTHING[:-1])
+    [prompt] = random_prompts([40])
+    core = make_core(path)
+    lora = load(core, folder)
+    core.add_request(Request(prompt, SamplingParams(max_tokens=300), (0, 0), lora))
+    core.step()
+    with torch.inference_mode():
+        for parameter in core.model.parameters():
+            parameter.mul_(1.1)
+    pack_linears(core.model)
+    core.weight_version = 7
+    core.add_request(Request(prompt, SamplingParams(max_tokens=10), (0, 1), lora))
+    done = []
+    while not done:
+        done = core.step()
+    assert core.num_prompt_tokens_computed == 2 * 39
+    adapted = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            parameter.mul_(1.1)
+    adapted = PeftModel.from_pretrained(adapted, folder).eval()
+    _, expected = log_probs_of(adapted, prompt, done[0].token_ids)
+    torch.testing.assert_close(torch.tensor(done[0].log_probs), expected, atol=1e-5, rtol=0)
+    assert done[0].weight_versions == [1] * 10  # the adapter's
+
+
+def test_bfloat16_adapters_are_near_peft(tiny_models, adapter):
+    folder = adapter(tiny_models("qwen3"))
+    model = AutoModelForCausalLM.from_pretrained(tiny_models("qwen3"), dtype=torch.bfloat16)
+    adapted = PeftModel.from_pretrained(model, folder).eval().to(torch.bfloat16)
+    core = make_core(tiny_models("qwen3"), "bfloat16")
+    [prompt] = random_prompts([40])
+    [answer] = run(core, [Request(prompt, SamplingParams(max_tokens=30), (0, 0), load(core, folder))])
+    _, expected = log_probs_of(adapted.float(), prompt, answer.token_ids)
+    assert (torch.tensor(answer.log_probs) - expected).abs().mean() < 0.05
+
+
+# ---- groups
+
+
+def test_rows_are_gathered_by_slot_by_hand():
+    """Rows 0, 3, 4 use slot 2 and row 2 uses slot 0: two groups of at least four places, slot 0 first."""
+    slots = np.array([2, NO_LORA, 0, 2, 2])
+    groups = groups_of(slots, CPU, apart=False)
+    assert groups is not None and groups.size == MIN_ROWS == 4
+    assert isinstance(groups.slots, torch.Tensor) and groups.slots.tolist() == [0, 2]
+    assert groups.gathered is not None and groups.gathered.tolist() == [2, 2, 2, 2, 0, 3, 4, 0]
+    assert groups.rows is not None and groups.rows.tolist() == [0, 2, 3, 4]
+    assert groups.places is not None and groups.places.tolist() == [4, 0, 5, 6]
+
+
+def test_one_adapter_for_all_rows_gathers_nothing():
+    groups = groups_of(np.array([1, 1, 1, 1]), CPU, apart=True)
+    assert groups is not None and groups.slots == slice(1, 2) and groups.gathered is None
+
+
+def test_rows_without_adapters_make_no_groups():
+    assert groups_of(np.full(6, NO_LORA), CPU, apart=False) is None
+
+
+# ---- the engine
+
+
+@contextlib.asynccontextmanager
+async def engine_of(path: str, **settings: Any):
+    engine = NativeInferenceEngine(path, **settings)
+    try:
+        yield engine
+    finally:
+        await engine.teardown()
+
+
+def batch(*prompts: list[int], lora: str | None = None, **params: Any) -> InferenceEngineInput:
+    return InferenceEngineInput(prompt_token_ids=list(prompts), sampling_params=params, lora_name=lora)
+
+
+PROMPT = [5, 9, 12, 30, 7]
+
+
+async def test_adapters_by_name(tiny_models, adapter):
+    path = tiny_models("qwen3")
+    async with engine_of(path, max_loras=2) as engine:
+        assert "lora" not in (await engine.describe()).lacks
+        with pytest.raises(ValueError, match="no adapter named 'policy' is loaded; none is loaded"):
+            await engine.generate(batch(PROMPT, lora="policy"))
+        for number, name in enumerate(["policy", "other"]):
+            await engine.load_lora(LoraLoadRequest(name=name, path=adapter(path, number), version=number + 3))
+        with pytest.raises(ValueError, match=r"max_loras=2 adapters are loaded \(policy, other\)"):
+            await engine.load_lora(LoraLoadRequest(name="third", path=adapter(path)))
+        asked = [engine.generate(batch(PROMPT, lora=name, seed=1, max_tokens=9)) for name in (None, "policy", "other")]
+        plain, policy, other = await asyncio.gather(*asked)
+        assert [answer["weight_versions"][0] for answer in (plain, policy, other)] == [[0] * 9, [3] * 9, [4] * 9]
+        assert len({tuple((a["response_logprobs"] or [])[0]) for a in (plain, policy, other)}) == 3
+        await engine.unload_lora("policy")
+        with pytest.raises(ValueError, match="no adapter named 'policy' is loaded; loaded are other"):
+            await engine.unload_lora("policy")
+        again = await engine.generate(batch(PROMPT, lora="other", seed=1, max_tokens=9))
+        assert again["response_logprobs"] == other["response_logprobs"]
+        await engine.load_lora(LoraLoadRequest(name="third", path=adapter(path, 0)))  # the slot of "policy"
+        third = await engine.generate(batch(PROMPT, lora="third", seed=1, max_tokens=9))
+        assert third["response_logprobs"] == policy["response_logprobs"]
+
+
+async def test_the_report_is_of_the_files_tensors_as_the_engine_holds_them(tiny_models, adapter):
+    folder = adapter(tiny_models("qwen3"))
+    tensors = load_file(Path(folder) / "adapter_model.safetensors")
+    expected = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
+    assert len(expected) == 2 * (2 * 7 + 1) < len(tensors)  # peft adds the embeddings, which are the model's
+    async with engine_of(tiny_models("qwen3")) as engine:
+        report = await engine.load_lora(LoraLoadRequest(name="policy", path=folder, version=5))
+    assert report.version == 5
+    assert report.fingerprints == fingerprints_of(expected.items(), 5, "sampled")
+
+
+async def test_a_replaced_adapter_writes_the_rest_of_running_answers(tiny_models, adapter):
+    path = tiny_models("qwen3")
+    first, second = adapter(path, 1), adapter(path, 2)
+    async with engine_of(path) as engine:
+        await engine.load_lora(LoraLoadRequest(name="policy", path=first, version=1))
+        running = asyncio.ensure_future(engine.generate(batch(PROMPT, lora="policy", max_tokens=300, ignore_eos=True)))
+        while not len(engine._core._rows) or engine._core._rows.length[0] < 20:
+            await asyncio.sleep(0.005)
+        await engine.load_lora(LoraLoadRequest(name="policy", path=second, version=2))
+        [versions] = (await running)["weight_versions"]
+        assert versions == sorted(versions) and set(versions) == {1, 2} and len(versions) == 300
+
+
+async def test_an_adapter_goes_when_its_last_request_ended(tiny_models, adapter):
+    path = tiny_models("qwen3")
+    async with engine_of(path) as engine:
+        await engine.load_lora(LoraLoadRequest(name="policy", path=adapter(path, 1), version=1))
+        ask = batch(PROMPT, lora="policy", max_tokens=200, ignore_eos=True, seed=1)
+        expected = await engine.generate(ask)
+        running = asyncio.ensure_future(engine.generate(ask))
+        await engine.pause_generation("keep")
+        leaving = asyncio.ensure_future(engine.unload_lora("policy"))
+        await asyncio.sleep(0.05)
+        assert not leaving.done()
+        with pytest.raises(ValueError, match="no adapter named 'policy'"):
+            await engine.generate(ask)
+        await engine.resume_generation()
+        assert await running == expected
+        await asyncio.wait_for(leaving, 10)
+        assert not engine._core.loras
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_adapters_outlast_sleep(tiny_models, adapter, tmp_path, level):
+    """Those loaded meanwhile as well. An update brings the model's weights back after level 2, and no adapters."""
+    path = tiny_models("qwen3")
+    first, second = (adapter(path, seed, target_modules=ATTENTION) for seed in (1, 2))
+    async with engine_of(path) as engine:
+        await engine.load_lora(LoraLoadRequest(name="policy", path=first))
+        before = await engine.generate(batch(PROMPT, lora="policy", max_tokens=9, seed=1))
+        await engine.sleep(level)
+        await engine.load_lora(LoraLoadRequest(name="other", path=second))
+        await engine.wake_up()
+        if level == 2:
+            weights = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+            sender = WeightPath(
+                engine,
+                "shared_memory",
+                "full",
+                dtype=torch.float32,
+                directory=tmp_path,
+                timeout_seconds=30,
+                max_bucket_bytes=1 << 20,
+            )
+            await sender.send({name: weight.detach() for name, weight in weights.items()}, 1)
+            await sender.close()
+        assert await engine.generate(batch(PROMPT, lora="policy", max_tokens=9, seed=1)) == before
+        assert await engine.generate(batch(PROMPT, lora="other", max_tokens=9, seed=1)) != before
+
+
+async def test_an_engine_without_adapters_says_so(tiny_models, adapter):
+    async with engine_of(tiny_models("qwen3"), max_lora_rank=0) as engine:
+        assert (await engine.describe()).lacks["lora"].endswith("(max_lora_rank=0)")
+        with pytest.raises(UnsupportedByEngine, match="max_lora_rank=0"):
+            await engine.load_lora(LoraLoadRequest(name="policy", path=adapter(tiny_models("qwen3"))))
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"target_modules": ["embed_tokens"]}, r"embed_tokens.lora_embedding_A is no matrix of a linear layer"),
+        ({"use_dora": True}, "use_dora=True: DoRA scales"),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": [3]}, "trainable_token_indices=.* embeddings"),
+        ({"bias": "lora_only"}, "bias='lora_only'"),
+        ({"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}, r"modules_to_save=\['lm_head'\]"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora' took a part of the model's weights"),
+        ({"rank": 80}, "has rank 80, above the engine's max_lora_rank=64"),
+    ],
+)
+def test_what_is_no_low_rank_product_beside_a_linear_layer_is_refused(tiny_models, adapter, config, message):
+    folder = adapter(tiny_models("llama"), **config)
+    with pytest.raises(ValueError, match=message):
+        load(make_core(tiny_models("llama")), folder)
+
+
+def test_fused_experts_are_refused_by_name(tiny_models, adapter):
+    folder = adapter(
+        tiny_models("qwen3_moe"), target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"]
+    )
+    with pytest.raises(ValueError, match=r"target_parameters=\['mlp.experts.gate_up_proj'\]: it adapts parameters"):
+        load(make_core(tiny_models("qwen3_moe")), folder)
+
+
+def test_another_models_adapter_is_refused_by_the_layer(tiny_models, adapter, tmp_path):
+    folder = Path(adapter(tiny_models("llama"), target_modules=["q_proj"]))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    config = (folder / "adapter_config.json").read_text()
+
+    def changed(change: Callable[[str], str], cut: int | None = None) -> str:
+        place = Path(tempfile.mkdtemp(dir=tmp_path))
+        (place / "adapter_config.json").write_text(config)
+        changed = {change(name): value[:, :cut].contiguous() for name, value in tensors.items()}
+        save_file(changed, place / "adapter_model.safetensors")
+        return str(place)
+
+    core = make_core(tiny_models("llama"))
+    for place, message in [
+        (changed(lambda name: name.replace("layers.1", "layers.9")), "the model has no layer model.layers.9.self_attn"),
+        (changed(lambda name: name.replace("self_attn.q_proj", "input_layernorm")), "is a LlamaRMSNorm, and only"),
+        (changed(str, cut=3), r"q_proj takes A \[rank, 48\] and B \[48, rank\]; got \[4, 3\] and \[48, 3\]"),
+        (changed(lambda name: name.replace("1.self_attn.q_proj.lora_A", "1.mlp.up_proj.lora_A")), "has no lora_[AB]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load(core, place)
+    assert not core.loras  # nothing of it stayed
+
+
+def test_a_folder_without_adapter_is_refused(tiny_models, tmp_path):
+    core = make_core(tiny_models("llama"))
+    with pytest.raises(ValueError, match="no adapter can be read from"):
+        load(core, str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
+    save_file({"x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="its peft_type is 'IA3', not LORA"):
+        load(core, str(tmp_path))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ValueError, match="no adapter can be read from"):
+        load(core, str(tmp_path))
