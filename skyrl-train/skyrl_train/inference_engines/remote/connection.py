@@ -21,12 +21,23 @@ _CONNECT_SECONDS = 10.0
 _MOST_TEXT_SHOWN = 600
 
 
-class ServerRefused(Exception):
-    """The server answered with an error status."""
+class ServerError(WorkerError):
+    """The server answered with an error status.
 
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
+    Args:
+        url, path: what was asked
+        status: HTTP's
+        said: the server's words
+    """
+
+    def __init__(self, url: str, path: str, status: int, said: str):
+        super().__init__(f"the server at {url} answered {path} with status {status}: {said}")
         self.status = status
+        self.said = said
+
+
+class ServerRefused(ServerError):
+    """The request is to blame: a status from 400 to 499."""
 
 
 def server_url(url: str) -> str:
@@ -62,6 +73,8 @@ class ServerConnection:
         self.url = server_url(url)
         self._timeout_seconds = timeout_seconds
         self._timeout_setting = timeout_setting
+        self._shut = False
+        self._calls: set[asyncio.Future[httpx.Response]] = set()
         self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
 
     async def get(self, path: str, *, timeout_seconds: float | None = None, **params: Any) -> Any:
@@ -79,8 +92,8 @@ class ServerConnection:
         """The answer: what its JSON says, or its text.
 
         Raises:
-            ServerRefused: the server answered with an error status below 500.
-            WorkerError: it cannot be reached, ended in mid-request, did not answer in time, or failed.
+            ServerError: the server answered with an error status (`ServerRefused`: one below 500).
+            WorkerError: it cannot be reached, ended in mid-request, or did not answer in time.
         """
         return await self._call("POST", path, body or {}, params or {}, timeout_seconds, timeout_setting)
 
@@ -96,7 +109,7 @@ class ServerConnection:
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
             async with asyncio.timeout(seconds):
-                response = await self._client().request(method, self.url + path, json=body, params=params)
+                response = await self._begin(method, path, body, params)
         except TimeoutError:
             raise WorkerError(
                 f"the server at {self.url} did not answer {method} {path} within {seconds:g} s "
@@ -112,17 +125,31 @@ class ServerConnection:
                 f"the server at {self.url} ended the connection during {method} {path} "
                 f"({error or type(error).__name__}): did it die?"
             ) from None
-        if response.status_code >= 500:
-            raise WorkerError(
-                f"the server at {self.url} answered {method} {path} with status {response.status_code}: "
-                f"{_error_text(response)}"
-            )
         if response.status_code >= 400:
-            raise ServerRefused(response.status_code, _error_text(response))
+            kind = ServerRefused if response.status_code < 500 else ServerError
+            raise kind(self.url, path, response.status_code, _error_text(response))
         try:
             return response.json()
         except ValueError:
             return response.text
+
+    async def _begin(
+        self, method: str, path: str, body: dict[str, Any] | None, params: dict[str, Any]
+    ) -> httpx.Response:
+        """Sends a request that `shut` can end."""
+        closed = WorkerError(f"the connection to the server at {self.url} is closed")
+        if self._shut:
+            raise closed
+        call = asyncio.ensure_future(self._client().request(method, self.url + path, json=body, params=params))
+        self._calls.add(call)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            if self._shut and call.cancelled():
+                raise closed from None
+            raise
+        finally:
+            self._calls.discard(call)
 
     def _client(self) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()
@@ -134,7 +161,15 @@ class ServerConnection:
             )
         return self._clients[loop]
 
+    async def shut(self) -> None:
+        """Ends every call under way, and lets no other begin."""
+        self._shut = True
+        for call in self._calls:
+            call.cancel()
+        await self.close()
+
     async def close(self) -> None:
+        """Forgets what belongs to this event loop."""
         client = self._clients.pop(asyncio.get_running_loop(), None)
         if client is not None:
             await client.aclose()

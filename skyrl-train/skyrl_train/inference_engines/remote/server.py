@@ -9,13 +9,14 @@ every process that asks the server knows which is the newest.
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import hashlib
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.errors import ConfigError, UnsupportedByEngine, WorkerError
+from skyrl_train.errors import ConfigError, UnsupportedByEngine
 from skyrl_train.inference_engines.base import (
     EngineInfo,
     Feature,
@@ -54,6 +55,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         tokenizer: turns answers into text; None: for weights alone
         request_timeout_seconds: the deadline of one request
         control_timeout_seconds: the deadline of everything else
+        protocol: made of a connection and the deadline of a request; None: by the kind of server
 
     Raises:
         ConfigError: it is no server of this kind.
@@ -69,7 +71,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         tokenizer: PreTrainedTokenizerBase | None = None,
         request_timeout_seconds: float = 3600.0,
         control_timeout_seconds: float = 600.0,
-        protocol: type[ServerProtocol] | None = None,
+        protocol: Callable[[ServerConnection, float], ServerProtocol] | None = None,
     ):
         self._server = ServerConnection(url, control_timeout_seconds)
         self.url = self._server.url
@@ -85,7 +87,10 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         self._facts, self._version = run_to_end(self._meet(backend, protocol, request_timeout_seconds))
 
     async def _meet(
-        self, backend: Backend | None, protocol: type[ServerProtocol] | None, request_timeout_seconds: float
+        self,
+        backend: Backend | None,
+        protocol: Callable[[ServerConnection, float], ServerProtocol] | None,
+        request_timeout_seconds: float,
     ) -> tuple[ServerFacts, int]:
         try:
             if protocol is None:
@@ -116,10 +121,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         return self._facts.info
 
     async def check_health(self) -> None:
-        try:
-            await self._protocol.check_health(min(_HEALTH_SECONDS, self.control_timeout_seconds))
-        except ServerRefused as error:
-            raise WorkerError(f"the server at {self.url} is not well: {error}") from None
+        await self._protocol.check_health(min(_HEALTH_SECONDS, self.control_timeout_seconds))
 
     async def tokenize(self, text: str) -> list[int]:
         """The server's token ids of a text, without special tokens around it."""
@@ -168,7 +170,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
                     self._adapters.pop(str(adapter), None)
                     if await self._adapter_version(str(adapter)) != adapter_version:
                         continue
-                raise ValueError(f"the server at {self.url} refused a request: {error}") from None
+                raise ValueError(f"the server at {self.url} refused a request: {error.said}") from None
             if answer.weight_versions and answer.weight_versions[-1] != self._version:
                 self._version = answer.weight_versions[-1]
             begun_by = answer.weight_versions[0] if answer.weight_versions else version
@@ -292,7 +294,9 @@ class RemoteInferenceEngine(InferenceEngineInterface):
                 await self._protocol.unload_adapter(_name_at_server(request.name, request.version))
             await self._protocol.load_adapter(_name_at_server(request.name, request.version), request.path)
         except ServerRefused as error:
-            raise ValueError(f"the server at {self.url} did not load the adapter {request.path}: {error}") from None
+            raise ValueError(
+                f"the server at {self.url} did not load the adapter {request.path}: {error.said}"
+            ) from None
         self._adapters[request.name] = request.version
         for version in before:
             if version != request.version:
@@ -319,12 +323,12 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         return [int(version) for base, _, version in loaded if base == name and version.isdigit()]
 
     async def teardown(self) -> None:
-        """Lets go of the server, which runs on."""
+        """Lets go of the server, which runs on; requests under way end by an error."""
         self._gate.abort()
-        await self.disconnect()
+        await self._server.shut()
 
     async def disconnect(self) -> None:
-        """Forgets what belongs to this event loop. The next call connects again."""
+        """Forgets what belongs to this event loop; another one may use the engine."""
         await self._server.close()
 
     def _require(self, feature: Feature) -> None:
@@ -343,7 +347,7 @@ async def kind_of_server(server: ServerConnection) -> Backend:
     said: dict[str, Any] = {}
     for path in ("/version", "/model_info"):
         try:
-            answer = await server.get(path, timeout_seconds=_HEALTH_SECONDS)
+            answer = await server.get(path)
         except ServerRefused:
             continue
         if isinstance(answer, dict):
@@ -363,7 +367,8 @@ def _name_at_server(adapter: str, version: int) -> str:
 
 
 def _cache_key(version: int, adapter: str | None) -> str:
-    return f"weights-{version}" if adapter is None else f"weights-{version}-{adapter}"
+    """Of letters and digits alone: vLLM takes few others."""
+    return hashlib.sha256(f"{version} {adapter or ''}".encode()).hexdigest()[:32]
 
 
 def _check_ids(what: str, ids: Sequence[int], vocabulary: int) -> None:

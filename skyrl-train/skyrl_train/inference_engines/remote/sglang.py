@@ -9,11 +9,11 @@ takes them by every transport (`skyrl_train.inference_engines.sglang`).
 import asyncio
 from typing import Any
 
-from skyrl_train.errors import UnsupportedByEngine, WeightSyncError, WorkerError
+from skyrl_train.errors import UnsupportedByEngine, WeightSyncError
 from skyrl_train.inference_engines.base import EngineInfo, Feature, PauseMode, StopReason
 from skyrl_train.inference_engines.native.requests import SamplingParams
 from skyrl_train.inference_engines.native.sampling import random_key
-from skyrl_train.inference_engines.remote.connection import ServerRefused
+from skyrl_train.inference_engines.remote.connection import ServerError, ServerRefused
 from skyrl_train.inference_engines.remote.files import CheckpointFiles
 from skyrl_train.inference_engines.remote.protocol import (
     ServerAnswer,
@@ -27,8 +27,6 @@ from skyrl_train.inference_engines.vllm.sampling import SeedPair
 from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
 
 _STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-_SPARE_TOKENS = 6
-"""SGLang keeps so many positions of the context to itself (`max_req_input_len`)."""
 
 
 class SGLangProtocol(ServerProtocol):
@@ -39,8 +37,7 @@ class SGLangProtocol(ServerProtocol):
     async def facts(self) -> ServerFacts:
         said = await self.server.get("/server_info")
         model = await self.server.get("/model_info")
-        [served, *_] = (await self.server.get("/v1/models"))["data"]
-        self._max_model_len = served["max_model_len"]
+        self._max_model_len = said["max_req_input_len"] + 1  # the rest of the context SGLang keeps to itself
         self._seeds_work = bool(said.get("enable_deterministic_inference"))
         lacks: dict[Feature, str] = {}
         if not self._seeds_work:
@@ -63,7 +60,7 @@ class SGLangProtocol(ServerProtocol):
             num_weight_processes=said["tp_size"] * said.get("pp_size", 1) * said.get("dp_size", 1),
             lacks=lacks,
         )
-        names = dict.fromkeys((model["served_model_name"], model["model_path"], served["id"]))
+        names = dict.fromkeys((model["served_model_name"], model["model_path"]))
         return ServerFacts(info=info, names=tuple(names), prefix_caching=not said["disable_radix_cache"])
 
     async def check_health(self, timeout_seconds: float) -> None:
@@ -73,7 +70,7 @@ class SGLangProtocol(ServerProtocol):
     async def complete(
         self, prompt: list[int], params: SamplingParams, seed: SeedPair | None, adapter: str | None, cache_key: str
     ) -> ServerAnswer:
-        self._check(params, seed, len(prompt))
+        self._check(params, seed)
         body: dict[str, Any] = {
             "input_ids": prompt,
             "sampling_params": self._sampling(params, seed, len(prompt)),
@@ -92,13 +89,32 @@ class SGLangProtocol(ServerProtocol):
         )
         about, ids = said["meta_info"], said["output_ids"]
         reason = about["finish_reason"] or {"type": "abort"}
+        log_probs = [entry[0] for entry in about.get("output_token_logprobs") or []][: len(ids)]
+        if params.logprobs is not None and _is_penalized(params) and ids:
+            log_probs = await self._scored_again(prompt, ids, adapter, cache_key)
         return ServerAnswer(
             token_ids=ids,
-            log_probs=[entry[0] for entry in about.get("output_token_logprobs") or []][: len(ids)],
+            log_probs=log_probs,
             prompt_log_probs=[entry[0] for entry in about.get("input_token_logprobs") or [] if entry[0] is not None],
             stop_reason=_STOP_REASONS.get(reason["type"], "abort"),
             weight_versions=versions_of(about.get("weight_versions"), len(ids), self.server.url) if ids else [],
         )
+
+    async def _scored_again(
+        self, prompt: list[int], ids: list[int], adapter: str | None, cache_key: str
+    ) -> list[float]:
+        """The log-probs of an answer as part of a prompt: those that it came with are those after penalties."""
+        body: dict[str, Any] = {
+            "input_ids": prompt + ids,
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": len(prompt) - 1,
+            "extra_key": cache_key,
+        }
+        if adapter is not None:
+            body["lora_path"] = adapter
+        said = await self.server.post("/generate", body, timeout_seconds=self.request_timeout_seconds)
+        return [entry[0] for entry in said["meta_info"]["input_token_logprobs"][-len(ids) :]]
 
     def _sampling(self, params: SamplingParams, seed: SeedPair | None, num_prompt_tokens: int) -> dict[str, Any]:
         room = self._max_model_len - num_prompt_tokens
@@ -121,25 +137,22 @@ class SGLangProtocol(ServerProtocol):
             given["sampling_seed"] = int(random_key(*seed)) >> 33
         return given
 
-    def _check(self, params: SamplingParams, seed: SeedPair | None, num_prompt_tokens: int) -> None:
+    def _check(self, params: SamplingParams, seed: SeedPair | None) -> None:
         """What SGLang would take and do otherwise."""
         where = f"the SGLang server at {self.server.url}"
         if seed is not None and not self._seeds_work and not params.is_greedy:
             raise UnsupportedByEngine(f"{where} ignores seeds: it was started without --enable-deterministic-inference")
-        if params.logprobs is not None and (params.repetition_penalty != 1.0 or params.min_tokens):
+        plain = params.is_greedy or params.temperature == 1.0
+        if params.logprobs is not None and _is_penalized(params) and not plain:
             raise UnsupportedByEngine(
-                f"{where} reports log-probs after penalties; with repetition_penalty or min_tokens, ask for "
-                "logprobs=None (sglang/srt/layers/sampler.py, Sampler.forward)"
+                f"{where} reports log-probs after penalties (sglang/srt/layers/sampler.py, Sampler.forward), and "
+                "scores answers again at temperature 1 alone; with repetition_penalty or min_tokens and another "
+                "temperature, ask for logprobs=None"
             )
-        if params.prompt_logprobs is not None and not params.is_greedy and params.temperature != 1.0:
+        if params.prompt_logprobs is not None and not plain:
             raise UnsupportedByEngine(
                 f"{where} reports log-probs of prompts at temperature 1 alone; got {params.temperature} "
                 "(sglang/srt/layers/logits_processor.py)"
-            )
-        if num_prompt_tokens > self._max_model_len - _SPARE_TOKENS:
-            raise ValueError(
-                f"a prompt may have {self._max_model_len - _SPARE_TOKENS} tokens at {where}: its context of "
-                f"{self._max_model_len} less {_SPARE_TOKENS}; got {num_prompt_tokens}"
             )
 
     async def tokenize(self, text: str) -> list[int]:
@@ -155,10 +168,10 @@ class SGLangProtocol(ServerProtocol):
     async def is_paused(self) -> bool:
         try:
             await self.server.get("/ready")
-        except WorkerError as error:
-            if "status 503" in str(error):
-                return True
-            raise
+        except ServerError as error:
+            if error.status != 503:
+                raise
+            return True
         return False
 
     async def abort(self) -> None:
@@ -198,7 +211,9 @@ class SGLangProtocol(ServerProtocol):
         try:
             await self.server.post("/update_weights_from_disk", body)
         except ServerRefused as error:
-            raise WeightSyncError(f"the server at {self.server.url} did not take the checkpoint: {error}") from None
+            raise WeightSyncError(
+                f"the server at {self.server.url} did not take the checkpoint: {error.said}"
+            ) from None
         return fingerprints
 
     # ---- adapters
@@ -211,6 +226,10 @@ class SGLangProtocol(ServerProtocol):
 
     async def adapters(self) -> list[str]:
         return [entry["id"] for entry in (await self.server.get("/v1/models"))["data"] if entry.get("parent")]
+
+
+def _is_penalized(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or params.min_tokens > 0
 
 
 def start_command(model: str, url: str) -> str:

@@ -13,10 +13,10 @@ import re
 from dataclasses import asdict
 from typing import Any
 
-from skyrl_train.errors import ConfigError, UnsupportedByEngine, WeightSyncError, WorkerError
+from skyrl_train.errors import ConfigError, UnsupportedByEngine, WeightSyncError
 from skyrl_train.inference_engines.base import EngineInfo, Feature, PauseMode, StopReason
 from skyrl_train.inference_engines.native.requests import SamplingParams
-from skyrl_train.inference_engines.remote.connection import ServerRefused
+from skyrl_train.inference_engines.remote.connection import ServerError, ServerRefused
 from skyrl_train.inference_engines.remote.files import CheckpointFiles
 from skyrl_train.inference_engines.remote.protocol import (
     ServerAnswer,
@@ -66,6 +66,12 @@ class VLLMProtocol(ServerProtocol):
             lacks["lora"] = (
                 f"the server at {url} was started without --enable-lora or VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             )
+        elif not lora["target_modules"] or "lm_head" in lora["target_modules"]:
+            lacks["prompt_log_probs"] = (
+                f"the server at {url} holds adapters of the LM head as well, which end vLLM at prompts' log-probs "
+                "(vllm/lora/layers/logits_processor.py); start it with --lora-target-modules q_proj k_proj v_proj "
+                "o_proj gate_proj up_proj down_proj"
+            )
         if not model["enable_sleep_mode"]:
             lacks["sleep"] = f"the server at {url} was started without --enable-sleep-mode"
         info = EngineInfo(
@@ -97,7 +103,7 @@ class VLLMProtocol(ServerProtocol):
                 raise _started_wrong(
                     self.server.url, "--enable-scale-out", "its route for token ids, /inference/v1/generate"
                 ) from None
-            if found := re.search(r"Vocabulary size: (\d+)", str(error)):
+            if found := re.search(r"Vocabulary size: (\d+)", error.said):
                 return int(found[1])
         return vocabulary_of(model, self.server.url)
 
@@ -204,10 +210,8 @@ class VLLMProtocol(ServerProtocol):
         body = {"method": method, "args": list(args), "kwargs": kwargs}
         try:
             said = await self.server.post("/collective_rpc", body, timeout_seconds=timeout_seconds)
-        except WorkerError as error:
-            if "status 5" in str(error) and method != "skyrl_prepare":
-                raise WeightSyncError(f"{error} (the server's own log says more)") from None
-            raise
+        except ServerError as error:
+            raise WeightSyncError(f"{method} at the server at {self.server.url}: {error.said}") from None
         return said["results"] if isinstance(said, dict) else []
 
     # ---- adapters

@@ -1,0 +1,112 @@
+"""Our settings in SGLang's words."""
+
+import difflib
+import importlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.sglang.weight_loader import NAME
+
+_ON_CPU = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "max_total_tokens": 65536,  # else it takes most of the machine's memory
+    "mem_fraction_static": 0.1,
+}
+
+
+def server_arguments(
+    *,
+    model_path: str,
+    device: str,
+    dtype: str,
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+    data_parallel_size: int,
+    expert_parallel_size: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int | None,
+    gpu_memory_utilization: float,
+    enforce_eager: bool,
+    enable_prefix_caching: bool,
+    enable_chunked_prefill: bool,
+    fully_sharded_loras: bool,
+    max_lora_rank: int,
+    sleep_mode: bool,
+    seed: int,
+    model_config_kwargs: Mapping[str, Any] | None,
+    dummy_weights: bool,
+    engine_init_kwargs: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Fields of SGLang's `ServerArgs`; `engine_init_kwargs` are others, and win.
+
+    Raises:
+        ConfigError: a setting that SGLang does not have.
+    """
+    if engine_init_kwargs:
+        _check_names(engine_init_kwargs)
+    if fully_sharded_loras:
+        raise ConfigError(
+            "generator.fully_sharded_loras=true is for generator.backend=vllm: SGLang has no such setting"
+        )
+    on_cpu = device == "cpu"
+    arguments: dict[str, Any] = {
+        "model_path": model_path,
+        "device": device.split(":")[0],
+        "dtype": dtype,
+        "tp_size": tensor_parallel_size,
+        "pp_size": pipeline_parallel_size,
+        "dp_size": data_parallel_size,
+        "ep_size": expert_parallel_size,
+        "max_running_requests": max_num_seqs,
+        "chunked_prefill_size": max_num_batched_tokens if enable_chunked_prefill else -1,
+        "mem_fraction_static": gpu_memory_utilization,
+        "disable_cuda_graph": enforce_eager,
+        "disable_radix_cache": not enable_prefix_caching,
+        "enable_memory_saver": sleep_mode,
+        "enable_deterministic_inference": not on_cpu,  # without it SGLang ignores seeds
+        "random_seed": seed,
+        "custom_weight_loader": [NAME],
+        "skip_server_warmup": True,
+    }
+    if max_model_len is not None:
+        arguments["context_length"] = max_model_len
+    if max_lora_rank:
+        arguments |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "lora_target_modules": ["all"]}
+    if model_config_kwargs:
+        arguments["json_model_override_args"] = json.dumps(dict(model_config_kwargs))
+    if dummy_weights:
+        arguments["load_format"] = "dummy"
+    return arguments | (_ON_CPU if on_cpu else {}) | dict(engine_init_kwargs)
+
+
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """As SGLang's launcher reads them."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, list | tuple):
+            words += [flag, *map(str, value)]
+        elif isinstance(value, dict):
+            words += [flag, json.dumps(value)]
+        elif value is not False and value is not None:
+            words += [flag, str(value)]
+    return words
+
+
+def _check_names(engine_init_kwargs: Mapping[str, Any]) -> None:
+    described = importlib.import_module("sglang.srt.server_args").ServerArgs  # an extra, and slow to import
+    known = {*described.__annotations__, *getattr(described, "__struct_fields__", ())}
+    for name in engine_init_kwargs:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else "see `python -m sglang.launch_server --help`"
+            raise ConfigError(f"generator.engine_init_kwargs.{name} is no setting of SGLang's; {hint}")

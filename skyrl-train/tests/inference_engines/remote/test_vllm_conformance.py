@@ -1,0 +1,37 @@
+"""A vLLM server that the test starts on loopback keeps what every engine keeps."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from server_process import ServerProcess
+from transformers import AutoTokenizer
+
+from skyrl_train.inference_engines.remote.engine import RemoteInferenceEngine
+from skyrl_train.testing.engine_conformance import CHECKS, Check, EngineUnderTest, run_check
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+
+WAYS = (("shared_memory", "full"), ("broadcast", "full"), ("checkpoint", "full"), ("shared_memory", "delta"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def subject(vllm: ServerProcess, served_model: str) -> AsyncIterator[EngineUnderTest]:
+    engine = RemoteInferenceEngine(
+        vllm.url,
+        served_model,
+        tokenizer=AutoTokenizer.from_pretrained(served_model),
+        request_timeout_seconds=240,
+        control_timeout_seconds=120,
+    )
+    subject = EngineUnderTest(engine, served_model, ways=WAYS)
+    yield subject
+    await subject.close()
+    await engine.teardown()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+async def test_the_server_keeps(check: Check, subject: EngineUnderTest) -> None:
+    outcome = await run_check(check, subject)
+    if outcome.result == "lacks":
+        pytest.skip(outcome.words)
