@@ -1,4 +1,4 @@
-"""What a vLLM worker holds of a low-rank adapter."""
+"""Low-rank adapters in vLLM: which can be loaded, and what a worker holds of them."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,34 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.fingerprint import Verification, fingerprint_of
+
+
+def check_adapter(path: str) -> None:
+    """Raises WeightSyncError if vLLM could not load the folder, or would not apply all of it."""
+    file = Path(path) / "adapter_model.safetensors"
+    if not file.is_file():
+        raise WeightSyncError(f"there is no adapter in {path}: {file.name} is missing")
+    with safe_open(file, framework="pt") as tensors:
+        of_head = [name for name in tensors.keys() if "lm_head" in name]  # noqa: SIM118
+    if of_head:
+        raise WeightSyncError(
+            f"the adapter in {path} changes the LM head ({of_head[0]}), which the vllm engine computes without "
+            "adapters; leave lm_head out of trainer.policy.model.lora.target_modules, or use generator.backend=native"
+        )
+
+
+def leave_head_alone(model: torch.nn.Module) -> None:
+    """Takes adapters off the LM head. vLLM puts one there for all models; on a CPU it costs a gather of vocabulary x
+    rank numbers a token, and prompt log-probs fail under it (`vllm/lora/punica_wrapper/punica_cpu.py`,
+    `add_lora_logits`: it knows an adapter a request, but is given a row a prompt token)."""
+    from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
+
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, LogitsProcessorWithLoRA):
+                setattr(parent, name, child.base_layer)
 
 
 def held_fingerprints(runner: Any, lora_id: int, path: str, version: int, verification: Verification) -> dict[str, int]:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import platform
+import re
 from collections.abc import Coroutine
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +24,7 @@ from skyrl_train.inference_engines.base import (
     PauseMode,
 )
 from skyrl_train.inference_engines.native.requests import SamplingParams
+from skyrl_train.inference_engines.vllm.adapters import check_adapter
 from skyrl_train.inference_engines.vllm.answers import Answer, version_of
 from skyrl_train.inference_engines.vllm.arguments import engine_arguments, process_environment
 from skyrl_train.inference_engines.vllm.event_loop import LoopStopped, LoopThread
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_WORKER_ERROR = re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL)
 _PAUSE_MODES = ("keep", "wait", "abort")
 _WAKE_TAGS: tuple[str, ...] = ("weights", "kv_cache")
 _HEALTH_SECONDS = 60.0
@@ -492,6 +495,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
     async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
         if not self._has_loras:
             raise UnsupportedByEngine(_NO_LORA)
+        check_adapter(request.path)
         return await self._control(self._load_lora(request), f"load_lora({request.name!r})")
 
     async def _load_lora(self, request: LoraLoadRequest) -> WeightReport:
@@ -594,7 +598,9 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         except Exception as error:  # vLLM passes on the text of whatever a worker raised
             if self._llm.errored:
                 raise
-            raise WeightSyncError(f"vLLM's worker failed in {method}: {error}") from error
+            said = _WORKER_ERROR.search(str(error))
+            words = said.group(1) if said else f"{type(error).__name__}: {error}"
+            raise WeightSyncError(f"vLLM's worker failed in {method}: {words}") from error
 
 
 async def _start(arguments: Any) -> "AsyncLLM":

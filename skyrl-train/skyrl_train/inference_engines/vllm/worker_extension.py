@@ -41,9 +41,12 @@ class WeightExtension:
         Args:
             weights_valid: False: the present weights are random, so the first update must be full.
         """
+        from skyrl_train.inference_engines.vllm.adapters import leave_head_alone
         from skyrl_train.inference_engines.vllm.tempered_sampler import temper
 
         temper(self.model_runner)
+        if self.vllm_config.lora_config is not None:
+            leave_head_alone(self.model_runner.get_model())
         self._skyrl_weights_valid = weights_valid
 
     def skyrl_connect(self, info: dict[str, Any]) -> None:
