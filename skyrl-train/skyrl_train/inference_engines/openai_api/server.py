@@ -160,6 +160,7 @@ class EndpointServer:
         config = uvicorn.Config(
             self._app,
             log_config=None,
+            log_level="warning",
             access_log=False,
             lifespan="off",
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,

@@ -3,10 +3,8 @@
 import time
 
 import pytest
-from transformers import AutoTokenizer
 
 from skyrl_train.inference_engines.openai_api.errors import ApiError
-from skyrl_train.inference_engines.openai_api.prompts import ChatOptions, ChatTemplate, ConversationMemory, Said
 from skyrl_train.inference_engines.openai_api.schema import Message
 from skyrl_train.inference_engines.openai_api.tool_calls import (
     HermesFormat,
@@ -15,7 +13,7 @@ from skyrl_train.inference_engines.openai_api.tool_calls import (
     tool_format,
 )
 
-from .conftest import ADD, TOOL_TEMPLATE
+from .conftest import TOOL_TEMPLATE
 
 GOOD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -101,60 +99,3 @@ def test_arguments_reach_the_template_as_an_object_and_parts_as_a_text():
     assert second["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
     with pytest.raises(ApiError, match="type text"):
         messages_for_template([Message(role="user", content=[{"type": "image_url"}])])
-
-
-class TestAConversationWithARealTemplate:
-    """Qwen2.5's tokenizer and template: tool calls, and white space that the template puts its own way."""
-
-    OPTIONS = ChatOptions(tools=[ADD])
-    ASKED = [{"role": "user", "content": "2+3?"}]  # noqa: RUF012
-    WRITTEN = '<tool_call>\n{"name":"add", "arguments": {"a":2,"b":3}}\n</tool_call><|im_end|>'
-
-    @pytest.fixture(scope="class")
-    def template(self, test_data):
-        return ChatTemplate(AutoTokenizer.from_pretrained(test_data / "tokenizers" / "qwen2.5"))
-
-    def history(self, arguments) -> list:
-        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
-        return [
-            *self.ASKED,
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "1", "content": "5"},
-        ]
-
-    @pytest.fixture
-    def memory(self, template):
-        memory = ConversationMemory(template)
-        prompt = template.text(self.ASKED, self.OPTIONS)
-        said = Said.of(self.history({"a": 2, "b": 3})[1])
-        memory.remember("s", 1, prompt, template.encode(prompt), [(said, template.encode(self.WRITTEN))])
-        return memory
-
-    def test_goes_on_from_the_tokens_that_were_drawn(self, template, memory):
-        messages = self.history({"a": 2, "b": 3})
-        text = template.text(messages, self.OPTIONS)
-        ids = memory.recall("s", messages, text, self.OPTIONS)
-        prompt = template.text(self.ASKED, self.OPTIONS)
-        expected = (
-            f"{prompt}{self.WRITTEN}\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n"
-            "<|im_start|>assistant\n"
-        )
-        assert template.decode(ids, skip_special_tokens=False) == expected
-        assert expected != text  # the template writes the JSON with other spaces
-        assert ids[: len(template.encode(prompt + self.WRITTEN))] == template.encode(prompt + self.WRITTEN)
-
-    @pytest.mark.parametrize("session, arguments", [("s", {"a": 2, "b": 4}), ("another", {"a": 2, "b": 3})])
-    def test_is_rendered_where_the_answer_is_another(self, template, memory, session, arguments):
-        messages = self.history(arguments)
-        assert memory.recall(session, messages, template.text(messages, self.OPTIONS), self.OPTIONS) is None
-
-    def test_is_rendered_where_earlier_messages_changed(self, template, memory):
-        messages = [{"role": "user", "content": "2+4?"}, *self.history({"a": 2, "b": 3})[1:]]
-        assert memory.recall("s", messages, template.text(messages, self.OPTIONS), self.OPTIONS) is None
-
-    def test_sessions_that_were_silent_longest_are_forgotten(self, template):
-        memory = ConversationMemory(template, max_tokens=250)
-        for session in ("a", "b", "c"):
-            memory.remember(session, 1, "", list(range(90)), [(Said("x", ()), [1, 2])])
-        conversation = [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]
-        assert [memory.may_know(session, conversation) for session in ("a", "b", "c")] == [False, True, True]

@@ -1,0 +1,115 @@
+"""`python -m skyrl_train.entrypoints.serve key=value …`: rollout engines behind an OpenAI-compatible endpoint, without
+a training run. Settings are those of a run (`generator.*`, `trainer.policy.model.path`, `trainer.placement.device`); it
+needs no data. SIGINT and SIGTERM end it in order.
+
+`SKYRL_ENDPOINT_API_KEY`, if set, is what clients must send as their key.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+
+import hydra
+import ray
+from loguru import logger
+from omegaconf import DictConfig
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from skyrl_train.config import SkyRLConfig, config_dir, register_config_store
+from skyrl_train.config.validation import validate_generator_cfg
+from skyrl_train.entrypoints.engines import check_engines, start_engines
+from skyrl_train.errors import SkyRLError
+from skyrl_train.generators.chat_templates import get_custom_chat_template
+from skyrl_train.inference_engines.base import InferenceEngineInterface
+from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
+from skyrl_train.inference_engines.openai_api.server import EndpointServer
+from skyrl_train.utils import initialize_ray
+from skyrl_train.utils.process_log import configure_logging
+from skyrl_train.utils.run_folder import RunFolder
+
+_KEY = "SKYRL_ENDPOINT_API_KEY"
+
+register_config_store()
+
+
+def endpoint_of(
+    cfg: SkyRLConfig,
+    client: InferenceEngineInterface,
+    tokenizer: PreTrainedTokenizerBase,
+    recorder: RequestRecorder | None = None,
+) -> EndpointServer:
+    """The endpoint that `generator.*` describes, not started yet. Where a request names no sampling keyword, that of
+    `generator.sampling_params` holds."""
+    generator, sampling = cfg.generator, cfg.generator.sampling_params
+    return EndpointServer(
+        client,
+        tokenizer,
+        generator.served_model_name or generator.model_name,
+        generator.http_endpoint_host,
+        generator.http_endpoint_port,
+        api_key=os.environ.get(_KEY) or None,
+        chat_template=get_custom_chat_template(generator.chat_template),
+        chat_template_kwargs=generator.chat_template_kwargs,
+        request_timeout_seconds=generator.request_timeout_seconds,
+        recorder=recorder,
+        sampling_defaults={
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+        },
+    )
+
+
+async def serve(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Starts the engines and the endpoint, and answers until cancelled."""
+    client = start_engines(cfg, tokenizer)
+    try:
+        info = await client.describe()  # waits until the engines are there
+        server = endpoint_of(cfg, client, tokenizer)
+        await server.start()
+        try:
+            names = ", ".join(server.frontend.model_names)
+            print(f"serving {names} at {server.url}", flush=True)
+            logger.info(f"{info.backend} {info.release}, up to {info.max_model_len} tokens, {server.url}")
+            await asyncio.Event().wait()
+        finally:
+            await server.stop()
+    finally:
+        await client.teardown()
+
+
+async def _serve_until_told(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """`serve`, with SIGINT and SIGTERM as its end."""
+    serving = asyncio.create_task(serve(cfg, tokenizer))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+    logger.info("told to stop; the engines are closed")
+
+
+@hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
+def main(cfg: DictConfig) -> None:
+    cfg.trainer.logger = "console"  # nothing is tracked, so no tracker's key is asked for
+    try:
+        typed: SkyRLConfig = validate_generator_cfg(cfg)
+        configure_logging(RunFolder(typed.trainer.run_dir).log_path("serve"))
+        check_engines(typed)
+        tokenizer = AutoTokenizer.from_pretrained(
+            typed.generator.model_name, trust_remote_code=True, use_fast=not typed.trainer.disable_fast_tokenizer
+        )
+        if typed.generator.run_engines_locally:
+            initialize_ray(typed)
+        asyncio.run(_serve_until_told(typed, tokenizer))
+    except SkyRLError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
