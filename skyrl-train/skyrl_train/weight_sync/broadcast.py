@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroupGloo, TCPStore  # pyright: ignore[repo
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
-from skyrl_train.weight_sync.payload import Payload
+from skyrl_train.weight_sync.payload import Buffer, Payload
 
 
 class BroadcastGroup:
@@ -63,24 +63,12 @@ class BroadcastGroup:
         self._group.shutdown()
 
 
-class _Buffer:
-    """Memory for one bucket, kept for the next."""
-
-    def __init__(self, device: torch.device):
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
-
-    def first(self, num_bytes: int) -> torch.Tensor:
-        if num_bytes > self._bytes.numel():
-            self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=self._bytes.device)
-        return self._bytes[:num_bytes]
-
-
 class BroadcastWriter:
     """The trainer's end."""
 
     def __init__(self, init_info: WeightSyncInitInfo, device: torch.device):
         self._group = BroadcastGroup(init_info, device, rank=0)
-        self._buffers = [_Buffer(self._group.device) for _ in range(2)]  # one is sent while the other is filled
+        self._buffers = [Buffer(self._group.device) for _ in range(2)]  # one is sent while the other is filled
 
     def write(self, payload: Payload, version: int, index: int) -> dict[str, Any]:
         """Puts a bucket into one piece."""
@@ -107,7 +95,7 @@ class BroadcastReader:
 
     def __init__(self, init_info: WeightSyncInitInfo, device: torch.device, process_index: int):
         self._group = BroadcastGroup(init_info, device, rank=init_info.rank + process_index)
-        self._buffer = _Buffer(self._group.device)
+        self._buffer = Buffer(self._group.device)
 
     def read(self, request: WeightUpdateRequest) -> torch.Tensor:
         """The bucket's bytes. [num_bytes] uint8, on the group's device"""

@@ -1,4 +1,4 @@
-"""Bytes through memory of a GPU that the trainer owns and engines on the same GPU open. As `shared_memory`, on a device."""
+"""Bytes through memory of a GPU that the trainer owns and engines on the same GPU open: `shared_memory` on a device."""
 
 import base64
 from typing import Any
@@ -80,8 +80,8 @@ class CudaIpcReader:
                 self._opened.pop(next(iter(self._opened)))
         if self._opened[key].numel() < request.num_bytes:
             raise WeightSyncError(
-                f"the trainer's GPU memory has {self._opened[key].numel()} bytes, but bucket {request.index} of version "
-                f"{request.version} announces {request.num_bytes}"
+                f"the trainer's GPU memory has {self._opened[key].numel()} bytes, but bucket {request.index} of "
+                f"version {request.version} announces {request.num_bytes}"
             )
         return self._opened[key][: request.num_bytes]
 

@@ -1,10 +1,10 @@
-"""Changes between two versions of a tensor as few bytes, exactly.
+"""Changes between two versions of a tensor in few bytes, exactly.
 
 After a small step most numbers of a low-precision model are as before, and the rest moved by one or two units in the
-last place. Where few changed: the gaps between changed positions, a byte each, and the differences of their bit patterns
-as integers; where many did: the differences of all. Differences are written with the sign last (0, -1, 1, -2, ... ->
-0, 1, 2, 3, ...) and byte by byte apart, so that a general compressor finds little in the high bytes. Measured on an Adam
-step at learning rate 1e-6 in bfloat16: see docs/benchmarks.md.
+last place. Where few changed: the gaps between changed positions, a byte each, and the differences of their bits, taken
+as integers; where many did: the differences of all. Differences are written with the sign last (0, -1, 1, -2, 2 become
+0, 1, 2, 3, 4), all low bytes before all high ones, where a general compressor then finds little. Measured on a first
+Adam step at learning rate 1e-6 in bfloat16: 4.2 % of the numbers changed, 2.3 % of the bytes.
 """
 
 import struct

@@ -11,10 +11,12 @@ from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.base import WeightUpdateRequest
 from skyrl_train.weight_sync.delta import apply
 from skyrl_train.weight_sync.last_weights import LastWeights
-from skyrl_train.weight_sync.payload import Bucket, bytes_of, integers_of, split_bytes
+from skyrl_train.weight_sync.payload import Bucket, Buffer, bytes_of, integers_of, split_bytes
 
 DIGEST_BYTES = 8
-"""At the end of a bucket of changes: the hash of all before it (a wrong bit here would stay wrong in later versions)."""
+"""At the end of a bucket of changes: the hash of all before it. A wrong bit here would stay wrong in later versions."""
+
+_ALIGNMENT = 16
 
 
 class DeltaDecoder:
@@ -22,6 +24,7 @@ class DeltaDecoder:
 
     def __init__(self, directory: str):
         self._last = LastWeights(directory)
+        self._buffer = Buffer(torch.device("cpu"))
         self._base_version: int | None = None
 
     def receive(self, request: WeightUpdateRequest, flat: torch.Tensor) -> Bucket:
@@ -35,7 +38,7 @@ class DeltaDecoder:
         if request.base_version is None:
             bucket = split_bytes(request, flat)
             for (name, tensor), dtype, shape in zip(bucket, request.dtypes, request.shapes, strict=True):
-                self._last.keep(name, dtype, shape).copy_(bytes_of(tensor))
+                self._last.write(name, dtype, shape, bytes_of(tensor).cpu())
             return bucket
         kinds = list(zip(request.names, request.dtypes, request.shapes, strict=True))
         if request.base_version != self._base_version or not all(self._last.knows(*kind) for kind in kinds):
@@ -45,10 +48,14 @@ class DeltaDecoder:
             )
         changes = _checked(request, flat)
         bucket: Bucket = []
+        room = self._buffer.first(sum(_room(self._last.num_bytes(name)) for name in request.names))
         for name, dtype, shape in kinds:
-            kept = self._last.bytes_of(name)
-            changes = changes[apply(changes, integers_of(kept, dtype)) :]
-            bucket.append((name, kept.view(getattr(torch, dtype)).view(shape)))
+            num_bytes = self._last.num_bytes(name)
+            tensor, room = room[:num_bytes], room[_room(num_bytes) :]
+            self._last.read(name, tensor)
+            changes = changes[apply(changes, integers_of(tensor, dtype)) :]
+            self._last.write(name, dtype, shape, tensor)
+            bucket.append((name, tensor.view(getattr(torch, dtype)).view(shape)))
         if changes:
             raise WeightSyncError(
                 f"bucket {request.index} of version {request.version} has {len(changes)} bytes too many"
@@ -61,6 +68,11 @@ class DeltaDecoder:
 
     def close(self) -> None:
         self._last.close()
+
+
+def _room(num_bytes: int) -> int:
+    """So many bytes and what aligns the next tensor."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _checked(request: WeightUpdateRequest, flat: torch.Tensor) -> memoryview:

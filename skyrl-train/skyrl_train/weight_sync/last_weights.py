@@ -1,10 +1,11 @@
 """The weights that were sent last, in a file: what the next ones are compared with. Both ends keep one.
 
-The file has no name, so nothing is left behind, however the process ends. A tensor is mapped only while it is used: the
-system may take its memory back at any time, and a model is never in memory twice.
+The file has no name, so nothing is left behind, however the process ends. Its memory is the system's cache, which the
+system may take back at any time: a process never holds a model twice. (Mapping the file costs twice as much as reading
+and writing it, since nearly every page of it changes in every version.)
 """
 
-import mmap
+import os
 import tempfile
 from pathlib import Path
 
@@ -20,19 +21,18 @@ class LastWeights:
     """Named tensors in a file of `directory`.
 
     Raises:
-        WeightSyncError: the directory cannot be written to.
+        WeightSyncError: the directory cannot be written to, or is full.
     """
 
     def __init__(self, directory: str):
         self.version: int | None = None
         """What all tensors together are; None while some are newer than others."""
+        self._directory = directory
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=directory)
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise WeightSyncError(
-                f"the last weights cannot be kept in {directory} (generator.weight_sync_directory): {error}"
-            ) from error
+            raise self._failure(error) from error
         self._end = 0
         self._places: dict[str, tuple[int, _Kind]] = {}
 
@@ -40,29 +40,37 @@ class LastWeights:
         """Whether a tensor of this name, dtype and shape was kept."""
         return name in self._places and self._places[name][1] == (dtype, shape)
 
-    def keep(self, name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Room for a tensor; what is written to it stays. [num_bytes] uint8"""
-        if not self.knows(name, dtype, shape):
-            num_bytes = num_bytes_of(dtype, shape)
-            self._places[name] = self._end, (dtype, shape)
-            self._end += -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-            try:
-                self._file.truncate(self._end)
-            except OSError as error:
-                raise WeightSyncError(
-                    f"generator.weight_sync_directory has no room for the last weights: {error}"
-                ) from error
-        return self.bytes_of(name)
+    def num_bytes(self, name: str) -> int:
+        return num_bytes_of(*self._places[name][1])
 
-    def bytes_of(self, name: str) -> torch.Tensor:
-        """A kept tensor's bytes, mapped while the result is in use. [num_bytes] uint8"""
-        start, kind = self._places[name]
-        num_bytes = num_bytes_of(*kind)
-        if num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        mapped = mmap.mmap(self._file.fileno(), num_bytes, flags, offset=start)
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+    def read(self, name: str, into: torch.Tensor) -> None:
+        """Fills `into` [num_bytes] uint8, on the host, with a kept tensor's bytes."""
+        position, _ = self._places[name]
+        rest = into.numpy().data
+        while rest:
+            count = os.preadv(self._file.fileno(), [rest], position)
+            if count == 0:
+                raise WeightSyncError(f"the last weights kept in {self._directory} end before {name!r} does")
+            position, rest = position + count, rest[count:]
+
+    def write(self, name: str, dtype: str, shape: tuple[int, ...], flat: torch.Tensor) -> None:
+        """Keeps a tensor, given as its bytes on the host, in place of the one of this name."""
+        if not self.knows(name, dtype, shape):
+            self._places[name] = self._end, (dtype, shape)
+            self._end += flat.numel()
+        position, _ = self._places[name]
+        rest = flat.numpy().data
+        try:
+            while rest:
+                count = os.pwrite(self._file.fileno(), rest, position)
+                position, rest = position + count, rest[count:]
+        except OSError as error:
+            raise self._failure(error) from error
 
     def close(self) -> None:
         self._file.close()
+
+    def _failure(self, error: OSError) -> WeightSyncError:
+        return WeightSyncError(
+            f"the last weights cannot be kept in {self._directory} (generator.weight_sync_directory): {error}"
+        )

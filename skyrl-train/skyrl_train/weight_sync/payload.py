@@ -30,6 +30,19 @@ def num_bytes_of(dtype: str, shape: Sequence[int]) -> int:
     return math.prod(shape) * getattr(torch, dtype).itemsize
 
 
+class Buffer:
+    """Memory for one bucket that is kept for the next: fresh pages cost more than the copy."""
+
+    def __init__(self, device: torch.device):
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def first(self, num_bytes: int) -> torch.Tensor:
+        """The first bytes, after growing if there are fewer. [num_bytes] uint8"""
+        if num_bytes > self._bytes.numel():
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=self._bytes.device)
+        return self._bytes[:num_bytes]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Payload:
     """One bucket on its way: what it holds, and its bytes in pieces that follow one another."""

@@ -13,7 +13,7 @@ from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.checkpoint import CheckpointVersion
 from skyrl_train.weight_sync.delta import encode
 from skyrl_train.weight_sync.last_weights import LastWeights
-from skyrl_train.weight_sync.payload import Bucket, Payload, integers_of
+from skyrl_train.weight_sync.payload import Bucket, Buffer, Payload, integers_of
 
 
 class Stage(Protocol):
@@ -36,6 +36,7 @@ class DeltaStage:
     def __init__(self, directory: str):
         self._directory = directory
         self._last = LastWeights(directory)
+        self._buffer = Buffer(torch.device("cpu"))
         self._buckets: list[Payload] = []
         self._base_version: int | None = None  # what `_changes` leads away from
         self._changes = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
@@ -59,7 +60,7 @@ class DeltaStage:
         """Changes if they lead away from `held`, else whole tensors."""
         if held is None or held != self._base_version:
             for payload in self._buckets:
-                yield replace(payload, parts=[self._last.bytes_of(name) for name in payload.names])
+                yield replace(payload, parts=[self._kept(payload)])
             return
         self._changes.seek(0)
         for payload, size in zip(self._buckets, self._sizes, strict=True):
@@ -76,14 +77,25 @@ class DeltaStage:
         for name, dtype, shape, part in zip(payload.names, payload.dtypes, payload.shapes, payload.parts, strict=True):
             if not self._last.knows(name, dtype, shape):
                 self._base_version = None
-            kept = self._last.keep(name, dtype, shape)
             new = part.cpu()
             if self._base_version is not None:
-                for piece in encode(integers_of(new, dtype), integers_of(kept, dtype)):
+                base = self._buffer.first(new.numel())
+                self._last.read(name, base)
+                for piece in encode(integers_of(new, dtype), integers_of(base, dtype)):
                     hashed.update(piece)
                     size += self._changes.write(piece)
-            kept.copy_(new)
+            self._last.write(name, dtype, shape, new)
         self._sizes.append(size + self._changes.write(hashed.digest()))
+
+    def _kept(self, payload: Payload) -> torch.Tensor:
+        """The bytes of a bucket's tensors as they were taken last."""
+        flat = self._buffer.first(payload.num_bytes)
+        start = 0
+        for name in payload.names:
+            end = start + self._last.num_bytes(name)
+            self._last.read(name, flat[start:end])
+            start = end
+        return flat
 
 
 class CheckpointStage:

@@ -1,0 +1,247 @@
+"""Seconds, pause and bytes of bringing new weights to an engine, by each strategy, and the cost of proving it.
+
+    python benchmarks/weight_sync.py --megabytes 10 100 1000
+
+The trainer's end is this process, the engines are processes that hold the parameters; they talk through pipes (no Ray).
+Every sync follows a real step of Adam at learning rate 1e-6 on float32 weights that are sent as bfloat16. Strategies
+take turns in one run, the plain copy of as many bytes beside them; medians. Prints markdown tables.
+
+- `pause`: what generation waits for; what is done before (encoding, writing files) counts in `seconds` only.
+- Casting the float32 weights to bfloat16 costs every strategy the same and is done before.
+- The proof: the same sync with verification sampled, full and off, through shared memory.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version as version_of
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: sender and engine have a core each
+
+import torch
+
+from skyrl_train.distributed.process_group import free_port
+from skyrl_train.testing.weight_holders import CPU, HolderInfo, HolderProcesses, WeightHolder
+from skyrl_train.weight_sync.base import Encoding, Transport
+from skyrl_train.weight_sync.fingerprint import Verification
+from skyrl_train.weight_sync.plan import init_infos_for
+from skyrl_train.weight_sync.sender import WeightSender, needs_staging
+
+LEARNING_RATE = 1e-6
+HIDDEN = 1024
+BUCKET_BYTES = 1_000_000_000
+STRATEGIES: dict[str, tuple[Transport, Encoding]] = {
+    "shared_memory": ("shared_memory", "full"),
+    "broadcast (gloo)": ("broadcast", "full"),
+    "checkpoint": ("checkpoint", "full"),
+    "delta, shared_memory": ("shared_memory", "delta"),
+    "delta, broadcast (gloo)": ("broadcast", "delta"),
+}
+Shapes = list[tuple[str, tuple[int, ...]]]
+
+
+def shapes_of(megabytes: int) -> Shapes:
+    """Names and shapes of a transformer's parameters that take about so many MB in bfloat16: layers of a hidden size of
+    1,024, eleven tensors each, as in Qwen3-0.6B."""
+    layer = {
+        "input_layernorm": (HIDDEN,),
+        "q_proj": (2 * HIDDEN, HIDDEN),
+        "k_proj": (HIDDEN, HIDDEN),
+        "v_proj": (HIDDEN, HIDDEN),
+        "q_norm": (HIDDEN // 8,),
+        "k_norm": (HIDDEN // 8,),
+        "o_proj": (HIDDEN, 2 * HIDDEN),
+        "post_attention_layernorm": (HIDDEN,),
+        "gate_proj": (3 * HIDDEN, HIDDEN),
+        "up_proj": (3 * HIDDEN, HIDDEN),
+        "down_proj": (HIDDEN, 3 * HIDDEN),
+    }
+    bytes_of_layer = 2 * sum(torch.Size(shape).numel() for shape in layer.values())
+    num_layers = min(28, int(megabytes * 1e6 // bytes_of_layer))
+    shapes = [(f"layers.{i}.{name}.weight", shape) for i in range(num_layers) for name, shape in layer.items()]
+    rest = megabytes * 1e6 - num_layers * bytes_of_layer
+    return [("embed_tokens.weight", (max(1, int(rest // (2 * HIDDEN))), HIDDEN)), *shapes]
+
+
+class Policy:
+    """float32 weights as wide as a trained model's, and Adam on them."""
+
+    def __init__(self, shapes: Shapes):
+        generator = torch.Generator().manual_seed(0)
+        self._parameters = {}
+        for name, shape in shapes:
+            weight = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.02
+            self._parameters[name] = torch.nn.Parameter(weight)
+        self._optimizers = [torch.optim.Adam([it], lr=LEARNING_RATE) for it in self._parameters.values()]
+        self.sent = {name: parameter.detach().bfloat16() for name, parameter in self._parameters.items()}
+
+    def step(self) -> None:
+        """One step on random gradients, and the weights as they are sent."""
+        for (name, parameter), optimizer in zip(self._parameters.items(), self._optimizers, strict=True):
+            parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+            parameter.grad = None
+            self.sent[name].copy_(parameter.detach())
+
+    def buckets(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        for item in self.sent.items():
+            yield [item]
+
+
+class BenchmarkedHolder(WeightHolder):
+    """A holder that can tell whether it holds exactly the bytes of a file of tensors."""
+
+    def __init__(self, shapes: Shapes):
+        super().__init__((name, torch.zeros(shape, dtype=torch.bfloat16)) for name, shape in shapes)
+
+    def num_different(self, file: str) -> int:
+        expected = torch.load(file, mmap=True)
+        return sum(not torch.equal(self.parameters[name], tensor) for name, tensor in expected.items())
+
+
+@dataclass
+class Timings:
+    """Of one strategy, a value a turn."""
+
+    seconds: list[float] = field(default_factory=list)
+    pause: list[float] = field(default_factory=list)
+    payload_bytes: list[float] = field(default_factory=list)
+
+    def add(self, sender: WeightSender, policy: Policy, version: int, stages: bool) -> dict[str, float]:
+        began = time.perf_counter()
+        if stages:
+            sender.stage(policy.buckets(), version)
+        paused = time.perf_counter()
+        metrics = sender.send(None if stages else policy.buckets(), version).metrics
+        ended = time.perf_counter()
+        self.seconds.append(ended - began)
+        self.pause.append(ended - paused)
+        self.payload_bytes.append(metrics["payload_bytes"])
+        return metrics
+
+
+def connect(
+    engines: HolderProcesses, count: int, ways: tuple[Transport, Encoding], folder: str, verification: Verification
+) -> WeightSender:
+    transport, encoding = ways
+    infos = init_infos_for(
+        transport,
+        encoding,
+        [HolderInfo()] * count,
+        master_address="127.0.0.1",
+        master_port=free_port(),
+        directory=tempfile.mkdtemp(dir=folder),
+        verification=verification,
+    )
+    return WeightSender(engines, infos, CPU, max_bucket_bytes=BUCKET_BYTES, verification=verification)
+
+
+def check_exact(engines: HolderProcesses, policy: Policy, folder: str) -> None:
+    """Ends the run unless the engines hold the very bits that were sent."""
+    file = os.path.join(folder, "expected.pt")
+    torch.save(policy.sent, file)
+    different = engines.wait(engines.call_all("num_different", file))
+    os.remove(file)
+    if any(different):
+        raise SystemExit(f"engines hold other weights than were sent: {different} tensors differ")
+
+
+def memcpy_seconds(num_bytes: int) -> float:
+    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
+    began = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - began
+
+
+def measure_strategies(shapes: Shapes, num_engines: int, turns: int, folder: str) -> tuple[dict[str, Timings], float]:
+    """Every strategy in turn, each with engines and a connection of its own. Returns also the seconds of a plain copy."""
+    policy = Policy(shapes)
+    timings = {name: Timings() for name in STRATEGIES}
+    copies = []
+    num_bytes = sum(tensor.nbytes for tensor in policy.sent.values())
+    with HolderProcesses(num_engines, partial(BenchmarkedHolder, shapes), timeout_seconds=600) as engines:
+        for name, ways in STRATEGIES.items():  # a connection is made anew for each: engines hold one
+            sender = connect(engines, num_engines, ways, folder, "sampled")
+            stages = needs_staging(init_infos_for(*ways, [HolderInfo()])[0])
+            Timings().add(sender, policy, 1, stages)  # warms up; nobody has a base for changes yet
+            for turn in range(turns):
+                policy.step()
+                timings[name].add(sender, policy, turn + 2, stages)
+                copies.append(memcpy_seconds(num_bytes))
+            check_exact(engines, policy, folder)
+            sender.close()
+    return timings, statistics.median(copies)
+
+
+def measure_proof(shapes: Shapes, turns: int, folder: str) -> dict[Verification, list[float]]:
+    """Seconds of syncs through shared memory with each way of verifying, in turn."""
+    policy = Policy(shapes)
+    ways: list[Verification] = ["off", "sampled", "full"]
+    seconds: dict[Verification, list[float]] = {verification: [] for verification in ways}
+    holders = {way: HolderProcesses(1, partial(BenchmarkedHolder, shapes), timeout_seconds=600) for way in ways}
+    try:
+        senders = {way: connect(holders[way], 1, ("shared_memory", "full"), folder, way) for way in ways}
+        for turn in range(turns + 1):
+            for way in ways if turn % 2 else reversed(ways):
+                timing = Timings()
+                timing.add(senders[way], policy, turn + 1, stages=False)
+                if turn:  # the first warms up
+                    seconds[way] += timing.seconds
+        for sender in senders.values():
+            sender.close()
+    finally:
+        for holder in holders.values():
+            holder.__exit__(None, None, None)
+    return seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[10, 100, 1000], help="of the weights in bfloat16")
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--directory", default=None, help="for files; default: the system's temporary folder")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {version_of('torch')}; "
+        f"{options.engines} engine(s), medians of {options.turns} turns\n"
+    )
+    print("| weights | strategy | seconds | pause seconds | bytes | of the weights' | times a plain copy |")
+    print("|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory(dir=options.directory) as folder:
+        for megabytes in options.megabytes:
+            shapes = shapes_of(megabytes)
+            num_bytes = 2 * sum(torch.Size(shape).numel() for _, shape in shapes)
+            timings, copy_seconds = measure_strategies(shapes, options.engines, options.turns, folder)
+            for name, timing in timings.items():
+                seconds, pause = statistics.median(timing.seconds), statistics.median(timing.pause)
+                payload = statistics.median(timing.payload_bytes)
+                print(
+                    f"| {num_bytes / 1e6:.0f} MB | {name} | {seconds:.3f} | {pause:.3f} | {payload:,.0f} | "
+                    f"{payload / num_bytes:.1%} | {seconds / copy_seconds:.1f} |",
+                    flush=True,
+                )
+            print(f"| {num_bytes / 1e6:.0f} MB | (a plain copy) | {copy_seconds:.3f} | | | | 1.0 |", flush=True)
+        print("\nEvery engine held the very bits that were sent.\n")
+        print("| weights | verification | seconds (min - max) | more than without |")
+        print("|---|---|---|---|")
+        shapes = shapes_of(max(options.megabytes))
+        proof = measure_proof(shapes, 3 * options.turns, folder)
+        without = statistics.median(proof["off"])
+        for verification, seconds in proof.items():
+            median = statistics.median(seconds)
+            print(
+                f"| {max(options.megabytes)} MB | {verification} | {median:.4f} ({min(seconds):.4f} - {max(seconds):.4f}) | "
+                f"{median / without - 1:+.1%} |"
+            )
+
+
+if __name__ == "__main__":
+    main()

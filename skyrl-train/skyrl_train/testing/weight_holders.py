@@ -1,0 +1,188 @@
+"""The smallest engines there are: they hold parameters, receive new ones and prove it. In this process or in their own.
+
+For tests and benchmarks of weight sync with neither Ray nor a model.
+"""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from skyrl_train.errors import SkyRLError, WorkerError
+from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.fingerprint import Verification, fingerprints_of
+from skyrl_train.weight_sync.receiver import WeightReceiver
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class HolderInfo:
+    """What `init_infos_for` wants to know of an engine."""
+
+    backend: str = "native"
+    num_weight_processes: int = 1
+    lacks: Mapping[Any, str] = field(default_factory=dict)
+
+
+class WeightHolder:
+    """Parameters, and the calls that a weight sender makes.
+
+    Args:
+        parameters: written to in place.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]], device: torch.device = CPU):
+        self.parameters = dict(parameters)
+        self.version = 0
+        self._device = device
+        self._verification: Verification = "off"
+        self._updated: list[str] = []
+        self.receiver: WeightReceiver | None = None
+
+    def weight_version(self) -> int:
+        return self.version
+
+    def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None:
+        if self.receiver is not None:
+            self.receiver.close()
+        self.receiver = WeightReceiver(init_info, self._device)
+        self._verification = init_info.verification
+
+    def update_named_weights(self, request: WeightUpdateRequest) -> None:
+        assert self.receiver is not None
+        bucket = self.receiver.receive(request)
+        if request.index == 0:
+            self._updated = []
+        for name, tensor in bucket:
+            self.parameters[name].copy_(tensor)
+            self._updated.append(name)
+
+    def finish_weight_update(self, version: int) -> WeightReport:
+        assert self.receiver is not None
+        self.receiver.finish(version)
+        self.version = version
+        held = [(name, self.parameters[name]) for name in self._updated]
+        return WeightReport(version=version, fingerprints=fingerprints_of(held, version, self._verification))
+
+
+class HoldersInThreads:
+    """Engines of this process, each in a thread (`skyrl_train.weight_sync.sender.EngineHandles`)."""
+
+    def __init__(self, holders: Sequence[Any], timeout_seconds: float = 20.0):
+        self._holders = list(holders)
+        self._timeout_seconds = timeout_seconds
+        self._threads = [ThreadPoolExecutor(1) for _ in holders]
+
+    def call_all(self, method: str, *args: Any) -> list[Future[Any]]:
+        return [self._start(index, method, *args) for index in range(len(self._holders))]
+
+    def call_each(self, method: str, args: Sequence[Any]) -> list[Future[Any]]:
+        return [self._start(index, method, arg) for index, arg in enumerate(args)]
+
+    def wait(self, calls: list[Future[Any]]) -> list[Any]:
+        answers = []
+        for index, call in enumerate(calls):
+            try:
+                answers.append(call.result(timeout=self._timeout_seconds))
+            except TimeoutError:
+                raise WorkerError(f"engine {index} did not answer within {self._timeout_seconds:g} s") from None
+            except SkyRLError as error:
+                raise type(error)(f"engine {index}: {error}") from error
+        return answers
+
+    def _start(self, index: int, method: str, *args: Any) -> Future[Any]:
+        return self._threads[index].submit(getattr(self._holders[index], method), *args)
+
+
+class HolderProcesses:
+    """Engines in processes of their own (`skyrl_train.weight_sync.sender.EngineHandles`). A context manager: leaving
+    it ends them.
+
+    Args:
+        make_holder: creates each engine, there; must be importable from there.
+    """
+
+    def __init__(self, count: int, make_holder: Callable[[], Any], timeout_seconds: float = 60.0):
+        self._timeout_seconds = timeout_seconds
+        self._num_calls = 0
+        spawn = multiprocessing.get_context("spawn")
+        pipes = [spawn.Pipe() for _ in range(count)]
+        self._pipes: list[Connection] = [ours for ours, _ in pipes]
+        self.processes = [spawn.Process(target=_serve, args=(far, make_holder), daemon=True) for _, far in pipes]
+        for process, (_, far) in zip(self.processes, pipes, strict=True):
+            process.start()
+            far.close()
+
+    def __enter__(self) -> "HolderProcesses":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        for process in self.processes:
+            process.kill()
+            process.join(10)
+
+    def call_all(self, method: str, *args: Any) -> list[tuple[int, int]]:
+        return [self._start(index, method, *args) for index in range(len(self._pipes))]
+
+    def call_each(self, method: str, args: Sequence[Any]) -> list[tuple[int, int]]:
+        return [self._start(index, method, arg) for index, arg in enumerate(args)]
+
+    def wait(self, calls: list[tuple[int, int]]) -> list[Any]:
+        deadline = time.monotonic() + self._timeout_seconds
+        open_calls = dict(calls)
+        answers: dict[int, Any] = {}
+        while open_calls:
+            of_pipe = {self._pipes[index]: index for index in open_calls}
+            ready = wait(list(of_pipe), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise WorkerError(f"engines {sorted(open_calls)} did not answer within {self._timeout_seconds:g} s")
+            for pipe in ready:
+                index = of_pipe[pipe]  # type: ignore[index]
+                try:
+                    number, answer = self._pipes[index].recv()
+                except (EOFError, ConnectionError):
+                    self.processes[index].join(10)
+                    code = self.processes[index].exitcode
+                    raise WorkerError(f"engine {index} died (exit code {code})") from None
+                if number != open_calls[index]:
+                    continue  # of a call that was given up
+                if isinstance(answer, SkyRLError):
+                    raise type(answer)(f"engine {index}: {answer}")
+                if isinstance(answer, Exception):
+                    raise WorkerError(f"engine {index} raised {type(answer).__name__}: {answer}")
+                answers[index] = answer
+                del open_calls[index]
+        return [answers[index] for index, _ in calls]
+
+    def _start(self, index: int, method: str, *args: Any) -> tuple[int, int]:
+        self._num_calls += 1
+        with suppress(ConnectionError):  # the wait says who died
+            self._pipes[index].send((self._num_calls, method, args))
+        return index, self._num_calls
+
+
+def _serve(pipe: Connection, make_holder: Callable[[], Any]) -> None:
+    """Answers calls one after the other until the other end is gone."""
+    torch.set_num_threads(1)
+    holder = make_holder()
+    while True:
+        try:
+            number, method, args = pipe.recv()
+        except (EOFError, ConnectionError):
+            return
+        try:
+            answer = getattr(holder, method)(*args)
+        except Exception as error:  # every one is the caller's
+            answer = error
+        try:
+            pipe.send((number, answer))
+        except ConnectionError:
+            return
