@@ -63,7 +63,7 @@ def read_lora(path: str, model: nn.Module, max_rank: int) -> dict[str, LayerMatr
         elif not _is_the_models(name, tensor, model):
             raise _refusal(
                 path,
-                f"its tensor {name} is no matrix of a linear layer, nor as the model has it (embeddings have no adapters)",
+                f"its tensor {name} is no matrix of a linear layer, nor the model's own (embeddings have no adapters)",
             )
     if not pairs:
         raise _refusal(path, "it holds no tensor")
