@@ -192,13 +192,13 @@ class Supervisor:
         """
         self.raise_if_lost()
         place = self._places[index]
-        ended, began = place.ended, self._now()
+        ended = place.ended
         try:
             return await self._until_ended(ended, call(self.engines[index]))
         except EngineFailure:
             raise
         except WorkerError as error:
-            await self._examine_since(place, ended, began)
+            await self._examine_since(place, ended, self._now())
             self.raise_if_lost()
             if ended.done():
                 raise _failure_of(ended) from error

@@ -129,7 +129,7 @@ async def test_conversations_are_templated_and_other_requests_refused(client):
         await client.generate(InferenceEngineInput(sampling_params=PARAMS))
     with pytest.raises(ValueError, match="2 prompts need as many session_ids; got 1"):
         await client.generate(InferenceEngineInput(prompt_token_ids=[[5], [6]], session_ids=["a"]))
-    with pytest.raises(ValueError, match="one .seed, index. pair for each of the 2 requests; got 1"):
+    with pytest.raises(ValueError, match=r"one .seed, index. pair for each of the 2 requests; got 1"):
         await client.generate(batch([[5], [6]], PARAMS | {"seed": [[1, 2]]}))
     with pytest.raises(ValueError, match="at least one engine"):
         InferenceEngineClient([], client.tokenizer, SkyRLConfig())
@@ -228,7 +228,7 @@ async def test_a_deadline_covers_waiting_and_leaves_no_place_taken(make_client: 
     await client.resume_generation()
     await client.generate(batch())
     await client.pause_generation()
-    with pytest.raises(TimeoutError, match="the request was not answered .*; waiting: generation is paused"):
+    with pytest.raises(TimeoutError, match=r"the request was not answered .*; waiting: generation is paused"):
         await client.generate(batch(PROMPTS[:1]))
 
 

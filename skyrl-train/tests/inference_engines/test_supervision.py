@@ -147,7 +147,7 @@ async def test_a_late_answer_makes_healthy_again(supervise: Made):
     busy.seconds_to_answer = 0.9  # between one and two intervals
     seen: set[Health] = set()
     async with asyncio.timeout(20):
-        while seen != {Health.HEALTHY, Health.SUSPECT} or not supervisor.with_health(Health.HEALTHY) == [0, 1]:
+        while seen != {Health.HEALTHY, Health.SUSPECT} or supervisor.with_health(Health.HEALTHY) != [0, 1]:
             seen |= {health for health in Health if 0 in supervisor.with_health(health)}
             await asyncio.sleep(0.02)
     assert supervisor.engines[0] is busy and supervisor.num_deaths == 0
