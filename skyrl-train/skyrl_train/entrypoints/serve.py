@@ -24,7 +24,7 @@ from skyrl_train.errors import SkyRLError
 from skyrl_train.generators.chat_templates import get_custom_chat_template
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
-from skyrl_train.inference_engines.openai_api.server import EndpointServer
+from skyrl_train.inference_engines.openai_api.server import EndpointServer, check_address
 from skyrl_train.utils import initialize_ray
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import RunFolder
@@ -99,6 +99,7 @@ def main(cfg: DictConfig) -> None:
         typed: SkyRLConfig = validate_generator_cfg(cfg)
         configure_logging(RunFolder(typed.trainer.run_dir).log_path("serve"))
         check_engines(typed)
+        check_address(typed.generator.http_endpoint_host, typed.generator.http_endpoint_port)
         tokenizer = AutoTokenizer.from_pretrained(
             typed.generator.model_name, trust_remote_code=True, use_fast=not typed.trainer.disable_fast_tokenizer
         )

@@ -222,7 +222,7 @@ class OpenAIFrontend:
         params |= {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
         params["max_tokens"] = room if budget is None else min(budget, room)
         if params.get("min_tokens"):
-            params["min_tokens"] = min(params["min_tokens"], params["max_tokens"])
+            params["min_tokens"] = min(params["min_tokens"], room)
         if request.stop_texts:
             params["stop"] = request.stop_texts
         wants_log_probs = request.logprobs is not None and request.logprobs is not False

@@ -198,6 +198,11 @@ class _Server(uvicorn.Server):
         yield
 
 
+def check_address(host: str, port: int) -> None:
+    """Before anything starts that takes longer: can the endpoint listen here? Raises ConfigError as `start` does."""
+    _listening(host, port).close()
+
+
 def _listening(host: str, port: int) -> socket.socket:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
