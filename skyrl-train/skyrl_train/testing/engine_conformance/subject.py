@@ -139,9 +139,13 @@ class EngineUnderTest:
         room = self.info.max_model_len - len(self.long_prompt)
         return {"max_tokens": min(_MOST_LONG_TOKENS, room), "ignore_eos": True, "temperature": 1.0}
 
-    def begin_long(self, num: int = 2, *, lora: str | None = None) -> "asyncio.Task[InferenceEngineOutput]":
-        """`num` long answers to one prompt, in the background."""
-        return self.begin([self.long_prompt] * num, lora=lora, **self.long_params)
+    def begin_long(self, *, prompt: list[int] | None = None) -> "asyncio.Task[InferenceEngineOutput]":
+        """Two long answers to one prompt, in the background."""
+        prompt = prompt or self.long_prompt
+        room = self.info.max_model_len - len(prompt)
+        params = self.long_params
+        params["max_tokens"] = min(room, params["max_tokens"])
+        return self.begin([prompt] * 2, **params)
 
     async def long_seconds(self) -> float:
         """How long long answers take when nothing disturbs them."""

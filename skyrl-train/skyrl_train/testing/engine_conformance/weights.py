@@ -1,7 +1,5 @@
 """Weights that arrive while the engine lives: the versions it tells, the log-probs it gives."""
 
-import asyncio
-
 import torch
 
 from skyrl_train.inference_engines.base import InferenceEngineOutput
@@ -69,25 +67,24 @@ async def small_updates_add_up(subject: EngineUnderTest) -> None:
 async def prompts_are_never_continued_from_keys_of_older_weights(subject: EngineUnderTest) -> None:
     """A prompt that was answered before an update, and one that is being answered during it, is computed anew by the
     new weights for requests that come afterwards."""
-    weights = subject.reference.changed(seed=7)
     prompt = subject.prompt(min(130, subject.info.max_model_len // 2), seed=8)
     for _ in range(2):
         await subject.generate([prompt] * 2, max_tokens=4, ignore_eos=True)  # cached now, if anything ever is
-    room = subject.info.max_model_len - len(prompt)
-    most = min(room, subject.long_params["max_tokens"])
-    running = subject.begin([prompt], max_tokens=most, ignore_eos=True)
-    await asyncio.sleep(0.2 * await subject.long_seconds())
-    await subject.set_weights(weights)
-    output = await subject.generate([prompt] * 2, max_tokens=8, ignore_eos=True)
-    again = await subject.generate([prompt], max_tokens=8, ignore_eos=True)
-    ids = output["response_ids"] + again["response_ids"]
-    log_probs = (output["response_logprobs"] or []) + (again["response_logprobs"] or [])
-    for row, found in enumerate(log_probs):
-        with subject.reference.holding(weights):
-            new = subject.reference.log_probs(prompt, ids[row])
-        others = {"those over keys of the older weights": subject.reference.over_old_keys(prompt, ids[row], weights)}
-        expect_close(f"request {row} after the update", found, new, subject.tolerance, others)
-    await running
+    weights = subject.reference.changed(seed=7)
+    async for running, _ in at_work(subject, prompt=prompt):
+        await subject.set_weights(weights)
+        during = await subject.generate([prompt] * 2, max_tokens=8, ignore_eos=True)
+        caught = not running.done()
+        after = await subject.generate([prompt], max_tokens=8, ignore_eos=True)
+        for output in (during, after):
+            for ids, found in zip(output["response_ids"], output["response_logprobs"] or [], strict=True):
+                with subject.reference.holding(weights):
+                    new = subject.reference.log_probs(prompt, ids)
+                others = {"those over keys of the older weights": subject.reference.over_old_keys(prompt, ids, weights)}
+                expect_close("a request after the update", found, new, subject.tolerance, others)
+        if caught:
+            break
+        await subject.restore_weights()
 
 
 @check("weight_update")

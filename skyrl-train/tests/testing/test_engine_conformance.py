@@ -1,0 +1,372 @@
+"""The conformance kit finds engines that are wrong: in each story the native engine is broken in one place."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference_engines.native import core, engine, weights
+from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+from skyrl_train.inference_engines.native.rows import RowTable
+from skyrl_train.inference_engines.native.sampling import SamplingBatch, apply_repetition_penalty, truncate
+from skyrl_train.inference_engines.native.weights import EngineWeights
+from skyrl_train.testing.engine_conformance import (
+    CHECKS,
+    ConformanceError,
+    EngineUnderTest,
+    check_engine,
+    make_tiny_model,
+    run_check,
+)
+from skyrl_train.weight_sync.base import WeightReport
+
+CHECK_OF = {check.name: check for check in CHECKS}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), tied=True)
+
+
+async def outcome_of(path: str, name: str, make: Callable[..., NativeInferenceEngine] = NativeInferenceEngine):
+    """Of one check on an engine of its own."""
+    under_test = make(path)
+    subject = EngineUnderTest(under_test, path, timeout_seconds=60)
+    try:
+        return await run_check(CHECK_OF[name], subject)
+    finally:
+        await subject.close()
+        await under_test.teardown()
+
+
+# ---- what is drawn, and what is said of it
+
+sample = core.sample
+
+
+def truncated(logits: torch.Tensor, batch: SamplingBatch, uniform: Any, **more: Any):
+    tokens, _ = sample(logits, batch, uniform, **more)
+    kept = truncate((logits / batch.temperature.clamp(min=0.01)[:, None]).softmax(-1), batch)
+    return tokens, (kept / kept.sum(-1, keepdim=True)).gather(1, tokens[:, None])[:, 0].log()
+
+
+def at_temperature_one(logits: torch.Tensor, batch: SamplingBatch, uniform: Any, **more: Any):
+    tokens, _ = sample(logits, batch, uniform, **more)
+    return tokens, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+
+
+def drawn_at_temperature_one(logits: torch.Tensor, batch: SamplingBatch, uniform: Any, **more: Any):
+    tokens, _ = sample(logits, replace(batch, temperature=torch.ones_like(batch.temperature)), uniform, **more)
+    scaled = (logits / batch.temperature[:, None]).log_softmax(-1)
+    return tokens, scaled.gather(1, tokens[:, None])[:, 0]
+
+
+def penalized(logits: torch.Tensor, batch: SamplingBatch, uniform: Any, *, tokens: torch.Tensor | None, **more: Any):
+    chosen, log_probs = sample(logits, batch, uniform, tokens=tokens, **more)
+    if batch.repetition_penalty is not None:
+        assert tokens is not None
+        adjusted = apply_repetition_penalty(logits, tokens, batch.repetition_penalty)
+        log_probs = adjusted.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+    return chosen, log_probs
+
+
+@pytest.mark.parametrize(
+    "fault, check, says",
+    [
+        (truncated, "log_probs_are_taken_before_truncation", "top_k=3.*they are those after top_k"),
+        (at_temperature_one, "log_probs_are_those_of_the_model_at_the_temperature", "those at temperature 1"),
+        (drawn_at_temperature_one, "draws_follow_the_distribution", "do not look like the distribution"),
+        (penalized, "repetition_penalty_moves_the_choice_and_not_the_log_probs", "with a repetition penalty: the log"),
+    ],
+)
+async def test_wrong_draws_and_log_probs_are_named(tiny, monkeypatch, fault, check, says):
+    monkeypatch.setattr(core, "sample", fault)
+    with pytest.raises(ConformanceError, match=says):
+        await outcome_of(tiny, check)
+
+
+class Altered(NativeInferenceEngine):
+    """Changes its answers before it gives them."""
+
+    def alter(self, asked: dict[str, Any], output: InferenceEngineOutput) -> None:
+        raise NotImplementedError
+
+    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        output = await super().generate(input_batch)
+        if output["response_ids"]:
+            self.alter(dict(input_batch.get("sampling_params") or {}), output)
+        return output
+
+
+def all_columns(output: InferenceEngineOutput, keep: Callable[[int], slice]) -> None:
+    """Shortens every answer."""
+    for name in ("response_ids", "response_logprobs", "weight_versions"):
+        output[name] = [row[keep(len(row))] for row in output[name]]
+
+
+class CutsTheStopString(Altered):
+    def alter(self, asked, output):
+        for stop in [asked.get("stop") or []] if isinstance(asked.get("stop"), str) else asked.get("stop") or []:
+            output["responses"] = [text.removesuffix(stop) for text in output["responses"]]
+
+
+class DropsTheStopToken(Altered):
+    def alter(self, asked, output):
+        if output["stop_reasons"] == ["stop"]:
+            all_columns(output, lambda length: slice(length - 1))
+            output["responses"] = [self._decode(output["response_ids"][0])]
+
+
+class TellsOneVersionAnAnswer(Altered):
+    def alter(self, asked, output):
+        output["weight_versions"] = [row[-1:] * len(row) for row in output["weight_versions"]]
+
+
+class ForgetsWhatWasWritten(Altered):
+    def alter(self, asked, output):
+        if "abort" in output["stop_reasons"]:
+            all_columns(output, lambda _length: slice(0))
+            output["responses"] = [""] * len(output["responses"])
+
+
+class ShiftsPromptLogProbs(Altered):
+    def alter(self, asked, output):
+        if output.get("prompt_logprobs"):
+            output["prompt_logprobs"] = [row[1:] + row[:1] for row in output["prompt_logprobs"]]
+
+
+class SaysLengthForStop(Altered):
+    def alter(self, asked, output):
+        output["stop_reasons"] = ["length"] * len(output["stop_reasons"])
+
+
+class WritesOnInAPause(NativeInferenceEngine):
+    async def pause_generation(self, mode="keep"):
+        if mode != "keep":
+            await super().pause_generation(mode)
+
+
+class AnswersInAPause(NativeInferenceEngine):
+    async def pause_generation(self, mode="keep"):
+        await super().pause_generation(mode)
+        self._pause = None
+
+
+class IgnoresAdapters(NativeInferenceEngine):
+    async def generate(self, input_batch):
+        return await super().generate({**input_batch, "lora_name": None})
+
+
+class SleepsWhileRequestsRun(NativeInferenceEngine):
+    async def sleep(self, level=1):
+        await self.abort_generation()
+        await super().sleep(level)
+
+
+class TakesAnyToken(NativeInferenceEngine):
+    async def generate(self, input_batch):
+        prompts = [[token % 64 for token in prompt] for prompt in input_batch["prompt_token_ids"]]
+        return await super().generate({**input_batch, "prompt_token_ids": prompts})
+
+
+class SharesPromptsOfOlderWeights(NativeInferenceEngine):
+    async def finish_weight_update(self, version: int) -> WeightReport:
+        report = await super().finish_weight_update(version)
+        self._core._rows.prompt_version[:] = version
+        return report
+
+
+class SeedsByArrival(NativeInferenceEngine):
+    def _sampling(self, given, num):
+        params, _ = super()._sampling(given, num)
+        self._num_unseeded += num
+        return params, [(0, self._num_unseeded - index) for index in range(num)]
+
+
+class NeverLetsGo(NativeInferenceEngine):
+    """Does not answer once it is paused."""
+
+    async def resume_generation(self) -> None:
+        await asyncio.sleep(3600)
+
+
+@pytest.mark.parametrize(
+    "make, check, says",
+    [
+        (CutsTheStopString, "a_stop_string_ends_an_answer_and_stays_in_it", "must stay in the answer"),
+        (DropsTheStopToken, "a_stop_token_ends_an_answer_and_stays_in_it", "expected .* by 'stop', got"),
+        (SaysLengthForStop, "an_end_of_sequence_token_ends_an_answer_unless_ignored", "ended by 'length' with the tok"),
+        (ShiftsPromptLogProbs, "prompt_log_probs_are_the_models", "the prompt of 2|the prompt of 17"),
+        (IgnoresAdapters, "adapters_answer_beside_the_model_as_it_is", "those without the adapter"),
+        (TakesAnyToken, "a_prompt_outside_the_vocabulary_is_refused", "must raise ValueError; got an answer"),
+        (SeedsByArrival, "a_seed_fixes_answers_whatever_runs_beside_them", "the same seed gave"),
+    ],
+)
+async def test_wrong_answers_are_named(tiny, make, check, says):
+    with pytest.raises(ConformanceError, match=says):
+        await outcome_of(tiny, check, make)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make, check, says",
+    [
+        (ForgetsWhatWasWritten, "abort_returns_what_was_written", "caught under way; .* 'abort' after 0 tokens"),
+        (WritesOnInAPause, "a_pause_that_keeps_stops_the_writing", "was finished during pause|it went on writing"),
+        (AnswersInAPause, "a_pause_that_aborts_returns_answers_now", "answered before resume_generation"),
+        (SleepsWhileRequestsRun, "sleep_is_refused_while_requests_run", "did not raise while requests were running"),
+        (TellsOneVersionAnAnswer, "answers_under_way_go_on_with_the_new_weights", "caught under way|written before"),
+        (
+            SharesPromptsOfOlderWeights,
+            "prompts_are_never_continued_from_keys_of_older_weights",
+            "those over keys of the older weights",
+        ),
+    ],
+)
+async def test_wrong_control_is_named(tiny, make, check, says):
+    with pytest.raises(ConformanceError, match=says):
+        await outcome_of(tiny, check, make)
+
+
+# ---- weights
+
+
+def without_packing(monkeypatch):
+    """Linear layers compute with the copies of before."""
+    monkeypatch.setattr(weights, "pack_linears", lambda _model: None)
+
+
+def without_one_tensor(monkeypatch):
+    """One tensor is received and not written."""
+    update = EngineWeights.update
+
+    def skipping(self, request):
+        kept = self._parameters["model.norm.weight"].clone()
+        update(self, request)
+        self._parameters["model.norm.weight"].copy_(kept)
+
+    monkeypatch.setattr(EngineWeights, "update", skipping)
+
+
+def half_updates_go_on(monkeypatch):
+    """After a failed update the engine goes on with what it has of it."""
+
+    def give_up(self, why):
+        self._written.clear()
+        self._update_deadline = None
+
+    monkeypatch.setattr(EngineWeights, "_give_up", give_up)
+
+
+def keys_are_not_checked(monkeypatch):
+    """Buckets may be lost: neither the receiver nor the report say so."""
+    monkeypatch.setattr("skyrl_train.weight_sync.receiver.WeightReceiver._take_turn", lambda *_: None)
+    monkeypatch.setattr("skyrl_train.weight_sync.receiver.WeightReceiver.finish", lambda *_: None)
+    monkeypatch.setattr(
+        weights, "fingerprints_of", lambda held, version, verification: dict.fromkeys(map(first, held), 0)
+    )
+
+
+def first(pair: tuple[str, Any]) -> str:
+    return pair[0]
+
+
+def version_is_forgotten(monkeypatch):
+    """Tokens keep the version of before."""
+    append = RowTable.append
+    monkeypatch.setattr(
+        RowTable, "append", lambda self, tokens, log_probs, version: append(self, tokens, log_probs, version * 0)
+    )
+
+
+@pytest.mark.parametrize(
+    "plant, check, says",
+    [
+        (without_packing, "an_update_brings_the_new_weights", "the log-prob of token"),
+        (without_one_tensor, "an_update_brings_the_new_weights", "WeightSyncError.*model.norm.weight"),
+        (version_is_forgotten, "an_update_brings_the_new_weights", r"tokens have weight versions \{0\} in place of 1"),
+        (half_updates_go_on, "a_lost_bucket_is_noticed", r"old version \d after a lost bucket: the log-prob"),
+        (keys_are_not_checked, "an_update_brings_the_new_weights", "WeightSyncError"),
+    ],
+)
+async def test_wrong_weights_are_named(tiny, monkeypatch, plant, check, says):
+    plant(monkeypatch)
+    with pytest.raises(ConformanceError, match=says):
+        await outcome_of(tiny, check)
+
+
+# ---- the kit itself
+
+
+class WithoutSeeds(NativeInferenceEngine):
+    async def describe(self) -> EngineInfo:
+        return replace(await super().describe(), lacks={"seed": "it has no dice"})
+
+
+async def test_an_engine_that_lacks_a_feature_must_refuse_it(tiny):
+    class Refusing(WithoutSeeds):
+        async def generate(self, input_batch):
+            if "seed" in (input_batch.get("sampling_params") or {}):
+                raise engine.UnsupportedByEngine("it has no dice")
+            return await super().generate(input_batch)
+
+    name = "a_seed_fixes_answers_whatever_runs_beside_them"
+    outcome = await outcome_of(tiny, name, Refusing)
+    assert (outcome.result, outcome.words) == ("lacks", "seed: it has no dice")
+    with pytest.raises(ConformanceError, match="asking for seed must raise UnsupportedByEngine; got an answer"):
+        await outcome_of(tiny, name, WithoutSeeds)
+    other = await outcome_of(tiny, "samples_of_one_prompt_differ", Refusing)  # asks for no seed then
+    assert other.result == "passed"
+
+
+async def test_the_report_has_a_line_a_check_and_every_failure(tiny):
+    broken = SaysLengthForStop(tiny)
+    names = ["max_tokens_ends_an_answer", "an_end_of_sequence_token_ends_an_answer_unless_ignored"]
+    report = await check_engine(EngineUnderTest(broken, tiny), [CHECK_OF[name] for name in names])
+    await broken.teardown()
+    lines = str(report).splitlines()
+    assert lines[0].startswith("native ") and lines[0].endswith(", float32: 1 passed, 0 lacking, 1 failed")
+    assert lines[1].startswith(" passed") and names[0] in lines[1]
+    assert lines[2].startswith(" failed") and names[1] in lines[2]
+    assert "The rule: The model's end-of-sequence token ends an answer" in str(report)
+    with pytest.raises(ConformanceError, match=names[1]):
+        report.raise_if_broken()
+
+
+async def test_an_engine_that_hangs_is_a_finding(tiny):
+    hanging = NeverLetsGo(tiny)
+    subject = EngineUnderTest(hanging, tiny, timeout_seconds=2)
+    with pytest.raises(ConformanceError, match="did not answer within 2 seconds"):
+        await run_check(CHECK_OF["a_pause_that_aborts_returns_answers_now"], subject)
+    await subject.close()
+    await hanging.teardown()
+
+
+async def test_a_failed_check_leaves_the_engine_usable(tiny, monkeypatch):
+    """Weights, pauses and requests of a check that failed do not disturb the next one."""
+    native = NativeInferenceEngine(tiny)
+    subject = EngineUnderTest(native, tiny)
+    with monkeypatch.context() as planted:
+        without_packing(planted)
+        with pytest.raises(ConformanceError):
+            await run_check(CHECK_OF["an_update_brings_the_new_weights"], subject)
+    for name in ("an_update_brings_the_new_weights", "greedy_answers_take_the_likeliest_token"):
+        assert (await run_check(CHECK_OF[name], subject)).result == "passed"
+    await subject.close()
+    await native.teardown()
+
+
+def test_the_tiny_models_answers_do_not_hang_on_rounding(tiny):
+    """The likeliest token is ahead of the next one by much more than rounding, at nearly all places."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(2, 64, (8, 64)))
+    with torch.no_grad():
+        best = model(ids).logits.topk(2).values
+    assert ((best[..., 0] - best[..., 1]) > 1e-3).float().mean() > 0.98
