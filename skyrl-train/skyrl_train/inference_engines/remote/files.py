@@ -49,11 +49,13 @@ def adapter_fingerprints(path: str, version: int, verification: Verification = "
     """Of the tensors in an adapter's file, by their names there.
 
     Raises:
-        ValueError: the folder holds no adapter.
+        WeightSyncError: the folder holds no adapter.
     """
     from safetensors.torch import load_file
 
     file = Path(path) / "adapter_model.safetensors"
     if not file.is_file() or not (Path(path) / "adapter_config.json").is_file():
-        raise ValueError(f"no adapter at {path}: adapter_config.json and adapter_model.safetensors must be there")
+        raise WeightSyncError(
+            f"there is no adapter in {path}: adapter_config.json and adapter_model.safetensors must be there"
+        )
     return fingerprints_of(load_file(file).items(), version, verification)

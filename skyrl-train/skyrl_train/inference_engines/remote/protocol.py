@@ -101,7 +101,13 @@ class ServerProtocol(ABC):
         """Takes on `version`. Returns the fingerprint of every tensor of the update."""
 
     @abstractmethod
-    async def load_adapter(self, name: str, path: str) -> None: ...
+    async def load_adapter(self, name: str, path: str, version: int) -> dict[str, int]:
+        """Loads an adapter from a folder under this name. Returns the fingerprint of every tensor in its file: as the
+        server holds it where it can tell, else as it is in the file.
+
+        Raises:
+            WeightSyncError: the folder holds no adapter, or one that the server does not take.
+        """
 
     @abstractmethod
     async def unload_adapter(self, name: str) -> None: ...

@@ -27,7 +27,6 @@ from skyrl_train.inference_engines.base import (
 )
 from skyrl_train.inference_engines.native.requests import SamplingParams
 from skyrl_train.inference_engines.remote.connection import ServerConnection, ServerRefused, run_to_end
-from skyrl_train.inference_engines.remote.files import adapter_fingerprints
 from skyrl_train.inference_engines.remote.protocol import ServerAnswer, ServerFacts, ServerProtocol
 from skyrl_train.inference_engines.remote.requests_under_way import PauseGate, RunningRequests
 from skyrl_train.inference_engines.remote.sglang import SGLangProtocol
@@ -83,6 +82,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         self._running = RunningRequests()
         self._asleep: set[str] = set()
         self._paused_for_update = False
+        self._update_is_open = False
         self._adapters: dict[str, int] = {}
         self._facts, self._version = run_to_end(self._meet(backend, protocol, request_timeout_seconds))
 
@@ -223,6 +223,9 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         await self._protocol.pause(mode)
 
     async def resume_generation(self) -> None:
+        if self._update_is_open:
+            self._paused_for_update = True  # half of the weights are new: the end of the update resumes
+            return
         await self._protocol.resume()
         self._version = await self._protocol.weight_version()
         self._gate.open()
@@ -265,11 +268,12 @@ class RemoteInferenceEngine(InferenceEngineInterface):
             self._gate.close()
             await self._protocol.pause("keep")
             self._paused_for_update = True
+        self._update_is_open = True
         await self._protocol.update_weights(request)
 
     async def finish_weight_update(self, version: int) -> WeightReport:
         fingerprints = await self._protocol.finish_weights(version)
-        self._version = version
+        self._version, self._update_is_open = version, False
         await self._protocol.reset_prefix_cache()
         if self._paused_for_update:
             self._paused_for_update = False
@@ -287,16 +291,11 @@ class RemoteInferenceEngine(InferenceEngineInterface):
 
     async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
         self._require("lora")
-        fingerprints = adapter_fingerprints(request.path, request.version)
+        name = _name_at_server(request.name, request.version)
         before = await self._versions_at_server(request.name)
-        try:
-            if request.version in before:
-                await self._protocol.unload_adapter(_name_at_server(request.name, request.version))
-            await self._protocol.load_adapter(_name_at_server(request.name, request.version), request.path)
-        except ServerRefused as error:
-            raise ValueError(
-                f"the server at {self.url} did not load the adapter {request.path}: {error.said}"
-            ) from None
+        if request.version in before:
+            await self._protocol.unload_adapter(name)
+        fingerprints = await self._protocol.load_adapter(name, request.path, request.version)
         self._adapters[request.name] = request.version
         for version in before:
             if version != request.version:

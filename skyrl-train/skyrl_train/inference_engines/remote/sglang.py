@@ -14,7 +14,7 @@ from skyrl_train.inference_engines.base import EngineInfo, Feature, PauseMode, S
 from skyrl_train.inference_engines.native.requests import SamplingParams
 from skyrl_train.inference_engines.native.sampling import random_key
 from skyrl_train.inference_engines.remote.connection import ServerError, ServerRefused
-from skyrl_train.inference_engines.remote.files import CheckpointFiles
+from skyrl_train.inference_engines.remote.files import CheckpointFiles, adapter_fingerprints
 from skyrl_train.inference_engines.remote.protocol import (
     ServerAnswer,
     ServerFacts,
@@ -218,8 +218,13 @@ class SGLangProtocol(ServerProtocol):
 
     # ---- adapters
 
-    async def load_adapter(self, name: str, path: str) -> None:
-        await self.server.post("/load_lora_adapter", {"lora_name": name, "lora_path": path})
+    async def load_adapter(self, name: str, path: str, version: int) -> dict[str, int]:
+        fingerprints = adapter_fingerprints(path, version)
+        try:
+            await self.server.post("/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        except ServerRefused as error:
+            raise WeightSyncError(f"{self.server.url} did not load the adapter in {path}: {error.said}") from None
+        return fingerprints
 
     async def unload_adapter(self, name: str) -> None:
         await self.server.post("/unload_lora_adapter", {"lora_name": name})

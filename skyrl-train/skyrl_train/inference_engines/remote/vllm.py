@@ -17,7 +17,7 @@ from skyrl_train.errors import ConfigError, UnsupportedByEngine, WeightSyncError
 from skyrl_train.inference_engines.base import EngineInfo, Feature, PauseMode, StopReason
 from skyrl_train.inference_engines.native.requests import SamplingParams
 from skyrl_train.inference_engines.remote.connection import ServerError, ServerRefused
-from skyrl_train.inference_engines.remote.files import CheckpointFiles
+from skyrl_train.inference_engines.remote.files import CheckpointFiles, adapter_fingerprints
 from skyrl_train.inference_engines.remote.protocol import (
     ServerAnswer,
     ServerFacts,
@@ -26,9 +26,11 @@ from skyrl_train.inference_engines.remote.protocol import (
     versions_of,
     vocabulary_of,
 )
+from skyrl_train.inference_engines.vllm.adapters import check_adapter
 from skyrl_train.inference_engines.vllm.sampling import SeedPair, http_sampling, seed_of
 from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
 
+_WORKER_ERROR = re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL)
 EXTENSION = "skyrl_train.inference_engines.vllm.worker_extension.WeightExtension"
 _STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -66,7 +68,7 @@ class VLLMProtocol(ServerProtocol):
             lacks["lora"] = (
                 f"the server at {url} was started without --enable-lora or VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             )
-        elif not lora["target_modules"] or "lm_head" in lora["target_modules"]:
+        elif not self._extended and (not lora["target_modules"] or "lm_head" in lora["target_modules"]):
             lacks["prompt_log_probs"] = (
                 f"the server at {url} holds adapters of the LM head as well, which end vLLM at prompts' log-probs "
                 "(vllm/lora/layers/logits_processor.py); start it with --lora-target-modules q_proj k_proj v_proj "
@@ -211,13 +213,31 @@ class VLLMProtocol(ServerProtocol):
         try:
             said = await self.server.post("/collective_rpc", body, timeout_seconds=timeout_seconds)
         except ServerError as error:
-            raise WeightSyncError(f"{method} at the server at {self.server.url}: {error.said}") from None
+            said = _WORKER_ERROR.search(error.said)
+            words = said[1] if said else error.said
+            raise WeightSyncError(f"{method} at the server at {self.server.url}: {words}") from None
         return said["results"] if isinstance(said, dict) else []
 
     # ---- adapters
 
-    async def load_adapter(self, name: str, path: str) -> None:
-        await self.server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+    async def load_adapter(self, name: str, path: str, version: int) -> dict[str, int]:
+        fingerprints = adapter_fingerprints(path, version)
+        if self._extended:
+            check_adapter(path)
+        before = await self._adapter_numbers()
+        try:
+            await self.server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        except ServerError as error:
+            raise WeightSyncError(f"{self.server.url} did not load the adapter in {path}: {error.said}") from None
+        if not self._extended:
+            return fingerprints
+        number = max(await self._adapter_numbers() - before)
+        return _same_everywhere(await self._workers("skyrl_lora", number, path, version), self.server.url)
+
+    async def _adapter_numbers(self) -> set[int]:
+        """vLLM's own, of the adapters that its workers hold."""
+        [said, *_] = await self._workers("list_loras")
+        return {int(number) for number in re.findall(r"\d+", said)}
 
     async def unload_adapter(self, name: str) -> None:
         await self.server.post("/v1/unload_lora_adapter", {"lora_name": name})

