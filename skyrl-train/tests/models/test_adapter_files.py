@@ -1,0 +1,163 @@
+"""Adapters that leave as folders: whole or absent, in the engines' dtype, and read by whoever reads peft's."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from skyrl_train.config import FSDPConfig, LoRAConfig
+from skyrl_train.distributed.fsdp2 import shard_model
+from skyrl_train.distributed.process_group import init_process_group, make_mesh
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.native.lora_loading import read_lora
+from skyrl_train.models.adapter_files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    adapter_tensors,
+    read_adapter,
+    save_adapter,
+    write_adapter_version,
+)
+from skyrl_train.models.causal_lm import load_causal_lm
+from skyrl_train.models.lora import adapters_of, add_adapters
+
+CPU = torch.device("cpu")
+IDS = torch.randint(2, 64, (3, 10), generator=torch.Generator().manual_seed(0))
+
+
+def adapted(path: str, **config) -> PreTrainedModel:
+    """A model whose adapters are far from where they began: as after training."""
+    torch.manual_seed(1)
+    model = load_causal_lm(path, device=CPU)
+    add_adapters(model, LoRAConfig(**{"rank": 4, "alpha": 8, **config}))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for adapter in adapters_of(model):
+            for matrix in adapter.matrices.values():
+                matrix.add_(torch.randn(matrix.shape, generator=generator) * 0.1)
+    return model
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def test_peft_makes_the_same_model_of_a_written_version(tiny_model, tmp_path):
+    model = adapted(tiny_model)
+    written = write_adapter_version(model, tmp_path, 3, torch.float32, rank=0)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    plain = logits(base)
+    loaded = PeftModel.from_pretrained(base, str(tmp_path / "3"))
+    torch.testing.assert_close(logits(loaded), logits(model), atol=1e-5, rtol=1e-5)
+    assert (plain - logits(model)).abs().max() > 0.1
+    assert len(written) == 2 * 2 * 7
+
+
+def test_what_is_returned_is_what_the_file_holds_in_the_engines_dtype(tiny_model, tmp_path):
+    model = adapted(tiny_model)
+    written = write_adapter_version(model, tmp_path, 1, torch.bfloat16, rank=0)
+    file = load_file(tmp_path / "1" / WEIGHTS_FILE)
+    assert {tensor.dtype for tensor in file.values()} == {torch.bfloat16}
+    assert file.keys() == written.keys() == dict(adapter_tensors(model, torch.bfloat16)).keys()
+    assert all(torch.equal(file[name], tensor) for name, tensor in written.items())
+    name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    up_proj = next(adapter for adapter in adapters_of(model) if adapter.layer == "model.layers.1.mlp.up_proj")
+    assert torch.equal(file[name], up_proj.b.detach().bfloat16())
+
+
+def test_what_was_written_is_no_view_of_what_goes_on_learning(tiny_model, tmp_path):
+    model = adapted(tiny_model)
+    written = write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert all(tensor.abs().max() > 0 for tensor in written.values())
+
+
+def test_the_last_two_versions_stay(tiny_model, tmp_path):
+    """Also where the numbers have more digits: 10 comes after 9. What is no version is left alone."""
+    model = adapted(tiny_model)
+    (tmp_path / "notes").mkdir()
+    for version in (8, 9, 10, 11):
+        write_adapter_version(model, tmp_path, version, torch.float32, rank=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "11", "notes"]
+    files = sorted(path.name for path in (tmp_path / "11").iterdir())
+    assert files == [CONFIG_FILE, WEIGHTS_FILE]
+
+
+def test_a_folder_without_its_weights_is_no_adapter_yet(tiny_model, tmp_path, monkeypatch):
+    """A writer that dies half-way leaves nothing that could be taken for an adapter, and another may write it again."""
+    model = adapted(tiny_model)
+    replace = os.replace
+
+    def full_disk(source, target):
+        raise OSError("no space left on device")
+
+    write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
+    monkeypatch.setattr(os, "replace", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
+    with pytest.raises(ValueError, match="no adapter can be read from"):
+        read_adapter(tmp_path / "1")
+    monkeypatch.setattr(os, "replace", replace)
+    write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
+    assert len(read_adapter(tmp_path / "1").tensors) == 28
+
+
+@pytest.mark.parametrize("init_method", ["pissa", "pissa_niter_4", "olora"])
+def test_adapters_that_began_by_changing_the_model_are_refused(tiny_model, tmp_path, init_method):
+    model = adapted(tiny_model, init_method=init_method)
+    with pytest.raises(ConfigError, match=f"init_method='{init_method}', which moves a part of the model's weights"):
+        write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
+
+
+@pytest.mark.parametrize("init_method", ["kaiming", "gaussian", "orthogonal"])
+def test_the_native_engine_takes_what_was_written(tiny_model, tmp_path, init_method):
+    """The layer of every adapter, alpha / rank = 2."""
+    model = adapted(tiny_model, init_method=init_method)
+    write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    layers = read_lora(str(tmp_path / "1"), base, max_rank=4)
+    assert set(layers) == {adapter.layer for adapter in adapters_of(model)}
+    for adapter in adapters_of(model):
+        assert layers[adapter.layer].scaling == 2.0
+        assert torch.equal(layers[adapter.layer].a, adapter.a)
+        assert torch.equal(layers[adapter.layer].b, adapter.b)
+
+
+def test_a_checkpoints_adapter_names_its_model_and_stays_in_float32(tiny_model, tmp_path):
+    save_adapter(adapted(tiny_model), tmp_path / "adapter", "some/model")
+    assert json.loads((tmp_path / "adapter" / CONFIG_FILE).read_text())["base_model_name_or_path"] == "some/model"
+    tensors = load_file(tmp_path / "adapter" / WEIGHTS_FILE).values()
+    assert {tensor.dtype for tensor in tensors} == {torch.float32}
+
+
+def _rank_of_two(rank: int, port: int, model_path: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    init_process_group(
+        rank=rank, world_size=2, master_address="127.0.0.1", master_port=port, device=CPU, timeout_seconds=60
+    )
+    model = shard_model(adapted(model_path), make_mesh(CPU, -1), FSDPConfig(), bf16=False)
+    written = write_adapter_version(model, Path(folder), 1, torch.float32, rank=rank)
+    assert len(written) == (28 if rank == 0 else 0)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_write_what_one_would(tiny_model, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(_rank_of_two, (port, tiny_model, str(tmp_path)), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+    file = load_file(tmp_path / "1" / WEIGHTS_FILE)
+    expected = dict(adapter_tensors(adapted(tiny_model), torch.float32))
+    assert file.keys() == expected.keys()
+    assert all(torch.equal(file[name], tensor) for name, tensor in expected.items())
