@@ -1,0 +1,52 @@
+"""Trainers and engines that hold a few small tensors, connected in one process."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.distributed.process_group import free_port
+from skyrl_train.testing.weight_holders import CPU, HolderInfo, HoldersInThreads, WeightHolder
+from skyrl_train.weight_sync.plan import init_infos_for
+from skyrl_train.weight_sync.sender import WeightSender
+
+Connect = Callable[..., WeightSender]
+
+
+@pytest.fixture
+def connect(tmp_path: Path) -> Iterator[Connect]:
+    """A sender and `holders`, met by `ways` (transport, encoding). Closed when the test ends."""
+    with ExitStack() as opened:
+
+        def connect(
+            ways: tuple[Any, Any],
+            *holders: WeightHolder,
+            verification: Any = "sampled",
+            max_bucket_bytes: int = 1_000_000,
+            timeout_seconds: float = 20.0,
+        ) -> WeightSender:
+            infos = init_infos_for(
+                *ways,
+                [HolderInfo()] * len(holders),
+                master_address="127.0.0.1",
+                master_port=free_port(),
+                directory=str(tmp_path / "weights"),
+                verification=verification,
+                timeout_seconds=timeout_seconds,
+            )
+            engines = HoldersInThreads(holders, timeout_seconds)
+            sender = WeightSender(engines, infos, CPU, max_bucket_bytes=max_bucket_bytes, verification=verification)
+            opened.callback(sender.close)
+            for holder in holders:
+                assert holder.receiver is not None
+                opened.callback(holder.receiver.close)
+            return sender
+
+        yield connect
+
+
+def zeros_like(parameters: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    return [(name, torch.zeros_like(tensor)) for name, tensor in parameters]
