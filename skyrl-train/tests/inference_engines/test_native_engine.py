@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from skyrl_train.errors import ConfigError, WeightSyncError, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
-from skyrl_train.weight_sync.checksum import checksum_of
+from skyrl_train.testing.engine_conformance.transfer import WeightPath
+from skyrl_train.weight_sync.base import WeightUpdateRequest
 
 PROMPT = [5, 9, 12, 30, 7]
 LONG = {"max_tokens": 200, "ignore_eos": True}
@@ -156,87 +157,81 @@ async def test_a_caller_who_goes_away_frees_its_row(tiny_models):
         assert (await engine.generate(batch(PROMPT, max_tokens=1)))["stop_reasons"]
 
 
-def chunk_of(tensors: dict[str, torch.Tensor]) -> WeightUpdateRequest:
-    """The tensors' bytes one after the other, as the trainer sends them."""
-    return WeightUpdateRequest(
-        names=list(tensors),
-        dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
-        shapes=[tuple(tensor.shape) for tensor in tensors.values()],
-        buffer=np.concatenate([tensor.detach().numpy().reshape(-1).view(np.uint8) for tensor in tensors.values()]),
-    )
-
-
 def other_weights(path: str) -> dict[str, torch.Tensor]:
     model = AutoModelForCausalLM.from_pretrained(path)
     torch.manual_seed(1)
     return {name: parameter + 0.1 * torch.randn_like(parameter) for name, parameter in model.named_parameters()}
 
 
-SHARED_MEMORY = WeightSyncInitInfo(strategy="shared_memory")
+@contextlib.asynccontextmanager
+async def way_to(engine: NativeInferenceEngine, tmp_path: Path):
+    """The trainer's sender, in buckets of about a fifth of the model."""
+    path = WeightPath(
+        engine,
+        "shared_memory",
+        "full",
+        dtype=torch.float32,
+        directory=tmp_path,
+        timeout_seconds=30,
+        max_bucket_bytes=100_000,
+    )
+    try:
+        yield path
+    finally:
+        await path.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])  # untied and tied embeddings
-async def test_weights_change_in_flight_and_later_tokens_say_so(tiny_models, tmp_path, name):
-    weights = other_weights(tiny_models(name))
-    async with engine_of(tiny_models(name)) as engine:
-        await engine.init_weight_update_communicator(SHARED_MEMORY)
+def without(lost: str):
+    """Loses the bucket that holds this tensor."""
+    return lambda request: [] if lost in request.names else [request]
+
+
+async def test_nothing_is_written_by_weights_half_old_half_new(tiny_models, tmp_path):
+    weights = other_weights(tiny_models("qwen3"))
+    last = list(weights)[-1]
+    async with engine_of(tiny_models("qwen3")) as engine, way_to(engine, tmp_path) as path:
         before = await engine.generate(batch(PROMPT, seed=3, **LONG))
         running = asyncio.create_task(engine.generate(batch(PROMPT, seed=3, **LONG)))
         await until_running(engine)
-        names = list(weights)
-        await engine.update_named_weights(chunk_of({name: weights[name] for name in names[:5]}))
+        with pytest.raises(WeightSyncError, match=r"4 parameters did not come.* had to: a trainer's first update"):
+            await path.send(weights, 2, without(last))
         length = engine._core._rows.length[0]
+        late = asyncio.create_task(engine.generate(batch(PROMPT, seed=3, max_tokens=3)))
         await asyncio.sleep(0.1)
-        assert engine._core._rows.length[0] == length  # nothing is written by weights half old, half new
-        await engine.update_named_weights(chunk_of({name: weights[name] for name in names[5:]}))
-        assert await engine.finish_weight_update(7) == checksum_of(weights.items())
-        assert await engine.weight_version() == 7
-        answer = await running
-        [versions] = answer["weight_versions"]
+        assert engine._core._rows.length[0] == length and not late.done() and not running.done()
+        await path.send(weights, 3)
+        [versions] = (await running)["weight_versions"]
         old = versions.count(0)
-        assert versions == [0] * old + [7] * (200 - old) and 3 <= old < 200
+        assert versions == sorted(versions) and 3 <= old < 200 and versions[-1] == 3
+        answer = await running
         assert answer["response_ids"][0][:old] == before["response_ids"][0][:old]
-        after = await engine.generate(batch(PROMPT, seed=3, **LONG))
-
-    reference = AutoModelForCausalLM.from_pretrained(tiny_models(name))
-    reference.load_state_dict(weights, strict=False)
-    reference.tie_weights()
-    reference.save_pretrained(tmp_path)
-    ids = torch.tensor([PROMPT + after["response_ids"][0]])
-    with torch.no_grad():
-        log_probs = reference(ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-    expected = log_probs.gather(1, ids[0, len(PROMPT) :, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(after["response_logprobs"][0]), expected, atol=1e-4, rtol=0)
+        assert (await late)["weight_versions"] == [[3, 3, 3]]
 
 
-async def test_a_wrong_chunk_changes_nothing(tiny_models):
-    weights = other_weights(tiny_models("qwen3"))
-    first = next(iter(weights))
+async def test_weights_without_a_connection_are_refused(tiny_models):
+    request = WeightUpdateRequest(names=[], dtypes=[], shapes=[], version=1, index=0, num_bytes=0)
     async with engine_of(tiny_models("qwen3")) as engine:
         with pytest.raises(WeightSyncError, match="before init_weight_update_communicator"):
-            await engine.update_named_weights(chunk_of(weights))
-        await engine.init_weight_update_communicator(SHARED_MEMORY)
-        unchanged = await engine.finish_weight_update(0)
-        with pytest.raises(WeightSyncError, match="no parameter"):
-            await engine.update_named_weights(chunk_of({first: weights[first], "model.typo": torch.zeros(2)}))
-        with pytest.raises(WeightSyncError, match=r"has shape \(62, 48\) in the engine; got \(3,\)"):
-            await engine.update_named_weights(chunk_of({first: torch.zeros(3)}))
-        assert await engine.finish_weight_update(0) == unchanged
+            await engine.update_named_weights(request)
+        assert (await engine.generate(batch(PROMPT, max_tokens=2)))["weight_versions"] == [[0, 0]]
 
 
-async def test_an_update_that_is_not_finished_in_time_is_an_error_and_no_hang(tiny_models):
+async def test_an_update_that_is_not_finished_in_time_is_an_error_and_no_hang(tiny_models, tmp_path):
     weights = other_weights(tiny_models("qwen3"))
-    async with engine_of(tiny_models("qwen3"), update_timeout_seconds=0.2) as engine:
-        await engine.init_weight_update_communicator(SHARED_MEMORY)
-        await engine.update_named_weights(chunk_of(weights))
-        with pytest.raises(WorkerError, match="not finished within 0"):
+    settings = {"update_timeout_seconds": 0.5}
+    async with engine_of(tiny_models("qwen3"), **settings) as engine, way_to(engine, tmp_path) as path:
+        with pytest.raises(WeightSyncError, match=r"no parameter 'model\.typo'"):
+            await path.send(weights | {"model.typo": torch.zeros(2)}, 1)
+        with pytest.raises(WorkerError, match=r"not finished within 0.5 .*'model.typo'.*, and was not sent again"):
             await engine.generate(batch(PROMPT, max_tokens=2))
+        with pytest.raises(WorkerError, match="native engine stopped: WeightSyncError"):
+            await engine.check_health()
 
 
-async def test_sleep_one_keeps_the_weights_and_sleep_two_wants_them_all_again(tiny_models):
+async def test_sleep_one_keeps_the_weights_and_sleep_two_wants_them_all_again(tiny_models, tmp_path):
     weights = other_weights(tiny_models("qwen3"))
-    async with engine_of(tiny_models("qwen3")) as engine:
-        await engine.init_weight_update_communicator(SHARED_MEMORY)
+    *most, last = list(weights)
+    async with engine_of(tiny_models("qwen3")) as engine, way_to(engine, tmp_path) as path:
         before = await engine.generate(batch(PROMPT, seed=1, max_tokens=20))
         await engine.sleep(level=1)
         waiting = asyncio.create_task(engine.generate(batch(PROMPT, seed=1, max_tokens=20)))
@@ -247,18 +242,50 @@ async def test_sleep_one_keeps_the_weights_and_sleep_two_wants_them_all_again(ti
 
         await engine.sleep(level=2)
         with pytest.raises(WeightSyncError, match="wake_up"):
-            await engine.update_named_weights(chunk_of(weights))
+            await path.send(weights, 1)
         await engine.wake_up(["weights"])
         with pytest.raises(RuntimeError, match="full weight update must come first"):
             await engine.generate(batch(PROMPT, max_tokens=2))
-        names = list(weights)
-        await engine.update_named_weights(chunk_of({name: weights[name] for name in names[:-1]}))
-        with pytest.raises(WeightSyncError, match="1 parameters dropped"):
-            await engine.finish_weight_update(1)
-        await engine.update_named_weights(chunk_of({names[-1]: weights[names[-1]]}))
-        await engine.finish_weight_update(1)
+        with pytest.raises(
+            WeightSyncError, match=rf"1 parameters did not come, such as {last}.*sleep\(level=2\) dropped"
+        ):
+            await path.send({name: weights[name] for name in most}, 2)
+        await path.send(weights, 3)
         await engine.wake_up(["kv_cache"])
-        assert (await engine.generate(batch(PROMPT, max_tokens=2)))["weight_versions"] == [[1, 1]]
+        assert (await engine.generate(batch(PROMPT, max_tokens=2)))["weight_versions"] == [[3, 3]]
+
+
+async def test_dummy_weights_are_random_until_all_of_them_came(tiny_models, tmp_path):
+    weights = other_weights(tiny_models("llama"))
+    *most, last = list(weights)
+    async with engine_of(tiny_models("llama"), dummy_weights=True) as engine, way_to(engine, tmp_path) as path:
+        dummy = await engine.generate(batch(PROMPT, max_tokens=3, prompt_logprobs=0, temperature=0.0))
+        assert dummy["weight_versions"] == [[0, 0, 0]]
+        with pytest.raises(WeightSyncError, match=rf"1 parameters did not come, such as {last}.*first update"):
+            await path.send({name: weights[name] for name in most}, 1)
+        await path.send(weights, 2)
+        answer = await engine.generate(batch(PROMPT, max_tokens=3, prompt_logprobs=0, temperature=0.0))
+    reference = AutoModelForCausalLM.from_pretrained(tiny_models("llama"))
+    reference.load_state_dict(weights)
+    with torch.no_grad():
+        log_probs = reference(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
+    expected = log_probs.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(answer["prompt_logprobs"][0]), expected, atol=1e-4, rtol=0)
+    assert not np.allclose(dummy["prompt_logprobs"][0], expected, atol=0.1)
+
+
+async def test_a_prompts_log_probs_do_not_depend_on_its_company(tiny_models):
+    """The same bits alone and beside others, with shared beginnings and without; and the answers stay the same."""
+    prompts = [PROMPT, PROMPT, [8] * 40, [7], list(range(2, 60)) * 5]
+    async with engine_of(tiny_models("qwen3")) as engine:
+        params = {"max_tokens": 5, "seed": 1, "temperature": 0.8}
+        plain = await engine.generate(batch(*prompts, **params))
+        scored = await engine.generate(batch(*prompts, prompt_logprobs=0, **params))
+        assert {**scored, "prompt_logprobs": None} == {**plain, "prompt_logprobs": None}
+        assert [len(row) for row in scored["prompt_logprobs"]] == [4, 4, 39, 0, 289]
+        for prompt, row in zip(prompts, scored["prompt_logprobs"], strict=True):
+            alone = await engine.generate(batch(prompt, prompt_logprobs=0, **params))
+            assert alone["prompt_logprobs"] == [row]
 
 
 async def test_sleep_is_refused_while_requests_run(tiny_models):

@@ -124,7 +124,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         )
         self._max_lora_rank = max_lora_rank
         self._leaving: list[tuple[Lora, Future[None]]] = []
-        self._weights = EngineWeights(model, self._device, update_timeout_seconds, random=dummy_weights)
+        self._weights = EngineWeights(model, self._device, update_timeout_seconds)
         self._seed = seed
         self._num_unseeded = 0
         self._command_timeout = command_timeout_seconds

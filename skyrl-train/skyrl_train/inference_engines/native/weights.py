@@ -20,18 +20,17 @@ class EngineWeights:
     Args:
         update_timeout_seconds: how long an update may stay open. While it is, the weights are half old, half new, and
             nothing is generated.
-        random: the parameters mean nothing yet, so the first update must bring all of them.
     """
 
-    def __init__(self, model: torch.nn.Module, device: torch.device, update_timeout_seconds: float, *, random: bool):
+    def __init__(self, model: torch.nn.Module, device: torch.device, update_timeout_seconds: float):
         self._model = model
         self._parameters = dict(model.named_parameters())
         self._device = device
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._receiver: WeightReceiver | None = None
         self._init_info = WeightSyncInitInfo(transport="shared_memory")
-        self._owed = set(self._parameters) if random else set()
-        self._because = "the engine was made with random weights"
+        self._owed: set[str] = set()
+        self._because = ""
         self._written: set[str] = set()
         self._complete = True
         self._asleep = False
@@ -75,10 +74,12 @@ class EngineWeights:
         return left
 
     def connect(self, init_info: WeightSyncInitInfo) -> None:
-        """Meets the trainer; a former connection is closed."""
+        """Meets the trainer, whose first update brings every parameter; a former connection is closed."""
         self.close()
         self._receiver = WeightReceiver(init_info, self._device)
         self._init_info = init_info
+        if not self._owed:
+            self._owed, self._because = set(self._parameters), "a trainer's first update brings all of them"
 
     def update(self, request: WeightUpdateRequest) -> None:
         """Copies one bucket into the parameters, converting to their dtype; copies nothing if a name or shape is wrong.
@@ -109,8 +110,8 @@ class EngineWeights:
         """Ends the update; reports the parameters that it brought, as they are now.
 
         Raises:
-            WeightSyncError: buckets are missing, or parameters that had to come (dropped by a sleep of level 2, new in
-                an update that failed, random since the start) did not.
+            WeightSyncError: buckets are missing, or parameters that had to come (all in a first update or after a sleep
+                of level 2, those of an update that failed) did not.
         """
         try:
             self._connected().finish(version)
