@@ -6,7 +6,8 @@ For tests and benchmarks of weight sync with neither Ray nor a model.
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -88,15 +89,14 @@ class HoldersInThreads:
         return [self._start(index, method, arg) for index, arg in enumerate(args)]
 
     def wait(self, calls: list[Future[Any]]) -> list[Any]:
-        answers = []
+        done, pending = wait_for_futures(calls, self._timeout_seconds, FIRST_EXCEPTION)
         for index, call in enumerate(calls):
-            try:
-                answers.append(call.result(timeout=self._timeout_seconds))
-            except TimeoutError:
-                raise WorkerError(f"engine {index} did not answer within {self._timeout_seconds:g} s") from None
-            except SkyRLError as error:
+            if call in done and isinstance(error := call.exception(), SkyRLError):
                 raise type(error)(f"engine {index}: {error}") from error
-        return answers
+        if pending:
+            silent = [index for index, call in enumerate(calls) if call in pending]
+            raise WorkerError(f"engines {silent} did not answer within {self._timeout_seconds:g} s")
+        return [call.result() for call in calls]
 
     def _start(self, index: int, method: str, *args: Any) -> Future[Any]:
         return self._threads[index].submit(getattr(self._holders[index], method), *args)

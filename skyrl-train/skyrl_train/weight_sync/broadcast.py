@@ -43,7 +43,7 @@ class BroadcastGroup:
             ) from error
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Sends (rank 0) or fills (others) `flat` [num_bytes] uint8 on the group's device. Every member must call it.
+        """Sends (rank 0) or fills (others) `flat`, on the group's device. Every member must call it.
 
         Raises:
             WeightSyncError: a member is dead or silent.
@@ -75,10 +75,11 @@ class BroadcastWriter:
         payload.copy_to(self._buffers[index % 2].first(payload.num_bytes))
         return {}
 
-    def transmit(self, num_bytes: int, index: int) -> None:
+    def transmit(self, request: WeightUpdateRequest) -> None:
         """Sends a bucket; the engines must have been told."""
-        if num_bytes:
-            self._group.broadcast(self._buffers[index % 2].first(num_bytes))
+        self._group.broadcast(_header(request, self._group.device))
+        if request.num_bytes:
+            self._group.broadcast(self._buffers[request.index % 2].first(request.num_bytes))
 
     def finish(self, version: int) -> None:
         """Nothing stays behind."""
@@ -98,7 +99,20 @@ class BroadcastReader:
         self._buffer = Buffer(self._group.device)
 
     def read(self, request: WeightUpdateRequest) -> torch.Tensor:
-        """The bucket's bytes. [num_bytes] uint8, on the group's device"""
+        """The bucket's bytes. [num_bytes] uint8, on the group's device
+
+        Raises:
+            WeightSyncError: the trainer sends another bucket, or a member is dead or silent.
+        """
+        expected = _header(request, self._group.device)
+        header = torch.empty_like(expected)
+        self._group.broadcast(header)
+        if not torch.equal(header, expected):  # members that expect different lengths would crash or wait for ever
+            version, index, num_bytes = header.tolist()
+            raise WeightSyncError(
+                f"bucket {request.index} of version {request.version} announces {request.num_bytes} bytes, but the "
+                f"trainer sends bucket {index} of version {version}, {num_bytes} bytes"
+            )
         flat = self._buffer.first(request.num_bytes)
         if flat.numel():
             self._group.broadcast(flat)
@@ -106,3 +120,8 @@ class BroadcastReader:
 
     def close(self) -> None:
         self._group.close()
+
+
+def _header(request: WeightUpdateRequest, device: torch.device) -> torch.Tensor:
+    """What goes ahead of a bucket's bytes. [3] int64"""
+    return torch.tensor([request.version, request.index, request.num_bytes], device=device)

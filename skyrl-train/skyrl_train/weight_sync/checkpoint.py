@@ -1,4 +1,4 @@
-"""Bytes through files that trainer and engines both see: safetensors in Hugging Face's layout, which any server can load.
+"""Bytes through files that trainer and engines both see: safetensors in Hugging Face's layout, which any server loads.
 
     <directory>/<version>/model-00001-of-00002.safetensors, ..., model.safetensors.index.json
 
@@ -96,7 +96,7 @@ class CheckpointWriter:
             raise WeightSyncError(f"{file} cannot be written (generator.weight_sync_directory): {error}") from error
         return {"location": str(file)}
 
-    def transmit(self, num_bytes: int, index: int) -> None:
+    def transmit(self, request: WeightUpdateRequest) -> None:
         """The engines read on their own."""
 
     def finish(self, version: int) -> None:

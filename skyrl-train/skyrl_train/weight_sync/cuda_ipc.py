@@ -37,7 +37,7 @@ class CudaIpcWriter:
         torch.cuda.synchronize(self._device)  # other processes do not see this one's streams
         return {"handles": self._handles[slot]}
 
-    def transmit(self, num_bytes: int, index: int) -> None:
+    def transmit(self, request: WeightUpdateRequest) -> None:
         """The engines read on their own."""
 
     def finish(self, version: int) -> None:

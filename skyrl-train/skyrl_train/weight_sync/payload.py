@@ -94,25 +94,37 @@ class Payload:
             start += part.numel()
 
 
+def check_announced(request: WeightUpdateRequest) -> None:
+    """Before whole tensors are fetched: raises WeightSyncError unless the request announces as many bytes as they need.
+    (Members of a group that expect different lengths would wait for each other.)"""
+    needed = sum(map(num_bytes_of, request.dtypes, request.shapes))
+    if needed != request.num_bytes:
+        raise WeightSyncError(
+            f"bucket {request.index} of version {request.version} announces {request.num_bytes} bytes, but its "
+            f"{len(request)} tensors need {needed}"
+        )
+
+
 def split_bytes(request: WeightUpdateRequest, flat: torch.Tensor) -> Bucket:
     """Views of `flat` (uint8, one dimension) as the request's named tensors.
 
     Raises:
         WeightSyncError: the bytes are not as many as the tensors need.
     """
-    sizes = [num_bytes_of(dtype, shape) for dtype, shape in zip(request.dtypes, request.shapes, strict=True)]
-    if not sum(sizes) == request.num_bytes == flat.numel():
+    check_announced(request)
+    if flat.numel() != request.num_bytes:
         raise WeightSyncError(
-            f"bucket {request.index} of version {request.version} announces {request.num_bytes} bytes, its "
-            f"{len(request)} tensors need {sum(sizes)}, and {flat.numel()} came"
+            f"bucket {request.index} of version {request.version} announces {request.num_bytes} bytes, but "
+            f"{flat.numel()} came"
         )
     bucket: Bucket = []
     start = 0
-    for name, dtype_name, shape, size in zip(request.names, request.dtypes, request.shapes, sizes, strict=True):
+    for name, dtype_name, shape in zip(request.names, request.dtypes, request.shapes, strict=True):
         dtype: torch.dtype = getattr(torch, dtype_name)
-        part = flat[start : start + size]
+        end = start + num_bytes_of(dtype_name, shape)
+        part = flat[start:end]
         if part.storage_offset() % dtype.itemsize:  # a view needs aligned bytes
             part = part.clone()
         bucket.append((name, part.view(dtype).view(shape)))
-        start += size
+        start = end
     return bucket

@@ -10,7 +10,7 @@ from skyrl_train.weight_sync.broadcast import BroadcastReader
 from skyrl_train.weight_sync.checkpoint import CheckpointReader
 from skyrl_train.weight_sync.cuda_ipc import CudaIpcReader
 from skyrl_train.weight_sync.delta_decoder import DeltaDecoder
-from skyrl_train.weight_sync.payload import Bucket, split_bytes
+from skyrl_train.weight_sync.payload import Bucket, check_announced, split_bytes
 from skyrl_train.weight_sync.shared_memory import SharedMemoryReader
 
 
@@ -49,6 +49,8 @@ class WeightReceiver:
             WeightSyncError: a bucket is missing or of another version, the bytes do not fit, or their way broke.
         """
         self._take_turn(request)
+        if request.base_version is None:
+            check_announced(request)
         flat = self._reader.read(request)
         bucket = split_bytes(request, flat) if self._changes is None else self._changes.receive(request, flat)
         self._next_index += 1

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from skyrl_train.errors import SkyRLError, WeightSyncError
-from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo
+from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.broadcast import BroadcastWriter
 from skyrl_train.weight_sync.checkpoint import CheckpointWriter
 from skyrl_train.weight_sync.cuda_ipc import CudaIpcWriter
@@ -52,8 +52,8 @@ class Writer(Protocol):
         fields of a request."""
         ...
 
-    def transmit(self, num_bytes: int, index: int) -> None:
-        """The trainer's part while the engines receive bucket `index`; the next one may be written meanwhile."""
+    def transmit(self, request: WeightUpdateRequest) -> None:
+        """The trainer's part while the engines receive a bucket; the next one may be written meanwhile."""
         ...
 
     def finish(self, version: int) -> None:
@@ -223,7 +223,7 @@ class WeightSender:
             request = payload.request(version=version, index=index, **place)
             what = f"at bucket {index} of version {version} ({payload.names[0]} to {payload.names[-1]})"
             receiving = self._engines.call_all("update_named_weights", request)
-            self._transmission = self._threads.submit(_transmit, writer, payload.num_bytes, index)
+            self._transmission = self._threads.submit(_transmit, writer, request)
             with self._timed("fingerprint"):
                 expected |= fingerprints_of(payload.bucket, version, self._verification)
             sums["bytes"] += sum(map(num_bytes_of, payload.dtypes, payload.shapes))
@@ -277,9 +277,9 @@ class WeightSender:
             self._seconds[phase] += perf_counter() - began
 
 
-def _transmit(writer: Writer, num_bytes: int, index: int) -> None:
+def _transmit(writer: Writer, request: WeightUpdateRequest) -> None:
     try:
-        writer.transmit(num_bytes, index)
+        writer.transmit(request)
     except WeightSyncError:
         writer.abort()  # the engines that are still waiting learn of it
         raise

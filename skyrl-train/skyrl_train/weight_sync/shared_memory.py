@@ -70,7 +70,7 @@ class SharedMemoryWriter:
             payload.copy_to(slot.first(payload.num_bytes))
         return {"location": slot.name}
 
-    def transmit(self, num_bytes: int, index: int) -> None:
+    def transmit(self, request: WeightUpdateRequest) -> None:
         """The engines read on their own."""
 
     def finish(self, version: int) -> None:
