@@ -255,7 +255,7 @@ def _remote(cfg: MismatchRunConfig, url: str) -> InferenceEngineInterface:
     engine = RemoteInferenceEngine(
         url,
         generator.model_name,
-        backend=None if generator.backend == "auto" else generator.backend,
+        backend=None if generator.backend in ("auto", "native") else generator.backend,
         tokenizer=tokenizer,
         request_timeout_seconds=generator.request_timeout_seconds,
         control_timeout_seconds=generator.engine_control_timeout_seconds,

@@ -91,8 +91,7 @@ def findings_of(engines: Sequence[Measured], trainer: Trainer) -> list[Finding]:
             sound.append(engine)
     for group in _by_backend(sound).values():
         found += _number_formats(group, trainer)
-    for engine in sound:
-        found += _outliers(engine, trainer)
+    found += _outliers(sound, trainer)
     order: dict[Severity, int] = {"error": 0, "warning": 1, "ok": 2}
     return sorted(found, key=lambda finding: order[finding.severity]) or [_nothing_wrong(engines)]
 
@@ -268,20 +267,24 @@ def _changes(own: tuple[str | None, str], pair: tuple[str | None, str]) -> str:
     )
 
 
-def _outliers(engine: Measured, trainer: Trainer) -> list[Finding]:
-    """Tokens that leave the clip range, and what importance weights cost, in the cell where it is worst."""
-    gaps = [(cell, cell.gap(trainer.dtype, trainer.clip_low, trainer.clip_high)) for cell in engine.cells]
-    cell, gap = max(gaps, key=lambda pair: pair[1].outside_clip if pair[1] else 0.0)
-    if gap is None or (gap.outside_clip <= CLIPPED and gap.ess >= EFFECTIVE):
+def _outliers(engines: Sequence[Measured], trainer: Trainer) -> list[Finding]:
+    """Tokens that leave the clip range, and what importance weights cost: of each engine the cell where it is worst."""
+    found = []
+    for engine in engines:
+        gaps = [(cell, cell.gap(trainer.dtype, trainer.clip_low, trainer.clip_high)) for cell in engine.cells]
+        cell, gap = max(gaps, key=lambda pair: pair[1].outside_clip if pair[1] else 0.0)
+        if gap is not None and (gap.outside_clip > CLIPPED or gap.ess < EFFECTIVE):
+            number = f"one token in {1 / gap.outside_clip:.0f}" if gap.outside_clip else "no token"
+            found.append(f"{engine.name}, {cell.sampling.name}: {number} (effective sample size {gap.ess:.1%})")
+    if not found:
         return []
     limit = min(-math.log(1 - trainer.clip_low) if trainer.clip_low < 1 else math.inf, math.log(1 + trainer.clip_high))
-    one_in = f"one token in {1 / gap.outside_clip:.0f}" if gap.outside_clip else "no token"
     return [
         Finding(
             "warning",
             "outliers",
-            f"{engine.name}, {cell.sampling.name}: {one_in} is off by more than {limit:.2f} and leaves the clip range "
-            f"before any training (effective sample size {gap.ess:.1%}): try "
+            f"Tokens that are off by more than {limit:.2g} leave the clip range before any training. "
+            f"{'; '.join(found)}. Try "
             "trainer.algorithm.off_policy_correction.tis_ratio_type=token, which weighs tokens by their ratio, or "
             "token_mask_is_threshold_high, which leaves the worst out; generator.model_dtype=float32 if it rounds. In "
             "a mixture of experts a rounded router picks other experts: a few tokens are far off, the rest is not.",

@@ -54,6 +54,23 @@ def test_the_command_measures_in_order_and_ends_with_1_above_the_limit(sharp_mod
 
 
 @pytest.mark.slow
+def test_a_server_that_is_not_there_is_named_and_the_command_ends_with_1(sharp_model: str, tmp_path: Path):
+    command = [sys.executable, "-m", "skyrl_train.entrypoints.main_mismatch"]
+    command += [f"trainer.policy.model.path={sharp_model}", f"trainer.run_dir={tmp_path}"]
+    command += ["generator.run_engines_locally=false", "generator.remote_inference_engine_urls=[127.0.0.1:1]"]
+    command += ["trainer.placement.device=cpu", "trainer.placement.colocate_all=false"]
+    command += ["mismatch.max_mean_difference=1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert finished.returncode == 1, finished.stderr[-3000:]
+    assert "no engine was measured" in finished.stdout
+    [missing] = json.loads((tmp_path / "mismatch.json").read_text())["not_measured"]
+    assert missing["what"] == "server at 127.0.0.1:1 unknown dtype"
+    assert "ConfigError" in missing["why"]
+    assert "127.0.0.1:1" in missing["why"]
+
+
+@pytest.mark.slow
 def test_an_engine_that_dies_hangs_or_refuses_is_an_error_with_its_log(tmp_path: Path):
     questions = Questions(prompts=[[1]], samplings=[SAMPLINGS["greedy"]], max_tokens=1)
 

@@ -1,6 +1,7 @@
 """Engines with one mistake each: the report finds that mistake, and no other."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineInterface, InferenceEngineOutput
+from skyrl_train.inference_engines.base import (
+    EngineInfo,
+    InferenceEngineInput,
+    InferenceEngineInterface,
+    InferenceEngineOutput,
+)
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.mismatch.answers import SAMPLINGS, EngineAnswers, Questions, ask
 from skyrl_train.mismatch.cells import EngineName
@@ -118,6 +124,23 @@ class LosesNumbers(NativeInferenceEngine):
         return output
 
 
+class Noisy(NativeInferenceEngine):
+    """Every log-prob of an answer is off by a tenth, up and down in turn: nothing that an engine does makes that."""
+
+    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        output = await super().generate(input_batch)
+        rows = output["response_logprobs"] or []
+        output["response_logprobs"] = [[value + 0.1 * (-1) ** i for i, value in enumerate(row)] for row in rows]
+        return output
+
+
+class WithoutPromptLogProbs(NativeInferenceEngine):
+    """Says so."""
+
+    async def describe(self) -> EngineInfo:
+        return replace(await super().describe(), lacks={"prompt_log_probs": "there are none"})
+
+
 def changed_copy(model: str, folder: Path, layer: str, factor: float) -> str:
     """The model with one layer's weights multiplied, in another folder."""
     changed: Any = AutoModelForCausalLM.from_pretrained(model)
@@ -146,6 +169,22 @@ def test_a_changed_layer_is_called_wrong_weights(sharp_model: str, tmp_path: Pat
         report = report_on(sharp_model, NativeInferenceEngine(other, dtype=dtype), samplings=("top_p 0.9",))
         assert kinds(report) == ["weights"]
     assert "generator.model_name" in report.findings[0].text
+
+
+def test_wrong_weights_are_found_by_answers_where_prompts_have_no_log_probs(sharp_model: str, tmp_path: Path):
+    sound = report_on(sharp_model, WithoutPromptLogProbs(sharp_model))
+    assert kinds(sound) == ["agreement"]
+    assert sound.not_measured == [("native float32, canary", "ValueError: there are none")]
+    other = changed_copy(sharp_model, tmp_path / "other", "model.layers.1.mlp.down_proj.weight", 1.2)
+    report = report_on(sharp_model, WithoutPromptLogProbs(other), samplings=("temperature 1", "top_k 20"))
+    assert kinds(report) == ["weights"]
+    assert "sampled tokens" in report.findings[0].text
+
+
+def test_what_nothing_explains_is_said_to_be_unexplained(sharp_model: str):
+    report = report_on(sharp_model, Noisy(sharp_model), samplings=("temperature 1", "top_p 0.9"))
+    assert kinds(report) == ["unexplained"]
+    assert "temperature 1, top_p 0.9: log-probs differ from the trainer's by 0.1 " in report.findings[0].text
 
 
 def test_another_rope_theta_is_called_a_difference_in_attention(sharp_model: str):
@@ -201,7 +240,8 @@ def test_tokens_outside_the_clip_range_are_counted(sharp_model: str):
     assert gap is not None
     [finding] = [finding for finding in report.findings if finding.kind == "outliers"]
     assert 0.05 < gap.outside_clip < 0.5
-    assert f"one token in {1 / gap.outside_clip:.0f} is off by more than 0.01" in finding.text
+    assert "off by more than 0.01 " in finding.text
+    assert f"native bfloat16, temperature 1: one token in {1 / gap.outside_clip:.0f} (" in finding.text
 
 
 def test_numbers_that_are_none_are_an_error_and_the_rest_is_still_measured(sharp_model: str):
