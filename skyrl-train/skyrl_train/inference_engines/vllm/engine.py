@@ -209,6 +209,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
 
     async def check_health(self) -> None:
         """Asks the process that schedules, which answers between two steps."""
+        self._raise_if_dead()
         await self._control(self._llm.is_paused(), "check_health", min(self._timeout, _HEALTH_SECONDS))
 
     # ---- requests
@@ -479,6 +480,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         return WeightReport(version=version, fingerprints=fingerprints)
 
     async def weight_version(self) -> int:
+        self._raise_if_dead()
         label = await self._control(self._llm.get_weight_version(), "weight_version")
         return version_of(label)
 

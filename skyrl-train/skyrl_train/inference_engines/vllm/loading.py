@@ -121,7 +121,8 @@ class ModelUpdate:
         modules = dict(self._model.named_modules())
         tied = {id(layer) for layer, _ in self._tied}
         for name, info in self._waiting_layers():
-            layer, total = modules[name], info.load_numel_total or 0
+            layer = modules[name]
+            total = sum(parameter.numel() for parameter in layer._parameters.values() if parameter is not None)
             if not total or id(layer) in tied or _loads_nothing(layer):
                 continue
             if not info.load_numel:

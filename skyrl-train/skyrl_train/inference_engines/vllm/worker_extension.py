@@ -42,8 +42,11 @@ class WeightExtension:
             weights_valid: False: the present weights are random, so the first update must be full.
         """
         from skyrl_train.inference_engines.vllm.adapters import leave_head_alone
+        from skyrl_train.inference_engines.vllm.cpu_generators import spare_generators_of_partial_prompts
         from skyrl_train.inference_engines.vllm.tempered_sampler import temper
 
+        if self.device.type == "cpu":
+            spare_generators_of_partial_prompts(self.model_runner)
         temper(self.model_runner)
         if self.vllm_config.lora_config is not None:
             leave_head_alone(self.model_runner.get_model())

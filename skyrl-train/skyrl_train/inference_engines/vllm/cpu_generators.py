@@ -1,0 +1,39 @@
+"""Seeded requests with long prompts on a CPU.
+
+vLLM draws a token also for a request of whose prompt it computed only a part, forgets it, and turns the request's
+generator back by an offset (`vllm/v1/worker/gpu_model_runner.py`, `_bookkeeping_sync`). CPU generators have none, and
+the worker dies. Here such a request's generator is not used at all until its prompt is complete.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+
+def spare_generators_of_partial_prompts(runner: Any) -> None:
+    """Changes a vLLM model runner on a CPU as said above."""
+    forward, bookkeeping = runner.sampler.forward, runner._bookkeeping_sync
+
+    def spared_forward(logits: Any, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = _of_complete_prompts(runner)
+        if len(kept) < len(sampling_metadata.generators):
+            sampling_metadata = replace(sampling_metadata, generators=kept)
+        return forward(logits, sampling_metadata, *args, **kwargs)
+
+    def spared_bookkeeping(*args: Any, **kwargs: Any) -> Any:
+        everything = runner.input_batch.generators
+        runner.input_batch.generators = _of_complete_prompts(runner)
+        try:
+            return bookkeeping(*args, **kwargs)
+        finally:
+            runner.input_batch.generators = everything
+
+    runner.sampler.forward = spared_forward
+    runner._bookkeeping_sync = spared_bookkeeping
+
+
+def _of_complete_prompts(runner: Any) -> dict[int, Any]:
+    batch = runner.input_batch
+    partial = set(np.nonzero(runner.discard_request_mask.np[: batch.num_reqs])[0].tolist())
+    return {row: generator for row, generator in batch.generators.items() if row not in partial}
