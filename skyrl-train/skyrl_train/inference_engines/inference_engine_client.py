@@ -22,7 +22,7 @@ from skyrl_train.inference_engines.base import (
 )
 from skyrl_train.inference_engines.continuation import Answer, Ask, Part, joined, next_step
 from skyrl_train.inference_engines.routing import Interrupted, Router, Session, Waiter, Want
-from skyrl_train.inference_engines.supervision import ROUTED, EngineFailure, Health, Supervisor
+from skyrl_train.inference_engines.supervision import ROUTED, EngineFailure, Health, Restart, Supervisor
 from skyrl_train.types import ConversationType
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.fingerprint import differences
@@ -74,7 +74,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         engines: Sequence[InferenceEngineInterface],
         tokenizer: PreTrainedTokenizerBase,
         full_config: SkyRLConfig,
-        restart: Callable[[int], Awaitable[InferenceEngineInterface]] | None = None,
+        restart: Restart | None = None,
     ):
         if not engines:
             raise ValueError("a client needs at least one engine")
@@ -102,12 +102,12 @@ class InferenceEngineClient(InferenceEngineInterface):
         return self._supervisor.engines
 
     @property
-    def restart(self) -> Callable[[int], Awaitable[InferenceEngineInterface]] | None:
-        """Starts engine i again; whoever knows that it must wait for something first may put another in its place."""
+    def restart(self) -> Restart | None:
+        """Starts engine i again; it may be wrapped by whoever must make room for it before."""
         return self._supervisor.restart
 
     @restart.setter
-    def restart(self, restart: Callable[[int], Awaitable[InferenceEngineInterface]] | None) -> None:
+    def restart(self, restart: Restart | None) -> None:
         self._supervisor.restart = restart
 
     # ---- answers

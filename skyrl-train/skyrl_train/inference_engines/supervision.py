@@ -28,6 +28,9 @@ from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInterf
 
 T = TypeVar("T")
 
+Restart = Callable[[int], Awaitable[InferenceEngineInterface]]
+"""Starts engine i again, and returns at once or when it is up."""
+
 SILENT_INTERVALS = 3
 """An engine that does not say for so many `generator.engine_health_interval_seconds` that it is well counts as dead."""
 
@@ -143,7 +146,7 @@ class Supervisor:
         self,
         engines: Sequence[InferenceEngineInterface],
         settings: GeneratorConfig,
-        restart: Callable[[int], Awaitable[InferenceEngineInterface]] | None,
+        restart: Restart | None,
         changed: Callable[[], None],
     ):
         self.engines = list(engines)

@@ -36,7 +36,8 @@ waiting for weights + weights given -> healthy
 @pytest.mark.parametrize("event", HealthEvent)
 @pytest.mark.parametrize("health", Health)
 def test_what_follows_in_every_state_from_every_event(health, event):
-    following = dict(line.split(" -> ") for line in LEGAL.strip().splitlines()).get(f"{health} + {event}")
+    steps = (line.partition(" -> ") for line in LEGAL.strip().splitlines())
+    following = {before: result for before, _, result in steps}.get(f"{health} + {event}")
     if following is not None:
         assert after(health, event) == following
         return
@@ -66,9 +67,9 @@ async def supervise(chat_model: str) -> AsyncIterator[Made]:
         async def anew(_: int) -> Native:
             return Native(chat_model)
 
-        given = {"engine_health_interval_seconds": 0.0, "engine_control_timeout_seconds": 5.0} | settings
+        quiet: dict[str, Any] = {"engine_health_interval_seconds": 0.0, "engine_control_timeout_seconds": 5.0}
         engines = [Native(chat_model), Native(chat_model)]
-        made.append(Supervisor(engines, GeneratorConfig(**given), restart or anew, lambda: None))
+        made.append(Supervisor(engines, GeneratorConfig(**(quiet | settings)), restart or anew, lambda: None))
         return made[-1]
 
     yield make
