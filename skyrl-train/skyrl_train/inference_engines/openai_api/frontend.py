@@ -4,16 +4,12 @@ Everything goes through `InferenceEngineInterface.generate`, so what an engine c
 """
 
 import asyncio
-import hashlib
-import json
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInterface
-from skyrl_train.inference_engines.native.requests import SamplingParams
 from skyrl_train.inference_engines.openai_api.errors import (
     ApiError,
     context_length_exceeded,
@@ -21,35 +17,22 @@ from skyrl_train.inference_engines.openai_api.errors import (
     refused,
 )
 from skyrl_train.inference_engines.openai_api.generation import Answer, Asker, Prompt
-from skyrl_train.inference_engines.openai_api.payloads import Envelope, assistant_message
-from skyrl_train.inference_engines.openai_api.prompts import ChatOptions, ChatTemplate, ConversationMemory, Said
-from skyrl_train.inference_engines.openai_api.recorder import RecordedTurn, RequestRecorder
+from skyrl_train.inference_engines.openai_api.payloads import Envelope
+from skyrl_train.inference_engines.openai_api.prompts import ChatOptions, ChatTemplate
+from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
 from skyrl_train.inference_engines.openai_api.replies import ChatReply, CompletionReply, Reply
+from skyrl_train.inference_engines.openai_api.sampling import checked_defaults, sampling_keywords
 from skyrl_train.inference_engines.openai_api.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Message,
     TokenizeRequest,
     parsed,
 )
+from skyrl_train.inference_engines.openai_api.sessions import Asked, Sessions, one_session
 from skyrl_train.inference_engines.openai_api.streaming import stream
 from skyrl_train.inference_engines.openai_api.tool_calls import ToolFormatName, messages_for_template, tool_format
-from skyrl_train.types import ConversationType
 
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-)
-"""Sampling keywords that a request names as the engines do."""
-
-Session = str | int | None
 Payload = dict[str, Any]
 
 
@@ -83,24 +66,21 @@ class OpenAIFrontend:
     ):
         self.engine = engine
         self.model_names = [model_names] if isinstance(model_names, str) else list(model_names)
-        self.recorder = recorder
         self._template = ChatTemplate(tokenizer, chat_template, chat_template_kwargs)
-        self._memory = ConversationMemory(self._template)
+        self._sessions = Sessions(self._template, recorder)
         self._tools = tool_format(tools, self._template.source)
-        self._sampling_defaults = dict(sampling_defaults or {})
-        if unknown := sorted(set(self._sampling_defaults) - set(_SAMPLING)):
-            raise ValueError(f"sampling_defaults may hold {', '.join(_SAMPLING)}; got {', '.join(unknown)}")
+        self._sampling_defaults = checked_defaults(sampling_defaults)
         self._asker = Asker(engine, request_timeout_seconds)
         self._info: EngineInfo | None = None
-        self._metrics = {"endpoint/requests": 0.0, "endpoint/exact_turns": 0.0, "endpoint/rendered_turns": 0.0}
+        self._num_requests = 0
 
     # What the server calls.
 
-    async def chat(self, raw: bytes, session: Session = None) -> Payload | AsyncIterator[str]:
+    async def chat(self, raw: bytes, session: str | None = None) -> Payload | AsyncIterator[str]:
         """`POST /v1/chat/completions`: the answer, or its events if the request asks for a stream. Raises ApiError."""
         request = parsed(ChatRequest, raw)
         self._check_model(request.model)
-        session = _one_session(session, request.session_id)
+        session = one_session(session, request.session_id)
         messages = messages_for_template(request.messages)
         options = ChatOptions(
             tools=request.tools_in_use,
@@ -108,7 +88,8 @@ class OpenAIFrontend:
             continue_final_message=request.continue_final_message,
             kwargs=request.chat_template_kwargs or {},
         )
-        text, ids = self._chat_prompt(messages, options, session)
+        text = self._template.text(messages, options)
+        ids = self._sessions.prompt_ids(session, messages, text, options)
         prompt = await self._prompt(request, ids, request.budget, "messages", session)
         reply = ChatReply(
             request,
@@ -117,16 +98,17 @@ class OpenAIFrontend:
             [prompt],
             self._tools if options.tools else None,
         )
-        return await self._answered(reply, raw, session, messages, None if request.continue_final_message else text)
+        asked = Asked(session, raw, messages, None if request.continue_final_message else text)
+        return await self._answered(asked, reply)
 
-    async def completion(self, raw: bytes, session: Session = None) -> Payload | AsyncIterator[str]:
+    async def completion(self, raw: bytes, session: str | None = None) -> Payload | AsyncIterator[str]:
         """`POST /v1/completions`. As `chat`."""
         request = parsed(CompletionRequest, raw)
         self._check_model(request.model)
-        session = _one_session(session, request.session_id)
+        session = one_session(session, request.session_id)
         scores_only = request.max_tokens == 0 and request.echo
-        if request.stream and request.echo and request.logprobs is not None:
-            raise refused("echo with logprobs cannot be streamed", "stream")
+        if request.stream and request.echo and (request.logprobs is not None or scores_only):
+            raise refused("echo with logprobs or without an answer cannot be streamed", "stream")
         prompts = []
         for number, given in enumerate(request.prompts):
             ids = self._encoded(given) if isinstance(given, str) else given
@@ -134,7 +116,7 @@ class OpenAIFrontend:
             index = number * request.num_choices
             prompts.append(await self._prompt(request, ids, budget, "prompt", session, index))
         reply = CompletionReply(request, self._template, Envelope("text_completion", request.model), prompts)
-        return await self._answered(reply, raw, session, None, None, scores_only=bool(scores_only))
+        return await self._answered(Asked(None if scores_only else session, raw), reply, bool(scores_only))
 
     async def tokenize(self, raw: bytes) -> Payload:
         """`POST /tokenize`: the ids of a text or of messages."""
@@ -183,19 +165,12 @@ class OpenAIFrontend:
         """Counts since the last call: `endpoint/requests`; `endpoint/exact_turns`, later turns of a session whose
         prompt holds the earlier answers as they were drawn; `endpoint/rendered_turns`, those whose messages or template
         say otherwise, so that they were rendered anew."""
-        metrics, self._metrics = self._metrics, dict.fromkeys(self._metrics, 0.0)
-        return metrics
+        counts = {"endpoint/requests": float(self._num_requests)} | self._sessions.counts
+        self._num_requests = 0
+        self._sessions.counts = dict.fromkeys(self._sessions.counts, 0.0)
+        return counts
 
-    # From messages and texts to prompts.
-
-    def _chat_prompt(self, messages: ConversationType, options: ChatOptions, session: Session) -> tuple[str, list[int]]:
-        text = self._template.text(messages, options)
-        if session is not None and self._memory.may_know(session, messages):
-            ids = self._memory.recall(session, messages, text, options)
-            self._metrics["endpoint/rendered_turns" if ids is None else "endpoint/exact_turns"] += 1
-            if ids is not None:
-                return text, ids
-        return text, self._template.encode(text)
+    # From texts and ids to prompts.
 
     def _encoded(self, text: str) -> list[int]:
         """With what the tokenizer puts before a text: a completion's prompt is a document."""
@@ -207,7 +182,7 @@ class OpenAIFrontend:
         ids: list[int],
         budget: int | None,
         param: str,
-        session: Session,
+        session: str | None,
         first_index: int = 0,
     ) -> Prompt:
         info = await self._described()
@@ -216,24 +191,8 @@ class OpenAIFrontend:
             raise refused(f"{param} has no tokens", param)
         if room < 1:
             raise context_length_exceeded(len(ids), info.max_model_len, param)
-        if budget is not None and budget < 1:
-            raise refused(f"max_tokens must be at least 1; got {budget}", "max_tokens")
-        params = dict(self._sampling_defaults)
-        params |= {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
-        params["max_tokens"] = room if budget is None else min(budget, room)
-        if params.get("min_tokens"):
-            params["min_tokens"] = min(params["min_tokens"], room)
-        if request.stop_texts:
-            params["stop"] = request.stop_texts
-        wants_log_probs = request.logprobs is not None and request.logprobs is not False
-        records = self.recorder is not None and session is not None
-        params["logprobs"] = 0 if wants_log_probs or records else None
-        if isinstance(request, CompletionRequest) and request.echo and wants_log_probs:
-            params["prompt_logprobs"] = 0
-        try:
-            SamplingParams.from_dict(params)
-        except ValueError as error:
-            raise refused(str(error)) from error
+        records = self._sessions.records(session)
+        params = sampling_keywords(request, budget, room, self._sampling_defaults, log_probs=records)
         return Prompt(
             ids=ids,
             params=params,
@@ -246,30 +205,16 @@ class OpenAIFrontend:
 
     # From prompts to answers.
 
-    async def _answered(
-        self,
-        reply: Reply,
-        raw: bytes,
-        session: Session,
-        messages: ConversationType | None,
-        text: str | None,
-        scores_only: bool = False,
-    ) -> Payload | AsyncIterator[str]:
-        self._metrics["endpoint/requests"] += 1
-        started = time.monotonic()
-
-        async def finished(answers: list[Answer]) -> None:
-            if session is not None and not scores_only:
-                self._keep(reply, raw, session, messages, text, answers, started)
-
+    async def _answered(self, asked: Asked, reply: Reply, scores_only: bool = False) -> Payload | AsyncIterator[str]:
+        self._num_requests += 1
         if reply.request.stream:
-            return stream(self._asker, reply, finished)
+            return stream(self._asker, reply, lambda answers: self._sessions.keep(asked, reply, answers))
         answers = await self._all_answers(reply.prompts)
         if scores_only:
             for answer in answers:
                 answer.cut(0)
                 answer.stop_reason = "length"
-        await finished(answers)
+        self._sessions.keep(asked, reply, answers)
         return reply.whole(answers)
 
     async def _all_answers(self, prompts: Sequence[Prompt]) -> list[Answer]:
@@ -279,54 +224,6 @@ class OpenAIFrontend:
         finally:
             for task in tasks:  # one that failed, or a client that went away, ends the others
                 task.cancel()
-
-    def _keep(
-        self,
-        reply: Reply,
-        raw: bytes,
-        session: str | int,
-        messages: ConversationType | None,
-        text: str | None,
-        answers: list[Answer],
-        started: float,
-    ) -> None:
-        """Remembers a session's answers, for the prompts to come and for the recorder."""
-        said = [_as_said(reply, answer) if messages is not None else None for answer in answers]
-        if messages is not None and text is not None:
-            self._memory.remember(
-                session,
-                len(messages),
-                text,
-                reply.prompts[0].ids,
-                [
-                    (Said.of(message), answer.token_ids)
-                    for message, answer in zip(said, answers, strict=True)
-                    if message
-                ],
-            )
-        if self.recorder is None:
-            return
-        request, now = _digest(raw), time.monotonic()
-        turns = []
-        for index, (message, answer) in enumerate(zip(said, answers, strict=True)):
-            prompt = reply.prompt_of(index)
-            assert answer.log_probs is not None and answer.stop_reason is not None, "asked for, and complete"
-            turns.append(
-                RecordedTurn(
-                    prompt_ids=prompt.ids,
-                    response_ids=answer.token_ids,
-                    log_probs=answer.log_probs,
-                    weight_versions=answer.weight_versions,
-                    stop_reason=answer.stop_reason,
-                    temperature=prompt.params.get("temperature", 1.0),
-                    messages=messages,
-                    answer=message,
-                    request=request,
-                    started=started,
-                    finished=now,
-                )
-            )
-        self.recorder.record(session, turns)
 
     # Of the model.
 
@@ -346,20 +243,3 @@ class OpenAIFrontend:
 
     def _model(self, name: str, info: EngineInfo) -> Payload:
         return {"id": name, "object": "model", "created": 0, "owned_by": "skyrl", "max_model_len": info.max_model_len}
-
-
-def _one_session(header: Session, body: Session) -> Session:
-    if header is not None and body is not None and str(header) != str(body):
-        raise refused(f"X-Session-ID {header!r} and session_id {body!r} differ; give one of them", "session_id")
-    session = body if header is None else header
-    return None if session is None else str(session)
-
-
-def _as_said(reply: Reply, answer: Answer) -> dict[str, Any]:
-    """The message that a client was given, as it comes back in the next request."""
-    return messages_for_template([Message.model_validate(assistant_message(reply.read(answer)))])[0]
-
-
-def _digest(raw: bytes) -> str:
-    """Equal for bodies that say the same."""
-    return hashlib.sha256(json.dumps(json.loads(raw), sort_keys=True).encode()).hexdigest()

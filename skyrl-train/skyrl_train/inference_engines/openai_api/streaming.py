@@ -6,7 +6,7 @@ swallow it; tool calls arrive whole, at the end.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ class _Choice:
     ended: bool = False
 
 
-async def stream(asker: Asker, reply: Reply, finished: Callable[[list[Answer]], Awaitable[None]]) -> AsyncIterator[str]:
+async def stream(asker: Asker, reply: Reply, finished: Callable[[list[Answer]], None]) -> AsyncIterator[str]:
     """The events of a request, all choices at the same time.
 
     An error before the first event is raised, so that it can have a status; a later one is an event.
@@ -54,7 +54,7 @@ async def stream(asker: Asker, reply: Reply, finished: Callable[[list[Answer]], 
             choice.ended = choice.answer.stop_reason is not None
             num_open -= choice.ended
             if not num_open:
-                await finished([choice.answer for choice in choices])
+                finished([choice.answer for choice in choices])
             for payload in _new_parts(reply, event, choice):
                 yield server_sent(payload)
         answers = [choice.answer for choice in choices]

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-from openai import AsyncOpenAI
 
 from skyrl_train.inference_engines.native.loading import load_tokenizer
 
@@ -105,25 +104,18 @@ async def test_echo_scores_the_prompt(chat_client, chat_engine):
     assert (answer.usage.completion_tokens, choice.finish_reason) == (0, "length")
 
 
-async def greedy_text(client: AsyncOpenAI, **settings) -> str:
-    answer = await client.completions.create(model="tiny", prompt="abc", temperature=0, **settings)
-    return answer.choices[0].text
-
-
 async def test_a_stop_text_ends_the_answer_and_is_not_in_it(chat_client):
-    text = await greedy_text(chat_client, max_tokens=40)
-    stop = text[15:17]  # across the border between the first two pieces of a stream
-    expected = text[: text.index(stop)]
-    answer = await chat_client.completions.create(
-        model="tiny", prompt="abc", temperature=0, max_tokens=40, stop=stop, extra_body={"return_token_ids": True}
-    )
-    [choice] = answer.choices
-    assert (choice.text, choice.finish_reason) == (expected, "stop")
-    assert len(choice.token_ids) == text.index(stop) + 2  # the tokens hold it
-    kept = await greedy_text(
-        chat_client, max_tokens=40, stop=[stop, "?!?"], extra_body={"include_stop_str_in_output": True}
-    )
-    assert kept == expected + stop
+    settings = dict(model="tiny", prompt="abc", seed=8, max_tokens=40)
+    body = {"ignore_eos": True, "return_token_ids": True}
+    [plain] = (await chat_client.completions.create(**settings, extra_body=body)).choices
+    stop = plain.text[10:13]
+    assert plain.text.index(stop) == 10
+    [choice] = (await chat_client.completions.create(**settings, stop=stop, extra_body=body)).choices
+    assert (choice.text, choice.finish_reason) == (plain.text[:10], "stop")
+    assert choice.token_ids == plain.token_ids[: len(choice.token_ids)]  # the tokens hold it
+    body["include_stop_str_in_output"] = True
+    [kept] = (await chat_client.completions.create(**settings, stop=[stop, "?!?"], extra_body=body)).choices
+    assert (kept.text, kept.token_ids) == (plain.text[:13], choice.token_ids)
 
 
 async def test_without_max_tokens_the_answer_may_fill_the_context(chat_client):

@@ -7,6 +7,8 @@ import pytest
 
 from .conftest import ADD, QUESTION, client_of, in_thread, serving
 
+EVERY_TOKEN = {"return_token_ids": True, "ignore_eos": True, "skip_special_tokens": False}
+"""So that every token is seen, and the text has a character for each but special ones."""
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -52,17 +54,20 @@ async def test_a_streamed_completion_is_the_whole_one_in_pieces(chat_engine, cha
         assert offsets == choice.logprobs.text_offset
 
 
-@pytest.mark.parametrize("place", [3, 15, 30])
+@pytest.mark.parametrize("place", [3, 14, 30])
 async def test_a_stop_text_across_pieces_ends_a_stream_and_no_part_of_it_is_seen(chat_client, place):
-    plain = await chat_client.completions.create(model="tiny", prompt="abc", temperature=0, max_tokens=60)
-    stop = plain.choices[0].text[place : place + 4]
-    settings = dict(model="tiny", prompt="abc", temperature=0, max_tokens=60, stop=stop)
-    whole = await chat_client.completions.create(**settings)
-    stream = await chat_client.completions.create(**settings, stream=True, extra_body={"return_token_ids": True})
+    """The first two pieces end behind the tokens 16 and 48."""
+    settings = dict(model="tiny", prompt="abc", seed=8, max_tokens=60, extra_body=EVERY_TOKEN)
+    plain = (await chat_client.completions.create(**settings)).choices[0].text
+    stop = plain[place : place + 4]
+    assert plain.index(stop) == place
+    whole = await chat_client.completions.create(**settings, stop=stop)
+    stream = await chat_client.completions.create(**settings, stop=stop, stream=True)
     parts = [chunk.choices[0] async for chunk in stream]
-    assert "".join(part.text for part in parts) == whole.choices[0].text
+    assert whole.choices[0].text == plain[:place]
+    assert "".join(part.text for part in parts) == plain[:place]
     assert parts[-1].finish_reason == "stop"
-    assert sum(len(part.token_ids) for part in parts) == whole.usage.completion_tokens
+    assert sum(len(part.token_ids) for part in parts) == whole.usage.completion_tokens == place + 4
 
 
 async def test_a_streamed_tool_call_arrives_whole(tool_engine, tool_model):

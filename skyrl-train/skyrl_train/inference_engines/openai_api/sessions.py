@@ -1,0 +1,97 @@
+"""What is kept of a session's requests: their tokens for the prompts to come, their turns for the recorder."""
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from skyrl_train.inference_engines.openai_api.errors import refused
+from skyrl_train.inference_engines.openai_api.generation import Answer
+from skyrl_train.inference_engines.openai_api.payloads import assistant_message
+from skyrl_train.inference_engines.openai_api.prompts import ChatOptions, ChatTemplate, ConversationMemory, Said
+from skyrl_train.inference_engines.openai_api.recorder import RecordedTurn, RequestRecorder
+from skyrl_train.inference_engines.openai_api.replies import Reply
+from skyrl_train.inference_engines.openai_api.schema import Message
+from skyrl_train.inference_engines.openai_api.tool_calls import messages_for_template
+from skyrl_train.types import ConversationType, MessageType
+
+EXACT, RENDERED = "endpoint/exact_turns", "endpoint/rendered_turns"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request of a session, on its arrival."""
+
+    session: str | None
+    raw: bytes
+    messages: ConversationType | None = None
+    text: str | None = None
+    """The messages as the template renders them; None where the answer is no message of its own."""
+    started: float = field(default_factory=time.monotonic)
+
+
+class Sessions:
+    """The memory of conversations, and the recorder if there is one. Requests without a session leave nothing here."""
+
+    def __init__(self, template: ChatTemplate, recorder: RequestRecorder | None):
+        self._template = template
+        self._memory = ConversationMemory(template)
+        self._recorder = recorder
+        self.counts = {EXACT: 0.0, RENDERED: 0.0}
+
+    def records(self, session: str | None) -> bool:
+        return self._recorder is not None and session is not None
+
+    def prompt_ids(self, session: str | None, messages: ConversationType, text: str, options: ChatOptions) -> list[int]:
+        """The ids of a conversation, with our own earlier answers as they were drawn where that is possible."""
+        if session is not None and self._memory.may_know(session, messages):
+            ids = self._memory.recall(session, messages, text, options)
+            self.counts[RENDERED if ids is None else EXACT] += 1
+            if ids is not None:
+                return ids
+        return self._template.encode(text)
+
+    def keep(self, asked: Asked, reply: Reply, answers: Sequence[Answer]) -> None:
+        """Takes the answers to a request, when they are complete."""
+        if asked.session is None:
+            return
+        messages = [None if asked.messages is None else _as_it_comes_back(reply, answer) for answer in answers]
+        pairs = [(message, answer) for message, answer in zip(messages, answers, strict=True)]
+        if asked.messages is not None and asked.text is not None:
+            written = [(Said.of(message), answer.token_ids) for message, answer in pairs if message is not None]
+            self._memory.remember(asked.session, len(asked.messages), asked.text, reply.prompts[0].ids, written)
+        if self._recorder is not None:
+            turns = [_turn(asked, reply, index, message, answer) for index, (message, answer) in enumerate(pairs)]
+            self._recorder.record(asked.session, turns)
+
+
+def one_session(header: str | None, body: str | int | None) -> str | None:
+    """The session that a request belongs to. Raises ApiError if it names two."""
+    if header is not None and body is not None and header != str(body):
+        raise refused(f"X-Session-ID {header!r} and session_id {body!r} differ; give one of them", "session_id")
+    return header if body is None else str(body)
+
+
+def _as_it_comes_back(reply: Reply, answer: Answer) -> MessageType:
+    """The message that a client was given, as it stands in its next request."""
+    return messages_for_template([Message.model_validate(assistant_message(reply.read(answer)))])[0]
+
+
+def _turn(asked: Asked, reply: Reply, index: int, message: MessageType | None, answer: Answer) -> RecordedTurn:
+    prompt = reply.prompt_of(index)
+    assert answer.log_probs is not None, "the engine was asked for log-probs and gave none"
+    assert answer.stop_reason is not None, "the answer is complete"
+    return RecordedTurn(
+        prompt_ids=prompt.ids,
+        response_ids=answer.token_ids,
+        log_probs=answer.log_probs,
+        weight_versions=answer.weight_versions,
+        stop_reason=answer.stop_reason,
+        temperature=prompt.params.get("temperature", 1.0),
+        messages=asked.messages,
+        answer=message,
+        request=hashlib.sha256(json.dumps(json.loads(asked.raw), sort_keys=True).encode()).hexdigest(),
+        started=asked.started,
+        finished=time.monotonic(),
+    )
