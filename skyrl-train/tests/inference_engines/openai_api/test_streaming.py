@@ -8,7 +8,7 @@ import pytest
 from .conftest import ADD, QUESTION, client_of, in_thread, serving
 
 EVERY_TOKEN = {"return_token_ids": True, "ignore_eos": True, "skip_special_tokens": False}
-"""So that every token is seen, and the text has a character for each but special ones."""
+"""So that the text is that of every token."""
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -58,14 +58,14 @@ async def test_a_streamed_completion_is_the_whole_one_in_pieces(chat_engine, cha
 async def test_a_stop_text_across_pieces_ends_a_stream_and_no_part_of_it_is_seen(chat_client, place):
     """The first two pieces end behind the tokens 16 and 48."""
     settings = dict(model="tiny", prompt="abc", seed=8, max_tokens=60, extra_body=EVERY_TOKEN)
-    plain = (await chat_client.completions.create(**settings)).choices[0].text
-    stop = plain[place : place + 4]
-    assert plain.index(stop) == place
+    tokens = (await chat_client.completions.create(**settings, logprobs=0)).choices[0].logprobs.tokens
+    stop, before = "".join(tokens[place : place + 4]), "".join(tokens[:place])
+    assert "".join(tokens).index(stop) == len(before)
     whole = await chat_client.completions.create(**settings, stop=stop)
     stream = await chat_client.completions.create(**settings, stop=stop, stream=True)
     parts = [chunk.choices[0] async for chunk in stream]
-    assert whole.choices[0].text == plain[:place]
-    assert "".join(part.text for part in parts) == plain[:place]
+    assert whole.choices[0].text == before
+    assert "".join(part.text for part in parts) == before
     assert parts[-1].finish_reason == "stop"
     assert sum(len(part.token_ids) for part in parts) == whole.usage.completion_tokens == place + 4
 
