@@ -116,6 +116,43 @@ async def adapters_answer_beside_the_model_as_it_is(subject: EngineUnderTest) ->
     _expect_own(subject, await subject.generate(prompts, **_PARAMS), None, base, "after unloading")
 
 
+@check("lora", "weight_update")
+async def adapters_answer_over_updated_weights(subject: EngineUnderTest) -> None:
+    """An update of the model's weights leaves adapters loaded: their requests get the new weights with the adapter."""
+    adapter = _Adapter(subject, subject.directory / "adapter_over_new", 3)
+    weights, prompts = subject.reference.changed(seed=40), _prompts(subject)
+    await _load(subject, "kept", adapter, subject.version + 1)
+    loaded = subject.version + 1
+    try:
+        await subject.set_weights(weights)
+        plain = subject.begin(prompts, **_PARAMS)
+        adapted = subject.begin(prompts, lora="kept", **_PARAMS)
+        adapter.take(weights)
+        with subject.reference.holding(weights):
+            _expect_own(subject, await plain, None, subject.version, "new weights beside an adapter")
+            _expect_own(subject, await adapted, adapter, loaded, "an adapter over new weights")
+    finally:
+        await subject.in_time(subject.engine.unload_lora("kept"))
+
+
+@check("lora", "prompt_log_probs")
+async def prompt_log_probs_know_adapters(subject: EngineUnderTest) -> None:
+    """A request that names an adapter gets its prompt's log-probs from the model with it."""
+    adapter = _Adapter(subject, subject.directory / "adapter_of_prompts", 4)
+    [prompt, _] = _prompts(subject)
+    await subject.generate([prompt], max_tokens=2)  # whatever caches prompts has it now, without the adapter
+    await _load(subject, "reader", adapter, 1)
+    try:
+        output = await subject.generate([prompt], lora="reader", max_tokens=2, prompt_logprobs=0)
+    finally:
+        await subject.in_time(subject.engine.unload_lora("reader"))
+    plain = subject.reference.prompt_log_probs(prompt)
+    with adapter.in_place(subject):
+        expected = subject.reference.prompt_log_probs(prompt)
+    [found] = output.get("prompt_logprobs") or [[]]
+    expect_close("the prompt", found, expected, subject.tolerance, {"those without the adapter": plain})
+
+
 @check("lora")
 async def a_folder_without_an_adapter_is_refused(subject: EngineUnderTest) -> None:
     """Loading from a folder that holds no adapter raises an error which names the folder, and the engine goes on."""

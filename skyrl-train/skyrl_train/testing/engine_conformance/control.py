@@ -232,6 +232,17 @@ async def health_is_told_at_rest_at_work_and_paused(subject: EngineUnderTest) ->
 
 
 @check()
+async def a_reset_of_the_prefix_cache_changes_no_answer(subject: EngineUnderTest) -> None:
+    """`reset_prefix_cache` costs time, not truth: answers before and after it have the model's log-probs."""
+    prompt = subject.prompt(40, seed=11)
+    for what in ("before a reset", "after a reset"):
+        for _ in range(2):  # the second one may use the cache
+            output = await subject.generate([prompt], max_tokens=6, ignore_eos=True)
+            expect_reference_log_probs(subject, prompt, output, 0, 1.0, what)
+        await subject.in_time(subject.engine.reset_prefix_cache())
+
+
+@check()
 async def words_for_control_are_checked(subject: EngineUnderTest) -> None:
     """An unknown pause mode raises ValueError, and generation goes on."""
     unknown: Any = "soon"

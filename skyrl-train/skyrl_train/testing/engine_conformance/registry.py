@@ -26,14 +26,15 @@ class Check:
     Attributes:
         name: the claim.
         rule: the same in a sentence.
-        run: raises ConformanceError where it is broken; leaves the engine as it was.
+        run: raises ConformanceError where it is broken; leaves the engine as it was. May return what it did not get to
+            see.
         needs: features without which the engine has to refuse instead.
         ends_engine: the engine cannot be used afterwards.
     """
 
     name: str
     rule: str
-    run: Callable[["EngineUnderTest"], Awaitable[None]]
+    run: "Run"
     needs: tuple[Feature, ...] = ()
     ends_engine: bool = False
 
@@ -48,20 +49,20 @@ class Outcome:
     check: Check
     result: Literal["passed", "lacks", "failed"]
     words: str = ""
-    """`lacks`: the engine's reason. `failed`: what is wrong. `passed`: what was not seen, if anything."""
+    """`lacks`: the engine's reason. `failed`: what is wrong. `passed`: what could not be seen, if anything."""
     seconds: float = 0.0
 
+
+Run = Callable[["EngineUnderTest"], Awaitable[str | None]]
 
 CHECKS: list[Check] = []
 """Every check, in the order of the files that hold them."""
 
 
-def check(
-    *needs: Feature, ends_engine: bool = False
-) -> Callable[[Callable[["EngineUnderTest"], Awaitable[None]]], Callable[["EngineUnderTest"], Awaitable[None]]]:
+def check(*needs: Feature, ends_engine: bool = False) -> Callable[[Run], Run]:
     """Makes a coroutine function a check. Its name is the check's, its docstring the rule."""
 
-    def register(run: Callable[["EngineUnderTest"], Awaitable[None]]) -> Callable[["EngineUnderTest"], Awaitable[None]]:
+    def register(run: Run) -> Run:
         assert run.__doc__, f"{run.__name__} needs a docstring: its rule"  # type: ignore[attr-defined]
         rule = " ".join(run.__doc__.split())
         CHECKS.append(Check(run.__name__, rule, run, needs, ends_engine))  # type: ignore[attr-defined]

@@ -18,12 +18,12 @@ async def run_check(check: Check, subject: EngineUnderTest) -> Outcome:
     start = time.monotonic()
     await subject.prepare()
     lacking: list[Feature] = [feature for feature in check.needs if feature in subject.info.lacks]
-    failed = True
+    failed, unseen = True, None
     try:
         if lacking:
             await expect_refusal(subject, lacking[0])
         else:
-            await check.run(subject)
+            unseen = await check.run(subject)
         failed = False
     except Exception as error:  # whatever an engine raises is a finding
         said = str(error) if isinstance(error, ConformanceError) else f"it raised {type(error).__name__}: {error}"
@@ -34,7 +34,7 @@ async def run_check(check: Check, subject: EngineUnderTest) -> Outcome:
     seconds = time.monotonic() - start
     if lacking:
         return Outcome(check, "lacks", f"{lacking[0]}: {subject.info.lacks[lacking[0]]}", seconds)
-    return Outcome(check, "passed", seconds=seconds)
+    return Outcome(check, "passed", unseen or "", seconds)
 
 
 async def _clean_up(check: Check, subject: EngineUnderTest, failed: bool) -> None:

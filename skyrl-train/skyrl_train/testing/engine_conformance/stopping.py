@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from skyrl_train.testing.engine_conformance.answers import expect_reference_log_probs
 from skyrl_train.testing.engine_conformance.registry import check, expect
 from skyrl_train.testing.engine_conformance.subject import EngineUnderTest
 
@@ -42,6 +43,7 @@ async def the_context_ends_an_answer(subject: EngineUnderTest) -> None:
     output = await subject.generate([prompt], max_tokens=room + 50, ignore_eos=True)
     found = len(output["response_ids"][0]), output["stop_reasons"][0]
     expect(found == (room, "length"), f"{room} tokens fit behind the prompt: expected ({room}, 'length'); got {found}")
+    expect_reference_log_probs(subject, prompt, output, 0, 1.0, f"behind a prompt of {len(prompt)} tokens")
 
 
 @check()
@@ -58,24 +60,25 @@ async def a_stop_token_ends_an_answer_and_stays_in_it(subject: EngineUnderTest) 
 
 
 @check()
-async def an_end_of_sequence_token_ends_an_answer_unless_ignored(subject: EngineUnderTest) -> None:
+async def an_end_of_sequence_token_ends_an_answer_unless_ignored(subject: EngineUnderTest) -> str | None:
     """The model's end-of-sequence token ends an answer by `stop` and is its last token; with `ignore_eos` it is a token
     like others."""
-    eos = subject.tokenizer.eos_token_id
+    eos = subject.eos_ids
     prompts = [subject.prompt(6, seed=seed) for seed in range(24)]
     params = {"max_tokens": 60, "temperature": 1.5}
     output = await subject.generate(prompts, **params)
     for row, (ids, reason) in enumerate(zip(output["response_ids"], output["stop_reasons"], strict=True)):
-        expect(eos not in ids[:-1], f"answer {row} goes on after its end-of-sequence token: {ids}")
+        expect(not eos.intersection(ids[:-1]), f"answer {row} goes on after an end-of-sequence token: {ids}")
         expect(
-            (reason == "stop") == (ids[-1] == eos),
+            (reason == "stop") == (ids[-1] in eos),
             f"answer {row} ended by {reason!r} with the token {ids[-1]} (end of sequence: {eos})",
         )
-    expect("stop" in output["stop_reasons"], "no answer of 24 reached an end-of-sequence token: nothing was seen")
+    seen = "stop" in output["stop_reasons"]
     output = await subject.generate(prompts, ignore_eos=True, **params)
     lengths = {len(ids) for ids in output["response_ids"]}
     expect(lengths == {60}, f"with ignore_eos all answers have 60 tokens; got {sorted(lengths)}")
     expect(set(output["stop_reasons"]) == {"length"}, f"with ignore_eos: {set(output['stop_reasons'])}")
+    return None if seen else "none of 24 answers came to an end-of-sequence token"
 
 
 @check()
