@@ -389,8 +389,8 @@ class Supervisor:
         # Twice: the device may have to become free first, which has the same deadline.
         engine = await asyncio.wait_for(self.restart(place.index), 2 * timeout)
         self.engines[place.index] = engine
-        self._note(place, HealthEvent.STARTED)
-        place.info = await self._until_ended(place.ended, asyncio.wait_for(engine.describe(), timeout))
+        place.info = await asyncio.wait_for(engine.describe(), timeout)
+        self._note(place, HealthEvent.STARTED)  # from now on it must answer in time
         if self.prepare is not None:
             await self._until_ended(place.ended, asyncio.wait_for(self.prepare(place.index), timeout))
         self._note(place, HealthEvent.WEIGHTS_GIVEN)

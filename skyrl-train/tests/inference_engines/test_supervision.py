@@ -213,6 +213,25 @@ async def test_an_engine_that_cannot_start_at_all_is_not_tried_again(chat_model:
     await supervisor.close()
 
 
+async def test_a_start_may_take_longer_than_a_health_check(supervise: Made, chat_model: str):
+    class Slow(Native):
+        async def describe(self) -> Any:
+            await asyncio.sleep(1.0)
+            self.seconds_to_answer = 0.0
+            return await super().describe()
+
+    async def slow(_: int) -> Slow:
+        engine = Slow(chat_model)
+        engine.seconds_to_answer = 1000
+        return engine
+
+    supervisor = supervise(slow, engine_health_interval_seconds=0.2)
+    await supervisor.settle()
+    await supervisor.engines[0].teardown()
+    assert await supervisor.settle()
+    assert (supervisor.num_deaths, supervisor.num_restarts) == (1, 1)
+
+
 async def test_a_start_has_a_deadline(supervise: Made):
     supervisor = supervise(engine_start_timeout_seconds=0.3, max_engine_restarts=1)
     await supervisor.settle()
