@@ -69,6 +69,10 @@ class NativeInferenceEngine(InferenceEngineInterface):
     Weights may change while requests run: between two steps, and never with half of them new. Later tokens then carry
     the new version; keys and values of earlier tokens stay those of the weights that wrote them.
 
+    Low-rank adapters of linear layers, the output layer included, stand beside the model; requests of several adapters
+    and of none are computed together (`lora.py`). What more an adapter may be than such products, `lora_loading.py`
+    refuses by name.
+
     Args:
         model_path: a local folder or a hub name, with a tokenizer
         device: `cpu`, `cuda` or `cuda:N`
