@@ -66,7 +66,7 @@ def test_a_server_that_is_not_there_is_named_and_the_command_ends_with_1(sharp_m
     assert "no engine was measured" in finished.stdout
     [missing] = json.loads((tmp_path / "mismatch.json").read_text())["not_measured"]
     assert missing["what"] == "server at 127.0.0.1:1 unknown dtype"
-    assert "ConfigError" in missing["why"]
+    assert "cannot be reached" in missing["why"]
     assert "127.0.0.1:1" in missing["why"]
 
 
