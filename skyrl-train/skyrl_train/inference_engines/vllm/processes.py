@@ -1,20 +1,25 @@
 """The processes that vLLM started, and their certain end."""
 
+import contextlib
+
 import psutil
 
 _PATIENCE_SECONDS = 10.0
 
 
 def children_of_this_process() -> list[psutil.Process]:
-    """With their children."""
-    return psutil.Process().children(recursive=True)
+    """With their children; without the tracker that Python's multiprocessing keeps for all of this process."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if not any("resource_tracker" in word for word in process.cmdline()):
+                found.append(process)
+    return found
 
 
 def end_processes(processes: list[psutil.Process]) -> None:
     """Kills those that still run, and waits for them."""
     for process in processes:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()  # psutil does not take another process with this number for it
-        except psutil.NoSuchProcess:
-            continue
     psutil.wait_procs(processes, timeout=_PATIENCE_SECONDS)
