@@ -90,8 +90,10 @@ class CheckpointWriter:
         file = folder / f"{index:05}{_RAW}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with file.open("wb") as opened:
+            unfinished = file.with_suffix(_UNFINISHED)
+            with unfinished.open("wb") as opened:
                 _write_bytes(opened, payload)
+            unfinished.rename(file)  # an engine may still have the one of a failed try mapped
         except OSError as error:
             raise WeightSyncError(f"{file} cannot be written (generator.weight_sync_directory): {error}") from error
         return {"location": str(file)}

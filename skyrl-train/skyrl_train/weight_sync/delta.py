@@ -24,7 +24,6 @@ _DENSE_FROM = 1 / 6  # of the elements changed: their positions would cost more 
 _UNCHANGED, _SPARSE, _DENSE = range(3)
 _HEADER = struct.Struct("<B4I")  # kind, changed elements, bytes of gaps, bytes of gaps and of differences, compressed
 _ESCAPE = 255  # in gaps: go on by so many, and read on
-_CODEC = pa.Codec("zstd", compression_level=1)
 
 
 def encode(new: Integers, base: Integers) -> Iterator[bytes]:
@@ -108,8 +107,13 @@ def _from_planes(planes: np.ndarray, dtype: np.dtype) -> Integers:
 
 
 def _compress(values: np.ndarray) -> bytes:
-    return _CODEC.compress(np.ravel(values), asbytes=True)
+    return _codec().compress(np.ravel(values), asbytes=True)
 
 
 def _decompress(values: memoryview, num_bytes: int) -> np.ndarray:
-    return np.frombuffer(_CODEC.decompress(pa.py_buffer(values), num_bytes), dtype=np.uint8)
+    return np.frombuffer(_codec().decompress(pa.py_buffer(values), num_bytes), dtype=np.uint8)
+
+
+def _codec() -> pa.Codec:
+    """A new one a call (a fifth of a microsecond): nothing says that threads may share one."""
+    return pa.Codec("zstd", compression_level=1)
