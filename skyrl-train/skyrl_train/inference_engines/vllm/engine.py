@@ -554,6 +554,8 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         self._loop.stop()
         with contextlib.suppress(Exception):  # the processes are ended in any case
             self._llm.shutdown(timeout=_SHUTDOWN_SECONDS)
+            resources: Any = self._llm.engine_core.resources  # pyright: ignore[reportAttributeAccessIssue]
+            resources.ctx.destroy(linger=0)  # ZeroMQ's, which vLLM leaves to the garbage collector
         end_processes(self._processes)
         del self._llm  # its own end must not come when the interpreter's has begun
 

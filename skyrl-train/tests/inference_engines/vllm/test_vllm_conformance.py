@@ -1,8 +1,9 @@
-"""vLLM keeps what every rollout engine keeps; with a tied and with an untied head."""
+"""vLLM keeps what every rollout engine keeps."""
 
 from importlib.util import find_spec
 
 import pytest
+import pytest_asyncio
 
 from skyrl_train.testing.engine_conformance import CHECKS, Check, EngineUnderTest, make_tiny_model, run_check
 
@@ -14,8 +15,8 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory):
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def subject(tmp_path_factory: pytest.TempPathFactory):
     from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
 
     folder = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", tied=True)
@@ -28,8 +29,10 @@ def subject(tmp_path_factory: pytest.TempPathFactory):
         max_lora_rank=8,
         control_timeout_seconds=240.0,
     )
-    yield EngineUnderTest(engine, folder)
-    engine.close()
+    subject = EngineUnderTest(engine, folder)
+    yield subject
+    await subject.close()
+    await engine.teardown()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=str)
