@@ -16,6 +16,8 @@ from skyrl_train.config import FSDPConfig, LoRAConfig
 from skyrl_train.distributed.fsdp2 import shard_model
 from skyrl_train.distributed.process_group import init_process_group, make_mesh
 from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.base import InferenceEngineInput
+from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.lora_loading import read_lora
 from skyrl_train.models.adapter_files import (
     CONFIG_FILE,
@@ -27,6 +29,8 @@ from skyrl_train.models.adapter_files import (
 )
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.lora import adapters_of, add_adapters
+from skyrl_train.weight_sync.base import LoraLoadRequest
+from skyrl_train.weight_sync.fingerprint import differences, fingerprints_of
 
 CPU = torch.device("cpu")
 IDS = torch.randint(2, 64, (3, 10), generator=torch.Generator().manual_seed(0))
@@ -131,6 +135,31 @@ def test_the_native_engine_takes_what_was_written(tiny_model, tmp_path, init_met
         assert layers[adapter.layer].scaling == 2.0
         assert torch.equal(layers[adapter.layer].a, adapter.a)
         assert torch.equal(layers[adapter.layer].b, adapter.b)
+
+
+async def test_an_engine_answers_with_the_policys_adapters_and_proves_it(chat_model, tmp_path):
+    """What a sync of adapters alone does: written, loaded, fingerprints compared; then log-probs are the policy's."""
+    model = adapted(chat_model)
+    written = write_adapter_version(model, tmp_path, 7, torch.float32, rank=0)
+    engine = NativeInferenceEngine(chat_model, max_lora_rank=4)
+    try:
+        report = await engine.load_lora(LoraLoadRequest(name="policy", path=str(tmp_path / "7"), version=7))
+        answer = await engine.generate(
+            InferenceEngineInput(
+                prompt_token_ids=[[5, 9, 12, 30]], sampling_params={"max_tokens": 12}, lora_name="policy"
+            )
+        )
+    finally:
+        await engine.teardown()
+    assert differences(fingerprints_of(written.items(), 7, "sampled"), report.fingerprints) == ""
+    assert set(answer["weight_versions"][0]) == {7}
+    [ids], log_probs = answer["response_ids"], answer["response_logprobs"]
+    assert log_probs is not None
+    with torch.no_grad():
+        expected = model(torch.tensor([[5, 9, 12, 30, *ids]])).logits[0, 3:-1].log_softmax(-1)
+    torch.testing.assert_close(
+        torch.tensor(log_probs[0]), expected.gather(1, torch.tensor(ids)[:, None])[:, 0], atol=1e-5, rtol=0
+    )
 
 
 def test_a_checkpoints_adapter_names_its_model_and_stays_in_float32(tiny_model, tmp_path):
