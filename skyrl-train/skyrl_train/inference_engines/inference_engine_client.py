@@ -1,18 +1,19 @@
 """One engine out of many: routes requests, carries on with those that were interrupted, and passes control to all.
 
-Who goes where is in `routing`, how an answer goes on in `continuation`, which engines live in `supervision`.
+Who goes where is in `routing`, a request's way to its answer in `answering`, which engines live in `supervision`.
 """
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WeightSyncError, WorkerError
+from skyrl_train.inference_engines.answering import Answering, Request
 from skyrl_train.inference_engines.base import (
     EngineInfo,
     InferenceEngineInput,
@@ -20,38 +21,16 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineOutput,
     PauseMode,
 )
-from skyrl_train.inference_engines.continuation import Answer, Ask, Part, joined, next_step
-from skyrl_train.inference_engines.routing import Interrupted, Router, Session, Waiter, Want
-from skyrl_train.inference_engines.supervision import ROUTED, EngineFailure, Health, Restart, Supervisor
+from skyrl_train.inference_engines.continuation import Answer, Ask
+from skyrl_train.inference_engines.health import ROUTED, Health
+from skyrl_train.inference_engines.routing import Router, Session, Want
+from skyrl_train.inference_engines.supervision import EngineFailure, Restart, Supervisor
 from skyrl_train.types import ConversationType
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.fingerprint import differences
 
 _PAUSED = "generation is paused"
 _ASLEEP = "the engines sleep"
-_SECONDS_BEFORE_ASKING_AGAIN = 0.1
-"""After an engine took nothing of a request, though nobody here told it to."""
-
-
-@dataclass(eq=False)
-class _Request:
-    """One row of a call of `generate`, until it is answered."""
-
-    prompt: list[int]
-    params: dict[str, Any] | None
-    seed: Any
-    """Its [seed, index], if it has one."""
-    want: Want
-    lora_name: str | None
-    num_aborts_before: int
-    ask: Ask
-    parts: list[Part] = field(default_factory=list)
-    answer: Answer | None = None
-    engine: int | None = None
-    """Where it is under way, and holds a place of the router's."""
-    last_engine: int | None = None
-    """Where it was since it last waited."""
-    was_interrupted: bool = False
 
 
 class InferenceEngineClient(InferenceEngineInterface):
@@ -90,8 +69,8 @@ class InferenceEngineClient(InferenceEngineInterface):
         self._router = Router(len(engines), settings.max_requests_per_engine)
         self._supervisor = Supervisor(engines, settings, restart, self._engines_changed)
         self._supervisor.prepare = self._prepare
+        self._answering = Answering(self._router, self._supervisor, tokenizer)
         self._tickets = itertools.count()
-        self._num_aborts = 0
         self._adapters: dict[str, LoraLoadRequest] = {}
         self._num_continued = 0
         self._reported = {"deaths": 0, "restarts": 0}
@@ -125,15 +104,15 @@ class InferenceEngineClient(InferenceEngineInterface):
         try:
             async with asyncio.timeout(self._request_timeout) as deadline:
                 await self._supervisor.started()
-                await self._answer(next(self._tickets), requests)
+                await self._answering.answer(next(self._tickets), requests)
         except TimeoutError:
             if not deadline.expired():
                 raise
-            raise TimeoutError(self._what_is_late(requests)) from None
+            raise TimeoutError(self._answering.what_is_late(requests, self._request_timeout)) from None
         self._num_continued += sum(request.was_interrupted for request in requests)
         return _output([request.answer for request in requests if request.answer is not None])
 
-    def _requests(self, input_batch: InferenceEngineInput) -> list[_Request]:
+    def _requests(self, input_batch: InferenceEngineInput) -> list[Request]:
         prompts = self._prompt_token_ids(input_batch)
         sessions: Sequence[Session | None] = input_batch.get("session_ids") or [None] * len(prompts)
         if len(sessions) != len(prompts):
@@ -141,10 +120,9 @@ class InferenceEngineClient(InferenceEngineInterface):
         params = input_batch.get("sampling_params")
         seeds = _seeds(params, len(prompts))
         lora_name = input_batch.get("lora_name") or self.lora_name
+        num_aborts = self._answering.num_aborts
         return [
-            _Request(
-                prompt, params, seed, Want(session, len(prompt)), lora_name, self._num_aborts, Ask(prompt, params or {})
-            )
+            Request(prompt, params, seed, Want(session, len(prompt)), lora_name, num_aborts, Ask(prompt, params or {}))
             for prompt, session, seed in zip(prompts, sessions, seeds, strict=True)
         ]
 
@@ -162,130 +140,6 @@ class InferenceEngineClient(InferenceEngineInterface):
             conversation, add_generation_prompt=True, tokenize=True, return_dict=True, **self._chat_template_kwargs
         )
         return encoded["input_ids"]
-
-    async def _answer(self, ticket: int, requests: list[_Request]) -> None:
-        """Waits for engines, asks them, and goes on with what was interrupted."""
-        requests = [request for request in requests if not self._was_aborted(request)]
-        if not requests:
-            return
-        for request in requests:
-            request.last_engine = None
-        waiter: Waiter | None = self._router.ask(ticket, [request.want for request in requests])
-        tasks: list[asyncio.Task[None]] = []
-        try:
-            while waiter is not None:
-                grant = await self._router.granted_to(waiter)
-                waiter = grant.rest
-                groups: list[list[_Request]] = []
-                for engine, numbers in grant.places.items():
-                    for number in numbers:
-                        requests[number].engine = requests[number].last_engine = engine
-                    groups += _alike(requests[number] for number in numbers)
-                if waiter is None and not tasks and len(groups) == 1:
-                    await self._answer_together(groups[0], ticket)
-                else:
-                    tasks += [asyncio.create_task(self._answer_together(group, ticket)) for group in groups]
-            await _all_or_first_error(tasks)
-        except Interrupted:
-            await _all_or_first_error(tasks)
-            for request in requests:
-                self._was_aborted(request)
-        finally:
-            self._router.withdraw(waiter)
-            for task in tasks:
-                task.cancel()
-            for request in requests:  # a task that was cancelled before it began gave nothing back
-                self._leave(request)
-
-    async def _answer_together(self, requests: list[_Request], ticket: int) -> None:
-        """One call of the engine that these requests have a place on; then they go on where they must."""
-        try:
-            unanswered = await self._ask(requests)
-        finally:
-            for request in requests:
-                self._leave(request)
-        await self._answer(ticket, unanswered)
-
-    def _leave(self, request: _Request) -> None:
-        if request.engine is not None:
-            self._router.release(request.engine, [request.want])
-            request.engine = None
-
-    def _was_aborted(self, request: _Request) -> bool:
-        """Whether a caller ended this request; it then has what was written as its answer."""
-        if request.answer is None and request.num_aborts_before < self._num_aborts:
-            request.answer = joined(request.prompt, request.parts, self._decoder(request), "abort")
-        return request.answer is not None
-
-    async def _ask(self, requests: list[_Request]) -> list[_Request]:
-        """Asks for the next part of requests that are alike; returns those that are to go on."""
-        first = requests[0]
-        engine = first.engine
-        assert engine is not None
-        params = first.ask.sampling_params
-        if first.seed is not None:
-            params = params | {"seed": [request.seed for request in requests]}
-        sessions = [request.want.session for request in requests]
-        batch = InferenceEngineInput(
-            prompt_token_ids=[request.ask.prompt_token_ids for request in requests],
-            sampling_params=params or None,
-            session_ids=None if None in sessions else sessions,  # pyright: ignore[reportArgumentType]
-            lora_name=first.lora_name,
-        )
-        try:
-            output = await self._supervisor.run(engine, lambda present: present.generate(batch))
-        except EngineFailure:
-            for request in requests:
-                request.was_interrupted = True
-            return requests
-        interrupted = [
-            request
-            for request, part in zip(requests, _parts(output), strict=True)
-            if not self._take(request, part, engine)
-        ]
-        if any(not request.parts[-1].token_ids for request in interrupted) and not self._router.holds:
-            await asyncio.sleep(_SECONDS_BEFORE_ASKING_AGAIN)
-        return interrupted
-
-    def _take(self, request: _Request, part: Part, engine: int) -> bool:
-        """Adds a part to its request; True if that is the whole answer."""
-        request.parts.append(part)
-        decode = self._decoder(request)
-        if part.stop_reason == "abort" and self._was_aborted(request):
-            return True
-        step = next_step(
-            request.prompt, request.params or {}, request.parts, decode, self._supervisor.max_model_len(engine)
-        )
-        if isinstance(step, Ask):
-            request.ask, request.was_interrupted = step, True
-            return False
-        request.answer = step
-        return True
-
-    def _decoder(self, request: _Request) -> Callable[[list[int]], str]:
-        skip = (request.params or {}).get("skip_special_tokens", True)
-
-        def decode(token_ids: list[int]) -> str:
-            text = self.tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-            assert isinstance(text, str)
-            return text
-
-        return decode
-
-    def _what_is_late(self, requests: list[_Request]) -> str:
-        late = [request for request in requests if request.answer is None]
-        under_way = sorted({request.last_engine for request in late if request.last_engine is not None})
-        if under_way:
-            where = f"under way on engine {', '.join(map(str, under_way))}"
-        elif self._router.holds:
-            where = f"waiting: {', '.join(sorted(self._router.holds))}"
-        else:
-            states = ", ".join(
-                f"{health}: {len(ids)}" for health in Health if (ids := self._supervisor.with_health(health))
-            )
-            where = f"waiting for an engine ({states})"
-        number = f"{len(late)} of {len(requests)} requests were" if len(requests) > 1 else "the request was"
-        return f"{number} not answered within generator.request_timeout_seconds={self._request_timeout:g}; {where}"
 
     # ---- engines
 
@@ -351,8 +205,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         self._router.let_go(_PAUSED)
 
     async def abort_generation(self) -> None:
-        self._num_aborts += 1
-        self._router.interrupt()
+        self._answering.abort()
         await self._supervisor.run_all(lambda engine: engine.abort_generation())
 
     async def sleep(self, level: int = 1) -> None:
@@ -423,44 +276,6 @@ def _seeds(params: dict[str, Any] | None, num: int) -> list[Any]:
     if isinstance(seed, int) and not isinstance(seed, bool):
         return [[seed, index] for index in range(num)]
     return [None] * num  # what is wrong with it, the engine says
-
-
-def _alike(requests: Iterable[_Request]) -> list[list[_Request]]:
-    """Requests that one call of an engine can take together: all that nothing interrupted yet."""
-    groups: dict[tuple[Any, ...], list[_Request]] = {}
-    for request in requests:
-        params = request.ask.sampling_params
-        key = (params.get("max_tokens"), params.get("min_tokens"), "prompt_logprobs" in params) if request.parts else ()
-        groups.setdefault(key, []).append(request)
-    return list(groups.values())
-
-
-async def _all_or_first_error(tasks: Sequence["asyncio.Task[None]"]) -> None:
-    """Waits for all; an error ends the others."""
-    if not tasks:
-        return
-    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
-    errors = [error for task in done if (error := task.exception()) is not None]
-    if errors:
-        raise errors[0]
-
-
-def _parts(output: InferenceEngineOutput) -> list[Part]:
-    log_probs, of_prompts = output["response_logprobs"], output.get("prompt_logprobs")
-    return [
-        Part(
-            token_ids=token_ids,
-            stop_reason=output["stop_reasons"][row],
-            weight_versions=output["weight_versions"][row],
-            log_probs=None if log_probs is None else log_probs[row],
-            text=output["responses"][row],
-            prompt_log_probs=None if of_prompts is None else of_prompts[row],
-        )
-        for row, token_ids in enumerate(output["response_ids"])
-    ]
 
 
 def _output(answers: list[Answer]) -> InferenceEngineOutput:

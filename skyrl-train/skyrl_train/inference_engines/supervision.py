@@ -1,23 +1,10 @@
 """Keeps engines alive: notices those that died or hang, starts them again, and tells everyone who waits.
 
-An engine's health is a state; what happens to it is an event; the table says what follows. The `Supervisor` watches the
-engines and makes the events:
-
-```text
- starting ──started──> healthy <──answered/silent──> suspect
-    │                  │  ^                             │
- start failed        died │ weights given     died, silent too long
-    v                  v  │                             v
-   lost <──refused── dead │ ─────────────────────────> dead
-                       │ restart granted
-                       v
-                  restarting ──started──> waiting for weights
-```
+The states of an engine and what changes them are in `health`.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from enum import StrEnum
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from loguru import logger
@@ -25,6 +12,7 @@ from loguru import logger
 from skyrl_train.config import GeneratorConfig
 from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInterface
+from skyrl_train.inference_engines.health import ROUTED, UP, Health, HealthEvent, after
 
 T = TypeVar("T")
 
@@ -35,74 +23,6 @@ SILENT_INTERVALS = 3
 """An engine that does not say for so many `generator.engine_health_interval_seconds` that it is well counts as dead."""
 
 _TEARDOWN_SECONDS = 30.0
-
-
-class Health(StrEnum):
-    """What is known of an engine."""
-
-    STARTING = "starting"
-    HEALTHY = "healthy"
-    SUSPECT = "suspect"
-    """It did not answer in time: it keeps its requests and sessions, but gets nothing new while others are well."""
-    DEAD = "dead"
-    RESTARTING = "restarting"
-    WAITING_FOR_WEIGHTS = "waiting for weights"
-    """Started again, but with old weights: nobody's requests go there yet."""
-    LOST = "lost"
-    """Not to be started again. The end of all engines."""
-
-
-class HealthEvent(StrEnum):
-    """What happens to an engine."""
-
-    STARTED = "started"
-    START_FAILED = "start failed"
-    ANSWERED = "answered"
-    SILENT = "silent"
-    SILENT_TOO_LONG = "silent too long"
-    DIED = "died"
-    RESTART_GRANTED = "restart granted"
-    RESTART_REFUSED = "restart refused"
-    WEIGHTS_GIVEN = "weights given"
-
-
-TRANSITIONS: dict[Health, dict[HealthEvent, Health]] = {
-    Health.STARTING: {HealthEvent.STARTED: Health.HEALTHY, HealthEvent.START_FAILED: Health.LOST},
-    Health.HEALTHY: {
-        HealthEvent.ANSWERED: Health.HEALTHY,
-        HealthEvent.SILENT: Health.SUSPECT,
-        HealthEvent.DIED: Health.DEAD,
-    },
-    Health.SUSPECT: {
-        HealthEvent.ANSWERED: Health.HEALTHY,
-        HealthEvent.SILENT: Health.SUSPECT,
-        HealthEvent.SILENT_TOO_LONG: Health.DEAD,
-        HealthEvent.DIED: Health.DEAD,
-    },
-    Health.DEAD: {HealthEvent.RESTART_GRANTED: Health.RESTARTING, HealthEvent.RESTART_REFUSED: Health.LOST},
-    Health.RESTARTING: {
-        HealthEvent.STARTED: Health.WAITING_FOR_WEIGHTS,
-        HealthEvent.START_FAILED: Health.DEAD,
-    },
-    Health.WAITING_FOR_WEIGHTS: {
-        HealthEvent.ANSWERED: Health.WAITING_FOR_WEIGHTS,
-        HealthEvent.SILENT: Health.WAITING_FOR_WEIGHTS,
-        HealthEvent.SILENT_TOO_LONG: Health.DEAD,
-        HealthEvent.DIED: Health.DEAD,
-        HealthEvent.WEIGHTS_GIVEN: Health.HEALTHY,
-    },
-    Health.LOST: {},
-}
-
-ROUTED = (Health.HEALTHY, Health.SUSPECT)
-UP = (*ROUTED, Health.WAITING_FOR_WEIGHTS)
-
-
-def after(health: Health, event: HealthEvent) -> Health:
-    """The state that follows. Raises ValueError if the event cannot happen in this state."""
-    if event not in TRANSITIONS[health]:
-        raise ValueError(f"an engine that is {health} cannot have the event '{event}'")
-    return TRANSITIONS[health][event]
 
 
 class EngineFailure(WorkerError):

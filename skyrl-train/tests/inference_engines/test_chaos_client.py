@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference_engines.health import Health
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import EngineProcess, RayWrappedInferenceEngine
-from skyrl_train.inference_engines.supervision import Health
 
 pytestmark = pytest.mark.slow
 

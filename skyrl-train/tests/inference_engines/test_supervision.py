@@ -8,8 +8,9 @@ import pytest
 
 from skyrl_train.config import GeneratorConfig
 from skyrl_train.errors import WorkerError
+from skyrl_train.inference_engines.health import Health, HealthEvent, after
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-from skyrl_train.inference_engines.supervision import EngineFailure, Health, HealthEvent, Supervisor, after
+from skyrl_train.inference_engines.supervision import EngineFailure, Supervisor
 
 LEGAL = """
 starting + started -> healthy

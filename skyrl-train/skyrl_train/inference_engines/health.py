@@ -1,0 +1,86 @@
+"""What is known of an engine's health, and how it changes: a state machine without engines.
+
+An engine's health is a state; what happens to it is an event; the table says what follows. The supervisor watches
+engines and makes the events:
+
+```text
+ starting ──started──> healthy <──answered/silent──> suspect
+    │                  │  ^                             │
+ start failed        died │ weights given     died, silent too long
+    v                  v  │                             v
+   lost <──refused── dead │ ─────────────────────────> dead
+                       │ restart granted
+                       v
+                  restarting ──started──> waiting for weights
+```
+"""
+
+from enum import StrEnum
+
+
+class Health(StrEnum):
+    """What is known of an engine."""
+
+    STARTING = "starting"
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    """It did not answer in time: it keeps its requests and sessions, but gets nothing new while others are well."""
+    DEAD = "dead"
+    RESTARTING = "restarting"
+    WAITING_FOR_WEIGHTS = "waiting for weights"
+    """Started again, but with old weights: nobody's requests go there yet."""
+    LOST = "lost"
+    """Not to be started again. The end of all engines."""
+
+
+class HealthEvent(StrEnum):
+    """What happens to an engine."""
+
+    STARTED = "started"
+    START_FAILED = "start failed"
+    ANSWERED = "answered"
+    SILENT = "silent"
+    SILENT_TOO_LONG = "silent too long"
+    DIED = "died"
+    RESTART_GRANTED = "restart granted"
+    RESTART_REFUSED = "restart refused"
+    WEIGHTS_GIVEN = "weights given"
+
+
+TRANSITIONS: dict[Health, dict[HealthEvent, Health]] = {
+    Health.STARTING: {HealthEvent.STARTED: Health.HEALTHY, HealthEvent.START_FAILED: Health.LOST},
+    Health.HEALTHY: {
+        HealthEvent.ANSWERED: Health.HEALTHY,
+        HealthEvent.SILENT: Health.SUSPECT,
+        HealthEvent.DIED: Health.DEAD,
+    },
+    Health.SUSPECT: {
+        HealthEvent.ANSWERED: Health.HEALTHY,
+        HealthEvent.SILENT: Health.SUSPECT,
+        HealthEvent.SILENT_TOO_LONG: Health.DEAD,
+        HealthEvent.DIED: Health.DEAD,
+    },
+    Health.DEAD: {HealthEvent.RESTART_GRANTED: Health.RESTARTING, HealthEvent.RESTART_REFUSED: Health.LOST},
+    Health.RESTARTING: {
+        HealthEvent.STARTED: Health.WAITING_FOR_WEIGHTS,
+        HealthEvent.START_FAILED: Health.DEAD,
+    },
+    Health.WAITING_FOR_WEIGHTS: {
+        HealthEvent.ANSWERED: Health.WAITING_FOR_WEIGHTS,
+        HealthEvent.SILENT: Health.WAITING_FOR_WEIGHTS,
+        HealthEvent.SILENT_TOO_LONG: Health.DEAD,
+        HealthEvent.DIED: Health.DEAD,
+        HealthEvent.WEIGHTS_GIVEN: Health.HEALTHY,
+    },
+    Health.LOST: {},
+}
+
+ROUTED = (Health.HEALTHY, Health.SUSPECT)
+UP = (*ROUTED, Health.WAITING_FOR_WEIGHTS)
+
+
+def after(health: Health, event: HealthEvent) -> Health:
+    """The state that follows. Raises ValueError if the event cannot happen in this state."""
+    if event not in TRANSITIONS[health]:
+        raise ValueError(f"an engine that is {health} cannot have the event '{event}'")
+    return TRANSITIONS[health][event]
