@@ -39,6 +39,9 @@ class ServerFacts:
 class ServerProtocol(ABC):
     """One server's routes. Stateless but for what the server said of itself."""
 
+    aborts_while_paused = True
+    """Whether an abort ends requests that a pause keeps. If not, they end one token after the resume."""
+
     def __init__(self, connection: ServerConnection, request_timeout_seconds: float):
         self.server = connection
         self.request_timeout_seconds = request_timeout_seconds

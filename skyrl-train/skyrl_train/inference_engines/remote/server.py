@@ -137,7 +137,9 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         self._check_request(prompts, params, seeds)
         adapter = input_batch.get("lora_name")
         if adapter is not None:
-            self._require("lora")
+            why = self._facts.info.lacks.get("lora")
+            if why is not None:
+                raise ValueError(f"no adapter {adapter!r} is loaded at {self.url}: {why}")
             await self._adapter_version(adapter)
         answers = await _all_or_none(
             [self._answer(prompt, params, seed, adapter) for prompt, seed in zip(prompts, seeds, strict=True)]
@@ -218,6 +220,9 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         self._gate.close()
         if mode == "abort":
             self._gate.abort()
+            if not self._protocol.aborts_while_paused and await self._protocol.is_paused():
+                await self.abort_generation()
+                return
         if mode == "wait":
             await self._running.until_none(of_any=True)
         await self._protocol.pause(mode)
@@ -233,6 +238,12 @@ class RemoteInferenceEngine(InferenceEngineInterface):
     async def abort_generation(self) -> None:
         self._gate.abort()
         await self._protocol.abort()
+        if self._protocol.aborts_while_paused or not len(self._running) or self._update_is_open:
+            return
+        if await self._protocol.is_paused():
+            await self._protocol.resume()
+            await self._running.until_none(of_any=True)
+            await self._protocol.pause("keep")
 
     async def sleep(self, level: int = 1) -> None:
         if level not in (1, 2):

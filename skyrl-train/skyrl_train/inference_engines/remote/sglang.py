@@ -9,6 +9,9 @@ takes them by every transport (`skyrl_train.inference_engines.sglang`).
 import asyncio
 from typing import Any
 
+import torch
+from loguru import logger
+
 from skyrl_train.errors import UnsupportedByEngine, WeightSyncError
 from skyrl_train.inference_engines.base import EngineInfo, Feature, PauseMode, StopReason
 from skyrl_train.inference_engines.native.requests import SamplingParams
@@ -31,7 +34,10 @@ _STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abo
 
 class SGLangProtocol(ServerProtocol):
     _max_model_len = 0
+    _vocab_size = 0
     _seeds_work = False
+    _warned = False
+    aborts_while_paused = False
     _files: CheckpointFiles | None = None
 
     async def facts(self) -> ServerFacts:
@@ -50,11 +56,12 @@ class SGLangProtocol(ServerProtocol):
         if not said.get("enable_memory_saver"):
             lacks["sleep"] = f"the server at {self.server.url} was started without --enable-memory-saver"
         lacks["broadcast"] = f"the server at {self.server.url} has no weight loader of ours; it takes checkpoints"
+        self._vocab_size = vocabulary_of(model["model_path"], self.server.url)
         info = EngineInfo(
             backend="sglang",
             release=said["version"],
             model=model["model_path"],
-            vocab_size=vocabulary_of(model["model_path"], self.server.url),
+            vocab_size=self._vocab_size,
             max_model_len=self._max_model_len,
             dtype=None if said["dtype"] == "auto" else said["dtype"],
             num_weight_processes=said["tp_size"] * said.get("pp_size", 1) * said.get("dp_size", 1),
@@ -90,31 +97,58 @@ class SGLangProtocol(ServerProtocol):
         about, ids = said["meta_info"], said["output_ids"]
         reason = about["finish_reason"] or {"type": "abort"}
         log_probs = [entry[0] for entry in about.get("output_token_logprobs") or []][: len(ids)]
-        if params.logprobs is not None and _is_penalized(params) and ids:
-            log_probs = await self._scored_again(prompt, ids, adapter, cache_key)
+        versions = versions_of(about.get("weight_versions"), len(ids), self.server.url) if ids else []
+        if params.logprobs is not None and _is_penalized(params) and ids:  # those are after penalties
+            log_probs = await self._scored(prompt + ids, len(prompt), params, adapter, cache_key)
+            if {*versions} != {await self.weight_version()}:
+                raise UnsupportedByEngine(
+                    f"the weights of the SGLang server at {self.server.url} changed while it wrote an answer with "
+                    "repetition_penalty or min_tokens, whose log-probs it can tell only afterwards; ask for logprobs=None"
+                )
+        prompt_log_probs: list[float] = []
+        if params.prompt_logprobs is not None:
+            prompt_log_probs = [entry[0] for entry in about["input_token_logprobs"] if entry[0] is not None]
+            if not _is_plain(params):
+                prompt_log_probs = await self._scored(prompt, 1, params, adapter, cache_key)
+        if reason["type"] != "abort" and params.ignore_eos:  # SGLang then ignores all stop tokens
+            num = _length_to_stop(ids, params)
+            if num < len(ids):
+                ids, log_probs, reason = ids[:num], log_probs[:num], {"type": "stop"}
         return ServerAnswer(
             token_ids=ids,
             log_probs=log_probs,
-            prompt_log_probs=[entry[0] for entry in about.get("input_token_logprobs") or [] if entry[0] is not None],
+            prompt_log_probs=prompt_log_probs,
             stop_reason=_STOP_REASONS.get(reason["type"], "abort"),
-            weight_versions=versions_of(about.get("weight_versions"), len(ids), self.server.url) if ids else [],
+            weight_versions=versions[: len(ids)],
         )
 
-    async def _scored_again(
-        self, prompt: list[int], ids: list[int], adapter: str | None, cache_key: str
+    async def _scored(
+        self, ids: list[int], first: int, params: SamplingParams, adapter: str | None, cache_key: str
     ) -> list[float]:
-        """The log-probs of an answer as part of a prompt: those that it came with are those after penalties."""
+        """log softmax(logits / temperature) of the tokens from number `first` (at least 1) on.
+
+        SGLang scores tokens at temperature 1. At another one the whole distribution is asked for at each of them.
+        """
         body: dict[str, Any] = {
-            "input_ids": prompt + ids,
+            "input_ids": ids,
             "sampling_params": {"max_new_tokens": 0},
             "return_logprob": True,
-            "logprob_start_len": len(prompt) - 1,
+            "logprob_start_len": first - 1,
             "extra_key": cache_key,
         }
         if adapter is not None:
             body["lora_path"] = adapter
-        said = await self.server.post("/generate", body, timeout_seconds=self.request_timeout_seconds)
-        return [entry[0] for entry in said["meta_info"]["input_token_logprobs"][-len(ids) :]]
+        plain = _is_plain(params)
+        if not plain:
+            body["top_logprobs_num"] = self._vocab_size
+        about = (await self.server.post("/generate", body, timeout_seconds=self.request_timeout_seconds))["meta_info"]
+        wanted = ids[first:]
+        chosen = [entry[0] for entry in about["input_token_logprobs"][-len(wanted) :]] if wanted else []
+        if plain or not wanted:
+            return chosen
+        whole = torch.tensor([[entry[0] for entry in row] for row in about["input_top_logprobs"][-len(wanted) :]])
+        normalizers = (whole / params.temperature).logsumexp(-1)
+        return (torch.tensor(chosen) / params.temperature - normalizers).tolist()
 
     def _sampling(self, params: SamplingParams, seed: SeedPair | None, num_prompt_tokens: int) -> dict[str, Any]:
         room = self._max_model_len - num_prompt_tokens
@@ -139,20 +173,16 @@ class SGLangProtocol(ServerProtocol):
 
     def _check(self, params: SamplingParams, seed: SeedPair | None) -> None:
         """What SGLang would take and do otherwise."""
-        where = f"the SGLang server at {self.server.url}"
         if seed is not None and not self._seeds_work and not params.is_greedy:
-            raise UnsupportedByEngine(f"{where} ignores seeds: it was started without --enable-deterministic-inference")
-        plain = params.is_greedy or params.temperature == 1.0
-        if params.logprobs is not None and _is_penalized(params) and not plain:
             raise UnsupportedByEngine(
-                f"{where} reports log-probs after penalties (sglang/srt/layers/sampler.py, Sampler.forward), and "
-                "scores answers again at temperature 1 alone; with repetition_penalty or min_tokens and another "
-                "temperature, ask for logprobs=None"
+                f"the SGLang server at {self.server.url} ignores seeds: it was started without "
+                "--enable-deterministic-inference"
             )
-        if params.prompt_logprobs is not None and not plain:
-            raise UnsupportedByEngine(
-                f"{where} reports log-probs of prompts at temperature 1 alone; got {params.temperature} "
-                "(sglang/srt/layers/logits_processor.py)"
+        if params.repetition_penalty != 1.0 and not self._warned:
+            self._warned = True
+            logger.warning(
+                f"the SGLang server at {self.server.url} counts repetitions in answers alone, not in prompts "
+                "(sglang/srt/sampling/penaltylib/repetition_penalty.py): answers differ from those of other engines"
             )
 
     async def tokenize(self, text: str) -> list[int]:
@@ -231,6 +261,16 @@ class SGLangProtocol(ServerProtocol):
 
     async def adapters(self) -> list[str]:
         return [entry["id"] for entry in (await self.server.get("/v1/models"))["data"] if entry.get("parent")]
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    return params.is_greedy or params.temperature == 1.0
+
+
+def _length_to_stop(ids: list[int], params: SamplingParams) -> int:
+    """How many tokens there are up to the first stop token, if one may end the answer."""
+    stops = (num for num, token in enumerate(ids, 1) if token in params.stop_token_ids and num > params.min_tokens)
+    return next(stops, len(ids))
 
 
 def _is_penalized(params: SamplingParams) -> bool:

@@ -110,6 +110,7 @@ class SGLangInferenceEngine(RemoteInferenceEngine):
             )
         except BaseException:
             self._child.end()
+            self._folder.cleanup()
             raise
 
     async def check_health(self) -> None:
@@ -120,6 +121,7 @@ class SGLangInferenceEngine(RemoteInferenceEngine):
         """Ends the server."""
         await super().teardown()
         self._child.end()
+        self._folder.cleanup()
 
     def pid(self) -> int:
         """Of the process group that the server is in."""

@@ -29,6 +29,8 @@ class _Connection:
     receiver: "WeightReceiver"
     verification: Verification
     fingerprints: dict[str, int] = field(default_factory=dict)
+    names_before: frozenset[str] = frozenset()
+    """Of the update before."""
 
 
 _connection: _Connection | None = None
@@ -91,5 +93,13 @@ def _update(model: torch.nn.Module, request: WeightUpdateRequest) -> None:
 
 def _finish(version: int) -> dict[str, int]:
     connection = _connected()
-    connection.receiver.finish(version)
+    names = frozenset(connection.fingerprints)
+    try:
+        connection.receiver.finish(version)
+    except WeightSyncError as error:
+        unknown = sorted(names - connection.names_before)
+        if connection.names_before and unknown:
+            raise WeightSyncError(f"{error}, and with {len(unknown)} unknown ones, such as {unknown[0]!r}") from error
+        raise
+    connection.names_before = names
     return connection.fingerprints

@@ -1,0 +1,124 @@
+"""What a run does with a vLLM server: weights from another process, adapters that replace each other."""
+
+import asyncio
+import pickle
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+import torch
+from server_process import ServerProcess
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from skyrl_train.errors import ConfigError, UnsupportedByEngine
+from skyrl_train.inference_engines.base import InferenceEngineInput
+from skyrl_train.inference_engines.remote.engine import RemoteEngines, RemoteInferenceEngine, check_server
+from skyrl_train.testing.engine_conformance import Reference, make_tiny_model
+from skyrl_train.weight_sync.plan import init_infos_for
+from skyrl_train.weight_sync.sender import WeightSender, buckets_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+
+PROMPT = [5, 9, 13, 20]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(vllm: ServerProcess, served_model: str) -> AsyncIterator[RemoteInferenceEngine]:
+    tokenizer = AutoTokenizer.from_pretrained(served_model)
+    engine = RemoteInferenceEngine(
+        f"127.0.0.1:{vllm.port}", served_model, tokenizer=tokenizer, control_timeout_seconds=120
+    )
+    yield engine
+    await engine.teardown()
+
+
+async def test_the_server_describes_itself(engine: RemoteInferenceEngine, served_model: str) -> None:
+    info = await engine.describe()
+    assert (info.backend, info.model, info.vocab_size, info.max_model_len, info.dtype, info.num_weight_processes) == (
+        "vllm",
+        served_model,
+        64,
+        1024,
+        "float32",
+        1,
+    )
+    assert set(info.lacks) == {"sleep"}
+    with pytest.raises(UnsupportedByEngine, match="--enable-sleep-mode"):
+        await engine.sleep()
+
+
+async def test_the_server_is_the_one_for_its_model_and_not_for_another(
+    engine: RemoteInferenceEngine, served_model: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(served_model)
+    check_server(engine, tokenizer)
+    other = make_tiny_model(tmp_path_factory.mktemp("other") / "small", tied=False)
+    stranger = RemoteInferenceEngine(engine.url, other, tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match=f"serves {served_model}; generator.model_name is {other}"):
+        check_server(stranger, tokenizer)
+    await stranger.teardown()
+
+
+async def test_weights_arrive_through_handles_that_travelled_to_another_process(
+    engine: RemoteInferenceEngine, served_model: str
+) -> None:
+    """Sent from a thread with an event loop of its own, between two requests of this one; and back again."""
+    reference = Reference(served_model, torch.float32)
+    handles = pickle.loads(pickle.dumps(RemoteEngines([engine])))
+    infos = init_infos_for("shared_memory", "full", [await engine.describe()])
+    sender = await asyncio.to_thread(
+        WeightSender, handles, infos, torch.device("cpu"), max_bucket_bytes=1 << 16, verification="full"
+    )
+    version = await engine.weight_version()
+    for weights in (reference.changed(seed=3), reference.original):
+        version += 1
+        await engine.pause_generation("keep")
+        asked = asyncio.ensure_future(
+            engine.generate(
+                InferenceEngineInput(
+                    prompt_token_ids=[PROMPT], sampling_params={"max_tokens": 8, "ignore_eos": True, "seed": 1}
+                )
+            )
+        )
+        buckets = buckets_of(weights.items(), torch.float32, 1 << 16)
+        result = await asyncio.to_thread(sender.send, buckets, version)
+        assert result.reports[0].version == version
+        assert not asked.done()
+        await engine.resume_generation()
+        output = await asked
+        assert output["weight_versions"] == [[version] * 8]
+        assert output["response_logprobs"] is not None
+        with reference.holding(weights):
+            expected = reference.log_probs(PROMPT, output["response_ids"][0])
+        torch.testing.assert_close(torch.tensor(output["response_logprobs"][0]), expected, atol=2e-4, rtol=0)
+    await asyncio.to_thread(sender.close)
+    handles.close()
+
+
+async def test_another_process_learns_which_adapter_is_the_newest(
+    engine: RemoteInferenceEngine, served_model: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Loaded through one engine object, used through another one that has seen an older version."""
+    from peft import LoraConfig, get_peft_model
+
+    from skyrl_train.weight_sync.base import LoraLoadRequest
+
+    folders = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+        adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(served_model), config)
+        folders.append(str(tmp_path_factory.mktemp("adapter")))
+        adapted.save_pretrained(folders[-1])
+    other = RemoteInferenceEngine(engine.url, served_model, control_timeout_seconds=120)
+    asked = InferenceEngineInput(prompt_token_ids=[PROMPT], sampling_params={"max_tokens": 3}, lora_name="policy")
+    report = await other.load_lora(LoraLoadRequest(name="policy", path=folders[0], version=7))
+    assert len(report.fingerprints) == 4  # A and B of two layers, as vLLM holds them
+    versions = (await engine.generate(asked))["weight_versions"][0]
+    await other.load_lora(LoraLoadRequest(name="policy", path=folders[1], version=8))
+    versions += (await engine.generate(asked))["weight_versions"][0]
+    assert set(versions) == {7, 8}
+    await other.unload_lora("policy")
+    with pytest.raises(ValueError, match="no adapter 'policy' is loaded"):
+        await engine.generate(asked)
+    await other.teardown()
