@@ -1,4 +1,4 @@
-"""Settings to rollout engines: which class, in which process, on which GPUs. The only place that knows concrete ones."""
+"""Settings to rollout engines: which class, in which process, on which GPUs. No other place knows concrete ones."""
 
 import itertools
 from functools import partial

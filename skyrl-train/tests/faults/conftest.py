@@ -56,6 +56,14 @@ class Hangs(OneTurn):
         return 1.0
 
 
+class ManyCharacters(OneTurn):
+    """Rewards the share of different characters in an answer."""
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        reward = len(set(action)) / max(1, len(action))
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
+
+
 class NotANumber(OneTurn):
     def reward(self) -> float:
         return float("nan")
@@ -68,6 +76,7 @@ def environments() -> Iterator[None]:
     Hangs.released = threading.Event()
     for name, env in {
         "works": OneTurn,
+        "many_characters": ManyCharacters,
         "raises_in_first_step": RaisesInFirstStep,
         "raises_in_init": RaisesInInit,
         "hangs": Hangs,
@@ -114,6 +123,16 @@ def write_prompts(path: Path, prompts: list[dict[str, Any]]) -> None:
     path.write_text("\n".join(json.dumps(row) for row in rows))
 
 
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `changes`, section by section."""
+    sections = {
+        name: merged(base[name], changes[name])
+        for name in base
+        if isinstance(changes.get(name), dict) and isinstance(base[name], dict)
+    }
+    return base | changes | sections
+
+
 def settings(model: str, run_dir: Path, num_prompts: int, changes: dict[str, dict[str, Any]]) -> SkyRLConfig:
     """Settings of a run of `num_prompts` prompts a step, four samples each, one optimizer step."""
     trainer = {
@@ -141,8 +160,8 @@ def settings(model: str, run_dir: Path, num_prompts: int, changes: dict[str, dic
     }
     sections = {
         "data": {"train_data": [str(run_dir / "prompts.jsonl")]},
-        "trainer": trainer | changes.get("trainer", {}),
-        "generator": generator | changes.get("generator", {}),
+        "trainer": merged(trainer, changes.get("trainer", {})),
+        "generator": merged(generator, changes.get("generator", {})),
         "environment": {"env_class": "works", "skyrl_gym": {"env_timeout_seconds": 1.0}},
     }
     return SkyRLConfig.from_dict(sections)

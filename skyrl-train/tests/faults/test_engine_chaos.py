@@ -26,10 +26,12 @@ LONG_ANSWERS = {"sampling_params": {"max_generate_length": 120, "additional_kwar
 GENERATOR = LONG_ANSWERS | {
     "num_inference_engines": 2,
     "engine_health_interval_seconds": 1.0,
+    "engine_control_timeout_seconds": 60.0,
     "weight_sync_canary_interval": 1,
     "weight_transfer_threshold_cuda_ipc_GB": 1e-5,
 }
-OWN_DEVICES = {"placement": {"colocate_all": False}}
+LEARNS = {"policy": {"optimizer_config": {"lr": 1e-2}}}
+OWN_DEVICES = {"placement": {"colocate_all": False}} | LEARNS
 
 
 class SlowPolicy(PolicyWorker):
@@ -54,21 +56,25 @@ def with_slow_weights(experiment: type[Any]) -> type[Any]:
 
 
 def script(prompt: Callable[..., Any]) -> list[list[Any]]:
-    return [[prompt("works", f"{step}+{row}=") for row in range(4)] for step in range(2)]
+    return [[prompt("many_characters", f"{step}+{row}=") for row in range(4)] for step in range(2)]
 
 
 @pytest.fixture(scope="module")
-async def undisturbed(start_run, prompt, tmp_path_factory) -> Path:
+def undisturbed(start_run, prompt, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    async with start_run(folder, script(prompt), trainer=OWN_DEVICES, generator=GENERATOR) as trainer:
-        await trainer.train()
+
+    async def run() -> None:
+        async with start_run(folder, script(prompt), trainer=OWN_DEVICES, generator=GENERATOR) as trainer:
+            await trainer.train()
+
+    asyncio.run(run())
     return folder
 
 
 def trajectories(folder: Path) -> list[Any]:
     """What was written in all steps: tokens and log-probs, to the bit."""
     return [
-        (row["tokens"]["response_ids"], row["tokens"]["rollout_logprobs"], row["reward"])
+        (row["tokens"]["ids"], row["tokens"]["log_probs"], row["tokens"]["weight_versions"], row["reward"])
         for step in (1, 2)
         for row in RunFolder(folder).read_trajectories(step, "train")
     ]
@@ -105,7 +111,7 @@ async def test_a_run_outlives_an_engine(
     when, colocate_all, start_run, scripted_experiment, prompt, undisturbed, tmp_path: Path
 ):
     """Every answer is there once, with the very tokens and log-probs of a run that nobody disturbed."""
-    placement = {"placement": {"colocate_all": colocate_all}}
+    placement = LEARNS | {"placement": {"colocate_all": colocate_all}}
     own = {"experiment": with_slow_weights(scripted_experiment)} if when == "during a sync" else {}
     async with start_run(tmp_path, script(prompt), trainer=placement, generator=GENERATOR, **own) as trainer:
         client = trainer.inference_engine_client
@@ -187,10 +193,10 @@ async def run_with_a_liar(start_run: Any, lie: str, monkeypatch: Any, *args: Any
 async def test_an_engine_that_has_not_the_weights_ends_the_run(
     lie, message, start_run, prompt, monkeypatch, tmp_path: Path
 ):
-    trainer_changes: dict[str, Any] = dict(OWN_DEVICES)
+    trainer_changes: dict[str, Any] = {**LEARNS, "placement": {"colocate_all": lie != "swaps two tensors"}}
     generator = GENERATOR | {"num_inference_engines": 1, "weight_transfer_threshold_cuda_ipc_GB": 4e-5}
     if "adapter" in lie:
-        trainer_changes["policy"] = {"model": {"lora": {"rank": 4}}, "optimizer_config": {"lr": 1e-3}}
+        trainer_changes["policy"] = {"model": {"lora": {"rank": 4}}, "optimizer_config": {"lr": 1e-2}}
         generator |= {"weight_sync_strategy": "adapter"}
     async with run_with_a_liar(
         start_run, lie, monkeypatch, tmp_path, script(prompt), trainer=trainer_changes, generator=generator
