@@ -103,7 +103,8 @@ class SGLangProtocol(ServerProtocol):
             if {*versions} != {await self.weight_version()}:
                 raise UnsupportedByEngine(
                     f"the weights of the SGLang server at {self.server.url} changed while it wrote an answer with "
-                    "repetition_penalty or min_tokens, whose log-probs it can tell only afterwards; ask for logprobs=None"
+                    "repetition_penalty or min_tokens, whose log-probs it can tell only afterwards; "
+                    "ask for logprobs=None"
                 )
         prompt_log_probs: list[float] = []
         if params.prompt_logprobs is not None:

@@ -237,7 +237,7 @@ class VLLMProtocol(ServerProtocol):
     async def _adapter_numbers(self) -> set[int]:
         """vLLM's own, of the adapters that its workers hold."""
         [said, *_] = await self._workers("list_loras")
-        return {int(number) for number in re.findall(r"\d+", said)}
+        return {int(number) for number in said}
 
     async def unload_adapter(self, name: str) -> None:
         await self.server.post("/v1/unload_lora_adapter", {"lora_name": name})
