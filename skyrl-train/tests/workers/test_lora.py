@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -13,10 +14,10 @@ from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.algorithms.reduction import token_weights
 from skyrl_train.errors import CheckpointError
 from skyrl_train.models.lora import adapters_of
+from skyrl_train.testing.weight_holders import HoldersInThreads, WeightHolder
 from skyrl_train.training_batch import TrainingInputBatch
-from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
-from skyrl_train.weight_sync.checksum import checksum_of
-from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.base import WeightSyncInitInfo
+from skyrl_train.weight_sync.fingerprint import differences, fingerprints_of
 from skyrl_train.workers.critic_worker import CriticWorker
 from skyrl_train.workers.learner import LearnerWorker
 from skyrl_train.workers.model_worker import RankInfo
@@ -24,7 +25,6 @@ from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.schedule import MicroBatch
 
 IDS = torch.randint(2, 64, (3, 10), generator=torch.Generator().manual_seed(0))
-SHARED_MEMORY = WeightSyncInitInfo(strategy="shared_memory")
 MakeConfig = Callable[..., Any]
 
 
@@ -175,56 +175,36 @@ def test_an_export_has_merged_weights_and_the_adapter_beside_them(
         assert torch.equal(whole.get_parameter(name), tensor)
 
 
-class Engine:
-    """The receiving end of an engine: a plain model, without adapters."""
-
-    def __init__(self, path: str):
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self.receiver = WeightReceiver(SHARED_MEMORY, torch.device("cpu"))
-        self.received: list[str] = []
-
-    def weight_version(self) -> int:
-        return 0
-
-    def init_weight_update_communicator(self, info: WeightSyncInitInfo) -> None:
-        pass
-
-    def update_named_weights(self, request: WeightUpdateRequest) -> None:
-        for name, tensor in self.receiver.receive(request):
-            self.model.get_parameter(name).data.copy_(tensor)
-            self.received.append(name)
-
-    def finish_weight_update(self, version: int) -> int:
-        return checksum_of((name, parameter.detach()) for name, parameter in self.model.named_parameters())
-
-    # ---- and its handle, which answers at once
-
-    def call_all(self, method: str, *args: Any) -> list[Any]:
-        return [getattr(self, method)(*args)]
-
-    def call_each(self, method: str, args: Any) -> list[Any]:
-        return [getattr(self, method)(arg) for arg in args]
-
-    def wait(self, calls: list[Any]) -> list[Any]:
-        return calls
-
-    def share(self, value: Any) -> Any:
-        return value
-
-
 def test_an_engine_gets_merged_weights(with_lora, start, ragged_batch, tiny_model):
     cfg = with_lora()
     cfg.generator.model_dtype = "float32"
     worker = start(policy_of(cfg))
     take_step(worker, ragged_batch())
-    engine = Engine(tiny_model)
-    before = logits(engine.model)
-    worker.init_weight_sync(engine, [SHARED_MEMORY] * 2)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    holder = WeightHolder((name, parameter.data) for name, parameter in model.named_parameters())
+    before = logits(model)
+    worker.connect_engines(HoldersInThreads([holder]), [WeightSyncInitInfo(transport="shared_memory")] * 2)
     worker.send_weights(1)
-    assert engine.received == [name for name, _ in engine.model.named_parameters()]
-    after = logits(engine.model)
+    assert holder.version == 1
+    after = logits(model)
     assert (after - before).abs().max() > 0.01
     torch.testing.assert_close(after, logits_of_worker(worker), atol=1e-4, rtol=1e-5)
+
+
+def test_adapters_leave_alone_with_their_fingerprints(with_lora, start, ragged_batch, tiny_model, tmp_path):
+    """In the engines' dtype, under the version's number; peft then makes of the plain model what the policy is."""
+    cfg = with_lora()
+    cfg.generator.model_dtype = "float32"
+    cfg.generator.weight_sync_directory = str(tmp_path)
+    worker = start(policy_of(cfg))
+    take_step(worker, ragged_batch())
+    fingerprints = worker.write_adapters(3)
+    tensors = load_file(tmp_path / "adapters" / "3" / "adapter_model.safetensors")
+    assert len(tensors) == 2 * 14
+    assert differences(fingerprints, fingerprints_of(tensors.items(), 3, "sampled")) == ""
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "adapters" / "3"))
+    torch.testing.assert_close(logits(adapted), logits_of_worker(worker), atol=1e-4, rtol=1e-5)
 
 
 def logits_of_worker(worker: PolicyWorker) -> torch.Tensor:
