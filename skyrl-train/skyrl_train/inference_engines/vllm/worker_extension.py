@@ -34,9 +34,10 @@ class WeightExtension:
     _skyrl_update: "ModelUpdate | None" = None
     _skyrl_verification: Verification = "sampled"
     _skyrl_weights_valid: bool = True
+    _skyrl_prepared: bool = False
 
     def skyrl_prepare(self, weights_valid: bool = True) -> None:
-        """Makes log-probs those of logits / temperature.
+        """Makes log-probs those of logits / temperature. May be called again.
 
         Args:
             weights_valid: False: the present weights are random, so the first update must be full.
@@ -45,12 +46,15 @@ class WeightExtension:
         from skyrl_train.inference_engines.vllm.cpu_generators import spare_generators_of_partial_prompts
         from skyrl_train.inference_engines.vllm.tempered_sampler import temper
 
+        self._skyrl_weights_valid = self._skyrl_weights_valid and weights_valid
+        if self._skyrl_prepared:
+            return
         if self.device.type == "cpu":
             spare_generators_of_partial_prompts(self.model_runner)
         temper(self.model_runner)
         if self.vllm_config.lora_config is not None:
             leave_head_alone(self.model_runner.get_model())
-        self._skyrl_weights_valid = weights_valid
+        self._skyrl_prepared = True
 
     def skyrl_connect(self, info: dict[str, Any]) -> None:
         """Meets the trainer. `info`: the fields of `WeightSyncInitInfo`."""
