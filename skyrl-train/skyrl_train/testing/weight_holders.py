@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -47,6 +47,12 @@ class WeightHolder:
         self._verification: Verification = "off"
         self._updated: list[str] = []
         self.receiver: WeightReceiver | None = None
+
+    @classmethod
+    def of_shapes(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: torch.dtype) -> Self:
+        """Ones. To be called in the engine's process: tensors that travel there would share their memory with the
+        trainer's."""
+        return cls((name, torch.ones(shape, dtype=dtype)) for name, shape in shapes)
 
     def weight_version(self) -> int:
         return self.version
@@ -113,13 +119,34 @@ class HolderProcesses:
     def __init__(self, count: int, make_holder: Callable[[], Any], timeout_seconds: float = 60.0):
         self._timeout_seconds = timeout_seconds
         self._num_calls = 0
+        self._make_holder = make_holder
+        self._pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for _ in range(count):
+            pipe, process = self._start_process()
+            self._pipes.append(pipe)
+            self.processes.append(process)
+
+    def wait_for_start(self, timeout_seconds: float = 120.0) -> None:
+        """Until all processes answer: imports take longer than calls."""
+        calls, self._timeout_seconds, usual = self.call_all("weight_version"), timeout_seconds, self._timeout_seconds
+        self.wait(calls)
+        self._timeout_seconds = usual
+
+    def restart(self, index: int) -> None:
+        """Ends a process, if it still lives, and starts another in its place."""
+        self.processes[index].kill()
+        self.processes[index].join(10)
+        self._pipes[index], self.processes[index] = self._start_process()
+        self.wait_for_start()
+
+    def _start_process(self) -> tuple[Connection, Any]:
         spawn = multiprocessing.get_context("spawn")
-        pipes = [spawn.Pipe() for _ in range(count)]
-        self._pipes: list[Connection] = [ours for ours, _ in pipes]
-        self.processes = [spawn.Process(target=_serve, args=(far, make_holder), daemon=True) for _, far in pipes]
-        for process, (_, far) in zip(self.processes, pipes, strict=True):
-            process.start()
-            far.close()
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=_serve, args=(theirs, self._make_holder), daemon=True)
+        process.start()
+        theirs.close()
+        return ours, process
 
     def __enter__(self) -> "HolderProcesses":
         return self

@@ -18,7 +18,7 @@ from skyrl_train.errors import WeightSyncError
 Integers = np.ndarray
 """A tensor's elements as signed integers of their size, one dimension."""
 
-CHUNK_ELEMENTS = 1 << 22
+CHUNK_ELEMENTS = 1 << 20
 """Encoded together: bounds what encoding needs besides the tensor."""
 _DENSE_FROM = 1 / 6  # of the elements changed: their positions would cost more than the others' zeros
 _UNCHANGED, _SPARSE, _DENSE = range(3)
@@ -46,15 +46,18 @@ def apply(payload: memoryview, base: Integers) -> int:
 
 
 def _encode_chunk(new: Integers, base: Integers) -> Iterator[bytes]:
-    changed = np.flatnonzero(new != base)
-    if not len(changed):
+    differs = new != base
+    num_changed = int(np.count_nonzero(differs))
+    if num_changed == 0:
         yield _HEADER.pack(_UNCHANGED, 0, 0, 0, 0)
         return
-    kind = _DENSE if len(changed) > _DENSE_FROM * len(new) else _SPARSE
-    gaps = _gaps(changed) if kind == _SPARSE else np.empty(0, dtype=np.uint8)
-    differences = new - base if kind == _DENSE else new[changed] - base[changed]
+    if num_changed > _DENSE_FROM * len(new):
+        kind, gaps, differences = _DENSE, np.empty(0, dtype=np.uint8), new - base
+    else:
+        changed = np.flatnonzero(differs)
+        kind, gaps, differences = _SPARSE, _gaps(changed), new[changed] - base[changed]
     small_gaps, small_differences = _compress(gaps), _compress(_planes(differences))
-    yield _HEADER.pack(kind, len(changed), len(gaps), len(small_gaps), len(small_differences))
+    yield _HEADER.pack(kind, num_changed, len(gaps), len(small_gaps), len(small_differences))
     yield small_gaps
     yield small_differences
 

@@ -127,6 +127,8 @@ class WeightSender:
         verification: Verification,
     ):
         own_info, *engine_infos = init_infos
+        if verification != own_info.verification:
+            raise ValueError(f"verification is {verification!r} here, but {own_info.verification!r} to the engines")
         self._most_bytes = min(MOST_BYTES_ON_THE_WAY, max_bucket_bytes // _SLOTS_IN_MEMORY)
         if own_info.transport == "checkpoint":
             self._most_bytes = max_bucket_bytes  # files take no memory
@@ -141,11 +143,11 @@ class WeightSender:
         self._staged_version: int | None = None
         self._staged_fingerprints: dict[str, int] = {}
         self._writer: Writer | None = None
-        self._wait(engines.call_all("weight_version"), "before it began")  # a group waits long for a dead engine
-        joining = engines.call_each("init_weight_update_communicator", engine_infos)
-        meeting = self._threads.submit(_writer, own_info, device)
-        self._wait(joining, "while the engines joined")
-        self._writer = meeting.result()
+        try:
+            self._meet(own_info, engine_infos, device)
+        except WeightSyncError:
+            self.close()
+            raise
 
     def stage(self, buckets: Iterable[Bucket], version: int) -> None:
         """Does what needs no engine, where `needs_staging`: writes files, encodes.
@@ -195,6 +197,14 @@ class WeightSender:
         if self._stage is not None:
             self._stage.close()
         self._threads.shutdown(wait=False)
+
+    def _meet(self, own_info: WeightSyncInitInfo, engine_infos: list[WeightSyncInitInfo], device: torch.device) -> None:
+        engines = self._engines
+        self._wait(engines.call_all("weight_version"), "before it began")  # a group waits long for a dead engine
+        joining = engines.call_each("init_weight_update_communicator", engine_infos)
+        meeting = self._threads.submit(_writer, own_info, device)
+        self._wait(joining, "while the engines joined")
+        self._writer = meeting.result()
 
     # ---- one sync
 

@@ -108,8 +108,8 @@ class CheckpointStage:
     def take(self, buckets: Iterable[Bucket], version: int) -> Iterator[Payload]:
         """Writes a file a bucket; the folder appears when all are there."""
         self._payloads = []
-        folder = CheckpointVersion(self._directory, version)
         try:
+            folder = CheckpointVersion(self._directory, version)
             for bucket in buckets:
                 payload = Payload.of(bucket)
                 folder.add(payload)

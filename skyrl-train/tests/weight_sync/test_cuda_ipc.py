@@ -1,0 +1,37 @@
+"""Weights through memory of a GPU, from one process to another on the same device."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from skyrl_train.testing.weight_holders import HolderInfo, HolderProcesses, WeightHolder
+from skyrl_train.weight_sync.plan import init_infos_for
+from skyrl_train.weight_sync.sender import WeightSender
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SHAPES = [(f"p{index}", (1000, 1000)) for index in range(8)]
+
+
+class HolderOnGpu(WeightHolder):
+    def __init__(self) -> None:
+        device = torch.device("cuda", 0)
+        super().__init__(((name, torch.ones(shape, device=device)) for name, shape in SHAPES), device)
+
+
+@pytest.mark.parametrize("most", [4_000_000, 64_000_000])
+def test_an_engine_on_the_same_gpu_holds_the_trainers_weights(most: int):
+    """`send` compares fingerprints of every byte; two tensors a bucket, then all in one."""
+    device = torch.device("cuda", 0)
+    infos = init_infos_for("cuda_ipc", "full", [HolderInfo()], verification="full")
+    with HolderProcesses(1, partial(HolderOnGpu)) as engines:
+        engines.wait_for_start()
+        sender = WeightSender(engines, infos, device, max_bucket_bytes=most, verification="full")
+        for version in (1, 2, 3):
+            weights = [(name, torch.randn(shape, device=device)) for name, shape in SHAPES]
+            assert sender.send([weights], version).metrics["bytes"] == 32_000_000
+        sender.close()
