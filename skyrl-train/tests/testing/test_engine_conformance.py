@@ -188,6 +188,97 @@ class SeedsByArrival(NativeInferenceEngine):
         return params, [(0, self._num_unseeded - index) for index in range(num)]
 
 
+class ForgetsTheLastVersion(Altered):
+    def alter(self, asked, output):
+        output["weight_versions"] = [row[:-1] for row in output["weight_versions"]]
+
+
+class GivesEmptyLogProbs(Altered):
+    def alter(self, asked, output):
+        output["response_logprobs"] = output["response_logprobs"] or []
+
+
+class StopsOneTokenEarly(Altered):
+    def alter(self, asked, output):
+        if output["stop_reasons"] == ["length"]:
+            all_columns(output, lambda length: slice(length - 1))
+
+
+class OneSeedForAll(NativeInferenceEngine):
+    def _sampling(self, given, num):
+        return super()._sampling(given, num)[0], [(0, 0)] * num
+
+
+class MakesPromptsFit(NativeInferenceEngine):
+    """Takes what it is given, somehow."""
+
+    async def generate(self, input_batch):
+        prompts = [(prompt or [2])[-(self._core.max_model_len - 10) :] for prompt in input_batch["prompt_token_ids"]]
+        return await super().generate({**input_batch, "prompt_token_ids": prompts})
+
+
+class SkipsSamplingKeywords(NativeInferenceEngine):
+    skipped: tuple[str, ...] = ("temperatur",)
+
+    async def generate(self, input_batch):
+        params = {name: v for name, v in input_batch["sampling_params"].items() if name not in self.skipped}
+        return await super().generate({**input_batch, "sampling_params": params})
+
+
+class SkipsMinTokens(SkipsSamplingKeywords):
+    skipped = ("min_tokens",)
+
+
+class ScoresPromptsWithoutAdapters(NativeInferenceEngine):
+    async def generate(self, input_batch):
+        scored = "prompt_logprobs" in input_batch["sampling_params"]
+        return await super().generate({**input_batch, "lora_name": None} if scored else input_batch)
+
+
+class ForgetsAdaptersAtUpdates(NativeInferenceEngine):
+    async def finish_weight_update(self, version: int) -> WeightReport:
+        await self.unload_lora("kept")
+        return await super().finish_weight_update(version)
+
+
+class LoadsNothing(NativeInferenceEngine):
+    async def load_lora(self, request):
+        return WeightReport(version=request.version, fingerprints={})
+
+
+class SleepsBadly(NativeInferenceEngine):
+    async def wake_up(self, tags=None):
+        await super().wake_up(tags)
+        self._core.model.get_parameter("model.norm.weight").mul_(1.5)
+
+
+class IsIllAtWork(NativeInferenceEngine):
+    async def check_health(self):
+        if self._core.num_running:
+            raise engine.WorkerError("busy")
+
+
+class ShrugsAtUnknownModes(NativeInferenceEngine):
+    async def pause_generation(self, mode="keep"):
+        await super().pause_generation(mode if mode in ("keep", "wait", "abort") else "keep")
+
+
+class DoesNotWait(NativeInferenceEngine):
+    async def pause_generation(self, mode="keep"):
+        await super().pause_generation("keep" if mode == "wait" else mode)
+
+
+class ResumesWithoutTheKept(NativeInferenceEngine):
+    async def resume_generation(self):
+        await self.abort_generation()
+        await super().resume_generation()
+
+
+class Survives(NativeInferenceEngine):
+    async def teardown(self):
+        await self.abort_generation()
+
+
 class NeverLetsGo(NativeInferenceEngine):
     """Does not answer once it is paused."""
 
@@ -204,6 +295,21 @@ class NeverLetsGo(NativeInferenceEngine):
         (ShiftsPromptLogProbs, "prompt_log_probs_are_the_models", "the prompt of 2|the prompt of 17"),
         (IgnoresAdapters, "adapters_answer_beside_the_model_as_it_is", "those without the adapter"),
         (TakesAnyToken, "a_prompt_outside_the_vocabulary_is_refused", "must raise ValueError; got an answer"),
+        (ForgetsTheLastVersion, "answers_tell_tokens_text_log_probs_and_versions", "30 log-probs and 29 weight vers"),
+        (GivesEmptyLogProbs, "log_probs_are_left_out_if_not_asked_for", "response_logprobs must be None"),
+        (StopsOneTokenEarly, "max_tokens_ends_an_answer", "must give"),
+        (StopsOneTokenEarly, "the_context_ends_an_answer", "5 tokens fit behind the prompt"),
+        (OneSeedForAll, "samples_of_one_prompt_differ", "six samples"),
+        (MakesPromptsFit, "an_empty_prompt_is_refused", "must raise ValueError; got an answer"),
+        (MakesPromptsFit, "a_prompt_over_the_context_is_refused", "must raise ValueError; got an answer"),
+        (SkipsSamplingKeywords, "sampling_keywords_are_checked", "'temperatur': 1.0.* must raise ValueError; got"),
+        (IgnoresAdapters, "an_unknown_adapter_is_refused", "'nobody'.* must raise ValueError; got an answer"),
+        (SkipsMinTokens, "min_tokens_delays_the_end", "min_tokens=.*, and the answer has"),
+        (ScoresPromptsWithoutAdapters, "prompt_log_probs_know_adapters", "those without the adapter"),
+        (ForgetsAdaptersAtUpdates, "adapters_answer_over_updated_weights", "kept"),
+        (LoadsNothing, "a_folder_without_an_adapter_is_refused", "must raise Exception; got an answer"),
+        (SleepsBadly, "sleep_gives_back_the_weights_as_they_were", "the log-prob of token|answers are others"),
+        (ShrugsAtUnknownModes, "words_for_control_are_checked", "must raise ValueError"),
         (SeedsByArrival, "a_seed_fixes_answers_whatever_runs_beside_them", "the same seed gave"),
     ],
 )
@@ -212,12 +318,35 @@ async def test_wrong_answers_are_named(tiny, make, check, says):
         await outcome_of(tiny, check, make)
 
 
+async def test_an_engine_that_outlives_its_end_is_named(tiny):
+    survivor = Survives(tiny)
+    subject = EngineUnderTest(survivor, tiny)
+    with pytest.raises(ConformanceError, match="generate after teardown must raise SkyRLError; got an answer"):
+        await run_check(CHECK_OF["teardown_ends_everything"], subject)
+    await subject.close()
+    await NativeInferenceEngine.teardown(survivor)
+
+
+async def test_an_engine_that_forgets_others_with_a_cancelled_request_is_named(tiny, monkeypatch):
+    abort = core.NativeEngineCore.abort
+    monkeypatch.setattr(core.NativeEngineCore, "abort", lambda self, requests=None: abort(self))
+    with pytest.raises(ConformanceError, match=r"a request beside a cancelled one ended by .'abort'"):
+        await outcome_of(tiny, "a_caller_who_goes_away_leaves_nothing_behind")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make, check, says",
     [
         (ForgetsWhatWasWritten, "abort_returns_what_was_written", "caught under way; .* 'abort' after 0 tokens"),
         (WritesOnInAPause, "a_pause_that_keeps_stops_the_writing", "was finished during pause|it went on writing"),
+        (IsIllAtWork, "health_is_told_at_rest_at_work_and_paused", "WorkerError: busy"),
+        (DoesNotWait, "a_pause_that_waits_lets_answers_end", "returned while a request was running"),
+        (
+            ResumesWithoutTheKept,
+            "a_pause_that_keeps_changes_nothing_but_the_time",
+            "waited for the resume ended by .*'abort'",
+        ),
         (AnswersInAPause, "a_pause_that_aborts_returns_answers_now", "answered before resume_generation"),
         (SleepsWhileRequestsRun, "sleep_is_refused_while_requests_run", "did not raise while requests were running"),
         (TellsOneVersionAnAnswer, "answers_under_way_go_on_with_the_new_weights", "caught under way|written before"),
@@ -272,6 +401,20 @@ def keys_are_not_checked(monkeypatch):
     )
 
 
+def repeated_buckets_are_taken(monkeypatch):
+    monkeypatch.setattr("skyrl_train.weight_sync.receiver.WeightReceiver._take_turn", lambda *_: None)
+    monkeypatch.setattr("skyrl_train.weight_sync.receiver.WeightReceiver.finish", lambda *_: None)
+
+
+def unknown_names_are_skipped(monkeypatch):
+    receive = weights.WeightReceiver.receive
+    monkeypatch.setattr(
+        weights.WeightReceiver,
+        "receive",
+        lambda self, request: [pair for pair in receive(self, request) if "typo" not in pair[0]],
+    )
+
+
 def first(pair: tuple[str, Any]) -> str:
     return pair[0]
 
@@ -291,6 +434,15 @@ def version_is_forgotten(monkeypatch):
         (without_one_tensor, "an_update_brings_the_new_weights", "WeightSyncError.*model.norm.weight"),
         (version_is_forgotten, "an_update_brings_the_new_weights", r"tokens have weight versions \{0\} in place of 1"),
         (half_updates_go_on, "a_lost_bucket_is_noticed", r"old version \d after a lost bucket: the log-prob"),
+        (without_packing, "small_updates_add_up", "the log-prob of token"),
+        (without_packing, "a_deep_sleep_wants_all_weights_again", "raised|the log-prob of token"),
+        (
+            repeated_buckets_are_taken,
+            "a_bucket_that_comes_twice_is_noticed",
+            "must raise WeightSyncError; got an answer",
+        ),
+        (repeated_buckets_are_taken, "weights_without_a_connection_are_refused", "must raise WeightSyncError; got an"),
+        (unknown_names_are_skipped, "an_unknown_tensor_is_named", "the error must name model.typo.weight"),
         (keys_are_not_checked, "an_update_brings_the_new_weights", "WeightSyncError"),
     ],
 )

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from skyrl_train.inference_engines.base import InferenceEngineOutput, PauseMode
+from skyrl_train.inference_engines.base import InferenceEngineOutput
 from skyrl_train.testing.engine_conformance.answers import expect_form, expect_reference_log_probs
 from skyrl_train.testing.engine_conformance.registry import ConformanceError, check, expect, expect_raises
 from skyrl_train.testing.engine_conformance.subject import PART_WAY, EngineUnderTest
@@ -24,6 +24,8 @@ async def at_work(
         yield task, seconds
         if not task.done():
             await subject.in_time(subject.engine.abort_generation())
+        if task.cancelled():
+            continue
         output = await task
         last = f"{output['stop_reasons'][0]!r} after {len(output['response_ids'][0])} tokens"
     raise ConformanceError(
@@ -148,20 +150,23 @@ async def a_pause_that_aborts_returns_answers_now(subject: EngineUnderTest) -> N
 
 @check()
 async def a_caller_who_goes_away_leaves_nothing_behind(subject: EngineUnderTest) -> None:
-    """A cancelled request is forgotten: the engine can be paused, and answers others."""
+    """A cancelled request is forgotten, and it alone: others go on, the engine can be paused and answers later ones."""
     async for task, _ in at_work(subject):
+        beside = subject.begin([subject.prompt(4)], max_tokens=48, ignore_eos=True)
+        await asyncio.sleep(0.02)  # it is on its way
         caught = not task.done()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        modes: tuple[PauseMode, ...] = ("abort",) if "pause_wait" in subject.info.lacks else ("wait",)
-        for mode in modes:
-            await subject.in_time(subject.engine.pause_generation(mode))
-            await subject.in_time(subject.engine.resume_generation())
+        reasons = (await beside)["stop_reasons"]
+        expect(reasons == ["length"], f"a request beside a cancelled one ended by {reasons}")
+        await subject.in_time(
+            subject.engine.pause_generation("abort" if "pause_wait" in subject.info.lacks else "wait")
+        )
+        await subject.in_time(subject.engine.resume_generation())
         output = await subject.generate([subject.prompt(4)], max_tokens=3, ignore_eos=True)
         expect(output["stop_reasons"] == ["length"], f"after a cancelled request: {output['stop_reasons']}")
         if caught:
             break
-    return
 
 
 @check("sleep")

@@ -1,6 +1,8 @@
 """The end of an engine. These checks come last: it is of no use afterwards."""
 
 import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from skyrl_train.errors import SkyRLError
 from skyrl_train.testing.engine_conformance.registry import check, expect_raises
@@ -15,10 +17,12 @@ async def teardown_ends_everything(subject: EngineUnderTest) -> None:
     await subject.in_time(subject.engine.teardown())
     with contextlib.suppress(SkyRLError):  # or it was quick enough
         await subject.in_time(running)
-    for what, call in (
-        ("generate", subject.engine.generate(subject.batch([subject.prompt(3)], max_tokens=2))),
-        ("check_health", subject.engine.check_health()),
-        ("weight_version", subject.engine.weight_version()),
-    ):
-        await expect_raises(SkyRLError, subject.in_time(call), f"{what} after teardown")
+    request = subject.batch([subject.prompt(3)], max_tokens=2)
+    calls: dict[str, Callable[[], Awaitable[Any]]] = {
+        "generate": lambda: subject.engine.generate(request),
+        "check_health": subject.engine.check_health,
+        "weight_version": subject.engine.weight_version,
+    }
+    for what, call in calls.items():
+        await expect_raises(SkyRLError, subject.in_time(call()), f"{what} after teardown")
     await subject.in_time(subject.engine.teardown())
