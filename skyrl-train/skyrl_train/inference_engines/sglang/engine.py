@@ -1,5 +1,6 @@
 """SGLang as a rollout engine: its server as a child of this process, spoken to like a server started elsewhere."""
 
+import contextlib
 import platform
 import tempfile
 from functools import partial
@@ -91,15 +92,17 @@ class SGLangInferenceEngine(RemoteInferenceEngine):
         )
         self._folder = tempfile.TemporaryDirectory(prefix="skyrl_sglang_")
         folder = Path(self._folder.name)
-        self._child = ServerChild(
-            command_line(arguments),
-            folder / "server.log",
-            environment={"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {},
-            ready_path="/ready",
-            timeout_seconds=start_timeout_seconds,
-            timeout_setting="generator.engine_start_timeout_seconds",
-        )
-        try:
+        with contextlib.ExitStack() as undo:  # of what was begun, if something fails
+            undo.callback(self._folder.cleanup)
+            self._child = ServerChild(
+                command_line(arguments),
+                folder / "server.log",
+                environment={"SGLANG_USE_CPU_ENGINE": "1"} if device == "cpu" else {},
+                ready_path="/ready",
+                timeout_seconds=start_timeout_seconds,
+                timeout_setting="generator.engine_start_timeout_seconds",
+            )
+            undo.callback(self._child.end)
             super().__init__(
                 self._child.url,
                 model_path,
@@ -108,10 +111,7 @@ class SGLangInferenceEngine(RemoteInferenceEngine):
                 control_timeout_seconds=control_timeout_seconds,
                 protocol=partial(LocalSGLangProtocol, folder=folder, node=platform.node()),
             )
-        except BaseException:
-            self._child.end()
-            self._folder.cleanup()
-            raise
+            undo.pop_all()
 
     async def check_health(self) -> None:
         self._child.check()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -21,6 +22,18 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 WAYS = (("shared_memory", "full"), ("broadcast", "full"), ("checkpoint", "full"), ("shared_memory", "delta"))
 
+OTHERWISE = {
+    "repetition_penalty_moves_the_choice_and_not_the_log_probs": "SGLang counts repetitions in answers alone "
+    "(sglang/srt/sampling/penaltylib/repetition_penalty.py)",
+}
+"""What SGLang does in its own way."""
+
+
+def _with_marks(check: Check) -> Any:
+    if check.name not in OTHERWISE:
+        return check
+    return pytest.param(check, marks=pytest.mark.xfail(reason=OTHERWISE[check.name], strict=True))
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def subject(tiny_folder: str) -> AsyncIterator[EngineUnderTest]:
@@ -32,7 +45,7 @@ async def subject(tiny_folder: str) -> AsyncIterator[EngineUnderTest]:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("check", CHECKS, ids=str)
+@pytest.mark.parametrize("check", [_with_marks(check) for check in CHECKS], ids=str)
 async def test_sglang_keeps(check: Check, subject: EngineUnderTest) -> None:
     outcome = await run_check(check, subject)
     if outcome.result == "lacks":
