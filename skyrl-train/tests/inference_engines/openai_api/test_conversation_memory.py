@@ -4,6 +4,7 @@ tool calls, and white space of its own."""
 import pytest
 from transformers import AutoTokenizer
 
+from skyrl_train.generators.chat_templates import CUSTOM_CHAT_TEMPLATES
 from skyrl_train.inference_engines.openai_api.prompts import ChatOptions, ChatTemplate, ConversationMemory, Said
 
 from .conftest import ADD
@@ -66,3 +67,16 @@ def test_sessions_that_were_silent_longest_are_forgotten(template):
         memory.remember(session, 1, "", list(range(90)), [(Said("x", ()), [1, 2])])
     conversation = [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]
     assert [memory.may_know(session, conversation) for session in ("a", "b", "c")] == [False, True, True]
+
+
+@pytest.mark.parametrize("name, keeps_thoughts", [("qwen3_with_thinking", True), ("qwen3_without_thinking", False)])
+def test_a_template_that_drops_thoughts_decides_what_the_model_reads(template, name, keeps_thoughts):
+    thinking = ChatTemplate(template.tokenizer, CUSTOM_CHAT_TEMPLATES[name])
+    memory, options = ConversationMemory(thinking), ChatOptions()
+    written = "<think>two and three</think>Five.<|im_end|>"
+    prompt = thinking.text(ASKED, options)
+    answer = {"role": "assistant", "content": written.removesuffix("<|im_end|>")}
+    memory.remember("s", 1, prompt, thinking.encode(prompt), [(Said.of(answer), thinking.encode(written))])
+    messages = [*ASKED, answer, ASKED[0], {"role": "assistant", "content": "Five again."}, ASKED[0]]
+    ids = memory.recall("s", messages, thinking.text(messages, options), options)
+    assert (ids is not None) == keeps_thoughts
