@@ -125,6 +125,6 @@ def _end_by_straddling_stop(parts: Sequence[Part], params: dict[str, Any], decod
         first = max(0, border - reach)
         for position, token in enumerate(token_ids[first : border + reach], start=first + 1):
             complete = finder.push(token)
-            if complete and position > border and position >= (params.get("min_tokens") or 0):
+            if complete and position >= (params.get("min_tokens") or 0):
                 return position
     return None

@@ -86,7 +86,7 @@ class Engines:
         log_file = str(self._folder / f"engine_{index}_{self.num_starts}.log")
         make = make_engine_of(self._model, self._seconds_a_step[index], self._first_prompt)
         actor = ray.remote(EngineProcess).options(num_cpus=1, max_concurrency=1000).remote(make, log_file)
-        return Counted(actor, f"engine {index}", log_file, 60, 60, 60)
+        return Counted(actor, f"engine {index}", log_file, 300, 300, 300)
 
 
 Start = Callable[..., AbstractAsyncContextManager[tuple[InferenceEngineClient, Engines]]]
@@ -100,7 +100,7 @@ def start(ray_cpu: None, chat_model: str, tmp_path: Path) -> Start:
     async def start(
         seconds_a_step: list[float], seconds_of_first_prompt: float = 0.0, **settings: Any
     ) -> AsyncIterator[tuple[InferenceEngineClient, Engines]]:
-        given = {"engine_health_interval_seconds": 1.0, "request_timeout_seconds": 120.0} | settings
+        given = {"engine_health_interval_seconds": 2.0, "request_timeout_seconds": 200.0} | settings
         engines = Engines(chat_model, tmp_path, seconds_a_step, seconds_of_first_prompt)
         first = [await engines.start(index) for index in range(len(seconds_a_step))]
         cfg = SkyRLConfig.from_dict({"generator": given})
@@ -173,10 +173,10 @@ async def test_a_stopped_engine_counts_as_dead_and_is_replaced(start: Start):
         os.kill(victim, signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(
-            WorkerError, match=r"(?s)engine 0 did not say for 3 s that it is well.*=== process \d+ start"
+            WorkerError, match=r"(?s)engine 0 did not say for 6 s that it is well.*=== process \d+ start"
         ):
             await client.pause_generation()
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 40
         await client.settle()
         await client.resume_generation()
         assert await answers == undisturbed
@@ -193,7 +193,7 @@ async def test_an_engine_in_a_long_prompt_is_not_taken_for_dead(start: Start):
 
 
 async def test_a_slow_engine_gets_less_and_costs_only_what_is_late(start: Start):
-    async with start([0.0, 0.4], request_timeout_seconds=6.0) as (client, engines):
+    async with start([0.0, 0.4], request_timeout_seconds=10.0) as (client, engines):
         for _ in range(4):
             await asyncio.gather(*(client.generate(batch([prompt], QUICK)) for prompt in PROMPTS[:4]))
         rest = asyncio.Semaphore(4)
@@ -220,7 +220,7 @@ async def test_a_slow_engine_gets_less_and_costs_only_what_is_late(start: Start)
         assert not isinstance(fast, BaseException) and len(fast["response_ids"][0]) == 60
         began = time.monotonic()
         await client.generate(batch(PROMPTS[:1], QUICK, session_ids=[of_slow]))
-        assert time.monotonic() - began < 5, "what nobody waits for is not computed any more"
+        assert time.monotonic() - began < 9, "what nobody waits for is not computed any more"
 
 
 async def test_a_death_too_many_reaches_everyone_with_the_log(start: Start):
