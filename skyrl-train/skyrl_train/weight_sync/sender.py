@@ -161,6 +161,7 @@ class WeightSender:
         self._staged_version, self._staged_fingerprints = None, {}
         for payload in self._stage.take(_in_buckets(chain.from_iterable(buckets), self._most_bytes), version):
             self._staged_fingerprints |= fingerprints_of(payload.bucket, version, self._verification)
+            del payload  # before the next is gathered
         self._staged_version = version
         self._stage_seconds = perf_counter() - began
 
@@ -239,6 +240,7 @@ class WeightSender:
             sums["bytes"] += sum(map(num_bytes_of, payload.dtypes, payload.shapes))
             sums["payload_bytes"] += payload.num_bytes
             sums["buckets"] += 1
+            del payload  # before the next is gathered
         self._wait_for_bucket(receiving, what)
         return sums, expected
 

@@ -51,8 +51,9 @@ class DeltaStage:
         for bucket in buckets:
             payload = Payload.of(bucket)
             self._take_bucket(payload)
-            yield payload
             self._buckets.append(replace(payload, parts=[], bucket=[]))
+            yield payload
+            del bucket, payload  # before the next is gathered
         self._changes.flush()
         self._last.version = version
 
@@ -113,8 +114,9 @@ class CheckpointStage:
             for bucket in buckets:
                 payload = Payload.of(bucket)
                 folder.add(payload)
-                yield payload
                 self._payloads.append(replace(payload, parts=[], bucket=[]))
+                yield payload
+                del bucket, payload  # before the next is gathered
             files = folder.publish()
         except OSError as error:
             raise WeightSyncError(

@@ -143,19 +143,22 @@ def peak_bytes(pid: int, *, reset: bool = False) -> int:
 
 @every_way
 def test_both_sides_need_a_few_buckets_and_never_a_second_model(ways, tmp_path):
-    """A model of 320 MB in buckets of 20 MB, from 80 tensors of 4 MB (8 MB as float32) that are made one by one."""
+    """A model of 320 MB in buckets of 20 MB, from 80 tensors of 4 MB (8 MB as float32) that are made one by one.
+    Once both sides are warm, the most that they need besides is below half a model, allocators' slack included."""
     shapes, most = [(f"p{index}", (2000, 1000)) for index in range(80)], 20_000_000
     holder = partial(WeightHolder.of_shapes, shapes, torch.bfloat16)
     with HolderProcesses(1, holder, timeout_seconds=60) as engines:
         engines.wait_for_start()
         sender = sender_to(engines, 1, ways, tmp_path, most)
         pids = {"trainer": os.getpid(), "engine": engines.processes[0].pid}
-        before = {side: peak_bytes(pid, reset=True) for side, pid in pids.items()}
-        for version in (1, 2):
+        before: dict[str, int] = {}
+        for version in (1, 2, 3):
+            if version == 2:
+                before = {side: peak_bytes(pid, reset=True) for side, pid in pids.items()}
             sender.send(([item] for item in made_one_by_one(shapes, version)), version)
         extra = {side: peak_bytes(pid) - before[side] for side, pid in pids.items()}
         sender.close()
-    assert all(value < 3 * most for value in extra.values()), extra
+    assert all(value < 8 * most for value in extra.values()), extra
 
 
 def made_one_by_one(shapes: list[tuple[str, tuple[int, int]]], version: int) -> Iterator[tuple[str, torch.Tensor]]:
