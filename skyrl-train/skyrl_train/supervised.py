@@ -2,7 +2,6 @@
 learning, with the same losses' contract, checkpoints and metrics.
 """
 
-import asyncio
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from skyrl_train.training_run import TrainingRun
 from skyrl_train.utils.tracking import Tracking
 from skyrl_train.workers.actor_group import ActorGroup
 from skyrl_train.workers.batch_calls import forward, learn
+from skyrl_train.workers.colocation import Colocation
 from skyrl_train.workers.model_worker import RefWorker
 from skyrl_train.workers.placement import Placement
 from skyrl_train.workers.policy_worker import PolicyWorker
@@ -57,6 +57,11 @@ class SupervisedTrainer(TrainingRun):
         self.total_training_steps = min(steps, trainer.max_training_steps or steps)
         self.eval_dataset = eval_dataset
         self.placement = Placement(cfg, None)
+        self.colocation = Colocation(
+            None,
+            takes_turns=cfg.trainer.placement.colocate_all,
+            policy_and_ref_share=cfg.trainer.placement.colocate_policy_ref,
+        )
         self.policy_model: ActorGroup
         self.ref_model: ActorGroup | None = None
 
@@ -105,9 +110,7 @@ class SupervisedTrainer(TrainingRun):
         if self.with_pairs:
             self.ref_model = self.placement.start_group("ref", RefWorker, (self.cfg,), self.run_folder)
             groups.append(self.ref_model)
-        await asyncio.gather(*(group.init_model() for group in groups))
-        if self.ref_model is not None:
-            await self.placement.offload(self.ref_model)
+        await self.colocation.start(groups)
 
     async def shutdown(self) -> None:
         """Sends what the trackers still hold, and ends the processes of this run. For a run that failed, too."""
@@ -154,9 +157,8 @@ class SupervisedTrainer(TrainingRun):
     async def add_reference_log_probs(self, batch: TrainingInputBatch) -> TrainingInputBatch:
         """The reference model's log-probs, under the name that the `dpo` loss reads them by."""
         assert self.ref_model is not None
-        await self.placement.swap(out=self.policy_model, into=self.ref_model)
-        batch["action_log_probs"] = await forward(self.ref_model, self.schedule(batch, self.ref_model), batch)
-        await self.placement.swap(out=self.ref_model, into=self.policy_model)
+        async with self.colocation.in_place_of_policy("ref"):
+            batch["action_log_probs"] = await forward(self.ref_model, self.schedule(batch, self.ref_model), batch)
         return batch
 
     # ---- learn

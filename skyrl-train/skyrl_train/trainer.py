@@ -248,6 +248,7 @@ class RayPPOTrainer(TrainingRun):
     async def generate_once(self, prompts: list[dict[str, Any]]) -> Sampled:
         """What the generator makes of these prompts, checked. With step-wise trajectories a row is a turn."""
         generator_input, uids = self.generator_input(prompts)
+        self.colocation.check("generate")
         output = await self.generator.generate(generator_input)
         generator = self.cfg.generator
         validate_generator_output(len(uids), output, LengthLimits.of(generator, generator.sampling_params))

@@ -9,6 +9,7 @@ import multiprocessing
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from skyrl_train.config import SkyRLConfig, config_dir, get_config_as_yaml_str, register_config_store
 from skyrl_train.config.validation import validate_cfg, validate_environments
 from skyrl_train.dataset.dataset import PromptDataset
+from skyrl_train.entrypoints.endpoint import endpoint_of, listening
 from skyrl_train.entrypoints.engines import (
     check_engines,
     create_ray_wrapped_inference_engines_from_config,
@@ -156,6 +158,12 @@ class BasePPOExp:
             colocate_pg=colocate_pg,
         )
 
+    def get_endpoint(self, client: InferenceEngineClient) -> AbstractAsyncContextManager[object]:
+        """What makes the engines reachable for others while the run lasts (`generator.enable_http_endpoint`)."""
+        if not self.cfg.generator.enable_http_endpoint:
+            return nullcontext()
+        return listening(endpoint_of(self.cfg, client, self.tokenizer))
+
     def run(self) -> None:
         """Trains to the end."""
         asyncio.run(self._run())
@@ -163,7 +171,8 @@ class BasePPOExp:
     async def _run(self) -> None:
         trainer = await self._setup_trainer()
         try:
-            await trainer.train()
+            async with self.get_endpoint(trainer.inference_engine_client):
+                await trainer.train()
         finally:
             await trainer.shutdown()
 

@@ -7,7 +7,6 @@ needs no data. SIGINT and SIGTERM end it in order.
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 
@@ -19,49 +18,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig, config_dir, register_config_store
 from skyrl_train.config.validation import validate_generator_cfg
+from skyrl_train.entrypoints.endpoint import endpoint_of, listening
 from skyrl_train.entrypoints.engines import check_engines, start_engines
 from skyrl_train.errors import SkyRLError
-from skyrl_train.generators.chat_templates import get_custom_chat_template
-from skyrl_train.inference_engines.base import InferenceEngineInterface
-from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
-from skyrl_train.inference_engines.openai_api.server import EndpointServer, check_address
+from skyrl_train.inference_engines.openai_api.server import check_address
 from skyrl_train.utils import initialize_ray
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import RunFolder
 
-_KEY = "SKYRL_ENDPOINT_API_KEY"
-
 register_config_store()
-
-
-def endpoint_of(
-    cfg: SkyRLConfig,
-    client: InferenceEngineInterface,
-    tokenizer: PreTrainedTokenizerBase,
-    recorder: RequestRecorder | None = None,
-) -> EndpointServer:
-    """The endpoint that `generator.*` describes, not started yet. Where a request names no sampling keyword, that of
-    `generator.sampling_params` holds."""
-    generator, sampling = cfg.generator, cfg.generator.sampling_params
-    return EndpointServer(
-        client,
-        tokenizer,
-        generator.served_model_name or generator.model_name,
-        generator.http_endpoint_host,
-        generator.http_endpoint_port,
-        api_key=os.environ.get(_KEY) or None,
-        chat_template=get_custom_chat_template(generator.chat_template),
-        chat_template_kwargs=generator.chat_template_kwargs,
-        request_timeout_seconds=generator.request_timeout_seconds,
-        recorder=recorder,
-        sampling_defaults={
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-        },
-    )
 
 
 async def serve(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -69,15 +34,11 @@ async def serve(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     client = start_engines(cfg, tokenizer)
     try:
         info = await client.describe()  # waits until the engines are there
-        server = endpoint_of(cfg, client, tokenizer)
-        await server.start()
-        try:
+        async with listening(endpoint_of(cfg, client, tokenizer)) as server:
             names = ", ".join(server.frontend.model_names)
             print(f"serving {names} at {server.url}", flush=True)
             logger.info(f"{info.backend} {info.release}, up to {info.max_model_len} tokens, {server.url}")
             await asyncio.Event().wait()
-        finally:
-            await server.stop()
     finally:
         await client.teardown()
 

@@ -175,7 +175,7 @@ def remote(urls: list[str], **settings) -> dict:
         ),
         (
             dict(trainer__placement__device="cuda", generator__num_inference_engines=2),
-            "there are 1 policy GPUs .* and generator.num_inference_engines=2; make them equal",
+            "there are 1 policy GPUs .* and 2 of engines .generator.num_inference_engines=2 x 1 of each.; make them equal",
         ),
         (
             dict(
@@ -230,6 +230,13 @@ def remote(urls: list[str], **settings) -> dict:
         (dict(generator__http_endpoint_port=70_000), "http_endpoint_port must be a port, 0 to 65535; got 70000"),
         (dict(generator__weight_sync_strategy="cuda_ipc"), "strategy=cuda_ipc .*trainer.placement.device=cpu"),
         (dict(generator__weight_sync_strategy="adapter"), "there are none: trainer.policy.model.lora.rank=0"),
+        (
+            dict(
+                generator__weight_sync_strategy="adapter",
+                trainer__policy__model__lora={"rank": 8, "init_method": "pissa_niter_4"},
+            ),
+            "init_method=pissa_niter_4, which moves",
+        ),
         # servers started elsewhere
         (remote([]), r"remote_inference_engine_urls=\[\] must name at least one server"),
         (remote(["a:1", "a:1"]), "each once"),
@@ -352,7 +359,6 @@ def test_every_setting_is_read_by_something():
         "trainer.placement.critic_num_gpus_per_node": "critic_world_size",
         "trainer.placement.ref_num_nodes": "ref_world_size",
         "trainer.placement.ref_num_gpus_per_node": "ref_world_size",
-        "generator.weight_sync_backend": "resolved_weight_sync_backend",
     }
     done_by_validation = {
         "trainer.algorithm.use_tis",  # becomes off_policy_correction

@@ -100,6 +100,13 @@ def _check_weight_sync(config: SkyRLConfig) -> None:
         "generator.weight_sync_strategy=adapter sends low-rank adapters alone, and there are none: "
         f"trainer.policy.model.lora.rank={rank}; set the rank, or use auto",
     )
+    begin = config.trainer.policy.model.lora.init_method
+    require(
+        strategy != "adapter" or not begin.startswith(("pissa", "olora")),
+        "generator.weight_sync_strategy=adapter cannot go with trainer.policy.model.lora.init_method="
+        f"{begin}, which moves a part of the model's weights into the adapters; take init_method=kaiming, or "
+        "weight_sync_strategy=auto",
+    )
 
 
 def _check_remote(config: SkyRLConfig) -> None:
