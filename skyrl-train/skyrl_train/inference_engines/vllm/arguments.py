@@ -83,7 +83,7 @@ def engine_arguments(
         ours |= {
             "enable_lora": True,
             "max_lora_rank": _lora_rank(max_lora_rank),
-            "max_loras": 2,  # one that answers and the one that takes its place
+            "max_loras": 4,  # those that answer, the one that takes the place of another, and see `_load_lora`
             "fully_sharded_loras": fully_sharded_loras,
         }
     if device == "cpu" and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):

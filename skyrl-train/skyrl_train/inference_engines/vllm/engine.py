@@ -143,6 +143,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
             self._on_cpu = device == "cpu"
             self._can_sleep = self._on_cpu or arguments.enable_sleep_mode
             self._has_loras = arguments.enable_lora
+            self._max_loras = arguments.max_loras
             self._timeout = control_timeout_seconds
             self._failure: str | None = None
             self._loop = LoopThread("vllm-engine")
@@ -504,6 +505,13 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         from vllm.lora.request import LoRARequest
 
         async with self._turn:
+            # On a CPU requests without an adapter, beside others with one, get that of vLLM's last slot (the index -1 in
+            # `vllm/lora/ops/torch_ops/lora_ops.py`): it stays empty, as slots are given out from the first.
+            if self._on_cpu and len(await self._llm.list_loras()) >= self._max_loras - 1:
+                raise UnsupportedByEngine(
+                    f"{self._max_loras - 1} adapters are loaded or still answer, the most for vLLM on a CPU; unload one, "
+                    "or raise generator.engine_init_kwargs.max_loras"
+                )
             number = next(self._ids) + 1
             # A name of its own as well: vLLM keys cached prefixes by name and path.
             lora = LoRARequest(lora_name=f"{request.name}-{number}", lora_int_id=number, lora_path=request.path)
