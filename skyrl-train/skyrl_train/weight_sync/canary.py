@@ -1,5 +1,5 @@
-"""A few fixed tokens whose log-probs trainer and engine must agree on: the proof that weights which arrived are the ones
-that the engine computes with. Knows neither of them."""
+"""A few fixed tokens whose log-probs trainer and engine must agree on: the proof that weights which arrived are those that
+the engine computes with. Knows neither of them."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ from skyrl_train.errors import WeightSyncError
 NUM_CANARIES, CANARY_LENGTH = 4, 16
 
 TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
-"""The largest mean difference of log-probs [nats] that the number format explains. Random tokens have logits up to about
-20 below the best, which bfloat16 (8 bits) rounds by up to 0.08 at each of several places. An output layer or a block that
-kept its old weights differs by whole nats."""
+"""The largest mean difference of log-probs [nats] that the number format explains. Random tokens have logits up to
+about 20 below the best, which bfloat16 (8 bits) rounds by up to 0.08 at each of several places. An output layer or a
+block that kept its old weights differs by whole nats."""
 
 LogProbs = Sequence[Sequence[float]]
 """Of each canary's tokens but its first."""
@@ -43,10 +43,10 @@ def check_canaries(expected: LogProbs, of_engines: Sequence[LogProbs], tolerance
     for index, gap in enumerate(gaps):
         if gap > tolerance:
             raise WeightSyncError(
-                f"after the sync of version {version}, engine {index} gives other log-probs than the trainer: they differ "
-                f"by {gap:.3g} on average over {sum(map(len, expected))} fixed tokens; "
-                f"generator.weight_sync_canary_tolerance allows {tolerance:g}. If fingerprints of weights agree (they are "
-                "compared before this), the engine computes with others than it was given (a layer that its loader left "
-                "as it was), or in another way: `python -m skyrl_train.entrypoints.main_mismatch` tells which"
+                f"after the sync of version {version}, engine {index} gives other log-probs than the trainer: they "
+                f"differ by {gap:.3g} on average over {sum(map(len, expected))} fixed tokens; "
+                f"generator.weight_sync_canary_tolerance allows {tolerance:g}. The fingerprints of the weights agreed, "
+                "so the engine computes with others than it was given (a layer that its loader left as it was), or in "
+                "another way: `python -m skyrl_train.entrypoints.main_mismatch` tells which"
             )
     return max(gaps, default=0.0)

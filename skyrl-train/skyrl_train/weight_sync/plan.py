@@ -25,7 +25,13 @@ class ReceivingEngine(Protocol):
 
 
 def choose_transport(
-    strategy: Strategy, *, colocated: bool, device: Literal["cpu", "cuda"], remote: bool, same_node: bool
+    strategy: Strategy,
+    *,
+    colocated: bool,
+    device: Literal["cpu", "cuda"],
+    remote: bool,
+    same_node: bool,
+    one_device: bool = True,
 ) -> tuple[Transport, Encoding]:
     """The way that `generator.weight_sync_strategy` means here.
 
@@ -34,6 +40,7 @@ def choose_transport(
         device: of both.
         remote: the engines were started elsewhere (generator.run_engines_locally=false).
         same_node: workers and engines are known to be on one machine.
+        one_device: what they share is one GPU; memory of one cannot be opened from another.
 
     Raises:
         ConfigError: it cannot work here.
@@ -42,9 +49,9 @@ def choose_transport(
         case "adapter":
             raise ValueError("adapters are files that engines load; they take no transport")
         case "auto":
-            return _best(colocated, device, remote, same_node), "full"
+            return _best(colocated, device, remote, same_node, one_device), "full"
         case "delta":
-            transport = _best(colocated, device, remote, same_node)
+            transport = _best(colocated, device, remote, same_node, one_device)
             # The encoding is made from host memory, where the last weights are kept.
             return ("shared_memory" if transport == "cuda_ipc" else transport), "delta"
         case "shared_memory" if not same_node:
@@ -53,6 +60,11 @@ def choose_transport(
             raise _impossible(strategy, f"needs models on cuda; they are on {device}", remote)
         case "cuda_ipc" if remote or not (colocated and same_node):
             raise _impossible(strategy, "needs engines on the workers' GPUs (trainer.placement.colocate_all)", remote)
+        case "cuda_ipc" if not one_device:
+            raise ConfigError(
+                "generator.weight_sync_strategy=cuda_ipc serves one GPU, that of the policy's first worker; with several "
+                "use shared_memory, or auto"
+            )
         case _:
             return strategy, "full"
 
@@ -101,11 +113,13 @@ def init_infos_for(
     ]
 
 
-def _best(colocated: bool, device: Literal["cpu", "cuda"], remote: bool, same_node: bool) -> Transport:
+def _best(
+    colocated: bool, device: Literal["cpu", "cuda"], remote: bool, same_node: bool, one_device: bool
+) -> Transport:
     if remote:
         return "checkpoint"
     if colocated and same_node:
-        return "cuda_ipc" if device == "cuda" else "shared_memory"
+        return "cuda_ipc" if device == "cuda" and one_device else "shared_memory"
     return "broadcast"
 
 

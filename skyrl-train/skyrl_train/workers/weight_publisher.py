@@ -149,7 +149,8 @@ class WeightPublisher:
             transport,
             encoding,
             list(infos),
-            backend=generator.weight_sync_backend,
+            # NCCL takes no two processes on one GPU, and here they share some.
+            backend="gloo" if self._cfg.trainer.placement.colocate_all else generator.weight_sync_backend,
             master_address=address,
             master_port=port,
             directory=str(expand_path(generator.weight_sync_directory)),
@@ -171,6 +172,7 @@ class WeightPublisher:
             device=placement.resolved_device(),
             remote=not generator.run_engines_locally,
             same_node=self._is_on_one_node(self._infos),
+            one_device=placement.policy_world_size == 1,
         )
 
     def _is_on_one_node(self, infos: Sequence[EngineInfo]) -> bool:

@@ -175,7 +175,7 @@ def remote(urls: list[str], **settings) -> dict:
         ),
         (
             dict(trainer__placement__device="cuda", generator__num_inference_engines=2),
-            "there are 1 policy GPUs .* and 2 of engines .generator.num_inference_engines=2 x 1 of each.; make them equal",
+            "there are 1 policy GPUs .* and 2 of engines .generator.num_inference_engines=2 x 1 of each.",
         ),
         (
             dict(

@@ -21,6 +21,7 @@ REMOTE_HERE = REMOTE | {"same_node": True}
     [
         ("auto", SHARED_CPU, ("shared_memory", "full")),
         ("auto", SHARED_GPU, ("cuda_ipc", "full")),
+        ("auto", SHARED_GPU | {"one_device": False}, ("shared_memory", "full")),
         ("auto", APART_CPU, ("broadcast", "full")),
         ("auto", APART_CPU | {"device": "cuda"}, ("broadcast", "full")),
         ("auto", OTHER_NODE, ("broadcast", "full")),  # engines of a shared cluster that landed elsewhere
@@ -50,6 +51,7 @@ def test_the_way_of_each_strategy(strategy, where: dict[str, Any], expected: tup
         ("cuda_ipc", SHARED_CPU, "needs models on cuda; they are on cpu"),
         ("cuda_ipc", SHARED_GPU | {"colocated": False}, "on the workers' GPUs"),
         ("cuda_ipc", REMOTE_HERE | {"device": "cuda"}, "on the workers' GPUs"),
+        ("cuda_ipc", SHARED_GPU | {"one_device": False}, "serves one GPU"),
     ],
 )
 def test_a_way_that_cannot_work_is_refused_with_one_that_does(strategy, where: dict[str, Any], why: str):

@@ -1,5 +1,5 @@
-"""Which GPUs an engine of several gets, where it shares them with workers. Ray counts GPUs that are not there as well as
-those that are."""
+"""Which GPUs an engine of several gets, where it shares them with workers. Ray counts GPUs that are not there as well
+as those that are."""
 
 import subprocess
 import sys
@@ -18,8 +18,9 @@ from skyrl_train.workers.placement import gpus_of_engines, make_shared_placement
 
 os.environ |= dict(RAY_ENABLE_UV_RUN_RUNTIME_ENV="0", RAY_AUTH_MODE="disabled")
 ray.init(num_cpus=4, num_gpus=4, include_dashboard=False, logging_level="ERROR")
+placement = {"device": "cuda", "colocate_all": True, "policy_num_gpus_per_node": 4}
 config = SkyRLConfig.from_dict({
-    "trainer": {"placement": {"device": "cuda", "colocate_all": True, "policy_num_gpus_per_node": 4}, "run_dir": RUN_DIR},
+    "trainer": {"placement": placement, "run_dir": RUN_DIR},
     "generator": {"backend": "vllm", "num_inference_engines": 2, "inference_engine_tensor_parallel_size": 2},
 })
 group = make_shared_placement_group(config)
