@@ -84,6 +84,7 @@ async def version(engine: Any) -> int:
 
 async def test_a_failing_call_has_the_engine_examined_and_started_again(supervise: Made):
     supervisor = supervise()
+    assert not await supervisor.settle(), "all are well: which says nothing of what fails later"
     assert await supervisor.run_all(version) == [0, 0]
     first = supervisor.engines[1]
     await first.teardown()
