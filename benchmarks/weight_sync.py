@@ -160,7 +160,7 @@ def memcpy_seconds(num_bytes: int) -> float:
 
 
 def measure_strategies(shapes: Shapes, num_engines: int, turns: int, folder: str) -> tuple[dict[str, Timings], float]:
-    """Every strategy in turn, each with engines and a connection of its own. Returns also the seconds of a plain copy."""
+    """Every strategy in turn, each with engines and a connection of its own; and the seconds of a plain copy."""
     policy = Policy(shapes)
     timings = {name: Timings() for name in STRATEGIES}
     copies = []
@@ -238,7 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for verification, seconds in proof.items():
             median = statistics.median(seconds)
             print(
-                f"| {max(options.megabytes)} MB | {verification} | {median:.4f} ({min(seconds):.4f} - {max(seconds):.4f}) | "
+                f"| {max(options.megabytes)} MB | {verification} "
+                f"| {median:.4f} ({min(seconds):.4f} - {max(seconds):.4f}) | "
                 f"{median / without - 1:+.1%} |"
             )
 

@@ -68,11 +68,13 @@ class InferenceEngineInput(TypedDict):
     `repetition_penalty`, `stop`, `stop_token_ids`, `ignore_eos`, `min_tokens`, `seed`, `logprobs`, `prompt_logprobs`,
     `skip_special_tokens`. An unknown one raises ValueError. Request i of a batch with `seed` s uses (s, i); `seed` may
     also be a list of such pairs, one a request, so that a batch can be split or sent again. `max_tokens` is at least
-    1; text that matches `stop` stays in the answer, as does a stop token. `prompt_logprobs`: 0 or None, as `logprobs`."""
+    1; text that matches `stop` stays in the answer, as does a stop token. `prompt_logprobs`: 0 or None, as `logprobs`.
+    """
     session_ids: NotRequired[list[str | int] | None]
     """Requests of one session go to one engine, so that its prefix cache is of use."""
     lora_name: NotRequired[str | None]
-    """The loaded adapter that answers; None: the model as it is. An unknown name raises ValueError."""
+    """The loaded adapter that answers (its tokens carry the adapter's version); None: the model as it is. An unknown
+    name raises ValueError."""
 
 
 class InferenceEngineOutput(TypedDict):

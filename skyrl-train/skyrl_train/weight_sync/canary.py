@@ -1,5 +1,5 @@
-"""A few fixed tokens whose log-probs trainer and engine must agree on: the proof that weights which arrived are those that
-the engine computes with. Knows neither of them."""
+"""A few fixed tokens whose log-probs trainer and engine must agree on: the proof that weights which arrived are those
+that the engine computes with. Knows neither of them."""
 
 from collections.abc import Sequence
 

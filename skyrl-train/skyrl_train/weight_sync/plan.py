@@ -62,8 +62,8 @@ def choose_transport(
             raise _impossible(strategy, "needs engines on the workers' GPUs (trainer.placement.colocate_all)", remote)
         case "cuda_ipc" if not one_device:
             raise ConfigError(
-                "generator.weight_sync_strategy=cuda_ipc serves one GPU, that of the policy's first worker; with several "
-                "use shared_memory, or auto"
+                "generator.weight_sync_strategy=cuda_ipc serves one GPU, that of the policy's first worker; with "
+                "several use shared_memory, or auto"
             )
         case _:
             return strategy, "full"
