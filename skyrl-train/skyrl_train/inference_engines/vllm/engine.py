@@ -505,12 +505,12 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         from vllm.lora.request import LoRARequest
 
         async with self._turn:
-            # On a CPU requests without an adapter, beside others with one, get that of vLLM's last slot (the index -1 in
+            # On a CPU requests without an adapter, beside others with one, get that of vLLM's last slot (index -1 in
             # `vllm/lora/ops/torch_ops/lora_ops.py`): it stays empty, as slots are given out from the first.
             if self._on_cpu and len(await self._llm.list_loras()) >= self._max_loras - 1:
                 raise UnsupportedByEngine(
-                    f"{self._max_loras - 1} adapters are loaded or still answer, the most for vLLM on a CPU; unload one, "
-                    "or raise generator.engine_init_kwargs.max_loras"
+                    f"{self._max_loras - 1} adapters are loaded or still answer, the most for vLLM on a CPU; unload "
+                    "one, or raise generator.engine_init_kwargs.max_loras"
                 )
             number = next(self._ids) + 1
             # A name of its own as well: vLLM keys cached prefixes by name and path.
