@@ -1,6 +1,5 @@
 """Settings to the OpenAI-compatible endpoint over engines."""
 
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -8,12 +7,11 @@ from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.env_vars import endpoint_api_key
 from skyrl_train.generators.chat_templates import get_custom_chat_template
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
 from skyrl_train.inference_engines.openai_api.server import EndpointServer
-
-_KEY = "SKYRL_ENDPOINT_API_KEY"
 
 
 def endpoint_of(
@@ -31,7 +29,7 @@ def endpoint_of(
         generator.served_model_name or generator.model_name,
         generator.http_endpoint_host,
         generator.http_endpoint_port,
-        api_key=os.environ.get(_KEY) or None,
+        api_key=endpoint_api_key(),
         chat_template=get_custom_chat_template(generator.chat_template),
         chat_template_kwargs=generator.chat_template_kwargs,
         request_timeout_seconds=generator.request_timeout_seconds,

@@ -151,8 +151,13 @@ def engine_factory(cfg: SkyRLConfig, device: str, *, weights_follow: bool = Fals
         sleep_mode=device == "cuda" and cfg.trainer.placement.colocate_all,
         control_timeout_seconds=generator.engine_control_timeout_seconds,
     )
-    make = _make_vllm_engine if generator.backend == "vllm" else _make_sglang_engine
-    return partial(make, **(settings | generator.engine_init_kwargs))
+    if generator.backend == "vllm":
+        return partial(_make_vllm_engine, **(settings | generator.engine_init_kwargs))
+    settings |= dict(
+        start_timeout_seconds=generator.engine_start_timeout_seconds,
+        request_timeout_seconds=generator.request_timeout_seconds,
+    )
+    return partial(_make_sglang_engine, **(settings | generator.engine_init_kwargs))
 
 
 def _make_native_engine(**settings: Any) -> InferenceEngineInterface:

@@ -34,6 +34,7 @@ from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
+from skyrl_train.inference_engines.openai_api.server import check_address
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.utils import initialize_ray
 from skyrl_train.utils.process_log import configure_logging
@@ -60,6 +61,8 @@ class BasePPOExp:
         self.cfg = self.validate(cfg)
         validate_environments(self.cfg)
         check_engines(self.cfg)
+        if self.cfg.generator.enable_http_endpoint:
+            check_address(self.cfg.generator.http_endpoint_host, self.cfg.generator.http_endpoint_port)
         self.run_folder = RunFolder(self.cfg.trainer.run_dir)
         self.tokenizer = self.get_tokenizer()
         self.train_dataset = self.get_train_dataset()

@@ -122,6 +122,8 @@ class Answering:
         params = first.ask.sampling_params
         if first.seed is not None:
             params = params | {"seed": [request.seed for request in requests]}
+        if "seed" in params and self._supervisor.has_no_seeds(engine):
+            params = {name: value for name, value in params.items() if name != "seed"}
         sessions = [request.want.session for request in requests]
         batch = InferenceEngineInput(
             prompt_token_ids=[request.ask.prompt_token_ids for request in requests],

@@ -83,6 +83,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting_for_change: list[asyncio.Future[None]] = []
         self._deaths_settled = 0
+        self._warned_of_seeds = False
 
     def with_health(self, *states: Health) -> list[int]:
         return [place.index for place in self._places if place.health in states]
@@ -176,6 +177,16 @@ class Supervisor:
         """The most tokens of prompt and answer on engine `index`; None: it did not say yet."""
         info = self._places[index].info
         return None if info is None else info.max_model_len
+
+    def has_no_seeds(self, index: int) -> bool:
+        """Engine `index` draws as it likes (`EngineInfo.lacks`): said once, and requests go there without their seeds."""
+        info = self._places[index].info
+        if info is None or "seed" not in info.lacks:
+            return False
+        if not self._warned_of_seeds:
+            self._warned_of_seeds = True
+            logger.warning(f"answers cannot be repeated: {info.backend} takes no seeds here ({info.lacks['seed']})")
+        return True
 
     def raise_if_lost(self) -> None:
         if self.lost is not None:

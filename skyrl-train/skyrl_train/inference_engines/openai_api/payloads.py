@@ -88,7 +88,7 @@ def chat_logprobs(
     """One entry a token."""
     content = []
     for token, log_prob in zip(token_ids, log_probs, strict=True):
-        text = template.decode([token], skip_special_tokens=False)
+        text = template.text_of(token)
         content.append({"token": text, "logprob": _finite(log_prob), "bytes": list(text.encode()), "top_logprobs": []})
     return {"content": content, "refusal": None}
 
@@ -102,11 +102,11 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """Parallel lists, one entry a token; `offset` is where in the text the first begins. The text is without special
     tokens if they are skipped; the list of tokens has them always."""
-    tokens = [template.decode([token], skip_special_tokens=False) for token in token_ids]
+    tokens = [template.text_of(token) for token in token_ids]
     offsets = []
     for token in token_ids:
         offsets.append(offset)
-        offset += len(template.decode([token], skip_special_tokens))
+        offset += len(template.text_of(token, skip_special_tokens))
     return {
         "tokens": tokens,
         "token_logprobs": [_finite(log_prob) for log_prob in log_probs],

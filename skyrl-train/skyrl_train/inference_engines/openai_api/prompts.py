@@ -47,6 +47,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.kwargs = dict(kwargs or {})
+        self._texts: dict[tuple[int, bool], str] = {}
 
     @property
     def source(self) -> str | None:
@@ -82,6 +83,13 @@ class ChatTemplate:
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without special tokens around it."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+
+    def text_of(self, token: int, skip_special_tokens: bool = False) -> str:
+        """The text of one token. Remembered: a vocabulary is small, and answers ask for each of their tokens."""
+        key = (token, skip_special_tokens)
+        if key not in self._texts:
+            self._texts[key] = self.decode([token], skip_special_tokens)
+        return self._texts[key]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.tokenizer.decode(  # pyright: ignore[reportReturnType]

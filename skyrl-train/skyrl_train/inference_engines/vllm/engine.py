@@ -505,12 +505,12 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         from vllm.lora.request import LoRARequest
 
         async with self._turn:
-            # On a CPU requests without an adapter, beside others with one, get that of vLLM's last slot (index -1 in
+            # On a CPU requests without an adapter, beside others with one, get that of vLLM's last slot (-1 in
             # `vllm/lora/ops/torch_ops/lora_ops.py`): it stays empty, as slots are given out from the first.
             if self._on_cpu and len(await self._llm.list_loras()) >= self._max_loras - 1:
                 raise UnsupportedByEngine(
-                    f"{self._max_loras - 1} adapters are loaded or still answer, the most for vLLM on a CPU; unload "
-                    "one, or raise generator.engine_init_kwargs.max_loras"
+                    f"{self._max_loras - 1} adapters are loaded or still answer, the most for vLLM on a CPU; "
+                    "unload one, or raise generator.engine_init_kwargs.max_loras"
                 )
             number = next(self._ids) + 1
             # A name of its own as well: vLLM keys cached prefixes by name and path.
@@ -626,7 +626,9 @@ async def _start(arguments: Any) -> "AsyncLLM":
     try:
         from vllm.v1.executor import Executor
 
-        return AsyncLLM(vllm_config=config, executor_class=Executor.get_class(config), log_stats=False)
+        return AsyncLLM(
+            vllm_config=config, executor_class=Executor.get_class(config), log_stats=False, log_requests=False
+        )
     except (RuntimeError, TimeoutError, OSError) as error:
         raise WorkerError(f"vLLM did not start: {error} Its log is the output of this process") from error
 
