@@ -179,7 +179,7 @@ class Supervisor:
         return None if info is None else info.max_model_len
 
     def has_no_seeds(self, index: int) -> bool:
-        """Engine `index` draws as it likes (`EngineInfo.lacks`): said once, and requests go there without their seeds."""
+        """Engine `index` draws as it likes (`EngineInfo.lacks`): said once; requests go there without seeds."""
         info = self._places[index].info
         if info is None or "seed" not in info.lacks:
             return False
