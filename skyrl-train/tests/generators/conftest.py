@@ -103,7 +103,8 @@ class ScriptedEngine(InferenceEngineInterface):
     async def _nothing(self, *_: Any, **__: Any) -> Any: ...
 
     pause_generation = resume_generation = abort_generation = sleep = wake_up = reset_prefix_cache = teardown = _nothing
-    init_weight_update_communicator = update_named_weights = finish_weight_update = _nothing
+    init_weight_update_communicator = update_named_weights = finish_weight_update = load_lora = unload_lora = _nothing
+    describe = check_health = _nothing
 
 
 class ScriptedEnv(BaseTextEnv):

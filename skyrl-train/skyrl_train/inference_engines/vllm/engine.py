@@ -626,9 +626,8 @@ async def _start(arguments: Any) -> "AsyncLLM":
     try:
         from vllm.v1.executor import Executor
 
-        return AsyncLLM(
-            vllm_config=config, executor_class=Executor.get_class(config), log_stats=False, log_requests=False
-        )
+        executor = Executor.get_class(config)
+        return AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
     except (RuntimeError, TimeoutError, OSError) as error:
         raise WorkerError(f"vLLM did not start: {error} Its log is the output of this process") from error
 
