@@ -1,7 +1,7 @@
 """vLLM's routes (0.32). A server is started with
 
-    VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m vllm.entrypoints.openai.api_server \
-        --model MODEL --enable-scale-out \
+    VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_USE_V2_MODEL_RUNNER=0 \
+        python -m vllm.entrypoints.openai.api_server --model MODEL --enable-scale-out \
         --worker-extension-cls skyrl_train.inference_engines.vllm.worker_extension.WeightExtension
 
 `--enable-scale-out` opens the route that takes and gives token ids, with the version of the weights that wrote each.
@@ -274,7 +274,7 @@ def _started_wrong(url: str, what: str, closed: str) -> ConfigError:
 def start_command(model: str, url: str) -> str:
     port = url.rsplit(":", 1)[-1]
     return (
-        "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 python -m vllm.entrypoints.openai.api_server "
-        f"--model {model} --port {port if port.isdigit() else 8001} --enable-scale-out "
-        f"--worker-extension-cls {EXTENSION}"
+        "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_USE_V2_MODEL_RUNNER=0 "
+        f"python -m vllm.entrypoints.openai.api_server --model {model} --port {port if port.isdigit() else 8001} "
+        f"--enable-scale-out --worker-extension-cls {EXTENSION}"
     )

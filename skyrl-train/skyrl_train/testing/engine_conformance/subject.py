@@ -30,7 +30,7 @@ TOLERANCES: Mapping[str, float] = {"float32": 1e-4, "float16": 0.03, "bfloat16":
 PART_WAY = (0.3, 0.5, 0.15, 0.7, 0.05, 0.4, 0.2, 0.6)
 """Shares of an answer's usual time after which a check acts, tried in turn until it catches the engine at work."""
 
-_MOST_LONG_TOKENS = 256
+_MOST_LONG_TOKENS = 640
 
 
 class EngineUnderTest:

@@ -92,10 +92,10 @@ async def answers_under_way_go_on_with_the_new_weights(subject: EngineUnderTest)
     """At an update requests under way stay. Their earlier tokens keep the old version and log-probs; later ones have
     the new version and the log-probs of the new weights, over the keys of the old ones or over new keys."""
     pauses = (None,) if "pause_keep" in subject.info.lacks else ("keep", None)
+    weights = subject.reference.changed(seed=20)
     for pause in pauses:
         old_version = subject.version
         async for task, _ in at_work(subject):
-            weights = subject.reference.changed(seed=20)
             if task.done():
                 continue
             await subject.set_weights(weights, pause=pause)
