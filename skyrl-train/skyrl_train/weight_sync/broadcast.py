@@ -46,10 +46,13 @@ class BroadcastGroup:
         """Sends (rank 0) or fills (others) `flat`, on the group's device. Every member must call it.
 
         Raises:
-            WeightSyncError: a member is dead or silent.
+            WeightSyncError: a member is dead or silent, or the group was left.
         """
+        group = self._group
+        if group is None:
+            raise WeightSyncError("the weight-sync group was left")
         try:
-            self._group.broadcast(flat, 0).wait()
+            group.broadcast(flat, 0).wait()
         except RuntimeError as error:
             raise WeightSyncError(
                 f"a member of the weight-sync group died or did not answer in time: {error}"
@@ -57,10 +60,14 @@ class BroadcastGroup:
 
     def abort(self) -> None:
         """Ends what other threads and the other members wait for, by an error."""
-        self._group.abort()
+        if self._group is not None:
+            self._group.abort()
+        self._group = None  # its connections close with it: only so do the others hear of it
 
     def close(self) -> None:
-        self._group.shutdown()
+        if self._group is not None:
+            self._group.shutdown()
+        self._group = None
 
 
 class BroadcastWriter:

@@ -18,10 +18,14 @@ async def at_work(
     """Two long answers (to `prompt`) that are under way, one try after another, and how long they take. The caller acts
     at once and stops when it has seen what it wanted; a try may have come too early or too late."""
     seconds, last = await subject.long_seconds(), ""
+    now = asyncio.get_running_loop().time
     for share in PART_WAY:
+        began, ended = now(), [float("inf")]
         task = subject.begin_long(prompt=prompt)
+        task.add_done_callback(lambda _, ended=ended: ended.append(now()))
         await asyncio.sleep(share * seconds)
         yield task, seconds
+        seconds = min(seconds, ended[-1] - began)  # the machine may have had more to do when it was measured
         if not task.done():
             await subject.in_time(subject.engine.abort_generation())
         if task.cancelled():
