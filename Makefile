@@ -10,7 +10,7 @@ quickstart:
 	.venv/bin/python examples/quickstart/run.py
 
 test: setup-tests
-	.venv/bin/python -m pytest -m "not full and not gpu and not network"
+	.venv/bin/python -m pytest --durations=30 -m "not full and not gpu and not network"
 
 test-fast: setup-tests
 	.venv/bin/python -m pytest -m "not slow and not full and not gpu and not network"

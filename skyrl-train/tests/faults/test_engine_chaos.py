@@ -105,7 +105,7 @@ def killer(trainer: Any, index: int, number: signal.Signals = signal.SIGKILL) ->
     return partial(os.kill, trainer.inference_engine_client.engines[index].pid(), number)
 
 
-@pytest.mark.parametrize("colocate_all", [False, True])
+@pytest.mark.parametrize("colocate_all", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("when", ["while it generates", "while it is paused", "during a sync", "stopped, not killed"])
 async def test_a_run_outlives_an_engine(
     when, colocate_all, start_run, scripted_experiment, prompt, undisturbed, tmp_path: Path

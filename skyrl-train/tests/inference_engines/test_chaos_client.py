@@ -147,6 +147,7 @@ async def test_an_engine_killed_while_it_generates(start: Start):
     assert not any(map(psutil.pid_exists, processes)), "they end with the client"
 
 
+@pytest.mark.full
 async def test_an_engine_killed_while_all_are_paused(start: Start):
     async with start([0.03, 0.03]) as (client, engines):
         undisturbed = await client.generate(batch())
@@ -163,6 +164,7 @@ async def test_an_engine_killed_while_all_are_paused(start: Start):
             assert_each_was_answered_once(engines)
 
 
+@pytest.mark.full
 async def test_a_stopped_engine_counts_as_dead_and_is_replaced(start: Start):
     async with start([0.03, 0.03]) as (client, engines):
         undisturbed = await client.generate(batch())
@@ -241,6 +243,7 @@ async def test_a_death_too_many_reaches_everyone_with_the_log(start: Start):
         assert engines.num_starts == 3
 
 
+@pytest.mark.full
 async def test_engines_die_again_and_again(start: Start):
     """Each time others: every answer is that of an undisturbed run, and none is given twice."""
     async with start([0.03, 0.03, 0.03], max_engine_restarts=9, max_requests_per_engine=3) as (client, engines):

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 WAYS = (("shared_memory", "full"), ("shared_memory", "delta"), ("broadcast", "full"), ("checkpoint", "full"))
 
 
-@pytest.fixture(scope="module", params=["tied float32", "untied bfloat16"])
+@pytest.fixture(scope="module", params=["tied float32", pytest.param("untied bfloat16", marks=pytest.mark.full)])
 def subject(request, tmp_path_factory):
     embeddings, dtype = request.param.split()
     path = make_tiny_model(tmp_path_factory.mktemp(embeddings), tied=embeddings == "tied")

@@ -55,7 +55,9 @@ def buckets_with_a_blow(process: Any, blow: signal.Signals) -> Iterator[Bucket]:
 
 
 @every_way
-@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=lambda blow: blow.name)
+@pytest.mark.parametrize(
+    "blow", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)], ids=lambda blow: blow.name
+)
 def test_an_engine_that_dies_or_hangs_in_mid_sync_is_named_and_the_next_try_works(ways, blow, tmp_path):
     """Staged ways are over with the buckets before engines are called: there the blow falls before the first."""
     holder = partial(WeightHolder.of_shapes, [(f"p{index}", (100, 1000)) for index in range(6)], torch.bfloat16)
