@@ -1,0 +1,32 @@
+"""Every way that weights take to the engines, in whole runs: what engines write is what the trainer would have written."""
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+OWN_DEVICES = {"placement": {"colocate_all": False}}
+LORA = {"policy": {"model": {"lora": {"rank": 4}}, "optimizer_config": {"lr": 1e-2}}}
+
+
+@pytest.mark.parametrize(
+    "strategy, trainer",
+    [
+        ("delta", {}),
+        ("delta", OWN_DEVICES),
+        ("checkpoint", OWN_DEVICES),
+        ("adapter", LORA),
+        ("adapter", LORA | OWN_DEVICES),
+        ("auto", LORA),  # merged
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value) or "colocated",
+)
+def test_engines_follow_the_policy(strategy, trainer, settings, run, tmp_path):
+    generator = {"weight_sync_strategy": strategy, "weight_sync_canary_interval": 1, "weight_sync_verification": "full"}
+    steps = run(settings(tmp_path, {"trainer": trainer, "generator": generator}))
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["policy/grad_norm"] > 0
+        assert row["policy/rollout_train_logprobs_abs_diff_max"] < 1e-4
+        assert row["weight_sync/canary_gap"] < 1e-4
+        assert 0 < row["weight_sync/pause_seconds"] < row["weight_sync/seconds"]
+    assert steps[1]["policy/rollout_train_logprobs_abs_diff_max"] > 0, "computed twice, by different code"
