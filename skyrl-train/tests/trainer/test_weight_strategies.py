@@ -1,4 +1,4 @@
-"""Every way that weights take to the engines, in whole runs: what engines write is what the trainer would have written."""
+"""Every way of weights to the engines, in whole runs: what engines write is what the trainer would have written."""
 
 import pytest
 
