@@ -1,5 +1,6 @@
 """Settings to rollout engines: which class, in which process, on which GPUs. No other place knows concrete ones."""
 
+import inspect
 import itertools
 from functools import partial
 from typing import Any
@@ -9,9 +10,11 @@ from ray.util.placement_group import PlacementGroup
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.typed import nearest_name
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
+from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import EngineProcess, RayWrappedInferenceEngine
 from skyrl_train.inference_engines.remote.engine import RemoteInferenceEngine, check_server
 from skyrl_train.utils.run_folder import RunFolder
@@ -54,14 +57,26 @@ def create_ray_wrapped_inference_engines_from_config(
 
 
 def check_engines(cfg: SkyRLConfig) -> None:
-    """What can be known of the engines before anything starts: how the model divides.
+    """What can be known of the engines before anything starts: further keywords of our own, how the model divides.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: an unknown keyword, or a model that cannot be divided so.
     """
     generator = cfg.generator
+    if not generator.run_engines_locally:
+        return
+    if generator.backend == "native":
+        known = list(inspect.signature(NativeInferenceEngine).parameters)
+        for name in generator.engine_init_kwargs:
+            if name not in known:
+                nearest = nearest_name(name, known)
+                raise ConfigError(
+                    f"generator.engine_init_kwargs.{name} is no keyword of the native engine"
+                    + (f"; did you mean {nearest}?" if nearest else f"; it has {', '.join(known)}")
+                )
+        return
     parallel = generator.inference_engine_tensor_parallel_size
-    if parallel == 1 or not generator.run_engines_locally or generator.backend == "native":
+    if parallel == 1:
         return
     config = AutoConfig.from_pretrained(generator.model_name, trust_remote_code=True).get_text_config()
     heads = config.num_attention_heads
@@ -161,8 +176,6 @@ def engine_factory(cfg: SkyRLConfig, device: str, *, weights_follow: bool = Fals
 
 
 def _make_native_engine(**settings: Any) -> InferenceEngineInterface:
-    from skyrl_train.inference_engines.native.engine import NativeInferenceEngine  # torch, in the engine's process
-
     return NativeInferenceEngine(**settings)
 
 

@@ -1,0 +1,32 @@
+"""What is wrong with the settings of engines is said before anything starts."""
+
+import pytest
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.entrypoints.engines import check_engines
+from skyrl_train.errors import ConfigError
+
+
+def config(model: str, **generator) -> SkyRLConfig:
+    return SkyRLConfig.from_dict({"trainer": {"policy": {"model": {"path": model}}}, "generator": generator})
+
+
+def test_an_unknown_backend_names_those_that_there_are():
+    with pytest.raises(ConfigError, match=r"generator.backend must be one of auto, native, vllm, sglang; got 'vlm'"):
+        config("model", backend="vlm")
+
+
+def test_an_unknown_keyword_of_the_native_engine_has_a_neighbour(tiny_model):
+    with pytest.raises(ConfigError, match=r"engine_init_kwargs.max_model_length is no keyword .* mean max_model_len\?"):
+        check_engines(config(tiny_model, backend="native", engine_init_kwargs={"max_model_length": 9}))
+    check_engines(config(tiny_model, backend="native", engine_init_kwargs={"max_model_len": 9}))
+
+
+@pytest.mark.parametrize("parallel", [1, 2, 4])
+def test_a_model_can_be_divided_by_its_heads(tiny_model, parallel):
+    check_engines(config(tiny_model, backend="vllm", inference_engine_tensor_parallel_size=parallel))
+
+
+def test_a_model_that_cannot_be_divided_so_is_refused_with_what_it_can(tiny_model):
+    with pytest.raises(ConfigError, match=r"parallel_size=3 must divide the 4 attention heads .* it may be 1, 2, 4"):
+        check_engines(config(tiny_model, backend="vllm", inference_engine_tensor_parallel_size=3))
