@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.typed import nearest_name
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
@@ -196,14 +196,20 @@ def _remote_engines(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> lis
     generator = cfg.generator
     engines: list[InferenceEngineInterface] = []
     for url in generator.remote_inference_engine_urls:
-        engine = RemoteInferenceEngine(
-            url,
-            generator.model_name,
-            backend=generator.backend if generator.backend in ("vllm", "sglang") else None,
-            tokenizer=tokenizer,
-            request_timeout_seconds=generator.request_timeout_seconds,
-            control_timeout_seconds=generator.engine_control_timeout_seconds,
-        )
+        try:
+            engine = RemoteInferenceEngine(
+                url,
+                generator.model_name,
+                backend=generator.backend if generator.backend in ("vllm", "sglang") else None,
+                tokenizer=tokenizer,
+                request_timeout_seconds=generator.request_timeout_seconds,
+                control_timeout_seconds=generator.engine_control_timeout_seconds,
+            )
+        except WorkerError as error:
+            raise ConfigError(
+                f"generator.remote_inference_engine_urls: {error}\nStart the server (docs/engines.md tells how), or "
+                "correct its address"
+            ) from error
         check_server(engine, tokenizer)
         engines.append(engine)
     return engines

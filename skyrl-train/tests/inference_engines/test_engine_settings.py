@@ -1,9 +1,12 @@
 """What is wrong with the settings of engines is said before anything starts."""
 
+import socket
+
 import pytest
+from transformers import AutoTokenizer
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.entrypoints.engines import check_engines
+from skyrl_train.entrypoints.engines import check_engines, start_engines
 from skyrl_train.errors import ConfigError
 
 
@@ -30,3 +33,12 @@ def test_a_model_can_be_divided_by_its_heads(tiny_model, parallel):
 def test_a_model_that_cannot_be_divided_so_is_refused_with_what_it_can(tiny_model):
     with pytest.raises(ConfigError, match=r"parallel_size=3 must divide the 4 attention heads .* it may be 1, 2, 4"):
         check_engines(config(tiny_model, backend="vllm", inference_engine_tensor_parallel_size=3))
+
+
+def test_a_server_that_is_not_there_is_named(tiny_model):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens
+        url = f"127.0.0.1:{taken.getsockname()[1]}"
+        settings = config(tiny_model, run_engines_locally=False, remote_inference_engine_urls=[url])
+        with pytest.raises(ConfigError, match=rf"remote_inference_engine_urls: .*{url}(?s:.*)Start the server"):
+            start_engines(settings, AutoTokenizer.from_pretrained(tiny_model))
