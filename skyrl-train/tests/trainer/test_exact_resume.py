@@ -106,7 +106,10 @@ class Run:
 
     def metrics(self) -> list[dict[str, float]]:
         rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        return [{k: v for k, v in row.items() if k != "time" and not k.startswith("timing/")} for row in rows]
+        return [
+            {k: v for k, v in row.items() if k != "time" and not k.startswith("timing/") and not k.endswith("seconds")}
+            for row in rows
+        ]
 
     def results(self) -> dict[str, object]:
         """All that must be equal: metrics, trajectories (tokens, log-probs, order of the data) and parameters."""
