@@ -19,4 +19,4 @@ setup:
 	scripts/setup.sh --inexact
 
 setup-tests:
-	scripts/setup.sh --extra tracking --extra gym --extra $(VLLM)
+	scripts/setup.sh --extra tracking --extra gym --extra tx --extra $(VLLM)

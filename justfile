@@ -35,6 +35,7 @@ test-gpu *args:
 # Pages that are made from the code.
 docs:
     .venv/bin/python -m skyrl_train.config.document > docs/configuration.md
+    .venv/bin/python -m tx.run.document > docs/tinker-settings.md
 
 # The curves and samples of a run as one page.
 report run:

@@ -25,6 +25,20 @@ LAYERS = [
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
+SERVER = REPOSITORY / "skyrl-tx" / "tx"
+SERVER_LAYERS = [
+    {"tx.errors", "tx.tinker.types"},
+    {"tx.tinker.config", "tx.tinker.command_line", "tx.tinker.wire", "tx.tinker.base_model"},
+    {"tx.tinker.storage"},
+    {"tx.tinker.backends"},
+    {"tx.tinker.engine"},
+    {"tx.tinker.desk"},
+    {"tx.tinker.http"},
+    {"tx.tinker.api"},
+    {"tx.run", "tx.contract"},
+]
+MAY_IMPORT_THE_TRAINER = ("tx.tinker.backends", "tx.run")
+
 PUBLIC_NAMES = {
     "skyrl_train.entrypoints.main_base": ["BasePPOExp", "config_dir", "validate_cfg"],
     "skyrl_train.utils": ["initialize_ray"],
@@ -52,8 +66,8 @@ def part_of(module: str) -> str:
     return module.split(".")[1]
 
 
-def imports_of(path: Path) -> set[str]:
-    """Modules of ours that a file imports when it is imported (not those it imports later, inside functions)."""
+def imports_of(path: Path, package: str = "skyrl_train") -> set[str]:
+    """Modules of a package that a file imports when it is imported (not those it imports later, inside functions)."""
     found = set()
     pending: list[ast.AST] = list(ast.parse(path.read_text()).body)
     while pending:
@@ -67,7 +81,7 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         pending += list(ast.iter_child_nodes(node))
-    return {name for name in found if name.startswith("skyrl_train.")}
+    return {name for name in found if name.startswith(f"{package}.")}
 
 
 def test_imports_point_down():
@@ -85,6 +99,28 @@ def test_imports_point_down():
             if LAYER_OF[other] > LAYER_OF[own]:
                 upward.append(f"{relative} imports {module}")
     assert not upward
+
+
+def test_imports_of_the_server_point_down():
+    layer_of = {part: number for number, parts in enumerate(SERVER_LAYERS) for part in parts}
+
+    def part_of_server(module: str) -> str | None:
+        return next((part for part in layer_of if module == part or module.startswith(f"{part}.")), None)
+
+    wrong = []
+    for path in sorted(SERVER.rglob("*.py")):
+        module = ".".join(["tx", *path.relative_to(SERVER).with_suffix("").parts]).removesuffix(".__init__")
+        own = part_of_server(module)
+        if own is None:
+            assert path.name == "__init__.py", f"{module} is in no layer: add it to SERVER_LAYERS"
+            continue
+        for imported in imports_of(path, "tx"):
+            other = part_of_server(imported)
+            if other is not None and layer_of[other] > layer_of[own]:
+                wrong.append(f"{module} imports {imported}")
+        if imports_of(path) and own not in MAY_IMPORT_THE_TRAINER:
+            wrong.append(f"{module} imports skyrl_train")
+    assert not wrong
 
 
 def test_the_gym_imports_nothing_of_the_trainer():

@@ -56,15 +56,7 @@ def packed_attention(
     Raises:
         ValueError: the model asks for something that is not computed here.
     """
-    unknown = {name for name, argument in others.items() if argument is not None} - _WITHOUT_EFFECT
-    if attention_mask is not None:
-        unknown.add("attention_mask")
-    if dropout:
-        unknown.add("dropout")
-    if is_causal is False or getattr(module, "is_causal", True) is False:
-        unknown.add("is_causal=False")
-    if unknown:
-        raise ValueError(f"{type(module).__name__} needs attention with {', '.join(sorted(unknown))}")
+    check_arguments(module, attention_mask, dropout=dropout, is_causal=is_causal, **others)
     if packed_rows is None:
         raise ValueError(f"{type(module).__name__} was called without packed_rows, or does not hand it on to attention")
     packed_rows.windows.append(sliding_window)
@@ -83,6 +75,30 @@ def packed_attention(
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def check_arguments(
+    module: nn.Module,
+    attention_mask: torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> None:
+    """What a model may hand to an attention function that computes causal attention and nothing else.
+
+    Raises:
+        ValueError: the model asks for more.
+    """
+    unknown = {name for name, argument in others.items() if argument is not None} - _WITHOUT_EFFECT
+    if attention_mask is not None:
+        unknown.add("attention_mask")
+    if dropout:
+        unknown.add("dropout")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        unknown.add("is_causal=False")
+    if unknown:
+        raise ValueError(f"{type(module).__name__} needs attention with {', '.join(sorted(unknown))}")
 
 
 # ---- with kernels that know rows of different lengths
@@ -148,11 +164,7 @@ def _group_by_group(
     for group in rows.groups:
         size = sum(group.lengths)
         q, k, v = (_to_batch(x[0].narrow(1, group.start, size), group) for x in (query, key, value))
-        if window is None or window >= max(group.lengths):
-            answer = _causal(q, k, v, scaling)
-        else:
-            answer = _causal_in_window(q, k, v, scaling, window)
-        answers.append(_from_batch(answer, group))
+        answers.append(_from_batch(causal_attention(q, k, v, scaling, window), group))
     return torch.cat(answers, dim=1)[None]
 
 
@@ -181,7 +193,12 @@ def _slots(group: RowGroup, device: torch.device) -> torch.Tensor:
     return (places < lengths[:, None]).flatten().nonzero()[:, 0].to(device)
 
 
-def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None) -> torch.Tensor:
+def causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None
+) -> torch.Tensor:
+    """Among the tokens of each row [rows, heads, L, D], all of one length; see `packed_attention`."""
+    if window is not None and window < q.shape[2]:
+        return _causal_in_window(q, k, v, scaling, window)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
 

@@ -106,7 +106,15 @@ def killer(trainer: Any, index: int, number: signal.Signals = signal.SIGKILL) ->
 
 
 @pytest.mark.parametrize("colocate_all", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize("when", ["while it generates", "while it is paused", "during a sync", "stopped, not killed"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        "while it generates",
+        pytest.param("while it is paused", marks=pytest.mark.full),
+        "during a sync",
+        pytest.param("stopped, not killed", marks=pytest.mark.full),
+    ],
+)
 async def test_a_run_outlives_an_engine(
     when, colocate_all, start_run, scripted_experiment, prompt, undisturbed, tmp_path: Path
 ):

@@ -9,7 +9,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.loading import load_model
 from skyrl_train.inference_engines.native.packed_linear import pack_linears
-from skyrl_train.inference_engines.native.requests import Completion, Request, SamplingParams
+from skyrl_train.inference_engines.native.requests import Completion, PromptScoring, Request, SamplingParams
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_window"]
 CPU = torch.device("cpu")
@@ -137,6 +137,33 @@ def test_samples_of_one_prompt_compute_it_once_even_if_they_come_later(tiny_mode
         done |= {completion.request: completion for completion in core.step()}
     assert core.num_prompt_tokens_computed == 39 + 29  # all but each prompt's last token, which is decoded
     assert all(same_bits(done[request], expected) for request, expected in zip(requests, apart, strict=True))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_prompts_scores_are_at_the_temperature_asked_for_and_the_bits_of_decoding(tiny_models, name):
+    """Scored beside others: the log-probs that were reported when the same tokens were drawn, and the likeliest."""
+    core = make_core_cached(tiny_models(name))
+    prompts = random_prompts([3, 40, 130, 20])
+    params = SamplingParams(max_tokens=150, temperature=0.7)
+    written = run(core, [Request(prompt, params, (2, index)) for index, prompt in enumerate(prompts)])
+    texts = [np.concatenate([p, answer.token_ids]) for p, answer in zip(prompts, written, strict=True)]
+    one = SamplingParams(max_tokens=1, temperature=2.0)
+    scored = run(
+        core,
+        [
+            Request(text, one, (2, 0), scoring=PromptScoring(temperature=0.7, num_top=[0, 3][index % 2]))
+            for index, text in enumerate(texts)
+        ],
+    )
+    for index, (prompt, answer, score) in enumerate(zip(prompts, written, scored, strict=True)):
+        assert score.prompt_log_probs[len(prompt) - 1 :] == answer.log_probs
+        scores = score.prompt_scores
+        assert scores is not None and scores.top_ids.shape == (len(prompt) + 149, [0, 3][index % 2])
+        if index % 2:
+            is_best = texts[index][1:] == scores.top_ids[:, 0]
+            assert is_best.any() and (scores.log_probs[is_best] == scores.top_log_probs[is_best, 0]).all()
+            assert (scores.log_probs <= scores.top_log_probs[:, 0]).all()
+            assert (np.diff(scores.top_log_probs) <= 0).all()
 
 
 def test_a_prompt_computed_by_older_weights_is_not_shared(tiny_models):

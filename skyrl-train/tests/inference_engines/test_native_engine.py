@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_train.errors import ConfigError, WeightSyncError, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+from skyrl_train.inference_engines.native.requests import Request, SamplingParams
 from skyrl_train.testing.engine_conformance.transfer import WeightPath
 from skyrl_train.weight_sync.base import WeightUpdateRequest
 
@@ -86,6 +87,37 @@ async def test_answers_tell_tokens_text_log_probs_and_versions(tiny_models):
             "response_logprobs": [],
             "weight_versions": [],
         }
+
+
+async def test_requests_of_different_settings_go_together_and_give_what_generate_gives(tiny_models):
+    settings = [{"temperature": 0.5}, {"top_k": 3, "temperature": 2.0}, {"temperature": 0.0}, {"top_p": 0.5}, {}]
+    async with engine_of(tiny_models("qwen3")) as engine:
+        expected = [await engine.generate(batch(PROMPT, max_tokens=12, seed=7, **params)) for params in settings]
+        prompt = engine.check_prompt(PROMPT)
+        requests = [Request(prompt, SamplingParams(max_tokens=12, **params), (7, 0)) for params in settings]
+        completions = await engine.complete(requests)
+        with pytest.raises(ValueError, match="no adapter named 'other' is loaded"):
+            await engine.complete([Request(prompt, SamplingParams(), (0, 0))], "other")
+        assert await engine.complete([]) == []
+    for completion, answer in zip(completions, expected, strict=True):
+        assert [completion.token_ids] == answer["response_ids"]
+        assert [completion.log_probs] == answer["response_logprobs"]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])  # tied embeddings, fused experts
+async def test_weights_that_are_loaded_already_are_shared(tiny_models, name):
+    async with engine_of(tiny_models(name)) as engine:
+        expected = await engine.generate(batch(PROMPT, [9, 9], max_tokens=20, seed=1))
+    model = AutoModelForCausalLM.from_pretrained(tiny_models(name))
+    given = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    async with engine_of(tiny_models(name), shared_weights=given) as engine:
+        assert await engine.generate(batch(PROMPT, [9, 9], max_tokens=20, seed=1)) == expected
+        for key, parameter in engine._core.model.named_parameters():
+            assert parameter.data_ptr() == given[key].data_ptr()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    del given["model.norm.weight"]
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is not there"):
+        NativeInferenceEngine(tiny_models(name), shared_weights=given)
 
 
 async def test_abort_returns_what_was_written_and_the_rest_can_be_asked_for(tiny_models):

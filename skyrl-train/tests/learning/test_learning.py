@@ -50,7 +50,7 @@ def test_every_loss_learns_the_bandit(loss: str):
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), *OTHER_SEEDS])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.full), *OTHER_SEEDS])
 def test_every_estimator_learns_the_bandit_with_every_loss(estimator: str, loss: str, seed: int):
     learns_the_bandit(estimator, loss, seed)
 

@@ -140,7 +140,7 @@ def assert_same(run: Run, expected: dict[str, object]) -> None:
         assert value == expected[name], f"{name} differ"
 
 
-@pytest.mark.slow
+@pytest.mark.full  # PPO, below, is this with a critic
 @pytest.mark.timeout(600)
 def test_a_killed_run_goes_on_bit_for_bit(uninterrupted, gsm8k, test_data, tmp_path):
     run = Run(tmp_path / "run", gsm8k, test_data / "tiny_lm" / "stories260K")

@@ -11,11 +11,11 @@ LORA = {"policy": {"model": {"lora": {"rank": 4}}, "optimizer_config": {"lr": 1e
 @pytest.mark.parametrize(
     "strategy, trainer",
     [
-        ("delta", {}),
+        pytest.param("delta", {}, marks=pytest.mark.full),
         ("delta", OWN_DEVICES),
-        ("checkpoint", OWN_DEVICES),
+        pytest.param("checkpoint", OWN_DEVICES, marks=pytest.mark.full),
         ("adapter", LORA),
-        ("adapter", LORA | OWN_DEVICES),
+        pytest.param("adapter", LORA | OWN_DEVICES, marks=pytest.mark.full),
         ("auto", LORA),  # merged
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value) or "colocated",

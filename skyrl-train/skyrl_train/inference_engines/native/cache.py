@@ -3,6 +3,8 @@
 Rows are dense: the running requests are rows 0 to n-1, so that attention reads a view. Knows nothing of requests.
 """
 
+import math
+
 import torch
 from transformers import Cache
 
@@ -10,16 +12,18 @@ from skyrl_train.inference_engines.native.attention import KEY_BLOCK, MIN_ROWS, 
 
 
 class SlotCache(Cache):
-    """A key-value cache that grows as needed up to `max_rows` x `max_length`, [rows, heads, length, width] a layer.
+    """A key-value cache that grows as needed up to `max_rows` x `max_length`, [rows, heads, length, width] a layer, and
+    not above `max_tokens` (rows x length) while less is enough.
 
     Before every forward pass `begin_prefill` or `begin_decode` says where the pass writes; the model's layers then call
     `update`. Memory is zeroed when allocated: attention multiplies masked positions by zero, which is only zero if they
     are finite.
     """
 
-    def __init__(self, num_layers: int, max_rows: int, max_length: int):
+    def __init__(self, num_layers: int, max_rows: int, max_length: int, max_tokens: float = math.inf):
         super().__init__(layers=[])
         self.max_rows = max_rows
+        self.max_tokens = max_tokens
         self.max_length = round_up(max_length, KEY_BLOCK)
         self.num_rows = 0
         self.length = 0
@@ -30,20 +34,26 @@ class SlotCache(Cache):
         self._positions = torch.empty(0, dtype=torch.long)
         self._num_keys = 0
 
+    def size_for(self, num_rows: int, length: int) -> tuple[int, int]:
+        """Rows and length that are allocated for so much: powers of two."""
+        rows = min(self.max_rows, max(MIN_ROWS, 1 << (num_rows - 1).bit_length()))
+        return rows, min(self.max_length, max(KEY_BLOCK, 1 << (length - 1).bit_length()))
+
     def reserve(self, num_rows: int, length: int) -> None:
-        """Makes room for `num_rows` requests of up to `length` tokens; what is held stays. Grows in powers of two."""
+        """Makes room for `num_rows` requests, of which the longest holds `length` tokens; what is held stays. Room that
+        is there is kept for later, unless all of it would be above `max_tokens`."""
         if num_rows <= self.num_rows and length <= self.length:
             return
-        if num_rows > self.num_rows:
-            self.num_rows = min(self.max_rows, max(MIN_ROWS, 1 << (num_rows - 1).bit_length()))
-        if length > self.length:
-            self.length = min(self.max_length, max(KEY_BLOCK, 1 << (length - 1).bit_length()))
+        rows, width = self.size_for(num_rows, length)
+        if max(rows, self.num_rows) * max(width, self.length) <= self.max_tokens:
+            rows, width = max(rows, self.num_rows), max(width, self.length)
+        self.num_rows, self.length = rows, width
         for tensors in (self._keys, self._values):
             for layer, held in enumerate(tensors):
                 if held is not None:
-                    grown = self._allocate(held)
-                    grown[: held.shape[0], :, : held.shape[2]] = held
-                    tensors[layer] = grown
+                    fresh, kept = self._allocate(held), held[:rows, :, :width]
+                    fresh[: kept.shape[0], :, : kept.shape[2]] = kept
+                    tensors[layer] = fresh
 
     def release(self) -> None:
         """Gives all memory back; the next `reserve` starts anew."""

@@ -1,7 +1,6 @@
 """Continuous batching: requests join and leave at every step. Synchronous; knows no thread, asyncio or Ray."""
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,15 +12,15 @@ from skyrl_train.inference_engines.base import StopReason
 from skyrl_train.inference_engines.native.attention import KEY_BLOCK, MIN_ROWS, VECTOR, AttentionStep, round_up
 from skyrl_train.inference_engines.native.cache import SlotCache
 from skyrl_train.inference_engines.native.lora import Loras
+from skyrl_train.inference_engines.native.prompt_scores import ruled, score_prompts
 from skyrl_train.inference_engines.native.requests import Completion, Request
 from skyrl_train.inference_engines.native.rows import RowTable
 from skyrl_train.inference_engines.native.sampling import sample, uniforms
 from skyrl_train.inference_engines.native.stop_strings import Decode
+from skyrl_train.inference_engines.native.waiting import Waiting
 from skyrl_train.models.scoring import logit_rule
-from skyrl_train.models.token_log_probs import token_log_probs
 
-PROMPT_SCORE_CHUNK = 256
-"""Tokens of a prompt whose logits are in memory at a time, where its log-probs are asked for."""
+MAX_PREFILL_TOKENS = 4096
 
 
 class NativeEngineCore:
@@ -29,7 +28,10 @@ class NativeEngineCore:
 
     A step computes the newcomers' prompts except their last token, then one token for every running request. So the
     prompt's last token is decoded like any other, samples of one prompt share all of its computation by copying keys
-    and values, and only decoding makes logits.
+    and values, and only decoding makes logits (and what is asked of a prompt's own tokens).
+
+    How long a step may take is bounded: it lets in new prompts of `max_prefill_tokens` together, or one longer prompt,
+    however many wait.
 
     Args:
         model: loaded with the native attention, on its device, in eval mode
@@ -37,8 +39,10 @@ class NativeEngineCore:
         max_model_len: tokens of prompt and response together
         eos_ids: tokens that end a response unless a request ignores them
         decode: token ids to text, for stop strings
-        max_prefill_tokens: prompt tokens computed in one forward pass (a longer prompt has its own)
+        max_prefill_tokens: prompt tokens computed in one step (a longer prompt has its own)
         max_loras: adapters that may be loaded at the same time
+        max_cache_tokens: places in the cache (rows x longest); requests wait for room to be written to their end. One
+            that needs more runs alone. None: no limit
     """
 
     def __init__(
@@ -49,8 +53,9 @@ class NativeEngineCore:
         max_model_len: int,
         eos_ids: tuple[int, ...],
         decode: Decode,
-        max_prefill_tokens: int = 2048,
+        max_prefill_tokens: int = MAX_PREFILL_TOKENS,
         max_loras: int = 8,
+        max_cache_tokens: int | None = None,
     ):
         self.model = model
         self.loras = Loras(model, max_loras=max_loras)
@@ -67,9 +72,10 @@ class NativeEngineCore:
         self._logit_rule = logit_rule(model.config)
         config = model.config.get_text_config()
         most_rows = round_up(max(max_num_seqs, MIN_ROWS), self._row_multiple)
-        self._cache = SlotCache(config.num_hidden_layers, most_rows, max_model_len)
+        max_cache = math.inf if max_cache_tokens is None else max_cache_tokens
+        self._cache = SlotCache(config.num_hidden_layers, most_rows, max_model_len, max_cache)
         self._rows = RowTable(config.vocab_size)
-        self._waiting: deque[Request] = deque()
+        self._waiting = Waiting()
 
     @property
     def vocabulary(self) -> int:
@@ -108,16 +114,18 @@ class NativeEngineCore:
         return ids.astype(np.int64)
 
     def add_request(self, request: Request) -> None:
-        """Puts a request (its prompt checked by `check_prompt`) at the end of the queue."""
-        self._waiting.append(request)
+        """Puts a request (its prompt checked by `check_prompt`) at the end of its group's queue."""
+        self._waiting.add(request)
 
     def abort(self, requests: Iterable[Request] | None = None) -> list[Completion]:
         """Ends these requests (None: all) where they are. Those that ended before are passed over."""
         chosen = None if requests is None else set(requests)
-        aborted = [request for request in self._waiting if chosen is None or request in chosen]
-        self._waiting = deque(request for request in self._waiting if request not in set(aborted))
-        completions = [Completion(request, [], [], [], [], "abort") for request in aborted]
-        rows = [row for row, request in enumerate(self._rows.requests) if chosen is None or request in chosen]
+
+        def is_chosen(request: Request) -> bool:
+            return chosen is None or request in chosen
+
+        completions = [Completion(request, [], [], [], "abort") for request in self._waiting.remove(is_chosen)]
+        rows = [row for row, request in enumerate(self._rows.requests) if is_chosen(request)]
         return completions + self._finish(rows, lambda _row: "abort")
 
     @torch.inference_mode()
@@ -142,8 +150,7 @@ class NativeEngineCore:
 
     def _admit(self) -> None:
         """Moves waiting requests into free rows and computes their prompts, equal ones once."""
-        count = min(len(self._waiting), self.max_num_seqs - len(self._rows))
-        if not count:
+        if not self._waiting or len(self._rows) == self.max_num_seqs:
             return
         sources = {
             (request.prefix, request.lora_serial): row
@@ -153,12 +160,19 @@ class NativeEngineCore:
         }
         new_prompts: list[int] = []
         copies: list[tuple[int, int]] = []
-        for _ in range(count):
-            row = self._add_row(self._waiting.popleft())
-            request = self._rows.requests[row]
-            scored = request.params.prompt_logprobs is not None  # such a prompt is computed for itself
+        room = self._max_prefill_tokens
+        while (request := self._waiting.next(self.max_num_seqs - len(self._rows))) is not None:
+            if not self._fits(request):
+                break
             key = request.prefix, request.lora_serial
-            if key in sources and not scored:
+            is_copy = key in sources and request.scoring is None  # a prompt that is scored is computed for itself
+            if not is_copy:
+                room -= round_up(len(request.prompt) - 1, KEY_BLOCK)
+                if room < 0 and new_prompts:
+                    break
+            self._waiting.take(request)
+            row = self._add_row(request)
+            if is_copy:
                 copies.append((sources[key], row))
             elif request.prefix:
                 sources[key] = row
@@ -168,13 +182,33 @@ class NativeEngineCore:
         for source, row in copies:
             self._cache.copy_row(source, row, int(self._rows.prompt_length[row]) - 1)
 
+    def _fits(self, request: Request) -> bool:
+        """Whether the cache can hold this request beside the running ones until all of them are at their end."""
+        count = len(self._rows)
+        if not count or self._cache.max_tokens == math.inf:
+            return True
+        longest = max(int(self._rows.max_length[:count].max()), self._limit(request))
+        rows, length = self._cache.size_for(self._filled(count + 1), longest)
+        return rows * length <= self._cache.max_tokens
+
+    def _limit(self, request: Request) -> int:
+        """Tokens of prompt and answer at most."""
+        budget = request.params.max_tokens
+        return self.max_model_len if budget is None else min(len(request.prompt) + budget, self.max_model_len)
+
+    def _filled(self, num_rows: int) -> int:
+        """Rows that are decoded for so many requests, so that company changes no bit."""
+        return round_up(max(num_rows, MIN_ROWS), self._row_multiple)
+
     def _add_row(self, request: Request) -> int:
-        prompt, budget = len(request.prompt), request.params.max_tokens
-        limit = self.max_model_len if budget is None else min(prompt + budget, self.max_model_len)
         row = self._rows.add(
-            request, version=self.weight_version, max_length=limit, eos_ids=self._eos_ids, decode=self._decode_text
+            request,
+            version=self.weight_version,
+            max_length=self._limit(request),
+            eos_ids=self._eos_ids,
+            decode=self._decode_text,
         )
-        self._cache.reserve(row + 1, prompt)
+        self._cache.reserve(row + 1, int(self._rows.length[: row + 1].max()))
         return row
 
     def _prefill_batches(self, rows: list[int]) -> Iterable[list[int]]:
@@ -209,34 +243,38 @@ class NativeEngineCore:
             use_cache=True,
             native_step=AttentionStep(positions),
         )
+        scored: dict[int, list[int]] = {}
         for index, row in enumerate(rows):
-            if self._rows.requests[row].params.prompt_logprobs is not None:
-                self._score_prompt(row, output.last_hidden_state[index, : lengths[index]])
+            scoring = self._rows.requests[row].scoring
+            if scoring is not None:
+                scored.setdefault(scoring.num_top, []).append(index)
+        for indices in scored.values():
+            hidden = [output.last_hidden_state[index, : lengths[index]] for index in indices]
+            self._score_prompts([rows[index] for index in indices], hidden)
 
-    def _score_prompt(self, row: int, hidden: torch.Tensor) -> None:
-        """Writes down the log-probs of a row's prompt.
+    def _score_prompts(self, rows: list[int], hidden: list[torch.Tensor]) -> None:
+        """Writes down what the requests of these rows want to know of their prompts (equally many likeliest tokens).
 
         Args:
-            hidden: [P - 1, D], the states after each token of the prompt but its last
+            hidden: a row: [P - 1, D], the states after each token of the prompt but its last
         """
-        request = self._rows.requests[row]
-        params, prompt = request.params, request.prompt
-        head: Any = self.model.get_output_embeddings()
-        log_probs, _ = token_log_probs(
-            hidden,
-            self.loras.merged_weight(head, request.lora),
-            torch.from_numpy(prompt[1:]).to(self._device),
-            bias=head.bias,
-            temperature=1.0 if params.is_greedy else params.temperature,
-            rule=self._logit_rule,
-            chunk_size=PROMPT_SCORE_CHUNK,
-        )
-        self._rows.log_probs[row, 1 : len(prompt)] = log_probs.cpu().numpy()
+        slots = np.repeat(self._rows.lora_slot[rows], [len(states) for states in hidden])
+
+        def head(states: torch.Tensor, chunk: slice) -> torch.Tensor:
+            """The output layer, with every token as a row of its own: the bits of decoding."""
+            if self.loras:
+                self.loras.begin(filled_up(slots[chunk], len(states)), apart=False)
+            output: Any = self.model.get_output_embeddings()
+            return ruled(output(states[:, None])[:, 0].float(), self._logit_rule)
+
+        requests = [self._rows.requests[row] for row in rows]
+        for row, scores in zip(rows, score_prompts(requests, hidden, head), strict=True):
+            self._rows.scores[row] = scores
 
     def _decode(self) -> torch.Tensor:
-        """[rows, V] float32 logits after every row's last token. Rows are filled up so that company changes no bit."""
+        """[rows, V] float32 logits after every row's last token."""
         count = len(self._rows)
-        last = np.zeros(round_up(max(count, MIN_ROWS), self._row_multiple), np.int64)
+        last = np.zeros(self._filled(count), np.int64)
         last[:count] = self._rows.length[:count] - 1
         ids = np.zeros_like(last)
         ids[:count] = self._rows.tokens[np.arange(count), last[:count]]
@@ -245,9 +283,7 @@ class NativeEngineCore:
         positions = torch.from_numpy(last).to(self._device)
         self._cache.begin_decode(positions, round_up(longest, KEY_BLOCK))
         if self.loras:
-            slots = np.full(len(last), self._rows.lora_slot[0])  # what fills up goes with the first
-            slots[:count] = self._rows.lora_slot[:count]
-            self.loras.begin(slots, apart=False)
+            self.loras.begin(filled_up(self._rows.lora_slot[:count], len(last)), apart=False)
         output = self.model(
             input_ids=torch.from_numpy(ids).to(self._device)[:, None],
             position_ids=positions[:, None],
@@ -293,6 +329,7 @@ class NativeEngineCore:
         completions = [self._completion(row, reason(row), (errors or {}).get(row)) for row in ended]
         for row in reversed(ended):
             last = len(self._rows) - 1
+            self._waiting.give_back(self._rows.requests[row])
             if row != last:
                 self._cache.copy_row(last, row, int(self._rows.length[last]) - 1)
                 self._rows.move(last, row)
@@ -307,12 +344,17 @@ class NativeEngineCore:
             token_ids=rows.tokens[row, written].tolist(),
             log_probs=rows.log_probs[row, written].tolist(),
             weight_versions=rows.versions[row, written].tolist(),
-            prompt_log_probs=[]
-            if rows.requests[row].params.prompt_logprobs is None
-            else rows.log_probs[row, 1 : written.start].tolist(),
             stop_reason=reason,
+            prompt_scores=rows.scores[row],
             error=error,
         )
+
+
+def filled_up(slots: np.ndarray, num_rows: int) -> np.ndarray:
+    """Adapter slots of rows and of those behind them that only fill up, which go with the first."""
+    filled = np.full(num_rows, slots[0])
+    filled[: len(slots)] = slots
+    return filled
 
 
 def row_multiple_of(model: torch.nn.Module) -> int:

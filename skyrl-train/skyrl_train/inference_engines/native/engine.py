@@ -8,11 +8,12 @@ import asyncio
 import contextlib
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import transformers
 
@@ -24,8 +25,14 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineOutput,
     PauseMode,
 )
-from skyrl_train.inference_engines.native.core import NativeEngineCore
-from skyrl_train.inference_engines.native.loading import context_length_of, eos_ids_of, load_model, load_tokenizer
+from skyrl_train.inference_engines.native.core import MAX_PREFILL_TOKENS, NativeEngineCore
+from skyrl_train.inference_engines.native.loading import (
+    cache_bytes_of_token,
+    context_length_of,
+    eos_ids_of,
+    load_model,
+    load_tokenizer,
+)
 from skyrl_train.inference_engines.native.lora import Lora
 from skyrl_train.inference_engines.native.lora_loading import read_lora
 from skyrl_train.inference_engines.native.requests import Completion, Request, SamplingParams
@@ -54,6 +61,12 @@ class _PendingBatch:
         self.completions[completion.request] = completion
         if len(self.completions) == len(self.requests):
             self.done.set_result([self.completions[request] for request in self.requests])
+
+    def fail_with(self, added: "Future[None]") -> None:
+        """Passes on why the requests could not be added."""
+        error = added.exception()
+        if error is not None:
+            self.done.set_exception(error)
 
 
 class NativeInferenceEngine(InferenceEngineInterface):
@@ -86,6 +99,11 @@ class NativeInferenceEngine(InferenceEngineInterface):
         dummy_weights: random weights in place of those on disk; the first update must then bring all of them
         max_loras: adapters that may be loaded at the same time
         max_lora_rank: the largest rank that one may have; 0: no adapters
+        max_prefill_tokens: prompt tokens computed between two tokens of the running answers (a longer prompt alone)
+        max_cache_gib: memory for keys and values; requests wait for room up to their ends. None: what they need
+        shared_weights: parameters and buffers of the same model that is loaded in this process already, by their names
+            in transformers. The engine uses their memory where device and dtype are its own (its packed copies of
+            linear layers come beside, on a CPU), and nobody may change them
     """
 
     def __init__(
@@ -104,6 +122,9 @@ class NativeInferenceEngine(InferenceEngineInterface):
         dummy_weights: bool = False,
         max_loras: int = 8,
         max_lora_rank: int = 256,
+        max_prefill_tokens: int = MAX_PREFILL_TOKENS,
+        max_cache_gib: float | None = None,
+        shared_weights: Mapping[str, torch.Tensor] | None = None,
     ):
         if max_num_seqs < 1:
             raise ConfigError(f"max_num_seqs must be at least 1; got {max_num_seqs}")
@@ -115,6 +136,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
             model_config_kwargs=model_config_kwargs,
             trust_remote_code=trust_remote_code,
             dummy_weights=dummy_weights,
+            shared_weights=shared_weights,
         )
         self._model_path, self._dtype = model_path, dtype
         self._tokenizer = load_tokenizer(model_path, trust_remote_code)
@@ -124,7 +146,11 @@ class NativeInferenceEngine(InferenceEngineInterface):
             max_model_len=context_length_of(model, max_model_len),
             eos_ids=eos_ids_of(model, self._tokenizer),
             decode=self._decode,
+            max_prefill_tokens=max_prefill_tokens,
             max_loras=max_loras,
+            max_cache_tokens=None
+            if max_cache_gib is None
+            else int(max_cache_gib * 2**30 / cache_bytes_of_token(model)),
         )
         self._max_lora_rank = max_lora_rank
         self._leaving: list[tuple[Lora, Future[None]]] = []
@@ -166,12 +192,9 @@ class NativeInferenceEngine(InferenceEngineInterface):
             raise ValueError("the native engine takes prompt_token_ids; the client turns conversations into them")
         params, seeds = self._sampling(input_batch.get("sampling_params"), len(prompts))
         requests = [
-            Request(self._core.check_prompt(prompt), params, seed) for prompt, seed in zip(prompts, seeds, strict=True)
+            Request(self.check_prompt(prompt), params, seed) for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        completions = await self._complete(requests, input_batch.get("lora_name"))
-        for completion in completions:
-            if completion.error is not None:
-                raise completion.error
+        completions = await self.complete(requests, input_batch.get("lora_name"))
         output = InferenceEngineOutput(
             responses=[self._decode(c.token_ids, params.skip_special_tokens) for c in completions],
             response_ids=[c.token_ids for c in completions],
@@ -182,6 +205,47 @@ class NativeInferenceEngine(InferenceEngineInterface):
         if params.prompt_logprobs is not None:
             output["prompt_logprobs"] = [c.prompt_log_probs for c in completions]
         return output
+
+    def check_prompt(self, prompt: list[int]) -> np.ndarray:
+        """A prompt for a `Request`. Raises ValueError as `generate` does."""
+        return self._core.check_prompt(prompt)
+
+    def text_of(self, token_ids: list[int]) -> str:
+        """Every token written out, special ones as well."""
+        return self._decode(token_ids, skip_special_tokens=False)
+
+    async def complete(self, requests: list[Request], lora_name: str | None = None) -> list[Completion]:
+        """`generate` in the engine's own words, for callers in this process: each request with its own settings, no
+        text made of the answers, and what only requests can ask for (`Request`).
+
+        Raises:
+            ValueError: no adapter has that name.
+            FloatingPointError: the model's output was not finite.
+        """
+        if not requests:
+            return []
+        batch = _PendingBatch(requests)
+
+        def add() -> None:
+            if not self._weights.complete and not self._weights.updating:
+                raise RuntimeError("the weights were dropped by sleep(level=2); a full weight update must come first")
+            lora = self._core.loras.named(lora_name)
+            for request in requests:
+                request.lora = lora
+                self._pending[request] = batch
+                self._core.add_request(request)
+
+        try:
+            self._post(add).add_done_callback(batch.fail_with)
+            completions = await asyncio.wrap_future(batch.done)
+        except asyncio.CancelledError:
+            with contextlib.suppress(WorkerError):
+                self._post(lambda: self._resolve(self._core.abort(requests)))
+            raise
+        for completion in completions:
+            if completion.error is not None:
+                raise completion.error
+        return completions
 
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
         if mode not in _PAUSE_MODES:
@@ -328,28 +392,6 @@ class NativeInferenceEngine(InferenceEngineInterface):
         if not self._max_lora_rank:
             raise UnsupportedByEngine(_NO_LORA)
 
-    async def _complete(self, requests: list[Request], lora_name: str | None) -> list[Completion]:
-        if not requests:
-            return []
-        batch = _PendingBatch(requests)
-
-        def add() -> None:
-            if not self._weights.complete and not self._weights.updating:
-                raise RuntimeError("the weights were dropped by sleep(level=2); a full weight update must come first")
-            lora = self._core.loras.named(lora_name)
-            for request in requests:
-                request.lora = lora
-                self._pending[request] = batch
-                self._core.add_request(request)
-
-        try:
-            await self._command(add)
-            return await asyncio.wrap_future(batch.done)
-        except asyncio.CancelledError:
-            with contextlib.suppress(WorkerError):
-                self._post(lambda: self._resolve(self._core.abort(requests)))
-            raise
-
     # The mailbox.
 
     def _post(self, call: Callable[[], T]) -> "Future[T]":
@@ -435,8 +477,10 @@ class NativeInferenceEngine(InferenceEngineInterface):
             waiting += {id(batch): batch.done for batch in self._pending.values()}.values()
             self._commands, self._drained, self._leaving, self._pending = [], [], [], {}
         self._weights.close()
-        for done in waiting:
-            done.set_exception(failure)
+        for done in waiting:  # an exception of its own each: those who raise one add to its traceback
+            error = WorkerError(str(failure))
+            error.__cause__ = failure.__cause__
+            done.set_exception(error)
 
 
 def _answer(call: Callable[[], Any], done: Future[Any]) -> None:

@@ -1,9 +1,18 @@
 """A causal language model, its tokenizer and its limits from a local folder or the hub."""
 
+import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.native.attention import ATTENTION_NAME
@@ -22,14 +31,17 @@ def load_model(
     model_config_kwargs: dict[str, Any] | None,
     trust_remote_code: bool,
     dummy_weights: bool = False,
+    shared_weights: Mapping[str, torch.Tensor] | None = None,
 ) -> PreTrainedModel:
     """The model in eval mode on its device, with the native attention (on a CPU: native experts, packed layers).
 
     Args:
         dummy_weights: random ones, without reading those on disk
+        shared_weights: parameters and buffers to use as they are, instead of reading those on disk
 
     Raises:
         ConfigError: an unknown dtype, or a kind of layer whose state the engine's cache cannot hold.
+        ValueError: shared weights that are not the model's.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"the native engine's dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
@@ -45,9 +57,13 @@ def load_model(
         "attn_implementation": ATTENTION_NAME,
         "trust_remote_code": trust_remote_code,
     }
-    if dummy_weights:
-        with device:
+    if shared_weights is not None or dummy_weights:
+        with device if shared_weights is None else torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **options)
+        with contextlib.suppress(OSError):  # there is none: what `from_config` made of the config holds
+            model.generation_config = GenerationConfig.from_pretrained(model_path)
+        if shared_weights is not None:
+            _share(model, shared_weights, device, _DTYPES[dtype])
     else:
         model = AutoModelForCausalLM.from_pretrained(model_path, config=config, **options)
     if device.type == "cpu":
@@ -56,6 +72,23 @@ def load_model(
     model.eval().requires_grad_(False)
     pack_linears(model)
     return model
+
+
+def _share(
+    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Gives a model on the meta device parameters and buffers that exist: their own memory if device and dtype fit."""
+    for name, empty in [*model.named_parameters(), *model.named_buffers()]:
+        given = weights.get(name)
+        if given is None or given.shape != empty.shape:
+            found = "is not there" if given is None else f"has shape {tuple(given.shape)}, not {tuple(empty.shape)}"
+            raise ValueError(f"shared_weights must be those of {model.config.name_or_path}: {name} {found}")
+        owner, _, own_name = name.rpartition(".")
+        tensor = given.detach().to(device)
+        if isinstance(empty, torch.nn.Parameter):  # (buffers, such as rotary frequencies, keep their dtype)
+            tensor = torch.nn.Parameter(tensor.to(dtype), requires_grad=False)
+        setattr(model.get_submodule(owner), own_name, tensor)
+    model.tie_weights()
 
 
 def load_tokenizer(model_path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -88,3 +121,11 @@ def context_length_of(model: PreTrainedModel, max_model_len: int | None) -> int:
             "A longer context needs rope_scaling (or max_position_embeddings) in model_config_kwargs"
         )
     return max_model_len
+
+
+def cache_bytes_of_token(model: PreTrainedModel) -> int:
+    """Keys and values of one token in all layers."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize

@@ -134,17 +134,19 @@ class _AdaptedLayer:
     def to(self, device: torch.device) -> None:
         self.a, self.b, self.scaling = self.a.to(device), self.b.to(device), self.scaling.to(device)
 
-    def add_to(self, output: torch.Tensor, input: torch.Tensor, groups: Groups) -> None:
+    def add_to(self, output: torch.Tensor, input: torch.Tensor, groups: Groups, rank: int) -> None:
         """Adds the rows' adapters to what the layer made of its input, in place.
 
         Args:
             output, input: [B, T, out] and [B, T, in], or both with the first two dimensions as one
+            rank: the largest of the groups' adapters, padded: what is behind it is zero
         """
         x = input.reshape(groups.num_rows, -1, input.shape[-1])
         if groups.gathered is not None:
             x = x.index_select(0, groups.gathered)
         num_tokens = x.shape[1]
-        a, b, scaling = self.a[groups.slots], self.b[groups.slots], self.scaling[groups.slots]
+        a, b = self.a[groups.slots, :rank], self.b[groups.slots, :, :rank]
+        scaling = self.scaling[groups.slots]
         x = x.reshape(len(a), groups.size * num_tokens, -1)
         added = torch.bmm(torch.bmm(x, a.transpose(1, 2)).mul_(scaling), b.transpose(1, 2))
         added = added.view(len(a) * groups.size, num_tokens, -1)
@@ -173,9 +175,13 @@ class Loras:
         self._layers: dict[str, _AdaptedLayer] = {}
         self._hooks: dict[str, Any] = {}
         self._versions = np.zeros(0, np.int64)
+        self._ranks = np.zeros(0, np.int64)
+        """Of every slot, padded."""
         self._rank = RANK_BLOCK
+        """Of the stacks: as large as any adapter's yet."""
         self._serials = 0
         self._groups: Groups | None = None
+        self._rank_of_pass = RANK_BLOCK
         self._key: bytes = b""
 
     def __bool__(self) -> bool:
@@ -205,11 +211,13 @@ class Loras:
             ValueError: as many as may be are loaded.
         """
         lora = self._by_name.get(request.name) or Lora(request.name, self._free_slot(), 0, 0)
-        self._make_room(lora.slot, max(matrices.rank for matrices in layers.values()))
+        rank = round_up(max(matrices.rank for matrices in layers.values()), RANK_BLOCK)
+        self._make_room(lora.slot, rank)
         self._by_name[request.name] = self._slots[lora.slot] = lora
         self._serials += 1
         lora.version, lora.serial = request.version, self._serials
-        self._versions[lora.slot] = request.version
+        self._versions[lora.slot], self._ranks[lora.slot] = request.version, rank
+        self._key = b""
         for name in [name for name in self._layers if name not in layers]:
             self._clear(name, lora.slot)
         for name, matrices in layers.items():
@@ -237,7 +245,7 @@ class Loras:
         for name in list(self._layers):
             self._clear(name, lora.slot)
         if not self._slots:
-            self._versions, self._rank = np.zeros(0, np.int64), RANK_BLOCK
+            self._versions, self._ranks, self._rank = np.zeros(0, np.int64), np.zeros(0, np.int64), RANK_BLOCK
 
     def to(self, device: torch.device) -> None:
         """Moves all matrices."""
@@ -250,21 +258,14 @@ class Loras:
         key = slots.tobytes() + bytes([apart])
         if key != self._key:
             self._groups, self._key = groups_of(slots, self._device, apart=apart), key
+            if self._groups is not None:
+                self._rank_of_pass = int(self._ranks[slots[slots != NO_LORA]].max())
 
     def versions(self, slots: np.ndarray, otherwise: int) -> np.ndarray | int:
         """The version of each row's adapter, or `otherwise`."""
         if not self._slots:
             return otherwise
         return np.where(slots == NO_LORA, otherwise, self._versions[slots])
-
-    @torch.inference_mode()
-    def merged_weight(self, module: nn.Module, lora: Lora | None) -> torch.Tensor:
-        """A linear layer's weight with an adapter in it; the weight itself where the adapter leaves the layer alone."""
-        weight = module.get_parameter("weight")
-        layer = next((layer for name, layer in self._layers.items() if self._modules[name] is module), None)
-        if lora is None or layer is None or lora.slot not in layer.users:
-            return weight
-        return torch.addmm(weight, layer.b[lora.slot] * layer.scaling[lora.slot, 0], layer.a[lora.slot])
 
     @property
     def _device(self) -> torch.device:
@@ -278,15 +279,14 @@ class Loras:
 
     def _make_room(self, slot: int, rank: int) -> None:
         """Stacks grow in powers of two, and to the largest rank."""
-        num_slots, padded = len(self._versions), round_up(rank, RANK_BLOCK)
-        if slot < num_slots and padded <= self._rank:
+        num_slots = len(self._versions)
+        if slot < num_slots and rank <= self._rank:
             return
-        self._rank = max(self._rank, padded)
-        versions = np.zeros(max(num_slots, 1 << slot.bit_length()), np.int64)
-        versions[:num_slots] = self._versions
-        self._versions = versions
+        self._rank = max(self._rank, rank)
+        more = np.zeros(max(num_slots, 1 << slot.bit_length()) - num_slots, np.int64)
+        self._versions, self._ranks = np.append(self._versions, more), np.append(self._ranks, more)
         for layer in self._layers.values():
-            layer.grow(len(versions), self._rank)
+            layer.grow(len(self._versions), self._rank)
 
     def _adapt(self, name: str) -> None:
         module = self._modules[name]
@@ -295,7 +295,7 @@ class Loras:
 
         def add(_module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             if self._groups is not None:
-                layer.add_to(output, inputs[0], self._groups)
+                layer.add_to(output, inputs[0], self._groups, self._rank_of_pass)
 
         self._hooks[name] = module.register_forward_hook(add)
 

@@ -11,6 +11,7 @@ import numpy as np
 from skyrl_train.inference_engines.base import StopReason
 from skyrl_train.inference_engines.native.lora import Lora
 from skyrl_train.inference_engines.native.sampling import random_key
+from skyrl_train.inference_engines.native.stop_strings import Decode
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
@@ -137,6 +138,27 @@ def _checked(name: str, value: Any) -> Any:
     return converted
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptScoring:
+    """What a request wants to know of its prompt's tokens."""
+
+    temperature: float = 1.0
+    num_top: int = 0
+    """Likeliest tokens of every place, beside the one that stands there."""
+
+
+@dataclass(frozen=True, eq=False)
+class PromptScores:
+    """Of every token of a prompt but the first, given those before it."""
+
+    log_probs: np.ndarray
+    """[P - 1] float32"""
+    top_ids: np.ndarray
+    """[P - 1, k] int64, likeliest first"""
+    top_log_probs: np.ndarray
+    """[P - 1, k] float32"""
+
+
 @dataclass(eq=False)
 class Request:
     """One prompt to continue.
@@ -145,12 +167,18 @@ class Request:
         prompt: [P] token ids, int64
         seed: (seed, index): what its randomness is made of, with the token's position
         lora: the adapter that answers
+        scoring: of its prompt; None: as `params.prompt_logprobs` says, at the temperature of the answer
+        group: whose it is: groups share the engine fairly (`waiting.py`). None: of nobody in particular
+        decode: the text that stop strings are looked for in; None: the engine's, without special tokens
     """
 
     prompt: np.ndarray
     params: SamplingParams
     seed: tuple[int, int]
     lora: Lora | None = None
+    scoring: PromptScoring | None = None
+    group: str | None = None
+    decode: Decode | None = None
     key: np.uint64 = field(init=False)
     prefix: bytes = field(init=False, repr=False)
     """The prompt but for its last token: what is computed before the first decoding step, and may be shared."""
@@ -158,6 +186,8 @@ class Request:
     def __post_init__(self) -> None:
         self.key = random_key(*self.seed)
         self.prefix = self.prompt[:-1].tobytes()
+        if self.scoring is None and self.params.prompt_logprobs is not None:
+            self.scoring = PromptScoring(temperature=1.0 if self.params.is_greedy else self.params.temperature)
 
     @property
     def lora_serial(self) -> int:
@@ -173,8 +203,13 @@ class Completion:
     token_ids: list[int]
     log_probs: list[float]
     weight_versions: list[int]
-    prompt_log_probs: list[float]
-    """Of every token of the prompt but the first; empty if not asked for, or if it ended before it began."""
     stop_reason: StopReason
+    prompt_scores: PromptScores | None = None
+    """If asked for; None if it ended before it began."""
     error: Exception | None = None
     """Set if the model's output was not finite; then the tokens mean nothing."""
+
+    @property
+    def prompt_log_probs(self) -> list[float]:
+        """Of every token of the prompt but the first; empty if not asked for."""
+        return [] if self.prompt_scores is None else self.prompt_scores.log_probs.tolist()

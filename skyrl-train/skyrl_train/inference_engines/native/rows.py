@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from skyrl_train.inference_engines.native.lora import NO_LORA
-from skyrl_train.inference_engines.native.requests import Request
+from skyrl_train.inference_engines.native.requests import PromptScores, Request
 from skyrl_train.inference_engines.native.sampling import SamplingBatch
 from skyrl_train.inference_engines.native.stop_strings import Decode, StopStringFinder
 
@@ -16,14 +16,14 @@ _NO_TOKEN = -1
 class RowTable:
     """One row a running request, rows 0 to `len - 1`, in step with the cache's rows. Grows as needed.
 
-    `tokens[r]` is the prompt followed by the response; `log_probs` and `versions` lie at the same positions (those of
-    the prompt hold something only if its log-probs were asked for).
+    `tokens[r]` is the prompt followed by the response; `log_probs` and `versions` lie at the same positions.
     """
 
     def __init__(self, vocabulary: int):
         self.vocabulary = vocabulary
         self.requests: list[Request] = []
         self.finders: list[StopStringFinder | None] = []
+        self.scores: list[PromptScores | None] = []
         self.length = np.zeros(0, np.int64)
         """Tokens so far, prompt included."""
         self.prompt_length = np.zeros(0, np.int64)
@@ -50,7 +50,8 @@ class RowTable:
         stop_ids = tuple(dict.fromkeys(params.stop_token_ids + (() if params.ignore_eos else eos_ids)))
         self._reserve(row + 1, max_length, len(stop_ids))
         self.requests.append(request)
-        self.finders.append(StopStringFinder(params.stop, decode) if params.stop else None)
+        self.finders.append(StopStringFinder(params.stop, request.decode or decode) if params.stop else None)
+        self.scores.append(None)
         self.length[row] = self.prompt_length[row] = len(request.prompt)
         self.prompt_version[row] = version
         self.prompt_lora[row] = request.lora_serial
@@ -84,13 +85,14 @@ class RowTable:
 
     def remove_last(self) -> None:
         """Drops the last row."""
-        self.requests.pop()
-        self.finders.pop()
+        for column in (self.requests, self.finders, self.scores):
+            column.pop()
         self._sampling = None
 
     def move(self, source: int, target: int) -> None:
         """Overwrites row `target` by row `source`."""
         self.requests[target], self.finders[target] = self.requests[source], self.finders[source]
+        self.scores[target] = self.scores[source]
         for column in self._columns():
             column[target] = column[source]
 
@@ -127,14 +129,17 @@ class RowTable:
 
         greedy = [p.is_greedy for p in params]
         temperatures = [0.0 if p.is_greedy else p.temperature for p in params]
-        top_k = [min(p.top_k, self.vocabulary) if p.top_k > 0 else self.vocabulary for p in params]
+        rows = [row for row, p in enumerate(params) if (p.top_p, max(p.top_k, 0), p.min_p) != (1.0, 0, 0.0)]
+        truncated = [params[row] for row in rows]
+        top_k = [min(p.top_k, self.vocabulary) if p.top_k > 0 else self.vocabulary for p in truncated]
         return SamplingBatch(
             temperature=torch.tensor(temperatures, dtype=torch.float32, device=device),
             all_greedy=all(greedy),
             any_greedy=any(greedy),
-            top_p=column([p.top_p for p in params], 1.0),
+            top_p=column([p.top_p for p in truncated], 1.0),
             top_k=column(top_k, self.vocabulary, torch.long),
-            min_p=column([p.min_p for p in params], 0.0),
+            min_p=column([p.min_p for p in truncated], 0.0),
+            truncated=torch.tensor(rows, device=device) if 0 < len(rows) < len(params) else None,
             repetition_penalty=column([p.repetition_penalty for p in params], 1.0),
         )
 
@@ -148,6 +153,9 @@ class RowTable:
         return (*flat, "stop_ids", "tokens", "log_probs", "versions")
 
     def _reserve(self, num_rows: int, length: int, num_stop_ids: int) -> None:
+        """Makes the columns large enough. They grow in powers of two."""
+        if num_rows <= len(self.length) and length <= self.tokens.shape[1] and num_stop_ids <= self.stop_ids.shape[1]:
+            return
         widths = {"stop_ids": num_stop_ids, "tokens": length, "log_probs": length, "versions": length}
         for name in self._names():
             column: np.ndarray = getattr(self, name)
@@ -157,6 +165,6 @@ class RowTable:
                     old if new == old else 1 << (new - 1).bit_length()
                     for new, old in zip(shape, column.shape, strict=True)
                 )
-                grown = np.full(shape, _NO_TOKEN if name == "stop_ids" else 0, dtype=column.dtype)
+                grown = np.full(shape, _NO_TOKEN, column.dtype) if name == "stop_ids" else np.zeros(shape, column.dtype)
                 grown[tuple(slice(size) for size in column.shape)] = column
                 setattr(self, name, grown)

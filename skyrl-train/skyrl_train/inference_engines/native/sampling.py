@@ -48,8 +48,10 @@ class SamplingBatch:
     any_greedy: bool
     top_p: torch.Tensor | None = None
     top_k: torch.Tensor | None = None
-    """[B], V where off."""
+    """V where off."""
     min_p: torch.Tensor | None = None
+    truncated: torch.Tensor | None = None
+    """Rows that `top_p`, `top_k` and `min_p` belong to, so that the others pay nothing; None: all B."""
     repetition_penalty: torch.Tensor | None = None
 
 
@@ -67,7 +69,8 @@ def apply_repetition_penalty(logits: torch.Tensor, tokens: torch.Tensor, penalty
 
 
 def truncate(probabilities: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Sets to zero what min-p, top-k and top-p leave out, in this order; the rest is not renormalised.
+    """Sets to zero what min-p, top-k and top-p leave out, in this order; the rest is not renormalised. Of rows that
+    belong to the settings of `batch`: all, or the `truncated` ones.
 
     min-p drops tokens below min_p times the likeliest; top-k keeps the k likeliest (and those equal to the k-th); top-p
     keeps the smallest set of the likeliest whose share of what is left by then reaches top_p.
@@ -147,7 +150,11 @@ def sample(
     if not batch.all_greedy:
         assert uniform is not None
         probabilities = log_probs.exp() if adjusted is logits else (adjusted / divisor[:, None]).softmax(-1)
-        drawn = inverse_cdf(truncate(probabilities, batch), uniform)
+        if batch.truncated is None:
+            probabilities = truncate(probabilities, batch)
+        else:
+            probabilities[batch.truncated] = truncate(probabilities[batch.truncated], batch)
+        drawn = inverse_cdf(probabilities, uniform)
         chosen = drawn if chosen is None else torch.where(batch.temperature > 0, drawn, chosen)
     assert chosen is not None
     return chosen, log_probs.gather(1, chosen[:, None])[:, 0]

@@ -25,10 +25,11 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineOutput,
     PauseMode,
 )
+from skyrl_train.inference_engines.gate import Gate
 from skyrl_train.inference_engines.native.requests import SamplingParams
 from skyrl_train.inference_engines.remote.connection import ServerConnection, ServerRefused, run_to_end
 from skyrl_train.inference_engines.remote.protocol import ServerAnswer, ServerFacts, ServerProtocol
-from skyrl_train.inference_engines.remote.requests_under_way import PauseGate, RunningRequests
+from skyrl_train.inference_engines.remote.running_requests import RunningRequests
 from skyrl_train.inference_engines.remote.sglang import SGLangProtocol
 from skyrl_train.inference_engines.remote.vllm import VLLMProtocol
 from skyrl_train.inference_engines.vllm.sampling import SeedPair, split_seeds
@@ -78,7 +79,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         self.request_timeout_seconds = request_timeout_seconds
         self.control_timeout_seconds = control_timeout_seconds
         self._tokenizer = tokenizer
-        self._gate = PauseGate()
+        self._gate = Gate()
         self._running = RunningRequests()
         self._asleep: set[str] = set()
         self._paused_for_update = False
@@ -159,7 +160,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         self, prompt: list[int], params: SamplingParams, seed: SeedPair | None, adapter: str | None
     ) -> ServerAnswer:
         while True:
-            if not await self._gate.enter():
+            if not await self._gate.wait():
                 return ServerAnswer(token_ids=[], log_probs=[], stop_reason="abort", weight_versions=[])
             version = self._version
             adapter_version = 0 if adapter is None else await self._adapter_version(adapter)
@@ -217,9 +218,9 @@ class RemoteInferenceEngine(InferenceEngineInterface):
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
         if mode not in _PAUSE_MODES:
             raise ValueError(f"pause mode must be one of {', '.join(_PAUSE_MODES)}; got {mode!r}")
-        self._gate.close()
+        self._gate.close("paused")
         if mode == "abort":
-            self._gate.abort()
+            self._gate.dismiss()
             if not self._protocol.aborts_while_paused and await self._protocol.is_paused():
                 await self.abort_generation()
                 return
@@ -233,10 +234,10 @@ class RemoteInferenceEngine(InferenceEngineInterface):
             return
         await self._protocol.resume()
         self._version = await self._protocol.weight_version()
-        self._gate.open()
+        self._gate.open("paused")
 
     async def abort_generation(self) -> None:
-        self._gate.abort()
+        self._gate.dismiss()
         await self._protocol.abort()
         if self._protocol.aborts_while_paused or not len(self._running) or self._update_is_open:
             return
@@ -276,7 +277,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
 
     async def update_named_weights(self, request: WeightUpdateRequest) -> None:
         if not self._paused_for_update and not await self._protocol.is_paused():
-            self._gate.close()
+            self._gate.close("paused")
             await self._protocol.pause("keep")
             self._paused_for_update = True
         self._update_is_open = True
@@ -334,7 +335,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
 
     async def teardown(self) -> None:
         """Lets go of the server, which runs on; requests under way end by an error."""
-        self._gate.abort()
+        self._gate.dismiss()
         await self._server.shut()
 
     async def disconnect(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.engine_settings import EngineSettings
 from skyrl_train.inference_engines.sglang.weight_loader import NAME
 
 _ON_CPU = {
@@ -20,70 +21,47 @@ _ON_CPU = {
 }
 
 
-def server_arguments(
-    *,
-    model_path: str,
-    device: str,
-    dtype: str,
-    tensor_parallel_size: int,
-    pipeline_parallel_size: int,
-    data_parallel_size: int,
-    expert_parallel_size: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    max_model_len: int | None,
-    gpu_memory_utilization: float,
-    enforce_eager: bool,
-    enable_prefix_caching: bool,
-    enable_chunked_prefill: bool,
-    fully_sharded_loras: bool,
-    max_lora_rank: int,
-    sleep_mode: bool,
-    seed: int,
-    model_config_kwargs: Mapping[str, Any] | None,
-    dummy_weights: bool,
-    engine_init_kwargs: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Fields of SGLang's `ServerArgs`; `engine_init_kwargs` are others, and win.
+def server_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Fields of SGLang's `ServerArgs`.
 
     Raises:
         ConfigError: a setting that SGLang does not have.
     """
-    if engine_init_kwargs:
-        _check_names(engine_init_kwargs)
-    if fully_sharded_loras:
+    if settings.engine_init_kwargs:
+        _check_names(settings.engine_init_kwargs)
+    if settings.fully_sharded_loras:
         raise ConfigError(
             "generator.fully_sharded_loras=true is for generator.backend=vllm: SGLang has no such setting"
         )
-    on_cpu = device == "cpu"
+    on_cpu = settings.device == "cpu"
     arguments: dict[str, Any] = {
-        "model_path": model_path,
-        "device": device.split(":")[0],
-        "dtype": dtype,
-        "tp_size": tensor_parallel_size,
-        "pp_size": pipeline_parallel_size,
-        "dp_size": data_parallel_size,
-        "ep_size": expert_parallel_size,
-        "max_running_requests": max_num_seqs,
-        "chunked_prefill_size": max_num_batched_tokens if enable_chunked_prefill else -1,
-        "mem_fraction_static": gpu_memory_utilization,
-        "disable_cuda_graph": enforce_eager,
-        "disable_radix_cache": not enable_prefix_caching,
-        "enable_memory_saver": sleep_mode,
+        "model_path": settings.model_path,
+        "device": settings.device.split(":")[0],
+        "dtype": settings.dtype,
+        "tp_size": settings.tensor_parallel_size,
+        "pp_size": settings.pipeline_parallel_size,
+        "dp_size": settings.data_parallel_size,
+        "ep_size": settings.expert_parallel_size,
+        "max_running_requests": settings.max_num_seqs,
+        "chunked_prefill_size": settings.max_num_batched_tokens if settings.enable_chunked_prefill else -1,
+        "mem_fraction_static": settings.gpu_memory_utilization,
+        "disable_cuda_graph": settings.enforce_eager,
+        "disable_radix_cache": not settings.enable_prefix_caching,
+        "enable_memory_saver": settings.sleep_mode,
         "enable_deterministic_inference": not on_cpu,  # without it SGLang ignores seeds
-        "random_seed": seed,
+        "random_seed": settings.seed,
         "custom_weight_loader": [NAME],
         "skip_server_warmup": True,
     }
-    if max_model_len is not None:
-        arguments["context_length"] = max_model_len
-    if max_lora_rank:
-        arguments |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "lora_target_modules": ["all"]}
-    if model_config_kwargs:
-        arguments["json_model_override_args"] = json.dumps(dict(model_config_kwargs))
-    if dummy_weights:
+    if settings.max_model_len is not None:
+        arguments["context_length"] = settings.max_model_len
+    if settings.max_lora_rank:
+        arguments |= {"enable_lora": True, "max_lora_rank": settings.max_lora_rank, "lora_target_modules": ["all"]}
+    if settings.model_config_kwargs:
+        arguments["json_model_override_args"] = json.dumps(dict(settings.model_config_kwargs))
+    if settings.dummy_weights:
         arguments["load_format"] = "dummy"
-    return arguments | (_ON_CPU if on_cpu else {}) | dict(engine_init_kwargs)
+    return arguments | (_ON_CPU if on_cpu else {}) | dict(settings.engine_init_kwargs)
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.engine_settings import EngineSettings
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -22,31 +23,8 @@ _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _CPU_CACHE_BYTES = 1 << 30
 
 
-def engine_arguments(
-    *,
-    model_path: str,
-    device: str,
-    dtype: str,
-    tensor_parallel_size: int,
-    pipeline_parallel_size: int,
-    data_parallel_size: int,
-    expert_parallel_size: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    max_model_len: int | None,
-    gpu_memory_utilization: float,
-    enforce_eager: bool,
-    enable_prefix_caching: bool,
-    enable_chunked_prefill: bool,
-    fully_sharded_loras: bool,
-    max_lora_rank: int,
-    sleep_mode: bool,
-    seed: int,
-    model_config_kwargs: dict[str, Any] | None,
-    dummy_weights: bool,
-    engine_init_kwargs: Mapping[str, Any],
-) -> "AsyncEngineArgs":
-    """vLLM's arguments. `engine_init_kwargs` are fields of theirs and win over ours.
+def engine_arguments(settings: EngineSettings) -> "AsyncEngineArgs":
+    """vLLM's arguments.
 
     Raises:
         ConfigError: a setting that cannot be.
@@ -54,42 +32,42 @@ def engine_arguments(
     _import_vllm()
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    _check_kwargs(engine_init_kwargs, {field.name for field in fields(AsyncEngineArgs)})
-    _check_device(device)
+    _check_kwargs(settings.engine_init_kwargs, {field.name for field in fields(AsyncEngineArgs)})
+    _check_device(settings.device)
     ours: dict[str, Any] = {
-        "model": model_path,
-        "dtype": dtype,
-        "tensor_parallel_size": tensor_parallel_size,
-        "pipeline_parallel_size": pipeline_parallel_size,
-        "data_parallel_size": data_parallel_size,
-        "enable_expert_parallel": expert_parallel_size > 1,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_model_len": max_model_len,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "enforce_eager": enforce_eager,
-        "enable_prefix_caching": enable_prefix_caching,
-        "enable_chunked_prefill": enable_chunked_prefill,
-        "seed": seed,
-        "hf_overrides": dict(model_config_kwargs or {}),
-        "load_format": "dummy" if dummy_weights else "auto",
+        "model": settings.model_path,
+        "dtype": settings.dtype,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+        "data_parallel_size": settings.data_parallel_size,
+        "enable_expert_parallel": settings.expert_parallel_size > 1,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "max_model_len": settings.max_model_len,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "enforce_eager": settings.enforce_eager,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "enable_chunked_prefill": settings.enable_chunked_prefill,
+        "seed": settings.seed,
+        "hf_overrides": dict(settings.model_config_kwargs or {}),
+        "load_format": "dummy" if settings.dummy_weights else "auto",
         "worker_extension_cls": EXTENSION,
-        "enable_sleep_mode": sleep_mode and device.startswith("cuda"),
+        "enable_sleep_mode": settings.sleep_mode and settings.device.startswith("cuda"),
         "disable_log_stats": True,
     }
-    if tensor_parallel_size * pipeline_parallel_size > 1:
+    if settings.tensor_parallel_size * settings.pipeline_parallel_size > 1:
         ours["distributed_executor_backend"] = "mp"
-    if max_lora_rank:
+    if settings.max_lora_rank:
         ours |= {
             "enable_lora": True,
-            "max_lora_rank": _lora_rank(max_lora_rank),
+            "max_lora_rank": _lora_rank(settings.max_lora_rank),
             "max_loras": 4,  # those that answer, the one that takes the place of another, and see `_load_lora`
-            "fully_sharded_loras": fully_sharded_loras,
+            "fully_sharded_loras": settings.fully_sharded_loras,
         }
-    if device == "cpu" and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+    if settings.device == "cpu" and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         ours["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
-    ours |= engine_init_kwargs
-    _check_model(ours, device, expert_parallel_size)
+    ours |= settings.engine_init_kwargs
+    _check_model(ours, settings.device, settings.expert_parallel_size)
     return AsyncEngineArgs(**ours)
 
 

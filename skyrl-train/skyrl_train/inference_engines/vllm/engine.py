@@ -9,12 +9,10 @@ import asyncio
 import contextlib
 import itertools
 import platform
-import re
-from collections.abc import Coroutine
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from skyrl_train.errors import ConfigError, UnsupportedByEngine, WeightSyncError, WorkerError
+from skyrl_train.errors import UnsupportedByEngine, WeightSyncError, WorkerError
 from skyrl_train.inference_engines.base import (
     EngineInfo,
     Feature,
@@ -23,39 +21,24 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineOutput,
     PauseMode,
 )
+from skyrl_train.inference_engines.engine_settings import EngineSettings
+from skyrl_train.inference_engines.gate import Gate
 from skyrl_train.inference_engines.native.requests import SamplingParams
 from skyrl_train.inference_engines.vllm.adapters import check_adapter
 from skyrl_train.inference_engines.vllm.answers import Answer, version_of
 from skyrl_train.inference_engines.vllm.arguments import engine_arguments, process_environment
-from skyrl_train.inference_engines.vllm.event_loop import LoopStopped, LoopThread
-from skyrl_train.inference_engines.vllm.gate import Gate
-from skyrl_train.inference_engines.vllm.processes import children_of_this_process, end_processes
+from skyrl_train.inference_engines.vllm.llm import LLMProcesses
+from skyrl_train.inference_engines.vllm.loaded_adapters import LoadedAdapters, merged_reports
 from skyrl_train.inference_engines.vllm.sampling import SeedPair, seed_of, split_seeds, vllm_sampling
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
-T = TypeVar("T")
-
-_WORKER_ERROR = re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL)
 _PAUSE_MODES = ("keep", "wait", "abort")
 _WAKE_TAGS: tuple[str, ...] = ("weights", "kv_cache")
 _HEALTH_SECONDS = 60.0
-_SHUTDOWN_SECONDS = 2.0
-_CLOSED = "the vllm engine is closed"
 _NO_LORA = "adapters need max_lora_rank > 0 (trainer.policy.model.lora.rank) when the engine starts"
-
-
-@dataclass(eq=False)
-class _Adapter:
-    """A loaded adapter; one that took another's place has a number of its own."""
-
-    request: "LoRARequest"
-    version: int
-    num_running: int = 0
-    replaced: bool = False
 
 
 class VLLMInferenceEngine(InferenceEngineInterface):
@@ -68,16 +51,8 @@ class VLLMInferenceEngine(InferenceEngineInterface):
     key-value cache back to the machine, the weights stay where they are, and level 2 declares them worthless.
 
     Args:
-        model_path: a local folder or a hub name, with a tokenizer
-        device: `cpu` or `cuda`; which GPUs, `CUDA_VISIBLE_DEVICES` says
-        dtype: `float32`, `bfloat16` or `float16`
-        max_model_len: tokens of prompt and response; None: the model's
-        max_lora_rank: the largest adapter; 0: none can be loaded
-        sleep_mode: on CUDA, `sleep` frees the memory of weights and cache
-        model_config_kwargs: changes to the model's config
-        dummy_weights: random weights; the first update must bring all of them
         control_timeout_seconds: deadline of every call but `generate`, and of the start
-        engine_init_kwargs: fields of vLLM's `AsyncEngineArgs`, which win over all of the above
+        settings: `EngineSettings` by name, and fields of vLLM's `AsyncEngineArgs`, which win over them
 
     Raises:
         ConfigError: a setting that vLLM does not know or that cannot be.
@@ -88,73 +63,20 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         self,
         model_path: str,
         *,
-        device: str = "cpu",
-        dtype: str = "bfloat16",
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
-        data_parallel_size: int = 1,
-        expert_parallel_size: int = 1,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 8192,
-        max_model_len: int | None = None,
-        gpu_memory_utilization: float = 0.8,
-        enforce_eager: bool = True,
-        enable_prefix_caching: bool = True,
-        enable_chunked_prefill: bool = True,
-        fully_sharded_loras: bool = False,
-        max_lora_rank: int = 0,
-        sleep_mode: bool = False,
-        seed: int = 0,
-        model_config_kwargs: dict[str, Any] | None = None,
-        dummy_weights: bool = False,
         control_timeout_seconds: float = 600.0,
-        **engine_init_kwargs: Any,
+        **settings: Any,
     ):
-        with process_environment(device, control_timeout_seconds):
-            arguments = engine_arguments(
-                model_path=model_path,
-                device=device,
-                dtype=dtype,
-                tensor_parallel_size=tensor_parallel_size,
-                pipeline_parallel_size=pipeline_parallel_size,
-                data_parallel_size=data_parallel_size,
-                expert_parallel_size=expert_parallel_size,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_model_len=max_model_len,
-                gpu_memory_utilization=gpu_memory_utilization,
-                enforce_eager=enforce_eager,
-                enable_prefix_caching=enable_prefix_caching,
-                enable_chunked_prefill=enable_chunked_prefill,
-                fully_sharded_loras=fully_sharded_loras,
-                max_lora_rank=max_lora_rank,
-                sleep_mode=sleep_mode,
-                seed=seed,
-                model_config_kwargs=model_config_kwargs,
-                dummy_weights=dummy_weights,
-                engine_init_kwargs=engine_init_kwargs,
-            )
-            self._sizes = (
-                arguments.tensor_parallel_size,
-                arguments.pipeline_parallel_size,
-                arguments.data_parallel_size,
-            )
-            self._model_path = model_path
-            self._on_cpu = device == "cpu"
-            self._can_sleep = self._on_cpu or arguments.enable_sleep_mode
-            self._has_loras = arguments.enable_lora
-            self._max_loras = arguments.max_loras
-            self._timeout = control_timeout_seconds
-            self._failure: str | None = None
-            self._loop = LoopThread("vllm-engine")
-            before = children_of_this_process()
-            try:
-                self._llm = self._loop.call_from_thread(_start(arguments))
-                self._processes = [p for p in children_of_this_process() if p not in before]
-            except BaseException:
-                end_processes([p for p in children_of_this_process() if p not in before])
-                self._loop.stop()
-                raise
+        start = EngineSettings.of(model_path, settings)
+        with process_environment(start.device, control_timeout_seconds):
+            arguments = engine_arguments(start)
+            self._processes = LLMProcesses(arguments, control_timeout_seconds)
+        self._control = self._processes.control
+        self._sizes = (arguments.tensor_parallel_size, arguments.pipeline_parallel_size, arguments.data_parallel_size)
+        self._model_path = model_path
+        self._on_cpu = start.device == "cpu"
+        self._can_sleep = self._on_cpu or arguments.enable_sleep_mode
+        self._has_loras = arguments.enable_lora
+        self._timeout = control_timeout_seconds
         self._gate = Gate()
         self._running: dict[str, Answer] = {}
         self._idle = asyncio.Event()
@@ -162,22 +84,28 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         self._ids = itertools.count()
         self._version = 0
         self._epoch = 0  # of the weights; versions may come twice
-        self._weights_complete = not dummy_weights
+        self._weights_complete = not start.dummy_weights
         self._asleep: set[str] = set()
         self._draining: asyncio.Future[None] | None = None
-        self._adapters: dict[str, _Adapter] = {}
+        # On a CPU requests without an adapter, beside others with one, get that of vLLM's last slot (-1 in
+        # `vllm/lora/ops/torch_ops/lora_ops.py`): it stays empty, as slots are given out from the first.
+        self._adapters = LoadedAdapters(self._processes, arguments.max_loras - 1 if self._on_cpu else None)
         try:
-            self._loop.call_from_thread(self._rpc("skyrl_prepare", not dummy_weights))
+            self._processes.run_from_thread(self._processes.rpc("skyrl_prepare", not start.dummy_weights))
         except BaseException:
             self.close()
             raise
+
+    @property
+    def _llm(self) -> "AsyncLLM":
+        return self._processes.llm
 
     # ---- what it is
 
     async def describe(self) -> EngineInfo:
         import vllm
 
-        self._raise_if_dead()
+        self._processes.raise_if_dead()
         model = self._llm.model_config
         return EngineInfo(
             backend="vllm",
@@ -210,7 +138,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
 
     async def check_health(self) -> None:
         """Asks the process that schedules, which answers between two steps."""
-        self._raise_if_dead()
+        self._processes.raise_if_dead()
         await self._control(self._llm.is_paused(), "check_health", min(self._timeout, _HEALTH_SECONDS))
 
     # ---- requests
@@ -220,15 +148,12 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         if prompts is None:
             raise ValueError("the vllm engine takes prompt_token_ids; the client turns conversations into them")
         params, pairs = split_seeds(input_batch.get("sampling_params"), len(prompts))
-        self._raise_if_dead()
+        self._processes.raise_if_dead()
         self._check(prompts, params)
         lora_name = input_batch.get("lora_name")
-        if lora_name is not None and lora_name not in self._adapters:
-            raise ValueError(f"no adapter named {lora_name!r} is loaded")
-        try:
-            answers = await self._loop.call(self._answer_all(prompts, params, pairs, lora_name))
-        except LoopStopped:
-            raise WorkerError(_CLOSED) from None
+        if lora_name is not None:
+            self._adapters.named(lora_name)
+        answers = await self._processes.run(self._answer_all(prompts, params, pairs, lora_name))
         output = InferenceEngineOutput(
             responses=[self._decode(answer.token_ids, params.skip_special_tokens) for answer in answers],
             response_ids=[answer.token_ids for answer in answers],
@@ -293,11 +218,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        adapter = None
-        if lora_name is not None:
-            adapter = self._adapters.get(lora_name)
-            if adapter is None:
-                raise ValueError(f"no adapter named {lora_name!r} is loaded")
+        adapter = None if lora_name is None else self._adapters.named(lora_name)
         answer = Answer(str(next(self._ids)), None if adapter is None else adapter.version)
         self._running[answer.request_id] = answer
         self._idle.clear()
@@ -314,14 +235,14 @@ class VLLMInferenceEngine(InferenceEngineInterface):
                 async for output in parts:
                     answer.take(output)
         except (EngineDeadError, EngineGenerateError) as error:
-            raise self._dead(error) from error
+            raise self._processes.dead(error) from error
         finally:
             del self._running[answer.request_id]
             if not self._running:
                 self._idle.set()
             if adapter is not None:
                 adapter.num_running -= 1
-                await self._forget_if_unused(adapter)
+                await self._adapters.forget_if_unused(adapter)
         return answer
 
     # ---- pauses
@@ -339,7 +260,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         async with self._turn:
             if mode == "abort":
                 await self._llm.abort(list(self._running))
-            await self._stop_computing()
+            await self._processes.stop_computing()
 
     async def _drain(self) -> None:
         """Returns when nothing runs."""
@@ -374,14 +295,6 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         self._gate.dismiss()
         await self._llm.abort(list(self._running))
 
-    async def _stop_computing(self) -> None:
-        """No step is under way when this returns, and every token that was written has arrived."""
-        await self._llm.pause_generation(mode="keep", clear_cache=False)
-        while not self._llm.engine_core.outputs_queue.empty():  # pyright: ignore[reportAttributeAccessIssue]
-            await asyncio.sleep(0.001)
-        for _ in range(3):  # the output handler's turn, then the requests'
-            await asyncio.sleep(0)
-
     async def _compute_if_open(self) -> None:
         if self._gate.is_open:
             await self._llm.resume_generation()
@@ -412,14 +325,14 @@ class VLLMInferenceEngine(InferenceEngineInterface):
                 )
             self._gate.close("asleep")
             self._asleep = set(_WAKE_TAGS)
-            await self._stop_computing()
+            await self._processes.stop_computing()
             if level == 2:
                 self._weights_complete = False
-                await self._rpc("skyrl_drop_weights")
+                await self._processes.rpc("skyrl_drop_weights")
             if self._on_cpu:
                 if not await self._llm.reset_prefix_cache():
                     raise WorkerError("vLLM would not drop its key-value cache")
-                await self._rpc("skyrl_release_cache")
+                await self._processes.rpc("skyrl_release_cache")
             else:
                 await self._llm.sleep(level, mode="keep")
 
@@ -444,13 +357,13 @@ class VLLMInferenceEngine(InferenceEngineInterface):
             if self._gate.is_open:
                 await self._llm.resume_generation()
             else:
-                await self._stop_computing()  # vLLM goes on by itself when all is awake
+                await self._processes.stop_computing()  # vLLM goes on by itself when all is awake
 
     # ---- weights
 
     async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None:
         await self._control(
-            self._weight_rpc("skyrl_connect", asdict(init_info)), "skyrl_connect", init_info.timeout_seconds
+            self._processes.weight_rpc("skyrl_connect", asdict(init_info)), "skyrl_connect", init_info.timeout_seconds
         )
 
     async def update_named_weights(self, request: WeightUpdateRequest) -> None:
@@ -462,18 +375,18 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         async with self._turn:
             if not self._gate.closed_for("updating"):
                 self._gate.close("updating")
-                await self._stop_computing()
+                await self._processes.stop_computing()
                 await self._withdraw_waiting()
                 self._epoch += 1
-            await self._weight_rpc("skyrl_update", request.to_json_dict())
+            await self._processes.weight_rpc("skyrl_update", request.to_json_dict())
 
     async def finish_weight_update(self, version: int) -> WeightReport:
         return await self._control(self._finish(version), f"the end of the update to version {version}")
 
     async def _finish(self, version: int) -> WeightReport:
         async with self._turn:
-            reports = await self._weight_rpc("skyrl_finish", version)
-            fingerprints = _merged(reports)
+            reports = await self._processes.weight_rpc("skyrl_finish", version)
+            fingerprints = merged_reports(reports)
             await self._llm.update_weight_version(str(version))
             self._version, self._weights_complete = version, True
             self._gate.open("updating")
@@ -481,7 +394,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         return WeightReport(version=version, fingerprints=fingerprints)
 
     async def weight_version(self) -> int:
-        self._raise_if_dead()
+        self._processes.raise_if_dead()
         label = await self._control(self._llm.get_weight_version(), "weight_version")
         return version_of(label)
 
@@ -502,51 +415,13 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         return await self._control(self._load_lora(request), f"load_lora({request.name!r})")
 
     async def _load_lora(self, request: LoraLoadRequest) -> WeightReport:
-        from vllm.lora.request import LoRARequest
-
         async with self._turn:
-            # On a CPU requests without an adapter, beside others with one, get that of vLLM's last slot (-1 in
-            # `vllm/lora/ops/torch_ops/lora_ops.py`): it stays empty, as slots are given out from the first.
-            if self._on_cpu and len(await self._llm.list_loras()) >= self._max_loras - 1:
-                raise UnsupportedByEngine(
-                    f"{self._max_loras - 1} adapters are loaded or still answer, the most for vLLM on a CPU; "
-                    "unload one, or raise generator.engine_init_kwargs.max_loras"
-                )
-            number = next(self._ids) + 1
-            # A name of its own as well: vLLM keys cached prefixes by name and path.
-            lora = LoRARequest(lora_name=f"{request.name}-{number}", lora_int_id=number, lora_path=request.path)
-            try:
-                loaded = await self._llm.add_lora(lora)
-            except Exception as error:
-                if self._llm.errored:
-                    raise
-                raise WeightSyncError(
-                    f"vLLM did not load adapter {request.name!r} from {request.path}: {error}"
-                ) from error
-            if not loaded:
-                raise WeightSyncError(f"vLLM did not load adapter {request.name!r} from {request.path}")
-            reports = await self._weight_rpc("skyrl_lora", number, request.path, request.version)
-            before = self._adapters.get(request.name)
-            self._adapters[request.name] = _Adapter(lora, request.version)
-            if before is not None:
-                before.replaced = True
-                await self._forget_if_unused(before)
-        return WeightReport(version=request.version, fingerprints=_merged(reports))
+            return await self._adapters.load(request)
 
     async def unload_lora(self, name: str) -> None:
         if not self._has_loras:
             raise UnsupportedByEngine(_NO_LORA)
-        adapter = self._adapters.get(name)
-        if adapter is None:
-            raise ValueError(f"no adapter named {name!r} is loaded")
-        del self._adapters[name]
-        adapter.replaced = True
-        await self._control(self._forget_if_unused(adapter), f"unload_lora({name!r})")
-
-    async def _forget_if_unused(self, adapter: _Adapter) -> None:
-        if adapter.replaced and not adapter.num_running and not self._llm.errored:
-            adapter.replaced = False  # once
-            await self._llm.remove_lora(adapter.request.lora_int_id)
+        await self._control(self._adapters.unload(name), f"unload_lora({name!r})")
 
     # ---- the end
 
@@ -556,91 +431,4 @@ class VLLMInferenceEngine(InferenceEngineInterface):
 
     def close(self) -> None:
         """`teardown` for those who have no event loop."""
-        if self._failure == _CLOSED:
-            return
-        self._failure = _CLOSED
-        self._loop.stop()
-        with contextlib.suppress(Exception):  # the processes are ended in any case
-            self._llm.shutdown(timeout=_SHUTDOWN_SECONDS)
-            resources: Any = self._llm.engine_core.resources  # pyright: ignore[reportAttributeAccessIssue]
-            resources.ctx.destroy(linger=0)  # ZeroMQ's, which vLLM leaves to the garbage collector
-        end_processes(self._processes)
-        del self._llm  # its own end must not come when the interpreter's has begun
-
-    # ---- calls into vLLM
-
-    async def _control(self, coroutine: Coroutine[Any, Any, T], what: str, seconds: float | None = None) -> T:
-        """Runs in the engine's loop, with a deadline; a dead vLLM is a WorkerError."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            self._raise_if_dead()
-        except WorkerError:
-            coroutine.close()
-            raise
-        limit = self._timeout if seconds is None else seconds
-        try:
-            return await self._loop.call(asyncio.wait_for(coroutine, limit))
-        except TimeoutError as error:
-            raise WorkerError(f"the vllm engine did not answer {what} within {limit:g} seconds") from error
-        except LoopStopped:
-            raise WorkerError(_CLOSED) from None
-        except EngineDeadError as error:
-            raise self._dead(error) from error
-
-    def _raise_if_dead(self) -> None:
-        if self._failure is not None:
-            raise WorkerError(self._failure)
-        if self._llm.errored:
-            raise self._dead(None)
-
-    def _dead(self, error: BaseException | None) -> WorkerError:
-        if self._failure is not None:
-            return WorkerError(self._failure)
-        cause = "" if error is None else f" ({type(error).__name__}: {error})"
-        return WorkerError(f"vLLM's engine process died{cause}; why, its log says: the output of this process")
-
-    async def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every worker."""
-        return await self._llm.collective_rpc(method, args=args)
-
-    async def _weight_rpc(self, method: str, *args: Any) -> list[Any]:
-        try:
-            return await self._rpc(method, *args)
-        except Exception as error:  # vLLM passes on the text of whatever a worker raised
-            if self._llm.errored:
-                raise
-            said = _WORKER_ERROR.search(str(error))
-            words = said.group(1) if said else f"{type(error).__name__}: {error}"
-            raise WeightSyncError(f"vLLM's worker failed in {method}: {words}") from error
-
-
-async def _start(arguments: Any) -> "AsyncLLM":
-    """In the loop that the engine will belong to; it blocks that loop, in which nothing else is yet."""
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    try:
-        config = arguments.create_engine_config()
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise ConfigError(f"vLLM refuses these engine settings: {error}") from error
-    try:
-        from vllm.v1.executor import Executor
-
-        executor = Executor.get_class(config)
-        return AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
-    except (RuntimeError, TimeoutError, OSError) as error:
-        raise WorkerError(f"vLLM did not start: {error} Its log is the output of this process") from error
-
-
-def _merged(reports: list[dict[str, int]]) -> dict[str, int]:
-    """One report of the workers' reports.
-
-    Raises:
-        WeightSyncError: two workers were given different bytes.
-    """
-    merged: dict[str, int] = {}
-    for report in reports:
-        for name, value in report.items():
-            if merged.setdefault(name, value) != value:
-                raise WeightSyncError(f"vLLM's workers hold different weights of {name}")
-    return merged
+        self._processes.close()

@@ -36,7 +36,9 @@ def _with_marks(check: Check) -> Any:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def subject(tiny_folder: str) -> AsyncIterator[EngineUnderTest]:
-    engine = SGLangInferenceEngine(tiny_folder, device=DEVICE, max_num_seqs=64, request_timeout_seconds=240)
+    engine = SGLangInferenceEngine(
+        tiny_folder, device=DEVICE, dtype="float32", max_num_seqs=64, request_timeout_seconds=240
+    )
     subject = EngineUnderTest(engine, tiny_folder, ways=WAYS)
     yield subject
     await subject.close()
@@ -55,12 +57,12 @@ def test_an_unknown_setting_is_refused_with_the_nearest(tiny_folder: str) -> Non
     with pytest.raises(
         ConfigError, match=r"engine_init_kwargs\.max_runing_requests .* did you mean max_running_requests"
     ):
-        SGLangInferenceEngine(tiny_folder, device=DEVICE, max_runing_requests=3)
+        SGLangInferenceEngine(tiny_folder, device=DEVICE, dtype="float32", max_runing_requests=3)
 
 
 def test_a_server_that_cannot_start_shows_its_log(tiny_folder: str) -> None:
     with pytest.raises(WorkerError, match=r"ended with status [\s\S]*end of .*server\.log[\s\S]*no_such_backend"):
-        SGLangInferenceEngine(tiny_folder, device=DEVICE, attention_backend="no_such_backend")
+        SGLangInferenceEngine(tiny_folder, device=DEVICE, dtype="float32", attention_backend="no_such_backend")
 
 
 def test_the_server_ends_with_a_process_that_is_killed(tiny_folder: str) -> None:

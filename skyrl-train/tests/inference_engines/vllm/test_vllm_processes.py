@@ -56,6 +56,7 @@ async def _expect_whole_syncs(model: str, **settings: Any) -> None:
         await engine.teardown()
 
 
+@pytest.mark.full
 async def test_the_first_sync_replaces_all_random_weights_of_an_untied_model(untied_model: str):
     await _expect_whole_syncs(untied_model)
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from skyrl_train.inference_engines.native.requests import SamplingParams
-from skyrl_train.inference_engines.vllm.gate import Gate
 from skyrl_train.inference_engines.vllm.sampling import http_sampling, seed_of, split_seeds
 from skyrl_train.inference_engines.vllm.tempered_sampler import tempered_log_softmax
 
@@ -54,30 +53,3 @@ def test_log_probs_are_those_of_the_divided_logits_and_of_the_plain_ones_where_g
     torch.testing.assert_close(found, torch.tensor(expected))
     torch.testing.assert_close(tempered_log_softmax(logits, 2.0)[1], found[0])
     torch.testing.assert_close(tempered_log_softmax(logits, None)[0], found[1])
-
-
-async def test_a_gate_opens_when_the_last_reason_is_gone():
-    import asyncio
-
-    gate = Gate()
-    gate.close("paused")
-    gate.close("updating")
-    waiting = asyncio.ensure_future(gate.wait())
-    await asyncio.sleep(0)
-    gate.open("paused")
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    gate.open("updating")
-    assert await waiting is True
-
-
-async def test_who_waits_at_a_gate_can_be_sent_away_and_the_gate_stays_closed():
-    import asyncio
-
-    gate = Gate()
-    gate.close("asleep")
-    waiting = asyncio.ensure_future(gate.wait())
-    await asyncio.sleep(0)
-    gate.dismiss()
-    assert await waiting is False
-    assert not gate.is_open

@@ -1,45 +1,9 @@
-"""What a remote engine knows of its requests on this side: who waits for the end of a pause, how many run."""
+"""What a remote engine knows on this side of the requests that its server runs."""
 
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-
-class PauseGate:
-    """Where requests wait while the engine is paused. Of one event loop."""
-
-    def __init__(self) -> None:
-        self._open = True
-        self._waiting: set[asyncio.Future[bool]] = set()
-
-    async def enter(self) -> bool:
-        """Returns at once, or when the pause ends. False: the request was aborted while it waited."""
-        while not self._open:
-            future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            self._waiting.add(future)
-            try:
-                if not await future:
-                    return False
-            finally:
-                self._waiting.discard(future)
-        return True
-
-    def close(self) -> None:
-        self._open = False
-
-    def open(self) -> None:
-        self._open = True
-        self._answer(True)
-
-    def abort(self) -> None:
-        """Ends the requests that wait."""
-        self._answer(False)
-
-    def _answer(self, answer: bool) -> None:
-        for future in self._waiting:
-            if not future.done():
-                future.set_result(answer)
 
 
 class RunningRequests:

@@ -1,4 +1,4 @@
-"""Who may start now: requests wait here, not in vLLM, while the engine is paused, asleep or takes weights."""
+"""Who may start now: requests wait here, not in an engine's queue, while it is paused, asleep or takes weights."""
 
 import asyncio
 from typing import Literal

@@ -1,0 +1,341 @@
+"""How fast the Tinker-compatible server answers: calls, heartbeats, training and sampling, at 1, 4 and 16 tenants.
+
+    python benchmarks/tinker_server.py                     # both models, some minutes on two cores
+    python benchmarks/tinker_server.py --models tiny --quick
+
+A server process with default settings over a random Qwen3 (tiny: 0.1 million parameters, small: 5 million), spoken to
+over HTTP by a plain client in this process, which shares the machine's cores with it: the protocol as the SDK speaks it
+(protobuf bodies, long polls), without the SDK's own cost. Medians over repetitions. Prints a markdown table.
+"""
+
+import argparse
+import asyncio
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; the server inherits it
+
+import aiohttp
+import numpy as np
+import psutil
+
+from tx.tinker.types import Datum
+from tx.tinker.wire.codec import TrainingRequest, encode_training
+
+SIZES = {
+    "tiny": dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, head_dim=16),
+    "small": dict(hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4, head_dim=64),
+}
+VOCABULARY = 512
+CONTEXT = 1024
+RANK = 8
+START_SECONDS = 120
+PROTOBUF = "application/x-protobuf"
+
+
+def make_model(size: str, folder: Path) -> None:
+    """A random model with a tokenizer of one token a number."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    words = {"<pad>": 0, "<end>": 1} | {f"w{i}": i for i in range(2, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+        **SIZES[size],
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+@contextmanager
+def server(model: Path, folder: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """The server's URL and process, with default settings."""
+    log = folder / "server.log"
+    command = [sys.executable, "-m", "tx.tinker.api", "--base-model", str(model), "--port", "0"]
+    command += ["--state-dir", str(folder / "state"), "--checkpoints-base", str(folder / "checkpoints")]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not (url := next((w.rstrip("/.,") for w in log.read_text().split() if w.startswith("http://")), None)):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the server did not start:\n{log.read_text()}")
+            time.sleep(0.1)
+        yield url, psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+class Client:
+    """The protocol, without retries: any answer but 200 ends the benchmark."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str):
+        self._http, self._base = http, f"{url}/api/v1"
+
+    async def post(self, path: str, body: Any, *, data: bytes | None = None) -> Any:
+        headers = {"Content-Type": PROTOBUF} if data is not None else {}
+        async with self._http.post(f"{self._base}/{path}", json=body, data=data, headers=headers) as answer:
+            if answer.status != 200:
+                raise RuntimeError(f"{path}: {answer.status} {await answer.text()}")
+            return await answer.json()
+
+    async def result(self, request_id: str) -> Any:
+        """Polls until it is there. Protobuf comes back as its bytes."""
+        while True:
+            body = {"request_id": request_id}
+            async with self._http.post(f"{self._base}/retrieve_future", json=body, headers={"Accept": PROTOBUF}) as got:
+                if got.content_type == PROTOBUF:
+                    return await got.read()
+                answer = await got.json()
+                if got.status in (200, 408) and answer.get("type") == "try_again":
+                    continue
+                if got.status != 200 or "error" in answer:
+                    raise RuntimeError(f"{request_id}: {got.status} {answer}")
+                return answer
+
+    async def call(self, path: str, body: Any, *, data: bytes | None = None) -> Any:
+        """Asks and waits for the result."""
+        return await self.result((await self.post(path, body, data=data))["request_id"])
+
+    async def session(self) -> str:
+        body = {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0", "type": "create_session"}
+        return (await self.post("create_session", body))["session_id"]
+
+
+class Tenant:
+    """One training client: a session, a model, its counter."""
+
+    def __init__(self, client: Client, session_id: str):
+        self.client, self.session_id = client, session_id
+        self.model_id = ""
+        self._seq = 0
+        self._samplers = 0
+
+    @classmethod
+    async def new(cls, client: Client, base_model: str) -> "Tenant":
+        tenant = cls(client, await client.session())
+        body = {"session_id": tenant.session_id, "model_seq_id": 0, "base_model": base_model}
+        tenant.model_id = (await client.call("create_model", body | {"lora_config": {"rank": RANK}}))["model_id"]
+        return tenant
+
+    async def post_pass(self, num_rows: int, num_tokens: int, *, forward_only: bool = False) -> str:
+        self._seq += 1
+        rows = np.random.default_rng(self._seq).integers(2, VOCABULARY, (num_rows, num_tokens + 1))
+        data = [Datum(row[:-1], {"target_tokens": row[1:], "weights": np.ones(num_tokens, np.float32)}) for row in rows]
+        request = TrainingRequest(
+            model_id=self.model_id,
+            seq=self._seq,
+            data=data,
+            loss_fn="cross_entropy",
+            loss_config={},
+            forward_only=forward_only,
+        )
+        answer = await self.client.post("forward_backward", None, data=encode_training(request))
+        return answer["request_id"]
+
+    async def post_step(self) -> str:
+        self._seq += 1
+        body = {"model_id": self.model_id, "seq_id": self._seq, "adam_params": {"learning_rate": 1e-4}}
+        return (await self.client.post("optim_step", body))["request_id"]
+
+    async def run_pass(self, num_rows: int, num_tokens: int, *, forward_only: bool = False) -> None:
+        await self.client.result(await self.post_pass(num_rows, num_tokens, forward_only=forward_only))
+
+    async def train(self, steps: int, num_rows: int = 32, num_tokens: int = 128) -> None:
+        for _ in range(steps):
+            await self.run_pass(num_rows, num_tokens)
+            await self.client.result(await self.post_step())
+
+    async def train_ahead(self, steps: int, num_rows: int = 32, num_tokens: int = 128) -> None:
+        """The next step is asked for before the one before is done."""
+        waiting: list[str] = []
+        for _ in range(steps):
+            waiting += [await self.post_pass(num_rows, num_tokens), await self.post_step()]
+        await asyncio.gather(*map(self.client.result, waiting))
+
+    async def sampler(self) -> str:
+        """A sampling session with the weights of now."""
+        self._seq, self._samplers = self._seq + 1, self._samplers + 1
+        body = {"model_id": self.model_id, "seq_id": self._seq, "sampling_session_seq_id": self._samplers}
+        return (await self.client.call("save_weights_for_sampler", body))["sampling_session_id"]
+
+    async def save_state(self, name: str) -> None:
+        self._seq += 1
+        await self.client.call("save_weights", {"model_id": self.model_id, "seq_id": self._seq, "path": name})
+
+
+class Sampler:
+    def __init__(self, client: Client, sampling_session_id: str, seed: int = 0):
+        self._client, self._id, self._seq = client, sampling_session_id, 0
+        self._random = random.Random(seed)
+
+    async def sample(self, max_tokens: int, num_samples: int = 1, prompt_tokens: int = 32) -> None:
+        self._seq += 1
+        tokens = [self._random.randrange(2, VOCABULARY) for _ in range(prompt_tokens)]
+        await self._client.call(
+            "asample",
+            {
+                "sampling_session_id": self._id,
+                "seq_id": self._seq,
+                "num_samples": num_samples,
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
+                "sampling_params": {"max_tokens": max_tokens, "temperature": 1.0, "stop": [], "seed": self._seq},
+                "type": "sample",
+            },
+        )
+
+
+async def seconds(work: Callable[[], Awaitable[Any]]) -> float:
+    started = time.perf_counter()
+    await work()
+    return time.perf_counter() - started
+
+
+async def median_seconds(work: Callable[[], Awaitable[Any]], repeats: int) -> float:
+    return statistics.median([await seconds(work) for _ in range(repeats)])
+
+
+async def at_once(work: Callable[[], Awaitable[Any]], total: int, in_flight: int) -> None:
+    """`total` calls, so many of them under way at a time."""
+    left = iter(range(total))
+
+    async def worker() -> None:
+        for _ in left:
+            await work()
+
+    await asyncio.gather(*(worker() for _ in range(in_flight)))
+
+
+Row = tuple[str, str, str]
+
+
+async def measure(url: str, base_model: str, quick: bool, process: psutil.Process) -> list[Row]:
+    rows: list[Row] = []
+
+    def add(name: str, unit: str, value: float) -> None:
+        rows.append((name, unit, f"{value:,.3g}" if value < 100 else f"{value:,.0f}"))
+        print(f"  {name}: {rows[-1][2]} {unit}", file=sys.stderr, flush=True)
+
+    scale, repeats = (1, 3) if quick else (4, 7)
+    connections = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connections, timeout=aiohttp.ClientTimeout(total=300)) as http:
+        client = Client(http, url)
+        add("create_model, the first", "s", await seconds(lambda: Tenant.new(client, base_model)))
+        add("create_model", "s", await median_seconds(lambda: Tenant.new(client, base_model), repeats))
+        tenant = await Tenant.new(client, base_model)
+        add("first step 1 x 32 tokens", "s", await seconds(lambda: tenant.train(1, 1, 32)))
+        session = await client.session()
+
+        async def beat() -> None:
+            await client.post("session_heartbeat", {"session_id": session, "type": "session_heartbeat"})
+
+        num_beats = 1000 * scale
+        add("heartbeats, 16 in flight", "1/s", num_beats / await seconds(lambda: at_once(beat, num_beats, 16)))
+        add("step 1 x 32 tokens, p50", "ms", 1e3 * await median_seconds(lambda: tenant.train(1, 1, 32), 5 * repeats))
+        forward = lambda: tenant.run_pass(1, 32, forward_only=True)  # noqa: E731
+        add("forward 1 x 32 tokens, p50", "ms", 1e3 * await median_seconds(forward, 5 * repeats))
+
+        steps = 2 * scale
+        tokens = 32 * 128
+        await tenant.train(1)
+        add(
+            "train 32 x 128, waiting for each call",
+            "tokens/s",
+            steps * tokens / await seconds(lambda: tenant.train(steps)),
+        )
+        add("train 32 x 128, ahead", "tokens/s", steps * tokens / await seconds(lambda: tenant.train_ahead(steps)))
+        passes = lambda: tenant.run_pass(32, 128, forward_only=True)  # noqa: E731
+        add("forward 32 x 128", "tokens/s", tokens / await median_seconds(passes, repeats))
+        for count in (4, 16):
+            tenants = [await Tenant.new(client, base_model) for _ in range(count)]
+
+            async def all_train(tenants: list[Tenant] = tenants) -> None:
+                await asyncio.gather(*(each.train(1, 8) for each in tenants))
+
+            await all_train()
+            took = await median_seconds(all_train, repeats)
+            add(f"train 8 x 128 each, {count} tenants", "tokens/s", count * 8 * 128 / took)
+
+        sampler = Sampler(client, await tenant.sampler())
+        await sampler.sample(4)
+        add("one sample of 64 tokens, p50", "ms", 1e3 * await median_seconds(lambda: sampler.sample(64), repeats))
+        one_token = lambda: sampler.sample(1)  # noqa: E731
+        add("one sample of 1 token, p50", "ms", 1e3 * await median_seconds(one_token, 5 * repeats))
+        for num_samples in (16, 64):
+            took = await median_seconds(lambda n=num_samples: sampler.sample(64, n), repeats)
+            add(f"one request of {num_samples} x 64 tokens", "tokens/s", num_samples * 64 / took)
+        took = await median_seconds(lambda: at_once(lambda: sampler.sample(64), 32, 32), repeats)
+        add("32 requests of 64 tokens at once", "tokens/s", 32 * 64 / took)
+        num_requests = 500 * scale
+        took = await seconds(lambda: at_once(one_token, num_requests, 200))
+        add("requests of 1 token, 200 in flight", "1/s", num_requests / took)
+        for count in (4, 16):
+            samplers = [
+                Sampler(client, await (await Tenant.new(client, base_model)).sampler(), i) for i in range(count)
+            ]
+
+            async def all_sample(samplers: list[Sampler] = samplers) -> None:
+                await asyncio.gather(*(at_once(lambda s=each: s.sample(64), 8, 8) for each in samplers))
+
+            await all_sample()
+            took = await median_seconds(all_sample, 3)
+            add(f"8 requests of 64 tokens each, {count} tenants", "tokens/s", count * 8 * 64 / took)
+        add("weights to a sampler, p50", "s", await median_seconds(tenant.sampler, repeats))
+        names = iter(range(10**6))
+        add("save_state, p50", "s", await median_seconds(lambda: tenant.save_state(f"s{next(names)}"), repeats))
+
+        async def iteration() -> None:
+            fresh = Sampler(client, await tenant.sampler())
+            await asyncio.gather(*(fresh.sample(64, 16) for _ in range(16)))
+            await tenant.train(1)
+
+        add("RL iteration: sync, 16 x 16 samples of 64, step", "s", await median_seconds(iteration, 3))
+        everyone = [process, *process.children(recursive=True)]
+        add("memory of the server's processes", "MB", sum(p.memory_info().rss for p in everyone) / 1e6)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--quick", action="store_true", help="does it run at all")
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
+    found: dict[str, list[Row]] = {}
+    for size in options.models:
+        print(size, file=sys.stderr)
+        with tempfile.TemporaryDirectory(prefix="tinker_server_") as name:
+            model = Path(name) / "model"
+            make_model(size, model)
+            with server(model, Path(name)) as (url, process):
+                found[size] = asyncio.run(measure(url, str(model), options.quick, process))
+    print(f"| | unit | {' | '.join(found)} |\n|---|---|{'---|' * len(found)}")
+    for lines in zip(*found.values(), strict=True):
+        print(f"| {lines[0][0]} | {lines[0][1]} | {' | '.join(line[2] for line in lines)} |")
+    print(
+        f"\n{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, load before {load:.1f}."
+    )
+
+
+if __name__ == "__main__":
+    main()

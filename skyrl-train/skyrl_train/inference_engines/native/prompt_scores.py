@@ -1,0 +1,54 @@
+"""Log-probs of prompts' own tokens and of the likeliest ones, from hidden states. Knows no model: its output layer is a
+function."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from skyrl_train.inference_engines.native.attention import MIN_ROWS
+from skyrl_train.inference_engines.native.requests import PromptScores, Request
+from skyrl_train.models.token_log_probs import LogitRule
+
+CHUNK = 256
+"""Tokens whose logits are in memory at a time."""
+
+Head = Callable[[torch.Tensor, slice], torch.Tensor]
+"""Logits [n, V] float32 of states [n, D], and which of all the tokens these are (there may be fewer: what fills up)."""
+
+
+def ruled(product: torch.Tensor, rule: LogitRule) -> torch.Tensor:
+    """What the model calls logits, from what its output layer gives."""
+    logits = product if rule.multiplier == 1.0 else product * rule.multiplier
+    return logits if rule.softcap is None else (logits / rule.softcap).tanh() * rule.softcap
+
+
+def score_prompts(requests: Sequence[Request], hidden: Sequence[torch.Tensor], head: Head) -> Iterator[PromptScores]:
+    """log softmax(logits / temperature) at the tokens of several prompts and at the likeliest, computed together.
+
+    A token's logits are made as if it were decoded: where decoding does not depend on company, neither do they, and a
+    prompt's log-probs are the bits that were reported when its tokens were drawn at this temperature.
+
+    Args:
+        requests: with the same `num_top` (which of two equally likely tokens comes first may depend on it)
+        hidden: a request: [P - 1, D], the states after each token of its prompt but the last
+    """
+    scorings = [request.scoring for request in requests if request.scoring is not None]
+    lengths = [len(states) for states in hidden]
+    states, device = torch.cat(list(hidden)), hidden[0].device
+    labels = torch.from_numpy(np.concatenate([request.prompt[1:] for request in requests])).to(device)
+    temperatures = np.repeat(np.array([scoring.temperature for scoring in scorings], np.float32), lengths)
+    divisor = torch.from_numpy(temperatures).to(device)[:, None]
+    parts: list[tuple[torch.Tensor, ...]] = []
+    for start in range(0, len(states), CHUNK):
+        chunk = slice(start, min(start + CHUNK, len(states)))
+        count = chunk.stop - start
+        logits = head(F.pad(states[chunk], (0, 0, 0, max(MIN_ROWS - count, 0))), chunk)[:count]
+        scores = (logits / divisor[chunk]).log_softmax(-1)
+        top = scores.topk(min(scorings[0].num_top, scores.shape[-1]), dim=-1)
+        parts.append((scores.gather(1, labels[chunk, None])[:, 0], top.indices, top.values))
+    columns = [torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)]
+    ends = np.cumsum(lengths).tolist()
+    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        yield PromptScores(*(column[start:end] for column in columns))

@@ -1,0 +1,151 @@
+"""vLLM's asynchronous engine in an event loop of its own: its start, calls with deadlines and named errors, its end."""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from skyrl_train.errors import ConfigError, WeightSyncError, WorkerError
+from skyrl_train.inference_engines.vllm.event_loop import LoopStopped, LoopThread
+from skyrl_train.inference_engines.vllm.processes import children_of_this_process, end_processes
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+T = TypeVar("T")
+
+_WORKER_ERROR = re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL)
+_SHUTDOWN_SECONDS = 2.0
+_CLOSED = "the vllm engine is closed"
+
+
+class LLMProcesses:
+    """An `AsyncLLM` and the processes that it started. Ready when the constructor returns.
+
+    Args:
+        arguments: vLLM's `AsyncEngineArgs`.
+        timeout_seconds: deadline of a call, unless it has its own.
+
+    Raises:
+        ConfigError: vLLM refuses the arguments.
+        WorkerError: vLLM did not start; its log is this process's output.
+    """
+
+    llm: "AsyncLLM"
+    """For coroutines that run in the engine's loop."""
+
+    def __init__(self, arguments: Any, timeout_seconds: float):
+        self._timeout = timeout_seconds
+        self._closed = False
+        self._loop = LoopThread("vllm-engine")
+        before = children_of_this_process()
+        try:
+            self.llm = self._loop.call_from_thread(_start(arguments))
+            self._processes = [p for p in children_of_this_process() if p not in before]
+        except BaseException:
+            end_processes([p for p in children_of_this_process() if p not in before])
+            self._loop.stop()
+            raise
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in the engine's loop, however long it takes.
+
+        Raises:
+            WorkerError: the engine was closed meanwhile.
+        """
+        try:
+            return await self._loop.call(coroutine)
+        except LoopStopped:
+            raise WorkerError(_CLOSED) from None
+
+    def run_from_thread(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Blocks until it is done."""
+        return self._loop.call_from_thread(coroutine)
+
+    async def control(self, coroutine: Coroutine[Any, Any, T], what: str, seconds: float | None = None) -> T:
+        """Runs in the engine's loop, with a deadline; a dead vLLM is a WorkerError."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            self.raise_if_dead()
+        except WorkerError:
+            coroutine.close()
+            raise
+        limit = self._timeout if seconds is None else seconds
+        try:
+            return await self.run(asyncio.wait_for(coroutine, limit))
+        except TimeoutError as error:
+            raise WorkerError(f"the vllm engine did not answer {what} within {limit:g} seconds") from error
+        except EngineDeadError as error:
+            raise self.dead(error) from error
+
+    def raise_if_dead(self) -> None:
+        if self._closed:
+            raise WorkerError(_CLOSED)
+        if self.llm.errored:
+            raise self.dead(None)
+
+    def dead(self, error: BaseException | None) -> WorkerError:
+        """What to raise where vLLM's processes are gone."""
+        if self._closed:
+            return WorkerError(_CLOSED)
+        cause = "" if error is None else f" ({type(error).__name__}: {error})"
+        return WorkerError(f"vLLM's engine process died{cause}; why, its log says: the output of this process")
+
+    # ---- in the engine's loop
+
+    async def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of every worker."""
+        return await self.llm.collective_rpc(method, args=args)
+
+    async def weight_rpc(self, method: str, *args: Any) -> list[Any]:
+        """`rpc`, where what a worker raises is a WeightSyncError with its words."""
+        try:
+            return await self.rpc(method, *args)
+        except Exception as error:  # vLLM passes on the text of whatever a worker raised
+            if self.llm.errored:
+                raise
+            said = _WORKER_ERROR.search(str(error))
+            words = said.group(1) if said else f"{type(error).__name__}: {error}"
+            raise WeightSyncError(f"vLLM's worker failed in {method}: {words}") from error
+
+    async def stop_computing(self) -> None:
+        """No step is under way when this returns, and every token that was written has arrived."""
+        await self.llm.pause_generation(mode="keep", clear_cache=False)
+        while not self.llm.engine_core.outputs_queue.empty():  # pyright: ignore[reportAttributeAccessIssue]
+            await asyncio.sleep(0.001)
+        for _ in range(3):  # the output handler's turn, then the requests'
+            await asyncio.sleep(0)
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Ends vLLM's processes. Calls under way fail with `WorkerError`; so does every later one."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.stop()
+        with contextlib.suppress(Exception):  # the processes are ended in any case
+            self.llm.shutdown(timeout=_SHUTDOWN_SECONDS)
+            resources: Any = self.llm.engine_core.resources  # pyright: ignore[reportAttributeAccessIssue]
+            resources.ctx.destroy(linger=0)  # ZeroMQ's, which vLLM leaves to the garbage collector
+        end_processes(self._processes)
+        del self.llm  # its own end must not come when the interpreter's has begun
+
+
+async def _start(arguments: Any) -> "AsyncLLM":
+    """In the loop that the engine will belong to; it blocks that loop, in which nothing else is yet."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    try:
+        config = arguments.create_engine_config()
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(f"vLLM refuses these engine settings: {error}") from error
+    try:
+        from vllm.v1.executor import Executor
+
+        executor = Executor.get_class(config)
+        return AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
+    except (RuntimeError, TimeoutError, OSError) as error:
+        raise WorkerError(f"vLLM did not start: {error} Its log is the output of this process") from error

@@ -1,0 +1,99 @@
+"""The adapters that a vLLM engine has loaded, by name."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from skyrl_train.errors import UnsupportedByEngine, WeightSyncError
+from skyrl_train.inference_engines.vllm.llm import LLMProcesses
+from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+
+
+@dataclass(eq=False)
+class LoadedAdapter:
+    """One that took another's place has a number of its own."""
+
+    request: "LoRARequest"
+    version: int
+    num_running: int = 0
+    replaced: bool = False
+
+
+class LoadedAdapters:
+    """Belongs to the engine's loop.
+
+    Args:
+        most: how many may be loaded, those that are replaced and still answer among them; None: vLLM's own bound.
+    """
+
+    def __init__(self, processes: LLMProcesses, most: int | None):
+        self._processes = processes
+        self._most = most
+        self._by_name: dict[str, LoadedAdapter] = {}
+        self._num_loaded = 0
+
+    def named(self, name: str) -> LoadedAdapter:
+        """
+        Raises:
+            ValueError: no adapter has that name.
+        """
+        if name not in self._by_name:
+            raise ValueError(f"no adapter named {name!r} is loaded")
+        return self._by_name[name]
+
+    async def load(self, request: LoraLoadRequest) -> WeightReport:
+        """Takes the place of the one with this name, which goes when its last request has ended."""
+        from vllm.lora.request import LoRARequest
+
+        llm = self._processes.llm
+        if self._most is not None and len(await llm.list_loras()) >= self._most:
+            raise UnsupportedByEngine(
+                f"{self._most} adapters are loaded or still answer, the most for vLLM on a CPU; "
+                "unload one, or raise generator.engine_init_kwargs.max_loras"
+            )
+        self._num_loaded += 1
+        number = self._num_loaded
+        # A name of its own as well: vLLM keys cached prefixes by name and path.
+        lora = LoRARequest(lora_name=f"{request.name}-{number}", lora_int_id=number, lora_path=request.path)
+        try:
+            loaded = await llm.add_lora(lora)
+        except Exception as error:
+            if llm.errored:
+                raise
+            raise WeightSyncError(f"vLLM did not load adapter {request.name!r} from {request.path}: {error}") from error
+        if not loaded:
+            raise WeightSyncError(f"vLLM did not load adapter {request.name!r} from {request.path}")
+        reports = await self._processes.weight_rpc("skyrl_lora", number, request.path, request.version)
+        before = self._by_name.get(request.name)
+        self._by_name[request.name] = LoadedAdapter(lora, request.version)
+        if before is not None:
+            before.replaced = True
+            await self.forget_if_unused(before)
+        return WeightReport(version=request.version, fingerprints=merged_reports(reports))
+
+    async def unload(self, name: str) -> None:
+        adapter = self.named(name)
+        del self._by_name[name]
+        adapter.replaced = True
+        await self.forget_if_unused(adapter)
+
+    async def forget_if_unused(self, adapter: LoadedAdapter) -> None:
+        if adapter.replaced and not adapter.num_running and not self._processes.llm.errored:
+            adapter.replaced = False  # once
+            await self._processes.llm.remove_lora(adapter.request.lora_int_id)
+
+
+def merged_reports(reports: list[dict[str, int]]) -> dict[str, int]:
+    """One report of the workers' reports.
+
+    Raises:
+        WeightSyncError: two workers were given different bytes.
+    """
+    merged: dict[str, int] = {}
+    for report in reports:
+        for name, value in report.items():
+            if merged.setdefault(name, value) != value:
+                raise WeightSyncError(f"vLLM's workers hold different weights of {name}")
+    return merged

@@ -1,0 +1,42 @@
+"""Who may start, and until when the others wait."""
+
+import asyncio
+
+from skyrl_train.inference_engines.gate import Gate
+
+
+async def test_a_gate_opens_when_the_last_reason_is_gone() -> None:
+    gate = Gate()
+    assert await gate.wait()
+    gate.close("paused")
+    gate.close("updating")
+    waiting = asyncio.ensure_future(gate.wait())
+    await asyncio.sleep(0)
+    gate.open("paused")
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    gate.open("updating")
+    assert await waiting is True
+
+
+async def test_who_waits_at_a_gate_can_be_sent_away_and_the_gate_stays_closed() -> None:
+    gate = Gate()
+    gate.close("asleep")
+    waiting = asyncio.ensure_future(gate.wait())
+    await asyncio.sleep(0)
+    gate.dismiss()
+    assert await waiting is False
+    assert not gate.is_open
+
+
+async def test_a_gate_that_closes_again_at_once_lets_nobody_through() -> None:
+    gate = Gate()
+    gate.close("paused")
+    waiting = asyncio.ensure_future(gate.wait())
+    await asyncio.sleep(0)
+    gate.open("paused")
+    gate.close("paused")
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    gate.open("paused")
+    assert await waiting is True

@@ -1,0 +1,114 @@
+"""Whose turn it is, by hand, and in the core: long requests of one group beside short ones of another."""
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_train.inference_engines.native.core import NativeEngineCore
+from skyrl_train.inference_engines.native.loading import load_model
+from skyrl_train.inference_engines.native.requests import Request, SamplingParams
+from skyrl_train.inference_engines.native.waiting import Waiting
+
+
+def request(group: str | None, *, length: int = 5, max_tokens: int | None = 4, seed: int = 0) -> Request:
+    prompt = np.random.default_rng(seed).integers(2, 62, length)
+    return Request(prompt, SamplingParams(max_tokens=max_tokens), (seed, 0), group=group)
+
+
+def admitted(waiting: Waiting, num_rows: int) -> str:
+    """Who gets rows in which order, while there are any for them."""
+    taken = []
+    while (chosen := waiting.next(num_rows - len(taken))) is not None:
+        waiting.take(chosen)
+        taken.append(chosen)
+    return "".join(chosen.group or "." for chosen in taken)
+
+
+@pytest.mark.parametrize(
+    "arrivals, num_rows, order",
+    [
+        ("....", 3, "..."),  # nobody in particular: by arrival, every row
+        ("aaabbc", 16, "abcaba"),  # groups in turn
+        ("aaaaaaaaaa", 8, "aaaaaa"),  # alone: three rows for each that stays free
+        ("aaaaaaaabbbbbbbb", 8, "abababa"),  # two groups: after 4 and 3 nobody is below 3 x 1 row
+        ("a", 1, "a"),
+        ("ab", 1, "a"),
+    ],
+)
+def test_groups_take_turns_and_leave_rows_free(arrivals, num_rows, order):
+    waiting = Waiting()
+    for group in arrivals:
+        waiting.add(request(None if group == "." else group))
+    assert admitted(waiting, num_rows) == order
+    assert len(waiting) == len(arrivals) - len(order)
+
+
+def test_within_a_group_the_first_comes_first_and_rows_given_back_count():
+    waiting = Waiting()
+    requests = [request("a", seed=index) for index in range(5)]
+    for one in requests:
+        waiting.add(one)
+    for expected in requests[:3]:
+        assert waiting.next(4) is expected
+        waiting.take(expected)
+    assert waiting.next(1) is None  # three are held and one row is free
+    waiting.give_back(requests[0])
+    assert waiting.next(2) is requests[3]
+    assert waiting.remove(lambda one: one is requests[3]) == [requests[3]]
+    assert waiting.next(2) is requests[4] and len(waiting) == 1
+
+
+def core_of(path: str, **settings) -> NativeEngineCore:
+    model = load_model(
+        path, device=torch.device("cpu"), dtype="float32", model_config_kwargs=None, trust_remote_code=False
+    )
+    return NativeEngineCore(model, max_model_len=512, eos_ids=(), decode=str, **settings)
+
+
+def test_a_group_that_comes_late_starts_at_once_beside_one_that_wants_everything(tiny_models):
+    core = core_of(tiny_models("qwen3"), max_num_seqs=16)
+    for index in range(100):
+        core.add_request(request("greedy", max_tokens=200, seed=index))
+    core.step()
+    assert core.num_running == 12
+    for index in range(9):
+        core.add_request(request("late", max_tokens=3, seed=index))
+    ended = [completion for _ in range(9) for completion in core.step()]
+    assert [completion.request.group for completion in ended] == ["late"] * 9  # 3 at a time
+    assert core.abort() and core.num_running == core.num_waiting == 0
+
+
+def test_a_step_lets_in_a_bounded_number_of_prompt_tokens(tiny_models):
+    """Running answers get their next token after at most so much; a prompt above the bound comes in alone."""
+    core = core_of(tiny_models("qwen3"), max_num_seqs=64, max_prefill_tokens=128)
+    lengths = [40, 40, 30, 300, 1, 1, 60, 60, 60]
+    for index, length in enumerate(lengths):
+        core.add_request(request(None, length=length, max_tokens=50, seed=index))
+    seen = []
+    while core.num_waiting:
+        before = core.num_prompt_tokens_computed
+        core.step()
+        seen.append((core.num_running, core.num_prompt_tokens_computed - before))
+    assert seen == [(2, 78), (3, 29), (4, 299), (8, 118), (9, 59)]
+
+
+def test_the_cache_stays_within_its_memory_and_gives_the_same(tiny_models):
+    """Long requests among short ones: they wait for room, and what the longest took is given back."""
+    shapes = [(5, 20), (200, 250), (5, 20), (30, 400), (5, 20), (400, None), (5, 20), (5, 20), (5, 20), (5, 20)]
+    requests = [request(None, length=length, max_tokens=new, seed=i) for i, (length, new) in enumerate(shapes * 2)]
+
+    def run(core: NativeEngineCore) -> tuple[list, int]:
+        for one in requests:
+            core.add_request(one)
+        done, most = {}, 0
+        while core.num_running or core.num_waiting:
+            done |= {completion.request: completion for completion in core.step()}
+            most = max(most, core._cache.num_rows * core._cache.length)
+        return [(done[one].token_ids, done[one].log_probs) for one in requests], most
+
+    answers, most = run(core_of(tiny_models("qwen2"), max_num_seqs=32))
+    assert most == 32 * 512
+    within, most = run(core_of(tiny_models("qwen2"), max_num_seqs=32, max_cache_tokens=32 * 100))
+    assert within == answers and most <= 32 * 100
+    alone, most = run(core_of(tiny_models("qwen2"), max_num_seqs=32, max_cache_tokens=100))
+    assert alone == answers and most == 4 * 512  # even one is too much: one at a time

@@ -1,0 +1,189 @@
+"""The other side of the desk's protocol as a process of 100 lines: an engine whose models are chains of hashes.
+
+A model's state is the hash of all that was done to it, so a lost, doubled or swapped order shows in every later result.
+It takes snapshots, replays, and dies, hangs or fails when an order says so (by its learning rate).
+
+    python scripted_engine.py ADDRESS SNAPSHOTS PARENT [ORDERS_A_SNAPSHOT] [SECONDS_AN_ORDER]
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import secrets
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from tx.tinker.backends.base import BackendInfo
+from tx.tinker.engine.channel import EngineChannel
+from tx.tinker.engine.messages import (
+    Cancel,
+    CreateModel,
+    Done,
+    Failed,
+    Load,
+    ModelOrder,
+    Optimize,
+    Pulse,
+    Ready,
+    Restore,
+    Sample,
+    Save,
+    Snapshotted,
+    Stop,
+    Train,
+    Unload,
+)
+from tx.tinker.engine.process import when_gone
+from tx.tinker.wire.codec import TrainingRequest, decode_training
+
+DIE, HANG, FAIL = 6.66, 7.77, 8.88
+"""Learning rates of an optimizer step that make this engine do so; for samples, temperatures."""
+
+
+def chained(state: str, *what: object) -> str:
+    return hashlib.sha256(repr((state, *what)).encode()).hexdigest()[:16]
+
+
+def digest(request: TrainingRequest) -> str:
+    """Of what it says: its bytes may differ, as protobuf's maps have no order."""
+    return chained("pass", *(datum.tokens.tolist() for datum in request.data))
+
+
+class ScriptedEngine:
+    def __init__(self, channel: EngineChannel, snapshots: Path, orders_a_snapshot: int, seconds: float):
+        self.channel, self.snapshots = channel, snapshots
+        self.orders_a_snapshot, self.seconds = orders_a_snapshot, seconds
+        self.states: dict[str, str] = {}
+        self.since: dict[str, int] = {}
+        self.samples: set[str] = set()
+
+    async def serve(self) -> None:
+        info = BackendInfo(name="scripted", vocab_size=100, max_context=64, max_lora_rank=64)
+        self.channel.send(Ready(info=info))
+        pulse = asyncio.create_task(self.pulse())
+        async for message in self.channel:
+            match message:
+                case Stop():
+                    break
+                case Cancel():
+                    self.samples -= set(message.request_ids)
+                case Restore():
+                    self.restore(message)
+                case Sample():
+                    await self.sample(message)
+                case ModelOrder():
+                    await self.order(message)
+        pulse.cancel()
+
+    async def pulse(self) -> None:
+        while True:
+            models, none = len(self.states), {}
+            self.channel.send(
+                Pulse(
+                    queued_orders=0,
+                    running_samples=0,
+                    resident_models=models,
+                    train_tokens=none,
+                    sample_tokens=none,
+                    busy_seconds=0.0,
+                )
+            )
+            await asyncio.sleep(0.1)
+
+    def restore(self, message: Restore) -> None:
+        if message.snapshot is not None:
+            saved = json.loads((Path(message.snapshot) / "state.json").read_text())
+            assert saved["seq"] == message.seq, (saved, message)
+            self.states[message.model_id] = saved["state"]
+
+    async def order(self, order: ModelOrder) -> None:
+        if self.seconds:
+            await asyncio.sleep(self.seconds)
+        if isinstance(order, Optimize) and order.adam.learning_rate in (DIE, HANG):
+            misbehave(order.adam.learning_rate)
+        if isinstance(order, Optimize) and order.adam.learning_rate == FAIL:
+            self.advance(order, "failed")
+            if not order.replay:
+                self.channel.send(Failed(request_id=order.request_id, error="not finite", category="user"))
+            return
+        try:
+            result, size = self.carry_out(order)
+        except Exception as error:
+            assert not order.replay, f"what was done before fails when it is done again: {error!r}"
+            self.channel.send(Failed(request_id=order.request_id, error=f"{error!r}", category="user"))
+            return
+        if not order.replay:
+            self.channel.send(Done(request_id=order.request_id, result=json.dumps(result).encode(), size_bytes=size))
+        if not isinstance(order, Unload):
+            self.snapshot_sometimes(order)
+
+    def carry_out(self, order: ModelOrder) -> tuple[dict, int]:
+        size = 0
+        match order:
+            case CreateModel():
+                self.states[order.model_id] = chained("new", order.lora.rank, order.lora.seed)
+                if order.folder:
+                    self.states[order.model_id] = read(order.folder)
+            case Train():
+                request = decode_training(order.payload)
+                if not request.forward_only:
+                    self.advance(order, digest(request))
+            case Optimize():
+                self.advance(order, order.adam.learning_rate)
+            case Load():
+                self.states[order.model_id] = read(order.folder)
+            case Save():
+                Path(order.folder).mkdir(parents=True, exist_ok=True)
+                (Path(order.folder) / "state.json").write_text(json.dumps({"state": self.states[order.model_id]}))
+                size = 7
+            case Unload():
+                self.states.pop(order.model_id, None)
+        return {"state": self.states.get(order.model_id), "engine": os.getpid()}, size
+
+    def advance(self, order: ModelOrder, what: object) -> None:
+        self.states[order.model_id] = chained(self.states[order.model_id], order.seq, what)
+
+    def snapshot_sometimes(self, order: ModelOrder) -> None:
+        self.since[order.model_id] = self.since.get(order.model_id, 0) + 1
+        if self.since[order.model_id] < self.orders_a_snapshot:
+            return
+        self.since[order.model_id] = 0
+        folder = self.snapshots / order.model_id / f"{order.seq}-{secrets.token_hex(4)}"
+        folder.mkdir(parents=True)
+        state = {"state": self.states[order.model_id], "seq": order.seq}
+        (folder / "state.json").write_text(json.dumps(state))
+        self.channel.send(Snapshotted(model_id=order.model_id, seq=order.seq, folder=str(folder)))
+
+    async def sample(self, order: Sample) -> None:
+        if order.spec.params.temperature in (DIE, HANG):
+            misbehave(order.spec.params.temperature)
+        self.samples.add(order.request_id)
+        await asyncio.sleep(self.seconds)
+        state = "base" if order.adapter is None else read(order.adapter)
+        result = {"state": state, "seed": order.spec.params.seed}
+        self.channel.send(Done(request_id=order.request_id, result=json.dumps(result).encode()))
+
+
+def read(folder: str) -> str:
+    return json.loads((Path(folder) / "state.json").read_text())["state"]
+
+
+def misbehave(how: float) -> None:
+    if how == DIE:
+        print("Fatal: out of luck", flush=True)
+        os._exit(9)
+    time.sleep(3600)
+
+
+async def main(address: str, snapshots: str, parent: str, orders_a_snapshot: str = "3", seconds: str = "0") -> None:
+    when_gone(int(parent), partial(os._exit, 3))
+    channel = EngineChannel(address)
+    await ScriptedEngine(channel, Path(snapshots), int(orders_a_snapshot), float(seconds)).serve()
+    await channel.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,141 @@
+"""The engine dies, hangs, starts badly; what was accepted is done all the same, once."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from desk_users import PATIENCE, Chain, Client, running, scripted
+from scripted_engine import DIE, HANG
+
+from tx.tinker.desk.engine_link import EngineLink
+from tx.tinker.desk.results import TryAgain
+
+pytestmark = pytest.mark.slow
+
+
+async def until(fact, seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not fact():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_killed_engine_costs_nobody_anything(tmp_path: Path):
+    command = scripted(tmp_path / "state", orders_a_snapshot=4, seconds=0.01)
+    async with running(tmp_path, command=command) as desk:
+        alice, bob = await Client(desk).begin(), await Client(desk, "bob").begin()
+        models = {alice: await alice.model(), bob: await bob.model(seed=3)}
+        chains = {alice: Chain(models[alice]), bob: Chain(models[bob], seed=3)}
+        base = await bob.sampler(0, base_model="tiny")
+        for life in range(3):
+            answers = []
+            for seq in range(20 * life + 1, 20 * life + 21):
+                for client, model in models.items():
+                    step = await (client.train if seq % 2 else client.step)(model, seq)
+                    chain = chains[client].train(seq) if seq % 2 else chains[client].step(seq)
+                    answers.append((client, step, chain.state))
+                answers.append((bob, await bob.sample(base, seq), "base"))
+            await answers[18 * life][0].result(answers[18 * life][1])
+            desk._link._signal(signal.SIGKILL)
+            for client, answer, state in answers:
+                assert (await client.result(answer))["state"] == state
+        assert desk._link.deaths == 3
+
+
+async def test_the_order_that_kills_fails_and_the_others_go_on(tmp_path: Path):
+    async with running(tmp_path) as desk:
+        alice, bob = await Client(desk).begin(), await Client(desk, "bob").begin()
+        mine, his = await alice.model(), await bob.model()
+        base = await bob.sampler(0, base_model="tiny")
+        await alice.train(mine, 1)
+        deadly = await alice.step(mine, 2, DIE)
+        answers = [await bob.train(his, seq) for seq in range(1, 6)]
+        samples = [await bob.sample(base, seq) for seq in range(5)]
+        deadly_sample = await alice.sample(await alice.sampler(0, base_model="tiny"), 0, params={"temperature": DIE})
+        for answer in (deadly, deadly_sample):
+            stored = await alice.stored(answer)
+            assert stored.category == "server"
+            assert "the engine died each time this was tried" in (stored.error or "")
+            assert "exit status 9: Fatal: out of luck" in (stored.error or "")
+        last = await bob.result(answers[-1])
+        assert last["state"] == Chain(his).train(1).train(2).train(3).train(4).train(5).state
+        assert [(await bob.result(sample))["state"] for sample in samples] == ["base"] * 5
+        after = await alice.result(await alice.train(mine, 3))
+        assert after["state"] == Chain(mine).train(1).train(3).state, "the deadly step was not done"
+        assert desk.metrics()["engine_killers_total"] == 2
+
+
+async def test_an_engine_that_hangs_is_replaced(tmp_path: Path):
+    async with running(tmp_path) as desk:
+        alice = await Client(desk).begin()
+        base = await alice.sampler(0, base_model="tiny")
+        hanging = await alice.sample(base, 0, params={"temperature": HANG})
+        other = await alice.sample(base, 1)
+        stored = await alice.stored(hanging, timeout=40)
+        assert "it said nothing for 2 s" in (stored.error or "")
+        assert (await alice.result(other))["state"] == "base"
+
+
+async def test_requests_queue_while_the_engine_starts_and_the_client_is_told(tmp_path: Path):
+    go = tmp_path / "go"
+    inner = scripted(tmp_path / "state")
+
+    def slowly(address: str) -> list[str]:
+        wait = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\n"
+        return [sys.executable, "-c", wait + "os.execv(sys.argv[2], sys.argv[2:])", str(go), *inner(address)]
+
+    async with running(tmp_path, command=slowly) as desk:
+        alice = await Client(desk).begin()
+        base = await alice.sampler(0, base_model="tiny")
+        answer = await alice.sample(base, 0)
+        waiting = await desk.retrieve("alice", answer["request_id"], 0.05)
+        assert waiting == TryAgain(f"{base}:0", "paused_capacity", "the engine is starting")
+        assert desk.status()["engine"]["state"] == "the engine is starting"
+        go.touch()
+        assert (await alice.result(answer))["state"] == "base"
+        assert desk.status()["engine"]["state"] == "ready"
+
+
+async def test_an_engine_that_cannot_start_is_tried_again_and_says_why(tmp_path: Path):
+    def broken(address: str) -> list[str]:
+        return [sys.executable, "-c", "import sys; print('no such disk', flush=True); sys.exit(1)"]
+
+    async with running(tmp_path, command=broken) as desk:
+        await until(lambda: desk._link.deaths >= 3)
+        assert "exit status 1: no such disk" in desk.status()["engine"]["state"]
+        assert not desk.hopeless.is_set()
+
+
+async def test_wrong_settings_are_not_tried_again(tmp_path: Path):
+    def wrong(address: str) -> list[str]:
+        return [sys.executable, "-c", "import sys; print('ConfigError: rank', flush=True); sys.exit(78)"]
+
+    async with running(tmp_path, command=wrong) as desk:
+        await asyncio.wait_for(desk.hopeless.wait(), 20)
+        assert desk._link.trouble == "the engine cannot be started: it ended with exit status 78: ConfigError: rank"
+        await asyncio.sleep(0.5)
+        assert desk._link.deaths == 1
+
+
+async def test_closing_leaves_no_process(tmp_path: Path):
+    async with running(tmp_path) as desk:
+        await until(lambda: desk._link.ready)
+        assert desk._link._process is not None
+        pid = desk._link._process.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert not list((tmp_path / "state" / "sockets").glob("*"))
+
+
+async def test_an_engine_that_does_not_stop_is_ended(tmp_path: Path):
+    link = EngineLink(lambda address: [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, PATIENCE)
+
+    async def died(why: str) -> None:
+        raise AssertionError(why)
+
+    link.start(lambda: None, lambda message: None, died)
+    await until(lambda: link._process is not None)
+    await asyncio.wait_for(link.close(), 10)
+    assert link._process is not None and link._process.returncode == -signal.SIGKILL

@@ -1,0 +1,336 @@
+"""The real engine process with the tiny model: what it answers, and what is left when it is killed."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tx.tinker.config import EngineConfig
+from tx.tinker.engine.channel import ApiChannel
+from tx.tinker.engine.messages import (
+    Cancel,
+    CreateModel,
+    Done,
+    Failed,
+    FromApi,
+    Load,
+    ModelOrder,
+    Optimize,
+    Pulse,
+    Ready,
+    Restore,
+    Sample,
+    Save,
+    Snapshotted,
+    Stop,
+    Train,
+)
+from tx.tinker.engine.process import ORPHANED, WRONG_SETTINGS, engine_command
+from tx.tinker.types import AdamParams, Datum, LoraSpec, SampleParams, SampleSpec
+from tx.tinker.wire.codec import TrainingRequest, decode_pass_output, decode_sample_output, encode_training
+
+pytestmark = pytest.mark.slow
+LORA = LoraSpec(rank=4, seed=1)
+
+
+class EngineProcess:
+    """An engine, and what it said so far."""
+
+    def __init__(self, channel: ApiChannel, process: asyncio.subprocess.Process):
+        self.channel, self.process = channel, process
+        self.outcomes: dict[str, Done | Failed] = {}
+        self.snapshots: dict[str, Snapshotted] = {}
+        self.pulse: Pulse | None = None
+        self.ready = asyncio.Event()
+        self._news = asyncio.Event()
+        self._reading = asyncio.create_task(self._read())
+
+    async def tell(self, *messages: FromApi) -> None:
+        for message in messages:
+            await self.channel.send(message)
+
+    async def hear(self, *request_ids: str) -> list[Done | Failed]:
+        """Waits for their outcomes."""
+        async with asyncio.timeout(90):
+            while missing := [name for name in request_ids if name not in self.outcomes]:
+                assert self.process.returncode is None, f"the engine ended without {missing}"
+                self._news.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), 1.0)
+        return [self.outcomes[name] for name in request_ids]
+
+    async def _read(self) -> None:
+        async for message in self.channel:
+            match message:
+                case Ready():
+                    self.ready.set()
+                case Done() | Failed():
+                    self.outcomes[message.request_id] = message
+                case Snapshotted():
+                    self.snapshots[message.model_id] = message
+                case Pulse():
+                    self.pulse = message
+            self._news.set()
+
+    async def end(self, number: signal.Signals = signal.SIGKILL) -> int:
+        """Signals it; reads what it still says. Returns its exit status."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+        return await self.ended()
+
+    async def ended(self) -> int:
+        status = await asyncio.wait_for(self.process.wait(), 20)
+        await asyncio.sleep(0.1)
+        self.channel.close()
+        await self._reading
+        return status
+
+
+@contextlib.asynccontextmanager
+async def engine(config: EngineConfig) -> AsyncIterator[EngineProcess]:
+    channel = ApiChannel.bind(config.state_folder / "sockets")
+    process = await asyncio.create_subprocess_exec(*engine_command(config, channel.address))
+    running = EngineProcess(channel, process)
+    try:
+        await asyncio.wait_for(running.ready.wait(), 90)
+        yield running
+    finally:
+        if process.returncode is None:
+            await running.end()
+
+
+def config_of(model: Path, folder: Path, **settings: Any) -> EngineConfig:
+    return EngineConfig(
+        base_model=str(model),
+        state_dir=folder / "state",
+        checkpoints_base=str(folder / "checkpoints"),
+        backend_config={"device": "cpu", **settings},
+    )
+
+
+def train(model: str, seq: int, texts: Sequence[Sequence[int]], **values: Any) -> Train:
+    data = []
+    for text in texts:
+        tokens = np.array(text, np.int64)
+        data.append(Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": np.ones(len(text) - 1, np.float32)}))
+    payload = encode_training(TrainingRequest(model, seq, data, "cross_entropy"))
+    return Train(**head(model, seq), payload=payload, **values)
+
+
+def head(model: str, seq: int) -> dict[str, Any]:
+    return {"request_id": f"{model}#{seq}", "tenant": model[0], "model_id": model, "seq": seq}
+
+
+def story_of(model: str, config: EngineConfig, steps: int) -> list[ModelOrder]:
+    """Training with several micro-batches a request, a checkpoint on the way that is taken back, a sampler at last."""
+    random = np.random.default_rng(sum(map(ord, model)))
+    place = f"{config.checkpoints_base}/{model}"
+    orders: list[ModelOrder] = [CreateModel(**head(model, 0), lora=LORA)]
+    for step in range(steps):
+        texts = [random.integers(3, 99, random.integers(5, 60)).tolist() for _ in range(12)]
+        orders.append(train(model, len(orders), texts))
+        orders.append(Optimize(**head(model, len(orders)), adam=AdamParams(learning_rate=0.01, weight_decay=0.1)))
+        if step == 2:
+            orders.append(Save(**head(model, len(orders)), folder=f"{place}/middle", state=True))
+            orders.append(Load(**head(model, len(orders)), folder=f"{place}/middle", optimizer=True))
+    orders.append(Save(**head(model, len(orders)), folder=f"{place}/end", state=False))
+    return orders
+
+
+def adapter_of(model: str, config: EngineConfig) -> bytes:
+    return (Path(config.checkpoints_base) / model / "end" / "adapter_model.safetensors").read_bytes()
+
+
+async def undisturbed(config: EngineConfig, stories: dict[str, list[ModelOrder]]) -> dict[str, bytes]:
+    """Results of all orders by request id, and of nothing else in the engine's way."""
+    async with engine(config) as running:
+        for story in stories.values():  # one model after the other: nobody shares a pass
+            await running.tell(*story)
+            await running.hear(*(order.request_id for order in story))
+        results = {name: done.result for name, done in running.outcomes.items() if isinstance(done, Done)}
+        assert len(results) == sum(map(len, stories.values()))
+        await running.tell(Stop())
+        assert await running.ended() == 0
+    return results
+
+
+def readable(result: bytes) -> Any:
+    """JSON or log-probs and metrics, bit for bit; protobuf writes metrics in any order."""
+    if result.startswith(b"{"):
+        return result
+    output = decode_pass_output(result)
+    return [array.tobytes() for array in output.logprobs], output.metrics
+
+
+async def after_a_crash(
+    running: EngineProcess,
+    stories: dict[str, list[ModelOrder]],
+    recorded: dict[str, bytes],
+    last: dict[str, Snapshotted],
+) -> None:
+    """What the API tells a new engine."""
+    for model, story in stories.items():
+        snapshot = last.get(model)
+        seq = snapshot.seq if snapshot else -1
+        await running.tell(
+            Restore(model_id=model, tenant=model[0], lora=LORA, snapshot=snapshot.folder if snapshot else None, seq=seq)
+        )
+        for order in story:
+            done = order.request_id in recorded
+            if order.seq > seq or not done:
+                await running.tell(msgspec.structs.replace(order, replay=done))
+
+
+async def test_an_engine_killed_in_the_middle_goes_on_bit_for_bit(tiny_model: Path, tmp_path: Path):
+    calm = config_of(tiny_model, tmp_path / "calm", tokens_per_micro_batch=256)
+    wild = config_of(tiny_model, tmp_path / "wild", tokens_per_micro_batch=256)
+    models = ("a1", "a2", "b1")
+    expected = await undisturbed(calm, {model: story_of(model, calm, 6) for model in models})
+    stories = {model: story_of(model, wild, 6) for model in models}
+    recorded: dict[str, bytes] = {}
+    last: dict[str, Snapshotted] = {}
+    for kill_after in (("a1#10", "b1#2"), ()):  # a1 has a snapshot by then, b1 none
+        async with engine(wild) as running:
+            await after_a_crash(running, stories, recorded, last)
+            names = [order.request_id for story in stories.values() for order in story]
+            await running.hear(*(kill_after or [name for name in names if name not in recorded]))
+            await running.end()
+            twice = recorded.keys() & running.outcomes.keys()
+            assert not twice, "told again what was known"
+            recorded |= {name: done.result for name, done in running.outcomes.items() if isinstance(done, Done)}
+            last |= running.snapshots
+    assert {name: readable(result) for name, result in recorded.items()} == {
+        name: readable(result) for name, result in expected.items()
+    }
+    for model in models:
+        assert adapter_of(model, wild) == adapter_of(model, calm)
+    assert last.keys() == set(models)
+
+
+async def test_an_engine_trains_samples_fails_what_is_poisoned_and_stops_when_told(tiny_model: Path, tmp_path: Path):
+    config = config_of(tiny_model, tmp_path)
+    adapter = config.checkpoints_base + "/a1/one"
+    spec = SampleSpec(
+        prompt=[40, 41, 42], num_samples=2, params=SampleParams(seed=7, max_tokens=5), prompt_logprobs=True
+    )
+    async with engine(config) as running:
+        created = CreateModel(**head("a1", 0), lora=LORA)
+        long = train("a1", 1, [[5, 6, 7, 8]] * 4)
+        step = Optimize(**head("a1", 2), adam=AdamParams(learning_rate=0.1))
+        saved = Save(**head("a1", 3), folder=adapter, state=False)
+        other = [
+            CreateModel(**head("b1", 0), lora=LORA),
+            train("b1", 1, [[5, 6, 4000]]),
+            train("b1", 2, [[5, 6, 7, 8]] * 4),
+        ]
+        await running.tell(created, long, *other, step, saved)
+        outcomes = await running.hear("a1#0", "a1#1", "a1#2", "a1#3", "b1#1", "b1#2")
+        assert [type(outcome) for outcome in outcomes] == [Done, Done, Done, Done, Failed, Done]
+        assert isinstance(outcomes[4], Failed) and outcomes[4].category == "user" and "4000" in outcomes[4].error
+        losses = [decode_pass_output(running.outcomes[name].result).metrics for name in ("a1#1", "b1#2")]
+        assert losses[0] == losses[1]  # of the same data under the same fresh adapter
+        assert json.loads(running.outcomes["a1#2"].result)["metrics"]["grad_norm:mean"] > 0
+
+        await running.tell(
+            Sample(request_id="base", tenant="a", spec=spec, adapter=None),
+            Sample(request_id="base again", tenant="b", spec=spec, adapter=None),
+            Sample(request_id="adapter", tenant="a", spec=spec, adapter=adapter),
+            Sample(request_id="gone", tenant="a", spec=spec, adapter=adapter + "-not"),
+        )
+        base, again, adapted, gone = await running.hear("base", "base again", "adapter", "gone")
+        assert isinstance(base, Done) and isinstance(again, Done) and isinstance(adapted, Done)
+        assert base.result == again.result != adapted.result
+        assert [len(sequence.tokens) for sequence in decode_sample_output(base.result).sequences] == [5, 5]
+        assert isinstance(gone, Failed) and gone.category == "user" and "not there" in gone.error
+
+        endless = SampleSpec(prompt=[40], num_samples=8, params=SampleParams(seed=1, max_tokens=500, stop_at_eos=False))
+        await running.tell(Sample(request_id="endless", tenant="a", spec=endless, adapter=None))
+        await running.tell(Cancel(request_ids=["endless"]), train("b1", 3, [[5, 6, 7, 8]]))
+        await running.hear("b1#3")
+        await asyncio.sleep(1.5)
+        assert "endless" not in running.outcomes
+        assert running.pulse is not None and running.pulse.queued_orders == 0 and running.pulse.resident_models == 2
+        assert running.pulse.train_tokens == {"a": 12, "b": 15} and running.pulse.sample_tokens["b"] == 10
+        started = time.monotonic()
+        assert await running.end(signal.SIGTERM) == 0
+        assert time.monotonic() - started < 8
+        assert running.snapshots.keys() == {"a1", "b1"}  # so that the next one has nothing to do again
+
+
+PARENT = """
+import subprocess, sys, time
+from tx.tinker.config import EngineConfig
+from tx.tinker.engine.process import engine_command
+child = subprocess.Popen(engine_command(EngineConfig.model_validate_json(sys.argv[1]), sys.argv[2]))
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+async def test_an_engine_ends_when_its_parent_is_killed(tiny_model: Path, tmp_path: Path):
+    config = config_of(tiny_model, tmp_path)
+    channel = ApiChannel.bind(tmp_path / "sockets")
+    parent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PARENT, config.model_dump_json(), channel.address), stdout=subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    engine_pid = int(await asyncio.wait_for(parent.stdout.readline(), 30))
+    message = await asyncio.wait_for(anext(aiter(channel)), 90)
+    assert isinstance(message, Ready)
+    parent.kill()
+    await parent.wait()
+    deadline = time.monotonic() + 10
+    while is_alive(engine_pid) and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+    assert not is_alive(engine_pid)
+    channel.close()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")
+    return not (
+        status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z"
+    )  # nobody buries orphans here
+
+
+def test_an_engine_whose_parent_is_gone_already_does_not_stay(tiny_model: Path, tmp_path: Path):
+    command = engine_command(config_of(tiny_model, tmp_path), f"ipc://{tmp_path}/nobody")
+    command[-1] = "1000000000"  # a process that is not the one that starts it
+    assert subprocess.run(command, timeout=60, capture_output=True).returncode == ORPHANED
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"max_num_seq": 3}, "unknown setting backend_config.max_num_seq; did you mean max_num_seqs?"),
+        ({"max_num_seqs": 0}, "backend_config.max_num_seqs must be a whole number above 0; got 0"),
+        ({"device": "abacus"}, "backend_config.device"),
+    ],
+)
+def test_wrong_settings_end_it_with_a_status_of_their_own(
+    tiny_model: Path, tmp_path: Path, settings: dict[str, Any], said: str
+):
+    command = engine_command(config_of(tiny_model, tmp_path, **settings), f"ipc://{tmp_path}/nobody")
+    ended = subprocess.run(command, timeout=60, capture_output=True, text=True)
+    assert ended.returncode == WRONG_SETTINGS
+    assert said in ended.stderr
+
+
+def test_the_command_line_shows_no_secrets(tmp_path: Path):
+    config = EngineConfig(base_model="x", database_url="postgresql://me:secret@host/db", state_dir=tmp_path)
+    assert "secret" not in " ".join(engine_command(config, "ipc:///x"))

@@ -1,0 +1,173 @@
+"""What becomes of orders: their order, their results, their failures. Numbers of the backend in conftest: a model is a
+weight that grows by the sum of the tokens it is trained on."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tx.tinker.engine.messages import Done
+
+
+def test_a_model_is_made_trained_stepped_saved_and_unloaded(bench: Any):
+    created = bench.create("a1", weight=2)
+    passed = bench.train("a1", [1, 2, 3])
+    stepped = bench.optimize("a1", learning_rate=0.5)
+    saved = bench.save("a1", "first")
+    unloaded = bench.unload("a1")
+    bench.work()
+    assert bench.answered == [created, passed, stepped, saved, unloaded]
+    assert bench.result(created) == bench.result(saved) == bench.result(unloaded) == {}
+    assert bench.result(passed).metrics == {"loss:sum": -12.0}
+    assert bench.result(passed).logprobs[0].tolist() == [2.0, 4.0, 6.0]
+    assert bench.result(stepped) == {"metrics": {"grad_norm:mean": 6.0}}
+    written = (bench.checkpoints.local(bench.checkpoints.place("first")) / "sum.json").read_bytes()
+    assert json.loads(written) == {"weight": 5.0, "gradient": None, "steps": 1}
+    assert next(m.size_bytes for m in bench.said if isinstance(m, Done) and m.request_id == saved) == len(written)
+    assert bench.backend.models == {}
+
+
+def test_orders_of_a_model_are_done_in_their_order_though_all_came_at_once(bench: Any):
+    expected = [bench.create("a1")]
+    for number in range(1, 6):
+        expected += [bench.train("a1", [number]), bench.optimize("a1"), bench.save("a1", f"n{number}")]
+    bench.work()
+    assert bench.answered == expected
+    weights = [
+        json.loads((bench.checkpoints.local(bench.checkpoints.place(f"n{n}")) / "sum.json").read_text())["weight"]
+        for n in range(1, 6)
+    ]
+    assert weights == [1.0, 3.0, 6.0, 10.0, 15.0]
+
+
+def test_a_request_of_many_micro_batches_has_one_result_in_the_order_of_its_data(bench: Any):
+    bench.create("a1", weight=1)
+    passed = bench.train("a1", *([number] * 60 for number in range(1, 6)))  # two do not fit into one micro-batch
+    bench.work()
+    assert bench.backend.passes == [["a1"]] * 5
+    output = bench.result(passed)
+    assert [array.tolist() for array in output.logprobs] == [[float(number)] * 60 for number in range(1, 6)]
+    assert output.metrics == {"loss:sum": -60.0 * 15}
+    assert bench.trainer.train_tokens == {"a": 300}
+
+
+def test_models_of_several_tenants_share_a_pass(bench: Any):
+    for model in ("a1", "b1", "c1"):
+        bench.create(model)
+        bench.train(model, [1])
+    bench.work()
+    assert [sorted(models) for models in bench.backend.passes] == [["a1", "b1", "c1"]]
+
+
+def test_a_pass_has_no_more_tokens_than_it_may(make_bench: Any):
+    bench = make_bench(pass_tokens=200)
+    for model in ("a1", "b1", "c1", "d1"):
+        bench.create(model)
+        bench.train(model, [1] * 90)
+    bench.work()
+    assert sorted(map(len, bench.backend.passes)) == [2, 2]
+
+
+# ---- failures
+
+
+def test_a_failed_request_leaves_nothing_of_its_earlier_micro_batches(bench: Any):
+    bench.create("a1")
+    bench.train("a1", [5])
+    failed = bench.train("a1", [1] * 100, [2] * 100, [13])
+    stepped = bench.optimize("a1")
+    bench.work()
+    assert bench.result(failed) == ("user", "thirteen is no number")
+    assert bench.result(stepped) == {"metrics": {"grad_norm:mean": 5.0}}  # what came before it is still there
+
+
+@pytest.mark.parametrize(
+    "poison, told", [(13, ("user", "thirteen")), (14, ("server", "RuntimeError"))], ids=["users", "ours"]
+)
+def test_a_poisoned_request_fails_alone(bench: Any, poison: int, told: tuple[str, str]):
+    for model in ("a1", "a2", "b1"):
+        bench.create(model)
+    failed = bench.train("a1", [poison])
+    others = [bench.train("a1", [1]), bench.train("a2", [2]), bench.train("b1", [3])]
+    steps = [bench.optimize(model) for model in ("a1", "a2", "b1")]
+    bench.work()
+    category, text = bench.result(failed)
+    assert category == told[0] and told[1] in text
+    assert [bench.result(other).metrics["loss:sum"] for other in others] == [0.0, 0.0, 0.0]
+    assert [bench.result(step)["metrics"]["grad_norm:mean"] for step in steps] == [1.0, 2.0, 3.0]
+
+
+def test_what_fails_unexpectedly_fails_one_order_and_says_no_more_than_its_kind(bench: Any):
+    bench.create("a1", weight=7)
+    failed = bench.optimize("a1", learning_rate=-1.0)
+    after = bench.save("a1", "after")
+    bench.work()
+    category, text = bench.result(failed)
+    assert category == "server" and "ZeroDivisionError" in text
+    assert bench.result(after) == {}
+
+
+def test_bytes_that_are_no_training_request_fail_their_order(bench: Any):
+    from tx.tinker.engine.messages import Train
+
+    bench.create("a1")
+    bench.trainer.inbox.put(Train(request_id="x", tenant="a", model_id="a1", seq=1, payload=b"\xff\xff"))
+    bench.work()
+    assert bench.result("x")[0] == "user"
+
+
+def test_a_model_that_could_not_be_made_is_not_there_for_later_orders(bench: Any):
+    failed, later = bench.create("a1", rank=9), bench.train("a1", [1])
+    gone = bench.unload("a1")
+    bench.work()
+    assert bench.result(failed) == ("user", "rank must be at most 8")
+    assert bench.result(later) == ("server", "the engine does not have this model")
+    assert bench.result(gone) == {}
+
+
+def test_an_order_that_was_done_already_is_not_done_again(bench: Any):
+    from tx.tinker.engine.messages import Optimize
+    from tx.tinker.types import AdamParams
+
+    bench.create("a1")
+    bench.optimize("a1")
+    bench.trainer.inbox.put(Optimize(request_id="twin", tenant="a", model_id="a1", seq=1, adam=AdamParams()))
+    bench.work()
+    assert bench.result("twin")[0] == "server"
+    assert bench.backend.models["a1"].steps == 1
+
+
+# ---- checkpoints
+
+
+def test_a_checkpoint_becomes_a_new_model_or_that_of_another(bench: Any):
+    bench.create("a1")
+    bench.train("a1", [3])
+    bench.optimize("a1")
+    bench.save("a1", "three")
+    bench.work()
+    bench.create("b1", folder=bench.checkpoints.place("three"), optimizer=True)
+    bench.create("c1", weight=9)
+    loaded = bench.load("c1", "three", optimizer=False)
+    bench.work()
+    assert bench.result(loaded) == {}
+    assert (bench.backend.models["b1"].weight, bench.backend.models["b1"].steps) == (3.0, 1)
+    assert (bench.backend.models["c1"].weight, bench.backend.models["c1"].steps) == (3.0, 0)
+
+
+def test_a_checkpoint_that_is_gone_is_the_users_error_and_changes_nothing(bench: Any):
+    bench.create("a1", weight=4)
+    failed = bench.load("a1", "never")
+    lost = bench.create("b1", folder=bench.checkpoints.place("never"))
+    bench.work()
+    assert bench.result(failed) == bench.result(lost) == ("user", "the checkpoint is not there any more")
+    assert bench.backend.models["a1"].weight == 4.0 and "b1" not in bench.backend.models
+
+
+def test_a_save_that_the_disk_refuses_fails_and_leaves_no_folder(bench: Any):
+    from tx.tinker.engine.messages import Save
+
+    bench.create("a1")
+    bench.trainer.inbox.put(Save(request_id="x", tenant="a", model_id="a1", seq=1, folder="/elsewhere", state=True))
+    bench.work()
+    assert bench.result("x")[0] == "server"

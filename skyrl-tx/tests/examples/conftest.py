@@ -1,0 +1,35 @@
+"""The examples' tiny model behind a real server, and an environment that has the SDK."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tx_server import ServerProcess
+
+REPOSITORY = Path(__file__).parents[3]
+EXAMPLES = REPOSITORY / "examples" / "tinker"
+SDK_VERSION = "0.38.0"
+INSTALL_SECONDS, WARM_UP_SECONDS = 600, 900
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("examples")
+    command = [sys.executable, EXAMPLES / "tiny_model.py", folder / "tiny"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=environment, timeout=WARM_UP_SECONDS)
+    with ServerProcess(folder, "--base-model", str(folder / "tiny"), "--served-model-name", "tiny") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def sdk_python() -> Path:
+    folder = Path(os.environ.get("TX_SDK_ENVS") or Path.home() / ".cache" / "skyrl-tx" / "sdk")
+    command = [REPOSITORY / "scripts" / "sdk_envs.sh", folder, SDK_VERSION]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS)
+    if made.returncode:
+        pytest.skip(f"tinker {SDK_VERSION} could not be installed: {made.stderr[-500:]}")
+    return folder / SDK_VERSION / "bin" / "python"

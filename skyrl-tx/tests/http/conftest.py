@@ -1,0 +1,83 @@
+"""A real desk over a real sqlite file, and clients of the application made of it."""
+
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tx.tinker.base_model import read_base_model
+from tx.tinker.config import EngineConfig
+from tx.tinker.desk.desk import Desk
+from tx.tinker.desk.engine_link import Patience
+from tx.tinker.http.api_keys import ApiKeys
+from tx.tinker.http.app import create_app
+from tx.tinker.storage.blobs import Blobs
+from tx.tinker.storage.folders import Folders
+from tx.tinker.storage.store import Store
+
+KEYS = {"anna": "tml-anna-key", "bela": "tml-bela-key", "stranger": "tml-strange-key", "nobody": ""}
+Served = Callable[..., Awaitable[httpx.AsyncClient]]
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_model: Path) -> EngineConfig:
+    return EngineConfig(
+        base_model=str(tiny_model),
+        served_model_name=["tiny"],
+        state_dir=tmp_path / "state",
+        checkpoints_base=str(tmp_path / "checkpoints"),
+        max_body_mb=1,
+    )
+
+
+def an_engine_that_is_still_starting(address: str) -> list[str]:
+    return [sys.executable, "-c", "import time; time.sleep(120)"]
+
+
+@pytest.fixture
+async def desk(config: EngineConfig) -> AsyncIterator[Desk]:
+    state = config.state_folder
+    state.mkdir()
+    folders = Folders(config.checkpoints_base, state / "cache")
+    desk = Desk(
+        config,
+        read_base_model(config.base_model),
+        Store(config.store_url),
+        Blobs(state / "blobs"),
+        folders,
+        command=an_engine_that_is_still_starting,
+        patience=Patience(stop=0.01),
+    )
+    await desk.start()
+    yield desk
+    await desk.close()
+
+
+@pytest.fixture
+async def served(config: EngineConfig, desk: Desk) -> AsyncIterator[Served]:
+    """Makes a client of the desk's application, which has keys for anna and bela if it is told whose client it is."""
+    async with AsyncExitStack() as stack:
+        apps: dict[bool, Any] = {}
+
+        async def client(whose: str | None = None, **settings: Any) -> httpx.AsyncClient:
+            folders = Folders(config.checkpoints_base, config.state_folder / "cache")
+            facts = read_base_model(config.base_model)
+            with_keys = whose is not None
+            if with_keys not in apps or settings:
+                keys = ApiKeys([(name, KEYS[name]) for name in ("anna", "bela")] if with_keys else [])
+                apps[with_keys] = create_app(desk, config.model_copy(update=settings), facts, folders, keys)
+            headers = {"X-API-Key": KEYS[whose]} if whose not in (None, "nobody") else {}
+            transport = httpx.ASGITransport(apps[with_keys])
+            made = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", headers=headers)
+            return await stack.enter_async_context(made)
+
+        yield client
+
+
+@pytest.fixture
+async def client(served: Served) -> httpx.AsyncClient:
+    return await served()

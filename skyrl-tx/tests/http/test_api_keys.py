@@ -1,0 +1,90 @@
+"""Who may call."""
+
+import base64
+
+import pytest
+from starlette.datastructures import Headers
+
+from tx.errors import ConfigError
+from tx.tinker.config import EngineConfig
+from tx.tinker.http.api_keys import ApiKeys, key_of, read_api_keys
+
+
+def config(**settings) -> EngineConfig:
+    return EngineConfig(base_model="tiny", **settings)
+
+
+def test_a_key_belongs_to_its_tenant_and_others_to_nobody():
+    keys = ApiKeys([("anna", "tml-anna-key"), ("bela", "tml-bela-key"), ("anna", "tml-anna-second")])
+    assert keys.tenant_of("tml-anna-key") == "anna"
+    assert keys.tenant_of("tml-anna-second") == "anna"
+    assert keys.tenant_of("tml-bela-key") == "bela"
+    assert keys.tenant_of("tml-anna-ke") is None
+    assert keys.tenant_of("tml-änna-key") is None
+    assert keys.tenant_of("") is None
+
+
+def test_a_key_is_found_in_each_header_it_may_stand_in():
+    basic = base64.b64encode(b"anyone:tml-anna-key").decode()
+    for headers in (
+        {"x-api-key": "tml-anna-key"},
+        {"authorization": "Bearer tml-anna-key"},
+        {"authorization": f"Basic {basic}"},
+    ):
+        assert key_of(Headers(headers)) == "tml-anna-key"
+    for headers in ({}, {"authorization": "Basic ???"}, {"authorization": "Digest x"}, {"authorization": "Basic /w=="}):
+        assert key_of(Headers(headers)) == ""
+
+
+def test_a_file_of_keys_may_hold_comments_and_empty_lines(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# ours\n\nanna   tml-anna-key\nbela\ttml-bela-key\n")
+    assert read_api_keys(config(api_keys_file=file), {}).tenant_of("tml-bela-key") == "bela"
+
+
+def test_keys_of_the_environment_are_pairs():
+    keys = read_api_keys(config(), {"TX_API_KEYS": "anna=tml-anna=key, bela=tml-bela-key"})
+    assert keys.tenant_of("tml-anna=key") == "anna"
+    assert keys.tenant_of("tml-bela-key") == "bela"
+
+
+@pytest.mark.parametrize(
+    "lines, says",
+    [
+        ("anna", "line 1"),
+        ("anna tml-a b", "line 1"),
+        ("an/na tml-anna-key", "name of an API key"),
+        ("anna short", "8 or more"),
+        ("anna tml-same-key\nbela tml-same-key", "same API key"),
+        ("# nothing", "has no keys"),
+    ],
+)
+def test_a_wrong_line_of_the_file_is_named(tmp_path, lines, says):
+    file = tmp_path / "keys"
+    file.write_text(lines)
+    with pytest.raises(ConfigError, match=says):
+        read_api_keys(config(api_keys_file=file), {})
+
+
+def test_the_text_of_an_error_never_shows_a_key(tmp_path):
+    for text in ("tml-forgot-the-name", "anna=tml-secret key"):
+        with pytest.raises(ConfigError) as error:
+            read_api_keys(config(), {"TX_API_KEYS": text})
+        assert "tml-" not in str(error.value)
+
+
+def test_a_missing_file_of_keys_is_an_error_and_no_open_door(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_api_keys(config(api_keys_file=tmp_path / "nowhere"), {})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", "127.0.0.1.example.org", ""])
+def test_without_keys_the_server_stays_on_loopback(host):
+    with pytest.raises(ConfigError, match="--api-keys-file"):
+        read_api_keys(config(host=host), {})
+    assert read_api_keys(config(host=host), {"TX_API_KEYS": "anna=tml-anna-key"})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
+def test_loopback_needs_no_keys(host):
+    assert not read_api_keys(config(host=host), {})

@@ -1,0 +1,241 @@
+"""What endpoints answer, on a server that computes nothing yet: its engine is still starting."""
+
+import asyncio
+import json
+import logging
+import re
+
+import httpx
+import pytest
+
+from tx.tinker.http import answers
+from tx.tinker.http.routes import futures
+
+JSON = {"content-type": "application/json"}
+
+
+async def session_of(client: httpx.AsyncClient) -> str:
+    answer = await client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "0.38.0"})
+    assert answer.status_code == 200, answer.text
+    return answers.SessionMade.model_validate_json(answer.content).session_id
+
+
+async def test_the_server_says_what_it_serves(client):
+    assert (await client.get("/healthz")).json() == (await client.get("/api/v1/healthz")).json() == {"status": "ok"}
+    answer = await client.get("/api/v1/get_server_capabilities")
+    names = {model.model_name for model in answers.Capabilities.model_validate_json(answer.content).supported_models}
+    assert "tiny" in names
+
+
+async def test_clients_learn_the_ways_of_this_server(client):
+    flags = (await client.post("/api/v1/client/config", json={"sdk_version": "0.38.0"})).json()
+    assert flags["pjwt_auth_enabled"] is False
+    assert flags["proto_write_fwdbwd"] is True
+    assert flags["proto_compress_fwdbwd"] is False  # on loopback
+    assert (await client.post("/api/v1/client/dynamic_config", json={})).json()["refresh_interval_sec"] == 300
+
+
+async def test_telemetry_is_taken_and_large_telemetry_refused(client):
+    events = {"events": [{"event": "x"}], "platform": "linux", "sdk_version": "0", "session_id": "s"}
+    assert (await client.post("/api/v1/telemetry", json=events)).json() == {"status": "accepted"}
+    assert (await client.post("/api/v1/telemetry", json={"events": ["x" * 5_000_000]})).status_code == 413
+
+
+async def test_a_session_lives_while_it_is_not_finished(client):
+    session = await session_of(client)
+    beat = {"session_id": session, "type": "session_heartbeat"}
+    assert (await client.post("/api/v1/session_heartbeat", json=beat)).json() == {"type": "session_heartbeat"}
+    listed = await client.get("/api/v1/sessions?limit=5&access_scope=owned")
+    assert answers.Sessions.model_validate_json(listed.content).sessions == [session]
+    answers.Session.model_validate_json((await client.get(f"/api/v1/sessions/{session}")).content)
+    finish = await client.post(f"/api/v1/sessions/{session}/finish", json={"reason": {"type": "success"}})
+    assert finish.status_code == 200
+    assert (await client.post("/api/v1/session_heartbeat", json=beat)).status_code == 410
+
+
+async def test_what_is_not_there_is_404(client):
+    assert (await client.post("/api/v1/session_heartbeat", json={"session_id": "nobody"})).status_code == 404
+    assert (await client.post("/api/v1/retrieve_future", json={"request_id": "nothing"})).status_code == 404
+    assert (await client.post("/api/v1/get_info", json={"model_id": "none"})).status_code == 404
+    for path in ("sessions/x", "samplers/x", "training_runs/x", "training_runs/x/checkpoints"):
+        answer = await client.get(f"/api/v1/{path}")
+        assert answer.status_code == 404, path
+        assert answer.json()["detail"]
+    for method, end in (("GET", "/archive"), ("DELETE", ""), ("POST", "/publish"), ("DELETE", "/publish")):
+        answer = await client.request(method, f"/api/v1/training_runs/x/checkpoints/weights/y{end}")
+        assert answer.status_code == 404, (method, end)
+
+
+async def pending_sample(client: httpx.AsyncClient) -> answers.SampleAccepted:
+    request = {"base_model": "tiny", "prompt": {"chunks": [{"tokens": [5, 6]}]}, "num_samples": 3}
+    answer = await client.post("/api/v1/asample", json={**request, "sampling_params": {"max_tokens": 4}})
+    assert answer.status_code == 200, answer.text
+    return answers.SampleAccepted.model_validate_json(answer.content)
+
+
+async def test_a_result_that_is_not_there_yet_is_a_408_that_says_so(client, monkeypatch):
+    monkeypatch.setattr(futures, "POLL_SECONDS", 0.05)
+    accepted = await pending_sample(client)
+    assert len(accepted.sample_sequence_ids) == 3
+    answer = await client.post("/api/v1/retrieve_future", json={"request_id": accepted.request_id})
+    assert answer.status_code == 408
+    assert answers.TryAgainLater.model_validate_json(answer.content).request_id == accepted.request_id
+
+
+async def test_a_closing_server_answers_polls_at_once(client):
+    accepted = await pending_sample(client)
+    poll = asyncio.create_task(client.post("/api/v1/retrieve_future", json={"request_id": accepted.request_id}))
+    polls = client._transport.app.state.polls  # type: ignore[attr-defined]
+    while not len(polls):
+        await asyncio.sleep(0.01)
+    polls.release()
+    answer = await asyncio.wait_for(poll, 5)
+    assert answer.status_code == 408
+    assert "restarting" in answers.TryAgainLater.model_validate_json(answer.content).queue_state_reason
+
+
+@pytest.mark.parametrize(
+    "body, status, says",
+    [
+        (b"{", 400, "body must be JSON"),
+        (b"", 400, "body must be JSON"),
+        (b"[1]", 422, "body: "),
+        (b"{}", 422, "session_id: "),
+        (b'{"session_id": 5}', 422, "session_id: .*got 5"),
+        (b'{"session_id": "\\u0000"}', 422, "session_id"),
+        (b'{"session_id": "\xff"}', 400, "body must be JSON"),
+        (b"[" * 100_000, 400, "body must be JSON"),
+    ],
+)
+async def test_a_wrong_body_says_what_is_wrong(client, body, status, says):
+    answer = await client.post("/api/v1/session_heartbeat", content=body, headers=JSON)
+    assert answer.status_code == status
+    assert re.search(says, answer.json()["detail"])
+
+
+@pytest.mark.parametrize(
+    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "application/x-protobuf"]
+)
+async def test_other_content_types_than_json_are_refused(client, content_type):
+    headers = {"content-type": content_type} if content_type else {}
+    answer = await client.post("/api/v1/session_heartbeat", content=b'{"session_id": "x"}', headers=headers)
+    assert answer.status_code == 415
+    assert "application/json" in answer.json()["detail"]
+
+
+async def test_unknown_addresses_and_methods_are_named(client):
+    answer = await client.get("/api/v1/forward_bakward")
+    assert (answer.status_code, "GET /api/v1/forward_bakward" in answer.json()["detail"]) == (404, True)
+    answer = await client.get("/api/v1/asample")
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == "POST"
+    answer = await client.get("/api/v1/training_runs/x/checkpoints/weights/y/publish")
+    assert answer.headers["allow"] == "DELETE, POST"
+    answer = await client.post("/api/v1/cancel_future", json={"request_id": "x"})
+    assert (answer.status_code, "this server does not have cancel_future" in answer.json()["detail"]) == (400, True)
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=x", "limit=1001", "offset=-1", f"offset={2**70}"])
+async def test_pages_have_limits(client, query):
+    answer = await client.get(f"/api/v1/training_runs?{query}")
+    assert answer.status_code == 422
+    assert answer.json()["detail"].startswith(query.split("=")[0])
+
+
+@pytest.mark.parametrize("name", ["..", "%2e%2e%2fx", "a%00b", ".hidden", "a%0Ab", "x" * 300])
+async def test_names_that_leave_their_folder_are_no_names(client, name):
+    answer = await client.get(f"/api/v1/training_runs/run/checkpoints/weights/{name}/archive")
+    assert answer.status_code in (404, 422)
+
+
+async def test_a_body_larger_than_announced_as_allowed_is_not_read(client):
+    read = 0
+
+    async def pieces():
+        nonlocal read
+        for _ in range(1000):
+            read += 1
+            yield b"x" * 65536
+
+    headers = {**JSON, "content-length": str(65536 * 1000)}
+    answer = await client.post("/api/v1/forward_backward", content=pieces(), headers=headers)
+    assert answer.status_code == 413
+    assert "--max-body-mb" in answer.json()["detail"]
+    assert read <= 1000
+
+
+async def test_a_body_of_unknown_length_is_read_up_to_the_limit(client):
+    async def pieces():
+        for _ in range(100):
+            yield b"x" * 65536
+
+    answer = await client.post("/api/v1/forward_backward", content=pieces(), headers=JSON)
+    assert answer.status_code == 413
+
+
+async def test_with_keys_every_address_needs_one(served):
+    nobody = await served("nobody")
+    for method, path in (("POST", "/api/v1/create_session"), ("GET", "/api/v1/nowhere"), ("GET", "/openapi.json")):
+        answer = await nobody.request(method, path)
+        assert answer.status_code == 401
+        assert "X-API-Key" in answer.json()["detail"]
+    stranger = await served("stranger")
+    assert "not known" in (await stranger.get("/api/v1/sessions")).json()["detail"]
+    assert (await nobody.get("/healthz")).status_code == 200  # on loopback
+
+
+async def test_beyond_loopback_status_pages_need_a_key_too(served):
+    for path in ("/healthz", "/metrics", "/status", "/api/v1/healthz"):
+        assert (await (await served("nobody", host="0.0.0.0")).get(path)).status_code == 401
+        assert (await (await served("anna", host="0.0.0.0")).get(path)).status_code == 200
+
+
+async def test_what_belongs_to_another_key_does_not_exist(served):
+    anna, bela = await served("anna"), await served("bela")
+    session = await session_of(anna)
+    assert (await anna.post("/api/v1/session_heartbeat", json={"session_id": session})).status_code == 200
+    assert (await bela.post("/api/v1/session_heartbeat", json={"session_id": session})).status_code == 404
+    assert (await bela.get(f"/api/v1/sessions/{session}")).status_code == 404
+    assert session not in (await bela.get("/api/v1/sessions")).json()["sessions"]
+
+
+async def test_what_nobody_foresaw_has_an_id_and_lets_no_client_hammer(client, desk, caplog):
+    session = await session_of(client)
+    await desk.close()  # its database is gone from under it
+    with caplog.at_level(logging.CRITICAL):
+        answer = await client.get(f"/api/v1/sessions/{session}")
+        poll = await client.post("/api/v1/retrieve_future", json={"request_id": "x"})
+    if answer.status_code == 500:  # a desk may know it without its database
+        assert "error " in answer.json()["detail"]
+    assert poll.status_code in (404, 429)
+    if poll.status_code == 429:
+        assert int(poll.headers["retry-after"]) >= 1
+
+
+async def test_numbers_of_the_server_can_be_scraped(client):
+    await session_of(client)
+    await client.get("/nowhere/x")
+    text = (await client.get("/metrics")).text
+    assert 'tx_http_requests_total{method="POST",route="/api/v1/create_session",status="200"} 1.0' in text
+    assert 'route="none",status="404"' in text
+    assert "/nowhere" not in text  # addresses would make a series each
+    assert "tx_http_request_seconds_bucket" in text
+
+
+async def test_the_status_page_is_for_people(client):
+    answer = await client.get("/status")
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "<h2>errors</h2>" in answer.text
+
+
+async def test_the_description_knows_every_endpoint(client):
+    description = (await client.get("/openapi.json")).json()
+    known = set(description["paths"])
+    app = client._transport.app  # type: ignore[attr-defined]
+    for route in app.routes:
+        if getattr(route, "include_in_schema", False):
+            assert route.path in known
+    text = json.dumps(description)
+    for part in text.split('"$ref": "')[1:]:
+        name = part.split('"')[0].removeprefix("#/components/schemas/")
+        assert name in description["components"]["schemas"], name

@@ -1,0 +1,179 @@
+"""The server as a process: how it starts, what it serves, how it ends."""
+
+import asyncio
+import io
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from tx_server import ServerProcess
+
+from tx.errors import ConfigError
+from tx.tinker.api import serve
+from tx.tinker.config import EngineConfig
+
+
+@pytest.fixture
+def server(tmp_path: Path, tiny_model: Path) -> Iterator[ServerProcess]:
+    options = ("--base-model", str(tiny_model), "--served-model-name", "tiny", "--max-body-mb", "4")
+    with ServerProcess(tmp_path, *options, port=0) as server:
+        yield server
+
+
+def test_the_api_process_imports_no_torch():
+    program = "import sys, tx.tinker.api, tx.run.main; print(*{'torch', 'transformers', 'ray'} & set(sys.modules))"
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert output.stdout.split() == []
+
+
+def test_wrong_settings_end_it_at_once_with_a_plain_text():
+    argv = [sys.executable, "-m", "tx.tinker.api", "--bse-model", "x"]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert ended.stderr == "ConfigError: unknown option --bse-model; did you mean --base-model?\n"
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ({"base_model": "/nowhere/at/all"}, "no folder"),
+        ({"base_model": "x", "host": "0.0.0.0"}, "--api-keys-file"),
+        ({"host": "203.0.113.7", "api_keys_file": "keys"}, "cannot listen on 203.0.113.7"),
+        ({"checkpoints_base": "/proc/nowhere"}, "checkpoints_base"),
+        ({"database_url": "mysql://x/y"}, "(?i)database"),
+    ],
+)
+async def test_what_cannot_be_is_found_before_anything_starts(tmp_path, tiny_model, monkeypatch, settings, says):
+    monkeypatch.chdir(tmp_path)
+    Path("keys").write_text("anna tml-anna-key")
+    base = {
+        "base_model": str(tiny_model),
+        "state_dir": tmp_path / "state",
+        "checkpoints_base": "checkpoints",
+        "port": 0,
+    }
+    with pytest.raises(ConfigError, match=says):
+        await serve(EngineConfig(**base | settings))
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path, tiny_model, server):
+    port = server.url.rsplit(":", 1)[1]
+    argv = [sys.executable, "-m", "tx.tinker.api", "--base-model", str(tiny_model), "--port", port]
+    ended = subprocess.run([*argv, "--state-dir", str(tmp_path / "x")], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, "choose another --port" in ended.stderr) == (2, True)
+
+
+@pytest.mark.slow
+def test_it_ends_in_order_and_soon_while_clients_wait(server):
+    url = server.url
+
+    async def poll_and_stop() -> tuple[int, float, int]:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            request = {"base_model": "tiny", "prompt": {"chunks": [{"tokens": [5] * 8}]}, "num_samples": 64}
+            request["sampling_params"] = {"max_tokens": 500, "stop": []}
+            accepted = (await client.post("/api/v1/asample", json=request)).json()
+            body = {"request_id": accepted["request_id"]}
+            poll = asyncio.create_task(client.post("/api/v1/retrieve_future", json=body))
+            await asyncio.sleep(0.2)
+            started = time.monotonic()
+            code = await asyncio.to_thread(server.stop)
+            return code, time.monotonic() - started, (await poll).status_code
+
+    code, seconds, status = asyncio.run(poll_and_stop())
+    assert code == 0, server.log.read_text()
+    assert status in (200, 408)
+    assert seconds < 30  # 3 on a quiet machine
+    assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_body_of_100_mb_is_refused_at_once(server):
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        for content in (b"x" * 100_000_000, (b"x" * 1_000_000 for _ in range(100))):
+            headers = {"content-type": "application/x-protobuf"}
+            answer = client.post("/api/v1/forward_backward", content=content, headers=headers)
+            assert answer.status_code == 413
+            assert "--max-body-mb" in answer.json()["detail"]
+        assert client.get("/healthz").status_code == 200
+    rss_mb = int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{server.pid}/status").read_text())[1]) / 1024
+    assert rss_mb < 400
+
+
+def result_of(client: httpx.Client, accepted: httpx.Response) -> dict:
+    """Polls as clients do."""
+    assert accepted.status_code == 200, accepted.text
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        answer = client.post("/api/v1/retrieve_future", json={"request_id": accepted.json()["request_id"]}, timeout=60)
+        if answer.status_code != 408:
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+    raise AssertionError("no result")
+
+
+@pytest.mark.slow
+def test_a_user_trains_samples_and_takes_the_adapter_home(server):
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+
+        def post(endpoint: str, **body) -> httpx.Response:
+            return client.post(f"/api/v1/{endpoint}", json=body)
+
+        session = post("create_session", tags=[], sdk_version="0.24.1").json()["session_id"]
+        created = post(
+            "create_model", session_id=session, model_seq_id=0, base_model="tiny", lora_config={"rank": 4, "seed": 1}
+        )
+        model = result_of(client, created)["model_id"]
+        assert model == f"{session}:train:0"
+        tokens = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}}
+        datum = tokens | {"loss_fn_inputs": {"target_tokens": {"data": [6, 7, 8], "dtype": "int64"}}}
+        batch = {"data": [datum], "loss_fn": "cross_entropy"}
+        refused = post("optim_step", model_id=model, seq_id=1, adam_params={"learning_rate": -1})
+        assert refused.status_code == 422  # and its place is used up: the next one goes on
+        first = result_of(client, post("forward_backward", model_id=model, seq_id=2, forward_backward_input=batch))
+        assert len(first["loss_fn_outputs"][0]["logprobs"]["data"]) == 3
+        result_of(client, post("optim_step", model_id=model, seq_id=3, adam_params={"learning_rate": 0.01}))
+        second = result_of(client, post("forward", model_id=model, seq_id=4, forward_input=batch))
+        assert second["metrics"]["loss:sum"] < first["metrics"]["loss:sum"]
+
+        saved = result_of(client, post("save_weights_for_sampler", model_id=model, seq_id=5, path="mine"))
+        assert saved["path"] == f"tinker://{model}/sampler_weights/mine"
+        archive = client.get(f"/api/v1/training_runs/{model}/checkpoints/sampler_weights/mine/archive")
+        assert archive.status_code == 302
+        assert archive.headers["expires"]
+        packed = client.get(archive.headers["location"])  # whoever has the address needs no key
+        with tarfile.open(fileobj=io.BytesIO(packed.content)) as tar:
+            names = set(tar.getnames())
+        assert {"adapter_config.json", "adapter_model.safetensors", "checkpoint_complete"} <= names
+        urls = client.get(
+            f"/api/v1/training_runs/{model}/checkpoints/sampler_weights/mine/external_weights_urls"
+        ).json()
+        assert json.loads(client.get(urls["urls"]["adapter_config.json"]).content)["r"] == 4
+        assert client.get(archive.headers["location"] + "0").status_code == 403
+
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}
+        params = {"max_tokens": 4, "temperature": 0.0}
+        sampled = result_of(
+            client, post("asample", model_path=saved["path"], prompt=prompt, num_samples=2, sampling_params=params)
+        )
+        assert len(sampled["sequences"]) == 2
+        text = client.post(
+            "/oai/api/v1/completions",
+            json={"model": saved["path"], "prompt": [5, 6], "max_tokens": 4, "temperature": 0},
+        ).json()
+        assert text["usage"]["completion_tokens"] == len(sampled["sequences"][0]["tokens"])
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "logprobs": True}
+        choice = client.post("/oai/api/v1/chat/completions", json=chat).json()["choices"][0]
+        assert choice["message"]["role"] == "assistant"
+        assert len(choice["logprobs"]["content"]) <= 3
+
+        numbers = client.get("/metrics").text
+        assert 'tx_models{tenant="local"} 1.0' in numbers
+        assert model in client.get("/status").text

@@ -1,0 +1,63 @@
+"""`tx doctor` and `tx version`."""
+
+import socket
+
+import pytest
+from typer.testing import CliRunner
+
+from tx import __version__
+from tx.run import doctor
+from tx.run.main import app
+
+
+@pytest.fixture
+def options(tmp_path) -> list[str]:
+    return ["--state-dir", str(tmp_path / "state"), "--checkpoints-base", str(tmp_path / "checkpoints"), "--port", "0"]
+
+
+def lines_of(text: str) -> dict[str, list[str]]:
+    """Verdict -> subjects and findings."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        verdict, _, rest = line.partition(" ")
+        found.setdefault(verdict, []).append(rest.strip())
+    return found
+
+
+def test_where_all_is_well_the_doctor_has_nothing_to_say(tiny_model, options, capsys):
+    assert doctor.main(["--base-model", str(tiny_model), *options]) == 0
+    found = lines_of(capsys.readouterr().out)
+    assert "wrong" not in found
+    assert any("Qwen3ForCausalLM, vocabulary 99, context 512" in text for text in found["ok"])
+
+
+def test_every_trouble_is_found_at_once_with_its_way_out(tmp_path, options, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "state").write_text("a file where a folder should be")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        model = ["--base-model", str(tmp_path / "model")]
+        assert doctor.main([*model, *options, "--port", port, "--api-keys-file", str(tmp_path / "none")]) == 1
+    wrong = lines_of(capsys.readouterr().out)["wrong"]
+    for subject in ("API keys", "base model", "port", "state folder", "database"):
+        assert any(text.startswith(subject) for text in wrong), subject
+    assert any("choose another --port" in text for text in wrong)
+
+
+def test_without_a_model_the_rest_is_looked_at(options, capsys):
+    assert doctor.main(options) == 0
+    assert any("give --base-model" in text for text in lines_of(capsys.readouterr().out)["note"])
+
+
+def test_a_wrong_option_is_no_finding_but_an_error(capsys):
+    assert doctor.main(["--prot", "1"]) == 2
+    assert "did you mean --port" in capsys.readouterr().err
+
+
+def test_the_command_knows_its_version_and_refuses_unknown_options():
+    run = CliRunner().invoke
+    assert run(app, ["version"]).output == f"tx v{__version__}\n"
+    assert run(app, ["train", "--modle", "x"]).exit_code == 2
+    needed = ["--model", "x", "--dataset", "d.jsonl", "--output-dir", "o", "--batch-size", "1"]
+    refused = run(app, ["train", *needed, "--optimizer", "sgd"])
+    assert "--optimizer must be adamw" in str(refused.exception)

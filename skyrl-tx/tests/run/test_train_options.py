@@ -1,0 +1,61 @@
+"""`tx train`: options as the trainer's settings."""
+
+import dataclasses
+
+import pytest
+
+from tx.errors import ConfigError
+from tx.run.train import TrainOptions, trainer_settings
+
+OPTIONS = TrainOptions(model="tiny", dataset="data.jsonl", output_dir="out", batch_size=4)
+
+
+def test_options_become_settings_that_the_trainer_knows(tmp_path):
+    from skyrl_train.config.supervised import SupervisedConfig
+    from skyrl_train.config.validation import validate_supervised_cfg
+
+    options = dataclasses.replace(
+        OPTIONS,
+        output_dir=str(tmp_path),
+        max_steps=7,
+        save_steps=3,
+        optimizer_args='{"learning_rate": 0.01, "b2": 0.95}',
+        tracker_args='{"name": "first"}',
+    )
+    settings = validate_supervised_cfg(trainer_settings(options), SupervisedConfig)
+    trainer = settings.trainer
+    assert settings.data.train_data == ["data.jsonl"]
+    assert trainer.policy.model.path == "tiny"
+    assert trainer.policy.optimizer_config.lr == 0.01
+    assert trainer.policy.optimizer_config.adam_betas == [0.9, 0.95]
+    assert (trainer.train_batch_size, trainer.max_training_steps, trainer.ckpt_interval) == (4, 7, 3)
+    assert trainer.run_name == "first"
+    assert trainer.export_path.startswith(str(tmp_path))
+
+
+def test_a_name_of_the_hub_has_a_split():
+    settings = trainer_settings(dataclasses.replace(OPTIONS, dataset="org/name", split="test"))
+    assert settings["data"]["train_data"] == ["org/name:test"]
+
+
+def test_a_checkpoint_is_gone_on_from():
+    settings = trainer_settings(dataclasses.replace(OPTIONS, load_checkpoint_path="out/ckpts/global_step_3"))
+    assert settings["trainer"]["resume_mode"] == "from_path"
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"loader": "tx.loaders.text"}, "--loader"),
+        ({"optimizer": "sgd"}, "--optimizer must be adamw"),
+        ({"optimizer_args": '{"lr": 1}'}, "'lr' is not known; known are b1, b2, learning_rate, weight_decay"),
+        ({"optimizer_args": "{"}, "--optimizer-args must be a JSON object"),
+        ({"tracker_args": "[]"}, "--tracker-args must be a JSON object"),
+        ({"tp_size": 2}, "--tp-size must be 1"),
+        ({"batch_size": 0}, "--batch-size must be at least 1"),
+        ({"max_steps": 0}, "--max-steps must be at least 1"),
+    ],
+)
+def test_what_the_trainer_cannot_honour_is_refused(change, says):
+    with pytest.raises(ConfigError, match=says):
+        trainer_settings(dataclasses.replace(OPTIONS, **change))

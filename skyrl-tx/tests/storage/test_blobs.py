@@ -1,0 +1,80 @@
+"""Bytes in files."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tx.errors import ConfigError
+from tx.tinker.storage.blobs import Blobs
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> Blobs:
+    return Blobs(tmp_path / "blobs")
+
+
+@pytest.mark.parametrize("data", [b"", b"\0", bytes(3_000_000)])
+def test_what_was_put_is_got(blobs: Blobs, data: bytes):
+    assert blobs.get(blobs.put(data)) == data
+
+
+def test_many_threads_put_at_once(blobs: Blobs):
+    with ThreadPoolExecutor(8) as threads:
+        ids = list(threads.map(lambda i: blobs.put(b"%d" % i), range(200)))
+    assert [blobs.get(blob) for blob in ids] == [b"%d" % i for i in range(200)]
+    assert blobs.all() == set(ids)
+
+
+def test_a_dropped_blob_is_gone_and_may_be_dropped_again(blobs: Blobs):
+    kept, dropped = blobs.put(b"a"), blobs.put(b"a")
+    blobs.drop(dropped)
+    blobs.drop(dropped)
+    with pytest.raises(FileNotFoundError):
+        blobs.get(dropped)
+    assert blobs.all() == {kept}
+
+
+def test_only_blobs_of_an_age_are_listed(blobs: Blobs, tmp_path: Path):
+    old, young = blobs.put(b"a"), blobs.put(b"b")
+    os.utime(tmp_path / "blobs" / old[:2] / old, (time.time() - 100,) * 2)
+    assert blobs.all(min_age_seconds=50) == {old}
+    assert blobs.all() == {old, young}
+
+
+@pytest.mark.parametrize("name", ["", "..", "../../etc/passwd", "a" * 31, "A" * 32, "owner", "a" * 32 + "\n"])
+def test_what_is_no_id_reaches_no_file(blobs: Blobs, name: str):
+    for method in (blobs.get, blobs.drop):
+        with pytest.raises(ValueError, match="not the id of a blob"):
+            method(name)
+
+
+def test_a_disk_that_refuses_leaves_nothing(blobs: Blobs, tmp_path: Path):
+    (tmp_path / "blobs" / ".partial").rmdir()
+    with pytest.raises(OSError):
+        blobs.put(b"a")
+    assert blobs.all() == set()
+
+
+def test_blobs_belong_to_the_database_that_claimed_them(blobs: Blobs, tmp_path: Path):
+    blobs.claim("one")
+    blobs.claim("one")
+    with pytest.raises(ConfigError, match="belong to another database"):
+        Blobs(tmp_path / "blobs").claim("other")
+
+
+def test_a_claim_removes_what_was_half_written_long_ago(blobs: Blobs, tmp_path: Path):
+    partials = tmp_path / "blobs" / ".partial"
+    for name in ("old", "young"):
+        (partials / name).write_bytes(b"half")
+    os.utime(partials / "old", (time.time() - 3600,) * 2)
+    blobs.claim("one")
+    assert [path.name for path in partials.iterdir()] == ["young"]
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="state_dir"):
+        Blobs(tmp_path / "file" / "blobs")

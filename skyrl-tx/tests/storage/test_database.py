@@ -1,0 +1,196 @@
+"""URLs, one server a database, versions; a PostgreSQL server that goes away."""
+
+import asyncio
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+from sqlalchemy.schema import CreateTable
+from sqlmodel import Session, select
+
+from tx.errors import ConfigError
+from tx.tinker.storage.database import parse_url
+from tx.tinker.storage.db_models import SCHEMA_VERSION, Row, SessionRow
+from tx.tinker.storage.rows import add_row
+from tx.tinker.storage.store import Store, StoreError
+
+TABLES_OF_VERSION_1 = "d90995b0"
+
+
+def add(name: str) -> Any:
+    return lambda session: add_row(
+        session, SessionRow, session_id=name, tenant="local", created_at=0.0, last_heartbeat_at=0.0
+    )
+
+
+def names(session: Session) -> list[str]:
+    return sorted(session.exec(select(SessionRow.session_id)))
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("tx.db", "must be sqlite:///FILE"),
+        ("", "must be sqlite:///FILE"),
+        ("mysql://host/name", "got mysql://"),
+        ("sqlite://", "forgets all"),
+        ("sqlite:///:memory:", "forgets all"),
+    ],
+)
+def test_what_is_no_database_is_refused_with_the_way_out(url: str, says: str):
+    with pytest.raises(ConfigError, match=says):
+        Store(url)
+
+
+@pytest.mark.parametrize("driver", ["postgresql", "postgres", "postgresql+asyncpg", "postgresql+psycopg2"])
+def test_any_driver_is_taken_as_ours(driver: str):
+    assert parse_url(f"{driver}://host/name").drivername == "postgresql+psycopg"
+
+
+async def refusal(url: str) -> str:
+    store = Store(url, reconnect_seconds=0.5)
+    with pytest.raises(ConfigError) as caught:
+        await store.start()
+    return str(caught.value)
+
+
+async def test_a_file_that_is_no_database_is_refused(tmp_path: Path):
+    (tmp_path / "tx.db").write_text("not a database " * 1000)
+    assert "file is not a database" in await refusal(f"sqlite:///{tmp_path / 'tx.db'}")
+
+
+async def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path):
+    (tmp_path / "file").touch()
+    assert "cannot be used" in await refusal(f"sqlite:///{tmp_path / 'file' / 'tx.db'}")
+
+
+async def test_tables_of_another_program_are_left_alone(tmp_path: Path):
+    connection = sqlite3.connect(tmp_path / "tinker.db")
+    connection.execute("CREATE TABLE sessions (session_id TEXT)")
+    connection.close()
+    assert "tables of another program (sessions)" in await refusal(f"sqlite:///{tmp_path / 'tinker.db'}")
+
+
+@pytest.mark.parametrize(("found", "says"), [(SCHEMA_VERSION + 1, "update skyrl-tx"), (0, "older release")])
+async def test_another_schema_is_refused(tmp_path: Path, found: int, says: str):
+    url = f"sqlite:///{tmp_path / 'tx.db'}"
+    store = Store(url)
+    await store.start()
+    await store.close()
+    connection = sqlite3.connect(tmp_path / "tx.db")
+    connection.execute("UPDATE schema SET version = ?", (found,))
+    connection.commit()
+    connection.close()
+    assert says in await refusal(url)
+
+
+def test_a_change_of_the_tables_has_a_new_version():
+    """If this fails: raise SCHEMA_VERSION once there are users of the last one, and write the new fingerprint here."""
+    from hashlib import sha256
+
+    from sqlalchemy.dialects import sqlite
+
+    tables = sorted(str(CreateTable(table).compile(dialect=sqlite.dialect())) for table in Row.metadata.tables.values())
+    assert (SCHEMA_VERSION, sha256("".join(tables).encode()).hexdigest()[:8]) == (1, TABLES_OF_VERSION_1)
+
+
+async def test_a_second_server_is_refused_until_the_first_is_gone(tmp_path: Path):
+    url = f"sqlite:///{tmp_path / 'tx.db'}"
+    store = Store(url)
+    await store.start()
+    assert "in use by another server (process " in await refusal(url)
+    await store.write(add("a"))
+    await store.close()
+    store = Store(url)
+    await store.start()
+    assert await store.read(names) == ["a"]
+    await store.close()
+
+
+async def test_the_password_is_not_said(tmp_path: Path):
+    text = await refusal("postgresql://user:secret@127.0.0.1:1/name")
+    assert "secret" not in text and "127.0.0.1:1" in text
+
+
+@pytest.mark.slow
+class TestPostgres:
+    async def test_a_second_server_is_refused_until_the_first_is_gone(self, postgres_url: str):
+        store = Store(postgres_url)
+        await store.start()
+        assert "in use by another server" in await refusal(postgres_url)
+        await store.close()
+        store = Store(postgres_url)
+        await store.start()
+        await store.close()
+
+    async def test_a_database_that_is_not_there_is_said(self, postgres: Any):
+        assert '"nowhere" does not exist' in await refusal(postgres.url("nowhere"))
+
+    async def test_a_lost_connection_is_made_anew_and_units_run_once(self, postgres: Any, postgres_url: str):
+        store = Store(postgres_url)
+        await store.start()
+        runs = []
+
+        def cut_off(session: Session) -> None:
+            runs.append(0)
+            add("a")(session)
+            if len(runs) == 1:
+                postgres.run("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+            add("b")(session)
+
+        await asyncio.gather(store.write(add("before")), store.write(cut_off), store.write(add("after")))
+        assert len(runs) == 2
+        assert await store.read(names) == ["a", "after", "b", "before"]
+        assert "in use by another server" in await refusal(postgres_url)  # the new connection holds the lock
+        await store.close()
+
+    async def test_a_connection_lost_in_the_commit_leaves_it_open_what_stands(self, postgres: Any, postgres_url: str):
+        store = Store(postgres_url)
+        await store.start()
+
+        def cut_off(_: Any) -> None:
+            postgres.run("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+
+        event.listen(store._database.writer, "commit", cut_off, once=True)
+        with pytest.raises(StoreError, match="may or may not stand") as caught:
+            await store.write(add("a"))
+        assert caught.value.may_stand
+        await store.write(add("b"))
+        assert "b" in await store.read(names)
+        await store.close()
+
+    async def test_a_server_that_comes_back_is_waited_for(self, postgres: Any, postgres_url: str):
+        store = Store(postgres_url)
+        await store.start()
+        await store.write(add("a"))
+        await store.read(names)
+        await asyncio.to_thread(postgres.stop)
+        write, read = asyncio.create_task(store.write(add("b"))), asyncio.create_task(store.read(names))
+        await asyncio.sleep(1)
+        assert not write.done() and not read.done()
+        await asyncio.to_thread(postgres.start)
+        await write
+        assert "a" in await read
+        assert await store.read(names) == ["a", "b"]
+        await store.close()
+
+    async def test_a_server_that_stays_away_is_an_error(self, postgres: Any, postgres_url: str):
+        store = Store(postgres_url, reconnect_seconds=0.5)
+        await store.start()
+        await store.write(add("a"))
+        await asyncio.to_thread(postgres.stop)
+        try:
+            started = time.monotonic()
+            with pytest.raises(StoreError, match="was not applied"):
+                await store.write(add("b"))
+            with pytest.raises(StoreError, match="cannot be reached"):
+                await store.read(names)
+            assert time.monotonic() - started < 30
+        finally:
+            await asyncio.to_thread(postgres.start)
+        await store.write(add("c"))
+        assert await store.read(names) == ["a", "c"]
+        await store.close()

@@ -1,0 +1,260 @@
+"""Checkpoint folders, on disk and in an object store (fsspec's, in memory)."""
+
+import hashlib
+import os
+import secrets
+import tarfile
+import threading
+import time
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from tx.errors import ConfigError
+from tx.tinker.storage import files, remote
+from tx.tinker.storage.folders import Folders
+
+RUN = "session_00aa:train:0"
+
+
+@pytest.fixture(params=["local", "memory"])
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "base") if request.param == "local" else f"memory://{secrets.token_hex(4)}/checkpoints"
+
+
+@pytest.fixture
+def folders(base: str, tmp_path: Path) -> Folders:
+    return Folders(base, tmp_path / "cache")
+
+
+def write(folders: Folders, folder: str, text: str) -> None:
+    with folders.writing(folder) as path:
+        (path / "adapter.txt").write_text(text)
+        (path / "deep").mkdir()
+        (path / "deep" / "state.txt").write_text(text * 2)
+
+
+def texts(path: Path) -> list[str]:
+    return [(path / "adapter.txt").read_text(), (path / "deep" / "state.txt").read_text()]
+
+
+def test_what_was_written_is_read(folders: Folders, base: str):
+    folder = folders.place(RUN, "weights", "step-1.5")
+    assert folder == f"{base}/{RUN}/weights/step-1.5"
+    write(folders, folder, "abc")
+    assert texts(folders.local(folder)) == ["abc", "abcabc"]
+    assert folders.size(folder) == 9
+
+
+def test_a_folder_is_replaced_as_a_whole(folders: Folders):
+    folder = folders.place(RUN, "weights", "a")
+    for text in ("first", "second", "third"):
+        with folders.writing(folder) as path:
+            (path / text).write_text(text)
+        assert [path.name for path in folders.local(folder).iterdir()] == [text]
+
+
+def test_an_error_leaves_what_stood_there(folders: Folders):
+    folder = folders.place(RUN, "weights", "a")
+    for _ in range(2):
+        with pytest.raises(OSError, match="full"), folders.writing(folder) as path:
+            (path / "adapter.txt").write_text("half")
+            raise OSError("disk full")
+        with pytest.raises(FileNotFoundError):
+            folders.local(folder)
+    write(folders, folder, "a")
+    with pytest.raises(OSError, match="full"), folders.writing(folder) as path:
+        (path / "adapter.txt").write_text("half")
+        raise OSError("disk full")
+    assert texts(folders.local(folder)) == ["a", "aa"]
+
+
+def test_a_removed_folder_is_gone_and_may_be_removed_again(folders: Folders):
+    kept, removed = folders.place(RUN, "weights", "a"), folders.place(RUN, "weights", "ab")
+    write(folders, kept, "a")
+    write(folders, removed, "b")
+    folders.remove(removed)
+    folders.remove(removed)
+    for method in (folders.local, folders.size):
+        with pytest.raises(FileNotFoundError):
+            method(removed)
+    assert texts(folders.local(kept)) == ["a", "aa"]
+
+
+def test_an_archive_has_its_files_and_no_dates(folders: Folders, tmp_path: Path):
+    folder = folders.place(RUN, "weights", "a")
+    digests = set()
+    for _ in range(2):
+        write(folders, folder, "abc")
+        folders.archive(folder, tmp_path / "a.tar")
+        digests.add(hashlib.sha256((tmp_path / "a.tar").read_bytes()).hexdigest())
+        for path in folders.local(folder).rglob("*"):
+            os.utime(path, (time.time() - 1000,) * 2)
+    assert len(digests) == 1
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        assert tar.getnames() == ["adapter.txt", "deep/state.txt"]
+        assert [file.read().decode() for name in tar.getnames() if (file := tar.extractfile(name))] == ["abc", "abcabc"]
+    with pytest.raises(FileNotFoundError):
+        folders.archive(folders.place(RUN, "none"), tmp_path / "b.tar")
+    assert sorted(path.name for path in tmp_path.glob("*.tar*")) == ["a.tar"]
+
+
+@pytest.mark.parametrize(
+    "part", ["", ".", "..", "a/b", "/etc", "a\\b", "a\0b", "a\n", ".partial", "-a", "a*", "~", "é", "x" * 256]
+)
+def test_no_name_leads_out_of_the_base(folders: Folders, part: str):
+    with pytest.raises(ValueError, match="a part of a folder's name"):
+        folders.place(RUN, part)
+
+
+@pytest.mark.parametrize(
+    "folder", ["{base}", "{base}/", "{base}/../x", "{base}/a//b", "{base}x/a", "/", "", "{base}/.partial/x"]
+)
+def test_only_places_are_written_or_removed(folders: Folders, folder: str):
+    folder = folder.format(base=folders.base)
+    with pytest.raises(ValueError, match="no folder under checkpoints_base"):
+        folders.remove(folder)
+    with pytest.raises(ValueError, match="no folder under checkpoints_base"), folders.writing(folder):
+        pass
+
+
+def test_a_reader_always_finds_a_whole_folder(tmp_path: Path):
+    """While it is replaced again and again, under one name."""
+    folders = Folders(str(tmp_path / "base"), tmp_path / "cache")
+    folder = folders.place("a")
+    write(folders, folder, "0")
+    done = threading.Event()
+    seen = set()
+
+    def read() -> None:
+        while not done.is_set():
+            descriptor = os.open(folder, os.O_RDONLY)  # what stands there now, whatever its name is next
+            try:
+                with open(os.open("adapter.txt", os.O_RDONLY, dir_fd=descriptor)) as file:
+                    seen.add(file.read())
+            except FileNotFoundError:
+                pass  # the replaced one, while it is removed
+            finally:
+                os.close(descriptor)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for i in range(1, 30):
+        write(folders, folder, str(i))
+    done.set()
+    reader.join()
+    assert len(seen) > 1
+    assert texts(Path(folder)) == ["29", "2929"]
+    assert list((tmp_path / "base" / ".partial").iterdir()) == []
+
+
+def test_where_names_cannot_be_swapped_folders_are_replaced_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(files, "_RENAME_SWAP", 1 << 20)  # a flag that no kernel knows: EINVAL
+    folders = Folders(str(tmp_path / "base"), tmp_path / "cache")
+    for text in ("a", "b"):
+        write(folders, folders.place("x"), text)
+    assert texts(folders.local(folders.place("x"))) == ["b", "bb"]
+
+
+def test_what_a_dead_writer_left_goes_and_what_a_living_one_holds_stays(tmp_path: Path):
+    folders = Folders(str(tmp_path / "base"), tmp_path / "cache")
+    partials = tmp_path / "base" / ".partial"
+    (partials / "dead").mkdir()
+    (partials / "dead" / "half").write_text("half")
+    with folders.writing(folders.place("a")) as path:
+        (path / "adapter.txt").write_text("a")
+        Folders(str(tmp_path / "base"), tmp_path / "cache")
+        assert list(partials.iterdir()) == [path.parent]
+    assert (folders.local(folders.place("a")) / "adapter.txt").read_text() == "a"
+
+
+@pytest.mark.parametrize(
+    ("base", "says"),
+    [("nowhere://bucket/x", "no URL that fsspec knows"), ("az://bucket/x", "pip install 'adlfs'")],
+)
+def test_a_base_that_cannot_be_is_refused(tmp_path: Path, base: str, says: str):
+    with pytest.raises(ConfigError, match=says):
+        Folders(base, tmp_path / "cache")
+
+
+def test_a_base_that_cannot_be_written_is_refused(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="checkpoints_base"):
+        Folders(str(tmp_path / "file" / "base"), tmp_path / "cache")
+
+
+def test_file_urls_are_local(tmp_path: Path):
+    folders = Folders(f"file://{tmp_path / 'base'}", tmp_path / "cache")
+    assert folders.place("a") == str(tmp_path / "base" / "a")
+
+
+class TestRemote:
+    @pytest.fixture
+    def base(self) -> str:
+        return f"memory://{secrets.token_hex(4)}/checkpoints"
+
+    def test_without_its_manifest_a_folder_is_not_there(self, folders: Folders):
+        folder = folders.place(RUN, "weights", "a")
+        write(folders, folder, "a")
+        fsspec.filesystem("memory").rm_file(f"{folder}/{remote.MANIFEST}")
+        with pytest.raises(FileNotFoundError):
+            folders.local(folder)
+
+    def test_a_first_folder_has_plain_names(self, folders: Folders):
+        folder = folders.place(RUN, "weights", "a")
+        write(folders, folder, "a")
+        found = fsspec.filesystem("memory").find(folder)
+        assert sorted(path.split("/a/")[1] for path in found) == ["adapter.txt", "deep/state.txt", remote.MANIFEST]
+
+    def test_an_upload_that_breaks_off_leaves_the_folder_before(
+        self, folders: Folders, monkeypatch: pytest.MonkeyPatch
+    ):
+        folder = folders.place(RUN, "weights", "a")
+        write(folders, folder, "a")
+        store = fsspec.filesystem("memory")
+        put_file = type(store).put_file
+
+        def breaks_off(self: object, source: str, target: str, **options: object) -> None:
+            if target.endswith("state.txt"):
+                raise ConnectionError("gone")
+            put_file(self, source, target, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(store), "put_file", breaks_off)
+            with pytest.raises(ConnectionError):
+                write(folders, folder, "b")
+        assert texts(folders.local(folder)) == ["a", "aa"]
+        write(folders, folder, "c")
+        assert texts(folders.local(folder)) == ["c", "cc"]
+
+    def test_a_damaged_file_is_said(self, folders: Folders):
+        folder = folders.place(RUN, "weights", "a")
+        write(folders, folder, "a")
+        fsspec.filesystem("memory").pipe_file(f"{folder}/adapter.txt", b"b")
+        with pytest.raises(OSError, match="not what its manifest says"):
+            folders.local(folder)
+
+    def test_a_copy_is_made_once(self, folders: Folders):
+        folder = folders.place(RUN, "weights", "a")
+        write(folders, folder, "a")
+        copy = folders.local(folder)
+        fsspec.filesystem("memory").rm_file(f"{folder}/adapter.txt")
+        assert folders.local(folder) == copy
+        assert texts(copy) == ["a", "aa"]
+
+    def test_the_cache_forgets_what_was_least_recently_used(self, base: str, tmp_path: Path):
+        folders = Folders(base, tmp_path / "cache", cache_bytes=2000)
+        copies = {}
+        for number, name in enumerate("abc"):
+            with folders.writing(folders.place(name)) as path:
+                (path / "file").write_bytes(bytes([number]) * 800)
+        for name in "ab":
+            copies[name] = folders.local(folders.place(name))
+        os.utime(copies["a"], (time.time() - 2000,) * 2)
+        os.utime(copies["b"], (time.time() - 3000,) * 2)
+        copies["c"] = folders.local(folders.place("c"))
+        assert {name: copy.exists() for name, copy in copies.items()} == {"a": True, "b": False, "c": True}
+        assert folders.local(folders.place("b")).exists()

@@ -1,0 +1,365 @@
+"""Units, groups, reads, and what a caller is told when the database fails. On sqlite and on a PostgreSQL server."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import event, text
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlmodel import Session, select
+
+from tx.tinker.storage.blobs import Blobs
+from tx.tinker.storage.db_models import ModelRow, RequestRow, SessionRow
+from tx.tinker.storage.rows import add_row, change_row
+from tx.tinker.storage.store import Store, StoreError
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "postgres":
+        return request.getfixturevalue("postgres_url")
+    return f"sqlite:///{tmp_path / 'tx.db'}"
+
+
+@pytest.fixture
+async def store(url: str) -> AsyncIterator[Store]:
+    store = Store(url, group_seconds=10.0)
+    await store.start()
+    yield store
+    await store.close()
+
+
+def add(name: str) -> Callable[[Session], None]:
+    """A unit that adds a session of this name."""
+
+    def unit(session: Session) -> None:
+        session.add(SessionRow(session_id=name, tenant="local", created_at=0.0, last_heartbeat_at=0.0))
+
+    return unit
+
+
+def names(session: Session) -> list[str]:
+    return sorted(session.exec(select(SessionRow.session_id)))
+
+
+class Held:
+    """A unit that holds the writer until it is let go: what is written meanwhile makes one group."""
+
+    def __init__(self) -> None:
+        self.running, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, session: Session) -> None:
+        self.running.set()
+        assert self.go.wait(30)
+
+    async def begin(self, store: Store) -> asyncio.Task[None]:
+        task = asyncio.create_task(store.write(self))
+        await asyncio.to_thread(self.running.wait, 30)
+        return task
+
+
+async def write_as_one_group(store: Store, *units: Callable[[Session], Any]) -> list[Any]:
+    held = Held()
+    first = await held.begin(store)
+    tasks = [asyncio.create_task(store.write(unit)) for unit in units]
+    await asyncio.sleep(0)
+    held.go.set()
+    await asyncio.gather(first, return_exceptions=True)
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_what_was_written_is_read(store: Store):
+    await store.write(add("a"))
+    assert await store.read(names) == ["a"]
+
+
+async def test_returned_rows_keep_their_values(store: Store):
+    def unit(session: Session) -> SessionRow:
+        add("a")(session)
+        session.flush()
+        return session.get_one(SessionRow, "a")
+
+    assert (await store.write(unit)).tags == []
+    assert (await store.read(lambda session: session.get_one(SessionRow, "a"))).tenant == "local"
+
+
+async def test_units_run_in_the_order_of_the_calls_and_see_those_before(store: Store):
+    def count(session: Session) -> int:
+        number = len(names(session))
+        add(f"{number:03}")(session)
+        return number
+
+    assert await asyncio.gather(*(store.write(count) for _ in range(200))) == list(range(200))
+
+
+async def test_units_that_wait_share_a_commit(store: Store):
+    commits = []
+    event.listen(store._database.writer, "commit", commits.append)
+    await write_as_one_group(store, *(add(f"{i}") for i in range(100)))
+    assert len(commits) == 1
+    assert len(await store.read(names)) == 100
+
+
+async def test_a_unit_that_fails_is_rolled_back_alone(store: Store):
+    def fails_late(session: Session) -> None:
+        add("b")(session)
+        session.flush()
+        raise KeyError("reason")
+
+    _, late, taken, _ = await write_as_one_group(store, add("a"), fails_late, add("a"), add("c"))
+    assert isinstance(late, KeyError)
+    assert isinstance(taken, IntegrityError)
+    assert await store.read(names) == ["a", "c"]
+
+
+async def test_a_part_of_a_unit_may_fail(store: Store):
+    def unit(session: Session) -> str:
+        add("new")(session)
+        session.flush()
+        try:
+            with session.begin_nested():
+                session.execute(text("INSERT INTO sessions (session_id) VALUES ('new')"))
+        except IntegrityError:
+            return "was there"
+        return "was not"
+
+    assert await store.write(unit) == "was there"
+    assert await store.read(names) == ["new"]
+
+
+async def test_a_unit_that_hides_an_error_is_told(store: Store):
+    def unit(session: Session) -> None:
+        add("a")(session)
+        session.flush()
+        session.expunge_all()
+        add("a")(session)
+        try:
+            session.flush()
+        except IntegrityError:
+            return  # and "a" is gone too
+
+    with pytest.raises(RuntimeError, match="begin_nested"):
+        await store.write(unit)
+    assert await store.read(names) == []
+
+
+@pytest.mark.parametrize("end", [Session.commit.__name__, Session.rollback.__name__])
+async def test_a_unit_does_not_end_its_transaction(store: Store, end: str):
+    with pytest.raises(RuntimeError, match="a unit does not"):
+        await store.write(lambda session: getattr(session, end)())
+
+
+async def test_a_unit_may_raise_anything(store: Store):
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await store.write(lambda _: next(iter(())))
+    with pytest.raises(SystemExit):
+        await store.write(lambda _: exit(3))
+    await store.write(add("after"))
+
+
+async def test_a_failed_commit_fails_its_group_and_no_other(tmp_path: Path):
+    store = Store(f"sqlite:///{tmp_path / 'tx.db'}", group_seconds=10.0)
+    await store.start()
+
+    def orphan(session: Session) -> None:  # its missing session is found at the commit
+        session.execute(text("PRAGMA defer_foreign_keys=ON"))
+        values = {"lora_rank": 8, "lora_seed": 0, "train_attn": True, "train_mlp": True, "train_unembed": True}
+        times = {"created_at": 0.0, "last_request_at": 0.0}
+        add_row(session, ModelRow, model_id="m", tenant="t", session_id="none", model_seq_id=0, base_model="b",
+                status="live", **values, **times)  # fmt: skip
+
+    results = await write_as_one_group(store, add("a"), orphan, add("b"))
+    assert [type(result) for result in results] == [StoreError] * 3
+    assert "was not applied" in str(results[0]) and "FOREIGN KEY" in str(results[0])
+    await store.write(add("c"))
+    assert await store.read(names) == ["c"]
+    await store.close()
+
+
+async def test_a_full_disk_is_said_and_passes(tmp_path: Path):
+    store = Store(f"sqlite:///{tmp_path / 'tx.db'}", group_seconds=10.0)
+    await store.start()
+
+    def pages(session: Session) -> int:
+        return session.execute(text("PRAGMA page_count")).scalar_one()
+
+    def limit(count: int) -> Callable[[Session], Any]:
+        return lambda session: session.execute(text(f"PRAGMA max_page_count={count}"))
+
+    def large(session: Session) -> None:
+        add_row(session, RequestRow, request_id="r", tenant="t", kind="train", status="done", created_at=0.0,
+                result=b"x" * 1_000_000)  # fmt: skip
+
+    await store.write(limit(await store.write(pages) + 5))
+    results = await write_as_one_group(store, add("a"), large, add("b"))
+    assert any("full" in str(result) for result in results)
+    for name, result in zip("ab", (results[0], results[2]), strict=True):  # told that it stands, or that it does not
+        assert (result is None) == (name in await store.read(names))
+    await store.write(limit(1_000_000))
+    await store.write(large)
+    await store.close()
+
+
+async def test_a_cancelled_caller_leaves_a_whole_unit(store: Store):
+    held = Held()
+    first = await held.begin(store)
+
+    def two(session: Session) -> None:
+        add("a")(session)
+        add("b")(session)
+
+    task = asyncio.create_task(store.write(two))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    held.go.set()
+    await first
+    await store.write(lambda _: None)
+    assert await store.read(names) == ["a", "b"]
+
+
+async def test_callers_wait_for_room(url: str):
+    store = Store(url, max_waiting=4)
+    await store.start()
+    held = Held()
+    first = await held.begin(store)
+    tasks = [asyncio.create_task(store.write(add(f"{i:02}"))) for i in range(20)]
+    await asyncio.sleep(0.05)
+    assert store._units.qsize() == 3  # and the one that is held
+    tasks[10].cancel()  # had no room yet: it never was
+    await asyncio.sleep(0)
+    held.go.set()
+    await asyncio.gather(first, *tasks, return_exceptions=True)
+    assert await store.read(names) == [f"{i:02}" for i in range(20) if i != 10]
+    await store.close()
+
+
+async def test_reads_do_not_wait_for_the_writer(store: Store):
+    await store.write(add("a"))
+    held = Held()
+
+    def unit(session: Session) -> None:
+        add("b")(session)
+        session.flush()
+        held(session)
+
+    task = asyncio.create_task(store.write(unit))
+    await asyncio.to_thread(held.running.wait, 30)
+    assert await asyncio.wait_for(store.read(names), 5) == ["a"]
+    held.go.set()
+    await task
+    assert await store.read(names) == ["a", "b"]
+
+
+async def test_a_read_sees_one_moment(store: Store):
+    between, go = threading.Event(), threading.Event()
+
+    def twice(session: Session) -> tuple[list[str], list[str]]:
+        before = names(session)
+        between.set()
+        assert go.wait(30)
+        return before, names(session)
+
+    read = asyncio.create_task(store.read(twice))
+    await asyncio.to_thread(between.wait, 30)
+    await store.write(add("a"))
+    go.set()
+    assert await read == ([], [])
+
+
+async def test_a_read_cannot_write(store: Store):
+    def unit(session: Session) -> None:
+        add("a")(session)
+        session.flush()
+
+    with pytest.raises(SQLAlchemyError, match=r"read-?only"):
+        await store.read(unit)
+
+
+async def test_close_finishes_what_had_room_and_refuses_the_rest(url: str):
+    store = Store(url, max_waiting=50)
+    await store.start()
+    tasks = [asyncio.create_task(store.write(add(f"{i}"))) for i in range(80)]
+    await asyncio.sleep(0)
+    await store.close()
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+    assert results[:50] == [None] * 50
+    assert [type(result) for result in results[50:]] == [StoreError] * 30
+    with pytest.raises(StoreError, match="not open"):
+        await store.write(add("late"))
+    with pytest.raises(StoreError, match="not open"):
+        await store.read(names)
+    again = Store(url)
+    await again.start()
+    assert len(await again.read(names)) == 50
+    assert again.database_id == store.database_id
+    await again.close()
+
+
+def test_a_loop_that_ends_without_close_hangs_nobody(url: str):
+    tasks = []
+
+    async def forget() -> Store:
+        store = Store(url)
+        await store.start()
+        for i in range(50):
+            tasks.append(asyncio.create_task(store.write(add(f"{i}"))))
+        await asyncio.sleep(0)
+        return store
+
+    store = asyncio.run(forget())
+    asyncio.run(store.close())
+    asyncio.run(store.close())
+
+
+async def test_rows_without_the_mapper_have_their_defaults(store: Store):
+    def unit(session: Session) -> tuple[bool, bool]:
+        add_row(session, SessionRow, session_id="a", tenant="local", created_at=0.0, last_heartbeat_at=0.0)
+        return change_row(session, SessionRow, "a", ended_at=5.0), change_row(session, SessionRow, "b", ended_at=5.0)
+
+    assert await store.write(unit) == (True, False)
+    row = await store.read(lambda session: session.get_one(SessionRow, "a"))
+    assert (row.tags, row.sdk_version, row.user_metadata, row.ended_at) == ([], "", None, 5.0)
+
+
+async def test_integers_have_64_bits(store: Store):
+    def unit(session: Session) -> None:
+        add_row(session, RequestRow, request_id="r", tenant="t", kind="sample", status="done", created_at=0.0,
+                model_id="m", seq=2**63 - 1)  # fmt: skip
+
+    await store.write(unit)
+    assert (await store.read(lambda session: session.get_one(RequestRow, "r"))).seq == 2**63 - 1
+
+
+@pytest.mark.slow
+async def test_a_thousand_callers_beside_megabytes(url: str, tmp_path: Path):
+    """What is large goes beside the rows (`blobs.py`), and so does not stand before them in the queue."""
+    store, blobs = Store(url), Blobs(tmp_path / "blobs")
+    await store.start()
+
+    async def request(name: str, blob: str | None = None) -> float:
+        started = time.perf_counter()
+        values = {"tenant": "t", "kind": "train", "status": "done", "created_at": 0.0, "order": bytes(300)}
+        await store.write(lambda session: add_row(session, RequestRow, request_id=name, payload=blob, **values))
+        return time.perf_counter() - started
+
+    async def large(name: str) -> None:
+        await request(name, await asyncio.to_thread(blobs.put, bytes(3_000_000)))
+
+    started = time.perf_counter()
+    await asyncio.gather(*(request(f"small{i}") for i in range(1000)))
+    print(f"\n{1000 / (time.perf_counter() - started):.0f} units/s")
+
+    large_ones = asyncio.gather(*(large(f"large{i}") for i in range(64)))
+    waits = []
+    while not large_ones.done():
+        waits.append(await request(f"beside{len(waits)}"))
+    await large_ones
+    print(f"beside 64 of 3 MB: median {sorted(waits)[len(waits) // 2] * 1e3:.1f} ms, longest {max(waits) * 1e3:.1f} ms")
+    assert sorted(waits)[len(waits) // 2] < 5.0
+    await store.close()

@@ -1,0 +1,119 @@
+"""AdamW of one model's vector is torch's, and what belongs to it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tx.errors import ModelError
+from tx.tinker.backends.torch.adam import adamw_, clip_
+from tx.tinker.backends.torch.training import TorchTraining
+from tx.tinker.types import AdamParams, Datum, LoraSpec, TrainingPass
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        AdamParams(),
+        AdamParams(learning_rate=0.1, beta1=0.5, beta2=0.7, eps=1e-3, weight_decay=0.3),
+        AdamParams(learning_rate=0.01, beta1=0.0, beta2=0.0, eps=1e-8),
+    ],
+)
+def test_steps_are_those_of_torch(params: AdamParams) -> None:
+    torch.manual_seed(0)
+    theirs = torch.randn(100, requires_grad=True)
+    ours, mean, square = theirs.detach().clone(), torch.zeros(100), torch.zeros(100)
+    betas = (params.beta1, params.beta2)
+    optimizer = torch.optim.AdamW(
+        [theirs], lr=params.learning_rate, betas=betas, eps=params.eps, weight_decay=params.weight_decay, foreach=False
+    )
+    for step in range(1, 6):
+        gradient = torch.randn(100)
+        theirs.grad = gradient
+        optimizer.step()
+        adamw_(ours, gradient, mean, square, step, params)
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_an_eps_of_zero_leaves_numbers_without_gradient_as_they_are() -> None:
+    weights = torch.ones(2)
+    adamw_(weights, torch.tensor([0.0, 4.0]), torch.zeros(2), torch.zeros(2), 1, AdamParams(learning_rate=0.1, eps=0.0))
+    torch.testing.assert_close(weights, torch.tensor([1.0, 0.9]))
+
+
+@pytest.mark.parametrize("largest, expected", [(0.0, [3.0, 4.0]), (10.0, [3.0, 4.0]), (1.0, [0.6, 0.8])])
+def test_clipping_by_norm(largest: float, expected: list[float]) -> None:
+    gradient = torch.tensor([3.0, 4.0])
+    assert clip_(gradient, largest) == 5.0
+    torch.testing.assert_close(gradient, torch.tensor(expected))
+
+
+def one_pass(backend: TorchTraining, data: list[Datum], model_id: str = "m") -> None:
+    backend.run([TrainingPass(model_id, data, "cross_entropy")])
+
+
+@pytest.fixture
+def backend(model_folder: Callable[[str], Path]) -> TorchTraining:
+    backend = TorchTraining(model_folder("llama"))
+    backend.create("m", LoraSpec(rank=4))
+    return backend
+
+
+def test_a_step_without_gradient_changes_nothing(
+    backend: TorchTraining, supervised: Callable[..., list[Datum]]
+) -> None:
+    one_pass(backend, supervised([5]))
+    first = backend.optim_step("m", AdamParams(weight_decay=0.1))
+    assert first["grad_norm:mean"] > 0 and first["step:max"] == 1
+    adapter = backend._adapters["m"]
+    assert adapter.mean is not None
+    before = [adapter.weights.clone(), adapter.mean.clone()]
+    assert backend.optim_step("m", AdamParams(weight_decay=0.1))["grad_norm:mean"] == 0
+    assert adapter.step == 1 and torch.equal(adapter.weights, before[0]) and torch.equal(adapter.mean, before[1])
+
+
+def test_forward_only_leaves_no_gradient(backend: TorchTraining, supervised: Callable[..., list[Datum]]) -> None:
+    backend.run([TrainingPass("m", supervised([5]), "cross_entropy", forward_only=True)])
+    assert backend._adapters["m"].gradient is None
+
+
+def test_a_gradient_that_is_not_finite_is_refused_and_cleared(
+    backend: TorchTraining, supervised: Callable[..., list[Datum]]
+) -> None:
+    (datum,) = supervised([5])
+    datum.inputs["weights"][2] = np.nan
+    before = backend._adapters["m"].weights.clone()
+    one_pass(backend, [datum])
+    with pytest.raises(ModelError, match="not finite"):
+        backend.optim_step("m", AdamParams())
+    assert torch.equal(backend._adapters["m"].weights, before)
+    one_pass(backend, supervised([5]))
+    assert np.isfinite(backend.optim_step("m", AdamParams())["grad_norm:mean"])
+
+
+def test_a_copied_gradient_is_put_back_bit_for_bit(
+    backend: TorchTraining, supervised: Callable[..., list[Datum]]
+) -> None:
+    nothing = backend.copy_gradient("m")
+    one_pass(backend, supervised([5]))
+    some = backend.copy_gradient("m")
+    one_pass(backend, supervised([9]))
+    backend.put_gradient("m", some)
+    again = TorchTraining(backend._folder)
+    again.create("m", LoraSpec(rank=4))
+    one_pass(again, supervised([5]))
+    ours, theirs = (each._adapters["m"].gradient for each in (backend, again))
+    assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+    backend.put_gradient("m", nothing)
+    assert backend.optim_step("m", AdamParams())["grad_norm:mean"] == 0
+
+
+def test_another_models_weight_decay_is_its_own(backend: TorchTraining, supervised: Callable[..., list[Datum]]) -> None:
+    backend.create("other", LoraSpec(rank=4))
+    one_pass(backend, supervised([5]), "other")
+    before = backend._adapters["m"].weights.clone()
+    backend.optim_step("other", AdamParams(learning_rate=0.1, weight_decay=0.5))
+    assert torch.equal(backend._adapters["m"].weights, before)
+    assert not torch.equal(backend._adapters["other"].weights, before)

@@ -1,0 +1,95 @@
+"""Facts come from files of settings alone."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tx.errors import ConfigError
+from tx.tinker.base_model import read_base_model
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 99,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "eos_token_id": 5,
+}
+
+
+def write(folder, **files):
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+def test_a_model_without_tokenizer_ends_where_its_config_says(tmp_path):
+    facts = read_base_model(write(tmp_path, config=CONFIG))
+    assert facts.folder == tmp_path
+    assert (facts.name, facts.vocab_size, facts.max_context) == (str(tmp_path), 99, 512)
+    assert (facts.architecture, facts.tied_embeddings) == ("Qwen3ForCausalLM", False)
+    assert facts.eos_token_ids == (5,)
+    assert facts.tokenizer_id is None
+
+
+def test_the_tokenizer_and_the_settings_of_generation_say_what_ends_an_answer(tmp_path):
+    name = write(
+        tmp_path,
+        config=CONFIG,
+        generation_config={"eos_token_id": [7, 8]},
+        tokenizer_config={"eos_token": "<end>"},
+        tokenizer={"added_tokens": [{"id": 8, "content": "<end>"}]},
+    )
+    facts = read_base_model(name)
+    assert facts.eos_token_ids == (8, 7)
+    assert facts.tokenizer_id == str(tmp_path)
+
+
+def test_an_end_token_may_be_an_object_and_its_number_in_the_older_table(tmp_path):
+    table = {"3": {"content": "</s>"}}
+    name = write(
+        tmp_path, config=CONFIG, tokenizer_config={"eos_token": {"content": "</s>"}, "added_tokens_decoder": table}
+    )
+    assert read_base_model(name).eos_token_ids == (3,)
+
+
+def test_the_text_part_of_a_larger_model_counts(tmp_path):
+    text = {"vocab_size": 50, "max_position_embeddings": 64, "eos_token_id": 2}
+    facts = read_base_model(write(tmp_path, config={"architectures": ["X"], "text_config": text}))
+    assert (facts.vocab_size, facts.max_context, facts.eos_token_ids) == (50, 64, (2,))
+    assert facts.tied_embeddings  # transformers' default where nothing is said
+
+
+@pytest.mark.slow  # makes a model: torch and transformers
+def test_a_saved_model_and_tokenizer_are_read(tiny_model):
+    facts = read_base_model(str(tiny_model))
+    assert (facts.vocab_size, facts.max_context, facts.eos_token_ids) == (99, 512, (1,))
+    assert facts.tokenizer_id == str(tiny_model)
+    assert not facts.tied_embeddings
+
+
+@pytest.mark.parametrize("missing", ["vocab_size", "max_position_embeddings"])
+def test_a_config_that_does_not_say_what_is_needed_is_refused(tmp_path, missing):
+    with pytest.raises(ConfigError, match=f"must say {missing}"):
+        read_base_model(write(tmp_path, config={k: v for k, v in CONFIG.items() if k != missing}))
+
+
+def test_a_folder_without_config_and_a_folder_that_is_not_there_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"must have a config\.json"):
+        read_base_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"must have a config\.json"):
+        read_base_model(str(tmp_path))
+    for name in (str(tmp_path / "none"), "./none", "~/none-at-all", "a/b/c"):
+        with pytest.raises(ConfigError, match="there is no folder"):
+            read_base_model(name)
+
+
+def test_reading_bodies_and_models_takes_no_torch():
+    modules = "tx.tinker.base_model, tx.tinker.wire.schemas, tx.tinker.wire.checks, tx.tinker.wire.training_requests"
+    code = (
+        f"import sys, {modules}; print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,157 @@
+"""From the first request of a session to its end; adapters that come and go."""
+
+import numpy as np
+
+from tx.contract.checks import check, expect, expect_close, expect_equal, expect_far, expect_refused
+from tx.contract.client import Service, done, text_datum
+from tx.contract.world import World
+
+
+@check
+def healthz(world: World) -> None:
+    """the server says that it is well"""
+    expect_equal(world.wire.answer("GET", "healthz").get("status"), "ok", "status")
+
+
+@check
+def capabilities(world: World) -> None:
+    """capabilities name the model, to the SDK too"""
+    models = world.wire.answer("GET", "get_server_capabilities")["supported_models"]
+    expect(world.target.model in [model["model_name"] for model in models], f"not among {models}")
+    expect(world.target.model in world.service.model_names(), "the SDK does not see it")
+
+
+@check
+def client_config(world: World) -> None:
+    """a client is told its settings, and is not sent to fetch tokens elsewhere"""
+    config = world.wire.answer("POST", "client/config", {"sdk_version": "0.38.0"})
+    expect(not config.get("pjwt_auth_enabled"), "pjwt_auth_enabled is on: keys would be exchanged at /auth/token")
+    dynamic = world.wire.post("client/dynamic_config", {"sdk_version": "0.38.0"})
+    expect(dynamic.status_code in (200, 404), f"client/dynamic_config: {dynamic.status_code}")
+
+
+@check
+def session_lives_and_ends(world: World) -> None:
+    """a session beats until it is finished; then its heart answers 410"""
+    wire = world.wire
+    session = wire.session()
+    beat = {"session_id": session, "type": "session_heartbeat"}
+    expect_equal(wire.answer("POST", "session_heartbeat", beat).get("type"), "session_heartbeat", "type")
+    ended = wire.post(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": "all done"})
+    expect(ended.is_success, f"finish: {ended.status_code} {ended.text}")
+    expect_equal(wire.post("session_heartbeat", beat).status_code, 410, "heartbeat after the end")
+    again = wire.post(f"sessions/{session}/finish", {"reason": {"type": "errored"}})
+    expect(again.is_success, f"to finish twice is harmless, but: {again.status_code}")
+
+
+@check
+def unknown_session(world: World) -> None:
+    """the heartbeat of a session that never was is 404, and a model in it is refused"""
+    beat = {"session_id": "session_never_was", "type": "session_heartbeat"}
+    expect_equal(world.wire.post("session_heartbeat", beat).status_code, 404, "heartbeat")
+    expect_refused(world.wire.create_model("session_never_was"), "session")
+
+
+@check
+def ended_session_takes_no_model(world: World) -> None:
+    """nothing is created in a session that is over"""
+    session = world.wire.session()
+    world.wire.post(f"sessions/{session}/finish", {"reason": {"type": "interrupted"}})
+    expect_refused(world.wire.create_model(session), statuses=(400, 404, 410))
+
+
+@check
+def two_sessions(world: World) -> None:
+    """a second service client is a second session with adapters of its own"""
+    other = Service(world.target.base_url, world.target.api_key, user_metadata={"made_by": "contract"})
+    one, two = world.adapter(), world.keep(other.adapter(world.target.model, rank=4, seed=7, train_unembed=False))
+    expect(one.id != two.id, "both adapters have one id")
+    expect_equal(two.logprobs(world.lesson)[0].tolist(), one.logprobs(world.lesson)[0].tolist(), "same seed, log-probs")
+    close = getattr(other.client, "close", None)
+    if close is not None:
+        done(close("success"))
+
+
+@check
+def create_and_info(world: World) -> None:
+    """a new adapter knows its id, rank, base model and tokenizer"""
+    adapter = world.adapter(rank=8)
+    info = adapter.info()
+    expect_equal(info.model_id, adapter.id, "model_id")
+    expect_equal((info.is_lora, info.lora_rank), (True, 8), "is_lora, lora_rank")
+    expect_equal(info.model_data.model_name or info.model_name, world.target.model, "model_name")
+    expect(info.model_data.tokenizer_id, "no tokenizer_id: clients cannot find the tokenizer")
+
+
+@check
+def model_id_is_derived(world: World) -> None:
+    """the id of a model is `SESSION:train:SEQ`, which newer clients work out for themselves"""
+    session = world.wire.session()
+    created = world.wire.result(world.wire.create_model(session, 3))
+    expect_equal(created["model_id"], f"{session}:train:3", "model_id")
+    world.wire.unload(created["model_id"])
+
+
+@check
+def tokenizer(world: World) -> None:
+    """the tokenizer the server names can be loaded and gives back what it takes"""
+    text = world.tokenizer.decode(world.tokenizer.encode("hello 42", add_special_tokens=False))
+    expect("hello" in text.lower() and "42" in text, f"'hello 42' came back as {text!r}")
+
+
+@check
+def fresh_adapter_is_the_base(world: World) -> None:
+    """an adapter that has learned nothing is the base model, whatever its seed and rank"""
+    base = world.service.sampler(base_model=world.target.model).logprobs(world.lesson)[1:]
+    for lora in ({"seed": 7}, {"seed": 8, "rank": 16}):
+        fresh = world.adapter(**lora).logprobs(world.lesson)[0]
+        expect_close(fresh, base, 2e-3, f"log-probs of {lora}")
+
+
+@check
+def seed_decides(world: World) -> None:
+    """two adapters of one seed learn alike to the bit; one of another seed does not"""
+    after = []
+    for seed in (7, 7, 8):
+        adapter = world.adapter(seed=seed)
+        for _ in range(2):
+            adapter.backward([text_datum(world.lesson)])
+            adapter.step(learning_rate=1e-2)
+        after.append(adapter.logprobs(world.lesson)[0])
+    expect(np.array_equal(after[0], after[1]), f"same seed: off by {np.max(np.abs(after[0] - after[1])):.3g}")
+    expect_far(after[0], after[2], 1e-5, "another seed")
+
+
+@check
+def unload(world: World) -> None:
+    """an unloaded adapter is gone: what is asked of it is refused at once"""
+    wire = world.wire
+    model_id = wire.model()
+    result = wire.result(wire.post("unload_model", {"model_id": model_id, "type": "unload_model"}))
+    expect_equal(result.get("model_id"), model_id, "model_id")
+    expect_refused(wire.step(model_id, 1), statuses=(400, 404, 410))
+
+
+@check
+def unknown_future(world: World) -> None:
+    """a request id that never was is 404"""
+    for request_id in ("999999999", "no-such-request", "../../etc/passwd"):
+        answer = world.wire.post("retrieve_future", {"request_id": request_id})
+        expect_equal(answer.status_code, 404, f"polling {request_id!r}")
+
+
+@check
+def result_can_be_read_twice(world: World) -> None:
+    """a result is still there after it was read: the first answer may have been lost"""
+    wire = world.wire
+    request_id = wire.accepted(wire.sample(world.text(5)))
+    expect_equal(wire.outcome(request_id), wire.outcome(request_id), "second reading")
+
+
+@check
+def telemetry(world: World) -> None:
+    """telemetry is taken, and not answered with an error"""
+    session = world.wire.session()
+    body = {"events": [], "platform": "test", "sdk_version": "0.38.0", "session_id": session, "process_uuid": "0"}
+    answer = world.wire.post("telemetry", body)
+    expect(answer.is_success, f"telemetry: {answer.status_code} {answer.text}")

@@ -1,0 +1,83 @@
+"""Runs checks one after another, each with a deadline; the table."""
+
+import json
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from tx.contract.checks import Broken, Check, Skip, shorten
+from tx.contract.families import CHECKS
+from tx.contract.world import World
+
+
+@dataclass(frozen=True)
+class Verdict:
+    id: str
+    claim: str
+    outcome: str
+    """`pass`, `fail`, `skip`"""
+    reason: str
+    seconds: float
+
+
+def chosen(only: list[str]) -> list[Check]:
+    """Checks whose id has one of the words in it; all for none."""
+    return [check for check in CHECKS if not only or any(word in check.id for word in only)]
+
+
+def judge(check: Check, world: World, limit_seconds: float) -> Verdict:
+    """Runs one check. One that does not end is left behind in its thread."""
+    found: list[tuple[str, str]] = []
+
+    def run() -> None:
+        try:
+            check.run(world)
+            found.append(("pass", ""))
+        except Skip as error:
+            found.append(("skip", str(error)))
+        except Broken as error:
+            found.append(("fail", str(error)))
+        except Exception as error:  # whatever the SDK raises is the finding
+            where = traceback.extract_tb(error.__traceback__)
+            ours = [f"{frame.name}:{frame.lineno}" for frame in where if "contract" in frame.filename]
+            found.append(("fail", f"{type(error).__name__}: {shorten(str(error), 600)} ({' > '.join(ours)})"))
+
+    start = time.monotonic()
+    thread = threading.Thread(target=run, name=check.id, daemon=True)
+    thread.start()
+    thread.join(limit_seconds)
+    outcome, reason = found[0] if found else ("fail", f"not done after {limit_seconds:.0f} s")
+    seconds = time.monotonic() - start
+    try:
+        world.clean()
+    except Exception as error:  # cleaning is no claim; what is wrong shows in the next check
+        reason = reason or f"(cleaning up: {type(error).__name__}: {shorten(str(error))})"
+    return Verdict(check.id, check.claim, outcome, reason, seconds)
+
+
+def run_checks(world: World, only: list[str], limit_seconds: float, out: TextIO) -> list[Verdict]:
+    """Runs the chosen checks and prints a row as each ends."""
+    verdicts = []
+    for check in chosen(only):
+        verdict = judge(check, world, limit_seconds)
+        verdicts.append(verdict)
+        print(row(verdict), file=out, flush=True)
+    return verdicts
+
+
+def row(verdict: Verdict) -> str:
+    reason = f"\n{'':13}{verdict.reason}" if verdict.reason else ""
+    return f"{verdict.outcome:<5}{verdict.seconds:6.2f}s {verdict.id:<52} {verdict.claim}{reason}"
+
+
+def summary(verdicts: list[Verdict]) -> str:
+    counts = {outcome: sum(v.outcome == outcome for v in verdicts) for outcome in ("pass", "fail", "skip")}
+    seconds = sum(v.seconds for v in verdicts)
+    return f"{counts['pass']} passed, {counts['fail']} failed, {counts['skip']} skipped in {seconds:.0f} s"
+
+
+def write_json(verdicts: list[Verdict], path: Path, **about: str) -> None:
+    path.write_text(json.dumps(about | {"checks": [asdict(v) for v in verdicts]}, indent=1))

@@ -1,0 +1,136 @@
+"""What one key makes, another does not see, use or find out about."""
+
+import httpx
+
+from tx.contract.checks import Skip, check, expect, expect_close, expect_equal, expect_refused
+from tx.contract.client import Service
+from tx.contract.wire import Wire, text_datum
+from tx.contract.world import World
+
+HIDDEN = (403, 404)
+
+
+def stranger(world: World) -> Wire:
+    """Another tenant's wire."""
+    if not world.target.second_key:
+        raise Skip("no --second-api-key")
+    return Wire(world.target.base_url, world.target.second_key, world.target.model)
+
+
+@check
+def keys_are_checked(world: World) -> None:
+    """where there are keys, a request with another one, or none, is 401 before anything else"""
+    stranger(world)
+    url = f"{world.target.base_url}/api/v1/create_session"
+    for headers in ({}, {"X-API-Key": "tml-wrong"}, {"X-API-Key": ""}):
+        answer = httpx.post(url, json={"tags": []}, headers=headers, trust_env=False)
+        expect_equal(answer.status_code, 401, f"with {headers}")
+
+
+@check
+def models_are_ones_own(world: World) -> None:
+    """another tenant's model cannot be looked at, trained, saved or unloaded"""
+    other, model = stranger(world), world.model()
+    attempts = {
+        "get_info": other.post("get_info", {"model_id": model, "type": "get_info"}),
+        "forward_backward": other.backward(model, 1, [text_datum(world.lesson)]),
+        "optim_step": other.step(model, 1),
+        "save_weights": other.save(model, 1, "mine-now"),
+        "save_weights_for_sampler": other.save_for_sampler(model, 1, path="mine-now"),
+        "unload_model": other.post("unload_model", {"model_id": model, "type": "unload_model"}),
+        "training_runs": other.call("GET", f"training_runs/{model}"),
+        "checkpoints": other.call("GET", f"training_runs/{model}/checkpoints"),
+    }
+    for name, answer in attempts.items():
+        expect(answer.status_code in HIDDEN, f"{name}: {answer.status_code} {answer.text[:120]}")
+    world.wire.result(world.wire.backward(model, 1, [text_datum(world.lesson)]))  # its seq 1 is still its own
+
+
+@check
+def sessions_are_ones_own(world: World) -> None:
+    """another tenant's session cannot be kept alive, ended, looked at or used"""
+    other, session = stranger(world), world.wire.session()
+    attempts = {
+        "heartbeat": other.post("session_heartbeat", {"session_id": session, "type": "session_heartbeat"}),
+        "finish": other.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}),
+        "get": other.call("GET", f"sessions/{session}"),
+        "create_model": other.create_model(session),
+        "create_sampling_session": other.sampling_session(session),
+    }
+    for name, answer in attempts.items():
+        expect(answer.status_code in HIDDEN, f"{name}: {answer.status_code} {answer.text[:120]}")
+    world.wire.answer("POST", "session_heartbeat", {"session_id": session, "type": "session_heartbeat"})
+
+
+@check
+def results_are_ones_own(world: World) -> None:
+    """another tenant's request id is unknown"""
+    other, wire = stranger(world), world.wire
+    request_id = wire.accepted(wire.sample(world.text(4)))
+    wire.outcome(request_id)
+    expect_equal(other.post("retrieve_future", {"request_id": request_id}).status_code, 404, "polling")
+
+
+@check
+def samplers_are_ones_own(world: World) -> None:
+    """another tenant's sampler cannot be sampled from or looked up"""
+    other, wire = stranger(world), world.wire
+    sampler = wire.sampling_session(wire.session()).json()["sampling_session_id"]
+    expect_refused(other.sample(world.text(4), sampling_session_id=sampler, seq_id=1), statuses=HIDDEN)
+    expect_refused(other.call("GET", f"samplers/{sampler}"), statuses=HIDDEN)
+
+
+@check
+def listings_are_ones_own(world: World) -> None:
+    """lists of runs, checkpoints and sessions have only one's own"""
+    other, wire = stranger(world), world.wire
+    session = wire.session()
+    model = wire.result(wire.create_model(session))["model_id"]
+    path = wire.result(wire.save(model, 1, "listed"))["path"]
+    wire.unload(model)
+    lists = "".join(str(other.answer("GET", at)) for at in ("training_runs?limit=100", "checkpoints", "sessions"))
+    for mine in (model, path, session):
+        expect(mine not in lists, f"{mine} is in another tenant's lists")
+
+
+@check
+def checkpoints_are_ones_own(world: World) -> None:
+    """another tenant's checkpoint cannot be loaded, fetched, deleted or changed, until it is published"""
+    other, wire, model = stranger(world), world.wire, world.model()
+    path = wire.result(wire.save(model, 1, "secret"))["path"]
+    sampler_path = wire.result(wire.save_for_sampler(model, 2, path="secret"))["path"]
+    theirs = other.model()
+    at = f"training_runs/{model}/checkpoints/weights/secret"
+    attempts = {
+        "load_weights": other.load(theirs, 1, path),
+        "weights_info": other.post("weights_info", {"tinker_path": path}),
+        "sampling session": other.sampling_session(other.session(), model_path=sampler_path),
+        "sample": other.sample(world.text(4), model_path=sampler_path),
+        "archive": other.call("GET", f"{at}/archive"),
+        "delete": other.call("DELETE", at),
+        "ttl": other.call("PUT", f"{at}/ttl", {"ttl_seconds": 7200}),
+        "publish": other.post(f"{at}/publish"),
+    }
+    for name, answer in attempts.items():
+        expect(answer.status_code in HIDDEN, f"{name}: {answer.status_code} {answer.text[:120]}")
+    expect(wire.post(f"{at}/publish").is_success, "publish")
+    expect(other.post("weights_info", {"tinker_path": path}).is_success, "weights_info of a published checkpoint")
+    other.result(other.load(theirs, 2, path))
+    expect(other.call("DELETE", at).status_code in HIDDEN, "a published checkpoint was deleted by another tenant")
+    other.unload(theirs)
+
+
+@check
+def published_state_can_be_resumed(world: World) -> None:
+    """a published state can be resumed by another tenant's SDK, and no more once it is private again"""
+    stranger(world)
+    adapter = world.adapter()
+    path = adapter.save(world.wire.fresh("shared"))
+    at = f"training_runs/{adapter.id}/checkpoints/{path.split('/', 3)[3]}/publish"
+    expect(world.wire.post(at).is_success, "publish")
+    other = Service(world.target.base_url, world.target.second_key or "")
+    theirs = other.resume(path)
+    expect_close(theirs.logprobs(world.lesson), adapter.logprobs(world.lesson), 0, "log-probs")
+    stranger(world).unload(theirs.id)
+    expect(world.wire.call("DELETE", at).is_success, "unpublish")
+    expect_refused(stranger(world).post("weights_info", {"tinker_path": path}), statuses=HIDDEN)

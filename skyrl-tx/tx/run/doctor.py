@@ -1,0 +1,161 @@
+"""`tx doctor`: what a server needs of this machine, looked at one by one, with what to do about the rest."""
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tx.errors import ConfigError
+from tx.tinker.api import listen
+from tx.tinker.base_model import read_base_model
+from tx.tinker.command_line import read_config
+from tx.tinker.config import EngineConfig
+from tx.tinker.http.api_keys import read_api_keys
+from tx.tinker.storage.folders import Folders
+from tx.tinker.storage.store import Store
+
+Verdict = Literal["ok", "note", "wrong"]
+SDK_VERSIONS = ((0, 16, 1), (0, 38, 0))
+"""Of tinker: oldest and newest that the server is tested with."""
+LITTLE_DISK_GB = 2
+
+
+@dataclass(frozen=True)
+class Finding:
+    subject: str
+    verdict: Verdict
+    text: str
+    """What was found; unless all is well, what to do."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the table. Returns 1 if a server would not start, 2 for options that are wrong."""
+    try:
+        # Without a model everything else can be looked at all the same.
+        named = "TX_BASE_MODEL" in os.environ or any(word.split("=")[0] == "--base-model" for word in argv)
+        config = read_config(argv if named or "--help" in argv else [*argv, "--base-model", _NO_MODEL])
+    except ConfigError as error:
+        print(f"ConfigError: {error}", file=sys.stderr)
+        return 2
+    findings = list(examine(config))
+    width = max(len(finding.subject) for finding in findings)
+    for finding in findings:
+        print(f"{finding.verdict:5}  {finding.subject:{width}}  {finding.text}")
+    return 1 if any(finding.verdict == "wrong" for finding in findings) else 0
+
+
+_NO_MODEL = "-"
+
+
+def examine(config: EngineConfig) -> Iterator[Finding]:
+    """Every finding, in the order in which a server would stumble over them."""
+    yield _python()
+    yield _torch()
+    yield _found("API keys", lambda: f"{_keys(config)} for --host {config.host}")
+    yield _base_model(config)
+    yield _found("port", lambda: _port(config))
+    yield _found("state folder", lambda: _writable(config.state_folder))
+    yield _found("checkpoints", lambda: _checkpoints(config))
+    yield _found("database", lambda: _database(config))
+    yield _disk(config)
+    yield _sdk()
+
+
+def _found(subject: str, look: Callable[[], str]) -> Finding:
+    try:
+        return Finding(subject, "ok", look())
+    except (ConfigError, OSError) as error:
+        return Finding(subject, "wrong", str(error))
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if (3, 11) <= sys.version_info < (3, 13):
+        return Finding("Python", "ok", version)
+    return Finding("Python", "wrong", f"{version}; use 3.11 or 3.12")
+
+
+def _torch() -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return Finding("torch", "wrong", "not installed; see INSTALL.md for the build that suits this machine")
+    import torch  # heavy
+
+    if torch.cuda.is_available():
+        return Finding("torch", "ok", f"{torch.__version__}, {torch.cuda.get_device_name(0)}")
+    if shutil.which("nvidia-smi"):
+        text = f"{torch.__version__} sees no GPU though this machine has nvidia-smi; install the CUDA build of torch"
+        return Finding("torch", "note", text)
+    return Finding("torch", "ok", f"{torch.__version__}, on the CPU")
+
+
+def _keys(config: EngineConfig) -> str:
+    return "keys are set" if read_api_keys(config) else "none needed"
+
+
+def _base_model(config: EngineConfig) -> Finding:
+    if config.base_model == _NO_MODEL:
+        return Finding("base model", "note", "not looked at; give --base-model NAME_OR_DIR")
+    if not Path(config.base_model).expanduser().is_dir():
+        text = f"{config.base_model} is no folder here; the server fetches it from the hub at its start"
+        return Finding("base model", "note", text)
+    try:
+        facts = read_base_model(config.base_model)
+    except ConfigError as error:
+        return Finding("base model", "wrong", str(error))
+    text = f"{facts.architecture}, vocabulary {facts.vocab_size:,}, context {facts.max_context:,}"
+    if facts.tokenizer_id is None:
+        return Finding("base model", "note", f"{text}; without a tokenizer clients must bring their own")
+    if not list(facts.folder.glob("*.safetensors")):
+        return Finding("base model", "wrong", f"{facts.folder} has no *.safetensors; save the model in that form")
+    return Finding("base model", "ok", text)
+
+
+def _port(config: EngineConfig) -> str:
+    listen(config.host, config.port).close()
+    return f"{config.host}:{config.port} is free"
+
+
+def _writable(folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder):
+        return f"{folder} can be written"
+
+
+def _checkpoints(config: EngineConfig) -> str:
+    Folders(config.checkpoints_base, config.state_folder / "cache")
+    return f"{config.checkpoints_base} can be written"
+
+
+def _database(config: EngineConfig) -> str:
+    async def open_and_close() -> None:
+        store = Store(config.store_url)
+        await store.start()
+        await store.close()
+
+    asyncio.run(open_and_close())
+    return "PostgreSQL answers" if config.store_url.startswith("postgres") else "sqlite in the state folder opens"
+
+
+def _disk(config: EngineConfig) -> Finding:
+    free = shutil.disk_usage(config.state_folder if config.state_folder.exists() else Path.home()).free / 2**30
+    text = f"{free:,.1f} GiB free at the state folder"
+    return Finding("disk", "ok", text) if free > LITTLE_DISK_GB else Finding("disk", "note", f"{text}: that is little")
+
+
+def _sdk() -> Finding:
+    oldest, newest = (".".join(map(str, version)) for version in SDK_VERSIONS)
+    try:
+        version = importlib.metadata.version("tinker")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("tinker SDK", "note", f"not in this environment; clients need {oldest} to {newest}")
+    numbers = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:3])
+    if SDK_VERSIONS[0] <= numbers <= SDK_VERSIONS[1]:
+        return Finding("tinker SDK", "ok", version)
+    return Finding("tinker SDK", "note", f"{version}; the server is tested with {oldest} to {newest}")

@@ -1,0 +1,83 @@
+"""Prints the reference page of the server's settings, made from the classes that hold them.
+
+`python -m tx.run.document > docs/tinker-settings.md`
+"""
+
+import inspect
+import re
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from skyrl_train.config.document import field_meanings
+from tx.tinker.backends.build import SAMPLING_SETTINGS
+from tx.tinker.backends.torch.sampling import NativeSampling
+from tx.tinker.backends.torch.settings import TrainingSettings
+from tx.tinker.command_line import ENV_PREFIX
+from tx.tinker.config import EngineConfig
+
+_INTRODUCTION = f"""\
+# Settings of the Tinker-compatible server
+
+This page is made from the code by `python -m tx.run.document > docs/tinker-settings.md`; change it there. What the
+server is: [tinker.md](tinker.md).
+
+An option of the command line counts before the environment, which counts before the default. An unknown option, setting
+or value is an error that names it, before anything starts; `tx doctor` with the same options looks at the rest of the
+machine.
+
+## Options
+
+Of `python -m tx.tinker.api` and `tx serve`. In the environment: `{ENV_PREFIX}` and the name in capitals (`--port` is
+`{ENV_PREFIX}PORT`); lists with commas, objects as JSON.
+"""
+_BACKEND = """\
+## `--backend-config` of the backend `torch`
+
+A JSON object: `--backend-config '{"device": "cuda:1", "max_num_seqs": 512}'`.
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    options = [
+        _row("--" + name.replace("_", "-"), _default(field.get_default(call_default_factory=True)), field.description)
+        for name, field in EngineConfig.model_fields.items()
+    ]
+    meanings = field_meanings(TrainingSettings)
+    training = [_row(field.name, _default(field.default), meanings[field.name]) for field in fields(TrainingSettings)]
+    parameters = inspect.signature(NativeSampling).parameters
+    sampling = [
+        _row(name, _default(parameters[name].default), meaning)
+        for name, meaning in _argument_meanings(NativeSampling).items()
+        if name in SAMPLING_SETTINGS
+    ]
+    return "\n".join([_INTRODUCTION, _table("option", options), _BACKEND, _table("setting", [*training, *sampling])])
+
+
+def _argument_meanings(documented: type) -> dict[str, str]:
+    """What a docstring says under `Args:`."""
+    text = (inspect.getdoc(documented) or "").partition("Args:\n")[2]
+    found = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |\Z)", text, re.DOTALL | re.MULTILINE)
+    return {name: meaning[0].upper() + meaning[1:] for name, meaning in found}
+
+
+def _table(head: str, rows: Iterable[str]) -> str:
+    return f"| {head} | default | meaning |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+
+
+def _row(name: str, default: str, meaning: str | None) -> str:
+    cells = [f"`{name}`", default, " ".join((meaning or "").split()).rstrip(".")]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _default(value: Any) -> str:
+    if value is PydanticUndefined:
+        return "required"
+    return "" if value in (None, [], {}) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,149 @@
+"""`python -m tx.tinker.api --base-model NAME_OR_DIR`: the server. Builds the parts, listens, closes them in order."""
+
+import asyncio
+import gc
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+import uvicorn
+from fastapi import FastAPI
+
+from tx.errors import ConfigError
+from tx.tinker.base_model import read_base_model
+from tx.tinker.command_line import read_config
+from tx.tinker.config import EngineConfig
+from tx.tinker.desk.desk import Desk
+from tx.tinker.http.api_keys import read_api_keys
+from tx.tinker.http.app import create_app
+from tx.tinker.storage.blobs import Blobs
+from tx.tinker.storage.folders import Folders
+from tx.tinker.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+LAST_ANSWERS_SECONDS = 3
+"""For requests under way when the server is told to stop."""
+BACKLOG = 4096
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until it is told to stop. Returns the exit status: 0 after SIGTERM or SIGINT, 2 for wrong settings."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # what the web server raises again once it has closed
+    try:
+        config = read_config(sys.argv[1:] if argv is None else argv)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(serve(config))
+    except ConfigError as error:
+        print(f"ConfigError: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+async def serve(config: EngineConfig) -> None:
+    """Until a signal.
+
+    Raises:
+        ConfigError: what is asked for cannot be; nothing was started.
+    """
+    keys = read_api_keys(config)
+    facts = read_base_model(config.base_model)
+    state = config.state_folder
+    folders = Folders(config.checkpoints_base, state / "cache")
+    listening = listen(config.host, config.port)
+    with listening:
+        state.mkdir(parents=True, exist_ok=True)
+        desk = Desk(config, facts, Store(config.store_url), Blobs(state / "blobs"), folders)
+        await desk.start()
+        try:
+            server = Server(create_app(desk, config, facts, folders, keys))
+            gc.freeze()  # what is here now stays: later collections need not look at it
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(_stop_when_hopeless(server, desk))
+                await server.serve(sockets=[listening])
+                watching.cancel()
+        finally:
+            await desk.close()
+    if desk.hopeless.is_set():
+        raise ConfigError("the engine cannot work with these settings; the log above has its reason")
+
+
+async def _stop_when_hopeless(server: "Server", desk: Desk) -> None:
+    await desk.hopeless.wait()
+    server.should_exit = True
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that clients can connect to from now on; nobody answers yet.
+
+    Raises:
+        ConfigError: the address is taken, or is none of this machine.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # Named: without it asyncio leaves Nagle's algorithm on, and each answer waits 40 ms.
+        listening = socket.socket(family, kind, socket.IPPROTO_TCP)
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error}") from None
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(BACKLOG)
+        listening.setblocking(False)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from None
+    return listening
+
+
+class Server(uvicorn.Server):
+    """The web server, which says where it listens, and lets nobody wait while it closes."""
+
+    def __init__(self, app: FastAPI):
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                timeout_keep_alive=75,  # longer than clients keep theirs, so that they seldom find one closed
+                timeout_graceful_shutdown=LAST_ANSWERS_SECONDS,
+                ws="none",
+            )
+        )
+        self.app = app
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listening in sockets or []:
+            print(f"tx listens on {address_of(listening)}", flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.app.state.polls.release()
+        await super().shutdown(sockets)
+
+
+def address_of(listening: socket.socket) -> str:
+    """As a URL."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _loop_factory():
+    try:
+        import uvloop
+    except ImportError:  # not made for every platform
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""What computes: training of many adapters of one model, and sampling from them. The engine process knows only this.
+
+Everything here is a function of its arguments and of the model's own earlier calls: with whom a model shares a pass
+changes nothing (float32 on a CPU: not a bit). So calls can be done again after a crash, and give the same.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, SampleOutput, SampleSpec, TrainingPass
+
+
+class BackendInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backend says of itself."""
+
+    name: str
+    vocab_size: int
+    max_context: int
+    """Tokens of a prompt and its answer, and of a datum."""
+    max_lora_rank: int
+    can_train_unembed: bool = True
+    max_resident_models: int = 64
+    """Models in memory at a time; the engine puts the least recently used to disk."""
+    pass_tokens: int = 2048
+    """The engine joins micro-batches of several models to a pass of no more than so many tokens."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """In place of a result: this model's part of a pass failed, and only it; nothing of it was accumulated."""
+
+    error: Exception
+    """`ModelError` says whose fault it is; anything else is ours."""
+
+
+class TrainingBackend(ABC):
+    """Called from one thread."""
+
+    @abstractmethod
+    def info(self) -> BackendInfo: ...
+
+    @abstractmethod
+    def create(self, model_id: str, lora: LoraSpec) -> None:
+        """A new adapter: A from the seed, B zero, fresh optimizer, no gradient."""
+
+    @abstractmethod
+    def forget(self, model_id: str) -> None:
+        """Gives its memory back. An unknown id is nothing to do."""
+
+    @abstractmethod
+    def micro_batches(self, data: Sequence[Datum]) -> list[list[Datum]]:
+        """How a request is cut: consecutive data, by length alone, the same every time."""
+
+    @abstractmethod
+    def run(self, passes: Sequence[TrainingPass]) -> list[PassOutput | Failure]:
+        """One micro-batch of each of several models at once. Gradients of the loss (a plain sum) are added to each
+        model's own, unless `forward_only`. A model appears at most once.
+
+        Should it raise (out of memory, say), nothing was added to any of them; the caller tries each model alone."""
+
+    @abstractmethod
+    def copy_gradient(self, model_id: str) -> Any:
+        """What is accumulated, for `put_gradient`; it may be None (or anything cheap) where that is nothing. Taken
+        before a request of several micro-batches, since one that fails must leave nothing behind."""
+
+    @abstractmethod
+    def put_gradient(self, model_id: str, gradient: Any) -> None:
+        """Makes the accumulated gradient what it was, bit for bit. The copy is not used again."""
+
+    @abstractmethod
+    def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
+        """One AdamW step with what was accumulated, then clears it. With nothing accumulated nothing changes. Returns
+        metrics (`grad_norm:mean`, …).
+
+        Raises:
+            ModelError: the gradient is not finite; it is cleared and the weights stay.
+        """
+
+    @abstractmethod
+    def save(self, model_id: str, folder: Path, *, state: bool) -> None:
+        """Writes the adapter as peft reads it (`adapter_config.json`, `adapter_model.safetensors`, float32) into an
+        existing empty local folder; with `state` also optimizer, step count and accumulated gradient, bit for bit."""
+
+    @abstractmethod
+    def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
+        """Takes on an adapter in place, and its optimizer if asked; otherwise the optimizer is fresh. Accumulated
+        gradient is cleared.
+
+        Raises:
+            ModelError: rank or layers differ, no optimizer there, damaged, not finite; the model is as before.
+        """
+
+    @abstractmethod
+    def restore(self, model_id: str, lora: LoraSpec, folder: Path) -> None:
+        """Makes a model exactly as `save(…, state=True)` left it, gradient included."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class SamplingBackend(ABC):
+    """Called from one asyncio loop; every coroutine ends. Requests run together, whoever they are from."""
+
+    @abstractmethod
+    async def start(self) -> None: ...
+
+    @abstractmethod
+    async def sample(self, spec: SampleSpec, adapter: Path | None, *, tenant: str = "") -> SampleOutput:
+        """Samples from an adapter's folder (as `save` wrote it; it never changes), or from the base model. Loads it
+        when needed and forgets the least recently used. Tenants take turns where several wait.
+
+        Raises:
+            ModelError: the adapter cannot be loaded, the output was not finite.
+        """
+
+    @abstractmethod
+    def num_running(self) -> int: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    training: TrainingBackend
+    sampling: SamplingBackend

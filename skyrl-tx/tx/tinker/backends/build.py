@@ -1,0 +1,74 @@
+"""From settings to a backend: the only place that knows concrete ones. Heavy to call, light to import."""
+
+import difflib
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from tx.errors import ConfigError
+from tx.tinker.backends.base import Backend
+from tx.tinker.config import EngineConfig
+
+if TYPE_CHECKING:
+    from tx.tinker.base_model import BaseModelFacts
+
+SAMPLING_SETTINGS: dict[str, type] = {
+    "max_num_seqs": int,
+    "max_loaded_adapters": int,
+    "max_prefill_tokens": int,
+    "max_cache_gib": float,
+}
+"""Of `--backend-config`, what is for sampling alone (documented at `NativeSampling`); the rest is `TrainingSettings`,
+whose device, dtype and largest rank hold for sampling too."""
+
+
+def build_backend(config: EngineConfig, facts: "BaseModelFacts") -> Backend:
+    """Loads the base model.
+
+    Raises:
+        ConfigError: a setting of `backend_config` is unknown or impossible, or the model cannot be used here.
+    """
+    if config.backend != "torch":
+        raise ConfigError(f"backend must be torch: {config.backend} is not there yet")
+    from skyrl_train.errors import ConfigError as TrainerConfigError
+
+    try:
+        return _torch_backend(dict(config.backend_config), facts)
+    except TrainerConfigError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _torch_backend(settings: dict[str, Any], facts: "BaseModelFacts") -> Backend:
+    from tx.tinker.backends.torch.settings import TrainingSettings
+
+    _check_names(settings, [*(field.name for field in fields(TrainingSettings)), *SAMPLING_SETTINGS])
+    for_sampling = {name: settings.pop(name) for name in SAMPLING_SETTINGS if name in settings}
+    for name, value in for_sampling.items():
+        whole = SAMPLING_SETTINGS[name] is int
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value <= 0:
+            raise ConfigError(
+                f"backend_config.{name} must be a {'whole ' if whole else ''}number above 0; got {value!r}"
+            )
+    resolved = TrainingSettings.from_dict(settings)
+
+    from tx.tinker.backends.torch.sampling import NativeSampling  # seconds, which a wrong setting need not cost
+    from tx.tinker.backends.torch.training import TorchTraining
+
+    training = TorchTraining(facts.folder, **settings)
+    sampling = NativeSampling(
+        facts.folder,
+        device=resolved.device,
+        dtype=resolved.dtype or "float32",
+        max_context=training.info().max_context,
+        max_lora_rank=resolved.max_lora_rank,
+        share_with=training.base_model,
+        **for_sampling,
+    )
+    return Backend(training=training, sampling=sampling)
+
+
+def _check_names(settings: dict[str, Any], known: list[str]) -> None:
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown setting backend_config.{name}; {hint}")

@@ -1,0 +1,139 @@
+"""Which adapters an engine holds: loaded when a request comes, put out when the room is needed. Knows folders and
+load / unload of an engine; nothing of sampling.
+
+A folder never changes, so one that is loaded stays right. At most `num_slots` are loaded at a time. A request whose
+adapter has no slot waits for its turn, in the order in which the adapters that have none were first asked for. For each
+of these one adapter that is in use (the one asked for longest ago) takes no new requests any more: it runs dry, gives
+its slot, and may wait for another. So nobody waits for longer than the requests before them take.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl_train.errors import WorkerError
+from skyrl_train.inference_engines.base import InferenceEngineInterface
+from skyrl_train.weight_sync.base import LoraLoadRequest
+
+
+@dataclass(eq=False)
+class _Slot:
+    """An adapter that is loaded or being loaded."""
+
+    name: str
+    loading: "asyncio.Task[None]"
+    num_users: int = 0
+    leaving: bool = False
+    """Takes no new requests: somebody waits for its slot."""
+
+
+class AdapterSlots:
+    """The adapters of one engine. For one asyncio loop.
+
+    Args:
+        engine: nobody else loads adapters into it
+        num_slots: as many as it can hold
+    """
+
+    def __init__(self, engine: InferenceEngineInterface, num_slots: int):
+        self._engine = engine
+        self._num_slots = num_slots
+        self._slots: OrderedDict[Path, _Slot] = OrderedDict()
+        """The one asked for longest ago first."""
+        self._waiting: OrderedDict[Path, list[asyncio.Future[_Slot]]] = OrderedDict()
+
+    @asynccontextmanager
+    async def use(self, folder: Path) -> AsyncIterator[str]:
+        """The name under which the engine knows the adapter, and holds it until the end of the block.
+
+        Raises:
+            ValueError: it cannot be loaded: names the folder, and why.
+        """
+        slot = await self._acquire(folder)
+        try:
+            await asyncio.shield(slot.loading)
+            yield slot.name
+        finally:
+            self._release(slot)
+
+    async def _acquire(self, folder: Path) -> _Slot:
+        slot = self._slots.get(folder)
+        if slot is not None and not slot.leaving:
+            self._slots.move_to_end(folder)
+            slot.num_users += 1
+            return slot
+        turn: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(folder, []).append(turn)
+        self._serve()
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # its turn came at the same moment
+                self._release(turn.result())
+            elif folder in self._waiting and all(other.cancelled() for other in self._waiting[folder]):
+                del self._waiting[folder]
+                self._serve()
+            raise
+
+    def _release(self, slot: _Slot) -> None:
+        slot.num_users -= 1
+        self._serve()
+
+    def _serve(self) -> None:
+        """Gives slots to those who wait, while there are any to give; then sees to it that there will be."""
+        while self._waiting:
+            folder = next(iter(self._waiting))
+            slot = self._slots.get(folder)
+            if slot is None and len(self._slots) >= self._num_slots and self._idle() is None:
+                break
+            turns = [turn for turn in self._waiting.pop(folder) if not turn.done()]
+            if not turns:
+                continue
+            if slot is None:
+                slot = self._open(folder)
+            slot.num_users += len(turns)
+            self._slots.move_to_end(folder)
+            for turn in turns:
+                turn.set_result(slot)
+        num_leaving = sum(folder not in self._slots for folder in self._waiting)
+        for index, slot in enumerate(sorted(self._slots.values(), key=lambda slot: not slot.leaving)):
+            slot.leaving = index < num_leaving  # those that already were; then the ones asked for longest ago
+
+    def _idle(self) -> Path | None:
+        """Of the adapters that nobody uses, the one asked for longest ago."""
+        return next((folder for folder, slot in self._slots.items() if not slot.num_users), None)
+
+    def _open(self, folder: Path) -> _Slot:
+        former = None
+        if len(self._slots) >= self._num_slots:
+            idle = self._idle()
+            assert idle is not None
+            former = self._slots.pop(idle)
+        slot = _Slot(str(folder), asyncio.create_task(self._load(folder, former)))
+        self._slots[folder] = slot
+
+        def forget_if_failed(loading: "asyncio.Task[None]") -> None:
+            if (loading.cancelled() or loading.exception() is not None) and self._slots.get(folder) is slot:
+                del self._slots[folder]
+                self._serve()
+
+        slot.loading.add_done_callback(forget_if_failed)
+        return slot
+
+    async def _load(self, folder: Path, former: _Slot | None) -> None:
+        """Into the place of another adapter, if there is no other."""
+        if former is not None:
+            await asyncio.wait([former.loading])
+            if not former.loading.cancelled() and former.loading.exception() is None:
+                await self._engine.unload_lora(former.name)
+        await self._engine.load_lora(LoraLoadRequest(name=str(folder), path=str(folder), version=0))
+
+    async def close(self) -> None:
+        """Fails those who wait for a slot. After the engine's end, which ends what is being loaded."""
+        for turn in [turn for turns in self._waiting.values() for turn in turns if not turn.done()]:
+            turn.set_exception(WorkerError("the engine is closed"))
+        self._waiting.clear()
+        await asyncio.gather(*(slot.loading for slot in self._slots.values()), return_exceptions=True)

@@ -1,0 +1,229 @@
+"""Low-rank adapters of many models on the linear layers of one frozen base model.
+
+A layer computes W x for the rows of all models at once and adds (32 / rank) B A x to each model's rows with that
+model's own matrices, by products of its own: with their shapes and places in memory, nothing depends on company.
+
+An adapter's matrices are views of one vector, its gradient is another: optimizer, norms and files see vectors.
+
+Shapes: N rows of a pass, n of a model, r rank, P numbers of an adapter.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tx.tinker.types import LORA_ALPHA, LoraSpec
+
+_SMALL = 2**14
+"""Numbers of a weight."""
+
+
+class Site(NamedTuple):
+    """A linear layer that can have adapters."""
+
+    name: str
+    """In the transformers model."""
+    kind: str
+    """`attn`, `mlp` or `unembed`."""
+    num_in: int
+    num_out: int
+
+
+class Matrices(NamedTuple):
+    a: torch.Tensor
+    """[r, in]"""
+    b: torch.Tensor
+    """[r, out], so B transposed: some products with it are several times faster so"""
+
+
+class Part(NamedTuple):
+    """A model's share in a layer during a pass."""
+
+    start: int
+    end: int
+    matrices: Matrices
+    scaling: float
+    gradient: Matrices | None
+    """Added to in the backward. None: nothing is wanted."""
+
+
+class Adapter:
+    """One model: its weights, what is accumulated of their gradient, its optimizer. All float32.
+
+    Args:
+        sites: the layers it adapts, in the base model's order.
+        dtype: of its products.
+    """
+
+    def __init__(self, lora: LoraSpec, sites: Sequence[Site], device: torch.device, dtype: torch.dtype):
+        self.lora, self.sites, self.dtype = lora, tuple(sites), dtype
+        self.scaling = LORA_ALPHA / lora.rank
+        self._shapes = [shape for s in sites for shape in ((lora.rank, s.num_in), (lora.rank, s.num_out))]
+        self._sizes = [rows * columns for rows, columns in self._shapes]
+        self.weights = torch.zeros(sum(self._sizes), device=device)
+        self.gradient: torch.Tensor | None = None
+        """[P], None where nothing is accumulated."""
+        self.mean: torch.Tensor | None = None
+        self.square: torch.Tensor | None = None
+        self.step = 0
+        self._computed_with: dict[str, Matrices] | None = None
+
+    def begin(self) -> None:
+        """A from the seed and the layer's name, uniform in +-1 / sqrt(in) as peft has it; B zero. The same numbers on
+        every device."""
+        self.weights.zero_()
+        for site, (a, _) in zip(self.sites, self.matrices_of(self.weights), strict=True):
+            digest = hashlib.blake2b(f"{self.lora.seed}:{site.name}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+            bound = 1 / math.sqrt(site.num_in)
+            a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+        self.changed()
+
+    def changed(self) -> None:
+        """To be called when weights were written."""
+        self._computed_with = None
+
+    def matrices_of(self, vector: torch.Tensor) -> Iterator[Matrices]:
+        """A vector [P] as the matrices of each site, which are views of it."""
+        pieces = [piece.view(shape) for piece, shape in zip(vector.split(self._sizes), self._shapes, strict=True)]
+        return map(Matrices, pieces[::2], pieces[1::2])
+
+    def by_site(self, vector: torch.Tensor) -> dict[str, Matrices]:
+        return dict(zip((site.name for site in self.sites), self.matrices_of(vector), strict=True))
+
+    def parts(self, start: int, end: int, gradient: torch.Tensor | None) -> dict[str, Part]:
+        """What each layer must know in a pass where this model has the rows from `start` to `end`.
+
+        Args:
+            gradient: [P] in `dtype`, which the backward adds to.
+        """
+        if self._computed_with is None:
+            self._computed_with = self.by_site(self.weights.to(self.dtype))
+        gradients = {} if gradient is None else self.by_site(gradient)
+        return {
+            name: Part(start, end, matrices, self.scaling, gradients.get(name))
+            for name, matrices in self._computed_with.items()
+        }
+
+
+class FrozenProduct:
+    """y = W x + b of rows, and its gradient, which only x has.
+
+    float32 on a CPU goes to oneDNN, which torch would not take (`skyrl_train.models.cpu_linear`), but for layers so
+    small that calling it costs more than it saves. The choice is the layer's, whatever the number of rows.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        self.weight, self.bias = weight, bias
+        on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
+        self._onednn = on_cpu and torch.backends.mkldnn.is_available() and weight.numel() > _SMALL
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, in] -> [N, out]"""
+        if self._onednn:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return F.linear(x, self.weight, self.bias)
+
+    def backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        """[N, out] -> [N, in]"""
+        if self._onednn:
+            return torch.ops.mkldnn._linear_pointwise(gradient, self.weight.t(), None, "none", [], "")
+        return gradient @ self.weight
+
+
+class AdaptedLinear:
+    """Takes the place of the `forward` of a linear layer of the base model.
+
+    Args:
+        weight: [out, in]
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        self.product = FrozenProduct(weight, bias)
+        self.parts: Sequence[Part] = ()
+        """Of the pass under way."""
+        self.num_rows = 0
+        self.root: torch.Tensor | None = None
+        """A scalar that the backward starts from: without it there would be none in the first layers, whose input has
+        no gradient. None: no gradient is wanted."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if self.parts and len(rows) != self.num_rows:
+            raise ValueError(f"a layer with adapters was given {len(rows)} rows, and the pass has {self.num_rows}")
+        if self.root is None:
+            y = _add_adapters(self.product.forward(rows), rows, self.parts)[0]
+        else:
+            y = _Adapted.apply(rows, self.root, self)
+        return y.view(*x.shape[:-1], y.shape[-1])  # type: ignore[union-attr]
+
+
+def _add_adapters(y: torch.Tensor, x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Adds scaling B A x to each part's rows of y, in place. Returns y, and scaling A x of each part."""
+    inner = []
+    for part in parts:
+        low = torch.mm(x[part.start : part.end], part.matrices.a.t()).mul_(part.scaling)
+        y[part.start : part.end].addmm_(low, part.matrices.b)
+        inner.append(low)
+    return y, inner
+
+
+class _Adapted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, root: torch.Tensor, layer: AdaptedLinear) -> torch.Tensor:
+        y, inner = _add_adapters(layer.product.forward(x), x, layer.parts)
+        ctx.layer = layer
+        ctx.save_for_backward(x, *inner)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        layer: AdaptedLinear = ctx.layer
+        x, *inner = ctx.saved_tensors
+        dy = dy.contiguous()
+        dx = layer.product.backward(dy) if ctx.needs_input_grad[0] else None
+        for part, low in zip(layer.parts, inner, strict=True):
+            rows = slice(part.start, part.end)
+            add_gradient(part, x[rows], low, dy[rows], None if dx is None else dx[rows])
+        return dx, None, None
+
+
+def add_gradient(part: Part, x: torch.Tensor, low: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor | None) -> None:
+    """The backward of y += scaling B A x for a model's rows: to `part.gradient`, and to dx if it is wanted, in place.
+
+        dB += dy^T (scaling A x)      dA += (scaling dy B)^T x      dx += (scaling dy B) A
+
+    Args:
+        x, dy, dx: [n, in], [n, out], [n, in]
+        low: [n, r], scaling A x
+    """
+    back = torch.mm(dy, part.matrices.b.t()).mul_(part.scaling)
+    if part.gradient is not None:
+        part.gradient.a.addmm_(back.t(), x)
+        part.gradient.b.addmm_(low.t(), dy)
+    if dx is not None:
+        dx.addmm_(back, part.matrices.a)
+
+
+def adapted_linear(module: nn.Module) -> AdaptedLinear:
+    """For an `nn.Linear`, or transformers' Conv1D, which keeps its weight as [in, out]."""
+    weight = module.get_parameter("weight")
+    bias = getattr(module, "bias", None)
+    return AdaptedLinear(weight if isinstance(module, nn.Linear) else weight.t(), bias)
+
+
+def set_parts(layers: Mapping[str, AdaptedLinear], parts: Sequence[dict[str, Part]], num_rows: int, root: Any) -> None:
+    """Tells every layer of the base model what it shall do in the next pass.
+
+    Args:
+        parts: of each model, by the layers' names.
+        root: as in `AdaptedLinear`.
+    """
+    for name, layer in layers.items():
+        layer.parts = [of_model[name] for of_model in parts if name in of_model]
+        layer.num_rows, layer.root = num_rows, root

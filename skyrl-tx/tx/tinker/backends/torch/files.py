@@ -1,0 +1,138 @@
+"""An adapter in a folder: as peft reads it, and beside it what training goes on with.
+
+Shapes: P numbers of an adapter.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from skyrl_train.models.adapter_files import WEIGHTS_FILE, read_adapter
+from tx.errors import ModelError
+from tx.tinker.backends.torch.adapters import Adapter
+from tx.tinker.types import LORA_ALPHA
+
+STATE_FILE = "optimizer.safetensors"
+"""`mean.*`, `square.*` and `gradient.*` by the names of the matrices they belong to, where they exist; the number of
+steps in its metadata."""
+_VECTORS = ("mean", "square", "gradient")
+
+
+def write_adapter(adapter: Adapter, folder: Path, base_model: str, target_modules: list[str]) -> None:
+    """`adapter_config.json` and `adapter_model.safetensors`, float32.
+
+    Args:
+        base_model: what peft shall name as the base.
+        target_modules: the layers as peft is told of them.
+    """
+    LoraConfig(
+        r=adapter.lora.rank,
+        lora_alpha=LORA_ALPHA,
+        target_modules=target_modules,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base_model,
+        inference_mode=True,
+    ).save_pretrained(str(folder))
+    _save(_named(adapter, adapter.weights), folder / WEIGHTS_FILE)
+
+
+def write_state(adapter: Adapter, folder: Path) -> None:
+    """Optimizer, step count and accumulated gradient, bit for bit."""
+    tensors = {
+        f"{kind}.{name}": tensor
+        for kind in _VECTORS
+        if (vector := getattr(adapter, kind)) is not None
+        for name, tensor in _named(adapter, vector).items()
+    }
+    _save(tensors, folder / STATE_FILE, step=str(adapter.step))
+
+
+def read_into(adapter: Adapter, folder: Path, *, optimizer: bool, gradient: bool = False) -> None:
+    """Takes on weights; the optimizer if asked, else a fresh one; the accumulated gradient if asked, else none.
+
+    Raises:
+        ModelError: what is in the folder does not fit, or is damaged; the adapter is as it was.
+    """
+    weights = _read_weights(adapter, folder)
+    step, vectors = _read_state(adapter, folder) if optimizer or gradient else (0, {})
+    adapter.weights.copy_(weights)
+    adapter.changed()
+    adapter.step = step if optimizer else 0
+    adapter.mean, adapter.square = (vectors.get(kind) if optimizer else None for kind in ("mean", "square"))
+    adapter.gradient = vectors.get("gradient") if gradient else None
+
+
+def _names(adapter: Adapter) -> list[str]:
+    """Of A and B of each layer, as peft has them, in the order of the vectors."""
+    return [f"base_model.model.{site.name}.lora_{kind}.weight" for site in adapter.sites for kind in "AB"]
+
+
+def _named(adapter: Adapter, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A vector as peft's matrices, of which those on the CPU are views."""
+    matrices = [matrix for a, b in adapter.matrices_of(vector.cpu()) for matrix in (a, b.t())]
+    return dict(zip(_names(adapter), matrices, strict=True))
+
+
+def _save(tensors: Mapping[str, torch.Tensor], path: Path, **metadata: str) -> None:
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, path, metadata={"format": "pt", **metadata})
+
+
+def _read_weights(adapter: Adapter, folder: Path) -> torch.Tensor:
+    """[P]"""
+    try:
+        file = read_adapter(folder)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+    rank, alpha = file.config.get("r"), file.config.get("lora_alpha")
+    if rank != adapter.lora.rank or alpha != LORA_ALPHA:
+        raise ModelError(
+            f"the checkpoint has rank {rank} and alpha {alpha}, the model rank {adapter.lora.rank} and alpha "
+            f"{LORA_ALPHA}: load it into a model of its own rank"
+        )
+    other = [field for field in ("use_dora", "use_rslora", "lora_bias") if file.config.get(field)]
+    if other:
+        raise ModelError(f"the checkpoint was made with {other[0]}, which is not trained here")
+    return _vector(adapter, file.tensors, "", "adapter")
+
+
+def _read_state(adapter: Adapter, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    """The number of steps, and the vectors that are there."""
+    path = folder / STATE_FILE
+    if not path.exists():
+        raise ModelError("the checkpoint holds no optimizer: it was saved to sample from. Load it without optimizer")
+    try:
+        with safe_open(path, framework="pt") as file:
+            step = int((file.metadata() or {})["step"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise ModelError(f"the checkpoint's optimizer ({STATE_FILE}) is damaged: {error}", "server") from error
+    there = [kind for kind in _VECTORS if any(name.startswith(f"{kind}.") for name in tensors)]
+    if step and not {"mean", "square"} <= set(there):
+        raise ModelError(f"the checkpoint's optimizer ({STATE_FILE}) is damaged: it has no moments", "server")
+    return step, {kind: _vector(adapter, tensors, f"{kind}.", "optimizer") for kind in there}
+
+
+def _vector(adapter: Adapter, tensors: Mapping[str, Any], prefix: str, what: str) -> torch.Tensor:
+    """[P] on the adapter's device, from tensors by name.
+
+    Raises:
+        ModelError: others than the adapter's layers, other shapes, numbers that are not finite.
+    """
+    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    result = torch.empty_like(adapter.weights, device="cpu")
+    expected = _named(adapter, result)
+    for name in {**expected, **found}:
+        given, wanted = (list(each[name].shape) if name in each else "missing" for each in (found, expected))
+        if given != wanted:
+            raise ModelError(f"the checkpoint does not fit the model: {name} is {given} there and {wanted} here")
+    for name, view in expected.items():
+        if what == "adapter" and not bool(found[name].isfinite().all()):
+            raise ModelError(f"the checkpoint's {name} is not finite")
+        view.copy_(found[name])
+    return result.to(adapter.weights.device)

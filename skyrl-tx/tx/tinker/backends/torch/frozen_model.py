@@ -1,0 +1,202 @@
+"""The base model: frozen, from transformers, with its linear layers ready for adapters. Knows nobody who has one."""
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.cpu_linear import use_onednn_linear
+from skyrl_train.models.lora import PARTS_OF_EXPERTS
+from skyrl_train.models.scoring import logit_rule
+from tx.tinker.backends.torch.adapters import AdaptedLinear, Site, adapted_linear
+from tx.tinker.backends.torch.experts import use_exact_experts
+from tx.tinker.backends.torch.head import Head, Targets
+from tx.tinker.backends.torch.layout import ATTENTION, PassLayout, lay_out
+from tx.tinker.backends.torch.settings import TrainingSettings
+from tx.tinker.types import Datum
+
+logger = logging.getLogger(__name__)
+
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+_LENGTH_DEPENDENT_ROTARY = frozenset({"dynamic", "longrope"})
+_TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 0.3}
+"""In nats: wrong numbers differ by a tenth and more, kernels of one number by less."""
+
+
+class FrozenModel:
+    """What all adapters have in common.
+
+    Args:
+        folder: of config and weights.
+
+    Raises:
+        ConfigError: the model cannot be computed here, and why.
+    """
+
+    def __init__(self, folder: Path, settings: TrainingSettings):
+        self.device, self.dtype = settings.torch_device, settings.torch_dtype
+        model = _load(folder, settings)
+        self.model: Any = model
+        self.vocab_size = model.get_input_embeddings().weight.shape[0]
+        self.max_context = _max_context(model.config)
+        rotary = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+        self.one_model_a_pass = str(rotary.get("rope_type")) in _LENGTH_DEPENDENT_ROTARY
+        """Something in it would depend on the rows of others: frequencies of positions that follow from the longest row
+        of a pass, experts that are not known here."""
+        head_name, head = _output_layer(model, folder)
+        modules = {name: module for name, module in model.named_modules() if name != head_name}
+        others = PARTS_OF_EXPERTS if _has_fused_experts(model) else frozenset[str]()
+        self.sites = [_site(name, module) for name, module in modules.items() if _can_be_adapted(name, module, others)]
+        if others:
+            logger.info("experts have no adapters: train_mlp has no effect on %s", folder)
+        self.layers: dict[str, AdaptedLinear] = {}
+        for site in self.sites:
+            module = modules[site.name]
+            self.layers[site.name] = module.forward = adapted_linear(module)  # type: ignore[method-assign]
+        self.sites.append(Site(head_name, "unembed", head.in_features, head.out_features))
+        self.head_name = head_name
+        self.head = Head(adapted_linear(head).product, logit_rule(model.config), settings.chunk_size)
+        if self.device.type == "cpu":
+            use_onednn_linear(model)
+            self.one_model_a_pass |= not use_exact_experts(model)
+        _check(self, folder)
+
+    def sites_of(self, kinds: Mapping[str, bool]) -> list[Site]:
+        """Those of the kinds that are wanted, in the model's order."""
+        return [site for site in self.sites if kinds[site.kind]]
+
+    def hidden_states(self, layout: PassLayout) -> torch.Tensor:
+        """[N, H], before the output layer."""
+        output = self.model.get_decoder()(
+            input_ids=layout.input_ids,
+            position_ids=layout.position_ids,
+            attention_mask=None,
+            use_cache=False,
+            packed_rows=layout.rows,
+        )
+        return output.last_hidden_state[0]
+
+
+def _load(folder: Path, settings: TrainingSettings) -> Any:
+    """In eval mode, so nothing is dropped at random."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{folder} ({config.model_type}) has an encoder: only causal language models are trained here"
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=settings.torch_dtype,
+            attn_implementation=ATTENTION,
+            trust_remote_code=settings.trust_remote_code,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{folder} cannot be trained here: {error}") from error
+    model.to(settings.torch_device)  # pyright: ignore[reportArgumentType]
+    model.eval().requires_grad_(False)
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = True  # the layer alone, whose activations are thrown away; what is in it drops none
+    return model
+
+
+def _max_context(config: Any) -> int:
+    text = config.get_text_config()
+    return int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2**31 - 1)
+
+
+def _output_layer(model: Any, folder: Path) -> tuple[str, nn.Linear]:
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(f"{folder}: its output layer is a {type(head).__name__}, and must be a linear layer")
+    return next(name for name, module in model.named_modules() if module is head), head
+
+
+def _has_fused_experts(model: nn.Module) -> bool:
+    return any(parameter.dim() == 3 for parameter in model.parameters())
+
+
+def _can_be_adapted(name: str, module: nn.Module, others: frozenset[str]) -> bool:
+    """Linear layers that all tokens go through: no routers, no experts, be they fused or in a list.
+
+    Args:
+        others: last parts of names that peft would take for fused experts, wherever they stand in the model.
+    """
+    parts = name.split(".")
+    is_linear = isinstance(module, nn.Linear | Conv1D)
+    return is_linear and "experts" not in parts and parts[-1] not in _ROUTERS and parts[-1] not in others
+
+
+def _site(name: str, module: Any) -> Site:
+    """Of attention if its name says so anywhere, else of the feed-forward part."""
+    kind = "attn" if _ATTENTION.search(name) else "mlp"
+    num_in, num_out = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
+    return Site(name, kind, num_in, num_out)
+
+
+@torch.no_grad()
+def _check(base: FrozenModel, folder: Path) -> None:
+    """Whether the way of this backend gives the numbers of transformers' own forward, for a few random tokens: a model
+    with a part that it leaves out would be trained on wrong numbers without a sign.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    generator = np.random.default_rng(0)
+    rows = [generator.integers(base.vocab_size, size=length) for length in (7, 3, 1)]
+    data = [Datum(tokens, {"target_tokens": np.roll(tokens, -1)}) for tokens in rows]
+    layout = lay_out([data], base.device)
+    try:
+        scored = base.head.score(base.hidden_states(layout), Targets.of(data), None)
+        windows = list(layout.rows.windows)
+        base.model.set_attn_implementation("eager")
+        expected = torch.cat([_own_log_probs(base, tokens) for tokens in rows])
+    except ValueError as error:  # what attention refuses
+        raise ConfigError(f"{folder} cannot be trained here: {error}") from error
+    finally:
+        base.model.set_attn_implementation(ATTENTION)
+    difference = (scored.log_probs - expected).abs().max().item()
+    if not difference <= _TOLERANCE[base.dtype]:
+        raise ConfigError(
+            f"{folder} cannot be trained here: log-probs of random tokens differ from those of the model's own forward "
+            f"by {difference:.3g}"
+        )
+    _check_windows(base, folder, windows)
+
+
+def _own_log_probs(base: FrozenModel, tokens: np.ndarray) -> torch.Tensor:
+    ids = torch.from_numpy(tokens)[None].to(base.device)
+    log_probs = base.model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(dim=-1)
+    return log_probs.gather(1, ids.roll(-1, 1)[0, :, None])[:, 0]
+
+
+def _check_windows(base: FrozenModel, folder: Path, windows: list[int | None]) -> None:
+    """What a few tokens would not show: windows longer than they are."""
+    config = base.model.config.get_text_config()
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ConfigError(f"{folder} cannot be trained here: it has layers of another kind ({', '.join(unknown)})")
+    expected = [window if kind == "sliding_attention" else None for kind in kinds]
+    if base.device.type == "cpu" and windows != expected:
+        raise ConfigError(
+            f"{folder} cannot be trained here: its config names the sliding windows {expected}, its layers ask for "
+            f"{windows}"
+        )

@@ -1,0 +1,144 @@
+"""Log-probs of targets from a model's last hidden states, with its adapter on the output layer, and the way back.
+
+Everything here is of one model: the logits of a chunk of its tokens are made, used and thrown away, and made again for
+the backward, unless one chunk holds them all. So the memory is that of a chunk, whatever the number of tokens.
+
+Shapes: n rows of hidden states (of `layout.BLOCK` each), C rows of a chunk, V words, M targets, r rank.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from skyrl_train.models.token_log_probs import LogitRule
+from tx.tinker.backends.torch.adapters import FrozenProduct, Part, add_gradient
+from tx.tinker.types import Datum
+
+
+class Targets(NamedTuple):
+    """Which words are asked for, and of which rows; in the order of rows."""
+
+    rows: np.ndarray
+    """[M]"""
+    words: np.ndarray
+    """[M]"""
+
+    @classmethod
+    def of(cls, data: list[Datum]) -> "Targets":
+        """A row may have several targets ([N, K])."""
+        words = [datum.inputs["target_tokens"] for datum in data]
+        starts = np.cumsum([0] + [len(datum.tokens) for datum in data])
+        rows = [
+            np.repeat(np.arange(start, start + len(each)), each.size // len(each))
+            for start, each in zip(starts[:-1], words, strict=True)
+        ]
+        return cls(np.concatenate(rows), np.concatenate([each.reshape(-1) for each in words]))
+
+
+class _Chunk(NamedTuple):
+    rows: slice
+    targets: slice
+    at: torch.Tensor
+    """Of each target of the chunk, its row in it."""
+    words: torch.Tensor
+
+
+class Head:
+    """The base model's output layer: z = rule(h W^T + b + adapter).
+
+    Args:
+        chunk_size: C
+    """
+
+    def __init__(self, product: FrozenProduct, rule: LogitRule, chunk_size: int):
+        self.product, self.rule, self.chunk_size = product, rule, chunk_size
+
+    def score(self, hidden: torch.Tensor, targets: Targets, part: Part | None) -> "Scored":
+        """Log-probs under softmax(z).
+
+        Args:
+            hidden: [n, H], without a history for autograd.
+            part: the model's adapter on this layer, if it has one.
+        """
+        return Scored(self, hidden, targets, part)
+
+
+class Scored:
+    """A model's log-probs, and what their backward needs."""
+
+    def __init__(self, head: Head, hidden: torch.Tensor, targets: Targets, part: Part | None):
+        self._head, self._hidden, self._part = head, hidden, part
+        self._chunks = list(_chunks(len(hidden), head.chunk_size, targets, hidden.device))
+        self._low = None if part is None else torch.mm(hidden, part.matrices.a.t()).mul_(part.scaling)
+        self._kept: torch.Tensor | None = None
+        self._norms: list[torch.Tensor] = []
+        self.log_probs = torch.empty(len(targets.rows), device=hidden.device)
+        """[M] float32"""
+        for chunk in self._chunks:
+            logits = self._logits(chunk)
+            largest = logits.amax(dim=-1, keepdim=True)
+            logits.sub_(largest)
+            of_targets = logits[chunk.at, chunk.words]
+            total = logits.exp_().sum(dim=-1, keepdim=True)
+            log_total = total.log()
+            self.log_probs[chunk.targets] = of_targets - log_total[chunk.at, 0]
+            self._norms.append(log_total.add_(largest))
+            if len(self._chunks) == 1 and head.rule.softcap is None:
+                self._kept = logits.div_(total)
+            del logits  # before the next chunk's are made
+
+    def backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        """From the gradient of the log-probs [M] to that of the hidden states [n, H]; that of the adapter is added to
+        `part.gradient`. Once:
+
+            d log p(target) / dz_v = [v = target] - p_v
+        """
+        answer = torch.empty_like(self._hidden)
+        for chunk, norm in zip(self._chunks, self._norms, strict=True):
+            dz = self._grad_of_logits(chunk, norm, gradient[chunk.targets]).to(self._hidden.dtype)
+            dx = self._head.product.backward(dz)
+            if self._part is not None:
+                assert self._low is not None
+                add_gradient(self._part, self._hidden[chunk.rows], self._low[chunk.rows], dz, dx)
+            answer[chunk.rows] = dx
+            del dz
+        return answer
+
+    def _grad_of_logits(self, chunk: _Chunk, norm: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """[C, V] float32, with respect to h W^T + b + adapter."""
+        rule, slope = self._head.rule, None
+        if self._kept is not None:
+            p, self._kept = self._kept, None
+        else:
+            p = self._logits(chunk)
+            slope = None if rule.softcap is None else 1 - (p / rule.softcap).square_()
+            p.sub_(norm).exp_()
+        of_rows = gradient.new_zeros(len(p)).index_add_(0, chunk.at, gradient)
+        dz = p.mul_(-of_rows[:, None]).index_put_((chunk.at, chunk.words), gradient, accumulate=True)
+        if rule.multiplier != 1.0:
+            dz.mul_(rule.multiplier)
+        return dz if slope is None else dz.mul_(slope)
+
+    def _logits(self, chunk: _Chunk) -> torch.Tensor:
+        """[C, V] float32"""
+        product = self._head.product.forward(self._hidden[chunk.rows])
+        if self._part is not None:
+            assert self._low is not None
+            product.addmm_(self._low[chunk.rows], self._part.matrices.b)
+        logits, rule = product.float(), self._head.rule
+        if rule.multiplier != 1.0:
+            logits.mul_(rule.multiplier)
+        if rule.softcap is not None:
+            logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
+        return logits
+
+
+def _chunks(num_rows: int, size: int, targets: Targets, device: torch.device) -> Iterator[_Chunk]:
+    for start in range(0, num_rows, size):
+        end = min(start + size, num_rows)
+        first, last = np.searchsorted(targets.rows, (start, end))
+        at = torch.from_numpy(targets.rows[first:last] - start).to(device)
+        words = torch.from_numpy(targets.words[first:last].astype(np.int64)).to(device)
+        yield _Chunk(slice(start, end), slice(int(first), int(last)), at, words)

@@ -1,0 +1,219 @@
+"""How the data of several models lie before the base model: end to end, each model's together.
+
+With whom a datum shares a pass must not change a bit of what it gives (float32 on a CPU), so nothing here depends on
+company but where things begin, and that is always a multiple of `BLOCK`:
+
+- A model's tokens are filled up to a multiple of `BLOCK` rows. Elementwise kernels take whole vectors of 32 numbers and
+  compute what is left over otherwise; matrix products take fewer than 4 rows otherwise, and see how memory is aligned.
+- Attention takes each datum padded to a length that follows from its own alone, and all data of such a length at once.
+
+Filler stands behind what belongs to the same model and is a copy of it, so that numbers that are not finite stay with
+the model they came from.
+
+Shapes: N tokens of a pass with filler, S slots of attention.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from skyrl_train.models.attention import causal_attention, check_arguments, packed_attention
+from skyrl_train.models.packing import PackedRows
+from tx.tinker.types import Datum
+
+BLOCK = 32
+ATTENTION = "tx_rows"
+"""Its name among transformers' attention implementations. It has no mask function, so transformers makes no mask."""
+
+
+class Segment(NamedTuple):
+    """Where a model's rows lie among those of the pass."""
+
+    start: int
+    end: int
+    """Of its filler."""
+    num_tokens: int
+    """Without filler."""
+
+
+class Group(NamedTuple):
+    """Data that attention takes at once."""
+
+    start: int
+    count: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Rows(PackedRows):
+    """What attention must know; on a CPU: how tokens become slots, in which data of one padded length lie together."""
+
+    groups_of_slots: list[Group] = field(default_factory=list)
+    token_of_slot: torch.Tensor | None = None
+    """[S]; a slot of padding holds a token of its own datum. None: slots are tokens."""
+    padding: torch.Tensor | None = None
+    """Slots that hold no token of their own."""
+    slot_of_token: torch.Tensor | None = None
+    """[N]; filler reads a slot of its own model."""
+    filler: torch.Tensor | None = None
+    """Tokens that are filler."""
+
+    def to_slots(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, heads, D] -> [S, heads, D]"""
+        if self.token_of_slot is None:
+            return x.contiguous()
+        return Exchange.apply(x, self.token_of_slot, self.slot_of_token, self.filler)  # type: ignore[return-value]
+
+    def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """[S, heads, D] -> [N, heads, D]"""
+        if self.token_of_slot is None:
+            return x
+        return Exchange.apply(x, self.slot_of_token, self.token_of_slot, self.padding)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class PassLayout:
+    """What the base model is given."""
+
+    input_ids: torch.Tensor
+    """[1, N]"""
+    position_ids: torch.Tensor
+    """[1, N]: of each token in its own datum."""
+    rows: Rows
+    segments: list[Segment]
+
+
+def padded_length(length: int) -> int:
+    """What attention pads a datum to: at most an eighth more than it has, or to the next multiple of `BLOCK`."""
+    unit = BLOCK
+    while unit * 16 <= length:
+        unit *= 2
+    return -(-length // unit) * unit
+
+
+def lay_out(data_of_models: Sequence[Sequence[Datum]], device: torch.device) -> PassLayout:
+    """One after the other, in the order given."""
+    ids, positions, lengths, segments, starts = [], [], [], [], []
+    at = 0
+    for data in data_of_models:
+        start = at
+        for datum in data:
+            starts.append(at)
+            lengths.append(len(datum.tokens))
+            ids.append(datum.tokens)
+            at += len(datum.tokens)
+        filler = -(at - start) % BLOCK
+        segments.append(Segment(start, at + filler, at - start))
+        if filler:
+            lengths.append(filler)
+            starts.append(at)
+            ids.append(np.full(filler, data[0].tokens[0]))
+            at += filler
+    positions = [np.arange(length) for length in lengths]
+    return PassLayout(
+        torch.from_numpy(np.concatenate(ids).astype(np.int64))[None].to(device),
+        torch.from_numpy(np.concatenate(positions))[None].to(device),
+        _rows(starts, lengths, segments, at, device),
+        segments,
+    )
+
+
+def _rows(starts: list[int], lengths: list[int], segments: list[Segment], total: int, device: torch.device) -> Rows:
+    boundaries = torch.tensor([*starts, total], dtype=torch.int32, device=device)
+    if device.type != "cpu":
+        return Rows(tuple(lengths), boundaries)
+    filler_of = {segment.start + segment.num_tokens: segment for segment in segments if segment.num_tokens % BLOCK}
+    by_length: dict[int, list[tuple[int, int]]] = {}
+    for start, length in zip(starts, lengths, strict=True):
+        if start not in filler_of:
+            by_length.setdefault(padded_length(length), []).append((start, length))
+    groups, tokens, padding = [], [], []
+    slot_of_token = np.zeros(total, np.int64)
+    at = 0
+    for padded, members in by_length.items():
+        groups.append(Group(at, len(members), padded))
+        for start, length in members:
+            slots = np.full(padded, start)
+            slots[:length] = np.arange(start, start + length)
+            tokens.append(slots)
+            slot_of_token[start : start + length] = np.arange(at, at + length)
+            padding.append(np.arange(at + length, at + padded))
+            at += padded
+    token_of_slot = np.concatenate(tokens)
+    if not filler_of and np.array_equal(token_of_slot, np.arange(total)):
+        return Rows(tuple(lengths), boundaries, groups_of_slots=groups)
+    filler = []
+    for start, segment in filler_of.items():
+        slot_of_token[start : segment.end] = slot_of_token[segment.start]
+        filler.append(np.arange(start, segment.end))
+    arrays = (token_of_slot, np.concatenate(padding), slot_of_token, np.concatenate([*filler, np.zeros(0, np.int64)]))
+    return Rows(tuple(lengths), boundaries, None, [], groups, *map(torch.from_numpy, arrays))
+
+
+class Exchange(torch.autograd.Function):
+    """Rows of x by index. The gradient comes back by the inverse index, so nothing is summed up; it is zero where what
+    went forth was only a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forth: torch.Tensor, back: torch.Tensor, copies: torch.Tensor):
+        ctx.save_for_backward(back, copies)
+        return x.index_select(0, forth)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        back, copies = ctx.saved_tensors
+        return gradient.index_select(0, back).index_fill_(0, copies, 0.0), None, None, None
+
+
+def rows_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packed_rows: Rows,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention among the tokens of each datum; transformers' calling convention.
+
+    Args:
+        query, key, value: [1, heads, N, D], keys and values with as many heads or fewer.
+
+    Returns: [1, N, heads, D], and None for the attention weights
+
+    Raises:
+        ValueError: the model asks for something that is not computed here.
+    """
+    if query.device.type != "cpu":
+        return packed_attention(
+            *(module, query, key, value, attention_mask),
+            packed_rows=packed_rows,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            **others,
+        )
+    check_arguments(module, attention_mask, **others)
+    packed_rows.windows.append(sliding_window)
+    in_slots = [packed_rows.to_slots(x[0].transpose(0, 1)) for x in (query, key, value)]
+    answers = []
+    for group in packed_rows.groups_of_slots:
+        q, k, v = (
+            x.narrow(0, group.start, group.count * group.length)
+            .unflatten(0, (group.count, group.length))
+            .transpose(1, 2)
+            for x in in_slots
+        )
+        answers.append(causal_attention(q, k, v, scaling, sliding_window).transpose(1, 2).flatten(0, 1))
+    answer = packed_rows.to_tokens(answers[0] if len(answers) == 1 else torch.cat(answers))
+    return answer[None].contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, rows_attention)

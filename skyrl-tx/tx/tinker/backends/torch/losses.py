@@ -1,0 +1,169 @@
+"""The losses of the protocol: plain sums over all targets of all data, no mean anywhere.
+
+Each is a pure function of the log-probs under the weights as they are now and of what the request brought. What that
+may be, and the defaults of settings, has its home in `wire.losses`. Adding one is a rule there, a function here, and a
+row of hand-computed numbers in its test.
+
+Shapes: M targets, those of all data of a micro-batch one after the other. In formulas lp = log p(target), q = log p of
+the policy that sampled it, A its advantage, r = exp(lp - q); sg[x] is x, held constant by the gradient.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tx.errors import ModelError
+from tx.tinker.types import Datum
+from tx.tinker.wire.losses import LOSS_RULES, TARGETS, with_default_config
+
+BOUNDS = ("clip_low_threshold", "clip_high_threshold")
+
+LARGEST_LOG_RATIO = 80.0
+"""exp of more overflows float32, and a clipped ratio would then have the gradient 0 * inf."""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss may read."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """By name, each [M] float32."""
+    config: Mapping[str, float]
+    lengths: tuple[int, ...]
+    """Targets of each datum; they sum to M."""
+
+    def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Between what a ratio is kept: of each target if the request says so, else one for all. They are ratios, not
+        distances from 1."""
+        low, high = (self.tensors.get(name, torch.tensor(self.config[name])) for name in BOUNDS)
+        return low, high
+
+
+LossResult = tuple[torch.Tensor, dict[str, float]]
+"""The loss of each target [M], and metrics by `name:how`."""
+
+
+def cross_entropy(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
+    """L = -sum w lp, with w = 1 where the request has no weights.
+
+    With w = -g it has the gradient g, which is how clients run losses of their own.
+    """
+    weights = inputs.tensors.get("weights")
+    return (-log_probs if weights is None else -weights * log_probs), {}
+
+
+def importance_sampling(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
+    """L = -sum r A."""
+    ratio = _ratio(log_probs, inputs)
+    return -ratio * inputs.tensors["advantages"], _ratio_metrics(ratio, inputs)
+
+
+def ppo(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
+    """L = -sum min(r A, clip(r, low, high) A) (https://arxiv.org/abs/1707.06347, eq. 7), bounds 0.8 and 1.2."""
+    return _clipped_surrogate(_ratio(log_probs, inputs), inputs)
+
+
+def cispo(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
+    """L = -sum sg[clip(r, low, high)] lp A (https://arxiv.org/abs/2506.13585, eq. 4), bounds 0 and 4: a clipped target
+    keeps its gradient."""
+    ratio = _ratio(log_probs, inputs).detach()
+    clipped = ratio.clamp(*inputs.bounds())
+    return -clipped * log_probs * inputs.tensors["advantages"], _ratio_metrics(ratio, inputs, clipped)
+
+
+def dro(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
+    """L = -sum (lp A - beta / 2 (lp - q)^2) (https://arxiv.org/abs/2405.19107), beta 0.05."""
+    distance = log_probs - inputs.tensors["logprobs"]
+    penalty = 0.5 * inputs.config["beta"] * distance**2
+    return penalty - log_probs * inputs.tensors["advantages"], _ratio_metrics(_ratio(log_probs, inputs), inputs)
+
+
+def gspo(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
+    """One ratio for a whole datum (https://arxiv.org/abs/2507.18071, eq. 14), as a gradient of each target:
+
+        s = exp(mean of sg[lp] - q where the mask is not 0)      rho = s exp(lp - sg[lp])
+        L = -sum min(rho A, clip(rho, low, high) A)
+
+    The mask is `sequence_ratio_mask`; bounds 0.8 and 1.2.
+    """
+    log_ratios = log_probs.detach() - inputs.tensors["logprobs"]
+    counted = inputs.tensors["sequence_ratio_mask"] != 0
+    of_datum = [
+        (ratios[mask].sum() / mask.sum().clamp(min=1)).expand(len(ratios))
+        for ratios, mask in zip(log_ratios.split(inputs.lengths), counted.split(inputs.lengths), strict=True)
+    ]
+    of_sequence = torch.cat(of_datum).clamp(max=LARGEST_LOG_RATIO).exp()
+    return _clipped_surrogate(of_sequence * (log_probs - log_probs.detach()).exp(), inputs)
+
+
+LOSSES: dict[str, Callable[[torch.Tensor, LossInputs], LossResult]] = {
+    "cross_entropy": cross_entropy,
+    "importance_sampling": importance_sampling,
+    "ppo": ppo,
+    "cispo": cispo,
+    "dro": dro,
+    "gspo": gspo,
+}
+
+
+def loss_inputs(name: str, data: list[Datum], config: Mapping[str, float], device: torch.device) -> LossInputs:
+    """What a loss needs of its data, checked.
+
+    Raises:
+        ModelError: an unknown loss, or an input or setting that it lacks or does not know; names it.
+    """
+    if name not in LOSSES:
+        raise ModelError(f"loss_fn must be one of {', '.join(LOSSES)}; got {name!r}")
+    rule = LOSS_RULES[name]
+    for key in config:
+        if key not in rule.config:
+            raise ModelError(f"loss_fn_config[{key!r}]: {name} reads {', '.join(rule.config) or 'no settings'}")
+    config = with_default_config(name, config)
+    given = {key for datum in data for key in datum.inputs}
+    for key in sorted(given - set(rule.inputs)):
+        raise ModelError(f"loss_fn_inputs[{key!r}]: {name} reads {', '.join(rule.inputs)}")
+    keys = (given | set(rule.required)) - {TARGETS}
+    tensors = {key: _joined(key, data, config, required=key in rule.required) for key in sorted(keys)}
+    lengths = tuple(datum.inputs[TARGETS].size for datum in data)
+    return LossInputs({key: tensor.to(device) for key, tensor in tensors.items()}, config, lengths)
+
+
+def _joined(key: str, data: list[Datum], config: Mapping[str, float], *, required: bool) -> torch.Tensor:
+    """[M]. A datum without an input that others have takes the setting of that name, or 1 (a weight)."""
+    parts = []
+    for i, datum in enumerate(data):
+        shape, values = datum.inputs[TARGETS].shape, datum.inputs.get(key)
+        if values is None and required:
+            raise ModelError(f"data[{i}].loss_fn_inputs[{key!r}] is missing")
+        if values is None:
+            values = np.full(shape, config.get(key, 1.0))
+        if values.shape != shape:
+            raise ModelError(
+                f"data[{i}].loss_fn_inputs[{key!r}] must have the shape of the targets, {list(shape)}; "
+                f"got {list(values.shape)}"
+            )
+        parts.append(values.reshape(-1))
+    return torch.from_numpy(np.concatenate(parts).astype(np.float32))
+
+
+def _ratio(log_probs: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+    return (log_probs - inputs.tensors["logprobs"]).clamp(max=LARGEST_LOG_RATIO).exp()
+
+
+def _clipped_surrogate(ratio: torch.Tensor, inputs: LossInputs) -> LossResult:
+    clipped, advantages = ratio.clamp(*inputs.bounds()), inputs.tensors["advantages"]
+    return -torch.minimum(ratio * advantages, clipped * advantages), _ratio_metrics(ratio, inputs, clipped)
+
+
+def _ratio_metrics(ratio: torch.Tensor, inputs: LossInputs, clipped: torch.Tensor | None = None) -> dict[str, float]:
+    """Of the targets that have an advantage: prompts have none, and no ratio that means anything."""
+    counted = inputs.tensors["advantages"] != 0
+    ratio = ratio.detach()
+    among = ratio[counted] if bool(counted.any()) else torch.ones(1)
+    metrics = {"ratio:mean": float(among.mean()), "ratio:min": float(among.min()), "ratio:max": float(among.max())}
+    if clipped is not None:
+        changed = (clipped.detach() != ratio) & counted
+        metrics["clipped:mean"] = float(changed.sum() / counted.sum().clamp(min=1))
+    return metrics

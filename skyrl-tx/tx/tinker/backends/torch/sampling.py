@@ -1,0 +1,199 @@
+"""Sampling by the native engine of skyrl_train, in this process, in a thread of its own: continuous batching over
+everybody's requests. Knows folders of adapters and the engine; nothing of training, tenants' rights or the wire.
+
+An answer is a function of its `SampleSpec` and the adapter's folder: float32 on a CPU gives the same bits in every
+company, and when done again.
+
+What is fair: requests of a tenant are answered in the order of their arrival, tenants take turns, and one tenant never
+holds more than three times as many rows as it leaves free (`skyrl_train.inference_engines.native.waiting`). So a
+request waits for no other tenant's answers to end while fewer than about `max_num_seqs / 3` tenants want more than they
+get; how long a token takes grows with the rows that run, and with prompts that come in (`max_prefill_tokens` a step).
+"""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import torch
+
+from skyrl_train.inference_engines.native.core import MAX_PREFILL_TOKENS
+from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+from skyrl_train.inference_engines.native.requests import (
+    Completion,
+    PromptScores,
+    PromptScoring,
+    Request,
+    SamplingParams,
+)
+from tx.errors import ModelError
+from tx.tinker.backends.base import SamplingBackend
+from tx.tinker.backends.torch.adapter_slots import AdapterSlots
+from tx.tinker.types import SampleOutput, SampleSpec, Sequence
+
+
+class NativeSampling(SamplingBackend):
+    """Samples from a base model and adapters of it.
+
+    Args:
+        base_model: its folder
+        device: `cpu`, `cuda`, `cuda:N`
+        dtype: of the weights: `float32`, `bfloat16`, `float16`
+        max_num_seqs: sequences that are written at the same time
+        max_context: tokens of a prompt and its answer; None: the model's limit
+        max_loaded_adapters: requests that need more at the same time take turns
+        max_lora_rank: an adapter of a larger rank is refused
+        max_prefill_tokens: prompt tokens computed between two tokens of the running answers
+        max_cache_gib: memory for keys and values; None: a quarter of what is free at the start (half on a GPU)
+        share_with: the same base model, already loaded in this process as transformers made it (before anything wrapped
+            its layers). Its parameters are used, not copied, where device and dtype are the same; nobody may change
+            them. On a CPU in float32 the engine keeps a packed copy of the linear layers all the same
+    """
+
+    def __init__(
+        self,
+        base_model: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        max_num_seqs: int = 256,
+        max_context: int | None = None,
+        max_loaded_adapters: int = 32,
+        max_lora_rank: int = 128,
+        max_prefill_tokens: int = MAX_PREFILL_TOKENS,
+        max_cache_gib: float | None = None,
+        share_with: torch.nn.Module | None = None,
+    ):
+        self._make_engine = functools.partial(
+            NativeInferenceEngine,
+            str(base_model),
+            device=device,
+            dtype=dtype,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_context,
+            max_loras=max_loaded_adapters,
+            max_lora_rank=max_lora_rank,
+            max_prefill_tokens=max_prefill_tokens,
+            max_cache_gib=_share_of_free_memory(device) if max_cache_gib is None else max_cache_gib,
+            shared_weights=None if share_with is None else _tensors_of(share_with),
+        )
+        self._max_loaded_adapters = max_loaded_adapters
+        self._engine: NativeInferenceEngine | None = None
+        self._slots: AdapterSlots | None = None
+        self._num_running = 0
+
+    async def start(self) -> None:
+        self._engine = await asyncio.to_thread(self._make_engine)
+        self._slots = AdapterSlots(self._engine, self._max_loaded_adapters)
+
+    def num_running(self) -> int:
+        """Sequences asked for and not done."""
+        return self._num_running
+
+    async def sample(self, spec: SampleSpec, adapter: Path | None, *, tenant: str = "") -> SampleOutput:
+        """See the interface.
+
+        Args:
+            tenant: whose turn it is; "": nobody's in particular, who may have every row
+
+        Raises:
+            WorkerError: the engine has stopped: this and every other call.
+        """
+        self._num_running += spec.num_samples
+        try:
+            async with self._loaded(adapter) as name:
+                completions = await self._complete(spec, name, tenant)
+        except FloatingPointError as error:
+            raise ModelError(str(error), "server" if adapter is None else "user") from error
+        finally:
+            self._num_running -= spec.num_samples
+        return _output(spec, completions)
+
+    async def close(self) -> None:
+        if self._engine is not None and self._slots is not None:
+            await self._engine.teardown()
+            await self._slots.close()
+
+    @contextlib.asynccontextmanager
+    async def _loaded(self, adapter: Path | None) -> AsyncIterator[str | None]:
+        assert self._slots is not None, "start() comes first"
+        if adapter is None:
+            yield None
+            return
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                name = await stack.enter_async_context(self._slots.use(adapter))
+            except ValueError as error:
+                raise ModelError(str(error)) from error
+            yield name
+
+    async def _complete(self, spec: SampleSpec, lora_name: str | None, tenant: str) -> list[Completion]:
+        engine, params = self._engine, spec.params
+        assert engine is not None
+        try:
+            prompt = engine.check_prompt(spec.prompt)
+            settings = SamplingParams(
+                max_tokens=params.max_tokens,
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                stop=params.stop_strings,
+                stop_token_ids=params.stop_token_ids,
+                ignore_eos=not params.stop_at_eos,
+            )
+        except ValueError as error:
+            raise ModelError(str(error)) from error
+        # The first sample brings the prompt's scores; the others share the prompt that was computed for it.
+        wants_scores = spec.prompt_logprobs or spec.topk_prompt_logprobs > 0
+        scoring = PromptScoring(temperature=1.0, num_top=spec.topk_prompt_logprobs) if wants_scores else None
+        requests = [
+            Request(
+                prompt,
+                settings,
+                (params.seed, index),
+                scoring=scoring if index == 0 else None,
+                group=tenant or None,
+                decode=engine.text_of,
+            )
+            for index in range(spec.num_samples)
+        ]
+        return await engine.complete(requests, lora_name)
+
+
+def _share_of_free_memory(device: str) -> float:
+    """GiB."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] / 2 / 2**30
+    return psutil.virtual_memory().available / 4 / 2**30
+
+
+def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _output(spec: SampleSpec, completions: list[Completion]) -> SampleOutput:
+    sequences = []
+    for completion in completions:
+        if completion.stop_reason == "abort":
+            raise ModelError("the engine was told to abort all requests", "server")
+        sequences.append(Sequence(completion.token_ids, completion.log_probs, completion.stop_reason))
+    scores = completions[0].prompt_scores
+    return SampleOutput(
+        sequences=sequences,
+        prompt_logprobs=[None, *_log_probs(scores)] if spec.prompt_logprobs else None,
+        topk_prompt_logprobs=[None, *_top(scores)] if spec.topk_prompt_logprobs else None,
+    )
+
+
+def _log_probs(scores: PromptScores | None) -> list[float]:
+    """A prompt of one token has no scores."""
+    return [] if scores is None else scores.log_probs.tolist()
+
+
+def _top(scores: PromptScores | None) -> list[list[tuple[int, float]]]:
+    if scores is None:
+        return []
+    ids, log_probs = scores.top_ids.tolist(), scores.top_log_probs.tolist()
+    return [list(zip(*place, strict=True)) for place in zip(ids, log_probs, strict=True)]

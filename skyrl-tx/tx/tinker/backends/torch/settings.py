@@ -1,0 +1,97 @@
+"""What `--backend-config` may say to the torch backend's training."""
+
+import difflib
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import torch
+
+from skyrl_train.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """The home of these defaults. None is filled in by `resolved`."""
+
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, …; `auto`: a GPU if there is one."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the base model and of what is computed with it; adapters, gradients and optimizer are float32 always. None:
+    float32 on a CPU, else bfloat16."""
+    tokens_per_micro_batch: int | None = None
+    """Tokens in memory at a time. A longer datum is a micro-batch of its own. None: 2048 on a CPU, else 16384."""
+    chunk_size: int = 1024
+    """Tokens whose logits are in memory at a time; a multiple of 32."""
+    max_lora_rank: int = 128
+    """An adapter of a larger rank is refused."""
+    gradient_checkpointing: bool = False
+    """Computes activations again in the backward: less memory, a third more time."""
+    max_resident_models: int = 64
+    """Adapters in memory at a time."""
+    trust_remote_code: bool = False
+    """Runs the model's own code, if its folder has some."""
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "TrainingSettings":
+        """Reads and checks them, and fills in what depends on the device.
+
+        Raises:
+            ConfigError: an unknown name, or a value that is impossible.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+                raise ConfigError(f"unknown setting backend_config.{name}; {hint}")
+        return cls(**values).resolved()
+
+    def resolved(self) -> "TrainingSettings":
+        """With nothing left open.
+
+        Raises:
+            ConfigError: a value is impossible.
+        """
+        device = self.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        on_cpu = _device(device).type == "cpu"
+        dtype = self.dtype or ("float32" if on_cpu else "bfloat16")
+        if dtype not in DTYPES:
+            raise ConfigError(f"backend_config.dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+        tokens = self.tokens_per_micro_batch or (2048 if on_cpu else 16384)
+        open_ones = {"device": device, "dtype": dtype, "tokens_per_micro_batch": tokens}
+        settings = TrainingSettings(**(asdict(self) | open_ones))
+        for name in ("tokens_per_micro_batch", "chunk_size", "max_lora_rank", "max_resident_models"):
+            _check_positive(name, getattr(settings, name))
+        for name in ("gradient_checkpointing", "trust_remote_code"):
+            if not isinstance(getattr(settings, name), bool):
+                raise ConfigError(f"backend_config.{name} must be true or false; got {getattr(settings, name)!r}")
+        if settings.chunk_size % 32:
+            raise ConfigError(f"backend_config.chunk_size must be a multiple of 32; got {settings.chunk_size}")
+        return settings
+
+    @property
+    def torch_device(self) -> torch.device:
+        return _device(self.device)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype or "float32"]
+
+
+def _device(name: Any) -> torch.device:
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"backend_config.device must be auto, cpu, cuda or cuda:N; got {name!r}") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"backend_config.device={name!r}: this machine has {torch.cuda.device_count()} such devices")
+    return device
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"backend_config.{name} must be a whole number above 0; got {value!r}")

@@ -1,0 +1,104 @@
+"""What the server must know of its base model before anything is loaded, from its files of settings alone."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tx.errors import ConfigError
+
+FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+"""What is fetched from the hub: weights, settings, tokenizer."""
+_CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+
+
+@dataclass(frozen=True)
+class BaseModelFacts:
+    name: str
+    """As requests say it."""
+    folder: Path
+    vocab_size: int
+    """Rows of the embedding: token ids are below."""
+    max_context: int
+    """Tokens of a datum, and of a prompt with its answer."""
+    architecture: str
+    tied_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    """What ends an answer when a request says nothing of stops."""
+    tokenizer_id: str | None
+    """What clients give to `AutoTokenizer.from_pretrained`: the hub's name or the folder; None without a tokenizer."""
+
+
+def read_base_model(name_or_dir: str) -> BaseModelFacts:
+    """Reads a local folder, or fetches a model of the hub and reads that.
+
+    Raises:
+        ConfigError: no such model, or its files do not say what is needed.
+    """
+    folder = Path(name_or_dir).expanduser()
+    is_local = folder.is_dir()
+    folder = folder.resolve() if is_local else _fetched(name_or_dir)
+    config = _json(folder / "config.json")
+    if not config:
+        raise ConfigError(f"base_model must have a config.json; {folder} has none that can be read")
+    text = config.get("text_config") or config
+    has_tokenizer = any((folder / f).is_file() for f in ("tokenizer_config.json", "tokenizer.json", "tokenizer.model"))
+    return BaseModelFacts(
+        name=name_or_dir,
+        folder=folder,
+        vocab_size=_number(text, ("vocab_size",), folder),
+        max_context=_number(text, _CONTEXT_FIELDS, folder),
+        architecture=next(iter(config.get("architectures") or ["unknown"])),
+        tied_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))),
+        eos_token_ids=_eos_token_ids(folder, text),
+        tokenizer_id=(str(folder) if is_local else name_or_dir) if has_tokenizer else None,
+    )
+
+
+def _fetched(name: str) -> Path:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"base_model must be a folder or a name of the hub; there is no folder {name}")
+    from huggingface_hub import snapshot_download  # heavy, and needed for names of the hub only
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES))
+    except Exception as error:  # a name that is none, no network, no permission: the hub has a type for each
+        raise ConfigError(f"base_model {name} is no local folder, and the hub did not give it: {error}") from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Empty if it is not there or cannot be read."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _number(config: dict[str, Any], fields: tuple[str, ...], folder: Path) -> int:
+    for name in fields:
+        if isinstance(config.get(name), int):
+            return config[name]
+    raise ConfigError(f"config.json of {folder} must say {' or '.join(fields)}")
+
+
+def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    """The tokenizer's, and what the model's author generates with; the config's where neither says."""
+    generation = _json(folder / "generation_config.json").get("eos_token_id")
+    ids = [*_tokenizer_eos(folder), *_ids(generation)] or _ids(config.get("eos_token_id"))
+    return tuple(dict.fromkeys(ids))
+
+
+def _ids(value: Any) -> list[int]:
+    return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
+
+
+def _tokenizer_eos(folder: Path) -> list[int]:
+    settings = _json(folder / "tokenizer_config.json")
+    token = settings.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    tokenizer = _json(folder / "tokenizer.json")
+    named = {t.get("content"): t.get("id") for t in tokenizer.get("added_tokens", []) if isinstance(t, dict)}
+    for number, t in settings.get("added_tokens_decoder", {}).items():
+        named.setdefault(t.get("content"), int(number))
+    return _ids(named.get(text)) if text else []

@@ -1,0 +1,130 @@
+"""The command line and the environment, made from the fields of `EngineConfig`.
+
+Command line before environment (`TX_` and the field's name) before default. A name that is no option is refused, with
+the nearest that is. Knows no field by name.
+"""
+
+import argparse
+import difflib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from tx.errors import ConfigError
+from tx.tinker.config import EngineConfig
+
+ENV_PREFIX = "TX_"
+_FIELDS = EngineConfig.model_fields
+
+
+def read_config(argv: Sequence[str], env: Mapping[str, str] | None = None) -> EngineConfig:
+    """The settings of a server.
+
+    Args:
+        argv: without the program's name
+        env: `os.environ` if left out
+
+    Raises:
+        ConfigError: an unknown option or a wrong value, by its option's name.
+        SystemExit: after `--help`.
+    """
+    given, unknown = _parser().parse_known_args(list(argv))
+    if unknown:
+        raise ConfigError(_unknown_option(unknown[0]))
+    from_env = dict(_values_of(os.environ if env is None else env))
+    sources = {name: f"{ENV_PREFIX}{name.upper()}" for name in from_env} | {name: _option(name) for name in vars(given)}
+    try:
+        return EngineConfig(**from_env | vars(given))
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(problem, sources) for problem in error.errors())) from None
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m tx.tinker.api",
+        description=f"A training service that speaks the protocol of the tinker SDK. Each option may also be set in "
+        f"the environment, as {ENV_PREFIX} and its name in capitals with _ for -.",
+        argument_default=argparse.SUPPRESS,  # what is not given is not there, so that the environment shows through
+        allow_abbrev=False,
+    )
+    for name, field in _FIELDS.items():
+        kind: dict[str, Any] = {}
+        if field.annotation is bool:
+            kind["action"] = argparse.BooleanOptionalAction
+        elif _is(field, list):
+            kind["action"] = "append"
+        elif _is(field, dict):
+            kind["type"] = lambda text, name=name: _json_object(text, _option(name))
+        parser.add_argument(_option(name), help=_help(field), **kind)
+    return parser
+
+
+def _values_of(env: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    for name, field in _FIELDS.items():
+        variable = f"{ENV_PREFIX}{name.upper()}"
+        text = env.get(variable)
+        if text is None:
+            continue
+        if field.annotation is bool:
+            if text not in ("0", "1"):
+                raise ConfigError(f"{variable} must be 0 or 1; got {text!r}")
+            yield name, text == "1"
+        elif _is(field, list):
+            yield name, [part.strip() for part in text.split(",") if part.strip()]
+        elif _is(field, dict):
+            yield name, _json_object(text, variable)
+        else:
+            yield name, text
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _is(field: FieldInfo, kind: type) -> bool:
+    return get_origin(field.annotation) is kind
+
+
+def _help(field: FieldInfo) -> str:
+    text = " ".join((field.description or "").split())
+    if field.default in (None, "") or field.is_required() or field.default_factory is not None:
+        return text.replace("%", "%%")
+    return f"{text} Default {field.default}.".replace("%", "%%")
+
+
+def _json_object(text: str, source: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source} must be a JSON object; got {text[:200]!r}, which is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"""{source} must be a JSON object such as '{{"key": 1}}'; got {text[:200]!r}""")
+    return value
+
+
+def _unknown_option(text: str) -> str:
+    if not text.startswith("-"):
+        return f"unexpected argument {text!r}; settings are given as --name value"
+    name = text.split("=", 1)[0]
+    near = difflib.get_close_matches(name, [_option(field) for field in _FIELDS], n=1)
+    hint = f"; did you mean {near[0]}?" if near else "; --help lists them all"
+    return f"unknown option {name}{hint}"
+
+
+def _explain(problem: Any, sources: Mapping[str, str]) -> str:
+    name = str(problem["loc"][0])
+    if problem["type"] == "missing":
+        return f"{_option(name)} is required"
+    rule = problem["msg"][0].lower() + problem["msg"][1:]
+    return f"{sources.get(name, _option(name))}: {rule}; got {problem['input']!r}"

@@ -1,0 +1,63 @@
+"""The server's settings: one home of every default; the command line (`command_line.py`) is made from it."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class EngineConfig(BaseModel):
+    """What `python -m tx.tinker.api` takes, with `_` as `-`. An unknown field is refused."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    base_model: str = Field(min_length=1)
+    """A local folder or a hub name. Requests name the model by it."""
+    served_model_name: list[str] = Field(default_factory=list)
+    """A further name for the same weights; repeatable."""
+    host: str = "127.0.0.1"
+    """The address to listen on. Others than loopback need API keys."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """0: any free one."""
+    backend: Literal["torch", "skyrl_train"] = "torch"
+    """What computes."""
+    backend_config: dict[str, Any] = Field(default_factory=dict)
+    """JSON; the backend's own settings."""
+    checkpoints_base: str = "/tmp/tx_checkpoints"
+    """A folder, or an fsspec URL such as s3://bucket/folder."""
+    state_dir: Path | None = None
+    """Local folder of database, payloads and snapshots; default `~/.local/state/tx`."""
+    database_url: str | None = None
+    """sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME; default sqlite in the state folder."""
+    api_keys_file: Path | None = None
+    """Lines `NAME KEY`; requests without one of the keys are answered 401. Without a file TX_API_KEYS (`name=key,…`)
+    counts, and without both no keys are needed, which is allowed on loopback only."""
+    session_timeout_sec: int = Field(default=300, ge=-1)
+    """A session without heartbeat for so long ends, and its models are unloaded; -1: never."""
+    session_cleanup_interval_sec: int = Field(default=60, ge=-1)
+    """How often such sessions are looked for; -1: never."""
+    result_ttl_sec: int = Field(default=3600, ge=0)
+    """A result may be fetched again for so long after it was first."""
+    max_body_mb: int = Field(default=64, ge=1)
+    """Larger requests are refused (413) before they are read."""
+    max_pending_per_tenant: int = Field(default=4096, ge=1)
+    """Requests accepted and not done; above, 429."""
+    max_sample_tokens_pending: int = Field(default=4_000_000, ge=1)
+    """Prompt and answer tokens of samples under way, of all tenants; above, 429 for those above their share."""
+    seq_gap_timeout_sec: int = Field(default=300, ge=1)
+    """A request whose predecessor never arrives fails after this."""
+
+    @property
+    def state_folder(self) -> Path:
+        """Where the server's own files are."""
+        return self.state_dir or Path.home() / ".local" / "state" / "tx"
+
+    @property
+    def store_url(self) -> str:
+        """Of the database."""
+        return self.database_url or f"sqlite:///{self.state_folder.absolute() / 'tx.db'}"
+
+    @property
+    def served_names(self) -> list[str]:
+        """Every name under which requests may ask for the model, the first is its own."""
+        return list(dict.fromkeys([self.base_model, *self.served_model_name]))

@@ -1,0 +1,173 @@
+"""Samplers and samples. A sampler has its weights for ever: what is trained, replaced or deleted later is not seen."""
+
+import asyncio
+import secrets
+import time
+from functools import partial
+from typing import Any
+
+from sqlalchemy.exc import IntegrityError
+from sqlmodel import Session as Database
+
+from tx.errors import RequestError
+from tx.tinker.base_model import BaseModelFacts
+from tx.tinker.desk.checkpoints import Checkpoints
+from tx.tinker.desk.dispatch import Dispatch
+from tx.tinker.desk.limits import Limits
+from tx.tinker.desk.live import Entry, Live, Sampler, request_id_of, sampler_id_of
+from tx.tinker.desk.records import Record
+from tx.tinker.desk.rows import insert_entry
+from tx.tinker.desk.runs import Runs, draw_seed
+from tx.tinker.engine.messages import Sample
+from tx.tinker.storage.db_models import SamplerRow, SessionRow
+from tx.tinker.storage.store import Store
+from tx.tinker.types import SampleSpec
+from tx.tinker.wire import schemas
+from tx.tinker.wire.checks import check_sample
+
+
+class Sampling:
+    def __init__(
+        self,
+        facts: BaseModelFacts,
+        store: Store,
+        live: Live,
+        limits: Limits,
+        dispatch: Dispatch,
+        runs: Runs,
+        checkpoints: Checkpoints,
+    ):
+        self._facts, self._store, self._live, self._limits = facts, store, live, limits
+        self._dispatch, self._runs, self._checkpoints = dispatch, runs, checkpoints
+
+    # ---- samplers
+
+    async def create_sampler(self, tenant: str, request: schemas.CreateSamplingSessionRequest) -> dict[str, Any]:
+        session = self._live.session(tenant, request.session_id)
+        sampler_id = sampler_id_of(session.session_id, request.sampling_session_seq_id)
+        if sampler_id in self._live.promised_samplers:
+            raise RequestError(
+                f"sampling_session_seq_id {request.sampling_session_seq_id} is taken by a save_weights_for_sampler "
+                "that is under way: give the next number"
+            )
+        if sampler_id not in self._live.samplers:
+            row = await self._new_sampler(tenant, sampler_id, request)
+            await self._store.write(partial(_insert_sampler, row=row))
+            row = await self._store.read(lambda database: database.get_one(SamplerRow, sampler_id))
+            if request.session_id in self._live.sessions:
+                self._live.samplers.setdefault(sampler_id, sampler_of(row))
+        return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+    async def get_sampler(self, tenant: str, sampler_id: str) -> dict[str, Any]:
+        row = await self._store.read(lambda database: database.get(SamplerRow, sampler_id))
+        if row is None or row.tenant != tenant:
+            raise RequestError(f"there is no sampler {sampler_id[:200]!r}", 404)
+        return {"sampler_id": sampler_id, "base_model": row.base_model, "model_path": row.model_path}
+
+    async def _new_sampler(
+        self, tenant: str, sampler_id: str, request: schemas.CreateSamplingSessionRequest
+    ) -> SamplerRow:
+        row = SamplerRow(
+            sampler_id=sampler_id,
+            tenant=tenant,
+            session_id=request.session_id,
+            sampling_session_seq_id=request.sampling_session_seq_id,
+            base_model=request.base_model or "",
+            created_at=time.time(),
+        )
+        if request.base_model is not None:
+            self._runs.check_base_model(request.base_model)
+        if request.model_path is not None:
+            source = await self._checkpoints.source(tenant, request.model_path, setting="model_path")
+            row.base_model, row.model_path = request.base_model or source.base_model, source.path
+            row.model_id, row.folder = source.model_id, source.folder
+        return row
+
+    # ---- samples
+
+    async def asample(self, tenant: str, request: schemas.AsampleRequest) -> dict[str, Any]:
+        """Returns once the request is durable, its seed with it."""
+        if request.sampling_session_id is None:
+            request_id = await self._sample_without_sampler(tenant, request)
+        else:
+            assert request.seq_id is not None
+            sampler = self._live.sampler(tenant, request.sampling_session_id)
+            request_id = request_id_of(sampler.sampler_id, request.seq_id)
+            if (accepting := sampler.accepting.get(request.seq_id)) is not None:
+                await asyncio.shield(accepting)
+            elif request_id not in self._live.pending:
+                await self._sample(sampler, request, request.seq_id, request_id)
+        ids = [f"{request_id}:{i}" for i in range(request.num_samples)]
+        return {"request_id": request_id, "sample_sequence_ids": ids}
+
+    async def _sample(self, sampler: Sampler, request: schemas.AsampleRequest, seq: int, request_id: str) -> None:
+        spec = self._spec(request)
+        entry = self._entry(sampler.tenant, request_id, spec, sampler.folder)
+        entry.sampler_id = sampler.sampler_id
+        self._limits.admit_sample(entry.tenant, entry.tokens)
+        task = sampler.accepting[seq] = asyncio.create_task(self._accept(entry))
+
+        def accepted(task: asyncio.Task[None]) -> None:
+            sampler.accepting.pop(seq, None)
+            if not task.cancelled():
+                task.exception()  # its callers raise it; there may be none any more
+
+        task.add_done_callback(accepted)
+        await asyncio.shield(task)
+
+    async def _sample_without_sampler(self, tenant: str, request: schemas.AsampleRequest) -> str:
+        """From the base model or a checkpoint. Asked twice it is done twice: there is nothing to know it by."""
+        spec, folder = self._spec(request), None
+        if request.base_model is not None:
+            self._runs.check_base_model(request.base_model)
+        if request.model_path is not None:
+            folder = (await self._checkpoints.source(tenant, request.model_path, setting="model_path")).folder
+        entry = self._entry(tenant, f"sample_{secrets.token_hex(16)}", spec, folder)
+        self._limits.admit_sample(tenant, entry.tokens)
+        await self._accept(entry)
+        return entry.request_id
+
+    def _spec(self, request: schemas.AsampleRequest) -> SampleSpec:
+        spec = request.to_spec(draw_seed)
+        check_sample(spec, self._facts)
+        return spec
+
+    def _entry(self, tenant: str, request_id: str, spec: SampleSpec, folder: str | None) -> Entry:
+        order = Sample(request_id=request_id, tenant=tenant, spec=spec, adapter=folder)
+        return Entry(
+            request_id, tenant, "sample", Record(order=order), tokens=sample_tokens(spec, self._facts.max_context)
+        )
+
+    async def _accept(self, entry: Entry) -> None:
+        """A row that is there says that the same request was accepted before this process knew of it."""
+        self._live.pending[entry.request_id] = entry
+        self._limits.enter(entry.tenant, entry.tokens)
+        try:
+            await self._store.write(partial(insert_entry, entry=entry))
+        except BaseException as error:
+            del self._live.pending[entry.request_id]
+            self._limits.leave(entry.tenant, entry.tokens)
+            if not isinstance(error, IntegrityError):
+                raise
+        else:
+            await self._dispatch.sample(entry)
+
+
+def sample_tokens(spec: SampleSpec, max_context: int) -> int:
+    """The most that it may come to: prompt and answers."""
+    longest = max_context - len(spec.prompt) if spec.params.max_tokens is None else spec.params.max_tokens
+    return len(spec.prompt) + spec.num_samples * longest
+
+
+def sampler_of(row: SamplerRow) -> Sampler:
+    return Sampler(row.sampler_id, row.tenant, row.session_id, row.base_model, row.model_path, row.folder)
+
+
+def _insert_sampler(database: Database, row: SamplerRow) -> None:
+    """Nothing to do if it is there: the first one stays."""
+    if database.get(SamplerRow, row.sampler_id) is not None:
+        return
+    session = database.get(SessionRow, row.session_id)
+    if session is None or session.ended_at is not None:
+        raise RequestError(f"session_id {row.session_id!r} has ended", 404)
+    database.add(row)

@@ -1,0 +1,26 @@
+"""Work that may wait for disks and networks, done beside the training thread, which takes the outcome back."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+Job = Callable[[], Any]
+
+
+class Helpers:
+    """
+    Args:
+        give_back: called in a helper's thread with what the training thread is to call
+    """
+
+    def __init__(self, give_back: Callable[[Callable[[], None]], None], threads: int = 4):
+        self._give_back = give_back
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="helper")
+
+    def start(self, job: Job, then: Callable[[Future[Any]], None]) -> None:
+        """Runs `job` in a helper's thread, then `then` with its outcome in the training thread."""
+        self._pool.submit(job).add_done_callback(lambda outcome: self._give_back(lambda: then(outcome)))
+
+    def close(self) -> None:
+        """Waits for nothing; jobs not yet begun are dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

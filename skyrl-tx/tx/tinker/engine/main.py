@@ -1,0 +1,172 @@
+"""The engine process: `python -m tx.tinker.engine.main --config JSON --channel ADDRESS --parent PID`.
+
+Three threads that matter: the event loop reads the channel and samples, one thread trains, one belongs to the native
+engine. If one of them ends, so does the process, and the API starts a new one: nothing here is the truth.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: exact numbers rest on it, and threads would fight
+
+from loguru import logger
+
+from tx.errors import ConfigError
+from tx.tinker.backends.base import Backend, BackendInfo
+from tx.tinker.backends.build import build_backend
+from tx.tinker.base_model import read_base_model
+from tx.tinker.config import EngineConfig
+from tx.tinker.engine.channel import EngineChannel
+from tx.tinker.engine.messages import Cancel, Pulse, Ready, Sample, Stop
+from tx.tinker.engine.models import Models
+from tx.tinker.engine.process import ORPHANED, WRONG_SETTINGS, when_gone
+from tx.tinker.engine.sampling import Sampling
+from tx.tinker.engine.trainer import Trainer
+from tx.tinker.storage.folders import Folders
+
+PULSE_SECONDS = 1.0
+FINISH_SECONDS = 4.0
+"""For the pass that runs when the engine is asked to stop."""
+SNAPSHOT_SECONDS = 2.0
+"""For putting models to disk then."""
+
+
+class Engine:
+    """
+    Args:
+        config: settings
+        address: of the channel to the API process
+    """
+
+    def __init__(self, config: EngineConfig, address: str):
+        self._config, self._address = config, address
+        self._stop = asyncio.Event()
+        self._stopping = threading.Event()
+        self._training_thread = ThreadPoolExecutor(1, thread_name_prefix="training")
+
+    async def serve(self) -> int:
+        """Until it is told to stop, or something of it ends that must not. Returns the exit status."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._stop.set)
+        channel = EngineChannel(self._address)
+        stopped = asyncio.create_task(self._stop.wait())
+        building = loop.run_in_executor(self._training_thread, self._build)
+        await asyncio.wait((building, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done():
+            return 0
+        backend, info = building.result()
+        await backend.sampling.start()
+        checkpoints, snapshots = self._folders()
+        models = Models(backend.training, snapshots, info.max_resident_models)
+        trainer = Trainer(backend.training, models, checkpoints, channel.send, pass_tokens=info.pass_tokens)
+        sampling = Sampling(backend.sampling, checkpoints, channel.send)
+        channel.send(Ready(info=info))
+        logger.info("ready: {}", info)
+        training = loop.run_in_executor(self._training_thread, self._train, trainer)
+        reading = asyncio.create_task(self._read(channel, trainer, sampling))
+        pulse = asyncio.create_task(_pulse(channel, backend, models, trainer, sampling))
+        ended, _ = await asyncio.wait((training, reading, pulse, stopped), return_when=asyncio.FIRST_COMPLETED)
+        self._stopping.set()
+        trainer.inbox.put(_wake_up)
+        await asyncio.wait((training,), timeout=FINISH_SECONDS + SNAPSHOT_SECONDS)
+        await _within(1.0, sampling.close())
+        await channel.close()
+        if stopped in ended:
+            return 0
+        logger.opt(exception=next(iter(ended)).exception()).critical("a part of the engine ended")
+        return 1
+
+    def _build(self) -> tuple[Backend, BackendInfo]:
+        backend = build_backend(self._config, read_base_model(self._config.base_model))
+        return backend, backend.training.info()
+
+    def _folders(self) -> tuple[Folders, Folders]:
+        state = self._config.state_folder
+        checkpoints = Folders(self._config.checkpoints_base, state / "cache")
+        return checkpoints, Folders(str(state / "snapshots"), state / "cache")
+
+    def _train(self, trainer: Trainer) -> None:
+        while not self._stopping.is_set():
+            trainer.step(PULSE_SECONDS)
+        trainer.close(SNAPSHOT_SECONDS)
+
+    async def _read(self, channel: EngineChannel, trainer: Trainer, sampling: Sampling) -> None:
+        async for message in channel:
+            match message:
+                case Sample():
+                    sampling.begin(message)
+                case Cancel():
+                    sampling.cancel(message.request_ids)
+                case Stop():
+                    self._stop.set()
+                case _:
+                    trainer.inbox.put(message)
+
+
+async def _pulse(
+    channel: EngineChannel, backend: Backend, models: Models, trainer: Trainer, sampling: Sampling
+) -> None:
+    while True:
+        channel.send(
+            Pulse(
+                queued_orders=trainer.num_orders(),
+                running_samples=backend.sampling.num_running(),
+                resident_models=models.num_in_memory(),
+                train_tokens=dict(trainer.train_tokens),
+                sample_tokens=dict(sampling.tokens),
+                busy_seconds=trainer.busy_seconds,
+            )
+        )
+        await asyncio.sleep(PULSE_SECONDS)
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(work, seconds)
+
+
+def _wake_up() -> None:
+    """For the training thread's inbox."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tx.tinker.engine.main")
+    parser.add_argument("--config", required=True, help="EngineConfig as JSON")
+    parser.add_argument("--channel", required=True, help="address of the API process's socket")
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="process with which this one ends")
+    options = parser.parse_args(arguments)
+    _log_to_stderr()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the API, which then says Stop
+    when_gone(options.parent, partial(os._exit, ORPHANED))
+    try:
+        return asyncio.run(_serve(EngineConfig.model_validate_json(options.config), options.channel))
+    except ConfigError as error:
+        logger.critical("ConfigError: {}", error)
+        return WRONG_SETTINGS
+
+
+async def _serve(config: EngineConfig, address: str) -> int:
+    return await Engine(config, address).serve()
+
+
+def _log_to_stderr() -> None:
+    logger.remove()
+    logger.add(sys.stderr, format="{time:HH:mm:ss} | {level: <8} | {message}", level="INFO", diagnose=False)
+    logging.basicConfig(format="%(asctime)s | %(levelname)-8s | %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # whatever threads are still at work

@@ -1,0 +1,225 @@
+"""The models that live: which of them are in memory, and what of each is safe on disk.
+
+A snapshot is a model as of after one of its orders. Put to disk and taken back it is the same, bit for bit, so a model
+leaves memory when others need the place, and a crash costs no more than doing again what came after its snapshot. They
+are taken often enough for that to be seconds, and seldom enough to cost a small part of the time.
+
+Old snapshots are removed by the API process, once it has recorded a newer one. Called from the training thread.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from loguru import logger
+
+from tx.errors import ModelError
+from tx.tinker.backends.base import TrainingBackend
+from tx.tinker.engine.helpers import Job
+from tx.tinker.engine.messages import Snapshotted
+from tx.tinker.storage.folders import Folders
+from tx.tinker.types import LoraSpec
+
+Steps = Generator[Job, Any, Any]
+"""What is done in the training thread with pauses: each job it yields is done elsewhere, and its outcome sent back."""
+
+
+def run_here(steps: Steps) -> Any:
+    """Does such a thing without pauses."""
+    try:
+        job = next(steps)
+        while True:
+            try:
+                outcome = job()
+            except Exception as error:
+                job = steps.throw(error)
+            else:
+                job = steps.send(outcome)
+    except StopIteration as end:
+        return end.value
+
+
+REPLAY_SECONDS = 2.0
+"""Of compute that a crash may cost a model."""
+COST_RATIO = 10
+"""Compute seconds for each second that the last snapshot of this model took: at most a tenth goes to snapshots."""
+REPLAY_BYTES = 64 << 20
+"""Of requests kept for doing them again."""
+REST_SECONDS = 5.0
+"""A model without orders for so long is snapshotted: at rest there is nothing to do again."""
+
+
+@dataclass(eq=False)
+class Model:
+    model_id: str
+    tenant: str
+    lora: LoraSpec
+    seq: int = -1
+    """Its last order that is done."""
+    snapshot: str | None = None
+    """Folder; None: it is as it was created, if it is unchanged."""
+    in_memory: bool = False
+    changed: bool = False
+    """Since the snapshot."""
+    being_written: bool = False
+    """Its snapshot is copied from memory, and on its way to the disk."""
+    damaged: str | None = None
+    """Why it cannot go on."""
+    seconds: float = 0.0
+    """Of compute since the snapshot."""
+    request_bytes: int = 0
+    snapshot_seconds: float = 0.0
+    """What the last snapshot took of the training thread."""
+    last_used: float = 0.0
+
+
+class Models:
+    """
+    Args:
+        training: the backend
+        folders: where snapshots stand
+        limit: models in memory at a time
+        now: seconds
+    """
+
+    def __init__(
+        self, training: TrainingBackend, folders: Folders, limit: int, now: Callable[[], float] = time.monotonic
+    ):
+        self._training, self._folders, self._limit, self._now = training, folders, limit, now
+        self._models: dict[str, Model] = {}
+        self._news: list[Snapshotted] = []
+
+    def add(self, model: Model) -> Model:
+        self._models[model.model_id] = model
+        return model
+
+    def get(self, model_id: str) -> Model | None:
+        return self._models.get(model_id)
+
+    def forget(self, model_id: str) -> None:
+        """Unloads it for good."""
+        if self._models.pop(model_id, None) is not None:
+            self._training.forget(model_id)
+
+    def num_in_memory(self) -> int:
+        return sum(model.in_memory for model in list(self._models.values()))  # a copy: another thread may ask
+
+    def changed(self) -> list[Model]:
+        """Those whose memory holds more than their snapshot, which is not being written; longest unused first."""
+        models = (
+            m for m in self._models.values() if m.changed and m.in_memory and not m.being_written and not m.damaged
+        )
+        return sorted(models, key=lambda model: model.last_used)
+
+    def is_writing(self) -> bool:
+        """Whether a snapshot is on its way to the disk."""
+        return any(model.being_written for model in self._models.values())
+
+    def news(self) -> list[Snapshotted]:
+        """Snapshots that stand since this was last asked. To be told after the results of the orders they contain."""
+        news, self._news = self._news, []
+        return news
+
+    # ---- memory
+
+    def bring(self, model: Model, is_busy: Callable[[str], bool]) -> bool:
+        """Puts the model into memory, and another one out of it if there is no room.
+
+        Args:
+            is_busy: models that cannot leave now
+
+        Returns:
+            False: no room now; some model is busy.
+
+        Raises:
+            ModelError: what is on disk cannot be read.
+            Exception: of the backend, or of the disk: the other model cannot be written.
+        """
+        model.last_used = self._now()
+        if model.in_memory:
+            return True
+        while self.num_in_memory() >= self._limit:
+            leaving = [m for m in self._models.values() if m.in_memory and not m.being_written]
+            leaving = [m for m in leaving if not is_busy(m.model_id)]
+            if not leaving:
+                return False
+            self._put_out(min(leaving, key=lambda m: m.last_used))
+        if model.snapshot is None:
+            self._training.create(model.model_id, model.lora)
+        else:
+            self._training.restore(model.model_id, model.lora, self._folders.local(model.snapshot))
+        model.in_memory = True
+        return True
+
+    def _put_out(self, model: Model) -> None:
+        if model.changed and not model.damaged:
+            run_here(self.write_snapshot(model))  # it must stand before the memory goes
+        self._training.forget(model.model_id)
+        model.in_memory = False
+
+    # ---- snapshots
+
+    def done(self, model: Model, seq: int, *, seconds: float, num_bytes: int = 0, changed: bool) -> None:
+        """An order is done; of the model's compute it took so many seconds."""
+        model.seq, model.last_used = seq, self._now()
+        if changed:
+            model.changed = True
+            model.seconds += seconds
+            model.request_bytes += num_bytes
+
+    def is_due(self, model: Model) -> bool:
+        """Whether a crash would cost more than it should."""
+        if not model.changed or not model.in_memory or model.being_written or model.damaged:
+            return False
+        enough = max(REPLAY_SECONDS, COST_RATIO * model.snapshot_seconds)
+        return model.seconds > enough or model.request_bytes > REPLAY_BYTES
+
+    def at_rest(self, is_busy: Callable[[str], bool]) -> Model | None:
+        """A changed model that nothing was asked of for a while."""
+        for model in self.changed():
+            if not is_busy(model.model_id) and self._now() - model.last_used > max(
+                REST_SECONDS, COST_RATIO * model.snapshot_seconds
+            ):
+                return model
+        return None
+
+    def write_snapshot(self, model: Model) -> Steps:
+        """Copies the model's state out of memory, then puts it on the disk: a job that another thread may do, while
+        the model goes on."""
+        started, seq = self._now(), model.seq
+        folder = self._folders.place(model.model_id, f"{max(seq, 0):08d}-{secrets.token_hex(4)}")
+        with ExitStack() as stack:
+            local = stack.enter_context(self._folders.writing(folder))
+            self._training.save(model.model_id, local, state=True)
+            stand = stack.pop_all()
+        before = (model.seconds, model.request_bytes)
+        model.changed, model.seconds, model.request_bytes = False, 0.0, 0
+        model.snapshot_seconds = self._now() - started
+        model.being_written = True
+        try:
+            yield stand.close
+        except BaseException:
+            model.changed = True
+            model.seconds, model.request_bytes = model.seconds + before[0], model.request_bytes + before[1]
+            model.snapshot_seconds = max(model.snapshot_seconds, 1.0)  # not again at once
+            raise
+        finally:
+            model.being_written = False
+        if self._models.get(model.model_id) is model:
+            model.snapshot = folder
+            self._news.append(Snapshotted(model_id=model.model_id, seq=seq, folder=folder))
+        else:  # unloaded meanwhile
+            self._folders.remove(folder)
+
+    def damage(self, model: Model, what: str) -> None:
+        """The model's state is not what its orders made it: it does nothing more in this process."""
+        logger.error("model {} cannot go on: {}", model.model_id, what)
+        model.damaged = what
+
+    def check(self, model: Model) -> None:
+        """Raises ModelError for a damaged model."""
+        if model.damaged:
+            raise ModelError(f"the model's state was lost: {model.damaged}", "server")

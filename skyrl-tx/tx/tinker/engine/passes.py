@@ -1,0 +1,49 @@
+"""A forward or forward-backward order on its way: cut into micro-batches, run one by one, put together again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tx.errors import ModelError
+from tx.tinker.engine.messages import Train
+from tx.tinker.types import Datum, PassOutput, TrainingPass
+from tx.tinker.wire.codec import TrainingRequest, encode_pass_output
+from tx.tinker.wire.merging import merge_outputs
+
+
+@dataclass(eq=False)
+class RunningPass:
+    order: Train
+    request: TrainingRequest
+    parts: Sequence[list[Datum]]
+    gradient_before: Any = None
+    """The backend's copy from before the first part; for orders of several parts that add to it."""
+    outputs: list[PassOutput] = field(default_factory=list)
+    seconds: float = 0.0
+    """Its part of the passes so far."""
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ModelError("data must have at least one datum")
+
+    @property
+    def adds_gradient(self) -> bool:
+        return not self.request.forward_only
+
+    @property
+    def tokens(self) -> int:
+        """Of the next part."""
+        return sum(len(datum.tokens) for datum in self.parts[len(self.outputs)])
+
+    @property
+    def done(self) -> bool:
+        return len(self.outputs) == len(self.parts)
+
+    def next_part(self) -> TrainingPass:
+        request = self.request
+        data = self.parts[len(self.outputs)]
+        return TrainingPass(self.order.model_id, data, request.loss_fn, request.loss_config, request.forward_only)
+
+    def result(self) -> bytes:
+        """`ForwardBackwardOutput` of the whole."""
+        return encode_pass_output(merge_outputs(self.outputs, [len(part) for part in self.parts]))

@@ -1,0 +1,52 @@
+"""The engine as a process: how the API starts it, and what ends it with the API.
+
+No parent-death signal of the system (PR_SET_PDEATHSIG): that one comes when the thread ends that started the child.
+"""
+
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from tx.tinker.config import EngineConfig
+
+WRONG_SETTINGS = 78
+"""Exit status (EX_CONFIG): no new start will help."""
+ORPHANED = 3
+
+_SECRETS = {"database_url", "api_keys_file"}
+"""Settings that the engine has no use for, and that a command line would show to everybody on the machine."""
+_POLL_SECONDS = 0.5
+
+
+def engine_command(config: EngineConfig, address: str) -> list[str]:
+    """What to run for an engine that belongs to this process and listens to a channel's address."""
+    settings = config.model_dump_json(exclude=_SECRETS)
+    module = "tx.tinker.engine.main"
+    return [sys.executable, "-m", module, "--config", settings, "--channel", address, "--parent", str(os.getpid())]
+
+
+def when_gone(parent: int, then: Callable[[], None]) -> None:
+    """Calls `then` in a thread when the process that started this one has ended, even by kill -9; at once if it has."""
+
+    def watch() -> None:
+        _wait_until_gone(parent)
+        then()
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _wait_until_gone(parent: int) -> None:
+    if os.getppid() == parent and hasattr(os, "pidfd_open"):
+        try:
+            descriptor = os.pidfd_open(parent)
+        except OSError:  # gone just now, or the kernel will not: asked below
+            pass
+        else:
+            with os.fdopen(descriptor) as ended:
+                select.select([ended], [], [])
+            return
+    while os.getppid() == parent:
+        time.sleep(_POLL_SECONDS)

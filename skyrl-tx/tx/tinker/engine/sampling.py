@@ -1,0 +1,70 @@
+"""Sampling orders on the engine's event loop: each is a task, and the backend runs them together."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from loguru import logger
+
+from tx.errors import ModelError
+from tx.tinker.backends.base import SamplingBackend
+from tx.tinker.engine.messages import Done, Failed, FromEngine, Sample
+from tx.tinker.storage.folders import Folders
+from tx.tinker.wire.codec import encode_sample_output
+
+
+class Sampling:
+    """
+    Args:
+        backend: started
+        folders: where adapters stand
+        send: reports to the API process
+    """
+
+    def __init__(self, backend: SamplingBackend, folders: Folders, send: Callable[[FromEngine], None]):
+        self.tokens: Counter[str] = Counter()
+        """Written, by tenant."""
+        self._backend, self._folders, self._send = backend, folders, send
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def begin(self, order: Sample) -> None:
+        task = asyncio.create_task(self._answer(order))
+        self._tasks[order.request_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(order.request_id, None))
+
+    def cancel(self, request_ids: list[str]) -> None:
+        """Ends those that are not done; nothing is reported of them."""
+        for request_id in request_ids:
+            if task := self._tasks.get(request_id):
+                task.cancel()
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await self._backend.close()
+
+    async def _answer(self, order: Sample) -> None:
+        try:
+            adapter = await self._local(order.adapter)
+            output = await self._backend.sample(order.spec, adapter, tenant=order.tenant)
+            result = encode_sample_output(output)
+        except ModelError as error:
+            self._send(Failed(request_id=order.request_id, error=str(error), category=error.category))
+        except FileNotFoundError:
+            text = "the weights of this sampler are not there any more"
+            self._send(Failed(request_id=order.request_id, error=text, category="user"))
+        except Exception as error:
+            logger.opt(exception=error).error("a sample failed unexpectedly")
+            text = f"the server failed at this request ({type(error).__name__}); its log says more"
+            self._send(Failed(request_id=order.request_id, error=text, category="server"))
+        else:
+            self.tokens[order.tenant] += sum(len(sequence.tokens) for sequence in output.sequences)
+            self._send(Done(request_id=order.request_id, result=result))
+
+    async def _local(self, adapter: str | None) -> Path | None:
+        if adapter is None:
+            return None
+        if "://" in adapter:
+            return await asyncio.to_thread(self._folders.local, adapter)
+        return self._folders.local(adapter)

@@ -1,0 +1,128 @@
+"""Who may call: API keys, and the tenants they belong to.
+
+A key arrives as `X-API-Key` (the SDK), as `Authorization: Bearer` (others), or as the password of `Authorization:
+Basic` (a browser looking at /status). Knows no route.
+"""
+
+import base64
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from starlette.datastructures import Headers
+
+from tx.errors import ConfigError
+from tx.tinker.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+ENV_VARIABLE = "TX_API_KEYS"
+LOCAL_TENANT = "local"
+"""Everybody, when no keys are set."""
+LOOPBACK_HOSTS = ("localhost", "::1")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MIN_KEY_LENGTH = 8
+
+
+class ApiKeys:
+    """
+    Args:
+        keys: pairs of a tenant's name and a key; a name may have several.
+
+    Raises:
+        ConfigError: a name or key that cannot be.
+    """
+
+    def __init__(self, keys: Iterable[tuple[str, str]] = ()):
+        self._salt = secrets.token_bytes(32)
+        self._tenants: dict[bytes, str] = {}
+        for name, key in keys:
+            if not _NAME.fullmatch(name):
+                raise ConfigError(f"name of an API key must be 1 to 64 letters, digits, '_', '.', '-'; got {name!r}")
+            if len(key) < _MIN_KEY_LENGTH or not key.isascii() or any(c.isspace() for c in key):
+                raise ConfigError(f"API key of {name} must be {_MIN_KEY_LENGTH} or more ASCII characters, no spaces")
+            if self._tenants.setdefault(self._digest(key), name) != name:
+                raise ConfigError(f"{name} and {self.tenant_of(key)} have the same API key; each needs its own")
+            if not key.startswith("tml-"):
+                logger.warning("the API key of %s does not begin with 'tml-', which the tinker SDK asks for", name)
+
+    def __bool__(self) -> bool:
+        return bool(self._tenants)
+
+    def tenant_of(self, key: str) -> str | None:
+        """Whose key it is; None if nobody's. Its duration says nothing about the keys: they are compared by digests
+        with a secret salt."""
+        return self._tenants.get(self._digest(key))
+
+    def _digest(self, key: str) -> bytes:
+        return hmac.digest(self._salt, key.encode(), hashlib.sha256)
+
+
+def read_api_keys(config: EngineConfig, env: Mapping[str, str] | None = None) -> ApiKeys:
+    """The keys of the settings: of `api_keys_file`, else of TX_API_KEYS, else none.
+
+    Raises:
+        ConfigError: they cannot be read, or there are none and the server would listen beyond loopback.
+    """
+    if config.api_keys_file is not None:
+        keys = ApiKeys(_of_file(config.api_keys_file))
+        if not keys:
+            raise ConfigError(f"--api-keys-file: {config.api_keys_file} has no keys; one a line, `NAME KEY`")
+    else:
+        keys = ApiKeys(_of_text((os.environ if env is None else env).get(ENV_VARIABLE, "")))
+    if not keys and not is_loopback(config.host):
+        raise ConfigError(
+            f"--host {config.host} would let everybody in the network in: give --api-keys-file FILE (lines `NAME KEY`, "
+            f"keys beginning with tml-) or {ENV_VARIABLE}=name=key,…, or stay on --host 127.0.0.1"
+        )
+    return keys
+
+
+def is_loopback(host: str) -> bool:
+    return host in LOOPBACK_HOSTS or bool(re.fullmatch(r"127(\.\d{1,3}){3}", host))
+
+
+def key_of(headers: Headers) -> str:
+    """The key that a request carries; empty if none."""
+    if key := headers.get("x-api-key"):
+        return key.strip()
+    scheme, _, value = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value, validate=True).decode().partition(":")[2]
+        except ValueError:  # not base64, or not UTF-8
+            return ""
+    return ""
+
+
+def _of_file(path: Path) -> list[tuple[str, str]]:
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-keys-file: cannot read {path}: {error}") from None
+    keys = []
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2:
+            raise ConfigError(f"--api-keys-file: line {number} of {path} must be `NAME KEY`; it has {len(words)} words")
+        keys.append((words[0], words[1]))
+    return keys
+
+
+def _of_text(text: str) -> list[tuple[str, str]]:
+    keys = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, key = part.partition("=")
+        if not equals:
+            raise ConfigError(f"{ENV_VARIABLE} must be name=key pairs separated by commas; a part has no '='")
+        keys.append((name, key))
+    return keys

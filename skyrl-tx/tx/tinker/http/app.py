@@ -1,0 +1,78 @@
+"""The web application: middlewares, endpoints, description. Starts and stops nothing: who made the desk does that."""
+
+from fastapi import FastAPI
+
+from tx import __version__
+from tx.tinker.base_model import BaseModelFacts
+from tx.tinker.config import EngineConfig
+from tx.tinker.desk.desk import Desk
+from tx.tinker.http import openapi, problems
+from tx.tinker.http.api_keys import ApiKeys, is_loopback, read_api_keys
+from tx.tinker.http.auth import Door
+from tx.tinker.http.downloads import Downloads
+from tx.tinker.http.metrics import Measured, Metrics
+from tx.tinker.http.polls import OpenPolls
+from tx.tinker.http.rates import Rates
+from tx.tinker.http.recent_errors import RecentErrors
+from tx.tinker.http.routes import (
+    downloads,
+    futures,
+    models,
+    not_here,
+    openai,
+    runs,
+    sampling,
+    server,
+    sessions,
+    training,
+    weights,
+)
+from tx.tinker.http.texts import Texts
+from tx.tinker.storage.folders import Folders
+
+API = "/api/v1"
+
+
+def create_app(
+    desk: Desk, config: EngineConfig, facts: BaseModelFacts, folders: Folders, keys: ApiKeys | None = None
+) -> FastAPI:
+    """
+    Args:
+        desk: started by the caller before the first request, and closed after the last
+        facts: of the base model; its tokenizer is there for those who send text
+        folders: of the checkpoints, for downloads
+        keys: as the settings say if left out
+
+    Raises:
+        ConfigError: API keys cannot be read, or the host asks for some and there are none.
+    """
+    keys = read_api_keys(config) if keys is None else keys
+    app = FastAPI(
+        title="tx",
+        version=__version__,
+        summary="A training service that speaks the protocol of the tinker SDK",
+        redirect_slashes=False,
+        docs_url=None,  # its page loads scripts from elsewhere
+        redoc_url=None,
+    )
+    state = app.state
+    state.desk, state.config, state.folders = desk, config, folders
+    state.polls, state.errors, state.metrics = OpenPolls(), RecentErrors(), Metrics(desk)
+    state.rates = Rates()
+    state.texts = Texts(facts.folder)
+    state.downloads = Downloads.with_secret_in(config.state_folder)
+
+    # Asked for most often first: routes are tried in order.
+    for family in (futures, sampling, sessions, training, models, weights, runs, downloads, server, not_here):
+        app.include_router(family.router, prefix=API)
+    app.include_router(openai.router)
+    app.include_router(downloads.downloads)
+    app.include_router(server.pages)
+
+    # The last one added is the outermost.
+    app.add_middleware(Door, keys=keys, open_status_pages=is_loopback(config.host))
+    app.add_middleware(problems.Unforeseen)
+    app.add_middleware(Measured, metrics=state.metrics)
+    problems.install(app)
+    openapi.install(app, needs_keys=bool(keys))
+    return app

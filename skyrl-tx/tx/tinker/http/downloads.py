@@ -1,0 +1,90 @@
+"""Addresses from which a checkpoint's files can be fetched without an API key, for a while.
+
+Clients hand such an address to the user, who gives it to a browser or `curl`. So it carries who asked, until when it
+counts, and a signature over everything in it. The secret stays in the state folder: addresses outlive a restart.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from email.utils import formatdate
+from pathlib import Path
+from urllib.parse import quote, urlencode
+
+from tx.errors import RequestError
+from tx.tinker.http.auth import DOWNLOADS
+from tx.tinker.types import TinkerPath
+
+VALID_SECONDS = 3600
+_SECRET = "downloads.secret"
+
+
+@dataclass(frozen=True)
+class Download:
+    """What an address stands for."""
+
+    tenant: str
+    path: TinkerPath
+    expires: int
+    """Seconds since the epoch."""
+    file: str = ""
+    """One file of the checkpoint; empty: a tar of all of them."""
+
+    @property
+    def file_name(self) -> str:
+        """To save it under."""
+        return self.file or f"{self.path.name}.tar"
+
+    @property
+    def expires_header(self) -> str:
+        return formatdate(self.expires, usegmt=True)
+
+
+class Downloads:
+    """Signs and checks.
+
+    Args:
+        secret: 32 bytes
+    """
+
+    def __init__(self, secret: bytes):
+        self._secret = secret
+
+    @classmethod
+    def with_secret_in(cls, folder: Path) -> "Downloads":
+        """With the secret kept in a folder; the first server there makes it."""
+        path = folder / _SECRET
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            made = folder / f"{_SECRET}.{os.getpid()}"
+            with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(secrets.token_bytes(32))
+            made.rename(path)
+        return cls(path.read_bytes())
+
+    def of(self, tenant: str, path: TinkerPath, file: str = "") -> Download:
+        return Download(tenant, path, int(time.time()) + VALID_SECONDS, file)
+
+    def address(self, base_url: str, download: Download) -> str:
+        """
+        Args:
+            base_url: of the server, as the client reached it
+        """
+        query = {"tenant": download.tenant, "file": download.file, "expires": download.expires}
+        query = {name: value for name, value in query.items() if value != ""} | {"signature": self._sign(download)}
+        path = "/".join(quote(part, safe="") for part in download.path)
+        return f"{base_url.rstrip('/')}{DOWNLOADS}{path}?{urlencode(query)}"
+
+    def check(self, download: Download, signature: str) -> None:
+        """Raises RequestError: not signed by us (403), or no longer valid (410)."""
+        if not hmac.compare_digest(self._sign(download).encode(), signature.encode(errors="replace")):
+            raise RequestError("this download address is not one of this server's; ask for the archive again", 403)
+        if time.time() > download.expires:
+            raise RequestError("this download address has expired; ask for the archive again", 410)
+
+    def _sign(self, download: Download) -> str:
+        text = "\n".join((download.tenant, str(download.path), str(download.expires), download.file))
+        return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()

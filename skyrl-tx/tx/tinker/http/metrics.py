@@ -1,0 +1,90 @@
+"""Numbers for Prometheus: of requests, counted here, and of everything behind the desk, asked for at each scrape."""
+
+import time
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+disable_created_metrics()  # a second series for each, of when it began
+
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Seconds. Up to a poll's half minute."""
+
+
+class CountsSomething(Protocol):
+    def metrics(self) -> dict[str, Any]: ...
+
+
+class Metrics:
+    """
+    Args:
+        desk: whose numbers go out with those of requests
+    """
+
+    def __init__(self, desk: CountsSomething):
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "tx_http_requests", "Requests answered", ["method", "route", "status"], registry=self.registry
+        )
+        self.seconds = Histogram(
+            "tx_http_request_seconds",
+            "From the request's first byte to its answer's last",
+            ["method", "route"],
+            buckets=BUCKETS,
+            registry=self.registry,
+        )
+        self.registry.register(_OfTheDesk(desk))
+
+    def record(self, method: str, route: str, status: int, seconds: float) -> None:
+        self.requests.labels(method, route, str(status)).inc()
+        self.seconds.labels(method, route).observe(seconds)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _OfTheDesk(Collector):
+    """`name: number` becomes `tx_name`; `name: {tenant: number}` the same with a label. Names that end in `_total`
+    only grow."""
+
+    def __init__(self, desk: CountsSomething):
+        self.desk = desk
+
+    def collect(self) -> Iterable[Metric]:
+        for name, value in self.desk.metrics().items():
+            by_tenant = isinstance(value, dict)
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(f"tx_{name}", name.replace("_", " "), labels=["tenant"] if by_tenant else [])
+            for label, number in value.items() if by_tenant else [("", value)]:
+                family.add_metric([label] if by_tenant else [], float(number))
+            yield family
+
+
+class Measured:
+    """Counts every request by its route's pattern: addresses hold ids, which would make a series each. Pure ASGI."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics):
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        started = time.perf_counter()
+        status = 499  # nobody was there to answer
+
+        async def watching(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watching)
+        finally:
+            route = getattr(scope.get("route"), "path", "none")
+            self.metrics.record(scope["method"], route, status, time.perf_counter() - started)

@@ -1,0 +1,130 @@
+"""The server's description of itself: what each endpoint takes and answers.
+
+Endpoints read their bodies themselves (`bodies`: limits, threads), so the framework must be told of them.
+"""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import models_json_schema
+
+from tx.tinker.http.answers import Problem
+from tx.tinker.types import LOSSES
+from tx.tinker.wire.schemas import Name, Seq
+
+PROTOBUF = "application/x-protobuf"
+_COMPONENT = "#/components/schemas/{model}"
+_BODIES: set[type[BaseModel]] = set()
+_PROBLEMS = {
+    400: "A value that cannot be",
+    401: "No API key, or one that is not known",
+    404: "No such thing, or another tenant's",
+    413: "The body is too large",
+    415: "Not the content type of this endpoint",
+    422: "Not the shape of this endpoint's requests",
+    429: "Too much under way; welcome again after `Retry-After`",
+    500: "An error of the server; its log knows the id",
+}
+_OF_BODIES = (408, 413, 415)
+
+
+def described(
+    answer: type[BaseModel], body: type[BaseModel] | None = None, *, also: dict[int, Any] | None = None, **kwargs: Any
+) -> dict[str, Any]:
+    """Keyword arguments of a route.
+
+    Args:
+        answer: of 200
+        body: what a JSON body must be; None: the endpoint takes none
+        also: further answers by status
+    """
+    codes = [code for code in _PROBLEMS if body is not None or code not in _OF_BODIES]
+    responses: dict[int | str, Any] = {code: {"model": Problem, "description": _PROBLEMS[code]} for code in codes}
+    if body is not None:
+        responses[408] = {"model": Problem, "description": "The body did not arrive in time"}
+    extra: dict[str, Any] = kwargs.pop("openapi_extra", {})
+    if body is not None and not extra:
+        extra = {"requestBody": json_body(body)}
+    return {"response_model": answer, "responses": responses | (also or {}), "openapi_extra": extra, **kwargs}
+
+
+def json_body(*kinds: type[BaseModel]) -> dict[str, Any]:
+    """A required JSON body, of one of the kinds."""
+    _BODIES.update(kinds)
+    schemas = [{"$ref": _COMPONENT.format(model=kind.__name__)} for kind in kinds]
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
+
+
+def with_protobuf(content: dict[str, Any]) -> dict[str, Any]:
+    """A body or answer that may be protobuf as well."""
+    binary = {PROTOBUF: {"schema": {"type": "string", "format": "binary"}}}
+    return {**content, "content": content["content"] | binary}
+
+
+def install(app: FastAPI, *, needs_keys: bool) -> None:
+    """Gives the app its description, which is made once, when first asked for."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            description = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+            components = description.setdefault("components", {})
+            kinds = sorted(_BODIES, key=lambda kind: kind.__name__)
+            _, bodies = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_COMPONENT)
+            components["schemas"] = bodies.get("$defs", {}) | components.get("schemas", {})
+            if needs_keys:
+                scheme = {"type": "apiKey", "in": "header", "name": "X-API-Key"}
+                components["securitySchemes"] = {"api_key": scheme}
+                description["security"] = [{"api_key": []}]
+            app.openapi_schema = description
+        return app.openapi_schema
+
+    app.openapi = openapi
+
+
+# ---- bodies of forward and forward_backward, which `wire.training_requests` reads without these
+
+
+class _Documented(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class TensorData(_Documented):
+    data: list[float]
+    dtype: str | None = None
+    """`int64`, `float32`"""
+    shape: list[int] | None = None
+
+
+class TextChunk(_Documented):
+    tokens: list[int]
+    type: str = "encoded_text"
+
+
+class TextInput(_Documented):
+    chunks: list[TextChunk]
+
+
+class TrainingDatum(_Documented):
+    model_input: TextInput
+    loss_fn_inputs: dict[str, TensorData]
+
+
+class TrainingInput(_Documented):
+    data: list[TrainingDatum] = Field(min_length=1)
+    loss_fn: str = Field(json_schema_extra={"enum": list(LOSSES)})
+    loss_fn_config: dict[str, float] | None = None
+
+
+class ForwardBackwardBody(_Documented):
+    model_id: Name
+    seq_id: Seq
+    forward_backward_input: TrainingInput
+
+
+class ForwardBody(_Documented):
+    model_id: Name
+    seq_id: Seq
+    forward_input: TrainingInput

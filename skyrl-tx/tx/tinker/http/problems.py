@@ -1,0 +1,123 @@
+"""What becomes of exceptions: answers that say what to do, and none that makes a client hammer the server.
+
+What nobody foresaw is logged with an id that the answer carries. Clients try 5xx again for five minutes with growing
+pauses, except while polling for results, where they ask again at once; there the answer is a 429, which they pause for.
+"""
+
+import asyncio
+import logging
+import math
+import secrets
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tx.errors import Busy, RequestError
+from tx.tinker.http.bodies import BodyTooLarge
+from tx.tinker.http.replies import TooLarge, problem
+from tx.tinker.wire.schemas import explain
+
+logger = logging.getLogger(__name__)
+
+POLL_PATHS = ("/api/v1/retrieve_future", "/api/v1/retrieve_futures")
+POLL_PAUSE_SECONDS = 5
+
+
+def install(app: FastAPI) -> None:
+    """Makes the app answer exceptions so."""
+    app.add_exception_handler(RequestError, _refused)
+    app.add_exception_handler(Busy, _busy)
+    app.add_exception_handler(RequestValidationError, _wrong_parameters)
+    app.add_exception_handler(HTTPException, _of_the_framework)
+
+
+class Unforeseen:
+    """The outermost catch: pure ASGI, so that nothing is raised into the web server."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        started = False
+
+        async def watching(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watching)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            name = secrets.token_hex(4)
+            logger.exception("error %s at %s %s", name, scope["method"], scope["path"])
+            scope["app"].state.errors.note(f"{type(error).__name__} at {scope['method']} {scope['path']} ({name})")
+            if started:
+                raise  # half an answer is out: the connection must break for the client to see it
+            await _unforeseen(name, scope["path"])(scope, receive, send)
+
+
+def _unforeseen(name: str, path: str) -> Response:
+    text = f"error {name} in the server; its log has the details"
+    if path in POLL_PATHS:
+        return problem(429, f"{text}; the result is kept, ask again", _retry_after(POLL_PAUSE_SECONDS))
+    return problem(500, text)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    if isinstance(error, BodyTooLarge):
+        return TooLarge(str(error))
+    return problem(error.status, str(error))
+
+
+async def _busy(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Busy)
+    return problem(429, str(error), _retry_after(error.retry_after_seconds))
+
+
+async def _wrong_parameters(request: Request, error: Exception) -> Response:
+    """Of the address; bodies are read by `bodies`."""
+    assert isinstance(error, RequestValidationError)
+    return problem(422, explain(_Parameters(error)))
+
+
+class _Parameters:
+    """Findings by the parameters' names, without the part of the address they stand in."""
+
+    def __init__(self, error: RequestValidationError):
+        self._findings = [{**found, "loc": found["loc"][1:]} for found in error.errors()]
+
+    def errors(self) -> list[dict[str, Any]]:
+        return self._findings
+
+
+async def _of_the_framework(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = str(error.detail)
+    if error.status_code == 404:
+        text = f"no such endpoint: {request.method} {request.url.path}; /openapi.json lists those there are"
+    if error.status_code == 405:
+        text = f"{request.url.path} does not take {request.method}"
+        return problem(405, text, {"Allow": ", ".join(_methods_of(request))})
+    return problem(error.status_code, text, dict(error.headers or {}))
+
+
+def _methods_of(request: Request) -> list[str]:
+    """What may be done with the address; several routes may share it."""
+    matching = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in matching for method in getattr(route, "methods", None) or ()})
+
+
+def _retry_after(seconds: float) -> dict[str, str]:
+    """`Retry-After` knows whole seconds only; the SDK reads the other first."""
+    return {"Retry-After": str(max(1, math.ceil(seconds))), "Retry-After-Ms": str(max(1, round(seconds * 1000)))}

@@ -1,0 +1,48 @@
+"""What goes out: JSON, problems as `{"detail": text}`, and the refusal of bodies that are too large."""
+
+import asyncio
+from typing import Any
+
+import orjson
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+DRAIN_SECONDS = 30.0
+
+
+def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A dict or a pydantic object as an answer."""
+    body = value.model_dump_json().encode() if isinstance(value, BaseModel) else orjson.dumps(value)
+    return Response(body, status, headers, media_type="application/json")
+
+
+def problem(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
+    """A refusal that clients print as it is."""
+    return as_json({"detail": text}, status, headers)
+
+
+class TooLarge(Response):
+    """A 413 at once, to a client that may still be sending: clients that read answers only after their whole request
+    would see a broken connection instead of it, so what they send is thrown away for a while."""
+
+    def __init__(self, text: str):
+        super().__init__(orjson.dumps({"detail": text}), 413, {"Connection": "close"}, media_type="application/json")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        if (b"expect", b"100-continue") not in scope["headers"]:
+            await _drain(receive)
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _drain(receive: Receive) -> None:
+    try:
+        async with asyncio.timeout(DRAIN_SECONDS):
+            more = True
+            while more:
+                message = await receive()
+                more = message["type"] == "http.request" and message.get("more_body", False)
+    except TimeoutError:
+        pass

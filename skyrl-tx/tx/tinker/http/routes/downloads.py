@@ -1,0 +1,118 @@
+"""Checkpoints to take away: addresses that work for an hour, without a key, and what is behind them."""
+
+import asyncio
+import tarfile
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+from starlette.background import BackgroundTask
+from starlette.responses import FileResponse
+
+from tx.errors import RequestError
+from tx.tinker.http import answers
+from tx.tinker.http.auth import DOWNLOADS
+from tx.tinker.http.downloads import Download, Downloads
+from tx.tinker.http.openapi import described
+from tx.tinker.http.parameters import Kind, Name, RunId
+from tx.tinker.http.replies import as_json
+from tx.tinker.http.routes.runs import CHECKPOINT
+from tx.tinker.http.scope import desk_of, tenant_of
+from tx.tinker.storage.folders import Folders
+from tx.tinker.types import TinkerPath
+
+router = APIRouter(tags=["downloads"])
+downloads = APIRouter(prefix=DOWNLOADS.rstrip("/"), tags=["downloads"])
+
+_MARK = "checkpoint_complete"
+"""An empty file; `tinker checkpoint push-hf` asks for it."""
+_MOVED = {
+    302: {
+        "description": "The archive, a tar, is at `Location` until `Expires`",
+        "headers": {"Location": {"schema": {"type": "string"}}, "Expires": {"schema": {"type": "string"}}},
+    }
+}
+
+
+@router.get(f"{CHECKPOINT}/archive", **described(answers.Nothing, response_model=None, status_code=302, also=_MOVED))
+async def archive(request: Request, run_id: RunId, kind: Kind, name: Name) -> Response:
+    path = TinkerPath(run_id, kind, name)
+    await desk_of(request).checkpoint_archive(tenant_of(request), *path)  # whether there is one
+    signer: Downloads = request.app.state.downloads
+    download = signer.of(tenant_of(request), path)
+    where = signer.address(str(request.base_url), download)
+    return Response(status_code=302, headers={"Location": where, "Expires": download.expires_header})
+
+
+@router.get(f"{CHECKPOINT}/external_weights_urls", **described(answers.FileAddresses))
+async def external_weights_urls(request: Request, run_id: RunId, kind: Kind, name: Name) -> Response:
+    """An address for each file."""
+    path = TinkerPath(run_id, kind, name)
+    folder = await desk_of(request).checkpoint_archive(tenant_of(request), *path)
+    local = await asyncio.to_thread(_local, request.app.state.folders, folder)
+    files = [file.relative_to(local).as_posix() for file in sorted(local.rglob("*")) if file.is_file()]
+    signer: Downloads = request.app.state.downloads
+    made = [signer.of(tenant_of(request), path, file) for file in files]
+    urls = {download.file: signer.address(str(request.base_url), download) for download in made}
+    expires = min((download.expires for download in made), default=0)
+    return as_json({"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()})
+
+
+@downloads.get(
+    "/{run_id}/{kind}/{name}",
+    **described(
+        answers.Nothing,
+        response_model=None,
+        also={
+            200: {"description": "The files", "content": {"application/octet-stream": {}, "application/x-tar": {}}},
+            403: {"model": answers.Problem, "description": "Not signed by this server"},
+            410: {"model": answers.Problem, "description": "Expired"},
+        },
+    ),
+)
+async def download(
+    request: Request,
+    run_id: RunId,
+    kind: Kind,
+    name: Name,
+    expires: Annotated[int, Query(ge=0, le=2**40)],
+    signature: str,
+    tenant: str,
+    file: str = "",
+) -> Response:
+    """What an address of `archive` or `external_weights_urls` leads to."""
+    asked = Download(tenant, TinkerPath(run_id, kind, name), expires, file)
+    request.app.state.downloads.check(asked, signature)
+    folder = await desk_of(request).checkpoint_archive(tenant, *asked.path)
+    folders: Folders = request.app.state.folders
+    if file:
+        local = await asyncio.to_thread(_local, folders, folder)
+        return FileResponse(local / file, filename=Path(file).name, media_type="application/octet-stream")
+    packed = await asyncio.to_thread(_packed, folders, folder)
+    remove = BackgroundTask(packed.unlink, missing_ok=True)
+    return FileResponse(packed, filename=asked.file_name, media_type="application/x-tar", background=remove)
+
+
+def _local(folders: Folders, folder: str) -> Path:
+    try:
+        return folders.local(folder)
+    except FileNotFoundError:
+        raise RequestError("this checkpoint's files are gone", 404) from None
+
+
+def _packed(folders: Folders, folder: str) -> Path:
+    """A tar of the folder, as a temporary file."""
+    with tempfile.NamedTemporaryFile(suffix=".tar", prefix="tx-archive-", delete=False) as file:
+        path = Path(file.name)
+    try:
+        folders.archive(folder, path)
+        with tarfile.open(path, "a") as tar:
+            tar.addfile(tarfile.TarInfo(_MARK))
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, FileNotFoundError):
+            raise RequestError("this checkpoint's files are gone", 404) from None
+        raise
+    return path

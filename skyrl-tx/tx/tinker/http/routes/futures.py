@@ -1,0 +1,86 @@
+"""Results: fetched by long polls, in the encoding that the client can read."""
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from tx.tinker.desk.results import StoredResult, TryAgain
+from tx.tinker.http import answers
+from tx.tinker.http.bodies import in_thread_if_large, read_json
+from tx.tinker.http.openapi import PROTOBUF, described, with_protobuf
+from tx.tinker.http.replies import as_json
+from tx.tinker.http.scope import desk_of, tenant_of
+from tx.tinker.wire import schemas
+from tx.tinker.wire.codec import pass_output_json, sample_output_json
+
+router = APIRouter(tags=["results"])
+
+POLL_SECONDS = 30.0
+"""Clients give a poll 45."""
+METADATA_FIRST_FROM_BYTES = 256 * 1024
+"""A client that asks for it is told of a larger result before it is sent, so that it can take what it has room for.
+Smaller ones are not worth a second request."""
+
+AS_JSON: dict[str, Callable[[bytes], dict[str, Any]]] = {
+    "train": pass_output_json,
+    "forward": pass_output_json,
+    "sample": sample_output_json,
+}
+"""Kinds of results that are kept as protobuf."""
+
+_RESULT = with_protobuf(
+    {
+        "description": "The result, or `{error, category}`",
+        "content": {"application/json": {"schema": {"type": "object"}}},
+    }
+)
+_PENDING = {"model": answers.TryAgainLater, "description": "Not finished: ask once more"}
+_GONE = {"model": answers.Problem, "description": "The result is no longer kept"}
+
+
+@router.post(
+    "/retrieve_future",
+    **described(
+        answers.Nothing,
+        schemas.RetrieveFutureRequest,
+        also={200: _RESULT, 408: _PENDING, 410: _GONE},
+        response_model=None,
+    ),
+)
+async def retrieve_future(request: Request) -> Response:
+    """Waits for the result up to half a minute. With `Accept: application/x-protobuf`, results of passes and samples
+    are protobuf."""
+    asked = await read_json(request, schemas.RetrieveFutureRequest)
+    waiting = desk_of(request).retrieve(tenant_of(request), asked.request_id, POLL_SECONDS)
+    result = await request.app.state.polls.wait_for(waiting)
+    if result is None:
+        result = TryAgain(asked.request_id, "paused_capacity", "the server is restarting")
+    if isinstance(result, TryAgain):
+        return _try_again(result)
+    if result.error is not None:
+        return as_json({"error": result.error, "category": result.category or "unknown"})
+    if asked.allow_metadata_only and result.size_bytes > METADATA_FIRST_FROM_BYTES:
+        return as_json({"status": "complete_metadata", "response_payload_size": result.size_bytes})
+    return await _answer(result, PROTOBUF in request.headers.get("accept", ""))
+
+
+def _try_again(result: TryAgain) -> Response:
+    """As 408, not 200: old clients write a warning for each 200."""
+    body = {"type": "try_again", "request_id": result.request_id, "queue_state": result.queue_state}
+    if result.queue_state_reason:
+        body["queue_state_reason"] = result.queue_state_reason
+    return as_json(body, 408)
+
+
+async def _answer(result: StoredResult, wants_protobuf: bool) -> Response:
+    body = result.body or b"{}"
+    read = AS_JSON.get(result.kind)
+    if read is None:
+        return Response(body, media_type="application/json")
+    if wants_protobuf:
+        return Response(body, media_type=PROTOBUF)
+    return Response(
+        await in_thread_if_large(len(body), lambda: orjson.dumps(read(body))), media_type="application/json"
+    )

@@ -1,0 +1,187 @@
+"""Sampling for OpenAI's clients: `base_url` is `{server}/oai/api/v1`, `model` a sampler path (`tinker://…`) or the base
+model's name. Whole answers only, no streams."""
+
+import asyncio
+import secrets
+import time
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field, ValidationError
+
+from tx.errors import RequestError
+from tx.tinker.desk.results import StoredResult, TryAgain
+from tx.tinker.http.answers import Answer
+from tx.tinker.http.bodies import read_json
+from tx.tinker.http.openapi import described
+from tx.tinker.http.replies import as_json
+from tx.tinker.http.scope import desk_of, tenant_of
+from tx.tinker.http.texts import Texts
+from tx.tinker.types import SampleOutput, Sequence
+from tx.tinker.wire import schemas
+from tx.tinker.wire.codec import decode_sample_output
+
+router = APIRouter(prefix="/oai/api/v1", tags=["OpenAI-compatible sampling"])
+
+POLL_SECONDS = 30.0
+DEADLINE_SECONDS = 3600.0
+
+
+class _SamplingBody(schemas.Body):
+    model: schemas.Name
+    n: int = Field(default=1, ge=1, le=128)
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = -1
+    seed: schemas.Int64 | None = None
+    stop: str | list[str] | None = None
+    user: str | None = None
+    """Noted by nobody."""
+
+
+class CompletionBody(_SamplingBody):
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: int | None = Field(default=16, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=0)
+    """0: those of the chosen tokens; others are not to be had."""
+
+
+class ChatMessage(schemas.LenientBody):
+    role: schemas.Name
+    content: str | None = None
+
+
+class ChatCompletionBody(_SamplingBody):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=0)
+    max_completion_tokens: int | None = Field(default=None, ge=0)
+    logprobs: bool = False
+
+
+class Completion(Answer):
+    id: str
+    object: Literal["text_completion", "chat.completion"]
+    created: int
+    model: str
+    choices: list[dict[str, Any]]
+    usage: dict[str, int]
+
+
+@router.post("/completions", **described(Completion, CompletionBody))
+async def completions(request: Request) -> Response:
+    asked = await read_json(request, CompletionBody)
+    texts: Texts = request.app.state.texts
+    prompts = await asyncio.to_thread(_prompts, asked.prompt, texts)
+    outputs = await asyncio.gather(*(_sample(request, asked, prompt, asked.max_tokens) for prompt in prompts))
+    choices = []
+    for output in outputs:
+        for sequence in output.sequences:
+            choice = _choice(len(choices), sequence, asked.stop, texts)
+            if asked.logprobs is not None:
+                choice["logprobs"] = {
+                    "tokens": texts.decode_each(sequence.tokens),
+                    "token_logprobs": sequence.logprobs,
+                    "top_logprobs": None,
+                }
+            choices.append(choice)
+    return _answer("text_completion", asked.model, choices, prompts, outputs)
+
+
+@router.post("/chat/completions", **described(Completion, ChatCompletionBody))
+async def chat_completions(request: Request) -> Response:
+    asked = await read_json(request, ChatCompletionBody)
+    texts: Texts = request.app.state.texts
+    messages = [message.model_dump() for message in asked.messages]
+    prompt = await asyncio.to_thread(texts.encode_chat, messages)
+    output = await _sample(request, asked, prompt, asked.max_completion_tokens or asked.max_tokens)
+    choices = []
+    for sequence in output.sequences:
+        choice = _choice(len(choices), sequence, asked.stop, texts)
+        choice["message"] = {"role": "assistant", "content": choice.pop("text")}
+        if asked.logprobs:
+            pairs = zip(texts.decode_each(sequence.tokens), sequence.logprobs, strict=True)
+            choice["logprobs"] = {"content": [{"token": t, "logprob": p, "top_logprobs": []} for t, p in pairs]}
+        choices.append(choice)
+    return _answer("chat.completion", asked.model, choices, [prompt], [output])
+
+
+@router.get("/models", **described(Answer))
+async def list_models(request: Request) -> Response:
+    """The base model's names; sampler paths need no listing to be used."""
+    names = request.app.state.config.served_names
+    return as_json({"object": "list", "data": [{"id": name, "object": "model", "owned_by": "tx"} for name in names]})
+
+
+def _prompts(prompt: Any, texts: Texts) -> list[list[int]]:
+    """One or several, as text or tokens."""
+    several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    return [texts.encode(one) if isinstance(one, str) else one for one in (prompt if several else [prompt])]
+
+
+async def _sample(request: Request, asked: _SamplingBody, prompt: list[int], max_tokens: int | None) -> SampleOutput:
+    try:
+        order = _order(asked, prompt, max_tokens)
+    except ValidationError as error:
+        raise schemas.as_request_error(error) from None
+    accepted = await desk_of(request).asample(tenant_of(request), order)
+    result = await _result(request, accepted["request_id"])
+    if result.error is not None:
+        raise RequestError(result.error, 400 if result.category == "user" else 500)
+    return decode_sample_output(result.body or b"")
+
+
+def _order(asked: _SamplingBody, prompt: list[int], max_tokens: int | None) -> schemas.AsampleRequest:
+    params = schemas.SamplingParams(
+        max_tokens=max_tokens,
+        seed=asked.seed,
+        stop=asked.stop,
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+    )
+    is_path = asked.model.startswith("tinker://")
+    return schemas.AsampleRequest(
+        prompt=schemas.ModelInput(chunks=[schemas.Chunk(tokens=prompt)]),
+        sampling_params=params,
+        num_samples=asked.n,
+        model_path=asked.model if is_path else None,
+        base_model=None if is_path else asked.model,
+    )
+
+
+async def _result(request: Request, request_id: str) -> StoredResult:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while time.monotonic() < deadline:
+        waiting = desk_of(request).retrieve(tenant_of(request), request_id, POLL_SECONDS)
+        result = await request.app.state.polls.wait_for(waiting)
+        if result is None:
+            raise RequestError("the server is restarting; ask again", 503)
+        if not isinstance(result, TryAgain):
+            return result
+    raise RequestError(f"no answer within {DEADLINE_SECONDS:.0f} s", 503)
+
+
+def _choice(index: int, sequence: Sequence, stop: str | list[str] | None, texts: Texts) -> dict[str, Any]:
+    """Here the text that stopped an answer is no part of it, unlike in the other protocol."""
+    text = texts.decode(sequence.tokens)
+    for ending in [stop] if isinstance(stop, str) else stop or []:
+        if ending:
+            text = text.split(ending, 1)[0]
+    return {"index": index, "text": text, "finish_reason": sequence.stop_reason, "logprobs": None}
+
+
+def _answer(
+    kind: str, model: str, choices: list[dict[str, Any]], prompts: list[list[int]], outputs: list[SampleOutput]
+) -> Response:
+    asked = sum(len(prompt) for prompt in prompts)
+    written = sum(len(sequence.tokens) for output in outputs for sequence in output.sequences)
+    return as_json(
+        {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+            "choices": choices,
+            "usage": {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written},
+        }
+    )

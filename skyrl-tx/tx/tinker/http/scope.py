@@ -1,0 +1,16 @@
+"""What every endpoint needs of its request: who asks, and whom to ask."""
+
+from starlette.requests import Request
+
+from tx.tinker.desk.desk import Desk
+
+TENANT = "tx.tenant"
+"""Where the tenant's name is in a request's scope; `auth` puts it there."""
+
+
+def tenant_of(request: Request) -> str:
+    return request.scope[TENANT]
+
+
+def desk_of(request: Request) -> Desk:
+    return request.app.state.desk

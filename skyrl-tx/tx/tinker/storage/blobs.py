@@ -1,0 +1,114 @@
+"""Bytes too large for a row: one file each, whole or not there, named by nobody but us.
+
+A blob is written under a passing name, put on the disk, and renamed; only then does `put` give its id away. So a row
+that names a blob never outlives a kill, or a power cut, without it. The other way round a blob may be left that no row
+names; `garbage.unreferenced_blobs` finds those.
+
+Every method may be called from any thread.
+"""
+
+import os
+import re
+import secrets
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from tx.errors import ConfigError
+from tx.tinker.storage.files import PARTIAL, sync_folder
+
+_ID = re.compile(r"[0-9a-f]{32}")
+_OWNER = "owner"
+_LONGEST_PUT_SECONDS = 600
+"""What has not been touched for longer was left by a killed process. Other processes' files are told by age alone, so
+that a second server, refused by the database a moment later, does no harm."""
+
+
+class Blobs:
+    """Blob `abcdef…` is the file `ab/abcdef…`.
+
+    Args:
+        folder: theirs alone, on a local disk; made if missing.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = Path(folder).expanduser().absolute()
+        self._partials = self._folder / PARTIAL
+        try:
+            self._partials.mkdir(parents=True, exist_ok=True)
+            for shard in range(256):
+                (self._folder / f"{shard:02x}").mkdir(exist_ok=True)
+            sync_folder(self._folder)
+        except OSError as error:
+            raise ConfigError(f"state_dir: payloads cannot be written to {self._folder}: {error}") from error
+
+    def claim(self, database_id: str) -> None:
+        """Says whose blobs these are (the first caller's, for good), and removes what killed processes half wrote.
+
+        Raises:
+            ConfigError: they are another database's, which would lose them to our search for leftovers.
+        """
+        owner = self._folder / _OWNER
+        if not owner.exists():
+            partial = self._partials / secrets.token_hex(16)
+            partial.write_text(database_id)
+            partial.rename(owner)
+        found = owner.read_text()
+        if found != database_id:
+            raise ConfigError(
+                f"state_dir: the payloads in {self._folder} belong to another database ({found}, and this is "
+                f"{database_id}); give each database_url a state_dir of its own"
+            )
+        for entry in os.scandir(self._partials):
+            with suppress(FileNotFoundError):
+                if entry.stat().st_mtime < time.time() - _LONGEST_PUT_SECONDS:
+                    os.unlink(entry)
+
+    def put(self, data: bytes) -> str:
+        """Writes and returns its id. Durable when it returns.
+
+        Raises:
+            OSError: the disk is full or refuses; nothing is left.
+        """
+        blob = secrets.token_hex(16)
+        partial = self._partials / blob
+        try:
+            with open(partial, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(self._path(blob))
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        sync_folder(self._path(blob).parent)
+        return blob
+
+    def get(self, blob: str) -> bytes:
+        """Raises FileNotFoundError for one that is gone, ValueError for what is no blob's id."""
+        return self._path(blob).read_bytes()
+
+    def drop(self, blob: str) -> None:
+        """Nothing to do if it is gone."""
+        self._path(blob).unlink(missing_ok=True)
+
+    def all(self, min_age_seconds: float = 0.0) -> set[str]:
+        """Those that were put at least so long ago. For finding leftovers."""
+        newest = time.time() - min_age_seconds
+        found = set()
+        for shard in self._folder.iterdir():
+            if len(shard.name) != 2:
+                continue
+            for entry in os.scandir(shard):
+                with suppress(FileNotFoundError):  # dropped while we look
+                    if not min_age_seconds or entry.stat().st_mtime <= newest:
+                        found.add(entry.name)
+        return found
+
+    def _path(self, blob: str) -> Path:
+        if not _ID.fullmatch(blob):
+            raise ValueError(f"not the id of a blob: {blob[:80]!r}")
+        return self._folder / blob[:2] / blob

@@ -1,0 +1,241 @@
+"""Connections to sqlite and PostgreSQL: what an URL means, how each is set up, and that one server alone writes.
+
+sqlite needs a local disk (its log is shared memory); a pooler before PostgreSQL must keep sessions (the lock is one's).
+Knows no rows but the one that says whose schema this is.
+"""
+
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url, select
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+from sqlmodel import Session
+
+from tx.errors import ConfigError
+from tx.tinker.storage.db_models import SCHEMA_VERSION, Row, SchemaRow
+
+_NUM_READERS = 4
+_BUSY_SECONDS = 30
+_ADVISORY_LOCK = 0x74785F74696E6B65  # "tx_tinke"
+_LOCK_PATIENCE_SECONDS = 5.0
+"""A server that was killed a moment ago may still hold the lock: PostgreSQL has to notice first."""
+_SQLITE_PRAGMAS = {
+    "journal_mode": "WAL",
+    "busy_timeout": _BUSY_SECONDS * 1000,
+    "foreign_keys": "ON",
+    "synchronous": "FULL",
+    "cache_size": -16_000,  # KiB
+    "journal_size_limit": 64 << 20,
+    "temp_store": "MEMORY",
+}
+
+
+class AlreadyServed(ConfigError):
+    """Another server has this database."""
+
+
+def parse_url(text: str) -> URL:
+    """The URL of a database, with the drivers we use (names of other drivers, as `+asyncpg`, are taken as ours).
+
+    Raises:
+        ConfigError: it is no URL of sqlite or PostgreSQL.
+    """
+    try:
+        url = make_url(text)
+    except ArgumentError as error:
+        raise ConfigError(
+            f"database_url must be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME; got {text[:80]!r}"
+        ) from error
+    backend = url.get_backend_name()
+    if backend in ("postgresql", "postgres"):
+        return url.set(drivername="postgresql+psycopg")
+    if backend != "sqlite":
+        raise ConfigError(f"database_url must begin with sqlite:/// or postgresql://; got {backend}://…")
+    if not url.database or url.database == ":memory:":
+        raise ConfigError("database_url: a database in memory forgets all at every start; give sqlite:///FILE")
+    file = Path(url.database).expanduser().absolute()
+    return url.set(drivername="sqlite+pysqlite", database=str(file))
+
+
+class Database:
+    """One connection to write, a few to read.
+
+    Args:
+        text: the URL
+
+    Raises:
+        ConfigError: it does not work, with the reason.
+    """
+
+    def __init__(self, text: str):
+        self.url = parse_url(text)
+        self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        self._lock: int | None = None
+        try:
+            self.writer = self._engine(num_connections=1)
+            self.reader = self._engine(num_connections=_NUM_READERS)
+        except (ImportError, NoSuchModuleError) as error:
+            raise ConfigError(
+                "database_url: PostgreSQL needs a driver that is not installed; pip install 'skyrl-tx[postgres]'"
+            ) from error
+        self.num_readers = _NUM_READERS
+
+    def __str__(self) -> str:
+        return self.url.set(drivername=self.url.get_backend_name()).render_as_string(hide_password=True)
+
+    def open(self) -> str:
+        """Takes the database for this process, makes missing tables and checks that they are ours.
+
+        Returns:
+            the database's id
+
+        Raises:
+            ConfigError: it cannot be reached or written, another server has it, or its tables are of another version.
+        """
+        try:
+            if self.is_sqlite:
+                self._lock_file()
+                self._on_connect(self.writer, _set_up_sqlite)
+                self._on_connect(self.reader, _set_up_sqlite_reader)
+            else:
+                self._on_connect(self.writer, _take_advisory_lock)
+            return self._check_schema()
+        except (SQLAlchemyError, OSError) as error:
+            raise ConfigError(f"database_url: {self} cannot be used: {reason_of(error)}") from error
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """The writing connection. After an error it is thrown away: a failed commit may leave a transaction open."""
+        with self.writer.connect() as connection:
+            try:
+                yield connection
+            except BaseException:
+                connection.invalidate()
+                raise
+
+    def close(self) -> None:
+        self.reader.dispose()
+        self.writer.dispose()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _engine(self, num_connections: int) -> Engine:
+        arguments: dict[str, Any] = {"check_same_thread": False, "timeout": _BUSY_SECONDS}
+        if not self.is_sqlite:
+            # Keepalives, so that a host that is gone is noticed in a minute and not in two hours.
+            arguments = {"connect_timeout": 10, "keepalives_idle": 20, "keepalives_interval": 10, "keepalives_count": 4}
+            arguments["application_name"] = "skyrl-tx"
+        engine = create_engine(
+            self.url, connect_args=arguments, pool_size=num_connections, max_overflow=0, pool_timeout=_BUSY_SECONDS
+        )
+        _make_savepoints_cheap(engine)
+        if not self.is_sqlite and num_connections > 1:
+            engine = engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+        return engine
+
+    def _on_connect(self, engine: Engine, set_up: Callable[[Any], None]) -> None:
+        event.listen(engine, "connect", lambda connection, _: set_up(connection))
+        if self.is_sqlite:
+            # The driver begins transactions late and only for some statements; we begin them.
+            begin = "BEGIN IMMEDIATE" if engine is self.writer else "BEGIN"
+            event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
+
+    def _lock_file(self) -> None:
+        """One server a file. The lock goes with the process, however it dies; the file stays."""
+        database = Path(str(self.url.database))
+        database.parent.mkdir(parents=True, exist_ok=True)
+        path = database.with_name(database.name + ".lock")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.read(descriptor, 100).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise AlreadyServed(
+                f"database_url: {self} is in use by another server (process {owner or 'unknown'}); stop that one, or "
+                "give this one another --database-url and --state-dir"
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        self._lock = descriptor
+
+    def _check_schema(self) -> str:
+        with self.writer.connect() as connection:
+            names = set(inspect(connection).get_table_names())
+        ours = set(Row.metadata.tables)
+        if names & ours and SchemaRow.__tablename__ not in names:
+            raise ConfigError(
+                f"database_url: {self} has tables of another program ({', '.join(sorted(names & ours))}); give one "
+                "that is empty or does not exist"
+            )
+        Row.metadata.create_all(self.writer)
+        with Session(self.writer, expire_on_commit=False) as session:
+            schema = session.scalars(select(SchemaRow)).first()
+            if schema is None:
+                schema = SchemaRow(version=SCHEMA_VERSION, database_id=secrets.token_hex(8), created_at=time.time())
+                session.add(schema)
+                session.commit()
+        if schema.version != SCHEMA_VERSION:
+            newer = schema.version > SCHEMA_VERSION
+            way_out = "update skyrl-tx" if newer else "start the release of skyrl-tx that made it"
+            raise ConfigError(
+                f"database_url: {self} was made by {'a newer' if newer else 'an older'} release (schema "
+                f"{schema.version}, this one has {SCHEMA_VERSION}); {way_out}, or give a new database"
+            )
+        return schema.database_id
+
+
+def _make_savepoints_cheap(engine: Engine) -> None:
+    """SQLAlchemy compiles the three statements anew at each use, which was a third of the time of a small unit."""
+    for method, statement in (
+        ("do_savepoint", "SAVEPOINT"),
+        ("do_release_savepoint", "RELEASE SAVEPOINT"),
+        ("do_rollback_to_savepoint", "ROLLBACK TO SAVEPOINT"),
+    ):
+
+        def run(connection: Connection, name: str, statement: str = statement) -> None:
+            connection.exec_driver_sql(f"{statement} {name}")
+
+        setattr(engine.dialect, method, run)
+
+
+def _set_up_sqlite(connection: Any) -> None:
+    connection.isolation_level = None
+    for pragma, value in _SQLITE_PRAGMAS.items():
+        connection.execute(f"PRAGMA {pragma}={value}").close()
+
+
+def _set_up_sqlite_reader(connection: Any) -> None:
+    _set_up_sqlite(connection)
+    connection.execute("PRAGMA query_only=ON").close()
+
+
+def _take_advisory_lock(connection: Any) -> None:
+    """PostgreSQL's lock is the writing connection's: while we can write, it is ours; when the connection is lost, so is
+    the lock, and the next connection takes it again before it writes."""
+    deadline = time.monotonic() + _LOCK_PATIENCE_SECONDS
+    while True:
+        if connection.execute("SELECT pg_try_advisory_lock(%s)", (_ADVISORY_LOCK,)).fetchone()[0]:
+            connection.commit()
+            return
+        connection.rollback()
+        if time.monotonic() > deadline:
+            with suppress(Exception):
+                connection.close()
+            raise AlreadyServed(
+                "database_url: this PostgreSQL database is in use by another server; stop that one, or give this one "
+                "another --database-url"
+            )
+        time.sleep(0.1)
+
+
+def reason_of(error: Exception) -> str:
+    """The driver's words, without SQLAlchemy's frame around them."""
+    return str(error.orig if isinstance(error, DBAPIError) else error).strip()

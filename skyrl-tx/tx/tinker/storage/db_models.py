@@ -1,0 +1,163 @@
+"""What the server remembers: the truth of which both processes' memories are copies.
+
+Large bytes (training batches, results) lie in files beside the database (`blobs.py`), small ones in the row.
+Times are seconds since the epoch (float, UTC). Integers of users are 64 bits wide: PostgreSQL's plain ones have 32.
+"""
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, Column, Index, LargeBinary, MetaData, UniqueConstraint, text
+from sqlmodel import Field, SQLModel
+
+SCHEMA_VERSION = 1
+"""Of the tables below. A database of another version is refused at the start, never guessed at; a test notices a change
+of the tables that left this as it was."""
+
+
+class Row(SQLModel):
+    """Base of our tables, so that only they are made, whatever else uses SQLModel in this process."""
+
+    metadata = MetaData()
+
+
+class SchemaRow(Row, table=True):
+    """One row: what this database is."""
+
+    __tablename__ = "schema"  # pyright: ignore[reportAssignmentType]
+    version: int = Field(primary_key=True)
+    database_id: str
+    """Drawn when the database was made; files beside it say whose they are by it (`Blobs.claim`)."""
+    created_at: float
+
+
+class SessionRow(Row, table=True):
+    """One `ServiceClient` of a user."""
+
+    __tablename__ = "sessions"  # pyright: ignore[reportAssignmentType]
+    session_id: str = Field(primary_key=True)
+    tenant: str = Field(index=True)
+    tags: list[str] = Field(default_factory=list, sa_column=Column(JSON, default=list))
+    user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+    created_at: float
+    last_heartbeat_at: float
+    ended_at: float | None = Field(default=None, index=True)
+    end_reason: str | None = None
+    """`finished`, `expired`"""
+
+
+class ModelRow(Row, table=True):
+    """A training run: one adapter and its optimizer. It outlives its session as a run that has checkpoints."""
+
+    __tablename__ = "models"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (UniqueConstraint("session_id", "model_seq_id"),)
+    model_id: str = Field(primary_key=True)
+    """`{session_id}:train:{model_seq_id}`"""
+    tenant: str = Field(index=True)
+    session_id: str = Field(foreign_key="sessions.session_id", index=True)
+    model_seq_id: int = Field(sa_type=BigInteger)
+    base_model: str
+    """As the user named it."""
+    lora_rank: int
+    lora_seed: int = Field(sa_type=BigInteger)
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
+    status: str = Field(index=True)
+    """`live`, `unloaded`, `failed` (its creation was)"""
+    created_at: float
+    last_request_at: float
+    next_seq: int = Field(default=0, sa_type=BigInteger)
+    """Every seq below is decided: executed, or refused."""
+    snapshot: str | None = None
+    """Folder of its last durable state."""
+    snapshot_seq: int = Field(default=-1, sa_type=BigInteger)
+    origin: str | None = None
+    """The tinker path it was created from."""
+
+
+class RequestRow(Row, table=True):
+    """Something that is asked once, done once, and whose result waits to be fetched."""
+
+    __tablename__ = "requests"  # pyright: ignore[reportAssignmentType]
+    # Few indexes: each costs at every request. Those of the constraints find a model's or a sampler's requests too.
+    __table_args__ = (
+        UniqueConstraint("model_id", "seq"),
+        UniqueConstraint("sampler_id", "sampler_seq"),
+        Index(
+            "ix_requests_with_order",
+            "status",
+            sqlite_where=text('"order" IS NOT NULL'),
+            postgresql_where=text('"order" IS NOT NULL'),
+        ),
+    )
+    request_id: str = Field(primary_key=True)
+    tenant: str
+    kind: str
+    """`create`, `train`, `optimize`, `save`, `load`, `unload`, `sample`"""
+    model_id: str | None = None
+    seq: int | None = Field(default=None, sa_type=BigInteger)
+    sampler_id: str | None = None
+    sampler_seq: int | None = Field(default=None, sa_type=BigInteger)
+    order: bytes | None = Field(default=None, sa_column=Column(LargeBinary))
+    """What the engine is told (msgpack of `engine.messages`), without the payload; None once it is needed no more."""
+    payload: str | None = None
+    """Blob of the payload; goes with the order."""
+    status: str = Field(index=True)
+    """`pending`, `done`, `failed`, `refused` (a 4xx that used up its seq)"""
+    result: bytes | None = Field(default=None, sa_column=Column(LargeBinary))
+    result_blob: str | None = None
+    error: str | None = None
+    category: str | None = None
+    created_at: float
+    completed_at: float | None = Field(default=None, index=True)
+    delivered_at: float | None = Field(default=None, index=True)
+    """First time."""
+
+
+class CheckpointRow(Row, table=True):
+    __tablename__ = "checkpoints"  # pyright: ignore[reportAssignmentType]
+    model_id: str = Field(primary_key=True)
+    kind: str = Field(primary_key=True)
+    """`weights`, `sampler_weights`"""
+    name: str = Field(primary_key=True)
+    tenant: str = Field(index=True)
+    folder: str
+    created_at: float
+    expires_at: float | None = Field(default=None, index=True)
+    size_bytes: int = Field(default=0, sa_type=BigInteger)
+    public: bool = False
+    user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
+
+
+class SamplerRow(Row, table=True):
+    """A sampling session: weights that never change, and a counter of requests."""
+
+    __tablename__ = "samplers"  # pyright: ignore[reportAssignmentType]
+    __table_args__ = (UniqueConstraint("session_id", "sampling_session_seq_id"),)
+    sampler_id: str = Field(primary_key=True)
+    tenant: str = Field(index=True)
+    session_id: str = Field(index=True)
+    sampling_session_seq_id: int = Field(sa_type=BigInteger)
+    base_model: str
+    model_path: str | None = None
+    """The tinker path it was made from, if it has a name."""
+    model_id: str | None = None
+    """The run whose weights it has."""
+    folder: str | None = None
+    """The adapter's; None: the base model."""
+    ephemeral: bool = False
+    """The folder belongs to this sampler alone and goes with it."""
+    created_at: float
+
+
+class DoomedFolderRow(Row, table=True):
+    """A folder whose last row is gone, written in the transaction that removed it, so that a crash before the folder is
+    removed leaves no orphan. Never write again to a folder that stands here."""
+
+    __tablename__ = "doomed_folders"  # pyright: ignore[reportAssignmentType]
+    folder: str = Field(primary_key=True)
+    doomed_at: float

@@ -1,0 +1,158 @@
+"""Where checkpoints stand: local folders, or fsspec URLs (`s3://`, `gs://`), whole or not there.
+
+Local: a folder is filled under `BASE/.partial`, put on the disk, and renamed to its place. Where one stands already the
+two swap names in one step of the file system (`files.exchange`), so at every moment a whole one is there; on file
+systems that cannot swap (NFS) the old one goes a moment before the new one comes.
+
+Remote: files first, then the manifest, which names them with sizes and hashes; without a manifest nothing is there.
+Files that replace others have keys of their own, so that the old manifest stays true until the new one takes its place.
+"""
+
+import re
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tx.errors import ConfigError
+from tx.tinker.storage.files import PARTIAL, exchange, remove_tree, scratch_folder, sweep, sync_folder, sync_tree
+from tx.tinker.storage.remote import RemoteFolders
+
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,254}")
+_LOCAL_SCHEMES = ("file://", "local://")
+
+
+class Folders:
+    """
+    Args:
+        base: `--checkpoints-base`
+        cache: a local folder for copies of remote ones; several processes may share it
+        cache_bytes: how large it may grow; what was used in the last minutes stays all the same
+
+    Raises:
+        ConfigError: the base cannot be written, its scheme is unknown or needs a package that is not installed.
+    """
+
+    def __init__(self, base: str, cache: Path, cache_bytes: int = 32 << 30):
+        self._remote: RemoteFolders | None = None
+        for scheme in _LOCAL_SCHEMES:
+            base = base.removeprefix(scheme)
+        if "://" in base:
+            self._remote = RemoteFolders(base, Path(cache).expanduser().absolute(), cache_bytes)
+            self.base = base.rstrip("/")
+            return
+        folder = Path(base).expanduser().absolute()
+        self.base = str(folder)
+        self._partials = folder / PARTIAL
+        try:
+            self._partials.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"checkpoints_base: {folder} cannot be written: {error}") from error
+        sweep(self._partials)
+
+    def place(self, *parts: str) -> str:
+        """The folder (path or URL) for `parts` under the base; run ids may contain ':'.
+
+        Raises:
+            ValueError: a part is no plain name.
+        """
+        for part in parts:
+            if not _PART.fullmatch(part):
+                raise ValueError(
+                    f"a part of a folder's name must be 1 to 255 letters, digits and '_.:@-', beginning with a letter, "
+                    f"digit or '_'; got {part[:80]!r}"
+                )
+        if not parts:
+            raise ValueError("a folder under the base needs a name")
+        return "/".join((self.base, *parts))
+
+    @contextmanager
+    def writing(self, folder: str) -> Iterator[Path]:
+        """A new local folder to fill; on leaving without an error it stands, whole and durable, as `folder` (replacing
+        what stood there); with an error nothing is left. One writer a folder at a time.
+
+        Raises:
+            ValueError: the folder did not come from `place`.
+            OSError: it could not be written or uploaded; what stood there before does so still.
+        """
+        self._check_ours(folder)
+        if self._remote is not None:
+            with self._remote.scratch() as scratch:
+                yield scratch
+                self._remote.upload(scratch, folder)
+            return
+        with scratch_folder(self._partials) as scratch:
+            yield scratch
+            sync_tree(scratch)
+            self._put_in_place(scratch, Path(folder))
+
+    def local(self, folder: str) -> Path:
+        """A local copy to read (the folder itself if it is local; a remote one's stays for minutes at least). Raises
+        FileNotFoundError."""
+        if self._remote is not None and "://" in folder:
+            return self._remote.download(folder)
+        return _existing(folder)
+
+    def size(self, folder: str) -> int:
+        """Bytes of its files. Raises FileNotFoundError."""
+        if self._remote is not None and "://" in folder:
+            return self._remote.size(folder)
+        return sum(path.stat().st_size for path in _files(_existing(folder)))
+
+    def remove(self, folder: str) -> None:
+        """Nothing to do if it is gone. While it goes it is whole or not there.
+
+        Raises:
+            ValueError: the folder did not come from `place`.
+        """
+        self._check_ours(folder)
+        if self._remote is not None:
+            self._remote.remove(folder)
+        else:
+            remove_tree(Path(folder), self._partials)
+
+    def archive(self, folder: str, to: Path) -> None:
+        """A tar of its files (no leading folder), written to a local file. The same files give the same bytes. Raises
+        FileNotFoundError."""
+        source = self.local(folder)
+        partial = to.with_name(to.name + PARTIAL)
+        try:
+            with tarfile.open(partial, "w", format=tarfile.PAX_FORMAT) as tar:
+                for path in _files(source):
+                    tar.add(path, arcname=path.relative_to(source).as_posix(), filter=_anonymous)
+            partial.rename(to)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _check_ours(self, folder: str) -> None:
+        inside = folder.removeprefix(self.base + "/")
+        if inside == folder or not all(_PART.fullmatch(part) for part in inside.split("/")):
+            raise ValueError(f"{folder[:200]!r} is no folder under checkpoints_base ({self.base})")
+
+    def _put_in_place(self, scratch: Path, place: Path) -> None:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if not place.exists():
+            scratch.rename(place)
+        elif not exchange(scratch, place):
+            remove_tree(place, self._partials)
+            scratch.rename(place)
+        for parent in place.parents:  # of which some may be new
+            sync_folder(parent)
+            if str(parent) == self.base:
+                break
+
+
+def _existing(folder: str) -> Path:
+    path = Path(folder)
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}")
+    return path
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.mtime, member.uid, member.gid, member.uname, member.gname, member.mode = 0, 0, 0, "", "", 0o644
+    return member

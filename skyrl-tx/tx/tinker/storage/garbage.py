@@ -1,0 +1,154 @@
+"""What need not be kept: finding it, and forgetting it so that a crash in between leaves nothing behind for ever.
+
+Rows go first, in a unit of `Store.write`; what each function returns may then go from the disk. Blobs that a crash left
+there are found by `unreferenced_blobs`; folders stand in `doomed_folders` from the transaction that took their last row
+until they are gone (checkpoints-base may be shared with others, so it is never searched).
+
+    while (forgotten := await store.write(lambda session: deliverable_results(session, now, ttl))).num_requests:
+        for blob in forgotten.blobs:
+            blobs.drop(blob)
+
+    await store.write(lambda session: expired_checkpoints(session, now))
+    for folder in await store.read(doomed_folders):
+        folders.remove(folder)
+        await store.write(lambda session: folder_is_gone(session, folder))
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from sqlalchemy import ColumnElement, and_, delete, exists, or_, select, update
+from sqlmodel import Session
+
+from tx.tinker.storage.blobs import Blobs
+from tx.tinker.storage.db_models import (
+    CheckpointRow,
+    DoomedFolderRow,
+    ModelRow,
+    RequestRow,
+    SamplerRow,
+    SchemaRow,
+    SessionRow,
+)
+from tx.tinker.storage.rows import table_of
+
+_requests, _models, _samplers = table_of(RequestRow), table_of(ModelRow), table_of(SamplerRow)
+_checkpoints, _sessions, _doomed = table_of(CheckpointRow), table_of(SessionRow), table_of(DoomedFolderRow)
+
+MOST_AT_ONCE = 250
+"""Rows a call, a few hundredths of a second: other units wait for it."""
+ABANDONED_SECONDS = 24 * 3600.0
+"""A result that nobody fetched is kept for so long, or for the ttl if that is longer."""
+
+
+class Forgotten(NamedTuple):
+    num_requests: int
+    """0: there is no more to do for now."""
+    blobs: list[str]
+    """They may go from the disk after the commit."""
+
+
+def unreferenced_blobs(session: Session, blobs: Blobs, min_age_seconds: float = 3600.0) -> set[str]:
+    """Blobs that no row names: left by a crash, or their row is yet to come. Only age tells those apart, so give 0 at
+    the start alone, before requests are taken. Changes nothing.
+
+    Raises:
+        ConfigError: the blobs are another database's.
+    """
+    blobs.claim(session.scalars(select(table_of(SchemaRow).c.database_id)).one())
+    found = blobs.all(min_age_seconds)
+    for column in (_requests.c.payload, _requests.c.result_blob):
+        found.difference_update(session.scalars(select(column).where(column.is_not(None))))
+    return found
+
+
+def deliverable_results(session: Session, now: float, ttl: float) -> Forgotten:
+    """Forgets requests whose result was fetched more than `ttl` seconds ago, or by nobody for a day, unless the replay
+    after a crash would need them."""
+    fetched = _requests.c.delivered_at < now - ttl
+    unwanted = and_(_requests.c.delivered_at.is_(None), _requests.c.completed_at < now - max(ttl, ABANDONED_SECONDS))
+    rows = session.execute(
+        select(_requests.c.request_id, _requests.c.payload, _requests.c.result_blob)
+        .where(or_(fetched, unwanted), _requests.c.status != "pending", ~_needed_for_replay())
+        .limit(MOST_AT_ONCE)
+    ).all()
+    session.execute(delete(_requests).where(_requests.c.request_id.in_([row.request_id for row in rows])))
+    return Forgotten(len(rows), [blob for _, *blobs in rows for blob in blobs if blob is not None])
+
+
+def spent_payloads(session: Session) -> Forgotten:
+    """Forgets order and payload of requests that are done and that no replay needs; their results stay."""
+    rows = session.execute(
+        select(_requests.c.request_id, _requests.c.payload)
+        .where(_requests.c.order.is_not(None), _requests.c.status != "pending", ~_needed_for_replay())
+        .limit(MOST_AT_ONCE)
+    ).all()
+    ids = [row.request_id for row in rows]
+    session.execute(update(_requests).where(_requests.c.request_id.in_(ids)).values(order=None, payload=None))
+    return Forgotten(len(rows), [row.payload for row in rows if row.payload is not None])
+
+
+def expired_checkpoints(session: Session, now: float) -> list[str]:
+    """Forgets checkpoints whose time is over.
+
+    Returns:
+        their folders, doomed; one that a sampler still has stays until that is gone
+    """
+    key = (_checkpoints.c.model_id, _checkpoints.c.kind, _checkpoints.c.name)
+    rows = session.execute(
+        select(*key, _checkpoints.c.folder).where(_checkpoints.c.expires_at < now).limit(MOST_AT_ONCE)
+    ).all()
+    for model_id, kind, name, _ in rows:
+        session.execute(delete(_checkpoints).where(key[0] == model_id, key[1] == kind, key[2] == name))
+    return doom(session, (row.folder for row in rows), now)
+
+
+def ended_samplers(session: Session, now: float, ttl: float) -> list[str]:
+    """Forgets samplers whose session ended more than `ttl` seconds ago and that have nothing under way.
+
+    Returns:
+        folders that nobody has any more, doomed
+    """
+    working = exists().where(_requests.c.sampler_id == _samplers.c.sampler_id, _requests.c.status == "pending")
+    rows = session.execute(
+        select(_samplers.c.sampler_id, _samplers.c.folder)
+        .join(_sessions, _sessions.c.session_id == _samplers.c.session_id)
+        .where(_sessions.c.ended_at < now - ttl, ~working)
+        .limit(MOST_AT_ONCE)
+    ).all()
+    session.execute(delete(_samplers).where(_samplers.c.sampler_id.in_([row.sampler_id for row in rows])))
+    return doom(session, (row.folder for row in rows if row.folder is not None), now)
+
+
+def doom(session: Session, candidates: Iterable[str], now: float) -> list[str]:
+    """Notes folders for removal, except those that a row still names.
+
+    Returns:
+        those noted
+    """
+    folders = set(candidates)
+    for column in (_checkpoints.c.folder, _samplers.c.folder, _models.c.snapshot, _doomed.c.folder):
+        if folders:
+            folders.difference_update(session.scalars(select(column).where(column.in_(folders))).all())
+    if folders:
+        session.execute(_doomed.insert(), [{"folder": folder, "doomed_at": now} for folder in sorted(folders)])
+    return sorted(folders)
+
+
+def doomed_folders(session: Session) -> list[str]:
+    """Folders that wait for their removal, oldest first."""
+    return list(session.scalars(select(_doomed.c.folder).order_by(_doomed.c.doomed_at)))
+
+
+def folder_is_gone(session: Session, folder: str) -> None:
+    """It was removed."""
+    session.execute(delete(_doomed).where(_doomed.c.folder == folder))
+
+
+def _needed_for_replay() -> ColumnElement[bool]:
+    """Requests that a model runs again after a crash: those after its last snapshot."""
+    return exists().where(
+        _models.c.model_id == _requests.c.model_id,
+        _models.c.status == "live",
+        _requests.c.seq > _models.c.snapshot_seq,
+    )

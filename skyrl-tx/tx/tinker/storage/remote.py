@@ -1,0 +1,156 @@
+"""Folders in an object store, and a bounded local cache of them. Knows fsspec, not what is in the files."""
+
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+from tx.errors import ConfigError
+from tx.tinker.storage.files import PARTIAL, remove_tree, scratch_folder, sweep
+
+MANIFEST = "tx_manifest.json"
+_IN_USE_SECONDS = 600
+"""A copy that was asked for so recently may just be read: it stays in the cache whatever its size."""
+_DRIVERS = {"s3": "skyrl-tx[aws]", "s3a": "skyrl-tx[aws]", "gs": "skyrl-tx[gcp]", "gcs": "skyrl-tx[gcp]", "az": "adlfs"}
+
+
+class RemoteFolders:
+    """
+    Args:
+        base: an fsspec URL
+        cache: local folder of copies, each named by the hash of its manifest, so a copy never grows old
+        cache_bytes: the least recently used go above this
+
+    Raises:
+        ConfigError: the scheme is unknown, or its package is not installed; the cache cannot be written.
+    """
+
+    def __init__(self, base: str, cache: Path, cache_bytes: int):
+        scheme = base.split("://")[0]
+        try:
+            self._fs: Any = url_to_fs(base)[0]
+        except ImportError as error:
+            raise ConfigError(
+                f"checkpoints_base: {scheme}:// needs a package that is not installed; pip install "
+                f"'{_DRIVERS.get(scheme, 'its fsspec package')}' ({error})"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"checkpoints_base: {base} is no folder and no URL that fsspec knows: {error}") from error
+        self._cache, self._cache_bytes = cache, cache_bytes
+        self._partials = cache / PARTIAL
+        try:
+            self._partials.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"state_dir: copies of checkpoints cannot be written to {cache}: {error}") from error
+        sweep(self._partials)
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A local folder to fill."""
+        with scratch_folder(self._partials) as folder:
+            yield folder
+
+    def upload(self, source: Path, folder: str) -> None:
+        """Makes the remote folder equal to the local one: files, then the manifest, then removes what the manifest
+        before named."""
+        before = self._manifest(folder)
+        prefix = f"{secrets.token_hex(8)}/" if before else ""  # plain names as long as nothing is replaced
+        files = {}
+        for path in sorted(path for path in source.rglob("*") if path.is_file()):
+            name = path.relative_to(source).as_posix()
+            files[name] = {"key": prefix + name, "size": path.stat().st_size, "sha256": _sha256(path)}
+            self._fs.put_file(str(path), f"{folder}/{prefix}{name}")
+        manifest = json.dumps({"files": files}, sort_keys=True, indent=1).encode()
+        self._fs.pipe_file(f"{folder}/{MANIFEST}", manifest)
+        self._drop(folder, [file["key"] for file in json.loads(before or '{"files": {}}')["files"].values()])
+
+    def download(self, folder: str) -> Path:
+        """A local copy; one in the cache that is still true is taken.
+
+        Raises:
+            FileNotFoundError: there is none.
+            OSError: a file there is not what the manifest says.
+        """
+        manifest = self._manifest(folder)
+        if manifest is None:
+            raise FileNotFoundError(f"there is no folder {folder}")
+        copy = self._cache / hashlib.sha256(manifest).hexdigest()
+        if not self._touch(copy):
+            with self.scratch() as scratch:
+                for name, file in json.loads(manifest)["files"].items():
+                    self._download_file(f"{folder}/{file['key']}", scratch / name, file["sha256"])
+                if not self._touch(copy):  # another process was faster
+                    scratch.rename(copy)
+            self._make_room(copy)
+        return copy
+
+    def size(self, folder: str) -> int:
+        """Bytes of its files. Raises FileNotFoundError."""
+        manifest = self._manifest(folder)
+        if manifest is None:
+            raise FileNotFoundError(f"there is no folder {folder}")
+        return sum(file["size"] for file in json.loads(manifest)["files"].values())
+
+    def remove(self, folder: str) -> None:
+        """Its manifest first. Nothing to do if it is gone."""
+        self._drop(folder, [MANIFEST])
+        self._drop(folder, None)
+
+    def _manifest(self, folder: str) -> bytes | None:
+        try:
+            return self._fs.cat_file(f"{folder}/{MANIFEST}")
+        except FileNotFoundError:
+            return None
+
+    def _drop(self, folder: str, keys: list[str] | None) -> None:
+        """Removes some files of a folder, or all there are; those that are gone are no error."""
+        paths = self._fs.find(folder) if keys is None else [f"{folder}/{key}" for key in keys]
+        for path in paths:
+            try:
+                self._fs.rm_file(path)
+            except FileNotFoundError:
+                continue
+
+    def _download_file(self, url: str, to: Path, sha256: str) -> None:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        self._fs.get_file(url, str(to))
+        if _sha256(to) != sha256:
+            raise OSError(f"{url} is not what its manifest says: damaged, or written over by someone else")
+
+    def _touch(self, copy: Path) -> bool:
+        """Marks a copy as used now. False if there is none."""
+        try:
+            os.utime(copy)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _make_room(self, newest: Path) -> None:
+        copies = sorted((path for path in self._cache.iterdir() if path.name != PARTIAL), key=_last_used)
+        sizes = {path: sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) for path in copies}
+        total = sum(sizes.values())
+        for path in copies:
+            if total <= self._cache_bytes:
+                return
+            if path != newest and _last_used(path) < time.time() - _IN_USE_SECONDS:
+                remove_tree(path, self._partials)
+                total -= sizes[path]
+
+
+def _last_used(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # another process made room
+        return 0.0
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

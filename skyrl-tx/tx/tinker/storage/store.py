@@ -1,0 +1,274 @@
+"""The database behind one thread: units of work from the event loop, many to a transaction.
+
+A unit is a function of a SQLAlchemy session. Units that arrive while a transaction is being written share the next one,
+so that a hundred small requests cost one commit; a unit that fails is rolled back alone (savepoint) and the others
+stand. `await store.write(...)` returns when its transaction is committed. From then on it survives a kill of this
+process; and a power cut too: sqlite writes its log through at each commit (`synchronous=FULL`; shared by a group this
+costs little), PostgreSQL does so unless told otherwise (`synchronous_commit`).
+
+Units run one after another in the order of the calls, each sees what those before it did, and none sees half of one.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlmodel import Session
+
+from tx.tinker.storage.database import AlreadyServed, Database, reason_of
+
+T = TypeVar("T")
+
+
+class StoreError(Exception):
+    """The database failed, not the unit: unreachable, disk full, closed.
+
+    Args:
+        may_stand: the connection was lost while it committed, so nobody knows. Else nothing was done.
+    """
+
+    def __init__(self, message: str, may_stand: bool = False):
+        super().__init__(message)
+        self.may_stand = may_stand
+
+
+class Store:
+    """sqlite (WAL) or PostgreSQL, by URL. Used from one event loop.
+
+    Args:
+        url: `sqlite:///file.db` or `postgresql://user:password@host/name`
+        max_waiting: units that may wait for the writer; further callers of `write` wait for room
+        group_seconds: no unit joins a transaction that is older; so long one waits for others, at most
+        reconnect_seconds: how long a lost database is waited for
+
+    Raises:
+        ConfigError: it is no such URL.
+    """
+
+    def __init__(
+        self, url: str, *, max_waiting: int = 4096, group_seconds: float = 0.005, reconnect_seconds: float = 30.0
+    ):
+        self._database = Database(url)
+        self._group_seconds = group_seconds
+        self._reconnect_seconds = reconnect_seconds
+        self._units: queue.SimpleQueue[_Unit | None] = queue.SimpleQueue()
+        self._room = asyncio.Semaphore(max_waiting)
+        self._writer: threading.Thread | None = None
+        self._readers = ThreadPoolExecutor(self._database.num_readers, thread_name_prefix="store-read")
+        self._closed = False
+        self.database_id = ""
+        """Drawn when the database was made; known once started."""
+
+    async def start(self) -> None:
+        """Takes the database for this process and makes what tables are missing.
+
+        Raises:
+            ConfigError: it cannot be reached or written, another server has it, or another release made it.
+        """
+        self.database_id = await asyncio.to_thread(self._open)
+        self._writer = threading.Thread(target=self._write_groups, name="store-write", daemon=True)
+        self._writer.start()
+
+    async def write(self, unit: Callable[[Session], T]) -> T:
+        """Runs a unit in a transaction and returns after the commit. The unit runs in another thread; it may run again
+        if the connection was lost before the commit, so it must change nothing but the session. What it returns may
+        be rows: they keep their values.
+
+        Once there was room for the unit it is applied whole, even if the caller is cancelled.
+
+        Raises:
+            StoreError: the transaction failed, or the store is closed.
+            Exception: what the unit raised; it changed nothing.
+        """
+        self._check_open()
+        await self._room.acquire()
+        if self._closed:
+            self._room.release()  # for the next who waits, to be told the same
+            self._check_open()
+        loop = asyncio.get_running_loop()
+        work = _Unit(unit, loop, loop.create_future())
+        self._units.put(work)
+        return await work.done  # the caller may go; its unit does not, and its room is free when the writer is done
+
+    async def read(self, unit: Callable[[Session], T]) -> T:
+        """Runs a unit that changes nothing, without waiting for writes; sees what was committed before the call, all of
+        one moment.
+
+        Raises:
+            StoreError: the database cannot be reached, or the store is closed.
+            Exception: what the unit raised.
+        """
+        self._check_open()
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, unit)
+
+    async def close(self) -> None:
+        """Finishes the units that had room, refuses those that wait for it and all that come, and gives the database
+        back."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._writer is not None:
+            self._units.put(None)
+            await asyncio.to_thread(self._writer.join)
+        await asyncio.to_thread(self._readers.shutdown)
+        await asyncio.to_thread(self._database.close)
+
+    def _check_open(self) -> None:
+        if self._writer is None or self._closed:
+            raise StoreError("the store is not open; nothing was done")
+
+    def _open(self) -> str:
+        try:
+            return self._database.open()
+        except BaseException:
+            self._database.close()
+            raise
+
+    def _read(self, unit: Callable[[Session], T]) -> T:
+        deadline = time.monotonic() + self._reconnect_seconds
+        while True:
+            connected = False
+            try:
+                with Session(self._database.reader, expire_on_commit=False) as session:
+                    session.connection()
+                    connected = True
+                    return unit(session)
+            except SQLAlchemyError as error:
+                if connected and not _connection_was_lost(error):
+                    raise
+                if time.monotonic() > deadline:
+                    raise StoreError(f"{self._database} cannot be reached: {reason_of(error)}") from error
+                time.sleep(0.1)
+
+    # ---- in the writer's thread
+
+    def _write_groups(self) -> None:
+        while (unit := self._units.get()) is not None:
+            group = [unit]
+            try:
+                self._write_group(group)
+            except Exception as error:  # whatever it is: everybody waits for this thread
+                for unit in group:
+                    unit.error = StoreError(str(error), isinstance(error, StoreError) and error.may_stand)
+                    unit.error.__cause__ = error
+            self._deliver(group)
+
+    def _write_group(self, group: list["_Unit"]) -> None:
+        """Runs units until none waits or time is up, and commits them. A connection that was lost before is made anew,
+        and all of them run again.
+
+        Args:
+            group: the first, to which the others are added
+
+        Raises:
+            StoreError: none of them stands, or it cannot be known.
+        """
+        deadline = time.monotonic() + self._reconnect_seconds
+        while True:
+            step = "connecting"
+            try:
+                with self._database.writing() as connection:
+                    step = "running"
+                    for unit in group:
+                        unit.run(connection)
+                    self._run_waiting(connection, group)
+                    step = "committing"
+                    connection.commit()
+                return
+            except (SQLAlchemyError, AlreadyServed) as error:
+                lost = step == "connecting" or _connection_was_lost(error)
+                if lost and step != "committing" and time.monotonic() < deadline:
+                    time.sleep(0.2)
+                    continue
+                may_stand = lost and step == "committing"
+                outcome = "may or may not stand" if may_stand else "was not applied"
+                message = f"{self._database} failed while {step}, and this change {outcome}: {reason_of(error)}"
+                raise StoreError(message, may_stand) from error
+
+    def _run_waiting(self, connection: Connection, group: list["_Unit"]) -> None:
+        until = time.monotonic() + self._group_seconds
+        while time.monotonic() < until:
+            try:
+                unit = self._units.get_nowait()
+            except queue.Empty:
+                return
+            if unit is None:
+                self._units.put(None)  # closing: nothing comes after it
+                return
+            group.append(unit)
+            unit.run(connection)
+
+    def _deliver(self, group: list["_Unit"]) -> None:
+        def deliver() -> None:
+            for unit in group:
+                self._room.release()
+                unit.deliver()
+
+        try:
+            group[0].loop.call_soon_threadsafe(deliver)
+        except RuntimeError:  # the loop is closed, and so nobody waits
+            return
+
+
+class _UnitSession(Session):
+    """A session whose beginning and end are the store's."""
+
+    def commit(self) -> None:
+        raise RuntimeError("a unit does not commit: the store does, after it")
+
+    def rollback(self) -> None:
+        raise RuntimeError("a unit does not roll back: it raises, or does what may fail in session.begin_nested()")
+
+
+@dataclass(eq=False)
+class _Unit:
+    """A function on its way through the writer, and who waits for it."""
+
+    function: Callable[[Session], Any]
+    loop: asyncio.AbstractEventLoop
+    done: asyncio.Future[Any]
+    value: Any = None
+    error: BaseException | None = None
+
+    def run(self, connection: Connection) -> None:
+        """Runs it in a savepoint of its own.
+
+        Raises:
+            SQLAlchemyError: the transaction is gone, with all that ran in it.
+        """
+        self.value, self.error = None, None
+        savepoint = connection.begin_nested()
+        try:
+            with _UnitSession(connection, expire_on_commit=False, join_transaction_mode="rollback_only") as session:
+                self.value = self.function(session)
+                session.flush()
+            if not savepoint.is_active:
+                raise RuntimeError("a unit went on after an error had undone what it did; it needs begin_nested there")
+            savepoint.commit()
+        except BaseException as error:
+            self.error = error
+            if isinstance(error, SQLAlchemyError) and _connection_was_lost(error):
+                raise
+            if savepoint.is_active:
+                savepoint.rollback()
+
+    def deliver(self) -> None:
+        if self.done.done():  # cancelled
+            return
+        if self.error is None:
+            self.done.set_result(self.value)
+        elif isinstance(self.error, StopIteration):  # which a future cannot hold
+            self.done.set_exception(RuntimeError(f"a unit raised {self.error!r}"))
+        else:
+            self.done.set_exception(self.error)
+
+
+def _connection_was_lost(error: BaseException) -> bool:
+    return isinstance(error, DBAPIError) and error.connection_invalidated

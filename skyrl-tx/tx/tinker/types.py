@@ -1,0 +1,160 @@
+"""The nouns of the server, with every value filled in: what requests become once they are read and checked.
+
+Knows no HTTP, no database, no torch. Shapes: N input tokens of a datum, K target tokens a position.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from tx.errors import RequestError
+
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
+CheckpointKind = Literal["weights", "sampler_weights"]
+"""`weights`: an adapter with its optimizer, to train on. `sampler_weights`: an adapter to sample from."""
+
+
+class LoraSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The adapter of a model. Alpha is always 32: W x + (32 / rank) B A x."""
+
+    rank: int = 32
+    seed: int = 0
+    """Of A; B begins at zero, so a new adapter changes nothing."""
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+LORA_ALPHA = 32
+
+
+class AdamParams(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of AdamW on one model's adapter. Defaults are the protocol's."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    """Largest norm of the adapter's gradient; 0 is off."""
+
+
+class SampleParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How a prompt is continued."""
+
+    seed: int
+    """Sample i draws from (seed, i). Drawn by the server where the request has none, so that doing it again after a
+    crash gives the same."""
+    max_tokens: int | None = None
+    """None: until the context is full."""
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    stop_at_eos: bool = True
+    """Only when the request says nothing of stops."""
+
+
+class SampleSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One `asample`."""
+
+    prompt: list[int]
+    num_samples: int = 1
+    params: SampleParams
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sequence to train on; the caller has shifted the targets."""
+
+    tokens: np.ndarray
+    """[N] int64"""
+    inputs: dict[str, np.ndarray]
+    """What the loss needs, by name: `target_tokens` int64 [N] or [N, K]; `weights`, `logprobs`, `advantages`, … float32
+    of the shape of the targets."""
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """A forward or forward-backward request, or a part of one (the data of one micro-batch)."""
+
+    model_id: str
+    data: list[Datum]
+    loss_fn: str
+    loss_config: dict[str, float] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+@dataclass(frozen=True)
+class PassOutput:
+    """What a pass gave."""
+
+    logprobs: list[np.ndarray]
+    """A datum: float32 [N] or [N, K], log p(target) under the weights before the step."""
+    metrics: dict[str, float]
+    """Keys of the form `name:how`; at least `loss:sum`. Merged over micro-batches by `how` (sum, mean weighted by
+    datums, min, max)."""
+
+
+class Sequence(NamedTuple):
+    tokens: list[int]
+    logprobs: list[float]
+    stop_reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class SampleOutput:
+    sequences: list[Sequence]
+    prompt_logprobs: list[float | None] | None = None
+    """len(prompt); None first"""
+    topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
+    """len(prompt); None first; else the k likeliest (token, log-prob), likeliest first"""
+
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+
+
+def checkpoint_name(name: str, setting: str = "path") -> str:
+    """A name that is safe as a folder's.
+
+    Raises:
+        RequestError: it is not.
+    """
+    if not _NAME.fullmatch(name) or ".." in name:
+        raise RequestError(
+            f"{setting} must be a name of 1 to 255 letters, digits, '-', '_' and '.', not beginning with '.' or '-' "
+            f"and without '..'; got {name[:80]!r}"
+        )
+    return name
+
+
+class TinkerPath(NamedTuple):
+    """`tinker://RUN/KIND/NAME`, KIND is `weights` or `sampler_weights`; RUN is a model's id, which may contain ':'."""
+
+    run_id: str
+    kind: CheckpointKind
+    name: str
+
+    def __str__(self) -> str:
+        return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+
+    @classmethod
+    def parse(cls, text: str, setting: str = "path") -> "TinkerPath":
+        """Reads one.
+
+        Raises:
+            RequestError: it is none.
+        """
+        parts = text.removeprefix("tinker://").split("/") if text.startswith("tinker://") else []
+        if len(parts) != 3 or parts[1] not in ("weights", "sampler_weights") or not re.fullmatch(r"[\w:.-]+", parts[0]):
+            raise RequestError(
+                f"{setting} must be tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME; got {text[:200]!r}"
+            )
+        return cls(parts[0], parts[1], checkpoint_name(parts[2], setting))

@@ -1,0 +1,75 @@
+"""What each loss takes: the one home of its inputs, its settings and their defaults. What it computes is the training
+backend's affair."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+
+from tx.tinker.types import Datum
+
+TARGETS = "target_tokens"
+"""int64; every other input is float32."""
+
+
+@dataclass(frozen=True)
+class LossRule:
+    """What a datum must and may give, and what `loss_fn_config` may set."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    config: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """Settings with their defaults."""
+    many_targets: bool = False
+    """Whether targets may be [N, K]."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return self.required + self.optional
+
+
+_OF_A_RATIO = (TARGETS, "logprobs", "advantages")
+_THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
+"""Absolute bounds of the ratio. As inputs they are bounds a token, and outrank the settings."""
+
+LOSS_RULES: Mapping[str, LossRule] = MappingProxyType(
+    {
+        "cross_entropy": LossRule(required=(TARGETS,), optional=("weights",), many_targets=True),
+        "importance_sampling": LossRule(required=_OF_A_RATIO),
+        "ppo": LossRule(
+            required=_OF_A_RATIO, optional=_THRESHOLDS, config=dict(zip(_THRESHOLDS, (0.8, 1.2), strict=True))
+        ),
+        "cispo": LossRule(
+            required=_OF_A_RATIO, optional=_THRESHOLDS, config=dict(zip(_THRESHOLDS, (0.0, 4.0), strict=True))
+        ),
+        "dro": LossRule(required=_OF_A_RATIO, config={"beta": 0.05}),
+        "gspo": LossRule(
+            required=(*_OF_A_RATIO, "sequence_ratio_mask"),
+            optional=_THRESHOLDS,
+            config=dict(zip(_THRESHOLDS, (0.8, 1.2), strict=True)),
+        ),
+    }
+)
+
+ELSEWHERE = MappingProxyType(
+    {
+        "stable_reinforce": "its definition is not public; importance_sampling, ppo, cispo and gspo are here",
+        "custom": "send the gradient instead, as forward_backward_custom does",
+    }
+)
+"""Losses that the hosted service has and this one has not, with the reason."""
+
+
+def with_default_config(loss_fn: str, config: Mapping[str, float]) -> dict[str, float]:
+    """Every setting of the loss, those not given at their defaults."""
+    rule = LOSS_RULES.get(loss_fn)
+    return {**(rule.config if rule else {}), **config}
+
+
+def with_default_inputs(loss_fn: str, datum: Datum) -> Datum:
+    """Weights of one where cross-entropy was given none."""
+    if loss_fn != "cross_entropy" or "weights" in datum.inputs or TARGETS not in datum.inputs:
+        return datum
+    weights = np.ones(datum.inputs[TARGETS].shape, np.float32)
+    return Datum(tokens=datum.tokens, inputs={**datum.inputs, "weights": weights})

@@ -1,0 +1,448 @@
+"""The JSON bodies of requests, as FastAPI reads them: shapes and types. What needs the model's facts is for `checks`.
+
+A field that is not known here is refused if it asks for something, with the nearest name; a newer client's field that
+asks for nothing (null, false, 0, empty) is let through, since clients send their defaults.
+"""
+
+import json
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, Protocol, Self
+
+import orjson
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+from tx.errors import RequestError
+from tx.tinker.types import AdamParams, LoraSpec, SampleParams, SampleSpec
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f]*$")]
+"""An id, a name, a path: without control characters, which databases and logs do not take."""
+Seq = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Index = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 365 * 86400)]
+"""An hour to ten years."""
+MAX_METADATA_BYTES = 65_536
+
+
+class Body(BaseModel):
+    """A request. Types are strict: "5" is no number, true is no 1."""
+
+    model_config = ConfigDict(
+        extra="allow",
+        strict=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": False},
+    )
+
+    @model_validator(mode="after")
+    def _refuse_unknown(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if value:
+                close = get_close_matches(name, type(self).model_fields, n=1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise ValueError(f"field {name[:80]!r} is not known to this server{hint}")
+        return self
+
+
+class LenientBody(BaseModel):
+    """A request that is only noted: whatever it holds is welcome."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+def _storable(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Metadata that a database can hold."""
+    try:
+        size = len(orjson.dumps(value))  # no half surrogate pairs, no integers of more than 64 bits
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"must be JSON: {error}") from None
+    if size > MAX_METADATA_BYTES:
+        raise ValueError(f"must be at most {MAX_METADATA_BYTES} bytes as JSON; got {size}")
+    if "\\u0000" in text.replace("\\\\", ""):
+        raise ValueError("must not hold the character NUL")
+    return value
+
+
+# ---- sessions
+
+
+class ClientConfigRequest(LenientBody):
+    sdk_version: str | None = None
+
+
+class CreateSessionRequest(LenientBody):
+    tags: list[Name] = Field(default_factory=list, max_length=256)
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: Name | None = None
+    project_id: Name | None = None
+    display_name: Name | None = None
+
+    _storable = field_validator("user_metadata")(_storable)
+
+
+class SessionHeartbeatRequest(LenientBody):
+    session_id: Name
+
+
+class FinishReason(LenientBody):
+    type: Name = "success"
+
+
+class FinishSessionRequest(LenientBody):
+    reason: FinishReason | None = None
+    detail: str | None = None
+
+
+class TelemetryRequest(LenientBody):
+    events: list[Any] = Field(default_factory=list)
+
+
+# ---- models
+
+
+class LoraConfig(Body):
+    rank: int = Field(default=32, ge=1, le=2**15)
+    seed: Int64 | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+    def to_spec(self, draw_seed: Callable[[], int]) -> LoraSpec:
+        """Args: draw_seed: gives a seed where the request has none."""
+        return LoraSpec(
+            rank=self.rank,
+            seed=_seed(self.seed, draw_seed),
+            train_attn=self.train_attn,
+            train_mlp=self.train_mlp,
+            train_unembed=self.train_unembed,
+        )
+
+
+class OptimizerConfig(Body):
+    """Of a new model; Adam is the only one here."""
+
+    type: str = "adamw"
+
+    @field_validator("type")
+    @classmethod
+    def _adam(cls, value: str) -> str:
+        if value != "adamw":
+            raise ValueError(f"must be 'adamw', the only optimizer of this server; got {value[:80]!r}")
+        return value
+
+
+class CreateModelRequest(Body):
+    session_id: Name
+    model_seq_id: Index
+    base_model: Name
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig | None = None
+    type: Literal["create_model"] = "create_model"
+
+    _storable = field_validator("user_metadata")(_storable)
+
+
+class GetInfoRequest(Body):
+    model_id: Name
+    type: Literal["get_info"] = "get_info"
+
+
+class UnloadModelRequest(Body):
+    model_id: Name
+    type: Literal["unload_model"] = "unload_model"
+
+
+# ---- training; forward and forward_backward are read by `training_requests`
+
+
+class Adam(Body):
+    learning_rate: float = Field(default=1e-4, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-12, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip_norm: float = Field(default=0.0, ge=0)
+
+    def to_params(self) -> AdamParams:
+        return AdamParams(**{name: float(getattr(self, name)) for name in type(self).model_fields})
+
+
+class OptimStepRequest(Body):
+    model_id: Name
+    seq_id: Seq
+    adam_params: Adam = Field(default_factory=Adam)
+    optimizer_params: dict[str, Any] | None = None
+    type: Literal["optim_step"] = "optim_step"
+
+    @field_validator("optimizer_params")
+    @classmethod
+    def _adam(cls, value: dict[str, Any] | None) -> None:
+        if value is not None:
+            raise ValueError(f"this server has AdamW only, set by adam_params; got {str(value.get('type'))[:80]!r}")
+
+
+class SaveWeightsRequest(Body):
+    model_id: Name
+    seq_id: Seq
+    path: Name | None = None
+    """The checkpoint's name, not a tinker:// path."""
+    ttl_seconds: TtlSeconds | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    type: Literal["save_weights"] = "save_weights"
+
+    _storable = field_validator("user_metadata")(_storable)
+
+
+class SaveWeightsForSamplerRequest(Body):
+    model_id: Name
+    seq_id: Seq
+    path: Name | None = None
+    sampling_session_seq_id: Index | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    """Both are weights that never change: `inflight` merely allows a server to be less exact."""
+    ttl_seconds: TtlSeconds | None = None
+    user_metadata: dict[str, str] | None = None
+    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
+
+    _storable = field_validator("user_metadata")(_storable)
+
+    @model_validator(mode="after")
+    def _has_a_use(self) -> Self:
+        if self.path is None and self.sampling_session_seq_id is None:
+            raise ValueError("give a path (the checkpoint's name) or a sampling_session_seq_id")
+        return self
+
+
+class LoadWeightsRequest(Body):
+    """In place (`model_id`, `seq_id`), or as the first request of a new model (`session_id`, `model_seq_id`)."""
+
+    path: Name
+    optimizer: bool = False
+    model_id: Name | None = None
+    seq_id: Seq | None = None
+    session_id: Name | None = None
+    model_seq_id: Index | None = None
+    base_model: Name | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: str | None = None
+    type: Literal["load_weights"] = "load_weights"
+
+    _storable = field_validator("user_metadata")(_storable)
+
+    @property
+    def creates_model(self) -> bool:
+        return self.session_id is not None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        in_place = (self.model_id is not None, self.seq_id is not None)
+        creating = (self.session_id is not None, self.model_seq_id is not None)
+        if {in_place, creating} != {(True, True), (False, False)}:
+            raise ValueError(
+                "give model_id and seq_id to load in place, or session_id and model_seq_id to load into a new model"
+            )
+        if in_place[0]:
+            for name in ("base_model", "user_metadata"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is for a new model (session_id and model_seq_id) only")
+        return self
+
+    @field_validator("weights_access_token")
+    @classmethod
+    def _no_token(cls, value: str | None) -> None:
+        if value:
+            raise ValueError("this server has no access tokens; its owner may publish the checkpoint")
+
+
+class WeightsInfoRequest(Body):
+    tinker_path: Name
+
+
+class SetTtlRequest(Body):
+    ttl_seconds: TtlSeconds | None = None
+    """None: for ever."""
+
+
+# ---- sampling
+
+
+class CreateSamplingSessionRequest(Body):
+    session_id: Name
+    sampling_session_seq_id: Index
+    base_model: Name | None = None
+    model_path: Name | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+    @model_validator(mode="after")
+    def _names_a_model(self) -> Self:
+        if self.base_model is None and self.model_path is None:
+            raise ValueError("give base_model or model_path")
+        return self
+
+
+class Chunk(Body):
+    """A piece of a prompt. Clients up to 0.16 leave the type out."""
+
+    type: Literal["encoded_text"] = "encoded_text"
+    tokens: list[int]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        if isinstance(value, dict) and (value.get("type", "encoded_text") != "encoded_text" or "tokens" not in value):
+            kind = str(value.get("type", "something else"))[:80]
+            raise ValueError(f"must be encoded_text: this server's models read tokens only; got {kind}")
+        return value
+
+
+class ModelInput(Body):
+    chunks: list[Chunk]
+
+
+_STOPS = [{"type": "null"}, {"type": "string", "minLength": 1, "maxLength": 1024}]
+_STOPS += [{"type": "array", "maxItems": 64, "items": kind} for kind in ({"type": "integer"}, _STOPS[1])]
+
+
+class SamplingParams(Body):
+    max_tokens: Index | None = None
+    seed: Int64 | None = None
+    stop: Annotated[Any, WithJsonSchema({"anyOf": _STOPS})] = None
+    """None: the end of the sequence, as the tokenizer has it; []: nothing; a text, texts, or token ids."""
+    temperature: float = 1.0
+    top_k: Int64 = -1
+    top_p: float = 1.0
+
+    @field_validator("stop")
+    @classmethod
+    def _one_kind(cls, value: Any) -> Any:
+        stops = value if isinstance(value, list) else [] if value is None else [value]
+        texts = all(isinstance(stop, str) for stop in stops)
+        ids = isinstance(value, list) and all(type(stop) is int for stop in stops)
+        if not texts and not ids:
+            raise ValueError(f"must be a text, a list of texts or a list of token ids; got {str(value)[:80]}")
+        if texts and any(len(stop) > 1024 for stop in stops):
+            raise ValueError("must be texts of at most 1024 characters")
+        return value
+
+    def to_params(self, draw_seed: Callable[[], int]) -> SampleParams:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return SampleParams(
+            seed=_seed(self.seed, draw_seed),
+            max_tokens=self.max_tokens,
+            temperature=float(self.temperature),
+            top_k=self.top_k,
+            top_p=float(self.top_p),
+            stop_strings=tuple(stop for stop in stops if isinstance(stop, str)),
+            stop_token_ids=tuple(stop for stop in stops if isinstance(stop, int)),
+            stop_at_eos=self.stop is None,
+        )
+
+
+_NOT_HERE = {
+    "topk_sample_logprobs": 0,
+    "prompt_alt_tokens_k": 0,
+    "target_prompt_logprobs": None,
+    "prompt_logprobs_last_n": None,
+    "record_stability_info": None,
+}
+"""Options of an `asample` that this server has not, each with the value that asks for nothing."""
+
+
+class AsampleRequest(Body):
+    """From a sampling session (`sampling_session_id`, `seq_id`), a checkpoint (`model_path`) or the base model."""
+
+    prompt: ModelInput
+    sampling_params: SamplingParams = Field(default_factory=SamplingParams)
+    num_samples: Index = 1
+    sampling_session_id: Name | None = None
+    seq_id: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    """Of its sampling session, or of nothing; copies of a client count from multiples of 1e9."""
+    base_model: Name | None = None
+    model_path: Name | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Index = 0
+    topk_sample_logprobs: int = 0
+    prompt_alt_tokens_k: int = 0
+    target_prompt_logprobs: Any = None
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
+    type: Literal["sample"] = "sample"
+
+    @field_validator(*_NOT_HERE)
+    @classmethod
+    def _not_here(cls, value: Any) -> Any:
+        if value:
+            raise ValueError("is not supported by this server; leave it out")
+        return value
+
+    @model_validator(mode="after")
+    def _names_a_model(self) -> Self:
+        if self.sampling_session_id is not None and self.seq_id is None:
+            raise ValueError("seq_id must come with sampling_session_id: it tells a repeated request from a new one")
+        if self.sampling_session_id is None and self.base_model is None and self.model_path is None:
+            raise ValueError("give sampling_session_id and seq_id, model_path or base_model")
+        return self
+
+    def to_spec(self, draw_seed: Callable[[], int]) -> SampleSpec:
+        """Args: draw_seed: gives a seed where the request has none."""
+        return SampleSpec(
+            prompt=[token for chunk in self.prompt.chunks for token in chunk.tokens],
+            num_samples=self.num_samples,
+            params=self.sampling_params.to_params(draw_seed),
+            prompt_logprobs=bool(self.prompt_logprobs),
+            topk_prompt_logprobs=self.topk_prompt_logprobs,
+        )
+
+
+# ---- futures
+
+
+class RetrieveFutureRequest(Body):
+    request_id: Name
+    allow_metadata_only: bool = False
+
+
+# ---- errors
+
+
+class HasErrors(Protocol):
+    """pydantic's ValidationError, FastAPI's RequestValidationError."""
+
+    def errors(self) -> Any: ...
+
+
+def explain(error: HasErrors) -> str:
+    """What is wrong, each on a line `field: rule; got value`."""
+    lines = []
+    for e in error.errors()[:5]:
+        place = [part for part in e["loc"] if part != "body"]
+        field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+        rule = e["msg"].removeprefix("Value error, ")
+        value = e.get("input")
+        shown = isinstance(value, str | int | float | bool) and "; got " not in rule
+        lines.append(f"{field or 'body'}: {rule}" + (f"; got {value!r:.80}" if shown else ""))
+    return "\n".join(dict.fromkeys(lines)).encode(errors="backslashreplace").decode()
+
+
+def as_request_error(error: HasErrors) -> RequestError:
+    """The same to be raised: 422, the wrong shape of a request."""
+    return RequestError(explain(error), 422)
+
+
+def _seed(given: int | None, draw_seed: Callable[[], int]) -> int:
+    """Not negative, as random generators want it."""
+    return (draw_seed() if given is None else given) % 2**63

@@ -1,0 +1,245 @@
+"""The body of `forward_backward` and `forward`, as it comes off the network, as a request: JSON of old clients or
+protobuf, zstd or not. What cannot be read is refused before it costs memory."""
+
+import re
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import msgspec
+import orjson
+import zstandard
+
+from tx.errors import RequestError
+from tx.tinker.types import Datum
+from tx.tinker.wire import tinker_wire_pb2 as pb
+from tx.tinker.wire.codec import (
+    MAX_DATA,
+    TrainingRequest,
+    decode_training,
+    encode_training,
+    join_chunks,
+    not_text,
+    typed_input,
+)
+from tx.tinker.wire.losses import with_default_config, with_default_inputs
+from tx.tinker.wire.tensors import JsonTensor, TensorReader, read_json_tokens
+
+PROTOBUF = ("application/x-protobuf", "application/protobuf")
+MAX_SEQ = 2**31 - 1
+_MODEL_ID = re.compile(r"[^\x00-\x1f]{1,1024}")
+
+
+class Address(NamedTuple):
+    """Whose turn a request is."""
+
+    model_id: str
+    seq: int
+
+
+def read_training_body(
+    body: bytes,
+    content_type: str,
+    content_encoding: str | None,
+    *,
+    forward_only_default: bool,
+    max_bytes: int,
+) -> tuple[TrainingRequest, bytes]:
+    """A request and its payload, which `decode_training` reads back as the same.
+
+    Args:
+        forward_only_default: the endpoint is `forward`
+        max_bytes: of the body, packed and unpacked
+
+    Raises:
+        RequestError: too large (413), of another type (415), not what its type says, or without an address (400).
+    """
+    kind = _media_type(content_type)
+    if kind not in (*PROTOBUF, "application/json"):
+        raise RequestError(f"content-type must be application/json or {PROTOBUF[0]}; got {content_type[:80]!r}", 415)
+    body = unpack(body, content_encoding, max_bytes)
+    if kind == "application/json":
+        request = _from_json(body, forward_only_default)
+        _check_address(request)
+        payload = encode_training(request)
+    else:
+        request, payload = decode_training(body), body
+        _check_address(request)
+        if forward_only_default and not request.forward_only:
+            message = pb.ForwardBackwardRequest.FromString(body)
+            message.forward_only = True
+            payload = message.SerializeToString()
+            request = replace(request, forward_only=True)
+    return request, payload
+
+
+def find_address(body: bytes, content_type: str, content_encoding: str | None, max_bytes: int) -> Address | None:
+    """Whose turn a refused body was, if that can be read: clients never use a number again, so the model goes on with
+    the next. Takes the body of any request that has `model_id` and `seq_id`; never raises."""
+    try:
+        body = unpack(body, content_encoding, max_bytes)
+        if _media_type(content_type) in PROTOBUF:
+            message = pb.ForwardBackwardRequest.FromString(body)
+            model_id, seq = message.model_id, message.seq_id
+        else:
+            fields = orjson.loads(body)
+            model_id, seq = fields.get("model_id"), fields.get("seq_id")
+    except Exception:
+        return None
+    if (
+        not isinstance(model_id, str)
+        or not _MODEL_ID.fullmatch(model_id)
+        or type(seq) is not int
+        or not 0 < seq <= MAX_SEQ
+    ):
+        return None
+    return Address(model_id, seq)
+
+
+def unpack(body: bytes, content_encoding: str | None, max_bytes: int) -> bytes:
+    """The body without its compression.
+
+    Raises:
+        RequestError: too large, packed or not (413); another packing than zstd (415); cut short or no zstd (400).
+    """
+    if len(body) > max_bytes:
+        raise too_large(max_bytes)
+    match (content_encoding or "identity").strip().lower():
+        case "identity":
+            return body
+        case "zstd":
+            return _unpack_zstd(body, max_bytes)
+        case other:
+            raise RequestError(f"content-encoding must be zstd or identity; got {other[:80]!r}", 415)
+
+
+def too_large(max_bytes: int) -> RequestError:
+    return RequestError(
+        f"body must be at most {max_bytes:,} bytes, also once unpacked (--max-body-mb); send fewer data a request", 413
+    )
+
+
+def _unpack_zstd(body: bytes, max_bytes: int) -> bytes:
+    try:
+        size = zstandard.get_frame_parameters(body).content_size
+        if size == zstandard.CONTENTSIZE_UNKNOWN:
+            return _unpack_zstd_of_unknown_size(body, max_bytes)
+        if size > max_bytes:
+            raise too_large(max_bytes)
+        return zstandard.ZstdDecompressor().decompress(body, max_output_size=max_bytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise RequestError(f"body must be one whole zstd frame, as content-encoding says ({error})") from None
+
+
+def _unpack_zstd_of_unknown_size(body: bytes, max_bytes: int) -> bytes:
+    """In small bites: a byte of zstd can be thousands of bytes of data."""
+    stream = zstandard.ZstdDecompressor().decompressobj()
+    parts, size = [], 0
+    for start in range(0, len(body), 1024):
+        parts.append(stream.decompress(body[start : start + 1024]))
+        size += len(parts[-1])
+        if size > max_bytes:
+            raise too_large(max_bytes)
+        if stream.eof:
+            break
+    if not stream.eof or stream.unused_data or start + 1024 < len(body):
+        raise zstandard.ZstdError("it is cut short, or something follows it")
+    return b"".join(parts)
+
+
+def _media_type(content_type: str) -> str:
+    return content_type.split(";")[0].strip().lower()
+
+
+def _check_address(request: TrainingRequest) -> None:
+    if not _MODEL_ID.fullmatch(request.model_id):
+        raise RequestError(f"model_id must name a model; got {request.model_id[:80]!r}")
+    if not 0 < request.seq <= MAX_SEQ:
+        raise RequestError(f"seq_id must be a number from 1 to {MAX_SEQ}, one more each request; got {request.seq}")
+
+
+# ---- JSON of clients up to 0.24
+
+
+class _Chunk(msgspec.Struct):
+    type: str | None = None
+    """Clients up to 0.16 leave it out."""
+    tokens: list[int] | None = None
+
+
+class _ModelInput(msgspec.Struct, forbid_unknown_fields=True):
+    chunks: list[_Chunk]
+
+
+class _Datum(msgspec.Struct, forbid_unknown_fields=True):
+    model_input: _ModelInput
+    loss_fn_inputs: dict[str, msgspec.Raw] = {}
+    """Each read by itself, so that errors can name it."""
+
+
+class _Input(msgspec.Struct, forbid_unknown_fields=True):
+    data: list[_Datum]
+    loss_fn: str
+    loss_fn_config: dict[str, Any] | None = None
+
+
+class _ForwardBackward(msgspec.Struct, forbid_unknown_fields=True):
+    model_id: str
+    seq_id: int
+    forward_backward_input: _Input
+    type: str | None = None
+
+
+class _Forward(msgspec.Struct, forbid_unknown_fields=True):
+    model_id: str
+    seq_id: int
+    forward_input: _Input
+    type: str | None = None
+
+
+def _from_json(body: bytes, forward_only: bool) -> TrainingRequest:
+    kind: Any = _Forward if forward_only else _ForwardBackward
+    message = _decoded(body, kind, "")
+    given: _Input = message.forward_input if forward_only else message.forward_backward_input
+    if len(given.data) > MAX_DATA:
+        raise RequestError(f"data must be at most {MAX_DATA} data; got {len(given.data)}")
+    reader = TensorReader()
+    return TrainingRequest(
+        model_id=message.model_id,
+        seq=message.seq_id,
+        data=[_datum(datum, reader, given.loss_fn, f"data[{i}]") for i, datum in enumerate(given.data)],
+        loss_fn=given.loss_fn,
+        loss_config=with_default_config(given.loss_fn, _loss_config(given.loss_fn_config or {})),
+        forward_only=forward_only,
+    )
+
+
+def _decoded(body: bytes | msgspec.Raw, kind: Any, name: str) -> Any:
+    """JSON as a struct; `name` is where it stands in the body, if not at its top."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:  # "Expected `int`, got `str` - at `$.data[0]`"
+        rule, _, place = str(error).partition(" - at ")
+        raise RequestError(f"{(name + place.strip('`$')).removeprefix('.') or 'body'}: {rule}") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise RequestError(f"body must be JSON, in which there is no NaN or Infinity: {error}") from None
+
+
+def _loss_config(given: dict[str, Any]) -> dict[str, float]:
+    for name, value in given.items():
+        if type(value) not in (int, float) or abs(value) > 1e308:
+            raise RequestError(f"loss_fn_config[{name[:80]!r}] must be a number; got {str(value)[:80]!r}")
+    return {name: float(value) for name, value in given.items()}
+
+
+def _datum(datum: _Datum, reader: TensorReader, loss_fn: str, name: str) -> Datum:
+    chunks = []
+    for i, chunk in enumerate(datum.model_input.chunks):
+        field = f"{name}.model_input.chunks[{i}]"
+        if chunk.type not in (None, "encoded_text") or chunk.tokens is None:
+            raise RequestError(not_text(field, chunk.type))
+        chunks.append(read_json_tokens(chunk.tokens, f"{field}.tokens"))
+    inputs = {}
+    for key, tensor in datum.loss_fn_inputs.items():
+        field = f"{name}.loss_fn_inputs[{key!r}]"
+        inputs[key] = typed_input(key, reader.read_json(_decoded(tensor, JsonTensor, field), field), field)
+    return with_default_inputs(loss_fn, Datum(tokens=join_chunks(chunks), inputs=inputs))
