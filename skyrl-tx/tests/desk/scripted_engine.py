@@ -32,7 +32,6 @@ from tx.tinker.engine.messages import (
     Sample,
     Save,
     Snapshotted,
-    Stop,
     Train,
     Unload,
 )
@@ -63,11 +62,9 @@ class ScriptedEngine:
     async def serve(self) -> None:
         info = BackendInfo(name="scripted", vocab_size=100, max_context=64, max_lora_rank=64)
         self.channel.send(Ready(info=info))
-        pulse = asyncio.create_task(self.pulse())
+        _pulse = asyncio.create_task(self.pulse())
         async for message in self.channel:
             match message:
-                case Stop():
-                    break
                 case Cancel():
                     self.samples -= set(message.request_ids)
                 case Restore():
@@ -76,7 +73,6 @@ class ScriptedEngine:
                     await self.sample(message)
                 case ModelOrder():
                     await self.order(message)
-        pulse.cancel()
 
     async def pulse(self) -> None:
         while True:

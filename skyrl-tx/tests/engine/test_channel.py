@@ -18,7 +18,6 @@ from tx.tinker.engine.messages import (
     Sample,
     Save,
     Snapshotted,
-    Stop,
     Train,
     Unload,
 )
@@ -38,7 +37,6 @@ TO_ENGINE: list[FromApi] = [
     Sample(request_id="s", tenant="bob", spec=SPEC, adapter=None),
     Restore(model_id="m", tenant="bob", lora=LoraSpec(), snapshot=None, seq=-1),
     Cancel(request_ids=["s"]),
-    Stop(),
 ]
 
 
@@ -50,7 +48,7 @@ async def test_every_message_arrives_as_it_was_sent_and_in_order(tmp_path: Path)
     arrived = []
     async for message in engine:
         arrived.append(message)
-        if isinstance(message, Stop):
+        if isinstance(message, Cancel):
             break
     assert arrived == TO_ENGINE
     await engine.close()

@@ -33,7 +33,6 @@ from tx.tinker.engine.messages import (
     Sample,
     Save,
     Snapshotted,
-    Stop,
     Train,
 )
 from tx.tinker.engine.process import ORPHANED, WRONG_SETTINGS, engine_command
@@ -160,8 +159,7 @@ async def undisturbed(config: EngineConfig, stories: dict[str, list[ModelOrder]]
             await running.hear(*(order.request_id for order in story))
         results = {name: done.result for name, done in running.outcomes.items() if isinstance(done, Done)}
         assert len(results) == sum(map(len, stories.values()))
-        await running.tell(Stop())
-        assert await running.ended() == 0
+        assert await running.end(signal.SIGTERM) == 0
     return results
 
 

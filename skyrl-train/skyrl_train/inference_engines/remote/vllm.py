@@ -47,6 +47,11 @@ class VLLMProtocol(ServerProtocol):
             said = await self.server.get("/server_info", config_format="json")
         except ServerRefused:
             raise _started_wrong(url, "VLLM_SERVER_DEV_MODE=1 in its environment", "its control routes") from None
+        except ServerError as error:
+            raise ConfigError(
+                f"{error}\nvLLM lists the packages of its environment there, by pip or by a uv on PATH: the server at "
+                f"{url} needs one of them (uv pip install pip), then start it again"
+            ) from error
         config, variables = said["vllm_config"], said["vllm_env"]
         model, parallel, lora = config["model_config"], config["parallel_config"], config["lora_config"]
         models = (await self.server.get("/v1/models"))["data"]

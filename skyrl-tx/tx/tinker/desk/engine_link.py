@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tx.tinker.backends.base import BackendInfo
 from tx.tinker.engine.channel import ApiChannel
-from tx.tinker.engine.messages import FromApi, FromEngine, Pulse, Ready, Stop
+from tx.tinker.engine.messages import FromApi, FromEngine, Pulse, Ready
 from tx.tinker.engine.process import WRONG_SETTINGS
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class EngineLink:
         supervision, self._supervision = self._supervision, None
         self._closing = True
         if self._process is not None and self._process.returncode is None:
-            await self.send(Stop())
+            self._signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), self._patience.stop)
         supervision.cancel()

@@ -27,7 +27,7 @@ from tx.tinker.backends.build import build_backend
 from tx.tinker.base_model import read_base_model
 from tx.tinker.config import EngineConfig
 from tx.tinker.engine.channel import EngineChannel
-from tx.tinker.engine.messages import Cancel, Pulse, Ready, Sample, Stop
+from tx.tinker.engine.messages import Cancel, Pulse, Ready, Sample
 from tx.tinker.engine.models import Models
 from tx.tinker.engine.process import ORPHANED, WRONG_SETTINGS, when_gone
 from tx.tinker.engine.sampling import Sampling
@@ -55,7 +55,7 @@ class Engine:
         self._training_thread = ThreadPoolExecutor(1, thread_name_prefix="training")
 
     async def serve(self) -> int:
-        """Until it is told to stop, or something of it ends that must not. Returns the exit status."""
+        """Until SIGTERM, or something of it ends that must not. Returns the exit status."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)
         channel = EngineChannel(self._address)
@@ -76,6 +76,7 @@ class Engine:
         reading = asyncio.create_task(self._read(channel, trainer, sampling))
         pulse = asyncio.create_task(_pulse(channel, backend, models, trainer, sampling))
         ended, _ = await asyncio.wait((training, reading, pulse, stopped), return_when=asyncio.FIRST_COMPLETED)
+        reading.cancel()  # what comes now is for the next engine
         self._stopping.set()
         trainer.inbox.put(_wake_up)
         await asyncio.wait((training,), timeout=FINISH_SECONDS + SNAPSHOT_SECONDS)
@@ -107,8 +108,6 @@ class Engine:
                     sampling.begin(message)
                 case Cancel():
                     sampling.cancel(message.request_ids)
-                case Stop():
-                    self._stop.set()
                 case _:
                     trainer.inbox.put(message)
 
@@ -146,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, default=os.getppid(), help="process with which this one ends")
     options = parser.parse_args(arguments)
     _log_to_stderr()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the API, which then says Stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the API, which then sends SIGTERM
     when_gone(options.parent, partial(os._exit, ORPHANED))
     try:
         return asyncio.run(_serve(EngineConfig.model_validate_json(options.config), options.channel))

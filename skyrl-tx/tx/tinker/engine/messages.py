@@ -82,10 +82,6 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_ids: list[str]
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
 # ---- from the engine
 
 
@@ -131,5 +127,5 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Of the training thread, since the start."""
 
 
-FromApi = CreateModel | Train | Optimize | Save | Load | Unload | Sample | Restore | Cancel | Stop
+FromApi = CreateModel | Train | Optimize | Save | Load | Unload | Sample | Restore | Cancel
 FromEngine = Ready | Done | Failed | Snapshotted | Pulse
