@@ -62,7 +62,7 @@ class ScriptedEngine:
     async def serve(self) -> None:
         info = BackendInfo(name="scripted", vocab_size=100, max_context=64, max_lora_rank=64)
         self.channel.send(Ready(info=info))
-        _pulse = asyncio.create_task(self.pulse())
+        pulse = asyncio.create_task(self.pulse())
         async for message in self.channel:
             match message:
                 case Cancel():
@@ -73,6 +73,7 @@ class ScriptedEngine:
                     await self.sample(message)
                 case ModelOrder():
                     await self.order(message)
+        pulse.cancel()
 
     async def pulse(self) -> None:
         while True:

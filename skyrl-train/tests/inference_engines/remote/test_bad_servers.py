@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fastapi.responses import JSONResponse
 from pretenders import forever, like_vllm, serving, something_else
 from server_process import free_port
 from transformers import AutoTokenizer
@@ -70,6 +71,13 @@ def test_a_server_that_does_not_run_is_named(served_model: str) -> None:
 
 def test_a_server_that_is_no_engine_is_refused(served_model: str) -> None:
     with serving(something_else()) as url, pytest.raises(ConfigError, match=f"{url} answers, but is neither a vLLM"):
+        connect(url, served_model)
+
+
+def test_a_server_that_cannot_tell_of_itself_is_mended_by_what_is_said(served_model: str) -> None:
+    app = like_vllm(served_model, vocab_size=SIZE, tokenize=spelled, dev_mode=False)
+    app.get("/server_info")(lambda: JSONResponse({"error": {"message": "no 'splitlines'"}}, 500))
+    with serving(app) as url, pytest.raises(ConfigError, match=r"no 'splitlines'(?s:.*)uv pip install pip"):
         connect(url, served_model)
 
 
