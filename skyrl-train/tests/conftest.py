@@ -10,11 +10,6 @@ import torch
 
 torch.set_num_threads(1)
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<start>{{ m['role'] }}:{{ m['content'] }}<end>{% endfor %}"
-    "{% if add_generation_prompt %}<start>assistant:{% endif %}"
-)
-
 
 @pytest.fixture(scope="session")
 def test_data() -> Path:
@@ -29,64 +24,23 @@ def test_data() -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Qwen3 of two layers and 64 words with random weights, as a folder."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from skyrl_train.testing.tiny_models import tiny_qwen3
 
     folder = tmp_path_factory.mktemp("models") / "tiny_qwen3"
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config)
-    for parameter in model.parameters():  # far from uniform, so that log-probs differ enough to be worth comparing
-        parameter.data.mul_(3.0)
-    model.save_pretrained(folder)
+    tiny_qwen3(hidden_size=32, scale=3.0, vocab_size=64, max_position_embeddings=128).save_pretrained(folder)
     return str(folder)
 
 
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Qwen3 of two layers with random weights and a tokenizer of one token a character, as a folder."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from skyrl_train.testing.tiny_models import character_tokenizer, tiny_qwen3
 
     folder = tmp_path_factory.mktemp("models") / "chat"
-    symbols = ["<pad>", "<end>", "<start>", "\n", *map(chr, range(32, 127))]
-    tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<end>",
-        additional_special_tokens=["<start>"],
-        chat_template=CHAT_TEMPLATE,
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(symbols),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer = character_tokenizer()
+    tokenizer.save_pretrained(folder)
+    model = tiny_qwen3(hidden_size=32, vocab_size=len(tokenizer), max_position_embeddings=256)
+    model.save_pretrained(folder)
     return str(folder)
 
 

@@ -18,53 +18,21 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the helpers beside this file; importlib mode does not
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<start>{{ m['role'] }}:{{ m['content'] }}<end>{% endfor %}"
-    "{% if add_generation_prompt %}<start>assistant:{% endif %}"
-)
-
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 of 0.1M random weights (2 layers, context 512, its own output layer) and a tokenizer of one token a
     character (99 tokens: 0 `<pad>`, 1 `<end>` = EOS, 2 `<start>`, newline and printable ASCII), as a folder."""
     import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    from skyrl_train.testing.tiny_models import character_tokenizer, tiny_qwen3
 
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("models") / "tiny-qwen3"
-    symbols = ["<pad>", "<end>", "<start>", "\n", *map(chr, range(32, 127))]
-    tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<end>",
-        additional_special_tokens=["<start>"],
-        chat_template=CHAT_TEMPLATE,
-    ).save_pretrained(folder)
-    config = Qwen3Config(
-        vocab_size=len(symbols),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config)
-    for parameter in model.parameters():  # far from uniform, so that log-probs differ enough to be worth comparing
-        parameter.data.mul_(3.0)
-    model.save_pretrained(folder)
+    tokenizer = character_tokenizer()
+    tokenizer.save_pretrained(folder)
+    shape = {"hidden_size": 64, "vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    tiny_qwen3(scale=3.0, tie_word_embeddings=False, **shape).save_pretrained(folder)
     return folder
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import skyrl_gym
@@ -24,6 +23,7 @@ from skyrl_train.generators.base import (
 )
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineInterface, InferenceEngineOutput
+from skyrl_train.testing.tiny_models import character_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m['content'] }}<|im_end|>\n{% endfor %}"
@@ -34,17 +34,7 @@ CHATML = (
 @pytest.fixture(scope="session")
 def characters() -> PreTrainedTokenizerFast:
     """Every character is a token; ChatML around the messages."""
-    vocabulary = ["<pad>", "<|im_start|>", "<|im_end|>", "\n", *map(chr, range(32, 127))]
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-        chat_template=CHATML,
-    )
+    return character_tokenizer(CHATML, start="<|im_start|>", end="<|im_end|>")
 
 
 @pytest.fixture(scope="session")

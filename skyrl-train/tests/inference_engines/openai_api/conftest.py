@@ -13,6 +13,7 @@ from openai import AsyncOpenAI, OpenAI
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.loading import load_tokenizer
 from skyrl_train.inference_engines.openai_api.server import EndpointServer
+from skyrl_train.testing.tiny_models import character_tokenizer, tiny_qwen3
 
 TOOL_TEMPLATE = (
     "{% if tools %}<start>system:tools"
@@ -43,40 +44,11 @@ FAREWELL = "Bye."
 def tool_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Qwen3 of two layers that calls `add` when asked for 2+3, tells the result and says goodbye. Its tokenizer has
     one token a character, and a few special ones."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
     folder = tmp_path_factory.mktemp("models") / "tool"
-    symbols = ["<pad>", "<end>", "<start>", "\n", *map(chr, range(32, 127)), "<tool_call>", "</tool_call>"]
-    tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_tokens([AddedToken("<tool_call>"), AddedToken("</tool_call>")])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<end>",
-        additional_special_tokens=["<start>"],
-        chat_template=TOOL_TEMPLATE,
-    )
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(symbols),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-    model = Qwen3ForCausalLM(config)
-    ids, written = _conversation(fast)
+    tokenizer = character_tokenizer(TOOL_TEMPLATE, added_tokens=["<tool_call>", "</tool_call>"])
+    tokenizer.save_pretrained(folder)
+    model = tiny_qwen3(hidden_size=64, vocab_size=len(tokenizer), max_position_embeddings=512)
+    ids, written = _conversation(tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for _ in range(120):
         logits = model(input_ids=ids[None, :-1]).logits[0]
