@@ -190,7 +190,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         """Makes engine `index`, just started again, as the others are."""
         if self.give_weights is not None:
             await self.give_weights(index)
-        for request in self._adapters.values():
+        for request in list(self._adapters.values()):
             await self.engines[index].load_lora(request)
 
     # ---- control of all engines that are up
@@ -244,9 +244,14 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
         """Engines that are started later load it, too. Raises WeightSyncError if the engines do not hold the same."""
-        report = _common(await self._supervisor.run_all(lambda engine: engine.load_lora(request)))
-        self._adapters[request.name] = request
-        return report
+        before = self._adapters.get(request.name)
+        self._adapters[request.name] = request  # at once: an engine that comes up while others load it loads it as well
+        try:
+            return _common(await self._supervisor.run_all(lambda engine: engine.load_lora(request)))
+        except BaseException:
+            if self._adapters.pop(request.name, None) and before is not None:
+                self._adapters[request.name] = before
+            raise
 
     async def unload_lora(self, name: str) -> None:
         self._adapters.pop(name, None)

@@ -38,6 +38,11 @@ class Failure:
     """`ModelError` says whose fault it is; anything else is ours."""
 
 
+class BackendLost(BaseException):
+    """Nothing can be computed by this backend any more; the text says why. The engine process ends, and the next one
+    does what was not done. No `Exception`, so that nobody takes it for the failure of one request."""
+
+
 class TrainingBackend(ABC):
     """Called from one thread."""
 
@@ -116,6 +121,7 @@ class SamplingBackend(ABC):
 
         Raises:
             ModelError: the adapter cannot be loaded, the output was not finite.
+            BackendLost: nobody's request will be answered any more.
         """
 
     @abstractmethod

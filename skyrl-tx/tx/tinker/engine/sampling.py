@@ -8,7 +8,7 @@ from pathlib import Path
 from loguru import logger
 
 from tx.errors import ModelError
-from tx.tinker.backends.base import SamplingBackend
+from tx.tinker.backends.base import BackendLost, SamplingBackend
 from tx.tinker.engine.messages import Done, Failed, FromEngine, Sample
 from tx.tinker.storage.folders import Folders
 from tx.tinker.wire.codec import encode_sample_output
@@ -25,6 +25,8 @@ class Sampling:
     def __init__(self, backend: SamplingBackend, folders: Folders, send: Callable[[FromEngine], None]):
         self.tokens: Counter[str] = Counter()
         """Written, by tenant."""
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done, with the reason, when nothing can be sampled here any more; what was asked for is left unanswered."""
         self._backend, self._folders, self._send = backend, folders, send
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -54,6 +56,9 @@ class Sampling:
         except FileNotFoundError:
             text = "the weights of this sampler are not there any more"
             self._send(Failed(request_id=order.request_id, error=text, category="user"))
+        except BackendLost as error:
+            if not self.lost.done():
+                self.lost.set_exception(error)
         except Exception as error:
             logger.opt(exception=error).error("a sample failed unexpectedly")
             text = f"the server failed at this request ({type(error).__name__}); its log says more"

@@ -13,10 +13,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from skyrl_train.errors import WorkerError
-from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.weight_sync.base import LoraLoadRequest
+
+
+class Loader(Protocol):
+    """Of an engine, what is needed here."""
+
+    async def load_lora(self, request: LoraLoadRequest) -> Any: ...
+
+    async def unload_lora(self, name: str) -> None: ...
 
 
 @dataclass(eq=False)
@@ -38,7 +46,7 @@ class AdapterSlots:
         num_slots: as many as it can hold
     """
 
-    def __init__(self, engine: InferenceEngineInterface, num_slots: int):
+    def __init__(self, engine: Loader, num_slots: int):
         self._engine = engine
         self._num_slots = num_slots
         self._slots: OrderedDict[Path, _Slot] = OrderedDict()

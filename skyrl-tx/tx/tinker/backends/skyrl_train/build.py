@@ -1,0 +1,101 @@
+"""The backend `skyrl_train` from its settings: Ray, the engines, training."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.utils.ray_cluster import start_ray
+from tx.errors import ConfigError
+from tx.tinker.backends.base import Backend, BackendInfo
+from tx.tinker.backends.skyrl_train.sampling import EngineSampling, takes_head
+from tx.tinker.backends.skyrl_train.settings import SkyRLTrainSettings
+from tx.tinker.backends.torch.training import TorchTraining
+from tx.tinker.base_model import BaseModelFacts
+from tx.tinker.config import EngineConfig
+from tx.tinker.types import LoraSpec
+
+
+def build(config: EngineConfig, facts: BaseModelFacts) -> Backend:
+    """Starts all processes, and waits for those that train; `start()` of the sampling waits for the engines.
+
+    Raises:
+        ConfigError: (ours or skyrl_train's) a setting is unknown or impossible, or there are too few GPUs.
+    """
+    settings = SkyRLTrainSettings.from_dict(config.backend_config)
+    engines = settings.engine_config(facts.folder, config.state_folder / "skyrl_train", facts.max_context)
+    if settings.ray_address:
+        os.environ["RAY_ADDRESS"] = settings.ray_address
+    start_ray(engines)
+    _check_gpus(engines)
+    trust = bool(settings.training.get("trust_remote_code", False))
+    sampling = SamplingWithRay(engines, settings.max_loaded_adapters, trust_remote_code=trust)
+    return Backend(training=_training(settings, engines, facts.folder), sampling=sampling)
+
+
+def _training(settings: SkyRLTrainSettings, engines: SkyRLConfig, base_model: Path) -> "AdaptersForEngines":
+    return AdaptersForEngines(
+        base_model,
+        frozen_head=settings.freeze_unembed and not takes_head(engines),
+        takes_head=takes_head(engines),
+        device=engines.trainer.placement.device,
+        dtype=settings.resolved_dtype(engines.trainer.placement.device),
+        max_lora_rank=settings.max_lora_rank,
+        **settings.training,
+    )
+
+
+class SamplingWithRay(EngineSampling):
+    """Ray ends with it."""
+
+    async def close(self) -> None:
+        try:
+            await super().close()
+        finally:
+            ray.shutdown()
+
+
+class AdaptersForEngines(TorchTraining):
+    """Trains only what the engines compute.
+
+    Args:
+        takes_head: they compute adapters of the output layer
+        frozen_head: where they do not, requests for such adapters are taken all the same, and that layer left alone
+    """
+
+    def __init__(self, base_model: Path, *, takes_head: bool, frozen_head: bool, **settings: Any):
+        super().__init__(base_model, **settings)
+        self._takes_head, self._frozen_head = takes_head, frozen_head
+
+    def info(self) -> BackendInfo:
+        can_train_unembed = self._takes_head or self._frozen_head
+        return msgspec.structs.replace(super().info(), name="skyrl_train", can_train_unembed=can_train_unembed)
+
+    def create(self, model_id: str, lora: LoraSpec) -> None:
+        super().create(model_id, self._trained(lora))
+
+    def restore(self, model_id: str, lora: LoraSpec, folder: Path) -> None:
+        super().restore(model_id, self._trained(lora), folder)
+
+    def _trained(self, lora: LoraSpec) -> LoraSpec:
+        return msgspec.structs.replace(lora, train_unembed=False) if self._frozen_head else lora
+
+
+def _check_gpus(config: SkyRLConfig) -> None:
+    """
+    Raises:
+        ConfigError: Ray has fewer than are asked for; nothing would ever start.
+    """
+    placement, generator = config.trainer.placement, config.generator
+    num_engines = generator.num_inference_engines if generator.run_engines_locally else 0
+    needed = placement.policy_world_size + num_engines * generator.engine_world_size
+    there = int(ray.cluster_resources().get("GPU", 0))
+    if placement.device == "cuda" and needed > there:
+        raise ConfigError(
+            f"backend_config.num_processes={placement.policy_world_size} and {num_engines} engines "
+            f"(generator.num_inference_engines) of {generator.engine_world_size} GPUs "
+            f"(generator.inference_engine_tensor_parallel_size) need {needed} GPUs; Ray has {there}"
+        )

@@ -1,0 +1,160 @@
+"""Sampling by engines of skyrl_train, each in a Ray process of its own or a server started elsewhere.
+
+Engines that die are started again with the adapters that were loaded, as often as `generator.max_engine_restarts`
+allows; their requests go on from the tokens they have. Knows folders of adapters and the client over the engines;
+nothing of training, tenants' rights or the wire.
+"""
+
+import contextlib
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.entrypoints.engines import check_engines, start_engines
+from skyrl_train.errors import UnsupportedByEngine, WeightSyncError, WorkerError
+from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
+from tx.errors import ConfigError, ModelError
+from tx.tinker.backends.base import BackendLost, SamplingBackend
+from tx.tinker.backends.skyrl_train.adapters import SteadyAdapters
+from tx.tinker.backends.skyrl_train.turns import Turns
+from tx.tinker.backends.torch.adapter_slots import AdapterSlots
+from tx.tinker.types import SampleOutput, SampleSpec, Sequence
+
+
+class EngineSampling(SamplingBackend):
+    """Samples from a base model and adapters of it. Ray must run.
+
+    Args:
+        config: checked settings of a run that generates: `generator.*` says which engines, the rank of
+            `trainer.policy.model.lora` how large an adapter may be
+        max_loaded_adapters: of each engine; requests that need more at the same time take turns
+        trust_remote_code: of the tokenizer
+
+    Raises:
+        ConfigError: of skyrl_train: engines that cannot be; none was started.
+    """
+
+    def __init__(self, config: SkyRLConfig, max_loaded_adapters: int, *, trust_remote_code: bool = False):
+        check_engines(config)
+        tokenizer = AutoTokenizer.from_pretrained(config.trainer.policy.model.path, trust_remote_code=trust_remote_code)
+        self._client: InferenceEngineClient = start_engines(config, tokenizer)
+        adapters = SteadyAdapters(self._client, takes_head=takes_head(config))
+        self._slots = AdapterSlots(adapters, max_loaded_adapters)
+        self._turns = Turns(config.generator.max_num_seqs * len(self._client.engines))
+        self._num_running = 0
+
+    async def start(self) -> None:
+        """Waits for the engines.
+
+        Raises:
+            ConfigError: they take no adapters.
+            WorkerError: one did not start.
+        """
+        info = await self._client.describe()
+        if why := info.lacks.get("lora"):
+            raise ConfigError(f"the {info.backend} engines take no adapters: {why}")
+
+    def num_running(self) -> int:
+        """Sequences asked for and not done."""
+        return self._num_running
+
+    async def sample(self, spec: SampleSpec, adapter: Path | None, *, tenant: str = "") -> SampleOutput:
+        if spec.topk_prompt_logprobs:
+            raise ModelError(
+                "topk_prompt_logprobs must be 0: the backend skyrl_train has no likeliest tokens of prompts; ask for "
+                "prompt_logprobs, or serve with --backend torch"
+            )
+        self._num_running += spec.num_samples
+        try:
+            async with self._turns.take(tenant, spec.num_samples), self._loaded(adapter) as name:
+                return await self._answer(spec, name)
+        except (ValueError, UnsupportedByEngine, WeightSyncError) as error:
+            raise ModelError(str(error)) from error
+        except TimeoutError as error:
+            raise ModelError(str(error), "server") from error
+        except WorkerError as error:
+            await self._raise_if_lost()
+            raise ModelError(str(error).splitlines()[0], "server") from error
+        finally:
+            self._num_running -= spec.num_samples
+
+    async def close(self) -> None:
+        await self._client.teardown()
+        await self._slots.close()
+
+    async def _raise_if_lost(self) -> None:
+        try:
+            await self._client.settle()
+        except WorkerError as error:
+            raise BackendLost(str(error)) from error
+
+    @contextlib.asynccontextmanager
+    async def _loaded(self, adapter: Path | None) -> AsyncIterator[str | None]:
+        if adapter is None:
+            yield None
+            return
+        async with self._slots.use(adapter) as name:
+            yield name
+
+    async def _answer(self, spec: SampleSpec, lora_name: str | None) -> SampleOutput:
+        """Engines score prompts at the temperature of the answer, for every answer again; we want temperature 1, once.
+        So where that is not the same the scores are a request of their own."""
+        params = spec.params
+        together = spec.prompt_logprobs and spec.num_samples == 1 and params.temperature in (0.0, 1.0)
+        scores = None
+        if spec.prompt_logprobs and not together:
+            score = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "ignore_eos": True}
+            scores = await self._generate(spec.prompt, score, [(params.seed, 0)], lora_name)
+        values = {
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "stop": list(params.stop_strings),
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": not params.stop_at_eos,
+            "skip_special_tokens": False,  # of the text that stops are looked for in
+        } | ({"prompt_logprobs": 0} if together else {})
+        seeds = [(params.seed, index) for index in range(spec.num_samples)]
+        answers = await self._generate(spec.prompt, values, seeds, lora_name)
+        return _output(spec, answers, scores or answers)
+
+    async def _generate(
+        self, prompt: list[int], params: dict[str, Any], seeds: list[tuple[int, int]], lora_name: str | None
+    ) -> InferenceEngineOutput:
+        """An answer a seed."""
+        return await self._client.generate(
+            InferenceEngineInput(
+                prompt_token_ids=[prompt] * len(seeds),
+                sampling_params=params | {"logprobs": 0, "seed": [list(seed) for seed in seeds]},
+                lora_name=lora_name,
+            )
+        )
+
+
+def takes_head(config: SkyRLConfig) -> bool:
+    """Whether the engines compute adapters of the output layer."""
+    return config.generator.backend == "native"
+
+
+def _output(spec: SampleSpec, answers: InferenceEngineOutput, scored: InferenceEngineOutput) -> SampleOutput:
+    log_probs = answers["response_logprobs"]
+    assert log_probs is not None
+    sequences = []
+    for tokens, values, reason in zip(answers["response_ids"], log_probs, answers["stop_reasons"], strict=True):
+        if reason not in ("stop", "length"):
+            raise ModelError("the engines were told to abort all requests", "server")
+        if not all(map(math.isfinite, values)):
+            raise ModelError("the model's output was not finite", "server")
+        sequences.append(Sequence(tokens, values, reason))
+    scores: list[float | None] | None = None
+    if spec.prompt_logprobs:
+        of_prompts = scored.get("prompt_logprobs")
+        assert of_prompts is not None
+        scores = [None, *of_prompts[0]]
+    return SampleOutput(sequences=sequences, prompt_logprobs=scores)

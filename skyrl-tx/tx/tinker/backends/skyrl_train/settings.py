@@ -1,0 +1,134 @@
+"""What `--backend-config` may say to the backend `skyrl_train`. Light: no torch, no Ray."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from skyrl_train.config import GeneratorConfig, PlacementConfig, SkyRLConfig, validate_generator_cfg
+from skyrl_train.config.rules.engines import check_backend
+from skyrl_train.config.typed import build
+from skyrl_train.errors import ConfigError as TrainerConfigError
+from tx.errors import ConfigError
+
+GENERATOR_SETTINGS = (
+    "backend",
+    "num_inference_engines",
+    "inference_engine_tensor_parallel_size",
+    "remote_inference_engine_urls",
+    "model_dtype",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "gpu_memory_utilization",
+    "enforce_eager",
+    "enable_prefix_caching",
+    "fully_sharded_loras",
+    "engine_init_kwargs",
+    "max_engine_restarts",
+    "engine_start_timeout_seconds",
+    "engine_control_timeout_seconds",
+    "engine_health_interval_seconds",
+    "request_timeout_seconds",
+)
+"""Of skyrl_train's `generator.*`, what is for engines that serve; with that prefix here too, and that meaning."""
+TRAINING_SETTINGS = (
+    "tokens_per_micro_batch",
+    "chunk_size",
+    "gradient_checkpointing",
+    "max_resident_models",
+    "trust_remote_code",
+)
+"""Of the `torch` backend's `TrainingSettings`, what training here has too, with that meaning."""
+_PREFIX = "generator."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkyRLTrainSettings:
+    """The home of what is this backend's own."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What training processes and engines compute on; Ray says on which GPUs. `auto`: GPUs if this machine has one."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the base model, in training and (unless `generator.model_dtype` says otherwise) in engines. None: float32 on a
+    CPU, else bfloat16."""
+    num_processes: int = 1
+    """Processes that train, on a GPU each. Engines have GPUs of their own."""
+    max_lora_rank: int = 32
+    """An adapter of a larger rank is refused. vLLM reserves memory for `max_loaded_adapters` of this rank."""
+    max_loaded_adapters: int = 8
+    """In each engine at a time; requests that need more take turns."""
+    freeze_unembed: bool = False
+    """Adapters leave the output layer alone, whatever a request's `train_unembed` says: for programs that cannot say
+    false to engines other than `native`, which compute that layer without adapters. False: such requests are refused.
+    """
+    ray_address: str | None = None
+    """`HOST:PORT` of a Ray cluster to join. None: that of RAY_ADDRESS, or one of this machine, which ends with the
+    server."""
+    training: Mapping[str, Any] = field(default_factory=dict)
+    generator: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "SkyRLTrainSettings":
+        """Reads and checks what can be known without torch.
+
+        Raises:
+            ConfigError: an unknown name (with the nearest), a value that is impossible, engines that are not installed.
+        """
+        own, sections = {}, {"training": {}, "generator": {}}
+        for name, value in values.items():
+            if name not in known_settings():
+                near = difflib.get_close_matches(name, known_settings(), n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known_settings())}"
+                raise ConfigError(f"unknown setting backend_config.{name}; {hint}")
+            if name.startswith(_PREFIX):
+                sections["generator"][name.removeprefix(_PREFIX)] = value
+            else:
+                (sections["training"] if name in TRAINING_SETTINGS else own)[name] = value
+        try:
+            settings = build(cls, own | sections, "backend_config")
+            check_backend(build(GeneratorConfig, settings._generator_values(), "generator", SkyRLConfig))
+        except TrainerConfigError as error:
+            raise ConfigError(str(error)) from error
+        for name in ("num_processes", "max_lora_rank", "max_loaded_adapters"):
+            if getattr(settings, name) < 1:
+                raise ConfigError(f"backend_config.{name} must be at least 1; got {getattr(settings, name)}")
+        return settings
+
+    def engine_config(self, base_model: Path, run_folder: Path, max_context: int) -> SkyRLConfig:
+        """skyrl_train's settings of a run that only generates, checked. Logs go to `run_folder`.
+
+        Raises:
+            ConfigError: of skyrl_train.
+        """
+        placement = PlacementConfig(colocate_all=False, policy_num_gpus_per_node=self.num_processes, device=self.device)
+        placement.device = placement.resolved_device()
+        model = {"path": str(base_model), "lora": {"rank": self.max_lora_rank}}
+        trainer = {"policy": {"model": model}, "placement": asdict(placement), "run_dir": str(run_folder)}
+        dtype = self.resolved_dtype(placement.device)
+        values = {"trainer": trainer, "generator": {"model_dtype": dtype} | self._generator_values()}
+        config = validate_generator_cfg(values)
+        own_kwargs = {"max_model_len": max_context} | self._room_for_adapters(config.generator.backend)
+        config.generator.engine_init_kwargs = own_kwargs | config.generator.engine_init_kwargs
+        return config
+
+    def resolved_dtype(self, device: str) -> str:
+        """`dtype`, with None answered."""
+        return self.dtype or ("float32" if device == "cpu" else "bfloat16")
+
+    def _generator_values(self) -> dict[str, Any]:
+        remote = "remote_inference_engine_urls" in self.generator
+        defaults = {"backend": "auto" if remote else "vllm", "run_engines_locally": not remote}
+        return defaults | {"weight_sync_strategy": "adapter"} | dict(self.generator)
+
+    def _room_for_adapters(self, backend: str) -> dict[str, Any]:
+        if backend == "native":
+            return {"max_loras": self.max_loaded_adapters}
+        # One that is put out may answer for a moment yet, and vLLM's last slot stays empty on a CPU.
+        return {"max_loras_per_batch" if backend == "sglang" else "max_loras": self.max_loaded_adapters + 2}
+
+
+def known_settings() -> list[str]:
+    """Every name that `--backend-config` may have."""
+    own = [field.name for field in fields(SkyRLTrainSettings) if field.name not in ("training", "generator")]
+    return [*own, *TRAINING_SETTINGS, *(_PREFIX + name for name in GENERATOR_SETTINGS)]

@@ -1,0 +1,56 @@
+"""Whose turn it is for the rows of engines: in the order of arrival within a tenant, the tenants in turn.
+
+A tenant may begin something while it holds less than `GREED` times the rows that are free (the native engine's rule,
+`skyrl_train.inference_engines.native.waiting`, for requests of several rows). So rows are never all taken by those who
+came first. Knows no engines.
+"""
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from skyrl_train.inference_engines.native.waiting import GREED
+
+
+class Turns:
+    """
+    Args:
+        num_rows: sequences that all engines write at the same time
+    """
+
+    def __init__(self, num_rows: int):
+        self._free = num_rows
+        self._held: Counter[str] = Counter()
+        self._queues: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
+
+    @asynccontextmanager
+    async def take(self, tenant: str, num_rows: int) -> AsyncIterator[None]:
+        """Waits for rows, and holds them until the end of the block. Who wants more than are free gets them all the
+        same, and the next ones wait for longer."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(tenant, deque()).append((num_rows, turn))
+        self._serve()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self._free += num_rows
+                self._held[tenant] -= num_rows
+                self._held += Counter()  # forgets those at 0
+            self._serve()
+
+    def _serve(self) -> None:
+        while (tenant := self._next()) is not None:
+            num_rows, turn = self._queues[tenant].popleft()
+            self._queues.move_to_end(tenant)
+            if not turn.cancelled():
+                self._free -= num_rows
+                self._held[tenant] += num_rows
+                turn.set_result(None)
+
+    def _next(self) -> str | None:
+        for tenant in [tenant for tenant, queue in self._queues.items() if not queue]:
+            del self._queues[tenant]
+        return next((tenant for tenant in self._queues if self._held[tenant] < GREED * self._free), None)
