@@ -120,8 +120,7 @@ class FrozenProduct:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         self.weight, self.bias = weight, bias
-        on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-        self._onednn = on_cpu and torch.backends.mkldnn.is_available() and weight.numel() > _SMALL
+        self._onednn = _is_for_onednn(weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[N, in] -> [N, out]"""
@@ -136,15 +135,33 @@ class FrozenProduct:
         return gradient @ self.weight
 
 
+def _is_for_onednn(weight: torch.Tensor) -> bool:
+    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return on_cpu and torch.backends.mkldnn.is_available() and weight.numel() > _SMALL
+
+
+class FrozenLinear(FrozenProduct):
+    """Of an `nn.Linear`, or transformers' Conv1D, which keeps its weight as [in, out]. The module is asked at each
+    product: of a sharded model it holds the whole weight only then."""
+
+    def __init__(self, module: Any):
+        self._module, self._transposed = module, not isinstance(module, nn.Linear)
+        self._onednn = _is_for_onednn(module.weight)
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        return self._module.weight.t() if self._transposed else self._module.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:  # type: ignore[override]
+        return self._module.bias
+
+
 class AdaptedLinear:
-    """Takes the place of the `forward` of a linear layer of the base model.
+    """Takes the place of the `forward` of a linear layer of the base model."""
 
-    Args:
-        weight: [out, in]
-    """
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        self.product = FrozenProduct(weight, bias)
+    def __init__(self, product: FrozenProduct):
+        self.product = product
         self.parts: Sequence[Part] = ()
         """Of the pass under way."""
         self.num_rows = 0
@@ -208,13 +225,6 @@ def add_gradient(part: Part, x: torch.Tensor, low: torch.Tensor, dy: torch.Tenso
         part.gradient.b.addmm_(low.t(), dy)
     if dx is not None:
         dx.addmm_(back, part.matrices.a)
-
-
-def adapted_linear(module: nn.Module) -> AdaptedLinear:
-    """For an `nn.Linear`, or transformers' Conv1D, which keeps its weight as [in, out]."""
-    weight = module.get_parameter("weight")
-    bias = getattr(module, "bias", None)
-    return AdaptedLinear(weight if isinstance(module, nn.Linear) else weight.t(), bias)
 
 
 def set_parts(layers: Mapping[str, AdaptedLinear], parts: Sequence[dict[str, Part]], num_rows: int, root: Any) -> None:

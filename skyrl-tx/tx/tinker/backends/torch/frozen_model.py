@@ -17,10 +17,11 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.models.cpu_linear import use_onednn_linear
 from skyrl_train.models.lora import PARTS_OF_EXPERTS
 from skyrl_train.models.scoring import logit_rule
-from tx.tinker.backends.torch.adapters import AdaptedLinear, Site, adapted_linear
+from tx.tinker.backends.torch.adapters import AdaptedLinear, FrozenLinear, Site
 from tx.tinker.backends.torch.experts import use_exact_experts
 from tx.tinker.backends.torch.head import Head, Targets
 from tx.tinker.backends.torch.layout import ATTENTION, PassLayout, lay_out
+from tx.tinker.backends.torch.peers import ALONE, Peers
 from tx.tinker.backends.torch.settings import TrainingSettings
 from tx.tinker.types import Datum
 
@@ -38,14 +39,15 @@ class FrozenModel:
 
     Args:
         folder: of config and weights.
+        peers: who hold it together; making it, and each forward and backward, is a collective then.
 
     Raises:
         ConfigError: the model cannot be computed here, and why.
     """
 
-    def __init__(self, folder: Path, settings: TrainingSettings):
+    def __init__(self, folder: Path, settings: TrainingSettings, peers: Peers = ALONE):
         self.device, self.dtype = settings.torch_device, settings.torch_dtype
-        model = _load(folder, settings)
+        model = _load(folder, settings, peers)
         self.model: Any = model
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
         self.max_context = _max_context(model.config)
@@ -62,10 +64,10 @@ class FrozenModel:
         self.layers: dict[str, AdaptedLinear] = {}
         for site in self.sites:
             module = modules[site.name]
-            self.layers[site.name] = module.forward = adapted_linear(module)  # type: ignore[method-assign]
+            self.layers[site.name] = module.forward = AdaptedLinear(FrozenLinear(module))  # type: ignore[method-assign]
         self.sites.append(Site(head_name, "unembed", head.in_features, head.out_features))
         self.head_name = head_name
-        self.head = Head(adapted_linear(head).product, logit_rule(model.config), settings.chunk_size)
+        self.head = Head(FrozenLinear(head), logit_rule(model.config), settings.chunk_size)
         if self.device.type == "cpu":
             use_onednn_linear(model)
             self.one_model_a_pass |= not use_exact_experts(model)
@@ -87,25 +89,29 @@ class FrozenModel:
         return output.last_hidden_state[0]
 
 
-def _load(folder: Path, settings: TrainingSettings) -> Any:
+def _load(folder: Path, settings: TrainingSettings, peers: Peers) -> Any:
     """In eval mode, so nothing is dropped at random."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
             f"{folder} ({config.model_type}) has an encoder: only causal language models are trained here"
         )
+    options = dict(
+        dtype=settings.torch_dtype, attn_implementation=ATTENTION, trust_remote_code=settings.trust_remote_code
+    )
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=settings.torch_dtype,
-            attn_implementation=ATTENTION,
-            trust_remote_code=settings.trust_remote_code,
-        )
+        if peers.rank == 0:
+            model = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
+        else:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, **options)
     except ValueError as error:
         raise ConfigError(f"{folder} cannot be trained here: {error}") from error
-    model.to(settings.torch_device)  # pyright: ignore[reportArgumentType]
     model.eval().requires_grad_(False)
+    if peers.size > 1:
+        peers.shard(model, folder, settings.torch_device)
+    else:
+        model.to(settings.torch_device)  # pyright: ignore[reportArgumentType]
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for module in model.modules():

@@ -15,6 +15,7 @@ Shapes: N tokens of a pass with filler, S slots of attention.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,6 +95,25 @@ def padded_length(length: int) -> int:
     while unit * 16 <= length:
         unit *= 2
     return -(-length // unit) * unit
+
+
+def cut(data: Sequence[Datum], num_tokens: int) -> list[list[Datum]]:
+    """Consecutive data in parts of at most so many tokens; a longer datum is a part of its own."""
+    parts: list[list[Datum]] = []
+    room = 0
+    for datum in data:
+        if not parts or len(datum.tokens) > room:
+            parts.append([])
+            room = num_tokens
+        parts[-1].append(datum)
+        room -= len(datum.tokens)
+    return parts
+
+
+def micro_batches(data: Sequence[Datum], num_tokens: int, num_ranks: int = 1) -> list[list[Datum]]:
+    """How a request is cut: by length alone, for as many ranks, each of which holds at most so many tokens."""
+    parts = cut(data, num_tokens)
+    return [list(chain(*parts[i : i + num_ranks])) for i in range(0, len(parts), num_ranks)]
 
 
 def lay_out(data_of_models: Sequence[Sequence[Datum]], device: torch.device) -> PassLayout:

@@ -1,6 +1,7 @@
 """What `--backend-config` may say to the torch backend's training."""
 
 import difflib
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -32,6 +33,11 @@ class TrainingSettings:
     """Adapters in memory at a time."""
     trust_remote_code: bool = False
     """Runs the model's own code, if its folder has some."""
+    num_processes: int = 1
+    """Processes of this machine that train together, the base model divided over them (FSDP2); on CUDA, each with a GPU
+    of its own. Sampling has another copy of the model, whole."""
+    process_timeout_seconds: float = 600.0
+    """Above 1 process: one that does not answer for so long is given up, and training starts anew."""
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainingSettings":
@@ -64,14 +70,32 @@ class TrainingSettings:
         tokens = self.tokens_per_micro_batch or (2048 if on_cpu else 16384)
         open_ones = {"device": device, "dtype": dtype, "tokens_per_micro_batch": tokens}
         settings = TrainingSettings(**(asdict(self) | open_ones))
-        for name in ("tokens_per_micro_batch", "chunk_size", "max_lora_rank", "max_resident_models"):
+        for name in ("tokens_per_micro_batch", "chunk_size", "max_lora_rank", "max_resident_models", "num_processes"):
             _check_positive(name, getattr(settings, name))
         for name in ("gradient_checkpointing", "trust_remote_code"):
             if not isinstance(getattr(settings, name), bool):
                 raise ConfigError(f"backend_config.{name} must be true or false; got {getattr(settings, name)!r}")
         if settings.chunk_size % 32:
             raise ConfigError(f"backend_config.chunk_size must be a multiple of 32; got {settings.chunk_size}")
+        seconds = settings.process_timeout_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+            raise ConfigError(f"backend_config.process_timeout_seconds must be a number above 0; got {seconds!r}")
+        settings._check_devices()
         return settings
+
+    def _check_devices(self) -> None:
+        device, count = self.torch_device, torch.cuda.device_count()
+        if self.num_processes == 1 or device.type == "cpu":
+            return
+        if device.index is not None:
+            raise ConfigError(
+                f"backend_config.num_processes={self.num_processes} takes the first so many GPUs: set device=cuda, and "
+                f"CUDA_VISIBLE_DEVICES to choose them; got device={self.device!r}"
+            )
+        if self.num_processes > count:
+            raise ConfigError(
+                f"backend_config.num_processes must be at most the number of GPUs, {count}; got {self.num_processes}"
+            )
 
     @property
     def torch_device(self) -> torch.device:

@@ -1,8 +1,7 @@
 """Training of many adapters of one frozen model, in this process. Knows no HTTP, no order of requests.
 
-A pass is one forward and backward of the base model over the data of several models, laid end to end; from the last
-hidden states on each model goes alone: its output layer, its loss, its gradient. With whom a model shares a pass
-changes no bit of what it gets (float32 on a CPU with one thread); `layout` and `adapters` say why.
+With whom a model shares a pass (`joint_pass`) changes no bit of what it gets (float32 on a CPU with one thread);
+`layout` and `adapters` say why.
 """
 
 import logging
@@ -15,14 +14,14 @@ import torch
 from torch import nn
 
 from tx.errors import ModelError
-from tx.tinker.backends.base import BackendInfo, Failure, TrainingBackend
+from tx.tinker.backends.base import BackendInfo, BackendLost, Failure, TrainingBackend
 from tx.tinker.backends.torch import files
 from tx.tinker.backends.torch.adam import adamw_, clip_
-from tx.tinker.backends.torch.adapters import Adapter, set_parts
+from tx.tinker.backends.torch.adapters import Adapter
 from tx.tinker.backends.torch.frozen_model import FrozenModel
-from tx.tinker.backends.torch.head import Targets
-from tx.tinker.backends.torch.layout import Segment, lay_out
-from tx.tinker.backends.torch.losses import LOSSES, loss_inputs
+from tx.tinker.backends.torch.joint_pass import failure, run_together
+from tx.tinker.backends.torch.layout import micro_batches
+from tx.tinker.backends.torch.peers import ALONE, Peers
 from tx.tinker.backends.torch.settings import TrainingSettings
 from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPass
 
@@ -34,16 +33,17 @@ class TorchTraining(TrainingBackend):
 
     Args:
         base_model_folder: of a transformers causal LM.
+        peers: who train together; each calls each method, in the same order.
         settings: fields of `TrainingSettings`.
 
     Raises:
         ConfigError: an unknown or impossible setting, a model that cannot be trained here.
     """
 
-    def __init__(self, base_model_folder: str | Path, **settings: Any):
+    def __init__(self, base_model_folder: str | Path, *, peers: Peers = ALONE, **settings: Any):
         self._settings = TrainingSettings.from_dict(settings)
-        self._folder = Path(base_model_folder)
-        self._base = FrozenModel(self._folder, self._settings)
+        self._folder, self._peers = Path(base_model_folder), peers
+        self._base = FrozenModel(self._folder, self._settings, peers)
         self._adapters: dict[str, Adapter] = {}
 
     def info(self) -> BackendInfo:
@@ -53,7 +53,7 @@ class TorchTraining(TrainingBackend):
             max_context=self._base.max_context,
             max_lora_rank=self._settings.max_lora_rank,
             max_resident_models=self._settings.max_resident_models,
-            pass_tokens=self._tokens_of_pass,
+            pass_tokens=self._tokens_of_pass * self._peers.size,
         )
 
     @property
@@ -92,15 +92,7 @@ class TorchTraining(TrainingBackend):
     # ---- passes
 
     def micro_batches(self, data: Sequence[Datum]) -> list[list[Datum]]:
-        batches: list[list[Datum]] = []
-        room = 0
-        for datum in data:
-            if not batches or len(datum.tokens) > room:
-                batches.append([])
-                room = self._tokens_of_pass
-            batches[-1].append(datum)
-            room -= len(datum.tokens)
-        return batches
+        return micro_batches(data, self._tokens_of_pass, self._peers.size)
 
     def run(self, passes: Sequence[TrainingPass]) -> list[PassOutput | Failure]:
         results: list[PassOutput | Failure | None] = [self._refusal(each) for each in passes]
@@ -173,100 +165,41 @@ class TorchTraining(TrainingBackend):
         return None
 
     def _shared(self, passes: Sequence[TrainingPass], indices: list[int]) -> Iterator[list[int]]:
-        """Which passes go together: forward ones apart from those with gradient, of no more tokens than a pass has."""
+        """Which passes go together: forward ones apart from those with gradient, of no more tokens on any rank than a
+        pass has."""
         for forward_only in (True, False):
             together: list[int] = []
-            room = 0
+            room = np.zeros(self._peers.size)
             for i in indices:
                 if passes[i].forward_only != forward_only:
                     continue
-                num_tokens = sum(len(datum.tokens) for datum in passes[i].data)
-                if together and (num_tokens > room or self._base.one_model_a_pass):
+                tokens = self._tokens_of_ranks(passes[i].data)
+                if together and (bool((tokens > room).any()) or self._base.one_model_a_pass):
                     yield together
                     together = []
-                room = (room if together else self._tokens_of_pass) - num_tokens
+                room = (room if together else self._tokens_of_pass) - tokens
                 together.append(i)
             if together:
                 yield together
 
+    def _tokens_of_ranks(self, data: Sequence[Datum]) -> np.ndarray:
+        lengths = [len(datum.tokens) for datum in data]
+        return np.bincount(self._peers.owners(data), lengths, self._peers.size)
+
     def _run_safely(self, passes: Sequence[TrainingPass]) -> Sequence[PassOutput | Failure]:
         """Together, and one by one if that fails: then only who is to blame does."""
+        adapters = [self._adapter(each.model_id) for each in passes]
         try:
-            return self._run_together(passes)
+            return run_together(self._base, self._peers, passes, adapters)
         except Exception as error:  # whatever it is, it is told to the one it belongs to
+            if self._peers.size > 1:  # the others are in the middle of the pass, and wait for this one
+                raise BackendLost(f"training process {self._peers.rank} failed in a pass: {error!r}") from error
             if len(passes) == 1:
-                return [_failure(passes[0], error)]
+                return [failure(passes[0], error)]
             logger.warning("a pass of %d models failed, each is tried alone: %s", len(passes), error)
         if self._base.device.type == "cuda":
             torch.cuda.empty_cache()
         return [result for each in passes for result in self._run_safely([each])]
-
-    def _run_together(self, passes: Sequence[TrainingPass]) -> list[PassOutput | Failure]:
-        """Gradients are added to the models' own at the very end, when nothing can fail any more."""
-        base, with_gradient = self._base, not passes[0].forward_only
-        adapters = [self._adapter(each.model_id) for each in passes]
-        layout = lay_out([each.data for each in passes], base.device)
-        gradients = [
-            torch.zeros_like(adapter.weights, dtype=base.dtype) if with_gradient else None for adapter in adapters
-        ]
-        parts = [
-            adapter.parts(segment.start, segment.end, gradient)
-            for adapter, segment, gradient in zip(adapters, layout.segments, gradients, strict=True)
-        ]
-        root = torch.zeros((), device=base.device, requires_grad=True) if with_gradient else None
-        set_parts(base.layers, parts, layout.input_ids.shape[1], root)
-        try:
-            with torch.set_grad_enabled(with_gradient):
-                hidden = base.hidden_states(layout)
-            of_hidden = torch.zeros_like(hidden) if with_gradient else None
-            results = [
-                self._score(each, segment, part.get(base.head_name), hidden, of_hidden)
-                for each, segment, part in zip(passes, layout.segments, parts, strict=True)
-            ]
-            if of_hidden is not None and hidden.requires_grad:
-                hidden.backward(of_hidden)
-        finally:
-            set_parts(base.layers, (), 0, None)
-        for adapter, gradient, result in zip(adapters, gradients, results, strict=True):
-            if gradient is not None and isinstance(result, PassOutput):
-                if adapter.gradient is None:
-                    adapter.gradient = torch.zeros_like(adapter.weights)
-                adapter.gradient.add_(gradient)
-        return results
-
-    def _score(
-        self, each: TrainingPass, segment: Segment, part: Any, hidden: torch.Tensor, of_hidden: torch.Tensor | None
-    ) -> PassOutput | Failure:
-        """A model's log-probs and loss, and the gradient of its rows of the hidden states."""
-        try:
-            inputs = loss_inputs(each.loss_fn, each.data, each.loss_config, self._base.device)
-            rows = slice(segment.start, segment.end)
-            scored = self._base.head.score(hidden.detach()[rows], Targets.of(each.data), part)
-            log_probs = scored.log_probs.requires_grad_(of_hidden is not None)
-            with torch.set_grad_enabled(of_hidden is not None):
-                losses, metrics = LOSSES[each.loss_fn](log_probs, inputs)
-            if of_hidden is not None:
-                (gradient,) = torch.autograd.grad(losses.sum(), log_probs)
-                of_hidden[rows] = scored.backward(gradient)
-        except Exception as error:  # this model's alone: the others go on
-            return _failure(each, error)
-        total = float(losses.detach().sum(dtype=torch.float64))
-        flat = log_probs.detach().cpu().numpy()
-        cuts = np.cumsum([datum.inputs["target_tokens"].size for datum in each.data])[:-1]
-        return PassOutput(
-            [
-                piece.reshape(datum.inputs["target_tokens"].shape)
-                for piece, datum in zip(np.split(flat, cuts), each.data, strict=True)
-            ],
-            {"loss:sum": total, "targets:sum": float(len(flat)), **metrics},
-        )
-
-
-def _failure(each: TrainingPass, error: Exception) -> Failure:
-    """Without the traceback, which would keep the tensors of the pass alive; it is in the log if the fault is ours."""
-    if not isinstance(error, ModelError):
-        logger.error("a pass of model %s failed", each.model_id, exc_info=error)
-    return Failure(error.with_traceback(None))
 
 
 def _check_data(data: Sequence[Datum], vocab_size: int, max_context: int) -> None:

@@ -1,0 +1,85 @@
+"""Training over several processes, seen from the engine: every call goes to all of them, and the first one answers."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tx.tinker.backends.base import BackendInfo, BackendLost, Failure, TrainingBackend
+from tx.tinker.backends.torch.layout import micro_batches
+from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPass
+
+
+class Members(ABC):
+    """The processes. Each holds a `MemberTraining`."""
+
+    @abstractmethod
+    def call(self, method: str, *args: Any, **options: Any) -> list[Any]:
+        """`training.method(*args, **options)` on all: what it returned or the exception it raised, in rank order.
+
+        Raises:
+            BackendLost: one of them has ended, or did not answer in time. No call can succeed after that.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends them."""
+
+
+class GroupTraining(TrainingBackend):
+    """The training of members who compute together."""
+
+    def __init__(self, members: Members):
+        self._members = members
+        self._num_members = len(members.call("info"))
+        self._info: BackendInfo = self._all("info")
+
+    def info(self) -> BackendInfo:
+        return self._info
+
+    def create(self, model_id: str, lora: LoraSpec) -> None:
+        self._all("create", model_id, lora)
+
+    def forget(self, model_id: str) -> None:
+        self._all("forget", model_id)
+
+    def micro_batches(self, data: Sequence[Datum]) -> list[list[Datum]]:
+        return micro_batches(data, self._info.pass_tokens // self._num_members, self._num_members)
+
+    def run(self, passes: Sequence[TrainingPass]) -> list[PassOutput | Failure]:
+        return self._all("run", list(passes))
+
+    def copy_gradient(self, model_id: str) -> None:
+        """The copies stay with the members, one a model."""
+        self._all("copy_gradient", model_id)
+
+    def put_gradient(self, model_id: str, gradient: None) -> None:
+        self._all("put_gradient", model_id, gradient)
+
+    def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
+        return self._all("optim_step", model_id, adam)
+
+    def save(self, model_id: str, folder: Path, *, state: bool) -> None:
+        answer = self._members.call("save", model_id, folder, state=state)[0]  # who alone writes
+        if isinstance(answer, Exception):
+            raise answer
+
+    def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
+        self._all("load", model_id, folder, optimizer=optimizer)
+
+    def restore(self, model_id: str, lora: LoraSpec, folder: Path) -> None:
+        self._all("restore", model_id, lora, folder)
+
+    def close(self) -> None:
+        self._members.close()
+
+    def _all(self, method: str, *args: Any, **options: Any) -> Any:
+        """The first one's answer, if all have done it or none has."""
+        answers = self._members.call(method, *args, **options)
+        failed = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Exception)}
+        if failed and len(failed) < len(answers):
+            rank, error = next(iter(failed.items()))
+            raise BackendLost(f"training process {rank} could not {method} where others could: {error!r}")
+        if failed:
+            raise failed[0]
+        return answers[0]
