@@ -2,6 +2,7 @@
 
 import difflib
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tx.errors import ConfigError
@@ -27,17 +28,37 @@ def build_backend(config: EngineConfig, facts: "BaseModelFacts") -> Backend:
     Raises:
         ConfigError: a setting of `backend_config` is unknown or impossible, or the model cannot be used here.
     """
-    if config.backend != "torch":
-        raise ConfigError(f"backend must be torch: {config.backend} is not there yet")
     from skyrl_train.errors import ConfigError as TrainerConfigError
 
     try:
-        return _torch_backend(dict(config.backend_config), facts)
+        if config.backend == "skyrl_train":
+            from tx.tinker.backends.skyrl_train.build import build
+
+            return build(config, facts)
+        return _torch_backend(dict(config.backend_config), facts, config.state_folder / "logs")
     except TrainerConfigError as error:
         raise ConfigError(str(error)) from error
 
 
-def _torch_backend(settings: dict[str, Any], facts: "BaseModelFacts") -> Backend:
+def check_backend(config: EngineConfig) -> None:
+    """What can be known of `backend_config` without torch.
+
+    Raises:
+        ConfigError: a setting is unknown or impossible, or what it names is not installed.
+    """
+    if config.backend == "skyrl_train":
+        from tx.tinker.backends.skyrl_train.settings import SkyRLTrainSettings
+
+        SkyRLTrainSettings.from_dict(config.backend_config)
+
+
+def import_backend(config: EngineConfig) -> None:
+    """What `build_backend` will import; most of the time that a small model's takes."""
+    if config.backend == "torch":
+        from tx.tinker.backends.torch import sampling, training  # noqa: F401
+
+
+def _torch_backend(settings: dict[str, Any], facts: "BaseModelFacts", log_folder: Path) -> Backend:
     from tx.tinker.backends.torch.settings import TrainingSettings
 
     _check_names(settings, [*(field.name for field in fields(TrainingSettings)), *SAMPLING_SETTINGS])
@@ -51,16 +72,24 @@ def _torch_backend(settings: dict[str, Any], facts: "BaseModelFacts") -> Backend
     resolved = TrainingSettings.from_dict(settings)
 
     from tx.tinker.backends.torch.sampling import NativeSampling  # seconds, which a wrong setting need not cost
-    from tx.tinker.backends.torch.training import TorchTraining
 
-    training = TorchTraining(facts.folder, **settings)
+    if resolved.num_processes == 1:
+        from tx.tinker.backends.torch.training import TorchTraining
+
+        training = TorchTraining(facts.folder, **settings)
+        shared = training.base_model
+    else:
+        from tx.tinker.backends.torch.group import GroupTraining
+        from tx.tinker.backends.torch.local_members import LocalMembers
+
+        training, shared = GroupTraining(LocalMembers.of(facts.folder, resolved, log_folder)), None
     sampling = NativeSampling(
         facts.folder,
         device=resolved.device,
         dtype=resolved.dtype or "float32",
         max_context=training.info().max_context,
         max_lora_rank=resolved.max_lora_rank,
-        share_with=training.base_model,
+        share_with=shared,
         **for_sampling,
     )
     return Backend(training=training, sampling=sampling)

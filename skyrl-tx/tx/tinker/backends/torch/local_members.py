@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
@@ -15,6 +15,7 @@ from skyrl_train.utils.process_log import log_tail
 from skyrl_train.workers.model_worker import RankInfo
 from tx.tinker.backends.base import BackendLost
 from tx.tinker.backends.torch.group import Members
+from tx.tinker.backends.torch.settings import TrainingSettings
 
 GRACE_SECONDS = 1.0
 """A process that lost its peer may end before it: so long is waited for the one that it was about."""
@@ -82,6 +83,19 @@ class LocalMembers(Members):
             self.close()
             raise
 
+    @classmethod
+    def of(cls, base_model_folder: str | Path, settings: TrainingSettings, log_folder: Path) -> "LocalMembers":
+        """As the settings of the `torch` backend say."""
+        others = asdict(settings)
+        return cls(
+            base_model_folder,
+            num_processes=others.pop("num_processes"),
+            device=others.pop("device"),
+            log_folder=log_folder,
+            timeout_seconds=others.pop("process_timeout_seconds"),
+            **others,
+        )
+
     def call(self, method: str, *args: Any, **options: Any) -> list[Any]:
         order = ForkingPickler.dumps((method, args, options))
         for each in self._processes:
@@ -112,8 +126,9 @@ class LocalMembers(Members):
         while pending:
             ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
             if not ready:
+                silent = list(pending.values())
                 raise BackendLost(
-                    f"{', '.join(each.name for each in pending.values())} did not {method} within "
+                    f"{_logs(silent)}\n{', '.join(each.name for each in silent)} did not {method} within "
                     f"{self._timeout_seconds:g} s (backend_config.process_timeout_seconds)"
                 )
             for connection in ready:
@@ -133,9 +148,8 @@ class LocalMembers(Members):
         gone = sorted((each for each in self._processes if each.is_gone), key=lambda each: each.process.returncode)
         if not gone:
             return BackendLost("the connection to a training process was closed")
-        logs = "\n".join(f"--- end of {each.log}:\n{log_tail(each.log)}" for each in gone)
         how = "; ".join(f"{each.name} {_end(each.process.returncode)}" for each in gone)
-        return BackendLost(f"{logs}\n{how}")
+        return BackendLost(f"{_logs(gone)}\n{how}")
 
 
 def _start(name: str, log: Path) -> _Process:
@@ -146,6 +160,10 @@ def _start(name: str, log: Path) -> _Process:
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=[theirs.fileno()]
         )
     return _Process(name, process, ours, log)
+
+
+def _logs(processes: list[_Process]) -> str:
+    return "\n".join(f"--- end of {each.log}:\n{log_tail(each.log)}" for each in processes)
 
 
 def _end(status: int) -> str:

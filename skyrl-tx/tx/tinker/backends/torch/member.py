@@ -15,6 +15,8 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"  # before torch
 
 import torch
+from loguru import logger
+from torch.distributed.tensor import DTensor
 
 from skyrl_train.distributed.process_group import free_port, init_process_group, make_mesh, node_address
 from skyrl_train.utils.process_log import configure_logging
@@ -32,6 +34,9 @@ class MemberTraining(TorchTraining):
 
     def __init__(self, base_model_folder: str | Path, peers: Peers, **settings: Any):
         super().__init__(base_model_folder, peers=peers, **settings)
+        parameters = [(local_part(each).numel(), each.numel()) for each in self.base_model.parameters()]
+        held, whole = map(sum, zip(*parameters, strict=True))
+        logger.info("process {} of {} holds {:,} of {:,} numbers of the model", peers.rank, peers.size, held, whole)
         self._kept: dict[str, torch.Tensor | None] = {}
 
     def run(self, passes: Sequence[TrainingPass]) -> list[PassOutput | Failure]:
@@ -52,6 +57,11 @@ class MemberTraining(TorchTraining):
     def forget(self, model_id: str) -> None:
         self._kept.pop(model_id, None)
         super().forget(model_id)
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """What this process holds of it."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class Member:

@@ -1,0 +1,225 @@
+"""Training over two real processes: what one process computes, to the same bits each time, whoever else is there."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tx.errors import ModelError
+from tx.tinker.backends.base import BackendLost, Failure, TrainingBackend
+from tx.tinker.backends.torch.group import GroupTraining
+from tx.tinker.backends.torch.layout import micro_batches
+from tx.tinker.backends.torch.local_members import LocalMembers
+from tx.tinker.backends.torch.peers import Peers
+from tx.tinker.backends.torch.training import TorchTraining
+from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPass
+
+ADAM = AdamParams(learning_rate=0.02, weight_decay=0.1)
+LENGTHS = [9, 1, 33, 2, 40]
+
+Data = Callable[..., list[Datum]]
+
+
+def start(folder: Path, logs: Path, **settings: object) -> tuple[GroupTraining, LocalMembers]:
+    members = LocalMembers(folder, num_processes=2, device="cpu", log_folder=logs, timeout_seconds=240, **settings)
+    return GroupTraining(members), members
+
+
+@pytest.fixture(scope="module")
+def started(
+    model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[GroupTraining, LocalMembers]]:
+    group, members = start(model_folder("qwen2"), tmp_path_factory.mktemp("logs"), tokens_per_micro_batch=64)
+    yield group, members
+    group.close()
+
+
+@pytest.fixture
+def group(started: tuple[GroupTraining, LocalMembers]) -> GroupTraining:
+    return started[0]
+
+
+def run(backend: TrainingBackend, model_id: str, data: list[Datum], loss: str = "cross_entropy") -> PassOutput:
+    (result,) = backend.run([TrainingPass(model_id, data, loss)])
+    if isinstance(result, Failure):
+        raise result.error
+    return result
+
+
+def saved(backend: TrainingBackend, model_id: str, folder: Path) -> dict[str, bytes]:
+    folder.mkdir()
+    backend.save(model_id, folder, state=True)
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def assert_trains_as_one_process_does(backend: TrainingBackend, one: TrainingBackend, supervised: Data) -> None:
+    passes = [TrainingPass(name, supervised(LENGTHS, i), "cross_entropy") for i, name in enumerate("ab")]
+    passes.append(TrainingPass("c", supervised([5]), "cross_entropy"))
+    for model in "abc":
+        for each in (backend, one):
+            each.create(model, LoraSpec(rank=4, seed=ord(model)))
+    for _ in range(3):
+        for ours, expected in zip(backend.run(passes), one.run(passes), strict=True):
+            assert isinstance(ours, PassOutput) and isinstance(expected, PassOutput)
+            assert ours.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-3)
+            for a, b in zip(ours.logprobs, expected.logprobs, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+        for model in "abc":
+            ours, expected = (each.optim_step(model, ADAM) for each in (backend, one))
+            assert ours["grad_norm:mean"] > 0
+            assert ours == pytest.approx(expected, rel=1e-4)
+    for model in "abc":
+        backend.forget(model)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(
+    group: GroupTraining, model_folder: Callable[[str], Path], supervised: Data
+) -> None:
+    assert_trains_as_one_process_does(group, TorchTraining(model_folder("qwen2")), supervised)
+
+
+@pytest.mark.slow
+def test_the_same_again_gives_the_same_bits_also_from_a_snapshot_and_on_every_process(
+    started: tuple[GroupTraining, LocalMembers], supervised: Data, tmp_path: Path
+) -> None:
+    group, members = started
+    lora, data = LoraSpec(rank=8, seed=1), supervised(LENGTHS)
+    folders = []
+    for name in ("first", "second"):
+        group.create(name, lora)
+        for _ in range(2):
+            run(group, name, data)
+            group.optim_step(name, ADAM)
+        run(group, name, data)
+        folders.append(saved(group, name, tmp_path / name))
+    assert folders[0] == folders[1] and "optimizer.safetensors" in folders[0]
+
+    group.forget("second")
+    group.restore("second", lora, tmp_path / "first")
+    ends = []
+    for name in ("first", "second"):
+        of_ranks = members.call("optim_step", name, ADAM)
+        assert of_ranks[0] == of_ranks[1]  # gradients of the same norm on both
+        ends.append(saved(group, name, tmp_path / f"{name} at the end"))
+        group.forget(name)
+    assert ends[0] == ends[1] != folders[0]
+
+
+@pytest.mark.slow
+def test_company_changes_no_bit_and_what_is_wrong_with_one_model_is_told_to_it_alone(
+    group: GroupTraining, supervised: Data, tmp_path: Path
+) -> None:
+    wrong = supervised([3, 50, 4], 7)
+    del wrong[2].inputs["weights"]
+    wrong[2].inputs["advantages"] = np.ones(4, np.float32)
+    nan = supervised([30, 30], 8)
+    nan[1].inputs["weights"][:] = np.nan
+    others = {"wrong": wrong, "nan": nan, "small": supervised([2], 9), "long": supervised([20, 90, 7], 10)}
+    for name in (*others, "alone", "together"):
+        group.create(name, LoraSpec(rank=4, seed=5))
+    data = supervised(LENGTHS)
+    company = [TrainingPass(name, each, "cross_entropy") for name, each in others.items()]
+    for _ in range(2):
+        alone = run(group, "alone", data)
+        results = group.run([*company[:2], TrainingPass("together", data, "cross_entropy"), *company[2:]])
+        together, failed = results.pop(2), results[0]
+        assert isinstance(together, PassOutput) and repr(together.metrics) == repr(alone.metrics)
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(together.logprobs, alone.logprobs, strict=True))
+        assert isinstance(failed, Failure) and isinstance(failed.error, ModelError)
+        assert "loss_fn_inputs['advantages']" in str(failed.error)
+        assert all(isinstance(result, PassOutput) for result in results[1:])
+        for name in ("alone", "together"):
+            group.optim_step(name, ADAM)
+    a, b = (saved(group, name, tmp_path / name) for name in ("alone", "together"))
+    assert a == b
+    assert group.optim_step("wrong", ADAM)["step:max"] == 0  # nothing was accumulated
+    with pytest.raises(ModelError, match="not finite"):
+        group.optim_step("nan", ADAM)
+    for name in (*others, "alone", "together"):
+        group.forget(name)
+
+
+@pytest.mark.slow
+def test_a_datum_that_is_wrong_is_named_by_its_number_in_the_request(group: GroupTraining, supervised: Data) -> None:
+    group.create("m", LoraSpec(rank=2))
+    data = [Datum(datum.tokens, {"target_tokens": datum.inputs["target_tokens"]}) for datum in supervised([30, 30, 5])]
+    for datum in data[:2]:
+        datum.inputs.update({name: np.ones(30, np.float32) for name in ("logprobs", "advantages")})
+    with pytest.raises(ModelError, match=r"data\[2\]\.loss_fn_inputs\['advantages'\] is missing"):
+        run(group, "m", data, "importance_sampling")
+    group.forget("m")
+    with pytest.raises(ModelError, match="not loaded"):
+        group.optim_step("m", ADAM)
+
+
+@pytest.mark.slow
+def test_a_gradient_is_put_back(group: GroupTraining, supervised: Data, tmp_path: Path) -> None:
+    group.create("m", LoraSpec(rank=2))
+    run(group, "m", supervised(LENGTHS))
+    before = saved(group, "m", tmp_path / "before")
+    group.copy_gradient("m")
+    for batch in group.micro_batches(supervised(LENGTHS * 3, 1)):
+        run(group, "m", batch)
+    assert saved(group, "m", tmp_path / "between") != before
+    group.put_gradient("m", None)
+    assert saved(group, "m", tmp_path / "after") == before
+    group.forget("m")
+
+
+@pytest.mark.slow
+def test_the_death_of_a_process_is_told_by_name_and_the_others_end_with_it(
+    model_folder: Callable[[str], Path], supervised: Data, tmp_path: Path
+) -> None:
+    """Of a mixture of experts, with activations computed again."""
+    folder = model_folder("qwen3_moe")
+    group, _ = start(folder, tmp_path, gradient_checkpointing=True)
+    for rank in range(2):
+        (held,) = re.findall(r"holds ([\d,]+) of ([\d,]+) numbers", (tmp_path / f"training_{rank}.log").read_text())
+        part, whole = (int(number.replace(",", "")) for number in held)
+        assert part < 0.7 * whole
+    processes = psutil.Process().children()
+    ours = [p for p in processes if "tx.tinker.backends.torch.member" in p.cmdline()][-2:]
+    assert_trains_as_one_process_does(group, TorchTraining(folder), supervised)
+    os.kill(ours[1].pid, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(BackendLost, match=r"training process 1 was ended by signal 9"):
+        for _ in range(3):
+            group.create("m", LoraSpec(rank=2))
+            run(group, "m", supervised([20, 20]))
+    group.close()
+    assert time.monotonic() - started < 30
+    assert not any(process.is_running() for process in ours)
+
+
+def test_data_are_shared_evenly_and_one_after_the_other() -> None:
+    draw = np.random.default_rng(0)
+    firsts = set()
+    for _ in range(200):
+        data = [Datum(draw.integers(99, size=draw.integers(1, 90)), {}) for _ in range(draw.integers(1, 12))]
+        owners = Peers(size=3).owners(data)
+        turns = [a for a, b in zip(owners, [*owners[1:], -1], strict=True) if a != b]
+        assert len(turns) <= 3 and all((b - a) % 3 == 1 for a, b in pairwise(turns))
+        lengths = [len(datum.tokens) for datum in data]
+        tokens = np.bincount(owners, lengths, 3)
+        assert tokens.max() <= sum(lengths) / 3 + max(lengths)
+        firsts.add(owners[0])
+    assert firsts == {0, 1, 2}
+
+
+def test_no_process_gets_more_tokens_than_one_alone_would_hold() -> None:
+    draw = np.random.default_rng(1)
+    data = [Datum(draw.integers(99, size=draw.integers(1, 70)), {}) for _ in range(300)]
+    batches = micro_batches(data, 64, 4)
+    assert [datum for batch in batches for datum in batch] == data
+    for batch in batches:
+        lengths = [len(datum.tokens) for datum in batch]
+        assert np.bincount(Peers(size=4).owners(batch), lengths).max() <= max(64, *lengths)
+    assert len(batches) <= len(micro_batches(data, 64)) / 4 + 1
