@@ -12,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from tx.errors import ConfigError
+from tx.tinker.backends.build import check_backend
 from tx.tinker.base_model import read_base_model
 from tx.tinker.command_line import read_config
 from tx.tinker.config import EngineConfig
@@ -52,6 +53,7 @@ async def serve(config: EngineConfig) -> None:
         ConfigError: what is asked for cannot be; nothing was started.
     """
     keys = read_api_keys(config)
+    check_backend(config)
     facts = read_base_model(config.base_model)
     state = config.state_folder
     folders = Folders(config.checkpoints_base, state / "cache")

@@ -191,8 +191,10 @@ class NativeInferenceEngine(InferenceEngineInterface):
         if prompts is None:
             raise ValueError("the native engine takes prompt_token_ids; the client turns conversations into them")
         params, seeds = self._sampling(input_batch.get("sampling_params"), len(prompts))
+        decode = None if params.skip_special_tokens else self.text_of  # in which stop strings are looked for, too
         requests = [
-            Request(self.check_prompt(prompt), params, seed) for prompt, seed in zip(prompts, seeds, strict=True)
+            Request(self.check_prompt(prompt), params, seed, decode=decode)
+            for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         completions = await self.complete(requests, input_batch.get("lora_name"))
         output = InferenceEngineOutput(

@@ -2,18 +2,21 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import ray
+from transformers import AutoTokenizer
 
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.entrypoints.engines import check_engines, start_engines
 from skyrl_train.utils.ray_cluster import start_ray
+from skyrl_train.utils.run_folder import RunFolder
 from tx.errors import ConfigError
 from tx.tinker.backends.base import Backend, BackendInfo
-from tx.tinker.backends.skyrl_train.sampling import EngineSampling, takes_head
+from tx.tinker.backends.skyrl_train.ray_members import RayMembers
+from tx.tinker.backends.skyrl_train.sampling import EngineSampling
 from tx.tinker.backends.skyrl_train.settings import SkyRLTrainSettings
-from tx.tinker.backends.torch.training import TorchTraining
+from tx.tinker.backends.torch.group import GroupTraining, Members
 from tx.tinker.base_model import BaseModelFacts
 from tx.tinker.config import EngineConfig
 from tx.tinker.types import LoraSpec
@@ -31,21 +34,42 @@ def build(config: EngineConfig, facts: BaseModelFacts) -> Backend:
         os.environ["RAY_ADDRESS"] = settings.ray_address
     start_ray(engines)
     _check_gpus(engines)
-    trust = bool(settings.training.get("trust_remote_code", False))
-    sampling = SamplingWithRay(engines, settings.max_loaded_adapters, trust_remote_code=trust)
+    sampling = _sampling(settings, engines)  # the engines start meanwhile
     return Backend(training=_training(settings, engines, facts.folder), sampling=sampling)
 
 
+def _sampling(settings: SkyRLTrainSettings, engines: SkyRLConfig) -> "SamplingWithRay":
+    check_engines(engines)
+    trust = bool(settings.training.get("trust_remote_code", False))
+    tokenizer = AutoTokenizer.from_pretrained(engines.trainer.policy.model.path, trust_remote_code=trust)
+    client = start_engines(engines, tokenizer)
+    return SamplingWithRay(
+        client,
+        max_num_seqs=engines.generator.max_num_seqs * len(client.engines),
+        max_loaded_adapters=settings.max_loaded_adapters,
+        takes_head=_takes_head(engines),
+    )
+
+
 def _training(settings: SkyRLTrainSettings, engines: SkyRLConfig, base_model: Path) -> "AdaptersForEngines":
-    return AdaptersForEngines(
+    placement = engines.trainer.placement
+    members = RayMembers(
         base_model,
-        frozen_head=settings.freeze_unembed and not takes_head(engines),
-        takes_head=takes_head(engines),
-        device=engines.trainer.placement.device,
-        dtype=settings.resolved_dtype(engines.trainer.placement.device),
+        num_processes=settings.num_processes,
+        device=placement.device,
+        log_folder=RunFolder(engines.trainer.run_dir).logs_folder,
+        timeout_seconds=settings.process_timeout_seconds,
+        dtype=settings.resolved_dtype(placement.device),
         max_lora_rank=settings.max_lora_rank,
         **settings.training,
     )
+    frozen_head = settings.freeze_unembed and not _takes_head(engines)
+    return AdaptersForEngines(members, takes_head=_takes_head(engines), frozen_head=frozen_head)
+
+
+def _takes_head(engines: SkyRLConfig) -> bool:
+    """Whether the engines compute adapters of the output layer."""
+    return engines.generator.backend == "native"
 
 
 class SamplingWithRay(EngineSampling):
@@ -58,7 +82,7 @@ class SamplingWithRay(EngineSampling):
             ray.shutdown()
 
 
-class AdaptersForEngines(TorchTraining):
+class AdaptersForEngines(GroupTraining):
     """Trains only what the engines compute.
 
     Args:
@@ -66,8 +90,8 @@ class AdaptersForEngines(TorchTraining):
         frozen_head: where they do not, requests for such adapters are taken all the same, and that layer left alone
     """
 
-    def __init__(self, base_model: Path, *, takes_head: bool, frozen_head: bool, **settings: Any):
-        super().__init__(base_model, **settings)
+    def __init__(self, members: Members, *, takes_head: bool, frozen_head: bool):
+        super().__init__(members)
         self._takes_head, self._frozen_head = takes_head, frozen_head
 
     def info(self) -> BackendInfo:

@@ -5,19 +5,17 @@ allows; their requests go on from the tokens they have. Knows folders of adapter
 nothing of training, tenants' rights or the wire.
 """
 
+import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from skyrl_train.config import SkyRLConfig
-from skyrl_train.entrypoints.engines import check_engines, start_engines
 from skyrl_train.errors import UnsupportedByEngine, WeightSyncError, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
+from skyrl_train.inference_engines.supervision import Process
 from tx.errors import ConfigError, ModelError
 from tx.tinker.backends.base import BackendLost, SamplingBackend
 from tx.tinker.backends.skyrl_train.adapters import SteadyAdapters
@@ -27,25 +25,19 @@ from tx.tinker.types import SampleOutput, SampleSpec, Sequence
 
 
 class EngineSampling(SamplingBackend):
-    """Samples from a base model and adapters of it. Ray must run.
+    """Samples from a base model and adapters of it.
 
     Args:
-        config: checked settings of a run that generates: `generator.*` says which engines, the rank of
-            `trainer.policy.model.lora` how large an adapter may be
+        client: over the engines; `close` ends them
+        max_num_seqs: that all engines together write at the same time; tenants take turns for them
         max_loaded_adapters: of each engine; requests that need more at the same time take turns
-        trust_remote_code: of the tokenizer
-
-    Raises:
-        ConfigError: of skyrl_train: engines that cannot be; none was started.
+        takes_head: the engines compute adapters of the output layer
     """
 
-    def __init__(self, config: SkyRLConfig, max_loaded_adapters: int, *, trust_remote_code: bool = False):
-        check_engines(config)
-        tokenizer = AutoTokenizer.from_pretrained(config.trainer.policy.model.path, trust_remote_code=trust_remote_code)
-        self._client: InferenceEngineClient = start_engines(config, tokenizer)
-        adapters = SteadyAdapters(self._client, takes_head=takes_head(config))
-        self._slots = AdapterSlots(adapters, max_loaded_adapters)
-        self._turns = Turns(config.generator.max_num_seqs * len(self._client.engines))
+    def __init__(self, client: InferenceEngineClient, *, max_num_seqs: int, max_loaded_adapters: int, takes_head: bool):
+        self._client = client
+        self._slots = AdapterSlots(SteadyAdapters(client, takes_head=takes_head), max_loaded_adapters)
+        self._turns = Turns(max_num_seqs)
         self._num_running = 0
 
     async def start(self) -> None:
@@ -84,7 +76,9 @@ class EngineSampling(SamplingBackend):
             self._num_running -= spec.num_samples
 
     async def close(self) -> None:
-        await self._client.teardown()
+        """Ends the engines at once: they hold nothing that is not known elsewhere."""
+        engines = [engine for engine in self._client.engines if isinstance(engine, Process)]
+        await asyncio.gather(self._client.teardown(), *(asyncio.to_thread(engine.kill) for engine in engines))
         await self._slots.close()
 
     async def _raise_if_lost(self) -> None:
@@ -135,11 +129,6 @@ class EngineSampling(SamplingBackend):
                 lora_name=lora_name,
             )
         )
-
-
-def takes_head(config: SkyRLConfig) -> bool:
-    """Whether the engines compute adapters of the output layer."""
-    return config.generator.backend == "native"
 
 
 def _output(spec: SampleSpec, answers: InferenceEngineOutput, scored: InferenceEngineOutput) -> SampleOutput:

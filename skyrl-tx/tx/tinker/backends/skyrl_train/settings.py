@@ -53,7 +53,10 @@ class SkyRLTrainSettings:
     """Of the base model, in training and (unless `generator.model_dtype` says otherwise) in engines. None: float32 on a
     CPU, else bfloat16."""
     num_processes: int = 1
-    """Processes that train, on a GPU each. Engines have GPUs of their own."""
+    """Ray processes that train together, the base model divided over them (FSDP2), on a GPU each. Engines have GPUs of
+    their own."""
+    process_timeout_seconds: float = 600.0
+    """A training process that does not answer for so long is given up, and the engine process starts anew."""
     max_lora_rank: int = 32
     """An adapter of a larger rank is refused. vLLM reserves memory for `max_loaded_adapters` of this rank."""
     max_loaded_adapters: int = 8
@@ -90,9 +93,9 @@ class SkyRLTrainSettings:
             check_backend(build(GeneratorConfig, settings._generator_values(), "generator", SkyRLConfig))
         except TrainerConfigError as error:
             raise ConfigError(str(error)) from error
-        for name in ("num_processes", "max_lora_rank", "max_loaded_adapters"):
-            if getattr(settings, name) < 1:
-                raise ConfigError(f"backend_config.{name} must be at least 1; got {getattr(settings, name)}")
+        for name in ("num_processes", "process_timeout_seconds", "max_lora_rank", "max_loaded_adapters"):
+            if not getattr(settings, name) > 0:
+                raise ConfigError(f"backend_config.{name} must be above 0; got {getattr(settings, name)}")
         return settings
 
     def engine_config(self, base_model: Path, run_folder: Path, max_context: int) -> SkyRLConfig:
