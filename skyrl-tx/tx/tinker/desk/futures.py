@@ -1,4 +1,4 @@
-"""Results: who waits for one, the last ones in memory, all of them in the database.
+"""Results: who waits for one, those not fetched yet in memory, all of them in the database.
 
 A waiting poll costs a timer and a callback: no thread, no connection.
 """
@@ -18,7 +18,8 @@ from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.db_models import ModelRow, RequestRow, SamplerRow
 from tx.tinker.storage.store import Store
 
-CACHE_BYTES = 128 << 20
+CACHE_BYTES = 32 << 20
+"""Of results that nobody has fetched yet. One that was fetched is asked for again only where an answer was lost."""
 
 
 class Futures:
@@ -42,6 +43,8 @@ class Futures:
         result = await self._find(tenant, request_id, timeout)
         if isinstance(result, StoredResult):
             self.delivered.setdefault(request_id, time.time())
+            if (cached := self._cache.pop(request_id, None)) is not None:
+                self._cached_bytes -= cached[1].size_bytes
         return result
 
     def publish(self, entry: Entry, result: StoredResult) -> None:

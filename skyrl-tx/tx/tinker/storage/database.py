@@ -30,7 +30,7 @@ _SQLITE_PRAGMAS = {
     "busy_timeout": _BUSY_SECONDS * 1000,
     "foreign_keys": "ON",
     "synchronous": "FULL",
-    "cache_size": -16_000,  # KiB
+    "cache_size": -4_000,  # KiB, for each connection
     "journal_size_limit": 64 << 20,
     "temp_store": "MEMORY",
 }
