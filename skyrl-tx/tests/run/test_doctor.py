@@ -37,9 +37,11 @@ def test_every_trouble_is_found_at_once_with_its_way_out(tmp_path, options, caps
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         model = ["--base-model", str(tmp_path / "model")]
-        assert doctor.main([*model, *options, "--port", port, "--api-keys-file", str(tmp_path / "none")]) == 1
+        backend = ["--backend", "skyrl_train", "--backend-config", '{"num_proceses": 2}']
+        keys = ["--api-keys-file", str(tmp_path / "none")]
+        assert doctor.main([*model, *options, *backend, *keys, "--port", port]) == 1
     wrong = lines_of(capsys.readouterr().out)["wrong"]
-    for subject in ("API keys", "base model", "port", "state folder", "database"):
+    for subject in ("API keys", "backend", "base model", "port", "state folder", "database"):
         assert any(text.startswith(subject) for text in wrong), subject
     assert any("choose another --port" in text for text in wrong)
 

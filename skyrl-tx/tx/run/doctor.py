@@ -14,6 +14,7 @@ from typing import Literal
 
 from tx.errors import ConfigError
 from tx.tinker.api import listen
+from tx.tinker.backends.build import check_backend
 from tx.tinker.base_model import read_base_model
 from tx.tinker.command_line import read_config
 from tx.tinker.config import EngineConfig
@@ -59,6 +60,7 @@ def examine(config: EngineConfig) -> Iterator[Finding]:
     yield _python()
     yield _torch()
     yield _found("API keys", lambda: f"{_keys(config)} for --host {config.host}")
+    yield _found("backend", lambda: _backend(config))
     yield _base_model(config)
     yield _found("port", lambda: _port(config))
     yield _found("state folder", lambda: _writable(config.state_folder))
@@ -97,6 +99,11 @@ def _torch() -> Finding:
 
 def _keys(config: EngineConfig) -> str:
     return "keys are set" if read_api_keys(config) else "none needed"
+
+
+def _backend(config: EngineConfig) -> str:
+    check_backend(config)
+    return config.backend
 
 
 def _base_model(config: EngineConfig) -> Finding:

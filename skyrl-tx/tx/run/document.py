@@ -6,13 +6,20 @@
 import inspect
 import re
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from pydantic_core import PydanticUndefined
 
+from skyrl_train.config import GeneratorConfig
 from skyrl_train.config.document import field_meanings
 from tx.tinker.backends.build import SAMPLING_SETTINGS
+from tx.tinker.backends.skyrl_train.settings import (
+    GENERATOR_SETTINGS,
+    TRAINING_SETTINGS,
+    SkyRLTrainSettings,
+    known_settings,
+)
 from tx.tinker.backends.torch.sampling import NativeSampling
 from tx.tinker.backends.torch.settings import TrainingSettings
 from tx.tinker.command_line import ENV_PREFIX
@@ -38,6 +45,12 @@ _BACKEND = """\
 
 A JSON object: `--backend-config '{"device": "cuda:1", "max_num_seqs": 512}'`.
 """
+_ENGINES = """\
+## `--backend-config` of the backend `skyrl_train`
+
+A JSON object: `--backend-config '{"num_processes": 4, "generator.num_inference_engines": 4}'`. Those of `generator.`
+are skyrl_train's ([configuration.md](configuration.md)).
+"""
 
 
 def page() -> str:
@@ -54,7 +67,33 @@ def page() -> str:
         for name, meaning in _argument_meanings(NativeSampling).items()
         if name in SAMPLING_SETTINGS
     ]
-    return "\n".join([_INTRODUCTION, _table("option", options), _BACKEND, _table("setting", [*training, *sampling])])
+    return "\n".join(
+        [
+            _INTRODUCTION,
+            _table("option", options),
+            _BACKEND,
+            _table("setting", [*training, *sampling]),
+            _ENGINES,
+            _table("setting", [*_of_ray(), *_of_engines()]),
+        ]
+    )
+
+
+def _of_ray() -> list[str]:
+    own, training = field_meanings(SkyRLTrainSettings), field_meanings(TrainingSettings)
+    rows = [
+        _row(field.name, _default(field.default), own[field.name])
+        for field in fields(SkyRLTrainSettings)
+        if field.name in known_settings()
+    ]
+    defaults = TrainingSettings()
+    return rows + [_row(name, _default(getattr(defaults, name)), training[name]) for name in TRAINING_SETTINGS]
+
+
+def _of_engines() -> list[str]:
+    meanings = field_meanings(GeneratorConfig)
+    defaults = asdict(GeneratorConfig()) | {"backend": "vllm", "model_dtype": None, "remote_inference_engine_urls": []}
+    return [_row(f"generator.{name}", _default(defaults[name]), meanings[name]) for name in GENERATOR_SETTINGS]
 
 
 def _argument_meanings(documented: type) -> dict[str, str]:
