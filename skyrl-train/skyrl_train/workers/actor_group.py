@@ -58,6 +58,7 @@ class ActorGroup:
         device: "cpu" or "cuda".
         log_folder: each rank writes `<name>_<rank>.log` there.
         timeout_seconds: the deadline of every call.
+        timeout_setting: where that comes from, for the text of an error.
         gpu_share: on CUDA, the part of a GPU each rank takes (less than 1 when it is shared).
         placement_group: on CUDA, the GPUs that are shared; rank i takes bundle i.
     """
@@ -73,6 +74,7 @@ class ActorGroup:
         device: str,
         log_folder: Path,
         timeout_seconds: float,
+        timeout_setting: str = "trainer.worker_timeout_seconds",
         gpu_share: float = 1.0,
         placement_group: PlacementGroup | None = None,
     ):
@@ -83,7 +85,7 @@ class ActorGroup:
         self.num_shards = num_ranks // ranks_per_shard
         self.ranks_per_shard = ranks_per_shard
         self._device = device
-        self._timeout_seconds = timeout_seconds
+        self._deadline = timeout_seconds, timeout_setting
         self._log_files = [str(log_folder / f"{name}_{rank}.log") for rank in range(num_ranks)]
         self._actors = []
         for rank, log_file in enumerate(self._log_files):
@@ -105,7 +107,7 @@ class ActorGroup:
             for rank in range(self.num_ranks)
         ]
         calls = [self._call(rank, "init_model", info) for rank, info in enumerate(infos)]
-        await answers_of(calls, self._timeout_seconds)
+        await answers_of(calls, *self._deadline)
 
     def token_budget(self, tokens_a_worker: int | None) -> int | None:
         """Tokens of a micro-batch, which the ranks of a shard share, from the most that one worker may hold."""
@@ -113,7 +115,7 @@ class ActorGroup:
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
         """The same call on every rank; the answers in rank order."""
-        return await answers_of(self._calls(method, *args), self._timeout_seconds)
+        return await answers_of(self._calls(method, *args), *self._deadline)
 
     async def call_shards(self, method: str, args: ShardArgs) -> list[Any]:
         """A call with each shard's own arguments on all its ranks; the answer of each shard (its first rank's)."""
@@ -134,7 +136,7 @@ class ActorGroup:
             actor.call_in_turn.remote(of_shards[rank // self.ranks_per_shard])
             for rank, actor in enumerate(self._actors)
         ]
-        of_ranks = await answers_of([self._named(*pair) for pair in enumerate(references)], self._timeout_seconds)
+        of_ranks = await answers_of([self._named(*pair) for pair in enumerate(references)], *self._deadline)
         return [list(of_call) for of_call in zip(*of_ranks[:: self.ranks_per_shard], strict=True)]
 
     def _calls(self, method: str, *args: Any) -> list[Call]:

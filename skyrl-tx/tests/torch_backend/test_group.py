@@ -11,9 +11,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import ray
 
+from skyrl_train.utils.ray_cluster import worker_environment
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendLost, Failure, TrainingBackend
+from tx.tinker.backends.skyrl_train.ray_members import RayMembers
 from tx.tinker.backends.torch.group import GroupTraining
 from tx.tinker.backends.torch.layout import micro_batches
 from tx.tinker.backends.torch.local_members import LocalMembers
@@ -197,6 +200,44 @@ def test_the_death_of_a_process_is_told_by_name_and_the_others_end_with_it(
     group.close()
     assert time.monotonic() - started < 30
     assert not any(process.is_running() for process in ours)
+
+
+@pytest.fixture
+def ray_cluster() -> Iterator[None]:
+    """Of this machine; or the one that other tests of this process have started."""
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.update(RAY_ENABLE_UV_RUN_RUNTIME_ENV="0", RAY_AUTH_MODE="disabled")
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": worker_environment()},
+        object_store_memory=256 << 20,
+        _node_ip_address="127.0.0.1",
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.slow
+def test_processes_of_ray_do_the_same(
+    ray_cluster: None, model_folder: Callable[[str], Path], supervised: Data, tmp_path: Path
+) -> None:
+    folder = model_folder("llama")
+    group = GroupTraining(
+        RayMembers(folder, num_processes=2, device="cpu", log_folder=tmp_path, timeout_seconds=240, chunk_size=32)
+    )
+    assert_trains_as_one_process_does(group, TorchTraining(folder), supervised)
+    group.create("m", LoraSpec(rank=2))
+    with pytest.raises(ModelError, match="target_tokens'\\] is missing"):
+        run(group, "m", [Datum(np.zeros(3, np.int64), {})])
+    (pid,) = re.findall(r"process (\d+) started", (tmp_path / "training_1.log").read_text())
+    os.kill(int(pid), signal.SIGKILL)
+    with pytest.raises(BackendLost, match="training worker 1 died"):
+        run(group, "m", supervised([20, 20]))
+    group.close()
 
 
 def test_data_are_shared_evenly_and_one_after_the_other() -> None:

@@ -29,6 +29,9 @@ from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPas
         ({"max_lora_rank": 0}, "above 0"),
         ({"chunk_size": 100}, "multiple of 32"),
         ({"gradient_checkpointing": 1}, "true or false"),
+        ({"num_processes": 0}, "above 0"),
+        ({"num_processes": True}, "above 0"),
+        ({"process_timeout_seconds": -1}, "process_timeout_seconds must be a number above 0"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(settings: dict[str, Any], says: str) -> None:

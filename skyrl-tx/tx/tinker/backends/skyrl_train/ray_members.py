@@ -45,6 +45,7 @@ class RayMembers(Members):
             device=device,
             log_folder=log_folder,
             timeout_seconds=timeout_seconds,
+            timeout_setting="backend_config.process_timeout_seconds",
         )
         try:
             self._run(self._group.init_model())

@@ -71,6 +71,9 @@ class Peers:
         Raises:
             ConfigError: nobody knows what its blocks are.
         """
+        for name, dtype in self.exchange({name: each.dtype for name, each in model.named_parameters()})[0].items():
+            parameter = model.get_parameter(name)  # some stay float32 when they are loaded
+            parameter.data = parameter.data.to(dtype)
         whole = model.state_dict() if self.rank == 0 else {}
         blocks = transformer_blocks(model)
         if not blocks:
