@@ -27,16 +27,24 @@ class ServerProcess:
         options: of the command line
         tenants: with names it has keys, of `key(name)`; without, everybody is `local`
         port: the same one after a new start; 0 is any, and another one each time
+        program: what Python runs
     """
 
-    def __init__(self, folder: Path, *options: str, tenants: Sequence[str] = (), port: int | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        tenants: Sequence[str] = (),
+        port: int | None = None,
+        program: Sequence[str] = ("-m", "tx.tinker.api"),
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.state, self.checkpoints = folder, folder / "state", folder / "checkpoints"
         self.log = folder / "server.log"
         port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{port}"
         self._keys = {name: f"tml-{name}-{secrets.token_hex(4)}" for name in tenants}
-        argv = [sys.executable, "-m", "tx.tinker.api", "--port", str(port), "--state-dir", str(self.state)]
+        argv = [sys.executable, *program, "--port", str(port), "--state-dir", str(self.state)]
         argv += ["--checkpoints-base", str(self.checkpoints), *options]
         if tenants:
             (folder / "keys").write_text("".join(f"{name} {key}\n" for name, key in self._keys.items()))
@@ -60,8 +68,8 @@ class ServerProcess:
                 self.stop()
         finally:
             self.kill()
-            for engine in self.engines():
-                engine.kill()
+            for child in self.children():
+                child.kill()
 
     def key(self, tenant: str) -> str:
         return self._keys[tenant]
@@ -122,6 +130,10 @@ class ServerProcess:
     # ---- a look at it
 
     def engines(self) -> list[psutil.Process]:
+        """Those at work, not the one that stands by."""
+        return [child for child in self.children() if "-" not in child.cmdline() or child.name() == "tx-engine"]
+
+    def children(self) -> list[psutil.Process]:
         """Engines with this server's folders, whosever children they are by now."""
         found = []
         for process in psutil.process_iter():
@@ -134,9 +146,9 @@ class ServerProcess:
         return [process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
     def wait_until_no_engine(self, seconds: float = 15.0) -> list[psutil.Process]:
-        """Returns the engines that are still there then."""
+        """Nor one that stands by. Returns what is still there then."""
         deadline = time.monotonic() + seconds
-        while (engines := self.engines()) and time.monotonic() < deadline:
+        while (engines := self.children()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return engines
 

@@ -35,7 +35,9 @@ def scripted(state: Path, orders_a_snapshot: int = 3, seconds: float = 0.0) -> C
     return command
 
 
-def make_desk(folder: Path, command: Callable[[str], list[str]] | None = None, **settings: Any) -> Desk:
+def make_desk(
+    folder: Path, command: Callable[[str], list[str]] | None = None, patience: Patience = PATIENCE, **settings: Any
+) -> Desk:
     config = EngineConfig(
         base_model="tiny", served_model_name=["alias"], state_dir=folder / "state",
         checkpoints_base=str(folder / "checkpoints"), **settings,
@@ -49,7 +51,7 @@ def make_desk(folder: Path, command: Callable[[str], list[str]] | None = None, *
     folders = Folders(config.checkpoints_base, state / "cache")
     store = Store(f"sqlite:///{state / 'tx.db'}")
     return Desk(
-        config, facts, store, Blobs(state / "blobs"), folders, command=command or scripted(state), patience=PATIENCE
+        config, facts, store, Blobs(state / "blobs"), folders, command=command or scripted(state), patience=patience
     )
 
 

@@ -3,12 +3,13 @@
 A model's state is the hash of all that was done to it, so a lost, doubled or swapped order shows in every later result.
 It takes snapshots, replays, and dies, hangs or fails when an order says so (by its learning rate).
 
-    python scripted_engine.py ADDRESS SNAPSHOTS PARENT [ORDERS_A_SNAPSHOT] [SECONDS_AN_ORDER]
+    python scripted_engine.py ADDRESS|- SNAPSHOTS PARENT [ORDERS_A_SNAPSHOT] [SECONDS_AN_ORDER]
 """
 
 import asyncio
 import hashlib
 import json
+import math
 import os
 import secrets
 import sys
@@ -35,11 +36,12 @@ from tx.tinker.engine.messages import (
     Train,
     Unload,
 )
-from tx.tinker.engine.process import when_gone
+from tx.tinker.engine.process import FROM_STDIN, STANDING_BY, when_gone
 from tx.tinker.wire.codec import TrainingRequest, decode_training
 
-DIE, HANG, FAIL = 6.66, 7.77, 8.88
-"""Learning rates of an optimizer step that make this engine do so; for samples, temperatures."""
+DIE, HANG, FAIL, STICK = 6.66, 7.77, 8.88, 9.99
+"""Learning rates of an optimizer step that make this engine do so; for samples, temperatures. One that sticks goes on
+to tell how it is."""
 
 
 def chained(state: str, *what: object) -> str:
@@ -58,6 +60,8 @@ class ScriptedEngine:
         self.states: dict[str, str] = {}
         self.since: dict[str, int] = {}
         self.samples: set[str] = set()
+        self.stuck = {"turn_seconds": math.inf, "step_seconds": math.inf}
+        """Since when."""
 
     async def serve(self) -> None:
         info = BackendInfo(name="scripted", vocab_size=100, max_context=64, max_lora_rank=64)
@@ -86,6 +90,7 @@ class ScriptedEngine:
                     train_tokens=none,
                     sample_tokens=none,
                     busy_seconds=0.0,
+                    **{name: max(0.0, time.monotonic() - since) for name, since in self.stuck.items()},
                 )
             )
             await asyncio.sleep(0.1)
@@ -101,6 +106,8 @@ class ScriptedEngine:
             await asyncio.sleep(self.seconds)
         if isinstance(order, Optimize) and order.adam.learning_rate in (DIE, HANG):
             misbehave(order.adam.learning_rate)
+        if isinstance(order, Optimize) and order.adam.learning_rate == STICK:
+            await self.stick("turn_seconds")
         if isinstance(order, Optimize) and order.adam.learning_rate == FAIL:
             self.advance(order, "failed")
             if not order.replay:
@@ -116,6 +123,10 @@ class ScriptedEngine:
             self.channel.send(Done(request_id=order.request_id, result=json.dumps(result).encode(), size_bytes=size))
         if not isinstance(order, Unload):
             self.snapshot_sometimes(order)
+
+    async def stick(self, where: str) -> None:
+        self.stuck[where] = time.monotonic()
+        await asyncio.sleep(3600)
 
     def carry_out(self, order: ModelOrder) -> tuple[dict, int]:
         size = 0
@@ -157,6 +168,8 @@ class ScriptedEngine:
     async def sample(self, order: Sample) -> None:
         if order.spec.params.temperature in (DIE, HANG):
             misbehave(order.spec.params.temperature)
+        if order.spec.params.temperature == STICK:
+            await self.stick("step_seconds")
         self.samples.add(order.request_id)
         await asyncio.sleep(self.seconds)
         state = "base" if order.adapter is None else read(order.adapter)
@@ -177,6 +190,11 @@ def misbehave(how: float) -> None:
 
 async def main(address: str, snapshots: str, parent: str, orders_a_snapshot: str = "3", seconds: str = "0") -> None:
     when_gone(int(parent), partial(os._exit, 3))
+    if address == FROM_STDIN:
+        print(STANDING_BY, flush=True)
+        address = sys.stdin.readline().strip()
+        if not address:
+            return
     channel = EngineChannel(address)
     await ScriptedEngine(channel, Path(snapshots), int(orders_a_snapshot), float(seconds)).serve()
     await channel.close()

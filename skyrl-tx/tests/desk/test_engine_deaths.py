@@ -4,14 +4,17 @@ import asyncio
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from desk_users import PATIENCE, Chain, Client, running, scripted
-from scripted_engine import DIE, HANG
+from desk_users import PATIENCE, Chain, Client, make_desk, running, scripted
+from scripted_engine import DIE, HANG, STICK
 
+from tx.tinker.desk.desk import Desk
 from tx.tinker.desk.engine_link import EngineLink
 from tx.tinker.desk.results import TryAgain
+from tx.tinker.engine.process import FROM_STDIN
 
 pytestmark = pytest.mark.slow
 
@@ -67,6 +70,53 @@ async def test_the_order_that_kills_fails_and_the_others_go_on(tmp_path: Path):
         assert desk.metrics()["engine_killers_total"] == 2
 
 
+async def crash(desk: Desk) -> None:
+    """As if this process were killed together with its engine: nothing more is written."""
+    await desk._link.close()
+    for task in (*desk._caretaker._tasks, *desk._dispatch._tasks):
+        task.cancel()
+    await desk._store.close()
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_a_request_that_takes_the_server_along_is_found_after_its_restarts(tmp_path: Path, together: bool):
+    for life in range(3):
+        desk = make_desk(tmp_path)
+        await desk.start()
+        if life == 0:
+            alice = await Client(desk).begin()
+            model = await alice.model()
+            deadly = await alice.step(model, 1, STICK)
+        await until(lambda desk=desk: desk.metrics().get("engine_training_pass_seconds"))
+        await (crash(desk) if together else desk.close())
+    async with running(tmp_path) as desk:
+        alice.desk = desk
+        if together:
+            error = (await alice.stored(deadly)).error or ""
+            assert error == "the engine died each time this was tried; last: the server died with it"
+            assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(2).state
+        else:
+            await until(lambda: desk.metrics().get("engine_training_pass_seconds"))
+            assert isinstance(await desk.retrieve("alice", deadly["request_id"], 0.1), TryAgain)
+
+
+async def test_snapshots_of_a_dead_engine_that_nobody_recorded_go(tmp_path: Path):
+    async with running(tmp_path, command=scripted(tmp_path / "state", orders_a_snapshot=1)) as desk:
+        alice = await Client(desk).begin()
+        model = await alice.model()
+        await alice.result(await alice.train(model, 1))
+        await until(lambda: desk._live.runs[model].snapshot_seq == 1)
+        folder = Path(desk._live.runs[model].snapshot or "").parent
+        for name in ("unrecorded", "half-written", "being-recorded"):
+            (folder / name).mkdir()
+        desk._dispatch.recording.add(str(folder / "being-recorded"))
+        desk._link._signal(signal.SIGKILL)
+        await until(lambda: desk._link.life == 2)
+        kept = {path.name for path in folder.iterdir()}
+        assert kept == {Path(desk._live.runs[model].snapshot or "").name, "being-recorded"}
+        assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(1).train(2).state
+
+
 async def test_an_engine_that_hangs_is_replaced(tmp_path: Path):
     async with running(tmp_path) as desk:
         alice = await Client(desk).begin()
@@ -75,6 +125,21 @@ async def test_an_engine_that_hangs_is_replaced(tmp_path: Path):
         other = await alice.sample(base, 1)
         stored = await alice.stored(hanging, timeout=40)
         assert "it said nothing for 2 s" in (stored.error or "")
+        assert (await alice.result(other))["state"] == "base"
+
+
+@pytest.mark.parametrize("what", ["training pass", "step of sampling"])
+async def test_an_engine_that_is_at_one_pass_for_ever_is_replaced(tmp_path: Path, what: str):
+    async with running(tmp_path, patience=replace(PATIENCE, turn=0.5)) as desk:
+        alice = await Client(desk).begin()
+        model, base = await alice.model(), await alice.sampler(0, base_model="tiny")
+        if what == "training pass":
+            stuck = await alice.step(model, 1, STICK)
+        else:
+            stuck = await alice.sample(base, 0, params={"temperature": STICK})
+        other = await alice.sample(base, 1)
+        stored = await alice.stored(stuck, timeout=40)
+        assert f"a {what} took longer than 0.5 s (--pass-timeout-seconds)" in (stored.error or "")
         assert (await alice.result(other))["state"] == "base"
 
 
@@ -119,23 +184,71 @@ async def test_wrong_settings_are_not_tried_again(tmp_path: Path):
         assert desk._link.deaths == 1
 
 
+def pids_of(desk: Desk) -> tuple[int, int]:
+    """Of the engine and of the one that stands by."""
+    engine, standby = desk._link._process, desk._link._standby
+    assert engine is not None and standby is not None and standby._process is not None
+    return engine.pid, standby._process.pid
+
+
+async def test_the_one_that_stands_by_is_the_next_engine(tmp_path: Path):
+    async with running(tmp_path) as desk:
+        alice = await Client(desk).begin()
+        model = await alice.model()
+        first = await alice.train(model, 1)
+        seen = []
+        for life in (1, 2):
+            await until(lambda: desk._link._standby._waits)
+            engine, standby = pids_of(desk)
+            seen.append(engine)
+            desk._link._signal(signal.SIGKILL)
+            await until(lambda life=life: desk._link.ready and desk._link.life == life + 1)
+            assert desk._link._process.pid == standby
+        await until(lambda: desk._link._standby._process)
+        assert len({*seen, *pids_of(desk)}) == 4
+        assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(1).train(2).state
+        assert (await alice.result(first))["state"] == Chain(model).train(1).state
+
+
+async def test_one_that_is_not_standing_by_yet_is_not_waited_for(tmp_path: Path):
+    inner = scripted(tmp_path / "state")
+
+    def command(address: str) -> list[str]:
+        return [sys.executable, "-c", "import time; time.sleep(600)"] if address == FROM_STDIN else inner(address)
+
+    async with running(tmp_path, command=command) as desk:
+        await until(lambda: desk._link.ready and desk._link._standby._process)
+        _, slow = pids_of(desk)
+        desk._link._signal(signal.SIGKILL)
+        await until(lambda: desk._link.ready and desk._link.life == 2)
+        with pytest.raises(ProcessLookupError):
+            os.kill(slow, 0)
+
+
+async def test_without_the_setting_nobody_stands_by(tmp_path: Path):
+    async with running(tmp_path, standby_engine=False) as desk:
+        await until(lambda: desk._link.ready)
+        assert desk._link._standby is None
+
+
 async def test_closing_leaves_no_process(tmp_path: Path):
     async with running(tmp_path) as desk:
-        await until(lambda: desk._link.ready)
-        assert desk._link._process is not None
-        pid = desk._link._process.pid
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+        await until(lambda: desk._link.ready and desk._link._standby._process)
+        pids = pids_of(desk)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
     assert not list((tmp_path / "state" / "sockets").glob("*"))
 
 
 async def test_an_engine_that_does_not_stop_is_ended(tmp_path: Path):
-    link = EngineLink(lambda address: [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, PATIENCE)
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    link = EngineLink(lambda address: [sys.executable, "-c", deaf], tmp_path, PATIENCE)
 
     async def died(why: str) -> None:
         raise AssertionError(why)
 
     link.start(lambda: None, lambda message: None, died)
-    await until(lambda: link._process is not None)
+    await until(lambda: "deaf" in link.log_tail)
     await asyncio.wait_for(link.close(), 10)
     assert link._process is not None and link._process.returncode == -signal.SIGKILL

@@ -41,6 +41,21 @@ async def test_a_session_without_heartbeat_ends_and_takes_its_models_along(tmp_p
     assert (await desk_rows(tmp_path, SessionRow))[silent.session_id].end_reason == "expired"
 
 
+async def test_whatever_is_asked_keeps_a_session_alive(tmp_path: Path):
+    async with running(tmp_path, session_timeout_sec=2, session_cleanup_interval_sec=0) as desk:
+        await desk._link.known_info(30)
+        trains, samples, polls = [await Client(desk, tenant).begin() for tenant in ("alice", "bob", "carol")]
+        model, base = await trains.model(), await samples.sampler(0, base_model="tiny")
+        late = await polls.train(await polls.model(), 2)  # 1 never comes
+        for seq in range(1, 40):
+            await asyncio.gather(trains.train(model, seq), samples.sample(base, seq))
+            await desk.retrieve("carol", late["request_id"], 0.1)
+        assert {trains.session_id, samples.session_id, polls.session_id} <= desk._live.sessions.keys()
+        async with asyncio.timeout(20):
+            while desk._live.sessions:
+                await asyncio.sleep(0.05)
+
+
 async def test_after_a_restart_everybody_has_the_whole_time_again(tmp_path: Path):
     async with running(tmp_path) as desk:
         alice = await Client(desk).begin()

@@ -7,8 +7,11 @@ import pytest
 from tx.tinker.desk.suspects import Suspects
 
 
-def run(work: list[str], deadly: set[str], seed: int = 0) -> tuple[list[str], list[str], int]:
+def run(work: list[str], deadly: set[str], seed: int = 0, restarts: bool = False) -> tuple[list[str], list[str], int]:
     """An engine that does what it may, in any order, and dies of deadly work, or after finishing some.
+
+    Args:
+        restarts: after each death only the numbers of deaths are remembered
 
     Returns:
         what was done, what was found guilty, and how often the engine died
@@ -29,14 +32,18 @@ def run(work: list[str], deadly: set[str], seed: int = 0) -> tuple[list[str], li
             deaths += 1
             found = suspects.died([w for w in running if w not in done])
             guilty += [found] if found else []
+            if restarts:
+                before, suspects = suspects.deaths, Suspects[str]()
+                suspects.recall(before)
     return done, guilty, deaths
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("deadly", [{"w0"}, {"w7"}, {"w3", "w4"}, set()])
-def test_all_work_is_done_but_the_deadly(deadly, seed):
+@pytest.mark.parametrize("restarts", [False, True])
+def test_all_work_is_done_but_the_deadly(deadly, seed, restarts):
     work = [f"w{i}" for i in range(16)]
-    done, guilty, _ = run(work, deadly, seed)
+    done, guilty, _ = run(work, deadly, seed, restarts)
     assert (set(guilty), set(done)) == (deadly, set(work) - deadly)
 
 

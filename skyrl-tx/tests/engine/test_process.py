@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
 from tx.tinker.config import EngineConfig
@@ -35,7 +36,7 @@ from tx.tinker.engine.messages import (
     Snapshotted,
     Train,
 )
-from tx.tinker.engine.process import ORPHANED, WRONG_SETTINGS, engine_command
+from tx.tinker.engine.process import FROM_STDIN, ORPHANED, STANDING_BY, WRONG_SETTINGS, engine_command
 from tx.tinker.types import AdamParams, Datum, LoraSpec, SampleParams, SampleSpec
 from tx.tinker.wire.codec import TrainingRequest, decode_pass_output, decode_sample_output, encode_training
 
@@ -264,6 +265,36 @@ async def test_an_engine_trains_samples_fails_what_is_poisoned_and_stops_when_to
         assert await running.end(signal.SIGTERM) == 0
         assert time.monotonic() - started < 8
         assert running.snapshots.keys() == {"a1", "b1"}  # so that the next one has nothing to do again
+
+
+async def test_one_that_stands_by_costs_no_time_and_is_an_engine_once_it_has_an_address(
+    tiny_model: Path, tmp_path: Path
+):
+    command = engine_command(config_of(tiny_model, tmp_path), FROM_STDIN)
+    processes = [
+        await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert (await asyncio.wait_for(process.stdout.readline(), 90)).decode().strip() == STANDING_BY
+    used, forsaken = processes
+    waiting = psutil.Process(used.pid)
+    assert any("libtorch" in part.path for part in waiting.memory_maps())
+    before = waiting.cpu_times()
+    await asyncio.sleep(1.0)
+    assert waiting.cpu_times()[:2] == before[:2]
+
+    assert forsaken.stdin is not None and used.stdin is not None
+    forsaken.stdin.close()
+    assert await asyncio.wait_for(forsaken.wait(), 20) == ORPHANED
+
+    channel = ApiChannel.bind(tmp_path / "sockets")
+    used.stdin.write(f"{channel.address}\n".encode())
+    running = EngineProcess(channel, used)
+    await asyncio.wait_for(running.ready.wait(), 60)
+    threads = [int(thread.name) for thread in Path(f"/proc/{used.pid}/task").iterdir()]
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {os.getpriority(os.PRIO_PROCESS, 0)}
+    assert await running.end(signal.SIGTERM) == 0
 
 
 PARENT = """

@@ -137,6 +137,22 @@ def test_an_order_that_was_done_already_is_not_done_again(bench: Any):
     assert bench.backend.models["a1"].steps == 1
 
 
+def test_a_turn_can_be_seen_to_take_long_while_it_does(bench: Any):
+    seen, run = [], bench.backend.run
+
+    def watched(passes: Any) -> Any:
+        bench.clock.seconds += 70
+        seen.append(bench.trainer.turn_seconds())
+        return run(passes)
+
+    bench.backend.run = watched
+    bench.create("a1")
+    bench.train("a1", [1])
+    bench.work()
+    assert seen == [pytest.approx(70, abs=1)]
+    assert bench.trainer.turn_seconds() == 0.0, "it waits"
+
+
 # ---- checkpoints
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from skyrl_train.errors import WorkerError
 from tx.errors import ModelError
+from tx.tinker.backends.base import BackendLost
 from tx.tinker.backends.torch.sampling import NativeSampling
 from tx.tinker.types import SampleParams, SampleSpec
 
@@ -56,12 +57,29 @@ async def test_when_the_engine_stops_everyone_hears_of_it(sampling_of, adapter):
         await until(lambda: core_of(sampling).num_running == 2)
         core_of(sampling)._rows.append = None  # as if memory were corrupted
         for task in tasks:
-            with pytest.raises(WorkerError, match="native engine stopped: TypeError"):
+            with pytest.raises(BackendLost, match="native engine stopped: TypeError"):
                 async with asyncio.timeout(20):
                     await task
-        with pytest.raises(WorkerError, match="native engine stopped"):
+        with pytest.raises(BackendLost, match="native engine stopped"):
             await sampling.sample(spec(), None)
         assert sampling.num_running() == 0
+        with pytest.raises(BackendLost, match="native engine stopped"):
+            await sampling.end_of_step()
+
+
+async def test_a_step_that_does_not_end_is_seen_by_its_end_not_coming(sampling_of):
+    async with sampling_of() as sampling:
+        await asyncio.wait_for(sampling.end_of_step(), 20)
+        core, go = core_of(sampling), threading.Event()
+        step = core.step
+        core.step = lambda **how: (go.wait(60), step(**how))[1]
+        answer = asyncio.create_task(sampling.sample(spec(max_tokens=2), None))
+        await until(lambda: core.num_waiting == 1)
+        end = asyncio.create_task(sampling.end_of_step())
+        assert await asyncio.wait((end,), timeout=0.3) == (set(), {end})
+        go.set()
+        await asyncio.wait_for(end, 20)
+        await asyncio.wait_for(answer, 20)
 
 
 async def test_closing_ends_every_call(sampling_of, adapter):
@@ -70,7 +88,7 @@ async def test_closing_ends_every_call(sampling_of, adapter):
         await until(lambda: core_of(sampling).num_running == 2)
         await sampling.close()
         for task in tasks:
-            with pytest.raises(WorkerError, match="closed"):
+            with pytest.raises(BackendLost, match="closed"):
                 async with asyncio.timeout(20):
                     await task
 

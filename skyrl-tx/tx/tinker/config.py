@@ -40,12 +40,21 @@ class EngineConfig(BaseModel):
     """A result may be fetched again for so long after it was first."""
     max_body_mb: int = Field(default=64, ge=1)
     """Larger requests are refused (413) before they are read."""
+    max_bodies_mb: int = Field(default=1024, ge=1)
+    """Of requests that are being read or taken in, of all clients; above, 429."""
     max_pending_per_tenant: int = Field(default=4096, ge=1)
     """Requests accepted and not done; above, 429."""
     max_sample_tokens_pending: int = Field(default=4_000_000, ge=1)
     """Prompt and answer tokens of samples under way, of all tenants; above, 429 for those above their share."""
     seq_gap_timeout_sec: int = Field(default=300, ge=1)
     """A request whose predecessor never arrives fails after this."""
+
+    pass_timeout_seconds: int = Field(default=1800, ge=1)
+    """An engine that is at one training pass, or one step of sampling, for longer hangs: it is ended, and the next one
+    does again what was under way. A request that is there whenever this happens fails."""
+    standby_engine: bool = True
+    """Keep a second process that has done the engine's imports, but holds no model: when the engine dies, the next one
+    starts seconds sooner. It costs the memory of the imports, about 0.6 GB."""
 
     @property
     def state_folder(self) -> Path:

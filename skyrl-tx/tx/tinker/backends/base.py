@@ -127,6 +127,15 @@ class SamplingBackend(ABC):
     @abstractmethod
     def num_running(self) -> int: ...
 
+    async def end_of_step(self) -> None:
+        """Returns once the present step is over, so that somebody notices one that never is. At once in a backend that
+        notices by itself.
+
+        Raises:
+            BackendLost: nobody's request will be answered any more.
+        """
+        return
+
     @abstractmethod
     async def close(self) -> None: ...
 

@@ -116,13 +116,17 @@ class Caretaker:
     async def clean_up(self) -> None:
         """The same at the start, when there is no work of the moment; and snapshots that no model has."""
         await self._remove_blobs(min_age_seconds=0.0)
-        used = set(await self._store.read(_snapshots_in_use))
+        await self.remove_unused_snapshots()
 
-        def unused() -> list[Path]:
-            return [folder for folder in self._snapshots.glob("*/*") if str(folder) not in used]
+    async def remove_unused_snapshots(self, recording: frozenset[str] = frozenset()) -> None:
+        """While no engine writes any.
 
-        for folder in await asyncio.to_thread(unused):
-            await remove_snapshot(str(folder))
+        Args:
+            recording: folders that are being written down at this moment
+        """
+        found = await asyncio.to_thread(lambda: {str(folder) for folder in self._snapshots.glob("*/*")})
+        for folder in found - recording - set(await self._store.read(_snapshots_in_use)):
+            await remove_snapshot(folder)
 
     async def _remove_blobs(self, min_age_seconds: float) -> None:
         find = partial(garbage.unreferenced_blobs, blobs=self._blobs, min_age_seconds=min_age_seconds)

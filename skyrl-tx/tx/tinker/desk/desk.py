@@ -5,6 +5,7 @@ Every method takes the tenant who asks; what belongs to another does not exist f
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +37,8 @@ from tx.tinker.types import CheckpointKind
 from tx.tinker.wire import schemas
 from tx.tinker.wire.codec import TrainingRequest
 
+log = logging.getLogger(__name__)
+
 Answer = dict[str, Any]
 """A JSON object as the endpoint sends it."""
 
@@ -65,8 +68,9 @@ class Desk:
         self._live = live = Live()
         self._limits = limits = Limits(config.max_pending_per_tenant, config.max_sample_tokens_pending)
         self._link = link = EngineLink(
-            command or partial(engine_command, config), config.state_folder / "sockets", patience
-        )
+            command or partial(engine_command, config), config.state_folder / "sockets",
+            patience or Patience(turn=config.pass_timeout_seconds), standby=config.standby_engine,
+        )  # fmt: skip
         self._futures = Futures(store, blobs, live, lambda: link.trouble)
         self._dispatch = Dispatch(store, blobs, live, link, Settling(store, blobs, live, limits, self._futures))
         self._orders = Orders(store, blobs, live, limits, self._dispatch)
@@ -87,16 +91,20 @@ class Desk:
         Raises:
             ConfigError: the database cannot be used.
         """
+        if self._config.checkpoints_base == EngineConfig.model_fields["checkpoints_base"].default:
+            log.warning(
+                "--checkpoints-base is %s: a restart of the machine may clear it; give a folder that stays",
+                self._config.checkpoints_base,
+            )
         await self._store.start()
         try:
             await self._caretaker.clean_up()
-            for sample in await recall(self._store, self._live, self._limits):
-                await self._dispatch.sample(sample)
+            await self._dispatch.recall(await recall(self._store, self._live, self._limits))
             await self._sessions.finish_endings()
         except BaseException:
             await self._store.close()
             raise
-        self._link.start(self._dispatch.on_ready, self._dispatch.on_message, self._dispatch.on_death)
+        self._link.start(self._dispatch.on_ready, self._dispatch.on_message, self._after_death)
         self._caretaker.start()
 
     async def close(self) -> None:
@@ -105,6 +113,10 @@ class Desk:
         await self._dispatch.close()
         await self._caretaker.close()
         await self._store.close()
+
+    async def _after_death(self, why: str) -> None:
+        await self._dispatch.on_death(why)
+        await self._caretaker.remove_unused_snapshots(frozenset(self._dispatch.recording))
 
     @property
     def hopeless(self) -> asyncio.Event:
@@ -174,8 +186,9 @@ class Desk:
     async def get_sampler(self, tenant: str, sampler_id: str) -> Answer:
         return await self._sampling.get_sampler(tenant, sampler_id)
 
-    async def asample(self, tenant: str, request: schemas.AsampleRequest) -> Answer:
-        return await self._sampling.asample(tenant, request)
+    async def asample(self, tenant: str, request: schemas.AsampleRequest, idempotency_key: str | None = None) -> Answer:
+        """`idempotency_key`: the same one is the same request, where no sampler and seq tell."""
+        return await self._sampling.asample(tenant, request, idempotency_key)
 
     # ---- results
 
@@ -185,6 +198,7 @@ class Desk:
         Raises:
             RequestError: 404 unknown, 410 no longer kept
         """
+        self._live.heard_of(tenant, request_id)
         return await self._futures.retrieve(tenant, request_id, timeout)
 
     # ---- checkpoints and runs

@@ -6,7 +6,8 @@ after its snapshot, and what is due, in order. So an idle model that cannot be b
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,8 @@ from sqlmodel import Session as Database
 from tx.tinker.desk.engine_link import EngineLink
 from tx.tinker.desk.live import Entry, Live, Run
 from tx.tinker.desk.records import decode_record
-from tx.tinker.desk.recovery import orders_after_snapshot
+from tx.tinker.desk.recovery import Recalled, orders_after_snapshot
+from tx.tinker.desk.rows import record_deaths, set_at_work
 from tx.tinker.desk.settling import Settling
 from tx.tinker.desk.suspects import Suspects
 from tx.tinker.engine.messages import Cancel, Done, Failed, FromEngine, Restore, Snapshotted, Train
@@ -38,8 +40,19 @@ class Dispatch:
         """Of the pending ones."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_culprits = 0
+        self.recording: set[str] = set()
+        """Folders of snapshots that are being written down."""
 
     # ---- work
+
+    async def recall(self, recalled: Recalled) -> None:
+        """Before the first engine is ready."""
+        self._suspects.recall(recalled.num_deaths)
+        for entry in recalled.samples:
+            await self.sample(entry)
+        if recalled.died_at_work:
+            heads = [run.head for run in self._live.runs.values()]
+            await self._count_death([*heads, *recalled.samples], "the server died with it")
 
     def due(self, run: Run, entries: list[Entry]) -> None:
         """It is the turn of these requests of a model."""
@@ -98,6 +111,8 @@ class Dispatch:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        with suppress(StoreError):  # the next server then takes this end for a death
+            await self._store.write(partial(set_at_work, at_work=False))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -108,11 +123,13 @@ class Dispatch:
 
     def on_ready(self) -> None:
         """A new engine that knows nothing."""
+        self.spawn(self._store.write(partial(set_at_work, at_work=True)))
         self._go_on()
 
     def on_message(self, message: FromEngine) -> None:
         if isinstance(message, Snapshotted):
-            self.spawn(self._settling.snapshotted(message))
+            self.recording.add(message.folder)
+            self.spawn(self._snapshotted(message))
         elif isinstance(message, Done | Failed):
             entry = self._live.pending.get(message.request_id)
             if entry is not None and not entry.settling:
@@ -123,8 +140,12 @@ class Dispatch:
     async def on_death(self, why: str) -> None:
         heads = [run.head for run in self._live.runs.values() if run.touched_in == self._link.life]
         samples = [entry for entry in self._samples.values() if entry.sent_to == self._link.life]
-        running = [entry for entry in (*heads, *samples) if entry is not None and not entry.settling]
-        guilty = self._suspects.died(running)
+        await self._count_death([*heads, *samples], why)
+
+    async def _count_death(self, present: Iterable[Entry | None], why: str) -> None:
+        guilty = self._suspects.died([entry for entry in present if entry is not None and not entry.settling])
+        num_deaths = {entry.request_id: number for entry, number in self._suspects.deaths.items()}
+        await self._store.write(partial(record_deaths, num_deaths=num_deaths))
         if guilty is not None:
             self.num_culprits += 1
             log.error("request %s ends the engine whenever it is tried; it fails", guilty.request_id)
@@ -220,6 +241,12 @@ class Dispatch:
         return await asyncio.to_thread(self._blobs.get, blob)
 
     # ---- outcomes
+
+    async def _snapshotted(self, message: Snapshotted) -> None:
+        try:
+            await self._settling.snapshotted(message)
+        finally:
+            self.recording.discard(message.folder)
 
     async def _settle(self, entry: Entry, message: Done | Failed) -> None:
         try:

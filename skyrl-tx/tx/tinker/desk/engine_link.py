@@ -7,7 +7,6 @@ is a new `life`).
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tx.tinker.backends.base import BackendInfo
+from tx.tinker.desk.standby import Standby, signal_session, start_process
 from tx.tinker.engine.channel import ApiChannel
 from tx.tinker.engine.messages import FromApi, FromEngine, Pulse, Ready
 from tx.tinker.engine.process import WRONG_SETTINGS
@@ -34,6 +34,8 @@ class Patience:
     """Until an engine is ready: it may have to read a large model."""
     silence: float = 180.0
     """Without a word of an engine that was ready, which says something each second: then it hangs."""
+    turn: float = 1800.0
+    """For one pass of the training thread, or one step of sampling."""
     stop: float = 10.0
     """For an engine that was asked to end."""
     first_delay: float = 0.2
@@ -46,10 +48,19 @@ class EngineLink:
     Args:
         command: address of the channel -> what to run
         folder: for the channel's socket
+        standby: keep the next engine's process ready
     """
 
-    def __init__(self, command: Callable[[str], list[str]], folder: Path, patience: Patience | None = None):
+    def __init__(
+        self,
+        command: Callable[[str], list[str]],
+        folder: Path,
+        patience: Patience | None = None,
+        *,
+        standby: bool = False,
+    ):
         self._command, self._folder, self._patience = command, folder, patience or Patience()
+        self._standby = Standby(command) if standby else None
         self.life = 0
         """Number of the present engine, or of the last one."""
         self.ready = False
@@ -115,6 +126,8 @@ class EngineLink:
                 await asyncio.wait_for(self._process.wait(), self._patience.stop)
         supervision.cancel()
         await asyncio.wait((supervision,))
+        if self._standby is not None:
+            await self._standby.close()
 
     # ---- supervision
 
@@ -153,13 +166,7 @@ class EngineLink:
         tasks: list[asyncio.Task[str]] = []
         try:
             self._heard_at = time.monotonic()
-            process = self._process = await asyncio.create_subprocess_exec(
-                *self._command(channel.address),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C in the terminal is for us, who then ask it to stop
-            )
+            process = self._process = await self._new_process(channel.address)
             reading = asyncio.create_task(self._read_log(process))
             tasks = [
                 asyncio.create_task(self._ended(process, reading)),
@@ -179,6 +186,11 @@ class EngineLink:
             channel.close()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _new_process(self, address: str) -> asyncio.subprocess.Process:
+        if self._standby is not None and (process := await self._standby.take(address)) is not None:
+            return process
+        return await start_process(self._command(address))
+
     async def _ended(self, process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> str:
         code = await process.wait()
         await asyncio.wait((reading,), timeout=2)  # a grandchild may hold the pipe
@@ -197,11 +209,22 @@ class EngineLink:
                     self._informed.set()
                     log.info("engine %d is ready", self.life)
                     self._on_ready()
+                    if self._standby is not None:
+                        self._standby.prepare()
                 case Pulse():
                     self.pulse = message
+                    if stuck := self._stuck(message):
+                        return stuck
                 case _:
                     self._on_message(message)
         return "its channel was closed"
+
+    def _stuck(self, pulse: Pulse) -> str | None:
+        limit = self._patience.turn
+        for what, seconds in (("a training pass", pulse.turn_seconds), ("a step of sampling", pulse.step_seconds)):
+            if seconds > limit:
+                return f"{what} took longer than {limit:g} s (--pass-timeout-seconds)"
+        return None
 
     async def _watch(self) -> str:
         while True:
@@ -223,7 +246,4 @@ class EngineLink:
             self.log_tail.append(rest)
 
     def _signal(self, number: int) -> None:
-        process = self._process
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)  # it leads a session of its own
+        signal_session(self._process, number)

@@ -35,6 +35,10 @@ class Session:
     """When the last heartbeat came, if no row says so yet."""
     ending: asyncio.Future[None] | None = None
 
+    def touch(self) -> None:
+        """A heartbeat, or anything else that its user asked for."""
+        self.last_heartbeat, self.unsaved_heartbeat = time.monotonic(), time.time()
+
 
 @dataclass(eq=False)
 class Entry:
@@ -137,22 +141,38 @@ class Live:
         if save.sampling_session_seq_id is not None:
             self.promised_samplers.discard(sampler_id_of(run.session_id, save.sampling_session_seq_id))
 
+    def touch(self, session_id: str) -> None:
+        if (session := self.sessions.get(session_id)) is not None:
+            session.touch()
+
+    def heard_of(self, tenant: str, request_id: str) -> None:
+        """Somebody asks for the result of a request."""
+        entry = self.pending.get(request_id)
+        if entry is None or entry.tenant != tenant:
+            return
+        owner = entry.run or self.samplers.get(entry.sampler_id or "")
+        if owner is not None:
+            self.touch(owner.session_id)
+
     def session(self, tenant: str, session_id: str) -> Session:
         session = self.sessions.get(session_id)
         if session is None or session.tenant != tenant or session.ending is not None:
             raise RequestError(f"session_id {session_id!r} is no live session: it ended, or never was", 404)
+        session.touch()
         return session
 
     def run(self, tenant: str, model_id: str) -> Run:
         run = self.runs.get(model_id)
         if run is None or run.tenant != tenant or run.unloading is not None:
             raise RequestError(f"model_id {model_id!r} is no live model: it was unloaded, or never was", 404)
+        self.touch(run.session_id)
         return run
 
     def sampler(self, tenant: str, sampler_id: str) -> Sampler:
         sampler = self.samplers.get(sampler_id)
         if sampler is None or sampler.tenant != tenant:
             raise RequestError(f"sampling session {sampler_id!r} is not there: its session ended, or never was", 404)
+        self.touch(sampler.session_id)
         return sampler
 
     def folders_in_use(self) -> set[str]:

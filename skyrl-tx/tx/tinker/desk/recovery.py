@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from sqlalchemy import or_, select
 from sqlmodel import Session as Database
@@ -15,7 +16,7 @@ from tx.tinker.desk.live import Entry, Live, Run, Sampler, Session
 from tx.tinker.desk.records import decode_record
 from tx.tinker.desk.sequencer import Sequencer
 from tx.tinker.engine.messages import CreateModel, Load, Sample
-from tx.tinker.storage.db_models import ModelRow, RequestRow, SamplerRow, SessionRow
+from tx.tinker.storage.db_models import ModelRow, RequestRow, SamplerRow, SchemaRow, SessionRow
 from tx.tinker.storage.store import Store
 from tx.tinker.types import LoraSpec
 
@@ -38,8 +39,18 @@ def orders_after_snapshot(database: Database, model_id: str) -> list[RequestRow]
     return list(database.scalars(rows))
 
 
-async def recall(store: Store, live: Live, limits: Limits) -> list[Entry]:
-    """Fills an empty `live` from the database. Returns samples that wait to be done."""
+@dataclass
+class Recalled:
+    samples: list[Entry]
+    """That wait to be done."""
+    num_deaths: dict[Entry, int]
+    """Of engines, at which requests that wait were under way."""
+    died_at_work: bool
+    """The server before this one died with its engine."""
+
+
+async def recall(store: Store, live: Live, limits: Limits) -> Recalled:
+    """Fills an empty `live` from the database."""
     rows = await store.read(_read_rows)
     for row in rows.sessions:
         live.sessions[row.session_id] = Session(row.session_id, row.tenant)
@@ -65,10 +76,12 @@ async def recall(store: Store, live: Live, limits: Limits) -> list[Entry]:
         "recalled %d sessions, %d models, %d samplers, %d requests to do",
         len(live.sessions), len(live.runs), len(live.samplers), len(live.pending),
     )  # fmt: skip
-    return samples
+    num_deaths = {row.request_id: row.num_deaths for row in rows.requests}
+    return Recalled(samples, {entry: num_deaths[entry.request_id] for entry in entries}, rows.died_at_work)
 
 
 class _Rows:
+    died_at_work: bool
     sessions: Iterable[SessionRow]
     models: Iterable[ModelRow]
     samplers: Iterable[SamplerRow]
@@ -77,6 +90,7 @@ class _Rows:
 
 def _read_rows(database: Database) -> _Rows:
     rows = _Rows()
+    rows.died_at_work = bool(database.scalar(select(col(SchemaRow.engine_at_work))))
     rows.sessions = database.scalars(select(SessionRow).where(col(SessionRow.ended_at).is_(None))).all()
     rows.models = database.scalars(select(ModelRow).where(col(ModelRow.status) == "live")).all()
     rows.samplers = database.scalars(

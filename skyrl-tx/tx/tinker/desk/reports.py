@@ -32,6 +32,8 @@ def metrics(live: Live, limits: Limits, link: EngineLink, dispatch: Dispatch) ->
             "engine_running_samples": pulse.running_samples,
             "engine_resident_models": pulse.resident_models,
             "engine_busy_seconds_total": pulse.busy_seconds,
+            "engine_training_pass_seconds": pulse.turn_seconds,
+            "engine_sampling_step_seconds": pulse.step_seconds,
             "engine_train_tokens_total": pulse.train_tokens,
             "engine_sample_tokens_total": pulse.sample_tokens,
         }

@@ -9,7 +9,7 @@ from sqlmodel import col
 
 from tx.tinker.desk.live import Entry, request_id_of
 from tx.tinker.desk.records import encode_record
-from tx.tinker.storage.db_models import ModelRow, RequestRow
+from tx.tinker.storage.db_models import ModelRow, RequestRow, SchemaRow
 
 _requests = RequestRow.metadata.tables["requests"]
 _INSERT = insert(_requests)
@@ -99,6 +99,24 @@ def forget_orders(database: Database, model_id: str, up_to_seq: int | None = Non
 
 def touch_model(database: Database, model_id: str, **values: object) -> None:
     database.execute(update(ModelRow).where(col(ModelRow.model_id) == model_id).values(**values))
+
+
+def set_at_work(database: Database, at_work: bool) -> None:
+    """Whether a death from now on is one that nobody may live to write down."""
+    database.execute(update(SchemaRow).values(engine_at_work=at_work))
+
+
+def record_deaths(database: Database, num_deaths: dict[str, int]) -> None:
+    """The engine died.
+
+    Args:
+        num_deaths: by request id, at how many deaths it was under way
+    """
+    set_at_work(database, False)
+    if num_deaths:
+        statement = update(_requests).where(_requests.c.request_id == bindparam("key"))
+        rows = [{"key": request_id, "number": number} for request_id, number in num_deaths.items()]
+        database.connection().execute(statement.values(num_deaths=bindparam("number")), rows)
 
 
 def num_pending(database: Database, model_id: str, up_to_seq: int) -> int:

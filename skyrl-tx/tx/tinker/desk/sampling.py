@@ -1,6 +1,7 @@
 """Samplers and samples. A sampler has its weights for ever: what is trained, replaced or deleted later is not seen."""
 
 import asyncio
+import hashlib
 import secrets
 import time
 from functools import partial
@@ -85,10 +86,12 @@ class Sampling:
 
     # ---- samples
 
-    async def asample(self, tenant: str, request: schemas.AsampleRequest) -> dict[str, Any]:
+    async def asample(
+        self, tenant: str, request: schemas.AsampleRequest, idempotency_key: str | None = None
+    ) -> dict[str, Any]:
         """Returns once the request is durable, its seed with it."""
         if request.sampling_session_id is None:
-            request_id = await self._sample_without_sampler(tenant, request)
+            request_id = await self._sample_without_sampler(tenant, request, idempotency_key)
         else:
             assert request.seq_id is not None
             sampler = self._live.sampler(tenant, request.sampling_session_id)
@@ -115,17 +118,20 @@ class Sampling:
         task.add_done_callback(accepted)
         await asyncio.shield(task)
 
-    async def _sample_without_sampler(self, tenant: str, request: schemas.AsampleRequest) -> str:
-        """From the base model or a checkpoint. Asked twice it is done twice: there is nothing to know it by."""
+    async def _sample_without_sampler(self, tenant: str, request: schemas.AsampleRequest, key: str | None) -> str:
+        """From the base model or a checkpoint. Asked twice it is done twice, unless a key says that it is the same."""
+        request_id = f"sample_{_hash_of(tenant, key) if key else secrets.token_hex(16)}"
+        if request_id in self._live.pending:
+            return request_id
         spec, folder = self._spec(request), None
         if request.base_model is not None:
             self._runs.check_base_model(request.base_model)
         if request.model_path is not None:
             folder = (await self._checkpoints.source(tenant, request.model_path, setting="model_path")).folder
-        entry = self._entry(tenant, f"sample_{secrets.token_hex(16)}", spec, folder)
+        entry = self._entry(tenant, request_id, spec, folder)
         self._limits.admit_sample(tenant, entry.tokens)
         await self._accept(entry)
-        return entry.request_id
+        return request_id
 
     def _spec(self, request: schemas.AsampleRequest) -> SampleSpec:
         spec = request.to_spec(draw_seed)
@@ -151,6 +157,10 @@ class Sampling:
                 raise
         else:
             await self._dispatch.sample(entry)
+
+
+def _hash_of(tenant: str, key: str) -> str:
+    return hashlib.sha256(f"{tenant}\n{key}".encode()).hexdigest()[:32]
 
 
 def sample_tokens(spec: SampleSpec, max_context: int) -> int:

@@ -1,4 +1,5 @@
-"""Sessions: who is there. A heartbeat is noted in memory and written down every few seconds, all in one write."""
+"""Sessions: who is there. A heartbeat, or any other request of a session, is noted in memory and written down every few
+seconds, all in one write."""
 
 import asyncio
 import logging
@@ -48,7 +49,7 @@ class Sessions:
         if session is None or session.tenant != tenant or session.ending is not None:
             await self._row(tenant, session_id)
             raise RequestError(f"session_id {session_id!r} has ended", 410)
-        session.last_heartbeat, session.unsaved_heartbeat = time.monotonic(), time.time()
+        session.touch()
         return {"type": "session_heartbeat"}
 
     async def finish(self, tenant: str, session_id: str) -> dict[str, Any]:

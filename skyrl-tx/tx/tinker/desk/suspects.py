@@ -1,11 +1,11 @@
 """Which piece of work kills the engine? Found by running fewer and fewer of those that were under way when it died.
 
-Knows nothing of what the pieces are. Work that saw two deaths is suspected; then half of the suspects run and nothing
-else, so of n it takes log2(n) further deaths to find the one, and all others are done.
+Knows nothing of what the pieces are. Work that saw two deaths is suspected; then half of those that saw most deaths run
+and nothing else, so of n it takes log2(n) further deaths to find the one, and all others are done. Everything follows
+from the numbers of deaths: whoever keeps those can go on after a restart.
 """
 
-from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -15,41 +15,42 @@ DEATHS_TO_BE_SUSPECTED = 2
 
 class Suspects(Generic[T]):
     def __init__(self) -> None:
-        self._deaths: Counter[T] = Counter()
-        self._suspects: list[T] = []
+        self.deaths: dict[T, int] = {}
+        """How many it was under way at; only of work that was at any."""
         self._trial: set[T] = set()
+
+    def recall(self, deaths: Mapping[T, int]) -> None:
+        """Numbers of before."""
+        self.deaths |= {item: number for item, number in deaths.items() if number}
+        self._next_trial()
 
     def may_run(self, item: T) -> bool:
         return not self._trial or item in self._trial
 
     def died(self, running: Iterable[T]) -> T | None:
         """The engine died while these were under way. Returns the guilty one if it is found."""
-        running, guilty = list(running), None
-        if self._trial:
-            tried = [item for item in running if item in self._trial]
-            if tried and len(self._trial) == 1:
-                guilty = tried[0]
-                self._suspects.remove(guilty)
-                del self._deaths[guilty]
-            elif tried:
-                self._suspects = tried
+        present = [item for item in running if self.may_run(item)]
+        guilty = present[0] if len(self._trial) == 1 and present else None
+        if guilty is not None:
+            del self.deaths[guilty]
+            self.deaths = dict.fromkeys(self.deaths, DEATHS_TO_BE_SUSPECTED - 1)  # they had the wrong company
         else:
-            self._deaths.update(running)
-            self._suspects = [item for item in running if self._deaths[item] >= DEATHS_TO_BE_SUSPECTED]
+            self.deaths |= {item: self.deaths.get(item, 0) + 1 for item in present}
         self._next_trial()
         return guilty
 
     def finished(self, item: T) -> bool:
         """It is done, however. Returns whether others may run now that might not before."""
-        del self._deaths[item]
-        if item not in self._suspects:
+        self.deaths.pop(item, None)
+        if item not in self._trial:
             return False
-        self._suspects.remove(item)
-        self._trial.discard(item)
+        self._trial.remove(item)
         if self._trial:
             return False
         self._next_trial()
         return True
 
     def _next_trial(self) -> None:
-        self._trial = set(self._suspects[: (len(self._suspects) + 1) // 2])
+        most = max(self.deaths.values(), default=0)
+        suspects = [item for item, number in self.deaths.items() if number == most >= DEATHS_TO_BE_SUSPECTED]
+        self._trial = set(suspects[: (len(suspects) + 1) // 2])

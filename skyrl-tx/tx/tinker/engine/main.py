@@ -1,5 +1,7 @@
 """The engine process: `python -m tx.tinker.engine.main --config JSON --channel ADDRESS --parent PID`.
 
+With `--channel -` it does its imports at low priority, says so, and is an engine as soon as stdin gives it an address.
+
 Three threads that matter: the event loop reads the channel and samples, one thread trains, one belongs to the native
 engine. If one of them ends, so does the process, and the API starts a new one: nothing here is the truth.
 """
@@ -17,19 +19,27 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: exact numbers rest on it, and threads would fight
+os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"  # before torch: exact numbers rest on it
 
 from loguru import logger
 
 from tx.errors import ConfigError
-from tx.tinker.backends.base import Backend, BackendInfo
-from tx.tinker.backends.build import build_backend
+from tx.tinker.backends.base import Backend, BackendInfo, BackendLost
+from tx.tinker.backends.build import build_backend, import_backend
 from tx.tinker.base_model import read_base_model
 from tx.tinker.config import EngineConfig
 from tx.tinker.engine.channel import EngineChannel
 from tx.tinker.engine.messages import Cancel, Pulse, Ready, Sample
 from tx.tinker.engine.models import Models
-from tx.tinker.engine.process import ORPHANED, WRONG_SETTINGS, when_gone
+from tx.tinker.engine.process import (
+    FROM_STDIN,
+    ORPHANED,
+    STANDING_BY,
+    WRONG_SETTINGS,
+    at_low_priority,
+    name_process,
+    when_gone,
+)
 from tx.tinker.engine.sampling import Sampling
 from tx.tinker.engine.trainer import Trainer
 from tx.tinker.storage.folders import Folders
@@ -39,6 +49,8 @@ FINISH_SECONDS = 4.0
 """For the pass that runs when the engine is asked to stop."""
 SNAPSHOT_SECONDS = 2.0
 """For putting models to disk then."""
+CLOSE_SECONDS = 3.0
+"""For the end of what samples, then; what is left of it ends with this process."""
 
 
 class Engine:
@@ -65,6 +77,7 @@ class Engine:
         if stopped.done():
             return 0
         backend, info = building.result()
+        loop.add_signal_handler(signal.SIGTERM, self._stop.set)  # again: Ray has put its own in the place of it
         await backend.sampling.start()
         checkpoints, snapshots = self._folders()
         models = Models(backend.training, snapshots, info.max_resident_models)
@@ -75,16 +88,20 @@ class Engine:
         training = loop.run_in_executor(self._training_thread, self._train, trainer)
         reading = asyncio.create_task(self._read(channel, trainer, sampling))
         pulse = asyncio.create_task(_pulse(channel, backend, models, trainer, sampling))
-        ended, _ = await asyncio.wait((training, reading, pulse, stopped), return_when=asyncio.FIRST_COMPLETED)
+        watching = asyncio.create_task(sampling.watch())
+        parts = (training, reading, pulse, watching, sampling.lost, stopped)
+        ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         reading.cancel()  # what comes now is for the next engine
         self._stopping.set()
         trainer.inbox.put(_wake_up)
         await asyncio.wait((training,), timeout=FINISH_SECONDS + SNAPSHOT_SECONDS)
-        await _within(1.0, sampling.close())
+        await _within(CLOSE_SECONDS, sampling.close())
         await channel.close()
         if stopped in ended:
             return 0
-        logger.opt(exception=next(iter(ended)).exception()).critical("a part of the engine ended")
+        error = next(iter(ended)).exception()
+        traceback = None if isinstance(error, BackendLost) else error
+        logger.opt(exception=traceback).critical("a part of the engine ended: {}", error)
         return 1
 
     def _build(self) -> tuple[Backend, BackendInfo]:
@@ -124,6 +141,8 @@ async def _pulse(
                 train_tokens=dict(trainer.train_tokens),
                 sample_tokens=dict(sampling.tokens),
                 busy_seconds=trainer.busy_seconds,
+                turn_seconds=trainer.turn_seconds(),
+                step_seconds=sampling.step_seconds(),
             )
         )
         await asyncio.sleep(PULSE_SECONDS)
@@ -141,17 +160,29 @@ def _wake_up() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tx.tinker.engine.main")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
-    parser.add_argument("--channel", required=True, help="address of the API process's socket")
+    parser.add_argument("--channel", required=True, help="address of the API process's socket; - for stdin")
     parser.add_argument("--parent", type=int, default=os.getppid(), help="process with which this one ends")
     options = parser.parse_args(arguments)
     _log_to_stderr()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the API, which then sends SIGTERM
     when_gone(options.parent, partial(os._exit, ORPHANED))
+    config, address = EngineConfig.model_validate_json(options.config), options.channel
+    if address == FROM_STDIN and not (address := _stand_by(config)):
+        return ORPHANED
+    name_process("tx-engine")
     try:
-        return asyncio.run(_serve(EngineConfig.model_validate_json(options.config), options.channel))
+        return asyncio.run(_serve(config, address))
     except ConfigError as error:
         logger.critical("ConfigError: {}", error)
         return WRONG_SETTINGS
+
+
+def _stand_by(config: EngineConfig) -> str:
+    """The address, once it is told; "" if nobody is left to tell it."""
+    name_process("tx-standby")
+    at_low_priority(partial(import_backend, config))
+    print(STANDING_BY, flush=True)
+    return sys.stdin.readline().strip()
 
 
 async def _serve(config: EngineConfig, address: str) -> int:

@@ -125,6 +125,10 @@ class Pulse(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sample_tokens: dict[str, int]
     busy_seconds: float
     """Of the training thread, since the start."""
+    turn_seconds: float = 0.0
+    """For so long the training thread has been at its present turn: one pass and some quick orders. 0: it waits."""
+    step_seconds: float = 0.0
+    """The same of sampling's present step."""
 
 
 FromApi = CreateModel | Train | Optimize | Save | Load | Unload | Sample | Restore | Cancel

@@ -9,12 +9,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 
 from tx.tinker.config import EngineConfig
 
 WRONG_SETTINGS = 78
 """Exit status (EX_CONFIG): no new start will help."""
 ORPHANED = 3
+FROM_STDIN = "-"
+"""In place of a channel's address: the engine does its imports and then waits for a line with the address."""
+STANDING_BY = "standing by"
+"""What it says then."""
 
 _SECRETS = {"database_url", "api_keys_file"}
 """Settings that the engine has no use for, and that a command line would show to everybody on the machine."""
@@ -22,10 +29,28 @@ _POLL_SECONDS = 0.5
 
 
 def engine_command(config: EngineConfig, address: str) -> list[str]:
-    """What to run for an engine that belongs to this process and listens to a channel's address."""
+    """What to run for an engine that belongs to this process and listens to a channel's address, or `FROM_STDIN`."""
     settings = config.model_dump_json(exclude=_SECRETS)
     module = "tx.tinker.engine.main"
     return [sys.executable, "-m", module, "--config", settings, "--channel", address, "--parent", str(os.getpid())]
+
+
+def name_process(name: str) -> None:
+    """As `ps` and `top` show it, where the system can."""
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
+
+
+def at_low_priority(work: Callable[[], None]) -> None:
+    """Runs it in a thread that gives way to all other work of the machine, where threads have priorities of their own
+    (Linux): what a process has given away it gets back with a privilege only."""
+
+    def give_way() -> None:
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+    with ThreadPoolExecutor(1, initializer=give_way) as thread:
+        thread.submit(work).result()
 
 
 def when_gone(parent: int, then: Callable[[], None]) -> None:

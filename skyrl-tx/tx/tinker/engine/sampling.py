@@ -1,6 +1,7 @@
 """Sampling orders on the engine's event loop: each is a task, and the backend runs them together."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ from tx.tinker.backends.base import BackendLost, SamplingBackend
 from tx.tinker.engine.messages import Done, Failed, FromEngine, Sample
 from tx.tinker.storage.folders import Folders
 from tx.tinker.wire.codec import encode_sample_output
+
+WATCH_SECONDS = 1.0
 
 
 class Sampling:
@@ -27,6 +30,7 @@ class Sampling:
         """Written, by tenant."""
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done, with the reason, when nothing can be sampled here any more; what was asked for is left unanswered."""
+        self._step_began: float | None = None
         self._backend, self._folders, self._send = backend, folders, send
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -40,6 +44,18 @@ class Sampling:
         for request_id in request_ids:
             if task := self._tasks.get(request_id):
                 task.cancel()
+
+    async def watch(self) -> None:
+        """Keeps `step_seconds` true; ends with the backend, by BackendLost."""
+        while True:
+            self._step_began = time.monotonic()
+            await self._backend.end_of_step()
+            self._step_began = None
+            await asyncio.sleep(WATCH_SECONDS)
+
+    def step_seconds(self) -> float:
+        """For so long, or a little longer, the backend has been at its present step; 0: it was between two just now."""
+        return 0.0 if self._step_began is None else time.monotonic() - self._step_began
 
     async def close(self) -> None:
         for task in self._tasks.values():

@@ -69,6 +69,7 @@ class Trainer:
         self._orders = Orders(training, models, folders, now)
         self._pass_tokens, self._now = pass_tokens, now
         self._scheduler = Scheduler()
+        self._turn_began: float | None = None
         self._running: dict[str, RunningPass] = {}
         self._held: set[str] = set()
         self._helpers = Helpers(self.inbox.put)
@@ -79,9 +80,11 @@ class Trainer:
         Returns:
             whether there was something
         """
+        self._turn_began = self._now()
         came = self._read_inbox(0.0)
         worked = self._turn()
         if not came and not worked:
+            self._turn_began = None
             came = self._read_inbox(wait_seconds)
         for snapshotted in self._models.news():  # after the results of what they contain
             self._send(snapshotted)
@@ -89,6 +92,11 @@ class Trainer:
 
     def num_orders(self) -> int:
         return self._scheduler.num_orders
+
+    def turn_seconds(self) -> float:
+        """How long the present turn takes already; 0 while there is nothing to do. May be asked in any thread."""
+        began = self._turn_began
+        return 0.0 if began is None else self._now() - began
 
     def close(self, seconds: float) -> None:
         """Puts changed models to disk as long as there is time, so that the next engine has little to do again."""
@@ -110,6 +118,8 @@ class Trainer:
             except Empty:
                 return came
             came = True
+            if self._turn_began is None:
+                self._turn_began = self._now()
             if isinstance(item, Restore):
                 self._models.add(Model(item.model_id, item.tenant, item.lora, seq=item.seq, snapshot=item.snapshot))
             elif isinstance(item, ModelOrder):

@@ -8,7 +8,8 @@ from tx.tinker.config import EngineConfig
 from tx.tinker.desk.desk import Desk
 from tx.tinker.http import openapi, problems
 from tx.tinker.http.api_keys import ApiKeys, is_loopback, read_api_keys
-from tx.tinker.http.auth import Door
+from tx.tinker.http.auth import STATUS_PAGES, Door
+from tx.tinker.http.bodies import Intake
 from tx.tinker.http.downloads import Downloads
 from tx.tinker.http.metrics import Measured, Metrics
 from tx.tinker.http.polls import OpenPolls
@@ -70,9 +71,11 @@ def create_app(
     app.include_router(server.pages)
 
     # The last one added is the outermost.
-    app.add_middleware(Door, keys=keys, open_status_pages=is_loopback(config.host))
+    app.add_middleware(Intake, max_bytes=config.max_bodies_mb * 2**20)
+    open_paths = STATUS_PAGES if is_loopback(config.host) else ()
+    app.add_middleware(Door, keys=keys, open_paths=open_paths)
     app.add_middleware(problems.Unforeseen)
     app.add_middleware(Measured, metrics=state.metrics)
     problems.install(app)
-    openapi.install(app, needs_keys=bool(keys))
+    openapi.install(app, needs_keys=bool(keys), open_paths=open_paths)
     return app

@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tx.errors import RequestError
+from tx.errors import Busy, RequestError
 from tx.tinker.http.scope import desk_of, tenant_of
 from tx.tinker.wire.schemas import as_request_error
 from tx.tinker.wire.training_requests import find_address
@@ -22,13 +23,55 @@ THREAD_FROM_BYTES = 64 * 1024
 """Parsing so much takes about a millisecond; a smaller body is sooner parsed than handed to a thread."""
 BODY_SECONDS = 120.0
 """For all of a body to arrive."""
+RETRY_SECONDS = 1.0
+_SHARE = "tx.share"
 
 
 class BodyTooLarge(RequestError):
     """The body goes over the server's limit; the rest of it was not read."""
 
     def __init__(self, max_bytes: int):
-        super().__init__(f"body is larger than {max_bytes:,} bytes (--max-body-mb); send fewer data at a time", 413)
+        super().__init__(
+            f"body is larger than {max_bytes:,} bytes (--max-body-mb); send fewer data at a time. If it had a seq_id, "
+            "that was not read: what the same model is asked next waits for it, up to --seq-gap-timeout-sec",
+            413,
+        )
+
+
+class Intake:
+    """Counts the bytes of bodies that are in memory, of all clients: from their first to their request's answer.
+
+    Args:
+        max_bytes: more are refused for a while; one body alone is always let in
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int):
+        self.app, self.max_bytes = app, max_bytes
+        self.num_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        share = scope[_SHARE] = Share(self)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.num_bytes -= share.num_bytes
+
+
+class Share:
+    """One request's part of it."""
+
+    def __init__(self, intake: Intake):
+        self.intake, self.num_bytes = intake, 0
+
+    def hold(self, num_bytes: int) -> None:
+        """So many, from now on. Raises Busy if there is no room for them."""
+        others = self.intake.num_bytes - self.num_bytes
+        if others and others + num_bytes > self.intake.max_bytes:
+            raise Busy(
+                f"requests of {others:,} bytes are being read already (--max-bodies-mb); send this one again later",
+                RETRY_SECONDS,
+            )
+        self.intake.num_bytes, self.num_bytes = others + num_bytes, num_bytes
 
 
 def max_body_bytes(request: Request) -> int:
@@ -44,11 +87,14 @@ async def read_body(request: Request, max_bytes: int | None = None) -> bytes:
     Raises:
         BodyTooLarge: by its own account (before anything is read), or by what arrives.
         RequestError: it does not arrive in time.
+        Busy: all clients together send too much at the moment.
     """
     max_bytes = max_bytes or max_body_bytes(request)
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise BodyTooLarge(max_bytes)
+    share: Share = request.scope[_SHARE]
+    share.hold(int(announced) if announced.isdecimal() else 0)
     pieces: list[bytes] = []
     size = 0
     try:
@@ -57,6 +103,7 @@ async def read_body(request: Request, max_bytes: int | None = None) -> bytes:
                 size += len(piece)
                 if size > max_bytes:
                     raise BodyTooLarge(max_bytes)
+                share.hold(max(size, share.num_bytes))
                 pieces.append(piece)
     except TimeoutError:
         raise RequestError(f"the request's body did not arrive within {BODY_SECONDS:.0f} s", 408) from None

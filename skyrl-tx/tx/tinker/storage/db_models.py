@@ -28,6 +28,9 @@ class SchemaRow(Row, table=True):
     database_id: str
     """Drawn when the database was made; files beside it say whose they are by it (`Blobs.claim`)."""
     created_at: float
+    engine_at_work: bool = False
+    """An engine may have been told of work, and has neither been seen to die nor been stopped since: true at the start
+    of a server if the one before died together with its engine."""
 
 
 class SessionRow(Row, table=True):
@@ -112,6 +115,8 @@ class RequestRow(Row, table=True):
     result_blob: str | None = None
     error: str | None = None
     category: str | None = None
+    num_deaths: int = Field(default=0, sa_column_kwargs={"server_default": "0"})
+    """Of engines while this was under way; `desk.suspects` says what follows."""
     created_at: float
     completed_at: float | None = Field(default=None, index=True)
     delivered_at: float | None = Field(default=None, index=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.native.core import MAX_PREFILL_TOKENS
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.requests import (
@@ -29,9 +30,12 @@ from skyrl_train.inference_engines.native.requests import (
     SamplingParams,
 )
 from tx.errors import ModelError
-from tx.tinker.backends.base import SamplingBackend
+from tx.tinker.backends.base import BackendLost, SamplingBackend
 from tx.tinker.backends.torch.adapter_slots import AdapterSlots
 from tx.tinker.types import SampleOutput, SampleSpec, Sequence
+
+_STEP_SECONDS = 86_400.0
+"""Whoever asks for `end_of_step` has less patience, and knows how much."""
 
 
 class NativeSampling(SamplingBackend):
@@ -77,6 +81,7 @@ class NativeSampling(SamplingBackend):
             max_lora_rank=max_lora_rank,
             max_prefill_tokens=max_prefill_tokens,
             max_cache_gib=_share_of_free_memory(device) if max_cache_gib is None else max_cache_gib,
+            command_timeout_seconds=_STEP_SECONDS,
             shared_weights=None if share_with is None else _tensors_of(share_with),
         )
         self._max_loaded_adapters = max_loaded_adapters
@@ -99,7 +104,7 @@ class NativeSampling(SamplingBackend):
             tenant: whose turn it is; "": nobody's in particular, who may have every row
 
         Raises:
-            WorkerError: the engine has stopped: this and every other call.
+            BackendLost: the engine has stopped: this and every other call.
         """
         self._num_running += spec.num_samples
         try:
@@ -107,9 +112,18 @@ class NativeSampling(SamplingBackend):
                 completions = await self._complete(spec, name, tenant)
         except FloatingPointError as error:
             raise ModelError(str(error), "server" if adapter is None else "user") from error
+        except WorkerError as error:
+            raise BackendLost(str(error)) from error
         finally:
             self._num_running -= spec.num_samples
         return _output(spec, completions)
+
+    async def end_of_step(self) -> None:
+        assert self._engine is not None, "start() comes first"
+        try:
+            await self._engine.check_health()
+        except WorkerError as error:
+            raise BackendLost(str(error)) from error
 
     async def close(self) -> None:
         if self._engine is not None and self._slots is not None:

@@ -16,7 +16,8 @@ router = APIRouter(tags=["sampling"])
 @router.post("/asample", **described(answers.SampleAccepted, schemas.AsampleRequest))
 async def asample(request: Request) -> Response:
     asked = await read_json(request, schemas.AsampleRequest)
-    return as_json(await desk_of(request).asample(tenant_of(request), asked))
+    key = request.headers.get("x-idempotency-key")
+    return as_json(await desk_of(request).asample(tenant_of(request), asked, key))
 
 
 @router.post("/create_sampling_session", **described(answers.SamplingSessionMade, schemas.CreateSamplingSessionRequest))
