@@ -1,17 +1,13 @@
 """A real server process on a free loopback port, with two tenants' keys."""
 
-import os
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from sdk_environment import sdk_environment
 from tx_server import ServerProcess
-
-REPOSITORY = Path(__file__).parents[3]
-INSTALL_SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -47,19 +43,4 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 
 @pytest.fixture(scope="session")
 def sdk_python() -> Callable[[str], Path]:
-    """A version of the SDK -> the Python of an environment that has it, made when it is not there."""
-    folder = Path(os.environ.get("TX_SDK_ENVS") or Path.home() / ".cache" / "skyrl-tx" / "sdk")
-
-    def python(version: str) -> Path:
-        made = subprocess.run(
-            [REPOSITORY / "scripts" / "sdk_envs.sh", folder, version],
-            capture_output=True,
-            text=True,
-            timeout=INSTALL_SECONDS,
-            cwd=REPOSITORY,
-        )
-        if made.returncode:
-            pytest.skip(f"{version} could not be installed: {made.stderr[-500:]}")
-        return folder / version / "bin" / "python"
-
-    return python
+    return sdk_environment

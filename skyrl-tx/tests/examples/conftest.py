@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sdk_environment import sdk_environment
 from tx_server import ServerProcess
 
 REPOSITORY = Path(__file__).parents[3]
 EXAMPLES = REPOSITORY / "examples" / "tinker"
 SDK_VERSION = "0.38.0"
-INSTALL_SECONDS, WARM_UP_SECONDS = 600, 900
+WARM_UP_SECONDS = 900
 
 
 @pytest.fixture(scope="session")
@@ -27,9 +28,4 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="session")
 def sdk_python() -> Path:
-    folder = Path(os.environ.get("TX_SDK_ENVS") or Path.home() / ".cache" / "skyrl-tx" / "sdk")
-    command = [REPOSITORY / "scripts" / "sdk_envs.sh", folder, SDK_VERSION]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS)
-    if made.returncode:
-        pytest.skip(f"tinker {SDK_VERSION} could not be installed: {made.stderr[-500:]}")
-    return folder / SDK_VERSION / "bin" / "python"
+    return sdk_environment(SDK_VERSION)

@@ -1,5 +1,7 @@
 """The door: no request goes further without a tenant. Before routing, so that unknown paths need a key too."""
 
+from collections.abc import Collection
+
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -10,19 +12,20 @@ from tx.tinker.http.scope import TENANT
 DOWNLOADS = "/api/v1/downloads/"
 """Open to whoever has the signed address: users hand it to programs that know no key."""
 STATUS_PAGES = ("/healthz", "/api/v1/healthz", "/metrics", "/status")
+"""Open where the server listens on loopback only."""
 
 
 class Door:
     """
     Args:
         keys: none means that everybody is the tenant `local`
-        open_status_pages: healthz, metrics and status need no key (a server on loopback)
+        open_paths: need no key
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, open_status_pages: bool):
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str]):
         self.app = app
         self.keys = keys
-        self.open_paths = frozenset(STATUS_PAGES if open_status_pages else ())
+        self.open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

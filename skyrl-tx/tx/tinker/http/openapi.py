@@ -3,6 +3,7 @@
 Endpoints read their bodies themselves (`bodies`: limits, threads), so the framework must be told of them.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 from fastapi import FastAPI
@@ -64,8 +65,12 @@ def with_protobuf(content: dict[str, Any]) -> dict[str, Any]:
     return {**content, "content": content["content"] | binary}
 
 
-def install(app: FastAPI, *, needs_keys: bool) -> None:
-    """Gives the app its description, which is made once, when first asked for."""
+def install(app: FastAPI, *, needs_keys: bool, open_paths: Collection[str]) -> None:
+    """Gives the app its description, which is made once, when first asked for.
+
+    Args:
+        open_paths: need no key all the same
+    """
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -78,6 +83,8 @@ def install(app: FastAPI, *, needs_keys: bool) -> None:
                 scheme = {"type": "apiKey", "in": "header", "name": "X-API-Key"}
                 components["securitySchemes"] = {"api_key": scheme}
                 description["security"] = [{"api_key": []}]
+                for path in set(open_paths) & set(description["paths"]):
+                    description["paths"][path]["get"]["security"] = []
             app.openapi_schema = description
         return app.openapi_schema
 

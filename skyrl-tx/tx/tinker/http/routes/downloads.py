@@ -36,7 +36,10 @@ _MOVED = {
 }
 
 
-@router.get(f"{CHECKPOINT}/archive", **described(answers.Nothing, response_model=None, status_code=302, also=_MOVED))
+@router.get(
+    f"{CHECKPOINT}/archive",
+    **described(answers.Nothing, response_model=None, response_class=Response, status_code=302, also=_MOVED),
+)
 async def archive(request: Request, run_id: RunId, kind: Kind, name: Name) -> Response:
     path = TinkerPath(run_id, kind, name)
     await desk_of(request).checkpoint_archive(tenant_of(request), *path)  # whether there is one

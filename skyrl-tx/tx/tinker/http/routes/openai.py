@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from tx.errors import RequestError
 from tx.tinker.desk.results import StoredResult, TryAgain
-from tx.tinker.http.answers import Answer
+from tx.tinker.http.answers import Answer, Problem
 from tx.tinker.http.bodies import read_json
 from tx.tinker.http.openapi import described
 from tx.tinker.http.replies import as_json
@@ -25,6 +25,7 @@ router = APIRouter(prefix="/oai/api/v1", tags=["OpenAI-compatible sampling"])
 
 POLL_SECONDS = 30.0
 DEADLINE_SECONDS = 3600.0
+_LATE: dict[int, Any] = {503: {"model": Problem, "description": "No answer in time, or the server restarts"}}
 
 
 class _SamplingBody(schemas.Body):
@@ -67,7 +68,7 @@ class Completion(Answer):
     usage: dict[str, int]
 
 
-@router.post("/completions", **described(Completion, CompletionBody))
+@router.post("/completions", **described(Completion, CompletionBody, also=_LATE))
 async def completions(request: Request) -> Response:
     asked = await read_json(request, CompletionBody)
     texts: Texts = request.app.state.texts
@@ -87,7 +88,7 @@ async def completions(request: Request) -> Response:
     return _answer("text_completion", asked.model, choices, prompts, outputs)
 
 
-@router.post("/chat/completions", **described(Completion, ChatCompletionBody))
+@router.post("/chat/completions", **described(Completion, ChatCompletionBody, also=_LATE))
 async def chat_completions(request: Request) -> Response:
     asked = await read_json(request, ChatCompletionBody)
     texts: Texts = request.app.state.texts
