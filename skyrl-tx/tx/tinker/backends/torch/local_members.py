@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -76,8 +77,8 @@ class LocalMembers(Members):
                 self._send(
                     each, ForkingPickler.dumps((info, str(base_model_folder), training_settings, timeout_seconds))
                 )
-            for answer in self._answers("start"):
-                if isinstance(answer, Exception):
+            for _, answer in self._arriving("start"):
+                if isinstance(answer, Exception):  # the others may wait for this one
                     raise answer
         except BaseException:
             self.close()
@@ -100,7 +101,8 @@ class LocalMembers(Members):
         order = ForkingPickler.dumps((method, args, options))
         for each in self._processes:
             self._send(each, order)
-        return self._answers(method)
+        answers = dict(self._arriving(method))
+        return [answers[each.name] for each in self._processes]
 
     def close(self) -> None:
         for each in self._processes:
@@ -119,9 +121,9 @@ class LocalMembers(Members):
         except OSError:
             raise self._lost() from None
 
-    def _answers(self, method: str) -> list[Any]:
+    def _arriving(self, method: str) -> Iterator[tuple[str, Any]]:
+        """Whose answer, and it, as they come."""
         deadline = time.monotonic() + self._timeout_seconds
-        answers: dict[Connection, Any] = {}
         pending = {each.connection: each for each in self._processes}
         while pending:
             ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
@@ -134,11 +136,10 @@ class LocalMembers(Members):
             for connection in ready:
                 assert isinstance(connection, Connection)
                 try:
-                    answers[connection] = connection.recv()
+                    answer = connection.recv()
                 except (EOFError, OSError):
                     raise self._lost() from None
-                del pending[connection]
-        return [answers[each.connection] for each in self._processes]
+                yield pending.pop(connection).name, answer
 
     def _lost(self) -> BackendLost:
         """Says which ended, and first how those did that a signal ended: they did not choose to."""
