@@ -17,6 +17,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--second-api-key", help="another tenant's, for the checks of isolation")
     parser.add_argument("--only", nargs="*", default=[], help="checks whose id has one of these words in it")
     parser.add_argument("--limit", type=float, default=120, help="seconds a check may take")
+    parser.add_argument("--exit-first", action="store_true", help="stop at the first check that fails")
     parser.add_argument("--list", action="store_true", help="print the checks and run none")
     parser.add_argument("--json", type=Path, help="write the verdicts there")
     return parser.parse_args()
@@ -43,7 +44,7 @@ def main() -> int:
         options.vocab_size,
     )
     print(f"tinker {tinker.__version__} against {target.base_url}, model {target.model}")
-    verdicts = runner.run_checks(World(target), options.only, options.limit, sys.stdout)
+    verdicts = runner.run_checks(World(target), options.only, options.limit, sys.stdout, options.exit_first)
     print(runner.summary(verdicts))
     if options.json:
         runner.write_json(verdicts, options.json, tinker=tinker.__version__, base_url=target.base_url)

@@ -116,7 +116,8 @@ def saved_state_outlives_its_model(world: World) -> None:
 
 @check
 def saving_a_name_again(world: World) -> None:
-    """a name that is taken is refused at once or written over, never answered with what clients retry for minutes"""
+    """a name that is taken is written over if asked and refused if `overwrite` is false; a request that says neither
+    gets one of the two, and not what clients retry for minutes"""
     wire = world.wire
     model_id, name = world.model(), wire.fresh("twice")
     wire.result(wire.save(model_id, 1, name))
@@ -124,7 +125,12 @@ def saving_a_name_again(world: World) -> None:
     expect(again.status_code < 409 or again.status_code == 422, f"answered {again.status_code}")
     if again.status_code == 200:
         wire.outcome(wire.accepted(again))
-    over = wire.result(wire.save(model_id, 3, name, overwrite=True))
+    refused = wire.save(model_id, 3, name, overwrite=False)
+    if refused.status_code == 200:
+        expect("error" in wire.outcome(wire.accepted(refused)), "it was written over though overwrite is false")
+    else:
+        expect_refused(refused)
+    over = wire.result(wire.save(model_id, 4, name, overwrite=True))
     expect_equal(over.get("path"), f"tinker://{model_id}/weights/{name}", "path when overwriting")
 
 

@@ -58,13 +58,17 @@ def judge(check: Check, world: World, limit_seconds: float) -> Verdict:
     return Verdict(check.id, check.claim, outcome, reason, seconds)
 
 
-def run_checks(world: World, only: list[str], limit_seconds: float, out: TextIO) -> list[Verdict]:
-    """Runs the chosen checks and prints a row as each ends."""
+def run_checks(
+    world: World, only: list[str], limit_seconds: float, out: TextIO, exit_first: bool = False
+) -> list[Verdict]:
+    """Runs the chosen checks, or those up to the first that fails, and prints a row as each ends."""
     verdicts = []
     for check in chosen(only):
         verdict = judge(check, world, limit_seconds)
         verdicts.append(verdict)
         print(row(verdict), file=out, flush=True)
+        if exit_first and verdict.outcome == "fail":
+            break
     return verdicts
 
 

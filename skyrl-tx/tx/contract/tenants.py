@@ -2,6 +2,7 @@
 
 import httpx
 
+from tx.contract.archive import archive_url
 from tx.contract.checks import Skip, check, expect, expect_close, expect_equal, expect_refused
 from tx.contract.client import Service
 from tx.contract.wire import Wire, text_datum
@@ -64,11 +65,28 @@ def sessions_are_ones_own(world: World) -> None:
 
 @check
 def results_are_ones_own(world: World) -> None:
-    """another tenant's request id is unknown"""
-    other, wire = stranger(world), world.wire
-    request_id = wire.accepted(wire.sample(world.text(4)))
-    wire.outcome(request_id)
-    expect_equal(other.post("retrieve_future", {"request_id": request_id}).status_code, 404, "polling")
+    """another tenant's request id is unknown, whether it was done, is under way, or has been fetched"""
+    other, wire, model = stranger(world), world.wire, world.model()
+    ids = {
+        "a sample": wire.accepted(wire.sample(world.text(4))),
+        "a pass": wire.accepted(wire.backward(model, 1, [text_datum(world.lesson)])),
+        "a step that waits": wire.accepted(wire.step(model, 3)),
+    }
+    for fetched in (False, True):
+        for name, request_id in ids.items():
+            answer = other.post("retrieve_future", {"request_id": request_id})
+            expect_equal(answer.status_code, 404, f"polling {name}, fetched: {fetched}")
+        for name in ("a sample", "a pass"):
+            wire.outcome(ids[name])
+
+
+@check
+def seqs_are_ones_own(world: World) -> None:
+    """what another tenant sends wrongly to a model uses up none of its seqs"""
+    other, wire, model = stranger(world), world.wire, world.model()
+    expect(other.backward(model, 1, []).status_code in (400, 422, *HIDDEN), "an empty pass was accepted")
+    expect(other.step(model, 1, learning_rate="fast").status_code in (400, 422, *HIDDEN), "a wrong step was accepted")
+    wire.result(wire.backward(model, 1, [text_datum(world.lesson)]))
 
 
 @check
@@ -78,6 +96,7 @@ def samplers_are_ones_own(world: World) -> None:
     sampler = wire.sampling_session(wire.session()).json()["sampling_session_id"]
     expect_refused(other.sample(world.text(4), sampling_session_id=sampler, seq_id=1), statuses=HIDDEN)
     expect_refused(other.call("GET", f"samplers/{sampler}"), statuses=HIDDEN)
+    wire.result(wire.sample(world.text(4), sampling_session_id=sampler, seq_id=1))
 
 
 @check
@@ -103,10 +122,12 @@ def checkpoints_are_ones_own(world: World) -> None:
     at = f"training_runs/{model}/checkpoints/weights/secret"
     attempts = {
         "load_weights": other.load(theirs, 1, path),
+        "load_weights as a model": _loaded_anew(other, path),
         "weights_info": other.post("weights_info", {"tinker_path": path}),
         "sampling session": other.sampling_session(other.session(), model_path=sampler_path),
         "sample": other.sample(world.text(4), model_path=sampler_path),
         "archive": other.call("GET", f"{at}/archive"),
+        "external_weights_urls": other.call("GET", f"{at}/external_weights_urls"),
         "delete": other.call("DELETE", at),
         "ttl": other.call("PUT", f"{at}/ttl", {"ttl_seconds": 7200}),
         "publish": other.post(f"{at}/publish"),
@@ -118,6 +139,27 @@ def checkpoints_are_ones_own(world: World) -> None:
     other.result(other.load(theirs, 2, path))
     expect(other.call("DELETE", at).status_code in HIDDEN, "a published checkpoint was deleted by another tenant")
     other.unload(theirs)
+
+
+def _loaded_anew(wire: Wire, path: str) -> httpx.Response:
+    body = {"session_id": wire.session(), "model_seq_id": 0, "path": path, "optimizer": False, "type": "load_weights"}
+    return wire.post("load_weights", body)
+
+
+@check
+def archives_are_signed(world: World) -> None:
+    """the address of an archive works for that archive alone: changed in any part, it is refused"""
+    wire, model = world.wire, world.model()
+    path = wire.result(wire.save(model, 1, wire.fresh("signed")))["path"]
+    address = httpx.URL(archive_url(wire, path))
+    if not address.query:
+        raise Skip("the address has no parts that could be changed")
+    expect(httpx.get(address, trust_env=False).is_success, "the archive is not at its address")
+    for name, value in address.params.items():
+        if value:
+            changed = address.copy_set_param(name, value[:-1] + ("0" if value[-1] != "0" else "1"))
+            answer = httpx.get(changed, trust_env=False)
+            expect(answer.status_code in (400, *HIDDEN, 410), f"with another {name}: {answer.status_code}")
 
 
 @check
