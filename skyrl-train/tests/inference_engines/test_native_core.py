@@ -1,11 +1,14 @@
 """The core against transformers, and its promise: what a request gets does not depend on its company, bit for bit."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.native import packed_linear
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.loading import load_model
 from skyrl_train.inference_engines.native.packed_linear import pack_linears
@@ -69,8 +72,17 @@ def test_sampled_log_probs_are_at_the_temperature_before_penalty_and_truncation(
     torch.testing.assert_close(torch.tensor(answer.log_probs), log_probs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_request_gets_the_same_bits_alone_and_in_a_crowd(tiny_models, name):
+@pytest.fixture
+def packed(request, monkeypatch) -> bool:
+    """Whether the layers are packed, however small."""
+    monkeypatch.setattr(packed_linear, "SMALLEST", 0 if request.param else math.inf)
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("name", "packed"), [*((name, False) for name in ARCHITECTURES), ("qwen3", True)], indirect=["packed"]
+)
+def test_a_request_gets_the_same_bits_alone_and_in_a_crowd(tiny_models, name, packed):
     """Lengths from 1 to past the attention's chunks; half the crowd joins later, and they leave at different times."""
     lengths = [1, 2, 5, 31, 32, 33, 40, 64, 65, 120, 127, 129, 200, 250, 310, 12, 17]
     prompts = random_prompts(lengths)
@@ -79,9 +91,9 @@ def test_a_request_gets_the_same_bits_alone_and_in_a_crowd(tiny_models, name):
         Request(prompt, SamplingParams(max_tokens=budget, temperature=1.0 if index % 3 else 0.0), (5, index))
         for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
     ]
-    alone = [run(make_core_cached(tiny_models(name)), [request])[0] for request in requests]
+    core_alone, crowd = make_core(tiny_models(name)), make_core(tiny_models(name))
+    alone = [run(core_alone, [request])[0] for request in requests]
 
-    crowd = make_core_cached(tiny_models(name))
     done: dict[Request, Completion] = {}
     late = requests[1::2]
     for request in requests[::2]:
@@ -135,7 +147,7 @@ def test_samples_of_one_prompt_compute_it_once_even_if_they_come_later(tiny_mode
         core.add_request(request)
     while core.num_running or core.num_waiting:
         done |= {completion.request: completion for completion in core.step()}
-    assert core.num_prompt_tokens_computed == 39 + 29  # all but each prompt's last token, which is decoded
+    assert core.num_prompt_tokens_computed == 40 + 30
     assert all(same_bits(done[request], expected) for request, expected in zip(requests, apart, strict=True))
 
 
@@ -166,6 +178,17 @@ def test_a_prompts_scores_are_at_the_temperature_asked_for_and_the_bits_of_decod
             assert (np.diff(scores.top_log_probs) <= 0).all()
 
 
+def test_prompts_that_differ_in_the_last_token_share_all_but_it(tiny_models):
+    [prompt] = random_prompts([40])
+    other = np.append(prompt[:-1], (prompt[-1] + 1) % 62)
+    requests = [Request(ids, SamplingParams(max_tokens=10), (0, i)) for i, ids in enumerate((prompt, other, prompt))]
+    expected = [run(make_core_cached(tiny_models("qwen3")), [request])[0] for request in requests]
+    core = make_core(tiny_models("qwen3"))
+    together = run(core, requests)
+    assert core.num_prompt_tokens_computed == 40
+    assert all(same_bits(one, alone) for one, alone in zip(together, expected, strict=True))
+
+
 def test_a_prompt_computed_by_older_weights_is_not_shared(tiny_models):
     core = make_core(tiny_models("qwen3"))
     [prompt] = random_prompts([40])
@@ -174,7 +197,7 @@ def test_a_prompt_computed_by_older_weights_is_not_shared(tiny_models):
     core.weight_version = 1
     core.add_request(Request(prompt, SamplingParams(max_tokens=10), (0, 1)))
     core.step()
-    assert core.num_prompt_tokens_computed == 2 * 39
+    assert core.num_prompt_tokens_computed == 2 * 40
 
 
 def test_more_requests_than_rows_wait_their_turn(tiny_models):
@@ -226,7 +249,8 @@ def test_half_precision_answers_are_close_to_full_precision(tiny_models, dtype):
     assert half.log_probs == pytest.approx(full.log_probs, abs=0.1)
 
 
-def test_weights_with_nan_fail_the_request_and_leave_nothing_behind(tiny_models):
+@pytest.mark.parametrize("packed", [False, True], indirect=True)
+def test_weights_with_nan_fail_the_request_and_leave_nothing_behind(tiny_models, packed):
     core = make_core(tiny_models("qwen3"))
     requests = [Request(prompt, SamplingParams(max_tokens=5), (0, 0)) for prompt in random_prompts([40])]
     good = run(core, requests)[0]

@@ -89,7 +89,7 @@ def test_a_step_lets_in_a_bounded_number_of_prompt_tokens(tiny_models):
         before = core.num_prompt_tokens_computed
         core.step()
         seen.append((core.num_running, core.num_prompt_tokens_computed - before))
-    assert seen == [(2, 78), (3, 29), (4, 299), (8, 118), (9, 59)]
+    assert seen == [(2, 80), (3, 30), (4, 300), (7, 61), (9, 120)]  # the two of one token are equal up to their last
 
 
 def test_the_cache_stays_within_its_memory_and_gives_the_same(tiny_models):

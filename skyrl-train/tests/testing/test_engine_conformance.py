@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineOutput
-from skyrl_train.inference_engines.native import core, engine, weights
+from skyrl_train.inference_engines.native import core, engine, packed_linear, weights
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.rows import RowTable
 from skyrl_train.inference_engines.native.sampling import SamplingBatch, apply_repetition_penalty, truncate
@@ -31,6 +31,12 @@ CHECK_OF = {check.name: check for check in CHECKS}
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), tied=True)
+
+
+@pytest.fixture(autouse=True)
+def packs_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small, so that it shows where they are not packed anew."""
+    monkeypatch.setattr(packed_linear, "SMALLEST", 0)
 
 
 async def outcome_of(path: str, name: str, make: Callable[..., NativeInferenceEngine] = NativeInferenceEngine):

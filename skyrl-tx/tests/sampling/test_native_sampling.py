@@ -151,7 +151,7 @@ async def test_the_likeliest_tokens_of_every_place(sampling_of, reference):
 async def test_a_prompt_is_computed_once_for_all_its_samples_and_scores(sampling_of):
     async with sampling_of() as sampling:
         await sampling.sample(spec(list(range(3, 53)), num_samples=16, scores=True, top=3), None)
-        assert sampling._engine._core.num_prompt_tokens_computed == 49
+        assert sampling._engine._core.num_prompt_tokens_computed == 50
 
 
 async def test_two_hundred_short_requests_are_prefilled_together(sampling_of):

@@ -1,24 +1,21 @@
 """Continuous batching: requests join and leave at every step. Synchronous; knows no thread, asyncio or Ray."""
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.inference_engines.base import StopReason
-from skyrl_train.inference_engines.native.attention import KEY_BLOCK, MIN_ROWS, VECTOR, AttentionStep, round_up
-from skyrl_train.inference_engines.native.cache import SlotCache
-from skyrl_train.inference_engines.native.lora import Loras
-from skyrl_train.inference_engines.native.prompt_scores import ruled, score_prompts
+from skyrl_train.inference_engines.native.attention import KEY_BLOCK, round_up
+from skyrl_train.inference_engines.native.prompt_scores import score_prompts
 from skyrl_train.inference_engines.native.requests import Completion, Request
 from skyrl_train.inference_engines.native.rows import RowTable
+from skyrl_train.inference_engines.native.runner import ModelRunner
 from skyrl_train.inference_engines.native.sampling import sample, uniforms
 from skyrl_train.inference_engines.native.stop_strings import Decode
 from skyrl_train.inference_engines.native.waiting import Waiting
-from skyrl_train.models.scoring import logit_rule
 
 MAX_PREFILL_TOKENS = 4096
 
@@ -26,9 +23,9 @@ MAX_PREFILL_TOKENS = 4096
 class NativeEngineCore:
     """A model, its cache, and the requests that wait and run.
 
-    A step computes the newcomers' prompts except their last token, then one token for every running request. So the
-    prompt's last token is decoded like any other, samples of one prompt share all of its computation by copying keys
-    and values, and only decoding makes logits (and what is asked of a prompt's own tokens).
+    A step computes the newcomers' prompts, which gives their first tokens, and one token for every other running
+    request. Samples of one prompt share all of its computation; a request that comes later with the prompt of one that
+    runs, or with all of it but the last token, gets copies of its keys and values.
 
     How long a step may take is bounded: it lets in new prompts of `max_prefill_tokens` together, or one longer prompt,
     however many wait.
@@ -57,8 +54,14 @@ class NativeEngineCore:
         max_loras: int = 8,
         max_cache_tokens: int | None = None,
     ):
-        self.model = model
-        self.loras = Loras(model, max_loras=max_loras)
+        self._runner = ModelRunner(
+            model,
+            max_num_seqs=max_num_seqs,
+            max_length=max_model_len,
+            max_cache_tokens=max_cache_tokens,
+            max_loras=max_loras,
+        )
+        self.model, self.loras = model, self._runner.loras
         self.weight_version = 0
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
@@ -67,14 +70,8 @@ class NativeEngineCore:
         self._eos_ids = eos_ids
         self._decode_text = decode
         self._max_prefill_tokens = max_prefill_tokens
-        self._device = next(model.parameters()).device
-        self._row_multiple = row_multiple_of(model)
-        self._logit_rule = logit_rule(model.config)
-        config = model.config.get_text_config()
-        most_rows = round_up(max(max_num_seqs, MIN_ROWS), self._row_multiple)
-        max_cache = math.inf if max_cache_tokens is None else max_cache_tokens
-        self._cache = SlotCache(config.num_hidden_layers, most_rows, max_model_len, max_cache)
-        self._rows = RowTable(config.vocab_size)
+        self._device, self._cache = self._runner.device, self._runner.cache
+        self._rows = RowTable(model.config.get_text_config().vocab_size)
         self._waiting = Waiting()
 
     @property
@@ -134,11 +131,10 @@ class NativeEngineCore:
 
         Returns: the requests that ended in this step.
         """
-        if admit:
-            self._admit()
+        known = self._admit() if admit else {}
         if not self._rows:
             return []
-        tokens, log_probs = self._sample(self._decode())
+        tokens, log_probs = self._sample(self._logits(known))
         slots = self._rows.lora_slot[: len(tokens)]
         self._rows.append(tokens, log_probs, self.loras.versions(slots, self.weight_version))
         return self._finish_done(tokens, log_probs)
@@ -148,10 +144,13 @@ class NativeEngineCore:
         assert not self._rows, "the cache is in use"
         self._cache.release()
 
-    def _admit(self) -> None:
-        """Moves waiting requests into free rows and computes their prompts, equal ones once."""
+    def _admit(self) -> dict[int, torch.Tensor]:
+        """Moves waiting requests into free rows and computes their prompts, equal ones once.
+
+        Returns: a row: [V] float32 logits after its prompt, where they are known
+        """
         if not self._waiting or len(self._rows) == self.max_num_seqs:
-            return
+            return {}
         sources = {
             (request.prefix, request.lora_serial): row
             for row, request in enumerate(self._rows.requests)
@@ -167,20 +166,25 @@ class NativeEngineCore:
             key = request.prefix, request.lora_serial
             is_copy = key in sources and request.scoring is None  # a prompt that is scored is computed for itself
             if not is_copy:
-                room -= round_up(len(request.prompt) - 1, KEY_BLOCK)
+                room -= round_up(len(request.prompt), KEY_BLOCK)
                 if room < 0 and new_prompts:
                     break
             self._waiting.take(request)
             row = self._add_row(request)
             if is_copy:
                 copies.append((sources[key], row))
-            elif request.prefix:
+            else:
                 sources[key] = row
                 new_prompts.append(row)
+        known: dict[int, torch.Tensor] = {}
         for rows in self._prefill_batches(new_prompts):
-            self._prefill(rows)
+            known.update(zip(rows, self._prefill(rows), strict=True))
         for source, row in copies:
-            self._cache.copy_row(source, row, int(self._rows.prompt_length[row]) - 1)
+            prompt = self._rows.requests[row].prompt
+            self._cache.copy_row(source, row, len(prompt))
+            if source in known and self._rows.requests[source].prompt[-1] == prompt[-1]:
+                known[row] = known[source]
+        return known
 
     def _fits(self, request: Request) -> bool:
         """Whether the cache can hold this request beside the running ones until all of them are at their end."""
@@ -188,17 +192,13 @@ class NativeEngineCore:
         if not count or self._cache.max_tokens == math.inf:
             return True
         longest = max(int(self._rows.max_length[:count].max()), self._limit(request))
-        rows, length = self._cache.size_for(self._filled(count + 1), longest)
+        rows, length = self._cache.size_for(self._runner.filled(count + 1), longest)
         return rows * length <= self._cache.max_tokens
 
     def _limit(self, request: Request) -> int:
         """Tokens of prompt and answer at most."""
         budget = request.params.max_tokens
         return self.max_model_len if budget is None else min(len(request.prompt) + budget, self.max_model_len)
-
-    def _filled(self, num_rows: int) -> int:
-        """Rows that are decoded for so many requests, so that company changes no bit."""
-        return round_up(max(num_rows, MIN_ROWS), self._row_multiple)
 
     def _add_row(self, request: Request) -> int:
         row = self._rows.add(
@@ -216,7 +216,7 @@ class NativeEngineCore:
         rows = sorted(rows, key=lambda row: self._rows.prompt_length[row])
         batch: list[int] = []
         for row in rows:
-            padded = round_up(int(self._rows.prompt_length[row]) - 1, KEY_BLOCK)
+            padded = round_up(int(self._rows.prompt_length[row]), KEY_BLOCK)
             if batch and padded * (len(batch) + 1) > self._max_prefill_tokens:
                 yield batch
                 batch = []
@@ -224,33 +224,23 @@ class NativeEngineCore:
         if batch:
             yield batch
 
-    def _prefill(self, rows: list[int]) -> None:
-        """Fills the cache with the prompts of these rows, without their last token. Shorter ones are padded behind."""
-        lengths = [int(self._rows.prompt_length[row]) - 1 for row in rows]
-        width = round_up(max(lengths), KEY_BLOCK)
-        ids = np.zeros((len(rows), width), np.int64)
-        for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            ids[index, :length] = self._rows.tokens[row, :length]
-        positions = torch.arange(width, device=self._device).expand(len(rows), -1)
-        self._cache.begin_prefill(rows, lengths)
-        if self.loras:
-            self.loras.begin(self._rows.lora_slot[rows], apart=True)
-        self.num_prompt_tokens_computed += sum(lengths)
-        output = self.model.base_model(  # no head: the prompt's last token is decoded like any other
-            input_ids=torch.from_numpy(ids).to(self._device),
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            native_step=AttentionStep(positions),
-        )
+    def _prefill(self, rows: list[int]) -> torch.Tensor:
+        """Fills the cache with the prompts of these rows and scores those that are to be scored.
+
+        Returns: [len(rows), V] float32 logits after their last tokens
+        """
+        requests = [self._rows.requests[row] for row in rows]
+        slots = self._rows.lora_slot[rows]
+        hidden, logits = self._runner.prefill(rows, [request.prompt for request in requests], slots)
+        self.num_prompt_tokens_computed += sum(len(request.prompt) for request in requests)
         scored: dict[int, list[int]] = {}
-        for index, row in enumerate(rows):
-            scoring = self._rows.requests[row].scoring
-            if scoring is not None:
-                scored.setdefault(scoring.num_top, []).append(index)
+        for index, request in enumerate(requests):
+            if request.scoring is not None and request.prefix:
+                scored.setdefault(request.scoring.num_top, []).append(index)
         for indices in scored.values():
-            hidden = [output.last_hidden_state[index, : lengths[index]] for index in indices]
-            self._score_prompts([rows[index] for index in indices], hidden)
+            states = [hidden[index, : len(requests[index].prompt) - 1] for index in indices]
+            self._score_prompts([rows[index] for index in indices], states)
+        return logits
 
     def _score_prompts(self, rows: list[int], hidden: list[torch.Tensor]) -> None:
         """Writes down what the requests of these rows want to know of their prompts (equally many likeliest tokens).
@@ -258,40 +248,32 @@ class NativeEngineCore:
         Args:
             hidden: a row: [P - 1, D], the states after each token of the prompt but its last
         """
-        slots = np.repeat(self._rows.lora_slot[rows], [len(states) for states in hidden])
-
-        def head(states: torch.Tensor, chunk: slice) -> torch.Tensor:
-            """The output layer, with every token as a row of its own: the bits of decoding."""
-            if self.loras:
-                self.loras.begin(filled_up(slots[chunk], len(states)), apart=False)
-            output: Any = self.model.get_output_embeddings()
-            return ruled(output(states[:, None])[:, 0].float(), self._logit_rule)
-
+        head = self._runner.head(np.repeat(self._rows.lora_slot[rows], [len(states) for states in hidden]))
         requests = [self._rows.requests[row] for row in rows]
         for row, scores in zip(rows, score_prompts(requests, hidden, head), strict=True):
             self._rows.scores[row] = scores
 
-    def _decode(self) -> torch.Tensor:
-        """[rows, V] float32 logits after every row's last token."""
+    def _logits(self, known: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """[rows, V] float32 logits after every row's last token.
+
+        Args:
+            known: a row: [V], of those that came with their prompts. The last rows of these need no decoding.
+        """
         count = len(self._rows)
-        last = np.zeros(self._filled(count), np.int64)
-        last[:count] = self._rows.length[:count] - 1
-        ids = np.zeros_like(last)
-        ids[:count] = self._rows.tokens[np.arange(count), last[:count]]
-        longest = int(last.max()) + 1
-        self._cache.reserve(len(last), longest)
-        positions = torch.from_numpy(last).to(self._device)
-        self._cache.begin_decode(positions, round_up(longest, KEY_BLOCK))
-        if self.loras:
-            self.loras.begin(filled_up(self._rows.lora_slot[:count], len(last)), apart=False)
-        output = self.model(
-            input_ids=torch.from_numpy(ids).to(self._device)[:, None],
-            position_ids=positions[:, None],
-            past_key_values=self._cache,
-            use_cache=True,
-            native_step=AttentionStep(positions[:, None]),
-        )
-        return output.logits[:count, -1].float()
+        num_decoded = 1 + max((row for row in range(count) if row not in known), default=-1)
+        parts = [known[row] for row in range(num_decoded, count)]
+        if not num_decoded:
+            return torch.stack(parts)
+        # Rows that fill up write to the cache as well: none of them may be a request's.
+        decoded = self._decode(min(self._runner.filled(num_decoded), count))
+        return torch.cat([decoded[:num_decoded], torch.stack(parts)]) if parts else decoded
+
+    def _decode(self, count: int) -> torch.Tensor:
+        """[count, V] float32 logits after the last token of the first rows."""
+        last = self._rows.length[:count] - 1
+        self._cache.reserve(self._runner.filled(count), int(self._rows.length[: len(self._rows)].max()))
+        ids = self._rows.tokens[np.arange(count), last]
+        return self._runner.decode(ids, last, self._rows.lora_slot[:count])
 
     def _sample(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         rows, count = self._rows, len(self._rows)
@@ -348,20 +330,6 @@ class NativeEngineCore:
             prompt_scores=rows.scores[row],
             error=error,
         )
-
-
-def filled_up(slots: np.ndarray, num_rows: int) -> np.ndarray:
-    """Adapter slots of rows and of those behind them that only fill up, which go with the first."""
-    filled = np.full(num_rows, slots[0])
-    filled[: len(slots)] = slots
-    return filled
-
-
-def row_multiple_of(model: torch.nn.Module) -> int:
-    """Rows whose activations fill whole vectors in every layer: 1 for widths that are multiples of 32, as usual."""
-    head = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
-    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear) and layer is not head]
-    return VECTOR // math.gcd(VECTOR, *(layer.out_features for layer in layers))
 
 
 def _not_finite(request: Request) -> Exception:

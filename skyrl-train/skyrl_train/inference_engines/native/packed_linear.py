@@ -1,11 +1,14 @@
-"""Linear layers with weights packed for oneDNN: about twice the speed of the default float32 product on AVX-512 CPUs.
+"""Large linear layers with weights packed for oneDNN: up to twice the speed of the default float32 product on AVX-512.
 
 A packed product also gives a row the same bits in every batch of at least `attention.MIN_ROWS` rows. The packed copy
-doubles the memory of these weights and must be made anew when they change (`pack_linears` again).
+doubles the memory of these weights and must be made anew when they change (`pack_linears` again). oneDNN looks for its
+kernel at each call, which takes 15 to 25 us: longer than the whole default product of a small layer.
 """
 
 import torch
 
+SMALLEST = 128 * 1024
+"""Weights of a layer from which on packing pays."""
 _ROWS_HINT = 64
 """The batch size that the layout is chosen for; it works, with the same bits, for all."""
 
@@ -36,16 +39,18 @@ def can_pack() -> bool:
 
 
 def pack_linears(model: torch.nn.Module) -> None:
-    """Packs (or packs again) every float32 linear layer on the CPU; does nothing where that is not possible."""
+    """Packs (or packs again) every large float32 linear layer on the CPU; does nothing where that is not possible."""
     if not can_pack():
         return
     for layer in model.modules():
         if isinstance(layer.forward, PackedForward):
             layer.forward.pack()
-        elif (
-            type(layer) is torch.nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32
-        ):
+        elif type(layer) is torch.nn.Linear and _is_worth_it(layer.weight):
             layer.forward = PackedForward(layer)
+
+
+def _is_worth_it(weight: torch.Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= SMALLEST
 
 
 def drop_packed(model: torch.nn.Module) -> None:

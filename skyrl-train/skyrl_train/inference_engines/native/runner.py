@@ -1,0 +1,152 @@
+"""What goes through the model: prompts into the cache, then a token a row, and out come logits. Knows rows of the cache
+and slots of adapters; nothing of requests and of who comes next.
+
+Dimensions: n rows, P tokens of a prompt, T tokens it is padded to, D hidden width, V vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from skyrl_train.inference_engines.native.attention import KEY_BLOCK, MIN_ROWS, VECTOR, AttentionStep, round_up
+from skyrl_train.inference_engines.native.cache import SlotCache
+from skyrl_train.inference_engines.native.lora import Loras
+from skyrl_train.inference_engines.native.prompt_scores import Head, ruled
+from skyrl_train.models.scoring import logit_rule
+
+
+class ModelRunner:
+    """A model with its cache and adapters.
+
+    A prompt's last token gets the same logits by `prefill` as by `decode`, to the bit where these do not depend on
+    company (`attention.py`): the output layer sees last tokens alone, as rows of their own.
+
+    Args:
+        model: loaded with the native attention, on its device, in eval mode
+        max_num_seqs: rows that are used at the same time
+        max_length: of a row
+        max_cache_tokens: places in the cache; None: no limit
+        max_loras: adapters that may be loaded at the same time
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_num_seqs: int,
+        max_length: int,
+        max_cache_tokens: int | None,
+        max_loras: int,
+    ):
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.loras = Loras(model, max_loras=max_loras)
+        self._row_multiple = row_multiple_of(model)
+        self._logit_rule = logit_rule(model.config)
+        num_layers = model.config.get_text_config().num_hidden_layers
+        max_cache = math.inf if max_cache_tokens is None else max_cache_tokens
+        self.cache = SlotCache(num_layers, self.filled(max_num_seqs), max_length, max_cache)
+        self._prompts_end: torch.Tensor | None = None
+        self._hidden = torch.empty(0)
+        self._slots = np.empty(0, np.int64)
+        output_layer: Any = model.get_output_embeddings()
+        output_layer.register_forward_pre_hook(self._last_tokens_alone)
+
+    def filled(self, num_rows: int) -> int:
+        """Rows that are computed for so many, so that company changes no bit."""
+        return round_up(max(num_rows, MIN_ROWS), self._row_multiple)
+
+    def prefill(
+        self, rows: list[int], prompts: Sequence[np.ndarray], slots: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fills rows of the cache with prompts. Shorter ones are padded behind.
+
+        Args:
+            slots: [n], of the adapters that take part
+        Returns:
+            states of all tokens before the output layer [n, T, D], and float32 logits after the last ones [n, V]
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        ids = np.zeros((len(rows), round_up(max(lengths), KEY_BLOCK)), np.int64)
+        for index, prompt in enumerate(prompts):
+            ids[index, : len(prompt)] = prompt
+        positions = torch.arange(ids.shape[1], device=self.device).expand(len(rows), -1)
+        self.cache.begin_prefill(rows, lengths)
+        if self.loras:
+            self.loras.begin(slots, apart=True)
+        self._prompts_end, self._slots = torch.tensor(lengths, device=self.device) - 1, slots
+        try:
+            logits = self._forward(torch.from_numpy(ids), positions)
+            return self._hidden, logits[: len(rows)]
+        finally:
+            self._prompts_end, self._hidden = None, torch.empty(0)
+
+    def decode(self, ids: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> torch.Tensor:
+        """The next token of the first rows of the cache.
+
+        Args:
+            ids, positions: [n], the token that each row ends with, and where it stands; there is room in the cache
+            slots: [n]
+        Returns: [n, V] float32 logits
+        """
+        count = len(ids)
+        filling = (0, self.filled(count) - count)
+        where = torch.from_numpy(np.pad(positions, filling)).to(self.device)
+        self.cache.begin_decode(where, round_up(int(positions.max()) + 1, KEY_BLOCK))
+        if self.loras:
+            self.loras.begin(filled_up(slots, len(where)), apart=False)
+        return self._forward(torch.from_numpy(np.pad(ids, filling))[:, None], where[:, None])[:count]
+
+    def head(self, slots: np.ndarray) -> Head:
+        """The output layer for tokens of rows with these adapters [n], every token as a row of its own: the bits of
+        decoding."""
+        output_layer: Any = self.model.get_output_embeddings()
+
+        def logits(states: torch.Tensor, chunk: slice) -> torch.Tensor:
+            if self.loras:
+                self.loras.begin(filled_up(slots[chunk], len(states)), apart=False)
+            return ruled(output_layer(states[:, None])[:, 0].float(), self._logit_rule)
+
+        return logits
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[rows, V] float32 logits of each row's last token that reaches the output layer."""
+        output = self.model(
+            input_ids=ids.to(self.device),
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            native_step=AttentionStep(positions),
+        )
+        return output.logits[:, -1].float()
+
+    def _last_tokens_alone(self, _module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
+        """Before the output layer: of prompts [n, T, D] it takes the last tokens, [filled n, 1, D]."""
+        ends = self._prompts_end
+        if ends is None:
+            return None
+        self._hidden = inputs[0]
+        count, num_rows = len(ends), self.filled(len(ends))
+        if self.loras:
+            self.loras.begin(filled_up(self._slots, num_rows), apart=False)
+        last = self._hidden[torch.arange(count, device=ends.device), ends]
+        return F.pad(last, (0, 0, 0, num_rows - count))[:, None]
+
+
+def filled_up(slots: np.ndarray, num_rows: int) -> np.ndarray:
+    """Adapter slots of rows and of those behind them that only fill up, which go with the first."""
+    filled = np.full(num_rows, slots[0])
+    filled[: len(slots)] = slots
+    return filled
+
+
+def row_multiple_of(model: torch.nn.Module) -> int:
+    """Rows whose activations fill whole vectors in every layer: 1 for widths that are multiples of 32, as usual."""
+    head = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear) and layer is not head]
+    return VECTOR // math.gcd(VECTOR, *(layer.out_features for layer in layers))
