@@ -116,6 +116,20 @@ async def test_a_unit_that_fails_is_rolled_back_alone(store: Store):
     assert await store.read(names) == ["a", "c"]
 
 
+async def test_a_row_that_the_caller_made_stands_beside_a_unit_that_fails(store: Store):
+    """The failure undoes the whole group, and all of it runs again with the same row."""
+    row = SessionRow(session_id="mine", tenant="local", created_at=0.0, last_heartbeat_at=0.0)
+    runs = []
+
+    def mine(session: Session) -> None:
+        runs.append(1)
+        session.add(row)
+
+    _, taken = await write_as_one_group(store, mine, add("mine"))
+    assert isinstance(taken, IntegrityError)
+    assert len(runs) == 2 and await store.read(names) == ["mine"]
+
+
 async def test_a_part_of_a_unit_may_fail(store: Store):
     def unit(session: Session) -> str:
         add("new")(session)

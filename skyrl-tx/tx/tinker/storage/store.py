@@ -1,10 +1,11 @@
 """The database behind one thread: units of work from the event loop, many to a transaction.
 
 A unit is a function of a SQLAlchemy session. Units that arrive while a transaction is being written share the next one,
-so that a hundred small requests cost one commit; a unit that fails is rolled back alone (savepoint) and the others
-stand. `await store.write(...)` returns when its transaction is committed. From then on it survives a kill of this
-process; and a power cut too: sqlite writes its log through at each commit (`synchronous=FULL`; shared by a group this
-costs little), PostgreSQL does so unless told otherwise (`synchronous_commit`).
+so that a hundred small requests cost one commit. If one of them fails, all are undone and run again, each in a
+savepoint of its own, so that the others stand; while all goes well, no unit pays for a savepoint.
+`await store.write(...)` returns when its transaction is committed. From then on it survives a kill of this process; and
+a power cut too: sqlite writes its log through at each commit (`synchronous=FULL`; shared by a group this costs little),
+PostgreSQL does so unless told otherwise (`synchronous_commit`).
 
 Units run one after another in the order of the calls, each sees what those before it did, and none sees half of one.
 """
@@ -18,8 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, inspect
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.orm import make_transient
 from sqlmodel import Session
 
 from tx.tinker.storage.database import AlreadyServed, Database, reason_of
@@ -78,8 +80,8 @@ class Store:
 
     async def write(self, unit: Callable[[Session], T]) -> T:
         """Runs a unit in a transaction and returns after the commit. The unit runs in another thread; it may run again
-        if the connection was lost before the commit, so it must change nothing but the session. What it returns may
-        be rows: they keep their values.
+        (another one of its transaction failed, the connection was lost), so it must change nothing but the session.
+        What it returns may be rows: they keep their values.
 
         Once there was room for the unit it is applied whole, even if the caller is cancelled.
 
@@ -176,9 +178,10 @@ class Store:
             try:
                 with self._database.writing() as connection:
                     step = "running"
-                    for unit in group:
-                        unit.run(connection)
-                    self._run_waiting(connection, group)
+                    if not self._run_together(connection, group):
+                        connection.rollback()
+                        for unit in group:
+                            unit.run_apart(connection)
                     step = "committing"
                     connection.commit()
                 return
@@ -192,18 +195,31 @@ class Store:
                 message = f"{self._database} failed while {step}, and this change {outcome}: {reason_of(error)}"
                 raise StoreError(message, may_stand) from error
 
-    def _run_waiting(self, connection: Connection, group: list["_Unit"]) -> None:
+    def _run_together(self, connection: Connection, group: list["_Unit"]) -> bool:
+        """False if a unit failed; then what all of them did is to be undone."""
         until = time.monotonic() + self._group_seconds
-        while time.monotonic() < until:
-            try:
-                unit = self._units.get_nowait()
-            except queue.Empty:
-                return
-            if unit is None:
-                self._units.put(None)  # closing: nothing comes after it
-                return
-            group.append(unit)
-            unit.run(connection)
+        transaction = connection.begin()
+        with _session(connection) as session:
+            done = 0
+            while done < len(group) or self._join(group, until):
+                if not group[done].run(session) or not transaction.is_active:
+                    return False
+                done += 1
+        return True
+
+    def _join(self, group: list["_Unit"], until: float) -> bool:
+        """Adds a unit that waits, if there is one and time."""
+        if time.monotonic() >= until:
+            return False
+        try:
+            unit = self._units.get_nowait()
+        except queue.Empty:
+            return False
+        if unit is None:
+            self._units.put(None)  # closing: nothing comes after it
+            return False
+        group.append(unit)
+        return True
 
     def _deliver(self, group: list["_Unit"]) -> None:
         def deliver() -> None:
@@ -220,11 +236,21 @@ class Store:
 class _UnitSession(Session):
     """A session whose beginning and end are the store's."""
 
+    def add(self, instance: object, *, _warn: bool = True) -> None:
+        """A row that the caller made is new again, if an earlier run of the unit inserted it and was undone."""
+        if inspect(instance).detached:  # pyright: ignore[reportOptionalMemberAccess]
+            make_transient(instance)
+        super().add(instance, _warn=_warn)
+
     def commit(self) -> None:
         raise RuntimeError("a unit does not commit: the store does, after it")
 
     def rollback(self) -> None:
         raise RuntimeError("a unit does not roll back: it raises, or does what may fail in session.begin_nested()")
+
+
+def _session(connection: Connection) -> _UnitSession:
+    return _UnitSession(connection, expire_on_commit=False, join_transaction_mode="rollback_only")
 
 
 @dataclass(eq=False)
@@ -237,27 +263,37 @@ class _Unit:
     value: Any = None
     error: BaseException | None = None
 
-    def run(self, connection: Connection) -> None:
-        """Runs it in a savepoint of its own.
+    def run(self, session: Session) -> bool:
+        """Whether it went well; the session is as new for the next unit.
 
         Raises:
             SQLAlchemyError: the transaction is gone, with all that ran in it.
         """
         self.value, self.error = None, None
-        savepoint = connection.begin_nested()
         try:
-            with _UnitSession(connection, expire_on_commit=False, join_transaction_mode="rollback_only") as session:
-                self.value = self.function(session)
-                session.flush()
-            if not savepoint.is_active:
-                raise RuntimeError("a unit went on after an error had undone what it did; it needs begin_nested there")
-            savepoint.commit()
+            self.value = self.function(session)
+            session.flush()
+            session.expunge_all()
         except BaseException as error:
             self.error = error
-            if isinstance(error, SQLAlchemyError) and _connection_was_lost(error):
+            if _connection_was_lost(error):
                 raise
-            if savepoint.is_active:
-                savepoint.rollback()
+        return self.error is None
+
+    def run_apart(self, connection: Connection) -> None:
+        """In a savepoint of its own, and undone alone if it fails. Raises as `run`."""
+        savepoint = connection.begin_nested()
+        with _session(connection) as session:
+            went_well = self.run(session)
+        if went_well and savepoint.is_active:
+            savepoint.commit()
+            return
+        if went_well:
+            self.error = RuntimeError(
+                "a unit went on after an error had undone what it did; it needs begin_nested there"
+            )
+        if savepoint.is_active:
+            savepoint.rollback()
 
     def deliver(self) -> None:
         if self.done.done():  # cancelled
