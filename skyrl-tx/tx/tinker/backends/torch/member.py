@@ -113,7 +113,8 @@ def _outcome(call: Callable[[], Any]) -> Any:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started this
+    for each in (signal.SIGINT, signal.SIGTERM):  # to the whole process group: who started this decides
+        signal.signal(each, signal.SIG_IGN)
     connection, orders = Connection(int(sys.argv[1])), SimpleQueue[Any]()
     threading.Thread(target=_read, args=(connection, orders), daemon=True).start()
     configure_logging()
