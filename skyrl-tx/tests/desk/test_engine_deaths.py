@@ -139,7 +139,8 @@ async def test_an_engine_that_is_at_one_pass_for_ever_is_replaced(tmp_path: Path
             stuck = await alice.sample(base, 0, params={"temperature": STICK})
         other = await alice.sample(base, 1)
         stored = await alice.stored(stuck, timeout=40)
-        assert f"a {what} took longer than 0.5 s (--pass-timeout-seconds)" in (stored.error or "")
+        why = f"a {what} took longer than 0.5 s (--pass-timeout-seconds)"
+        assert why in (stored.error or "") and desk.status()["engine"]["last_death"] == why
         assert (await alice.result(other))["state"] == "base"
 
 

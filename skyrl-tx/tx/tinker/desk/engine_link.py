@@ -67,6 +67,7 @@ class EngineLink:
         self.info: BackendInfo | None = None
         self.pulse: Pulse | None = None
         self.deaths = 0
+        self.last_death: str | None = None
         self.trouble: str | None = "the engine is starting"
         """Why nothing is computed just now."""
         self.hopeless = asyncio.Event()
@@ -144,7 +145,7 @@ class EngineLink:
                 self._signal(signal.SIGKILL)
             if self._closing:
                 return
-            self.deaths += 1
+            self.deaths, self.last_death = self.deaths + 1, why
             self._deaths_in_a_row += 1
             self.trouble = f"the engine is being restarted: {why}"
             log.error("engine %d ended: %s", self.life, why)

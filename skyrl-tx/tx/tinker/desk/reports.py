@@ -49,6 +49,7 @@ def status(live: Live, link: EngineLink, dispatch: Dispatch, seconds: float) -> 
             "backend": link.info.name if link.info else None,
             "up_seconds": seconds,
             "deaths": link.deaths,
+            "last_death": link.last_death,
             "requests_that_killed_it": dispatch.num_culprits,
             "queued_orders": pulse.queued_orders if pulse else None,
             "running_samples": pulse.running_samples if pulse else None,
