@@ -11,7 +11,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.engines import check_engines, start_engines
 from skyrl_train.utils.ray_cluster import start_ray
 from skyrl_train.utils.run_folder import RunFolder
-from tx.errors import ConfigError
+from tx.errors import ConfigError, ModelError
 from tx.tinker.backends.base import Backend, BackendInfo
 from tx.tinker.backends.skyrl_train.ray_members import RayMembers
 from tx.tinker.backends.skyrl_train.sampling import EngineSampling
@@ -105,6 +105,8 @@ class AdaptersForEngines(GroupTraining):
         super().restore(model_id, self._trained(lora), folder)
 
     def _trained(self, lora: LoraSpec) -> LoraSpec:
+        if lora.train_unembed and not (self._takes_head or self._frozen_head):  # taken before the server knew of it
+            raise ModelError("lora_config.train_unembed must be false: the engines compute the output layer as it is")
         return msgspec.structs.replace(lora, train_unembed=False) if self._frozen_head else lora
 
 
