@@ -122,7 +122,8 @@ class EngineLink:
         supervision, self._supervision = self._supervision, None
         self._closing = True
         if self._process is not None and self._process.returncode is None:
-            self._signal(signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()  # it alone: its children are its own to end, once models are on disk
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), self._patience.stop)
         supervision.cancel()
