@@ -227,92 +227,117 @@ async def at_once(work: Callable[[], Awaitable[Any]], total: int, in_flight: int
 
 
 Row = tuple[str, str, str]
+TRAINED = 32 * 128
+"""Tokens of a training request: rows x tokens a row."""
 
 
-async def measure(url: str, base_model: str, quick: bool, process: psutil.Process) -> list[Row]:
-    rows: list[Row] = []
+class Benchmark:
+    """What is measured, in this order, each part with what the ones before it made."""
 
-    def add(name: str, unit: str, value: float) -> None:
-        rows.append((name, unit, f"{value:,.3g}" if value < 100 else f"{value:,.0f}"))
-        print(f"  {name}: {rows[-1][2]} {unit}", file=sys.stderr, flush=True)
+    def __init__(self, client: Client, base_model: str, server: psutil.Process, *, quick: bool):
+        self._client, self._base_model, self._server = client, base_model, server
+        self._scale, self._repeats = (1, 3) if quick else (4, 7)
+        self.rows: list[Row] = []
 
-    scale, repeats = (1, 3) if quick else (4, 7)
-    connections = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connections, timeout=aiohttp.ClientTimeout(total=300)) as http:
-        client = Client(http, url)
-        add("create_model, the first", "s", await seconds(lambda: Tenant.new(client, base_model)))
-        add("create_model", "s", await median_seconds(lambda: Tenant.new(client, base_model), repeats))
-        tenant = await Tenant.new(client, base_model)
-        add("first step 1 x 32 tokens", "s", await seconds(lambda: tenant.train(1, 1, 32)))
-        session = await client.session()
+    async def run(self) -> list[Row]:
+        tenant = await self.models()
+        await self.calls(tenant)
+        await self.training(tenant)
+        sampler = Sampler(self._client, await tenant.sampler())
+        await sampler.sample(4)
+        await self.sampling(sampler)
+        await self.many_samples(sampler)
+        await self.weights(tenant)
+        everyone = [self._server, *self._server.children(recursive=True)]
+        self._add("memory of the server's processes", "MB", sum(each.memory_info().rss for each in everyone) / 1e6)
+        return self.rows
+
+    async def models(self) -> Tenant:
+        self._add("create_model, the first", "s", await seconds(self._tenant))
+        self._add("create_model", "s", await median_seconds(self._tenant, self._repeats))
+        return await self._tenant()
+
+    async def calls(self, tenant: Tenant) -> None:
+        self._add("first step 1 x 32 tokens", "s", await seconds(lambda: tenant.train(1, 1, 32)))
+        session = await self._client.session()
 
         async def beat() -> None:
-            await client.post("session_heartbeat", {"session_id": session, "type": "session_heartbeat"})
+            await self._client.post("session_heartbeat", {"session_id": session, "type": "session_heartbeat"})
 
-        num_beats = 1000 * scale
-        add("heartbeats, 16 in flight", "1/s", num_beats / await seconds(lambda: at_once(beat, num_beats, 16)))
-        add("step 1 x 32 tokens, p50", "ms", 1e3 * await median_seconds(lambda: tenant.train(1, 1, 32), 5 * repeats))
-        forward = lambda: tenant.run_pass(1, 32, forward_only=True)  # noqa: E731
-        add("forward 1 x 32 tokens, p50", "ms", 1e3 * await median_seconds(forward, 5 * repeats))
+        num_beats = 1000 * self._scale
+        self._add("heartbeats, 16 in flight", "1/s", num_beats / await seconds(lambda: at_once(beat, num_beats, 16)))
+        await self._median_ms("step 1 x 32 tokens, p50", lambda: tenant.train(1, 1, 32))
+        await self._median_ms("forward 1 x 32 tokens, p50", lambda: tenant.run_pass(1, 32, forward_only=True))
 
-        steps = 2 * scale
-        tokens = 32 * 128
+    async def training(self, tenant: Tenant) -> None:
+        steps = 2 * self._scale
         await tenant.train(1)
-        add(
-            "train 32 x 128, waiting for each call",
-            "tokens/s",
-            steps * tokens / await seconds(lambda: tenant.train(steps)),
-        )
-        add("train 32 x 128, ahead", "tokens/s", steps * tokens / await seconds(lambda: tenant.train_ahead(steps)))
-        passes = lambda: tenant.run_pass(32, 128, forward_only=True)  # noqa: E731
-        add("forward 32 x 128", "tokens/s", tokens / await median_seconds(passes, repeats))
+        for how, train in (("waiting for each call", tenant.train), ("ahead", tenant.train_ahead)):
+            took = await seconds(lambda train=train: train(steps))
+            self._add(f"train 32 x 128, {how}", "tokens/s", steps * TRAINED / took)
+        took = await median_seconds(lambda: tenant.run_pass(32, 128, forward_only=True), self._repeats)
+        self._add("forward 32 x 128", "tokens/s", TRAINED / took)
         for count in (4, 16):
-            tenants = [await Tenant.new(client, base_model) for _ in range(count)]
+            tenants = [await self._tenant() for _ in range(count)]
 
             async def all_train(tenants: list[Tenant] = tenants) -> None:
                 await asyncio.gather(*(each.train(1, 8) for each in tenants))
 
             await all_train()
-            took = await median_seconds(all_train, repeats)
-            add(f"train 8 x 128 each, {count} tenants", "tokens/s", count * 8 * 128 / took)
+            took = await median_seconds(all_train, self._repeats)
+            self._add(f"train 8 x 128 each, {count} tenants", "tokens/s", count * 8 * 128 / took)
 
-        sampler = Sampler(client, await tenant.sampler())
-        await sampler.sample(4)
-        add("one sample of 64 tokens, p50", "ms", 1e3 * await median_seconds(lambda: sampler.sample(64), repeats))
-        one_token = lambda: sampler.sample(1)  # noqa: E731
-        add("one sample of 1 token, p50", "ms", 1e3 * await median_seconds(one_token, 5 * repeats))
+    async def sampling(self, sampler: Sampler) -> None:
+        await self._median_ms("one sample of 64 tokens, p50", lambda: sampler.sample(64))
+        await self._median_ms("one sample of 1 token, p50", lambda: sampler.sample(1))
         for num_samples in (16, 64):
-            took = await median_seconds(lambda n=num_samples: sampler.sample(64, n), repeats)
-            add(f"one request of {num_samples} x 64 tokens", "tokens/s", num_samples * 64 / took)
-        took = await median_seconds(lambda: at_once(lambda: sampler.sample(64), 32, 32), repeats)
-        add("32 requests of 64 tokens at once", "tokens/s", 32 * 64 / took)
-        num_requests = 500 * scale
-        took = await seconds(lambda: at_once(one_token, num_requests, 200))
-        add("requests of 1 token, 200 in flight", "1/s", num_requests / took)
+            took = await median_seconds(lambda n=num_samples: sampler.sample(64, n), self._repeats)
+            self._add(f"one request of {num_samples} x 64 tokens", "tokens/s", num_samples * 64 / took)
+
+    async def many_samples(self, sampler: Sampler) -> None:
+        took = await median_seconds(lambda: at_once(lambda: sampler.sample(64), 32, 32), self._repeats)
+        self._add("32 requests of 64 tokens at once", "tokens/s", 32 * 64 / took)
+        num_requests = 500 * self._scale
+        took = await seconds(lambda: at_once(lambda: sampler.sample(1), num_requests, 200))
+        self._add("requests of 1 token, 200 in flight", "1/s", num_requests / took)
         for count in (4, 16):
-            samplers = [
-                Sampler(client, await (await Tenant.new(client, base_model)).sampler(), i) for i in range(count)
-            ]
+            samplers = [Sampler(self._client, await (await self._tenant()).sampler(), i) for i in range(count)]
 
             async def all_sample(samplers: list[Sampler] = samplers) -> None:
                 await asyncio.gather(*(at_once(lambda s=each: s.sample(64), 8, 8) for each in samplers))
 
             await all_sample()
             took = await median_seconds(all_sample, 3)
-            add(f"8 requests of 64 tokens each, {count} tenants", "tokens/s", count * 8 * 64 / took)
-        add("weights to a sampler, p50", "s", await median_seconds(tenant.sampler, repeats))
+            self._add(f"8 requests of 64 tokens each, {count} tenants", "tokens/s", count * 8 * 64 / took)
+
+    async def weights(self, tenant: Tenant) -> None:
+        self._add("weights to a sampler, p50", "s", await median_seconds(tenant.sampler, self._repeats))
         names = iter(range(10**6))
-        add("save_state, p50", "s", await median_seconds(lambda: tenant.save_state(f"s{next(names)}"), repeats))
+        took = await median_seconds(lambda: tenant.save_state(f"s{next(names)}"), self._repeats)
+        self._add("save_state, p50", "s", took)
 
         async def iteration() -> None:
-            fresh = Sampler(client, await tenant.sampler())
+            fresh = Sampler(self._client, await tenant.sampler())
             await asyncio.gather(*(fresh.sample(64, 16) for _ in range(16)))
             await tenant.train(1)
 
-        add("RL iteration: sync, 16 x 16 samples of 64, step", "s", await median_seconds(iteration, 3))
-        everyone = [process, *process.children(recursive=True)]
-        add("memory of the server's processes", "MB", sum(p.memory_info().rss for p in everyone) / 1e6)
-    return rows
+        self._add("RL iteration: sync, 16 x 16 samples of 64, step", "s", await median_seconds(iteration, 3))
+
+    async def _tenant(self) -> Tenant:
+        return await Tenant.new(self._client, self._base_model)
+
+    async def _median_ms(self, name: str, call: Callable[[], Awaitable[Any]]) -> None:
+        self._add(name, "ms", 1e3 * await median_seconds(call, 5 * self._repeats))
+
+    def _add(self, name: str, unit: str, value: float) -> None:
+        self.rows.append((name, unit, f"{value:,.3g}" if value < 100 else f"{value:,.0f}"))
+        print(f"  {name}: {self.rows[-1][2]} {unit}", file=sys.stderr, flush=True)
+
+
+async def measure(url: str, base_model: str, process: psutil.Process, *, quick: bool) -> list[Row]:
+    connections = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connections, timeout=aiohttp.ClientTimeout(total=300)) as http:
+        return await Benchmark(Client(http, url), base_model, process, quick=quick).run()
 
 
 def main() -> None:
@@ -328,7 +353,7 @@ def main() -> None:
             model = Path(name) / "model"
             make_model(size, model)
             with server(model, Path(name)) as (url, process):
-                found[size] = asyncio.run(measure(url, str(model), options.quick, process))
+                found[size] = asyncio.run(measure(url, str(model), process, quick=options.quick))
     print(f"| | unit | {' | '.join(found)} |\n|---|---|{'---|' * len(found)}")
     for lines in zip(*found.values(), strict=True):
         print(f"| {lines[0][0]} | {lines[0][1]} | {' | '.join(line[2] for line in lines)} |")

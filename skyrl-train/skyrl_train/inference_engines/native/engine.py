@@ -35,6 +35,7 @@ from skyrl_train.inference_engines.native.loading import (
 )
 from skyrl_train.inference_engines.native.lora import Lora
 from skyrl_train.inference_engines.native.lora_loading import read_lora
+from skyrl_train.inference_engines.native.mailbox import Mailbox
 from skyrl_train.inference_engines.native.requests import Completion, Request, SamplingParams
 from skyrl_train.inference_engines.native.weights import EngineWeights
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
@@ -162,10 +163,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         self._pause: PauseMode | None = None
         self._drained: list[Future[None]] = []
         self._cache_asleep = False
-        self._mail = threading.Condition()
-        self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
-        self._closing = False
-        self._failure: WorkerError | None = None
+        self._mailbox = Mailbox("the native engine")
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
 
@@ -238,11 +236,11 @@ class NativeInferenceEngine(InferenceEngineInterface):
                 self._core.add_request(request)
 
         try:
-            self._post(add).add_done_callback(batch.fail_with)
+            self._mailbox.post(add).add_done_callback(batch.fail_with)
             completions = await asyncio.wrap_future(batch.done)
         except asyncio.CancelledError:
             with contextlib.suppress(WorkerError):
-                self._post(lambda: self._resolve(self._core.abort(requests)))
+                self._mailbox.post(lambda: self._resolve(self._core.abort(requests)))
             raise
         for completion in completions:
             if completion.error is not None:
@@ -354,9 +352,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
 
     async def teardown(self) -> None:
         """Ends the thread. Requests that wait or run fail with `WorkerError`; so does every later call."""
-        with self._mail:
-            self._closing = True
-            self._mail.notify()
+        self._mailbox.close()
         await asyncio.to_thread(self._thread.join, self._command_timeout)
         if self._thread.is_alive():
             raise WorkerError(f"the native engine's thread did not end within {self._command_timeout:g} seconds")
@@ -394,24 +390,10 @@ class NativeInferenceEngine(InferenceEngineInterface):
         if not self._max_lora_rank:
             raise UnsupportedByEngine(_NO_LORA)
 
-    # The mailbox.
-
-    def _post(self, call: Callable[[], T]) -> "Future[T]":
-        """Has the engine's thread run `call` between two steps."""
-        done: Future[T] = Future()
-        with self._mail:
-            if self._failure is not None:
-                raise WorkerError(str(self._failure)) from self._failure
-            if self._closing:
-                raise WorkerError("the native engine is closed")
-            self._commands.append((call, done))
-            self._mail.notify()
-        return done
-
     async def _command(self, call: Callable[[], T], timeout: float | None = None) -> T:
         seconds = self._command_timeout if timeout is None else timeout
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(self._post(call)), seconds)
+            return await asyncio.wait_for(asyncio.wrap_future(self._mailbox.post(call)), seconds)
         except TimeoutError as error:
             raise WorkerError(f"the native engine did not answer within {seconds:g} seconds") from error
 
@@ -430,16 +412,9 @@ class NativeInferenceEngine(InferenceEngineInterface):
 
     def _turn(self) -> bool:
         """Runs what is in the mailbox, then one step if there is work. False when the engine closes."""
-        with self._mail:
-            seconds = self._weights.seconds_left()
-            timeout = None if seconds == float("inf") else seconds
-            self._mail.wait_for(lambda: self._closing or self._commands or self._has_work(), timeout)
-            if self._closing:
-                return False
-            commands, self._commands = self._commands, []
-        for call, done in commands:
-            if done.set_running_or_notify_cancel():
-                _answer(call, done)
+        seconds = self._weights.seconds_left()
+        if not self._mailbox.run_calls(self._has_work, None if seconds == float("inf") else seconds):
+            return False
         if self._has_work():
             self._resolve(self._core.step(admit=self._pause is None))
             if self._pause == "wait" and not self._core.num_running:
@@ -472,27 +447,14 @@ class NativeInferenceEngine(InferenceEngineInterface):
         self._drained.clear()
 
     def _fail_all(self, failure: WorkerError) -> None:
-        with self._mail:
-            self._failure = failure
-            waiting: list[Future[Any]] = [done for _, done in self._commands if done.set_running_or_notify_cancel()]
-            waiting += self._drained + [unused for _, unused in self._leaving]
-            waiting += {id(batch): batch.done for batch in self._pending.values()}.values()
-            self._commands, self._drained, self._leaving, self._pending = [], [], [], {}
+        waiting = self._mailbox.fail(failure) + self._drained + [unused for _, unused in self._leaving]
+        waiting += {id(batch): batch.done for batch in self._pending.values()}.values()
+        self._drained, self._leaving, self._pending = [], [], {}
         self._weights.close()
         for done in waiting:  # an exception of its own each: those who raise one add to its traceback
             error = WorkerError(str(failure))
             error.__cause__ = failure.__cause__
             done.set_exception(error)
-
-
-def _answer(call: Callable[[], Any], done: Future[Any]) -> None:
-    """Runs a command; its error belongs to the caller and does not end the engine."""
-    try:
-        result = call()
-    except Exception as error:
-        done.set_exception(error)
-    else:
-        done.set_result(result)
 
 
 def _seed_pairs(given: list[Any] | tuple[Any, ...], num: int) -> list[tuple[int, int]]:

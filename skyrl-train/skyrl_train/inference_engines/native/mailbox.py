@@ -1,0 +1,79 @@
+"""Calls that one thread runs for others, between two pieces of its own work."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from skyrl_train.errors import WorkerError
+
+T = TypeVar("T")
+
+
+class Mailbox:
+    """
+    Args:
+        owner: whose thread it is, in errors.
+    """
+
+    def __init__(self, owner: str):
+        self._owner = owner
+        self._changed = threading.Condition()
+        self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._closing = False
+        self._failure: WorkerError | None = None
+
+    # From any thread.
+
+    def post(self, call: Callable[[], T]) -> "Future[T]":
+        """Has the thread run `call`.
+
+        Raises:
+            WorkerError: it has ended, or is about to.
+        """
+        done: Future[T] = Future()
+        with self._changed:
+            if self._failure is not None:
+                raise WorkerError(str(self._failure)) from self._failure
+            if self._closing:
+                raise WorkerError(f"{self._owner} is closed")
+            self._calls.append((call, done))
+            self._changed.notify()
+        return done
+
+    def close(self) -> None:
+        """Tells the thread to end."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+
+    # From the thread.
+
+    def run_calls(self, has_work: Callable[[], bool], timeout: float | None) -> bool:
+        """Waits for calls, unless there is work, and runs them. Returns False when the thread is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._calls or has_work(), timeout)
+            if self._closing:
+                return False
+            calls, self._calls = self._calls, []
+        for call, done in calls:
+            if done.set_running_or_notify_cancel():
+                _answer(call, done)
+        return True
+
+    def fail(self, failure: WorkerError) -> list[Future[Any]]:
+        """Takes no more calls. Returns those that nobody will run now."""
+        with self._changed:
+            self._failure = failure
+            calls, self._calls = self._calls, []
+        return [done for _, done in calls if done.set_running_or_notify_cancel()]
+
+
+def _answer(call: Callable[[], Any], done: Future[Any]) -> None:
+    """Runs a call; its error belongs to the caller and does not end the thread."""
+    try:
+        result = call()
+    except Exception as error:
+        done.set_exception(error)
+    else:
+        done.set_result(result)
