@@ -22,7 +22,11 @@ async def test_fifteen_neighbours_change_no_bit(tmp_path: Path, tiny_model: Path
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("settings", [{}, {"max_resident_models": 4, "max_num_seqs": 6, "max_loaded_adapters": 3}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_resident_models": 4, "max_num_seqs": 6, "max_loaded_adapters": 3}, {"num_processes": 2}],
+    ids=["by default", "little room", "two processes"],
+)
 async def test_fifteen_neighbours_change_no_bit_for_long(tmp_path: Path, tiny_model: Path, settings: dict[str, int]):
     await alone_and_in_a_crowd(tmp_path, tiny_model, rounds=12, **settings)
 
