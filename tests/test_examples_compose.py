@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
+from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
+from skyrl_train.algorithms.losses.contract import PolicyLossRegistry, TokenSelectorRegistry
 from skyrl_train.config import (
     SkyRLConfig,
     config_dir,
@@ -38,6 +40,19 @@ EXAMPLE_ENTRY_POINTS = {path.stem: path for path in REPOSITORY.glob("examples/**
 STUB = """#!/usr/bin/env bash
 printf '%s\\0' "$@" > "$CAPTURED_COMMANDS/$$"
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_examples_register_goes_with_them():
+    """Other tests look at all losses and estimators there are."""
+    registries: list[Any] = [PolicyLossRegistry, TokenSelectorRegistry, AdvantageEstimatorRegistry]
+    before = [registry.list_available() for registry in registries]
+    yield
+    for registry, names in zip(registries, before, strict=True):
+        for name in set(registry.list_available()) - set(names):
+            registry.unregister(name)
+    for name in EXAMPLE_ENTRY_POINTS:
+        sys.modules.pop(name, None)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def write_adapter(adapter: Adapter, folder: Path, base_model: str, target_module
         base_model_name_or_path=base_model,
         inference_mode=True,
     ).save_pretrained(str(folder))
-    _save(_named(adapter, adapter.weights), folder / WEIGHTS_FILE)
+    _save(_named(adapter, adapter.weights), folder / WEIGHTS_FILE, "format", "pt")
 
 
 def write_state(adapter: Adapter, folder: Path) -> None:
@@ -49,7 +49,7 @@ def write_state(adapter: Adapter, folder: Path) -> None:
         if (vector := getattr(adapter, kind)) is not None
         for name, tensor in _named(adapter, vector).items()
     }
-    _save(tensors, folder / STATE_FILE, step=str(adapter.step))
+    _save(tensors, folder / STATE_FILE, "step", str(adapter.step))
 
 
 def read_into(adapter: Adapter, folder: Path, *, optimizer: bool, gradient: bool = False) -> None:
@@ -78,9 +78,10 @@ def _named(adapter: Adapter, vector: torch.Tensor) -> dict[str, torch.Tensor]:
     return dict(zip(_names(adapter), matrices, strict=True))
 
 
-def _save(tensors: Mapping[str, torch.Tensor], path: Path, **metadata: str) -> None:
+def _save(tensors: Mapping[str, torch.Tensor], path: Path, key: str, value: str) -> None:
+    """With one entry of metadata: of several the order is random, and equal models are to be equal files."""
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, path, metadata={"format": "pt", **metadata})
+    save_file(contiguous, path, metadata={key: value})
 
 
 def _read_weights(adapter: Adapter, folder: Path) -> torch.Tensor:
