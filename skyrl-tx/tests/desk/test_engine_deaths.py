@@ -14,6 +14,7 @@ from scripted_engine import DIE, HANG, STICK
 from tx.tinker.desk.desk import Desk
 from tx.tinker.desk.engine_link import EngineLink
 from tx.tinker.desk.results import TryAgain
+from tx.tinker.desk.suspects import DEATHS_TO_BE_SUSPECTED
 from tx.tinker.engine.process import FROM_STDIN
 
 pytestmark = pytest.mark.slow
@@ -80,7 +81,7 @@ async def crash(desk: Desk) -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 async def test_a_request_that_takes_the_server_along_is_found_after_its_restarts(tmp_path: Path, together: bool):
-    for life in range(3):
+    for life in range(DEATHS_TO_BE_SUSPECTED + 1):
         desk = make_desk(tmp_path)
         await desk.start()
         if life == 0:

@@ -1,8 +1,9 @@
 """Which piece of work kills the engine? Found by running fewer and fewer of those that were under way when it died.
 
-Knows nothing of what the pieces are. Work that saw two deaths is suspected; then half of those that saw most deaths run
-and nothing else, so of n it takes log2(n) further deaths to find the one, and all others are done. Everything follows
-from the numbers of deaths: whoever keeps those can go on after a restart.
+Knows nothing of what the pieces are. Work that saw four deaths is suspected (processes are also killed for reasons of
+others, sometimes in a row); then half of those that saw most deaths run and nothing else, so of n it takes log2(n)
+further deaths to find the one, and all others are done. Everything follows from the numbers of deaths: whoever keeps
+those can go on after a restart.
 """
 
 from collections.abc import Hashable, Iterable, Mapping
@@ -10,7 +11,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
-DEATHS_TO_BE_SUSPECTED = 2
+DEATHS_TO_BE_SUSPECTED = 4
 
 
 class Suspects(Generic[T]):
