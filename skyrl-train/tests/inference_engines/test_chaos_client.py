@@ -46,9 +46,9 @@ def make_engine_of(model: str, seconds_a_step: float, seconds_of_first_prompt: f
             time.sleep(seconds_a_step)
             return step(**kwargs)
 
-        def slow_prefill(rows: list[int]) -> None:
+        def slow_prefill(rows: list[int]) -> Any:
             time.sleep(seconds_left.pop() if seconds_left else 0)
-            prefill(rows)
+            return prefill(rows)
 
         engine._core.step, engine._core._prefill = slow_step, slow_prefill
         engine.child = subprocess.Popen(["sleep", "1000"])
