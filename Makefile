@@ -24,4 +24,4 @@ setup:
 	scripts/setup.sh --inexact
 
 setup-tests:
-	scripts/setup.sh --extra tracking --extra gym --extra tx --extra $(VLLM)
+	scripts/setup.sh --extra tracking --extra gym --extra tx --extra agent --extra $(VLLM)

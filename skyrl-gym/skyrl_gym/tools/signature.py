@@ -32,15 +32,15 @@ class ArgumentError(ValueError):
 
 
 class Signature:
-    """A tool's parameters. `func` is a method: its first parameter is left out.
+    """A tool's parameters: those of `func` after the first `skip`, which the model does not give (`self`).
 
     Raises:
         TypeError: `func` takes `*args` or `**kwargs`, or positional-only parameters: a model calls by name.
     """
 
-    def __init__(self, func: Callable[..., Any]):
+    def __init__(self, func: Callable[..., Any], skip: int = 1):
         self._func = func
-        self._parameters = list(inspect.signature(func).parameters.values())[1:]
+        self._parameters = list(inspect.signature(func).parameters.values())[skip:]
         for parameter in self._parameters:
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise TypeError(

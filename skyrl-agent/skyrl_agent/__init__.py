@@ -1,0 +1,13 @@
+"""Long-horizon agents as rollouts. Importing it imports no trainer, opens nothing and reads no environment variable."""
+
+from typing import Any
+
+__all__ = ["AutoAgentRunner"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from skyrl_agent.auto import AutoAgentRunner
+
+        return AutoAgentRunner
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,202 @@
+"""A task file: YAML in, typed values out. The one home of every key, its meaning and its default."""
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from skyrl_agent.errors import ConfigError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class DataSection(Section):
+    """Where in a dataset row the task finds what it needs. Dotted paths."""
+
+    instance_key: str | None = None
+    """The part of the row handed to the task; none: the whole row."""
+    instance_id_key: str | None = None
+    """None: the row's position in the batch."""
+    data_source_key: str | None = None
+    """None: `default`."""
+
+
+class GeneratorValSection(Section):
+    """Of evaluation batches; what is not given is as in training."""
+
+    num_trajectories: int | None = Field(None, ge=1)
+    sampling_params: dict[str, Any] | None = None
+
+
+class GeneratorSection(Section):
+    """How the model is asked."""
+
+    infer_backend: str = "skyrl-train"
+    """`skyrl-train`, `tinker`, `openai_server`, `verl`, or what `register_backend` was told."""
+    backend_config: dict[str, Any] = Field(default_factory=dict)
+    """Keywords of that backend."""
+    num_trajectories: int = Field(1, ge=1)
+    """Of each instance: a group. The trainer's `n_samples_per_prompt` must be the same."""
+    max_iterations: int = Field(5, ge=1)
+    """Steps of an agent: one answer of the model and the tools it called."""
+    max_prompt_length: int = Field(1024, ge=1)
+    """Tokens after the initial prompt, the model's and the tools' together. (The name is historical.)"""
+    max_context_length: int | None = Field(None, ge=2)
+    """Tokens that the model reads and writes in one turn, the prompt included; none: not limited here."""
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    """Handed to the backend. `max_tokens` bounds one turn (and is cut to what the budget has left)."""
+    val_config: GeneratorValSection = Field(default_factory=GeneratorValSection)
+    remove_think_tokens: bool = False
+    """Drops the thoughts of earlier turns from what the model reads. Each turn is then a training row of its own."""
+    vision_is_active: bool = False
+    qwen3_enable_thinking: bool = True
+    """The chat template's `enable_thinking`."""
+    qwen3_acc_thinking: bool = False
+    """Keeps the thoughts of earlier turns, by the template `functional/templates/qwen3_acc_thinking.jinja2`."""
+    chat_template: str | None = None
+    """Path of a Jinja template to use in place of the tokenizer's."""
+    tool_format: Literal["function_xml", "hermes", "llama3_json", "gpt_oss"] = "function_xml"
+    """How the model writes calls. `function_xml`: `<function=name>`, explained in the system message; the others are
+    native to models: the chat template is given the schemas."""
+    max_parallel_tool_calls: int = Field(1, ge=1)
+    """Calls of one turn that are run, at the same time. `function_xml` has one a turn."""
+    tool_timeout_seconds: float = Field(600.0, gt=0)
+    """Of one call; the model is told, and goes on."""
+    max_tool_output_chars: int = Field(10_000, ge=200)
+    """Longer output is cut in the middle, with a note."""
+    request_timeout_seconds: float = Field(600.0, gt=0)
+    """Of one answer of the model."""
+    profile_tools: bool = False
+    """Adds counts of tool calls to `rollout_metrics`."""
+    debug_log: bool = False
+    early_step_threshold: int = Field(0, ge=0)
+    """Reminders ask for at least so many steps."""
+    enable_turn_reminder: bool = False
+    """Tells the model before each turn how many steps are left."""
+
+
+class DispatcherValSection(Section):
+    max_parallel_agents: int | None = Field(None, ge=1)
+    max_eval_parallel_agents: int | None = Field(None, ge=1)
+
+
+class StageLimits(Section):
+    """Of one stage; what is not given follows from the dispatcher's type."""
+
+    parallel: int | None = Field(None, ge=1)
+    queue: int | None = Field(None, ge=0)
+    """Trajectories that may wait before the stage, having passed the one before it."""
+    timeout_seconds: float | None = Field(None, gt=0)
+    retries: int | None = Field(None, ge=0)
+    """After infrastructure failures."""
+
+
+class DispatcherSection(Section):
+    """How many trajectories are in which stage at a time."""
+
+    type: str = "async_pipeline"
+    """`async_pipeline`, `async_batch`, `async_batch_bounded`, `async_fix_pool`, or a registered one."""
+    max_parallel_agents: int = Field(32, ge=1)
+    max_eval_parallel_agents: int = Field(32, ge=1)
+    val_config: DispatcherValSection = Field(default_factory=DispatcherValSection)
+    initialize: StageLimits = Field(default_factory=StageLimits)
+    generate: StageLimits = Field(default_factory=StageLimits)
+    evaluate: StageLimits = Field(default_factory=StageLimits)
+    num_environments: int | None = Field(None, ge=1)
+    """Of `async_fix_pool`: environments made once and lent to one trajectory at a time."""
+    close_timeout_seconds: float = Field(30.0, gt=0)
+    """Of closing a trajectory's runtime."""
+    progress: bool = False
+    """A live progress bar on standard error."""
+    scheduler: str | None = None
+    """Read by nothing; task files of other releases have it."""
+
+
+class RuntimeSection(Section):
+    """Laid over the task's own wishes for its runtime."""
+
+    kind: Literal["auto", "local", "docker", "remote"] | None = None
+    image: str | None = None
+    url: str | None = None
+    token_env: str | None = None
+    """Environment variable with the remote server's token."""
+    lease_seconds: float | None = Field(None, gt=0)
+    command_timeout_seconds: float | None = Field(None, gt=0)
+    memory_bytes: int | None = Field(None, gt=0)
+
+
+class OutputSection(Section):
+    trajectories: str | None = None
+    """JSONL file; a row is added as each trajectory ends."""
+
+
+class TaskFile(Section):
+    """What `AutoAgentRunner.from_task` loads."""
+
+    agent_cls: str = "skyrl_agent.agents.react.ReActAgent"
+    """Dotted path, as in `AGENT_TRAJECTORY_REGISTRY`."""
+    agent_config: dict[str, Any] = Field(default_factory=dict)
+    """Keywords of the agent."""
+    task: str
+    """Dotted path of a `BaseTask`."""
+    task_config: dict[str, Any] = Field(default_factory=dict)
+    """Keywords of the task."""
+    tools: list[str | dict[str, dict[str, Any]]] | dict[str, Any] | None = None
+    """Registry names, or `{name: {keywords of the tool}}`; a map of flags (`enable_bash: true`) for agents that take
+    flags; none: the task's own."""
+    data: DataSection = Field(default_factory=DataSection)
+    generator: GeneratorSection = Field(default_factory=GeneratorSection)
+    dispatcher: DispatcherSection = Field(default_factory=DispatcherSection)
+    runtime: RuntimeSection = Field(default_factory=RuntimeSection)
+    output: OutputSection = Field(default_factory=OutputSection)
+
+
+def load_task_file(path: str | Path) -> TaskFile:
+    """
+    Raises:
+        FileNotFoundError: there is no such file.
+        ConfigError: it is no YAML mapping, or a key or value is wrong.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: a task file is a mapping of keys; got {type(content).__name__}")
+    return read_task(content, str(path))
+
+
+def read_task(content: dict[str, Any], source: str = "task") -> TaskFile:
+    """As `load_task_file`, from a mapping. Keys with null are as if they were not there."""
+    try:
+        return TaskFile.model_validate(_without_nulls(content))
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{source}: {_explain(item)}" for item in error.errors())) from None
+
+
+def _without_nulls(value: Any) -> Any:
+    return {k: _without_nulls(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+def _explain(item: Any) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(item["loc"][:-1])
+        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
+        prefix = "".join(f"{part}." for part in item["loc"][:-1])
+        hint = f"did you mean {prefix}{near[0]}?" if near else f"there are: {', '.join(known)}"
+        return f"unknown key {key}; {hint}"
+    if item["type"] == "missing":
+        return f"{key} is missing"
+    return f"{key}: {item['msg'][:1].lower()}{item['msg'][1:]}; got {item['input']!r}"
+
+
+def _known_keys(location: tuple[Any, ...]) -> list[str]:
+    section: Any = TaskFile
+    for part in location:
+        section = section.model_fields[part].annotation
+    return list(section.model_fields)

@@ -1,0 +1,57 @@
+"""How a trajectory ended, and what follows from it: one table."""
+
+from dataclasses import dataclass
+
+FINISH_TOOL = "FINISH_TOOL"
+FINISH = "FINISH"
+CONTEXT_WINDOW_EXCEEDED = "CONTEXT_WINDOW_EXCEEDED"
+MAX_ITERATIONS_REACHED = "max_iterations_reached"
+STUCK_IN_A_LOOP = "stuck_in_a_loop"
+BAD_LLM_RESPONSE = "BAD_LLM_RESPONSE"
+NO_GIT_PATCH = "no_git_patch"
+CMD_TIMEOUT = "cmd_timeout"
+ERROR_RUNTIME = "error_runtime"
+ERROR_EVALUATION = "error_evaluation"
+ERROR_AGENT = "error_agent"
+CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What follows from a finish reason.
+
+    Args:
+        trains: its tokens have a loss. Where not, the loss mask is 0; the reward stays.
+        in_baseline: its reward counts for its group. An infrastructure failure says nothing about the model.
+        evaluated: a reward is asked for (whatever there is so far is judged).
+        metric: under this name `rollout_metrics/` counts it.
+    """
+
+    trains: bool
+    in_baseline: bool
+    evaluated: bool
+    metric: str
+
+
+ENDINGS = {
+    FINISH_TOOL: Ending(True, True, True, "finish_tool_ratio"),
+    FINISH: Ending(True, True, True, "finish_ratio"),
+    CONTEXT_WINDOW_EXCEEDED: Ending(False, True, True, "context_exceed_ratio"),
+    MAX_ITERATIONS_REACHED: Ending(False, True, True, "iter_cap_ratio"),
+    STUCK_IN_A_LOOP: Ending(False, True, True, "stuck_in_a_loop_ratio"),
+    BAD_LLM_RESPONSE: Ending(False, True, True, "bad_llm_response"),
+    NO_GIT_PATCH: Ending(True, True, False, "no_git_patch"),
+    CMD_TIMEOUT: Ending(False, True, True, "cmd_timeout"),
+    ERROR_RUNTIME: Ending(False, False, False, "error_runtime"),
+    ERROR_EVALUATION: Ending(False, False, False, "error_evaluation"),
+    ERROR_AGENT: Ending(False, False, False, "error_agent"),
+    CANCELLED: Ending(False, False, False, "cancelled"),
+}
+
+
+def ending_of(finish_reason: str | None) -> Ending:
+    """Of a reason nobody foresaw: an agent's own fault. Nothing of it trains.
+
+    None is a trajectory that never said how it ended.
+    """
+    return ENDINGS.get(finish_reason or ERROR_AGENT, ENDINGS[ERROR_AGENT])

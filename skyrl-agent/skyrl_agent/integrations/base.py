@@ -1,0 +1,103 @@
+"""Backends: a model to ask, the rows a trainer hands in, the output it wants back. Imported when they are named."""
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from skyrl_agent.errors import ConfigError
+from skyrl_agent.types import InferBackend, Row
+
+__all__ = ["BACKEND_REGISTRY", "Backend", "TrainingRows", "build_backend", "register_backend"]
+
+
+@dataclass
+class TrainingRows:
+    """What a batch of trajectories is to a trainer: R rows of T trajectories, each list in order. A trajectory has one
+    row for each stretch of turns that only appended tokens; usually one."""
+
+    prompt_token_ids: list[list[int]]
+    response_ids: list[list[int]]
+    loss_masks: list[list[int]]
+    rewards: list[float]
+    """[R] the trajectory's, on each of its rows."""
+    rollout_logprobs: list[list[float]] | None
+    """[R][response]; 0.0 on tokens the model did not write. None if any written token of the batch has none."""
+    is_last_episode: list[bool]
+    """[R] the last row of its trajectory."""
+    row_trajectory: list[int]
+    """[R] index of the row's trajectory, in [0, T)."""
+    traj_idx: list[str]
+    """[R] `{instance_id}-traj{trajectory_id}`"""
+    traj_rewards: list[float]
+    """[T]"""
+    episode_nums: list[int]
+    """[T] rows of each."""
+    finish_reasons: list[str]
+    """[T]"""
+    in_baseline: list[bool]
+    """[T] False for infrastructure failures: their reward counts for nobody."""
+    failures: list[Any]
+    """[T] `types.Failure` or None."""
+    weight_versions: list[list[int]] | None
+    """[R][response]; -1 on tokens the model did not write."""
+    rollout_metrics: dict[str, float]
+    instance_ids: list[str]
+    """[T]"""
+    trajectory_ids: list[int]
+    """[T]"""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to ask a model and to hand rows in and out.
+
+    Args:
+        make: (infer_engine, tokenizer, cfg) -> the model.
+        rows_of: what a trainer hands to `AgentRunner.run` -> rows, one an instance.
+        output_of: the batch's rows -> what the trainer wants back.
+    """
+
+    make: Callable[..., InferBackend]
+    rows_of: Callable[[Any], Sequence[Row]]
+    output_of: Callable[[TrainingRows], Any]
+
+
+BACKEND_REGISTRY: dict[str, str | Backend] = {
+    "skyrl-train": "skyrl_agent.integrations.skyrl_train.skyrl_train_backend:BACKEND",
+    "verl": "skyrl_agent.integrations.verl.verl_backend:BACKEND",
+    "tinker": "skyrl_agent.integrations.tinker.tinker_backend:BACKEND",
+    "openai_server": "skyrl_agent.integrations.openai:BACKEND",
+}
+"""Name -> backend, or `module:NAME` of one that is imported when it is first asked for."""
+
+
+def register_backend(name: str, backend: Backend) -> None:
+    BACKEND_REGISTRY[name] = backend
+
+
+def get_backend(name: str) -> Backend:
+    """
+    Raises:
+        ConfigError: unknown, or what it needs is not installed.
+    """
+    if name not in BACKEND_REGISTRY:
+        near = difflib.get_close_matches(name, BACKEND_REGISTRY, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(BACKEND_REGISTRY)}"
+        raise ConfigError(f"Unknown backend: generator.infer_backend={name!r}; {hint}")
+    found = BACKEND_REGISTRY[name]
+    if isinstance(found, str):
+        module, _, attribute = found.partition(":")
+        try:
+            found = getattr(import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"generator.infer_backend={name!r} needs {error.name}: install skyrl-agent[{name.replace('_server', '')}]"
+            ) from error
+        BACKEND_REGISTRY[name] = found
+    return found
+
+
+def build_backend(name: str, *, infer_engine: Any, tokenizer: Any, cfg: dict[str, Any] | None = None) -> InferBackend:
+    return get_backend(name).make(infer_engine=infer_engine, tokenizer=tokenizer, cfg=cfg or {})

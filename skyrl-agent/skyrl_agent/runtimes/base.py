@@ -1,0 +1,88 @@
+"""Where an agent works: a machine of its own with files and a shell. The interface; knows no backend."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from skyrl_gym.sandbox import ExecResult, Limits
+
+__all__ = ["ExecResult", "Limits", "Runtime", "RuntimeSpec", "Snapshot"]
+
+RuntimeKind = Literal["auto", "local", "docker", "remote"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeSpec:
+    """What a runtime is made of. One per instance, from the task file and the row."""
+
+    kind: RuntimeKind = "auto"
+    """`local`: bubblewrap, no daemon. `docker`: a container of `image`. `remote`: a server of
+    `python -m skyrl_agent.services.runtime` at `url`, which uses its own kind."""
+    image: str | None = None
+    """Container image (docker, and remote servers that use it)."""
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    """Written into the working directory at the start."""
+    setup: tuple[str, ...] = ()
+    """Shell commands run after that, in order; one that fails is an InfraError with its output."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+    """Of each command, unless `exec` is given others."""
+    lease_seconds: float = 60.0
+    """A runtime whose owner has not been heard of for so long is removed, whoever made it."""
+    url: str | None = None
+    token: str | None = None
+    """Bearer token of a remote server."""
+    snapshot: "Snapshot | None" = None
+    """Start from the files of this snapshot instead of `files`."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The working directory at one time: a tar (local, remote) or an image name (docker)."""
+
+    kind: Literal["tar", "image"]
+    value: bytes | str
+
+
+class Runtime(Protocol):
+    """`start`, any use, `close`; or `async with`. Methods raise InfraError if the runtime itself fails or is gone;
+    what a command does is never an exception. One task at a time uses one runtime.
+
+    While it is open a heartbeat keeps its lease. If its owner dies (kill -9 included) it is removed when the lease ends.
+    """
+
+    id: str
+    spec: RuntimeSpec
+    workdir: str
+    """Absolute, inside."""
+    python: str
+    """A Python 3 interpreter, inside."""
+
+    async def start(self) -> None: ...
+
+    async def exec(
+        self,
+        command: str | list[str],
+        *,
+        timeout: float | None = None,
+        stdin: str | bytes = b"",
+        env: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
+    ) -> ExecResult:
+        """Runs a command to its end in the working directory; a string is run by `bash -c`. `timeout` stands in for
+        `limits.wall_seconds`; reaching it is the result's outcome `wall_time`."""
+        ...
+
+    async def write(self, path: str, data: str | bytes) -> None:
+        """Relative to the working directory. Raises ValueError for a path outside."""
+        ...
+
+    async def read(self, path: str) -> bytes:
+        """Raises FileNotFoundError, ValueError for a path outside."""
+        ...
+
+    async def snapshot(self) -> Snapshot: ...
+
+    async def close(self) -> None:
+        """Ends what runs and removes everything. May be called more than once; never raises."""
+        ...

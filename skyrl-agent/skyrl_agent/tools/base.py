@@ -1,0 +1,151 @@
+"""What a tool is, and the registry of their names. Importing this imports no tool."""
+
+import difflib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, ClassVar
+
+from skyrl_agent.errors import ConfigError, InfraError
+from skyrl_agent.runtimes.base import Runtime
+from skyrl_agent.types import Message, Row
+from skyrl_gym.tools.core import function_schema
+from skyrl_gym.tools.signature import ArgumentError, Signature, parse_docstring
+
+__all__ = [
+    "TOOL_REGISTRY",
+    "ArgumentError",
+    "BaseTool",
+    "ToolContext",
+    "ToolOutput",
+    "make_tool",
+    "register_tool",
+]
+
+
+@dataclass
+class ToolContext:
+    """What a call may know of where it is made."""
+
+    trajectory_id: str
+    """Unique in the run; servers may route by it."""
+    row: Row
+    """The instance's."""
+    runtime: Runtime | None = None
+    ask: Callable[[list[Message]], Awaitable[str]] | None = None
+    """Asks the agent's own model something beside the conversation. Not trained on."""
+    run_agent: Callable[..., Awaitable[str]] | None = None
+    """Runs a sub-agent: (instruction, tools=None, max_iterations=None) -> its answer. Its turns are the trajectory's."""
+    messages: list[Message] = field(default_factory=list)
+    """A copy of the conversation so far."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """The tools' own, for one trajectory."""
+
+
+@dataclass(frozen=True)
+class ToolOutput:
+    """What a call did. A plain string is the text alone."""
+
+    text: str
+    """For the model; the agent clips it."""
+    ends: bool = False
+    """The agent is done and `text` is its answer (a `finish` tool)."""
+    new_context: list[Message] | None = None
+    """The conversation starts over from these messages; `text` is not shown."""
+    failed: bool = False
+    """For the records: the text says what went wrong."""
+
+
+class BaseTool:
+    """One function that a model may call. Subclasses define `async def run(self, context, ...)`; name, description and
+    schema come from the class attribute, the docstring of `run` and its type hints.
+
+    A new instance per trajectory, closed at its end; heavy things (an index, a client) are shared through the class.
+    """
+
+    name: ClassVar[str]
+    """What the model calls it by."""
+
+    def __init__(self, **settings: Any) -> None:
+        if settings:
+            raise ConfigError(f"tool {self.name}: unknown setting {next(iter(settings))!r}; it has none")
+
+    async def run(self, context: ToolContext, *args: Any, **kwargs: Any) -> str | ToolOutput:
+        """Raises InfraError if what it stands on did not work; any other exception's text is for the model."""
+        raise NotImplementedError
+
+    async def open(self, context: ToolContext) -> None:
+        """Called once, before the first turn. Raises InfraError."""
+
+    async def close(self) -> None:
+        """Gives resources back. May be called more than once; never raises."""
+
+    def get_system_prompt_prefix(self) -> str:
+        """Text that the agent puts before its system message."""
+        return ""
+
+    @property
+    def signature(self) -> Signature:
+        return Signature(type(self).run, skip=2)  # self, context
+
+    @property
+    def description(self) -> str:
+        return parse_docstring(type(self).run.__doc__).description
+
+    def schema(self) -> dict[str, Any]:
+        """In OpenAI's form."""
+        return function_schema(self.name, self.description, self.signature.schema())
+
+    async def call(self, context: ToolContext, arguments: dict[str, Any]) -> ToolOutput:
+        """A call as a model wrote it. What goes wrong because of the model, or inside the tool, becomes text for it.
+
+        Raises:
+            InfraError: of `run`.
+        """
+        try:
+            output = await self.run(context, **self.signature.bind(arguments))
+        except ArgumentError as error:
+            return ToolOutput(f"Error calling {self.name}: {error}", failed=True)
+        except InfraError:
+            raise
+        except Exception as error:  # a tool may do anything, and the trajectory goes on
+            return ToolOutput(f"Error in {self.name}: {str(error) or type(error).__name__}", failed=True)
+        return output if isinstance(output, ToolOutput) else ToolOutput(output)
+
+
+TOOL_REGISTRY: dict[str, str | type[BaseTool]] = {}
+"""Name -> class, or `module:Class` of one that is imported when it is first asked for."""
+
+
+def register_tool(name: str, allow_overwrite: bool = False) -> Callable[[type[BaseTool]], type[BaseTool]]:
+    """Class decorator: makes a tool known under `name` in task files.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+
+    def register(cls: type[BaseTool]) -> type[BaseTool]:
+        if name in TOOL_REGISTRY and not allow_overwrite:
+            raise ValueError(
+                f"a tool is registered as {name!r} already: pass allow_overwrite=True, or choose another name"
+            )
+        TOOL_REGISTRY[name] = cls
+        return cls
+
+    return register
+
+
+def make_tool(name: str, settings: dict[str, Any] | None = None) -> BaseTool:
+    """
+    Raises:
+        ConfigError: there is no such tool; a setting of it is wrong; what it needs is not installed.
+    """
+    if name not in TOOL_REGISTRY:
+        near = difflib.get_close_matches(name, TOOL_REGISTRY, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(TOOL_REGISTRY))}"
+        raise ConfigError(f"tools: there is no tool {name!r}; {hint}")
+    found = TOOL_REGISTRY[name]
+    if isinstance(found, str):
+        module, _, attribute = found.partition(":")
+        found = getattr(import_module(module), attribute)
+    return found(**(settings or {}))  # pyright: ignore[reportCallIssue]
