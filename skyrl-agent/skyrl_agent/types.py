@@ -66,7 +66,7 @@ class ToolCallRecord:
 
 @dataclass
 class TrajectoryResult:
-    """What became of one trajectory. `transitions` is what trains; `messages` is for people and for the message path."""
+    """What became of one trajectory. `transitions` is what trains; `messages` is for people."""
 
     instance_id: str = ""
     trajectory_id: int = 0

@@ -64,6 +64,7 @@ class BaseTrajectory(ABC):
 
     async def close(self) -> None:
         """Gives everything back. May be called more than once; never raises."""
+        return
 
     async def restart(self) -> None:
         """Forgets the attempt that failed in `generate`, so that the stages may begin anew."""

@@ -28,7 +28,7 @@ class DataSection(Section):
 class GeneratorValSection(Section):
     """Of evaluation batches; what is not given is as in training."""
 
-    num_trajectories: int | None = Field(None, ge=1)
+    num_trajectories: int | None = Field(default=None, ge=1)
     sampling_params: dict[str, Any] | None = None
 
 
@@ -39,17 +39,17 @@ class GeneratorSection(Section):
     """`skyrl-train`, `tinker`, `openai_server`, `verl`, or what `register_backend` was told."""
     backend_config: dict[str, Any] = Field(default_factory=dict)
     """Keywords of that backend."""
-    num_trajectories: int = Field(1, ge=1)
+    num_trajectories: int = Field(default=1, ge=1)
     """Of each instance: a group. The trainer's `n_samples_per_prompt` must be the same."""
-    max_iterations: int = Field(5, ge=1)
+    max_iterations: int = Field(default=5, ge=1)
     """Steps of an agent: one answer of the model and the tools it called."""
-    max_prompt_length: int = Field(1024, ge=1)
+    max_prompt_length: int = Field(default=1024, ge=1)
     """Tokens after the initial prompt, the model's and the tools' together. (The name is historical.)"""
-    max_context_length: int | None = Field(None, ge=2)
+    max_context_length: int | None = Field(default=None, ge=2)
     """Tokens that the model reads and writes in one turn, the prompt included; none: not limited here."""
     sampling_params: dict[str, Any] = Field(default_factory=dict)
     """Handed to the backend. `max_tokens` bounds one turn (and is cut to what the budget has left)."""
-    val_config: GeneratorValSection = Field(default_factory=GeneratorValSection)
+    val_config: GeneratorValSection = GeneratorValSection()
     remove_think_tokens: bool = False
     """Drops the thoughts of earlier turns from what the model reads. Each turn is then a training row of its own."""
     vision_is_active: bool = False
@@ -62,36 +62,36 @@ class GeneratorSection(Section):
     tool_format: Literal["function_xml", "hermes", "llama3_json", "gpt_oss"] = "function_xml"
     """How the model writes calls. `function_xml`: `<function=name>`, explained in the system message; the others are
     native to models: the chat template is given the schemas."""
-    max_parallel_tool_calls: int = Field(1, ge=1)
+    max_parallel_tool_calls: int = Field(default=1, ge=1)
     """Calls of one turn that are run, at the same time. `function_xml` has one a turn."""
-    tool_timeout_seconds: float = Field(600.0, gt=0)
+    tool_timeout_seconds: float = Field(default=600.0, gt=0)
     """Of one call; the model is told, and goes on."""
-    max_tool_output_chars: int = Field(10_000, ge=200)
+    max_tool_output_chars: int = Field(default=10_000, ge=200)
     """Longer output is cut in the middle, with a note."""
-    request_timeout_seconds: float = Field(600.0, gt=0)
+    request_timeout_seconds: float = Field(default=600.0, gt=0)
     """Of one answer of the model."""
     profile_tools: bool = False
     """Adds counts of tool calls to `rollout_metrics`."""
     debug_log: bool = False
-    early_step_threshold: int = Field(0, ge=0)
+    early_step_threshold: int = Field(default=0, ge=0)
     """Reminders ask for at least so many steps."""
     enable_turn_reminder: bool = False
     """Tells the model before each turn how many steps are left."""
 
 
 class DispatcherValSection(Section):
-    max_parallel_agents: int | None = Field(None, ge=1)
-    max_eval_parallel_agents: int | None = Field(None, ge=1)
+    max_parallel_agents: int | None = Field(default=None, ge=1)
+    max_eval_parallel_agents: int | None = Field(default=None, ge=1)
 
 
 class StageLimits(Section):
     """Of one stage; what is not given follows from the dispatcher's type."""
 
-    parallel: int | None = Field(None, ge=1)
-    queue: int | None = Field(None, ge=0)
+    parallel: int | None = Field(default=None, ge=1)
+    queue: int | None = Field(default=None, ge=0)
     """Trajectories that may wait before the stage, having passed the one before it."""
-    timeout_seconds: float | None = Field(None, gt=0)
-    retries: int | None = Field(None, ge=0)
+    timeout_seconds: float | None = Field(default=None, gt=0)
+    retries: int | None = Field(default=None, ge=0)
     """After infrastructure failures."""
 
 
@@ -100,15 +100,15 @@ class DispatcherSection(Section):
 
     type: str = "async_pipeline"
     """`async_pipeline`, `async_batch`, `async_batch_bounded`, `async_fix_pool`, or a registered one."""
-    max_parallel_agents: int = Field(32, ge=1)
-    max_eval_parallel_agents: int = Field(32, ge=1)
-    val_config: DispatcherValSection = Field(default_factory=DispatcherValSection)
-    initialize: StageLimits = Field(default_factory=StageLimits)
-    generate: StageLimits = Field(default_factory=StageLimits)
-    evaluate: StageLimits = Field(default_factory=StageLimits)
-    num_environments: int | None = Field(None, ge=1)
+    max_parallel_agents: int = Field(default=32, ge=1)
+    max_eval_parallel_agents: int = Field(default=32, ge=1)
+    val_config: DispatcherValSection = DispatcherValSection()
+    initialize: StageLimits = StageLimits()
+    generate: StageLimits = StageLimits()
+    evaluate: StageLimits = StageLimits()
+    num_environments: int | None = Field(default=None, ge=1)
     """Of `async_fix_pool`: environments made once and lent to one trajectory at a time."""
-    close_timeout_seconds: float = Field(30.0, gt=0)
+    close_timeout_seconds: float = Field(default=30.0, gt=0)
     """Of closing a trajectory's runtime."""
     progress: bool = False
     """A live progress bar on standard error."""
@@ -124,9 +124,9 @@ class RuntimeSection(Section):
     url: str | None = None
     token_env: str | None = None
     """Environment variable with the remote server's token."""
-    lease_seconds: float | None = Field(None, gt=0)
-    command_timeout_seconds: float | None = Field(None, gt=0)
-    memory_bytes: int | None = Field(None, gt=0)
+    lease_seconds: float | None = Field(default=None, gt=0)
+    command_timeout_seconds: float | None = Field(default=None, gt=0)
+    memory_bytes: int | None = Field(default=None, gt=0)
 
 
 class OutputSection(Section):
@@ -148,11 +148,11 @@ class TaskFile(Section):
     tools: list[str | dict[str, dict[str, Any]]] | dict[str, Any] | None = None
     """Registry names, or `{name: {keywords of the tool}}`; a map of flags (`enable_bash: true`) for agents that take
     flags; none: the task's own."""
-    data: DataSection = Field(default_factory=DataSection)
-    generator: GeneratorSection = Field(default_factory=GeneratorSection)
-    dispatcher: DispatcherSection = Field(default_factory=DispatcherSection)
-    runtime: RuntimeSection = Field(default_factory=RuntimeSection)
-    output: OutputSection = Field(default_factory=OutputSection)
+    data: DataSection = DataSection()
+    generator: GeneratorSection = GeneratorSection()
+    dispatcher: DispatcherSection = DispatcherSection()
+    runtime: RuntimeSection = RuntimeSection()
+    output: OutputSection = OutputSection()
 
 
 def load_task_file(path: str | Path) -> TaskFile:

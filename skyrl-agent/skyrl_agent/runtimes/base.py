@@ -48,7 +48,8 @@ class Runtime(Protocol):
     """`start`, any use, `close`; or `async with`. Methods raise InfraError if the runtime itself fails or is gone;
     what a command does is never an exception. One task at a time uses one runtime.
 
-    While it is open a heartbeat keeps its lease. If its owner dies (kill -9 included) it is removed when the lease ends.
+    While it is open a heartbeat keeps its lease. If its owner dies (by kill -9, say), it is
+    removed when the lease ends.
     """
 
     id: str

@@ -1,6 +1,5 @@
 """What a task is: what an agent is told, where it works, and how its result is judged. Knows no agent, no model."""
 
-from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +29,7 @@ class Judgement:
     """Where judging finds another ending than the agent saw: `no_git_patch`."""
 
 
-class BaseTask(ABC):
+class BaseTask:
     """Subclasses are made with the keywords of `task_config`; a method they do not need keeps its default.
 
     An outage (judge away, sandbox gone) is raised as `InfraError` and tried again; a row that cannot be used as

@@ -35,7 +35,7 @@ class ToolContext:
     ask: Callable[[list[Message]], Awaitable[str]] | None = None
     """Asks the agent's own model something beside the conversation. Not trained on."""
     run_agent: Callable[..., Awaitable[str]] | None = None
-    """Runs a sub-agent: (instruction, tools=None, max_iterations=None) -> its answer. Its turns are the trajectory's."""
+    """Runs a sub-agent, whose turns are the trajectory's: (instruction, tools=None, max_iterations=None) -> answer."""
     messages: list[Message] = field(default_factory=list)
     """A copy of the conversation so far."""
     memory: dict[str, Any] = field(default_factory=dict)
