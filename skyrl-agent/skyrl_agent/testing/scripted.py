@@ -1,0 +1,61 @@
+"""A model whose answers are written down beforehand. It reads and writes tokens as a real one does."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyrl_agent.types import MetaInfo
+
+Script = Callable[[str, int], str] | Sequence[str]
+"""(the text the model was asked with, turn) -> its answer; or the answers in order, the last one for ever."""
+
+
+@dataclass
+class Request:
+    """What the model was asked."""
+
+    request_id: str
+    turn: int
+    input_ids: list[int]
+    prompt: str
+    """`input_ids` as text, special tokens included."""
+    sampling_params: dict[str, Any]
+
+
+@dataclass
+class ScriptedModel:
+    """An `InferBackend`. Turns are counted by `request_id`.
+
+    Args:
+        logprob: of each token it writes; None: it tells none.
+        tells_ids: False: as a server that returns text alone.
+        seconds: how long each answer takes.
+    """
+
+    tokenizer: Any
+    script: Script
+    logprob: float | None = -0.5
+    tells_ids: bool = True
+    seconds: float = 0.0
+    requests: list[Request] = field(default_factory=list)
+    _turns: Counter[str] = field(default_factory=Counter)
+
+    async def async_generate_ids(
+        self, *, input_ids: list[int], sampling_params: Mapping[str, Any], request_id: str
+    ) -> tuple[str, MetaInfo]:
+        turn = self._turns[request_id]
+        self._turns[request_id] += 1
+        prompt = self.tokenizer.decode(input_ids, skip_special_tokens=False)
+        self.requests.append(Request(request_id, turn, list(input_ids), prompt, dict(sampling_params)))
+        await asyncio.sleep(self.seconds)
+        answer = self.script(prompt, turn) if callable(self.script) else self.script[min(turn, len(self.script) - 1)]
+        ids = [*self.tokenizer.encode(answer, add_special_tokens=False), self.tokenizer.eos_token_id]
+        most = sampling_params.get("max_tokens") or len(ids)
+        reason = "stop" if len(ids) <= most else "length"
+        ids = ids[:most]
+        text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        told = ids if self.tells_ids else None
+        logprobs = [self.logprob] * len(ids) if self.tells_ids and self.logprob is not None else None
+        return text, MetaInfo(output_tokens=told, finish_reason=reason, logprobs=logprobs)
