@@ -55,7 +55,7 @@ class ScriptedModel:
         most = sampling_params.get("max_tokens") or len(ids)
         reason = "stop" if len(ids) <= most else "length"
         ids = ids[:most]
-        text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        text = self.tokenizer.decode(ids[:-1] if reason == "stop" else ids, skip_special_tokens=False)
         told = ids if self.tells_ids else None
         logprobs = [self.logprob] * len(ids) if self.tells_ids and self.logprob is not None else None
         return text, MetaInfo(output_tokens=told, finish_reason=reason, logprobs=logprobs)

@@ -6,14 +6,14 @@ from typing import Any
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
-    "{% else %}{{ message.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% else %}{{ message.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 @cache
 def byte_tokenizer(chat_template: str = CHATML) -> Any:
-    """A fast tokenizer of transformers: 256 bytes, `<|im_start|>`, `<|im_end|>` (end of sequence), `<|endoftext|>` (pad)."""
+    """A fast tokenizer of transformers: 256 bytes, `<|im_start|>`, `<|im_end|>` (end of sequence) and a pad token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
