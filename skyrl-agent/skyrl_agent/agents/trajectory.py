@@ -42,6 +42,10 @@ class BaseTrajectory(ABC):
         """Of `async_fix_pool`: what the dispatcher lent it for its life."""
         self.result = self.blank_result()
 
+    @classmethod
+    def check(cls, cfg: TaskFile, task: BaseTask) -> None:
+        """Called once, before anything starts. Raises ConfigError for what a task file asks of the agent in vain."""
+
     def blank_result(self) -> TrajectoryResult:
         return TrajectoryResult(
             instance_id=self.instance.instance_id,

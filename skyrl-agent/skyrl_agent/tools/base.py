@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.runtimes.base import Runtime
 from skyrl_agent.types import Message, Row
-from skyrl_gym.tools.core import function_schema
+from skyrl_gym.tools.core import as_text, function_schema
 from skyrl_gym.tools.signature import ArgumentError, Signature, parse_docstring
 
 __all__ = [
@@ -65,6 +65,8 @@ class BaseTool:
 
     name: ClassVar[str]
     """What the model calls it by."""
+    timeout_seconds: float | None = None
+    """Of one call, in place of `generator.tool_timeout_seconds`."""
 
     def __init__(self, **settings: Any) -> None:
         if settings:
@@ -110,7 +112,7 @@ class BaseTool:
             raise
         except Exception as error:  # a tool may do anything, and the trajectory goes on
             return ToolOutput(f"Error in {self.name}: {str(error) or type(error).__name__}", failed=True)
-        return output if isinstance(output, ToolOutput) else ToolOutput(output)
+        return output if isinstance(output, ToolOutput) else ToolOutput(as_text(output))
 
 
 TOOL_REGISTRY: dict[str, str | type[BaseTool]] = {}
