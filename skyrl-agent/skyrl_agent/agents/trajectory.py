@@ -45,6 +45,7 @@ class BaseTrajectory(ABC):
     @classmethod
     def check(cls, cfg: TaskFile, task: BaseTask) -> None:
         """Called once, before anything starts. Raises ConfigError for what a task file asks of the agent in vain."""
+        return
 
     def blank_result(self) -> TrajectoryResult:
         return TrajectoryResult(
