@@ -1,0 +1,107 @@
+"""What an agent changed in the files it was given: read from its runtime, as texts and as a patch."""
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from skyrl_agent.errors import InfraError
+from skyrl_agent.runtimes.base import Runtime
+
+MAX_BYTES = 1 << 20
+"""Of all changed files together; the rest is left out."""
+SECONDS = 60.0
+
+# Runs inside. In: {"known": {path: sha256}, "budget": bytes}. Out: the fields of `Changes` but the patch.
+COLLECT = """
+import hashlib, json, os, sys
+told = json.load(sys.stdin)
+known, budget = told["known"], told["budget"]
+SKIPPED = {".git", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "node_modules"}
+found = []
+for folder, folders, names in os.walk("."):
+    folders[:] = sorted(name for name in folders if name not in SKIPPED)
+    found += [os.path.normpath(os.path.join(folder, name)) for name in sorted(names) if not name.endswith(".pyc")]
+files, left_out = {}, []
+for path in sorted(found, key=lambda path: path not in known):
+    try:
+        path.encode()
+        if os.path.islink(path) or not os.path.isfile(path):
+            raise ValueError
+        size = os.path.getsize(path)
+        if size > budget:
+            raise ValueError
+        with open(path, "rb") as file:
+            data = file.read(budget + 1)
+        if hashlib.sha256(data).hexdigest() == known.get(path):
+            continue
+        if len(data) > budget:
+            raise ValueError
+        files[path] = data.decode()
+        budget -= len(data)
+    except (OSError, ValueError):
+        left_out.append(ascii(path)[1:-1])
+for path in known:
+    if not os.path.lexists(path):
+        files[path] = None
+print(json.dumps({"files": files, "left_out": left_out}))
+"""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Paths are relative to the working directory."""
+
+    files: dict[str, str | None] = field(default_factory=dict)
+    """The new text of what was changed or made; None for what was deleted."""
+    left_out: list[str] = field(default_factory=list)
+    """Changed, but no UTF-8 text, no plain file, or too large."""
+
+
+async def read_changes(runtime: Runtime, original: Mapping[str, str]) -> Changes:
+    """Compares the working directory with the files it began with.
+
+    Raises:
+        InfraError: they could not be read.
+    """
+    known = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in original.items()}
+    base = runtime.spec.limits
+    # The agent may have left its workspace at the very limit.
+    limits = replace(base, wall_seconds=SECONDS, output_bytes=8 * MAX_BYTES, workspace_bytes=4 * base.workspace_bytes)
+    told = json.dumps({"known": known, "budget": MAX_BYTES})
+    done = await runtime.exec([runtime.python, "-I", "-c", COLLECT], stdin=told, limits=limits)
+    if not done.ok:
+        raise InfraError(f"the files in {runtime.workdir} could not be read: {done.outcome}, {done.stderr[-500:]}")
+    return Changes(**json.loads(done.stdout))
+
+
+def unified_diff(original: Mapping[str, str], files: Mapping[str, str | None]) -> str:
+    """As `git diff` writes it, without index lines; empty if nothing differs."""
+    return "".join(_diff_of(path, original.get(path), new) for path, new in sorted(files.items()))
+
+
+def _diff_of(path: str, old: str | None, new: str | None) -> str:
+    if old == new:
+        return ""
+    before, after = ("/dev/null" if text is None else f"{side}/{path}" for side, text in (("a", old), ("b", new)))
+    mode = "new file mode 100644\n" if old is None else "deleted file mode 100644\n" if new is None else ""
+    lines = difflib.unified_diff(_lines(old), _lines(new), before, after)
+    body = "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+    return f"diff --git a/{path} b/{path}\n{mode}{body}"
+
+
+def _lines(text: str | None) -> list[str]:
+    """Only a line feed ends a line of a patch."""
+    return re.findall(r"[^\n]*\n|[^\n]+", text or "")
+
+
+def as_result(changes: Changes, original: Mapping[str, str]) -> dict[str, Any]:
+    """What `BaseTask.complete_runtime` hands on: plain values, so that it can be written down."""
+    return {
+        "git_patch": unified_diff(original, changes.files),
+        "files": changes.files,
+        "left_out": changes.left_out,
+    }

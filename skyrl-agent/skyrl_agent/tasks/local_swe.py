@@ -1,0 +1,219 @@
+"""Software tasks that carry their own files: fix or write code so that tests pass. No container, no network.
+
+A row has (first name found; QuixBugs and Exercism rows are of this form):
+
+| field | |
+|---|---|
+| `files` | {path: text} (or that as JSON): all files of the project, the tests too |
+| `test_cmd` | run in the working directory; plain pytest commands are judged test by test |
+| `edit_files`, `edit_file` | what may be changed; none: everything but tests and their settings |
+| `problem_statement`, `instructions` | what to do; none: that there is a bug |
+| `fail_to_pass`, `pass_to_pass` | names of tests that must pass; none: all |
+| `test_seconds` | how long the tests may take |
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from skyrl_agent.finish import NO_GIT_PATCH, ending_of
+from skyrl_agent.runtimes.base import Limits, Runtime, RuntimeSpec
+from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
+from skyrl_agent.tasks.changes import as_result, read_changes
+from skyrl_agent.tasks.tests_run import TestRun, run_tests
+from skyrl_agent.types import Message, Row, TrajectoryResult
+from skyrl_gym.sandbox.workspace import path_parts
+
+MEBIBYTE = 1 << 20
+SETTINGS = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
+SETTINGS |= {"pyproject.toml"}
+"""Files that change how tests run."""
+
+SYSTEM = """You are a software engineer at a shell. Work in small steps: look, change, check, and finish when you are \
+sure. Your working directory holds the project."""
+USER = """{statement}
+
+{where}
+The check is this command, run on your files in a fresh copy of the project: `{test_cmd}`
+Tests and their settings are taken from the original project, so changing them has no effect. There is no network.
+When the work is done, call the finish tool."""
+BUG = "A function in this project does not do what its description says. Find the mistake and correct it."
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A row, read."""
+
+    files: dict[str, str]
+    test_cmd: str
+    edit_files: tuple[str, ...]
+    statement: str
+    fail_to_pass: tuple[str, ...]
+    pass_to_pass: tuple[str, ...]
+    test_seconds: float | None
+
+    def is_editable(self, path: str) -> bool:
+        """Whether an agent's version of a file is judged. New files are, but for tests and their settings."""
+        if self.edit_files and path in self.files:
+            return path in self.edit_files
+        return not is_test_file(path)
+
+
+def is_test_file(path: str) -> bool:
+    """By its name: a test, a folder of tests, or settings of pytest."""
+    *folders, name = PurePosixPath(path).parts
+    stem = name.removesuffix(".py")
+    is_test = name.endswith(".py") and (stem.startswith("test_") or stem.endswith("_test"))
+    return name in SETTINGS or is_test or any(folder in ("test", "tests") for folder in folders)
+
+
+def read_problem(instance: Instance) -> Problem:
+    """
+    Raises:
+        TaskRowError: a field is missing or not what it should be.
+    """
+    row = instance.row
+
+    def wrong(field: str, rule: str) -> TaskRowError:
+        return TaskRowError(f"LocalSWETask, row {instance.instance_id}: {field} {rule}; got {row.get(field)!r:.200}")
+
+    files = _from_json(row.get("files"))
+    if not isinstance(files, Mapping) or not files:
+        raise wrong("files", "must map paths to texts, at least one")
+    files = {path: text for path, text in files.items() if text is not None}  # tables fill gaps with null
+    for path, text in files.items():
+        try:
+            path_parts(path)
+        except ValueError as error:
+            raise wrong("files", f"has a path that is not relative to the working directory ({error})") from None
+        if not isinstance(text, str):
+            raise wrong("files", f"must have text under {path!r}")
+    if not isinstance(row.get("test_cmd"), str) or not row["test_cmd"].strip():
+        raise wrong("test_cmd", "must be the command that runs the tests")
+    edit_files = _names(_first(row, "edit_files", "edit_file"))
+    if unknown := [path for path in edit_files if path not in files]:
+        raise TaskRowError(
+            f"LocalSWETask, row {instance.instance_id}: edit_files names {unknown[0]!r}, which is not in files"
+        )
+    seconds = row.get("test_seconds")
+    if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+        raise wrong("test_seconds", "must be a positive number")
+    return Problem(
+        files=files,
+        test_cmd=row["test_cmd"],
+        edit_files=edit_files,
+        statement=str(_first(row, "problem_statement", "instructions") or BUG).strip(),
+        fail_to_pass=_names(_first(row, "fail_to_pass", "FAIL_TO_PASS")),
+        pass_to_pass=_names(_first(row, "pass_to_pass", "PASS_TO_PASS")),
+        test_seconds=seconds,
+    )
+
+
+class LocalSWETask(BaseTask):
+    """Reward 1 if the tests pass with the agent's changes, else 0.
+
+    Args:
+        test_seconds: how long the tests may take, where the row does not say.
+        command_seconds: the longest an agent's own command may take.
+        memory_bytes: of the agent's commands and of the tests.
+        show_tests: whether the agent sees the tests.
+    """
+
+    uses_runtime = True
+    tools = ("bash", "str_replace_editor", "finish")
+
+    def __init__(
+        self,
+        test_seconds: float = 60.0,
+        command_seconds: float = 120.0,
+        memory_bytes: int = 1024 * MEBIBYTE,
+        show_tests: bool = True,
+    ) -> None:
+        self.test_seconds = test_seconds
+        self.limits = Limits(wall_seconds=command_seconds, cpu_seconds=command_seconds, memory_bytes=memory_bytes)
+        self.show_tests = show_tests
+
+    def check_row(self, instance: Instance) -> None:
+        read_problem(instance)
+
+    def get_instruction(self, instance: Instance) -> list[Message]:
+        problem = read_problem(instance)
+        names = problem.edit_files or [path for path in problem.files if not is_test_file(path)]
+        where = "Files to edit:\n" + "\n".join(f"- {path}" for path in names)
+        text = USER.format(statement=problem.statement, where=where, test_cmd=problem.test_cmd)
+        return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+
+    def runtime_spec(self, instance: Instance) -> RuntimeSpec:
+        files = read_problem(instance).files
+        shown = {path: text for path, text in files.items() if self.show_tests or not is_test_file(path)}
+        return RuntimeSpec(files=shown, limits=self.limits)
+
+    async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> dict[str, Any]:
+        """`git_patch`: what may be judged of the changes, as a unified diff; `files`: the same as texts; `left_out`."""
+        problem = read_problem(instance)
+        shown = {path: problem.files[path] for path in runtime.spec.files}
+        changes = await read_changes(runtime, shown)
+        changes = replace(changes, files={p: text for p, text in changes.files.items() if problem.is_editable(p)})
+        return as_result(changes, problem.files) | {"answer": result}
+
+    def evaluation_runtime_spec(self, instance: Instance) -> RuntimeSpec:
+        return RuntimeSpec(files=read_problem(instance).files, limits=self.limits)
+
+    async def evaluate_result(
+        self, result: Any, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
+    ) -> Judgement:
+        assert runtime is not None, "the caller starts evaluation_runtime_spec"
+        problem = read_problem(instance)
+        files = result["files"] if result else {}
+        if not files:
+            # An agent that was cut off had no time for a patch: its ending stays.
+            ended = ending_of(trajectory.finish_reason).trains
+            return Judgement(0.0, {"resolved": 0.0}, NO_GIT_PATCH if ended else None)
+        await put(runtime, files)
+        seconds = problem.test_seconds or self.test_seconds
+        limits = replace(self.limits, wall_seconds=seconds, cpu_seconds=seconds)
+        return judge(problem, await run_tests(runtime, problem.test_cmd, limits, untrusted=files))
+
+
+async def put(runtime: Runtime, files: Mapping[str, str | None]) -> None:
+    """Writes and deletes files of the working directory."""
+    if deleted := [path for path, text in files.items() if text is None]:
+        await runtime.exec(["rm", "-f", "--", *deleted])
+    for path, text in files.items():
+        if text is not None:
+            with suppress(ValueError):  # made below what is a file in the original
+                await runtime.write(path, text)
+
+
+def judge(problem: Problem, run: TestRun) -> Judgement:
+    """All tests, or those that the row names."""
+    parts = {"tests_passed": run.fraction, "timed_out": float(run.timed_out)}
+    resolved = run.passed
+    named = {"fail_to_pass": problem.fail_to_pass, "pass_to_pass": problem.pass_to_pass}
+    for part, names in named.items():
+        if names:
+            parts[part] = sum(run.tests.get(name) == "passed" for name in names) / len(names)
+    if any(named.values()):
+        resolved = all(parts[part] == 1.0 for part, names in named.items() if names)
+    return Judgement(float(resolved), {"resolved": float(resolved), **parts})
+
+
+def _first(row: Row, *names: str) -> Any:
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    value = _from_json(value)
+    return () if value is None else (value,) if isinstance(value, str) else tuple(map(str, value))
