@@ -20,6 +20,9 @@ class RuntimeSpec:
     `python -m skyrl_agent.services.runtime` at `url`, which uses its own kind."""
     image: str | None = None
     """Container image (docker, and remote servers that use it)."""
+    workdir: str | None = None
+    """Working directory: a folder that the image brings, writable (docker, and remote servers that use it). None: an
+    empty one of the runtime's own."""
     files: Mapping[str, str | bytes] = field(default_factory=dict)
     """Written into the working directory at the start."""
     setup: tuple[str, ...] = ()
