@@ -62,11 +62,17 @@ async def test_a_refused_request_uses_up_its_seq_and_says_the_same_again(tmp_pat
         assert (await alice.result(last))["state"] == Chain(model).train(3).state
         with pytest.raises(RequestError, match="could not be read"):
             await alice.train(model, 2)
+        nowhere = schemas.LoadWeightsRequest(model_id=model, seq_id=4, path=f"tinker://{model}/weights/never")
+        with pytest.raises(RequestError, match="there is no checkpoint"):
+            await desk.load_weights("alice", nowhere)
     async with running(tmp_path) as desk:  # and after a restart too
         alice.desk = desk
         with pytest.raises(RequestError, match="got 1000"):
             await desk.train("alice", bad, encode_training(bad))
-        assert (await alice.result(await alice.step(model, 4)))["state"] == Chain(model).train(3).step(4).state
+        with pytest.raises(RequestError, match="there is no checkpoint") as refused:
+            await desk.load_weights("alice", nowhere)
+        assert refused.value.status == 404
+        assert (await alice.result(await alice.step(model, 5)))["state"] == Chain(model).train(3).step(5).state
 
 
 async def test_a_gap_that_nobody_fills_is_given_up(tmp_path: Path):

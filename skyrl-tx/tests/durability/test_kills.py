@@ -121,8 +121,10 @@ async def kill_now_and_then(
 
 
 def differences(story: Story, wanted: Story):
-    yield from set(story.told) ^ set(wanted.told)
-    yield from (name for name, told in story.told.items() if wanted.told.get(name) != told)
+    for name in sorted(story.told.keys() | wanted.told.keys()):
+        told, hoped = story.told.get(name, "nothing"), wanted.told.get(name, "nothing")
+        if told != hoped:
+            yield f"{name}: told {str(told):.200}; undisturbed {str(hoped):.200}"
 
 
 async def checkpoints_of(clients: list[Client], stories: list[Story]) -> list[list[str]]:

@@ -17,7 +17,7 @@ from tx.tinker.storage.db_models import SCHEMA_VERSION, Row, SessionRow
 from tx.tinker.storage.rows import add_row
 from tx.tinker.storage.store import Store, StoreError
 
-TABLES_OF_VERSION_1 = "85403917"
+TABLES_OF_VERSION_1 = "21cd7160"
 
 
 def add(name: str) -> Any:

@@ -113,15 +113,18 @@ class Orders:
             missing = f"seq_id {first}" if first == last else f"seq_ids {first} to {last}"
             late = f"{missing} did not arrive within {timeout:g} s"
             log.warning("%s: %s; %d requests behind fail", run.model_id, late, len(given_up.stranded))
-            for seq in given_up.missing:
-                run.refused[seq] = RequestError(f"seq_id {seq} comes too late: it was given up after {timeout:g} s")
+            refusals = {
+                seq: RequestError(f"seq_id {seq} comes too late: it was given up after {timeout:g} s")
+                for seq in given_up.missing
+            }
+            run.refused |= refusals
             entries = [entry for _, entry in given_up.stranded]
             error = f"not done, since {late}, and requests of a model are done in order"
 
-            def unit(database: Database, entries=entries, error=error, missing=given_up.missing) -> None:
+            def unit(database: Database, entries=entries, error=error, refusals=refusals) -> None:
                 fail_entries(database, entries, error, "user")
-                for seq in missing:
-                    insert_refusal(database, run.tenant, run.model_id, seq, "never arrived")
+                for seq, refusal in refusals.items():
+                    insert_refusal(database, run.tenant, run.model_id, seq, refusal)
 
             await self._dispatch.fail(entries, error, "user", unit)
             self._dispatch.pump(run)
@@ -154,7 +157,7 @@ class Orders:
             prepared = await prepare(run, request_id)
         except RequestError as error:
             await self._store.write(
-                partial(insert_refusal, tenant=run.tenant, model_id=run.model_id, seq=seq, error=str(error))
+                partial(insert_refusal, tenant=run.tenant, model_id=run.model_id, seq=seq, refusal=error)
             )
             run.refused[seq] = error
             self._dispatch.due(run, run.sequence.offer(seq, None, time.monotonic()))

@@ -140,7 +140,7 @@ def _recall_requests(run: Run, rows: list[RequestRow]) -> None:
             unload = entry
             continue
         if row.status == "refused":
-            run.refused[row.seq] = RequestError(row.error or "refused")
+            run.refused[row.seq] = RequestError(row.error or "refused", row.http_status or 400)
         for due in run.sequence.offer(row.seq, entry, now):
             run.queue[due.request_id] = due
     if unload is not None:

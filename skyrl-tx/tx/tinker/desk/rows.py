@@ -7,6 +7,7 @@ from sqlalchemy import bindparam, func, insert, select, update
 from sqlmodel import Session as Database
 from sqlmodel import col
 
+from tx.errors import RequestError
 from tx.tinker.desk.live import Entry, request_id_of
 from tx.tinker.desk.records import encode_record
 from tx.tinker.storage.db_models import ModelRow, RequestRow, SchemaRow
@@ -55,8 +56,8 @@ def finish_entry(database: Database, entry: Entry, body: bytes | None, blob: str
     database.connection().execute(finish, {"key": entry.request_id, "now": time.time(), "body": body, "blob": blob})
 
 
-def insert_refusal(database: Database, tenant: str, model_id: str, seq: int, error: str) -> None:
-    """A seq that is used up without being done."""
+def insert_refusal(database: Database, tenant: str, model_id: str, seq: int, refusal: RequestError) -> None:
+    """A seq that is used up without being done. Whoever asks again is told the same, after a restart too."""
     now = time.time()
     database.execute(
         insert(RequestRow).values(
@@ -66,8 +67,9 @@ def insert_refusal(database: Database, tenant: str, model_id: str, seq: int, err
             model_id=model_id,
             seq=seq,
             status="refused",
-            error=error,
+            error=str(refusal),
             category="user",
+            http_status=refusal.status,
             created_at=now,
             completed_at=now,
         )

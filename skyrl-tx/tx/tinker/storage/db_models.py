@@ -115,6 +115,8 @@ class RequestRow(Row, table=True):
     result_blob: str | None = None
     error: str | None = None
     category: str | None = None
+    http_status: int | None = None
+    """Of a refusal."""
     num_deaths: int = Field(default=0, sa_column_kwargs={"server_default": "0"})
     """Of engines while this was under way; `desk.suspects` says what follows."""
     created_at: float
