@@ -1,7 +1,8 @@
 """What a tool is, and the registry of their names. Importing this imports no tool."""
 
 import difflib
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar
@@ -17,8 +18,10 @@ __all__ = [
     "ArgumentError",
     "BaseTool",
     "ToolContext",
+    "ToolEntry",
     "ToolOutput",
     "make_tool",
+    "make_tools",
     "register_tool",
 ]
 
@@ -115,6 +118,9 @@ class BaseTool:
         return output if isinstance(output, ToolOutput) else ToolOutput(as_text(output))
 
 
+ToolEntry = str | Mapping[str, Mapping[str, Any]]
+"""A tool in a task file: a registry name, or `{name: {keywords of the tool}}`."""
+
 TOOL_REGISTRY: dict[str, str | type[BaseTool]] = {}
 """Name -> class, or `module:Class` of one that is imported when it is first asked for."""
 
@@ -151,3 +157,17 @@ def make_tool(name: str, settings: dict[str, Any] | None = None) -> BaseTool:
         module, _, attribute = found.partition(":")
         found = getattr(import_module(module), attribute)
     return found(**(settings or {}))  # pyright: ignore[reportCallIssue]
+
+
+def make_tools(entries: Sequence[ToolEntry]) -> list[BaseTool]:
+    """
+    Raises:
+        ConfigError: as `make_tool`, or two tools have one name for the model.
+    """
+    named = [item for entry in entries for item in ({entry: {}} if isinstance(entry, str) else entry).items()]
+    tools = [make_tool(name, dict(settings or {})) for name, settings in named]
+    for name, count in Counter(tool.name for tool in tools).items():
+        if count > 1:
+            twins = [registered for (registered, _), tool in zip(named, tools, strict=True) if tool.name == name]
+            raise ConfigError(f"tools: {' and '.join(twins)} are both called {name!r} by the model; keep one of them")
+    return tools
