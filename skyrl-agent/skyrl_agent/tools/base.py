@@ -1,6 +1,7 @@
 """What a tool is, and the registry of their names. Importing this imports no tool."""
 
 import difflib
+import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,10 +71,6 @@ class BaseTool:
     """What the model calls it by."""
     timeout_seconds: float | None = None
     """Of one call, in place of `generator.tool_timeout_seconds`."""
-
-    def __init__(self, **settings: Any) -> None:
-        if settings:
-            raise ConfigError(f"tool {self.name}: unknown setting {next(iter(settings))!r}; it has none")
 
     async def run(self, context: ToolContext, *args: Any, **kwargs: Any) -> str | ToolOutput:
         """Raises InfraError if what it stands on did not work; any other exception's text is for the model."""
@@ -156,7 +153,14 @@ def make_tool(name: str, settings: dict[str, Any] | None = None) -> BaseTool:
     if isinstance(found, str):
         module, _, attribute = found.partition(":")
         found = getattr(import_module(module), attribute)
-    return found(**(settings or {}))  # pyright: ignore[reportCallIssue]
+    settings = settings or {}
+    known = inspect.signature(found)
+    try:
+        known.bind(**settings)
+    except TypeError as error:
+        has = f"it has {', '.join(known.parameters)}" if known.parameters else "it has none"
+        raise ConfigError(f"tools: settings of {name}: {error}; {has}") from None
+    return found(**settings)  # pyright: ignore[reportCallIssue]
 
 
 def make_tools(entries: Sequence[ToolEntry]) -> list[BaseTool]:

@@ -1,0 +1,171 @@
+"""`skyrl_gym.services.Service` for an event loop: a server that is asked over HTTP and may be away for a moment."""
+
+import asyncio
+import functools
+import json
+import time
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+
+from skyrl_agent.errors import InfraError
+from skyrl_gym.services import (
+    FAULTS_OF_THE_REQUEST,
+    IDLE_CONNECTION_SECONDS,
+    MAX_BODY_BYTES,
+    PASSING_STATUSES,
+    Response,
+    Retries,
+    origin_of,
+)
+
+T = TypeVar("T")
+
+RETRIES = Retries(attempts=5, first_wait=0.5, longest_wait=8.0, window=60.0)
+
+
+class RefusedRequest(ValueError):
+    """The server found fault with what a model wrote. The text is for the model."""
+
+
+class AsyncService:
+    """Asks one server, from one event loop.
+
+    Args:
+        headers: of each request, keys among them.
+        timeout: seconds for one attempt, from connecting to the last byte.
+        passing: statuses after which another attempt may do better.
+
+    Raises:
+        ValueError: `url` is not an http address.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 30.0,
+        retries: Retries = RETRIES,
+        passing: frozenset[int] = PASSING_STATUSES,
+    ) -> None:
+        origin_of(url, "url")
+        self.url, self.timeout, self.retries, self.passing = url, timeout, retries, passing
+        self._headers = dict(headers or {})
+        self._client: httpx.AsyncClient | None = None
+
+    async def json(self, body: Any = None, **request: Any) -> Any:
+        """What the server answers, as `request` does.
+
+        Raises:
+            RefusedRequest: status 400, 413 or 422, which what is sent may be the reason of.
+            InfraError: as `request`; another status than 200; no JSON.
+        """
+        response = await self.request(body, **request)
+        if response.status in FAULTS_OF_THE_REQUEST:
+            raise RefusedRequest(f"HTTP {response.status}: {response.text.strip()[:500]}")
+        if response.status != 200:
+            raise InfraError(f"{self.url} refused: HTTP {response.status}: {response.text.strip()[:500]}")
+        try:
+            return json.loads(response.body)
+        except ValueError as failure:
+            raise InfraError(f"{self.url}: the answer is not JSON: {failure}") from failure
+
+    async def request(
+        self, body: Any = None, *, path: str = "", method: str = "POST", params: Mapping[str, str] | None = None
+    ) -> Response:
+        """Sends `body` as JSON, as often as it takes.
+
+        Raises:
+            InfraError: the last attempt failed, or one failed in a way that lasts.
+        """
+        started, attempt = time.monotonic(), 0
+        while True:
+            attempt += 1
+            try:
+                return await self._attempt(method, self.url.rstrip("/") + path if path else self.url, body, params)
+            except _Passing as fault:
+                wait = self.retries.wait_before(attempt + 1, fault.asked)
+                elapsed = time.monotonic() - started
+                if attempt >= self.retries.attempts or elapsed + wait > self.retries.window:
+                    raise InfraError(
+                        f"{self.url} failed {attempt} times in {elapsed:.1f} s; last: {fault.text}"
+                    ) from fault
+            await asyncio.sleep(wait)
+
+    async def _attempt(self, method: str, url: str, body: Any, params: Mapping[str, str] | None) -> Response:
+        content = None if body is None else json.dumps(body).encode()  # ASCII: halves of characters pass
+        headers = {"Content-Type": "application/json"} if content else {}
+        received = bytearray()
+        try:
+            async with (
+                asyncio.timeout(self.timeout),
+                self._connected().stream(method, url, content=content, headers=headers, params=params) as answer,
+            ):
+                async for chunk in answer.aiter_bytes():
+                    received += chunk
+                    if len(received) > MAX_BODY_BYTES:
+                        raise InfraError(f"{self.url}: the answer is longer than {MAX_BODY_BYTES} bytes")
+        except TimeoutError as failure:
+            raise _Passing(f"no answer within {self.timeout:g} s") from failure
+        except httpx.TransportError as failure:
+            raise _Passing(f"{type(failure).__name__}: {failure}") from failure
+        except (httpx.HTTPError, httpx.InvalidURL) as failure:
+            raise InfraError(f"{self.url}: {type(failure).__name__}: {failure}") from failure
+        response = Response(answer.status_code, answer.headers, bytes(received))
+        if response.status in self.passing:
+            raise _Passing(f"HTTP {response.status}: {response.text.strip()[:300]}", _retry_after(response))
+        return response
+
+    def _connected(self) -> httpx.AsyncClient:
+        if self._client is None:
+            is_loopback = urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
+            self._client = httpx.AsyncClient(
+                headers=self._headers,
+                timeout=None,  # one deadline for the whole attempt, above
+                follow_redirects=True,
+                trust_env=not is_loopback,  # a proxy for the internet does not know our loopback
+                limits=httpx.Limits(keepalive_expiry=IDLE_CONNECTION_SECONDS),
+                verify=certificates(),
+            )
+        return self._client
+
+    async def close(self) -> None:
+        """May be called more than once, and before further requests."""
+        if self._client is not None:
+            client, self._client = self._client, None
+            await client.aclose()
+
+
+@dataclass(eq=False)
+class _Passing(Exception):
+    """One attempt failed; another may not."""
+
+    text: str
+    asked: float = 0.0
+    """Seconds for which the server wants to be left alone."""
+
+
+def _retry_after(response: Response) -> float:
+    value = response.headers.get("Retry-After", "")
+    return float(value) if value.isdecimal() else 0.0
+
+
+@functools.cache
+def certificates() -> Any:
+    """Read once: that takes longer than many a request."""
+    return httpx.create_ssl_context()
+
+
+async def together(*waited: Awaitable[T]) -> list[T]:
+    """The results of all. The first exception ends the others."""
+    tasks = [asyncio.ensure_future(each) for each in waited]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

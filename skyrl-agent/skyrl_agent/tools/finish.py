@@ -1,0 +1,27 @@
+"""How an agent says that it is done."""
+
+from skyrl_agent.tools.base import BaseTool, ToolContext, ToolOutput
+
+
+class Finish(BaseTool):
+    name = "finish"
+
+    async def run(self, context: ToolContext, answer: str) -> ToolOutput:
+        """Ends the task with an answer. Call it once, when nothing is left to do.
+
+        Args:
+            answer: The complete final answer, in the form that the task asks for.
+        """
+        return ToolOutput(answer, ends=True)
+
+
+class BoxedFinish(BaseTool):
+    name = "finish"
+
+    async def run(self, context: ToolContext, answer: str) -> ToolOutput:
+        """Ends the task with an answer. Call it once, when nothing is left to do.
+
+        Args:
+            answer: The final answer and nothing else: a name, a number, a few words.
+        """
+        return ToolOutput(answer if "\\boxed{" in answer else f"\\boxed{{{answer}}}", ends=True)

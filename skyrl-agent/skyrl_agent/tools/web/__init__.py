@@ -1,0 +1,1 @@
+"""Reading web pages: addresses, what is blocked, pages to text, text to what a goal needs."""

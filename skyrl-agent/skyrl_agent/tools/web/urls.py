@@ -1,0 +1,57 @@
+"""Addresses as models write them: in quotes, as markdown links, in lists that are nearly JSON, inside a sentence."""
+
+import re
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from skyrl_gym.tools.signature import parse_text
+
+_ADDRESS = re.compile(r"https?://[^\s\"'<>\[\]{}|\\^`]+", re.IGNORECASE)
+_BARE = re.compile(
+    r"(?:[a-z0-9](?:[a-z0-9-]{0,62})\.)+[a-z]{2,24}(?::\d{1,5})?(?:[/?#][^\s\"'<>\[\]{}|\\^`]*)?", re.IGNORECASE
+)
+_TRAILING = ".,;:!?*'\""
+
+
+def parse_urls(value: list[str] | str) -> list[str]:
+    """The addresses in it, in order, without doubles; those without a scheme get https."""
+    parsed = parse_text(value) if isinstance(value, str) else value
+    texts = [str(item) for item in parsed] if isinstance(parsed, list) else [str(value)]
+    found = [address for text in texts for address in _addresses(text)]
+    return list(dict.fromkeys(found))
+
+
+def _addresses(text: str) -> list[str]:
+    if complete := _ADDRESS.findall(text):
+        return [normalized(_trimmed(address)) for address in complete]
+    words = (word.strip("\"'`[]()<>,; ") for word in text[:10_000].split())
+    return [normalized(f"https://{_trimmed(word)}") for word in words if _BARE.fullmatch(word)]
+
+
+def _trimmed(address: str) -> str:
+    """Without the punctuation of the sentence around it, and without a bracket that was opened before it."""
+    while address and (address[-1] in _TRAILING or (address[-1] == ")" and address.count(")") > address.count("("))):
+        address = address[:-1]
+    return address
+
+
+def normalized(url: str) -> str:
+    """Lower-case scheme and host, no fragment; characters that no address has, as %XX."""
+    try:
+        parts = urlsplit(url)
+        host = parts.netloc.lower()
+    except ValueError:
+        return url
+    safe = "/:@!$&'()*+,;=~-._%?"
+    return urlunsplit((parts.scheme.lower(), host, quote(parts.path, safe) or "/", quote(parts.query, safe), ""))
+
+
+def variants(url: str) -> list[str]:
+    """The address, then what it is often meant to be: with or without www, then without encryption."""
+    parts = urlsplit(url)
+    host = parts.netloc
+    other = host.removeprefix("www.") if host.startswith("www.") else f"www.{host}"
+    has_name = "." in host and not host.replace(".", "").split(":")[0].isdigit() and "[" not in host
+    forms = [(parts.scheme, host), *([(parts.scheme, other)] if has_name else [])]
+    if parts.scheme == "https":
+        forms.append(("http", host))
+    return [urlunsplit((scheme, netloc, parts.path, parts.query, "")) for scheme, netloc in forms]

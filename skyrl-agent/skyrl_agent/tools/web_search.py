@@ -1,0 +1,107 @@
+"""Search engines of the web."""
+
+from typing import Any
+
+from skyrl_agent.errors import ConfigError
+from skyrl_agent.tools.async_service import together
+from skyrl_agent.tools.base import BaseTool, ToolContext
+from skyrl_agent.tools.search_clients import SERPER_URL, YOUCOM_URL, Hit, SearchClient, SerperClient, YoucomClient
+from skyrl_agent.tools.settings import required, setting_list
+from skyrl_agent.tools.web.blocklist import Blocklist
+from skyrl_gym.tools.signature import parse_text
+
+MAX_QUERIES = 5
+"""Of one call."""
+
+
+class SearchEngine(BaseTool):
+    """Google by serper.dev. For another engine: a subclass with its own `make_client`, under a name of its own.
+
+    Args:
+        api_key: none: the environment variable of the engine (GOOGLE_SEARCH_KEY).
+        url: of the engine.
+        num: results for a query.
+        timeout: seconds for one request.
+        blocked_domains, blocked_keywords: results with one of these are left out; none: the environment variables
+            SEARCH_BLOCKLIST_DOMAINS and SEARCH_BLOCKLIST_KEYWORDS, with commas.
+        negative_filters: tells the engine of the blocked domains too (`-site:`).
+        client: in place of the engine.
+    """
+
+    name = "search_engine"
+    variable = "GOOGLE_SEARCH_KEY"
+    default_url = SERPER_URL
+
+    def __init__(
+        self,
+        *,
+        api_key: str | None = None,
+        url: str | None = None,
+        num: int = 10,
+        timeout: float = 10.0,
+        blocked_domains: list[str] | None = None,
+        blocked_keywords: list[str] | None = None,
+        negative_filters: bool = True,
+        client: SearchClient | None = None,
+    ) -> None:
+        self.num = num
+        self.blocked = Blocklist(
+            setting_list(blocked_domains, "SEARCH_BLOCKLIST_DOMAINS"),
+            setting_list(blocked_keywords, "SEARCH_BLOCKLIST_KEYWORDS"),
+        )
+        self.suffix = "".join(f" -site:{domain}" for domain in self.blocked.domains) if negative_filters else ""
+        if client is None:
+            key = required(self.name, "api_key", api_key, self.variable)
+            try:
+                client = self.make_client(key, url or self.default_url, timeout)
+            except ValueError as failure:
+                raise ConfigError(f"tool {self.name}: {failure}") from failure
+        self.client = client
+
+    def make_client(self, api_key: str, url: str, timeout: float) -> SearchClient:
+        return SerperClient(api_key, url, timeout)
+
+    async def run(self, context: ToolContext, query: list[str] | str) -> str:
+        """Searches the web and returns titles, addresses and excerpts.
+
+        Args:
+            query: One query or several, at most 5.
+        """
+        queries = as_queries(query)
+        found = await together(*(self.client.search(text + self.suffix, self.num) for text in queries))
+        return "\n=======\n".join(map(self._shown, queries, found))
+
+    def _shown(self, query: str, hits: list[Hit]) -> str:
+        hits = [hit for hit in hits if not self.blocked.blocks(hit.url, f"{hit.title} {hit.text}")]
+        if not hits:
+            return f"No results for '{query}'. Try other or fewer words."
+        lines = (f"{number}. [{hit.title}]({hit.url})\n{hit.text}" for number, hit in enumerate(hits, 1))
+        return f"Results for '{query}':\n\n" + "\n\n".join(lines)
+
+    async def close(self) -> None:
+        await self.client.close()
+
+
+class YoucomSearchEngine(SearchEngine):
+    """You.com. The key's environment variable is YDC_API_KEY."""
+
+    name = "youcom_search_engine"
+    variable = "YDC_API_KEY"
+    default_url = YOUCOM_URL
+
+    def make_client(self, api_key: str, url: str, timeout: float) -> SearchClient:
+        return YoucomClient(api_key, url, timeout)
+
+
+def as_queries(query: list[str] | str) -> list[str]:
+    """Queries without space around them and without doubles; a text may hold a JSON list of them.
+
+    Raises:
+        ValueError: there are none, or too many.
+    """
+    parsed: Any = parse_text(query) if isinstance(query, str) else query
+    texts = parsed if isinstance(parsed, list) else [query]
+    queries = list(dict.fromkeys(text for item in texts if (text := " ".join(str(item).split()))))
+    if not 1 <= len(queries) <= MAX_QUERIES:
+        raise ValueError(f"give 1 to {MAX_QUERIES} queries; got {len(queries)}")
+    return queries
