@@ -43,6 +43,8 @@ class TrainingRows:
     weight_versions: list[list[int]] | None
     """[R][response]; -1 on tokens the model did not write."""
     rollout_metrics: dict[str, float]
+    groups: list[int]
+    """[T] the trajectory's instance, by its position in the batch (ids need not differ)."""
     instance_ids: list[str]
     """[T]"""
     trajectory_ids: list[int]

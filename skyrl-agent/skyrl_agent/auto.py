@@ -1,0 +1,28 @@
+"""The entrance: a task file in, a runner of its agent out."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_agent.agents.mapping import AGENT_GENERATOR_REGISTRY, class_of_agent
+from skyrl_agent.config.task_file import load_task_file
+
+if TYPE_CHECKING:
+    from skyrl_agent.runner import AgentRunner
+
+
+class AutoAgentRunner:
+    """Picks the runner that a task file's `agent_cls` is registered with."""
+
+    @classmethod
+    def from_task(cls, task_yaml: str | Path, infer_engine: Any, tokenizer: Any) -> "AgentRunner":
+        """
+        Args:
+            infer_engine: what the backend asks: an engine or its client, a sampling client; None for `openai_server`.
+            tokenizer: of the model, as transformers has them.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ConfigError: a key or value is wrong, or there is no such agent, task, tool or backend.
+        """
+        cfg = load_task_file(task_yaml)
+        return class_of_agent(cfg.agent_cls, AGENT_GENERATOR_REGISTRY)(cfg, infer_engine, tokenizer)

@@ -1,0 +1,114 @@
+"""Trajectories on disk: one JSON object a line, written as each ends. Several processes may write one file; what a kill
+cut off in the middle of a line costs that line alone."""
+
+import fcntl
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from skyrl_agent.functional.utils import TrainingDatum, transitions_to_training_data
+from skyrl_agent.types import TrajectoryResult
+
+logger = logging.getLogger(__name__)
+
+
+class TrajectoryFile:
+    """
+    Args:
+        path: of the file; its folder is made.
+        tokenizer: turns ids into the text that people read.
+    """
+
+    def __init__(self, path: str | Path, tokenizer: Any) -> None:
+        self.path, self.tokenizer = Path(path).expanduser(), tokenizer
+
+    def append(self, result: TrajectoryResult, val_mode: bool = False) -> None:
+        """Adds a line. A disk that is full or away is logged; the trajectory itself is not lost by it."""
+        line = json.dumps(record_of(result, self.tokenizer, val_mode), ensure_ascii=False, default=str)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _append_line(self.path, line.encode("utf-8", "replace"))
+        except OSError as error:
+            logger.warning("output.trajectories=%s: %s; a trajectory is not in the file", self.path, error)
+
+
+def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file in their order; what is no whole row (a writer was killed) is logged and left out."""
+    with open(Path(path).expanduser(), "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except ValueError:
+                logger.warning("%s: line %d is not a whole row and is left out", path, number)
+
+
+def record_of(result: TrajectoryResult, tokenizer: Any, val_mode: bool = False) -> dict[str, Any]:
+    """JSON-ready: all of a result but `transitions` and `state`, and
+
+    time    Unix seconds at its end
+    val     of an evaluation batch
+    rows    [{prompt_ids, response_ids, mask, log_probs or null, prompt, spans}], what trains before any masking;
+            spans are the response's text as [[written by the model, text], ...]
+    """
+    skipped = ("transitions", "state", "failure", "tool_calls")
+    fields = {key: value for key, value in vars(result).items() if key not in skipped}
+    return fields | {
+        "time": time.time(),
+        "val": val_mode,
+        "failure": None if result.failure is None else asdict(result.failure),
+        "tool_calls": [asdict(call) for call in result.tool_calls],
+        "rows": [_row(datum, tokenizer) for datum in _data_of(result)],
+    }
+
+
+def _data_of(result: TrajectoryResult) -> list[TrainingDatum]:
+    try:
+        return transitions_to_training_data(result.transitions)
+    except ValueError:  # ids that nobody knows: `training_rows` makes a failure of it
+        return []
+
+
+def _row(datum: TrainingDatum, tokenizer: Any) -> dict[str, Any]:
+    mask = [int(value) for value in datum.response_mask]
+    return {
+        "prompt_ids": list(datum.input_tokens),
+        "response_ids": list(datum.response_tokens),
+        "mask": mask,
+        "log_probs": datum.response_logprobs,
+        "prompt": tokenizer.decode(datum.input_tokens, skip_special_tokens=False),
+        "spans": _spans(datum.response_tokens, mask, tokenizer),
+    }
+
+
+def _spans(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list[list[Any]]:
+    runs = groupby(zip(mask, ids, strict=True), key=lambda pair: pair[0])
+    return [
+        [bool(written), tokenizer.decode([token for _, token in run], skip_special_tokens=False)]
+        for written, run in runs
+    ]
+
+
+def _append_line(path: Path, line: bytes) -> None:
+    """Writes a line under a lock, after ending one that was left unfinished; takes it back if it does not fit."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        data = memoryview((b"\n" if torn else b"") + line + b"\n")
+        try:
+            while data:
+                data = data[os.write(descriptor, data) :]
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)

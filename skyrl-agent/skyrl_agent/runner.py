@@ -1,0 +1,197 @@
+"""Rows in, trajectories out: makes the trajectories of a batch, lets the dispatcher run them, hands on what becomes of
+them. Keeps nothing of a batch, so that several may run at the same time."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_agent.agents.mapping import AGENT_TRAJECTORY_REGISTRY, class_at, class_of_agent
+from skyrl_agent.agents.trajectory import BaseTrajectory
+from skyrl_agent.config.configuration_utils import get_field_from_config
+from skyrl_agent.config.task_file import TaskFile, load_task_file
+from skyrl_agent.dispatcher.dispatch import Dispatch
+from skyrl_agent.errors import ConfigError, TaskRowError
+from skyrl_agent.integrations.base import TrainingRows, get_backend
+from skyrl_agent.records import TrajectoryFile
+from skyrl_agent.tasks.base import BaseTask, Instance
+from skyrl_agent.training_rows import training_rows
+from skyrl_agent.types import Row, TrajectoryResult
+
+
+@dataclass(frozen=True)
+class Group:
+    """The trajectories of one instance, all of them ended, in the order of their ids."""
+
+    position: int
+    """Of the instance in its batch."""
+    results: list[TrajectoryResult]
+
+
+class AgentRunner:
+    """
+    Args:
+        cfg: the task file.
+        infer_engine: what the backend asks.
+        tokenizer: of the model.
+
+    Raises:
+        ConfigError: there is no such agent, task, tool or backend, or its settings are wrong.
+    """
+
+    def __init__(self, cfg: TaskFile, infer_engine: Any, tokenizer: Any) -> None:
+        self.cfg, self.tokenizer = cfg, tokenizer
+        self.trajectory_cls: type[BaseTrajectory] = class_of_agent(cfg.agent_cls, AGENT_TRAJECTORY_REGISTRY)
+        self.task = _make_task(cfg)
+        self.trajectory_cls.check(cfg, self.task)
+        self.backend = get_backend(cfg.generator.infer_backend)
+        self.infer_engine = self.backend.make(
+            infer_engine=infer_engine, tokenizer=tokenizer, cfg=cfg.generator.backend_config
+        )
+        self.file = TrajectoryFile(cfg.output.trajectories, tokenizer) if cfg.output.trajectories else None
+
+    @classmethod
+    def from_task(cls, task_yaml: str | Path, infer_engine: Any, tokenizer: Any) -> "AgentRunner":
+        """As `AutoAgentRunner.from_task`, whatever runner the agent is registered with."""
+        return cls(load_task_file(task_yaml), infer_engine, tokenizer)
+
+    async def run(self, input_batch: Any, val_mode: bool = False) -> Any:
+        """One batch to its end, in the form that the backend's trainer wants.
+
+        Raises:
+            TaskRowError: a row lacks something; nothing was started.
+        """
+        return self.backend.output_of(await self.rows(self.backend.rows_of(input_batch), val_mode))
+
+    async def stream(self, input_batch: Any, val_mode: bool = False) -> AsyncGenerator[Group]:
+        """Groups as they complete. Leaving the loop early cancels what still runs."""
+        async with aclosing(self.groups(self.backend.rows_of(input_batch), val_mode)) as groups:
+            async for group in groups:
+                yield group
+
+    async def rows(self, rows: Sequence[Row], val_mode: bool = False, **options: Any) -> TrainingRows:
+        """All groups of a batch, in its order, as training rows. `options`: as of `groups`."""
+        metrics: dict[str, float] = {}
+        groups = [group async for group in self.groups(rows, val_mode, metrics=metrics, **options)]
+        groups.sort(key=lambda group: group.position)
+        return self.training_rows(groups, metrics)
+
+    def training_rows(self, groups: Sequence[Group], metrics: Mapping[str, float] | None = None) -> TrainingRows:
+        """Groups, of one batch or of several, as training rows in the order given."""
+        generator = self.cfg.generator
+        return training_rows(
+            [group.results for group in groups],
+            generator.max_prompt_length,
+            profile_tools=generator.profile_tools,
+            metrics=metrics,
+        )
+
+    async def groups(
+        self,
+        rows: Sequence[Row],
+        val_mode: bool = False,
+        *,
+        num_trajectories: int | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        metrics: dict[str, float] | None = None,
+    ) -> AsyncGenerator[Group]:
+        """Groups as they complete.
+
+        Args:
+            num_trajectories: in place of the task file's.
+            sampling_params: of the trainer; the task file's are laid over them. With a `seed`, each trajectory gets one
+                of its own, made of it.
+            metrics: gets the dispatcher's when all groups have ended.
+
+        Raises:
+            TaskRowError: a row lacks something; nothing was started.
+        """
+        instances = self.instances(rows)
+        size = num_trajectories or self.num_trajectories(val_mode)
+        params = {**(sampling_params or {}), **self.sampling_params(val_mode)}
+        trajectories = [
+            self._trajectory(instance, number, _with_own_seed(params, position, number), val_mode)
+            for position, instance in enumerate(instances)
+            for number in range(size)
+        ]
+        position_of = {id(trajectory): index // size for index, trajectory in enumerate(trajectories)}
+        ended: dict[int, list[TrajectoryResult]] = {}
+        dispatch = Dispatch(
+            self.cfg.dispatcher,
+            val_mode=val_mode,
+            make_environment=getattr(self.task, "make_environment", None),
+            close_environment=getattr(self.task, "close_environment", None),
+        )
+        async with aclosing(dispatch.run(trajectories)) as run:  # pyright: ignore[reportArgumentType]
+            async for trajectory in run:
+                if self.file is not None:
+                    await asyncio.to_thread(self.file.append, trajectory.result, val_mode)
+                position = position_of[id(trajectory)]
+                group = ended.setdefault(position, [])
+                group.append(trajectory.result)
+                if len(group) == size:
+                    yield Group(position, sorted(ended.pop(position), key=lambda result: result.trajectory_id))
+        if metrics is not None:
+            metrics |= dispatch.metrics()
+
+    def num_trajectories(self, val_mode: bool) -> int:
+        """Of each instance."""
+        generator = self.cfg.generator
+        return (generator.val_config.num_trajectories if val_mode else None) or generator.num_trajectories
+
+    def sampling_params(self, val_mode: bool) -> dict[str, Any]:
+        generator = self.cfg.generator
+        return {**generator.sampling_params, **((generator.val_config.sampling_params or {}) if val_mode else {})}
+
+    def instances(self, rows: Sequence[Row]) -> list[Instance]:
+        """
+        Raises:
+            TaskRowError: a row lacks a field that the task file names, or that the task needs.
+        """
+        instances = [self._instance(position, row) for position, row in enumerate(rows)]
+        for instance in instances:
+            self.task.check_row(instance)
+        return instances
+
+    def _instance(self, position: int, row: Row) -> Instance:
+        def field(key: str, default: Any) -> Any:
+            path = getattr(self.cfg.data, key)
+            if path is None:
+                return default
+            try:
+                return get_field_from_config(path, row)
+            except ValueError as error:
+                raise TaskRowError(f"row {position} of the batch: data.{key}={error}") from None
+
+        instance_id = field("instance_id_key", None)
+        return Instance(
+            row=field("instance_key", row),
+            instance_id=str(position) if instance_id in (None, "") else str(instance_id),
+            data_source=str(field("data_source_key", "default")),
+        )
+
+    def _trajectory(self, instance: Instance, number: int, params: dict[str, Any], val_mode: bool) -> BaseTrajectory:
+        return self.trajectory_cls(
+            self.cfg, instance, number, self.infer_engine, self.tokenizer, self.task, params, val_mode
+        )
+
+
+def _make_task(cfg: TaskFile) -> BaseTask:
+    task_cls = class_at(cfg.task, "task")
+    if not (isinstance(task_cls, type) and issubclass(task_cls, BaseTask)):
+        raise ConfigError(f"task={cfg.task!r} must be a subclass of skyrl_agent.tasks.base.BaseTask")
+    try:
+        return task_cls(**cfg.task_config)
+    except TypeError as error:
+        raise ConfigError(f"task_config={cfg.task_config!r} does not fit task={cfg.task!r}: {error}") from error
+
+
+def _with_own_seed(params: dict[str, Any], position: int, number: int) -> dict[str, Any]:
+    """Trajectories with the same seed would be the same."""
+    if params.get("seed") is None:
+        return dict(params)
+    digest = hashlib.sha256(repr((params["seed"], position, number)).encode()).digest()
+    return {**params, "seed": int.from_bytes(digest[:8], "big") >> 1}

@@ -1,0 +1,217 @@
+"""What became of trajectories, as rows that a trainer takes. Pure functions; the rules are those of `finish`."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from skyrl_agent.finish import CONTEXT_WINDOW_EXCEEDED, ENDINGS, ERROR_AGENT, ERROR_EVALUATION, Ending, ending_of
+from skyrl_agent.functional.utils import NOT_WRITTEN, TrainingDatum, transitions_to_training_data
+from skyrl_agent.integrations.base import TrainingRows
+from skyrl_agent.types import Failure, TrajectoryResult
+
+PLACEHOLDER = 0
+"""A token id that every vocabulary has: the prompt and the response of a trajectory without tokens."""
+
+
+def training_rows(
+    groups: Sequence[Sequence[TrajectoryResult]],
+    max_response_length: int,
+    *,
+    profile_tools: bool = False,
+    metrics: Mapping[str, float] | None = None,
+) -> TrainingRows:
+    """Results as rows, group by group and trajectory by trajectory.
+
+    A trajectory without tokens is one row of one token that trains nothing. A row that is longer than
+    `max_response_length` is cut there, and its trajectory ends as CONTEXT_WINDOW_EXCEEDED. A reward that is missing or
+    no finite number is a failure (error_evaluation).
+
+    Args:
+        groups: the results of each instance.
+        max_response_length: of a row, in tokens.
+        profile_tools: adds counts of tool calls to the metrics.
+        metrics: further ones.
+    """
+    trajectories = [_Trajectory.of(result, max_response_length) for group in groups for result in group]
+    group_of = [number for number, group in enumerate(groups) for _ in group]
+    rows = [(number, row) for number, trajectory in enumerate(trajectories) for row in trajectory.rows]
+    owner_of, data = [number for number, _ in rows], [row for _, row in rows]
+    owners = [trajectories[number] for number in owner_of]
+    return TrainingRows(
+        prompt_token_ids=[row.input_tokens for row in data],
+        response_ids=[row.response_tokens for row in data],
+        loss_masks=[
+            list(row.response_mask) if owner.ending.trains else [0] * len(row.response_mask)
+            for owner, row in zip(owners, data, strict=True)
+        ],
+        rewards=[owner.reward for owner in owners],
+        rollout_logprobs=_column(data, "response_logprobs", 0.0),
+        is_last_episode=[row is owner.rows[-1] for owner, row in zip(owners, data, strict=True)],
+        row_trajectory=owner_of,
+        traj_idx=[f"{owner.result.instance_id}-traj{owner.result.trajectory_id}" for owner in owners],
+        traj_rewards=[trajectory.reward for trajectory in trajectories],
+        episode_nums=[len(trajectory.rows) for trajectory in trajectories],
+        finish_reasons=[trajectory.finish_reason for trajectory in trajectories],
+        in_baseline=[trajectory.in_baseline for trajectory in trajectories],
+        failures=[trajectory.failure for trajectory in trajectories],
+        weight_versions=_column(data, "weight_versions", NOT_WRITTEN),
+        rollout_metrics=_metrics(trajectories, group_of, profile_tools) | dict(metrics or {}),
+        groups=group_of,
+        instance_ids=[trajectory.result.instance_id for trajectory in trajectories],
+        trajectory_ids=[trajectory.result.trajectory_id for trajectory in trajectories],
+    )
+
+
+def trajectory_advantages(
+    rows: TrainingRows, baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
+) -> list[float]:
+    """How much better each trajectory was than its group [T]:
+
+        group_mean      A = R - mean of the group
+        leave_one_out   A = R - mean of the others
+
+    over trajectories that are in the baseline; the others' advantage is 0, and so is that of one which has nothing to
+    be compared with.
+    """
+    members: dict[int, list[float]] = {}
+    for group, reward, counts in zip(rows.groups, rows.traj_rewards, rows.in_baseline, strict=True):
+        if counts:
+            members.setdefault(group, []).append(reward)
+    advantages = []
+    for group, reward, counts in zip(rows.groups, rows.traj_rewards, rows.in_baseline, strict=True):
+        rewards = members.get(group, [])
+        if not counts or len(rewards) < 2:
+            advantages.append(0.0)
+            continue
+        scale = len(rewards) / (len(rewards) - 1) if baseline == "leave_one_out" else 1.0
+        advantages.append((reward - sum(rewards) / len(rewards)) * scale)
+    return advantages
+
+
+def of_rows(rows: TrainingRows, values: Sequence[float]) -> list[float]:
+    """What is known of each trajectory [T], for each of its rows [R]."""
+    return [values[number] for number in rows.row_trajectory]
+
+
+@dataclass(frozen=True)
+class _Trajectory:
+    """A result, judged."""
+
+    result: TrajectoryResult
+    rows: list[TrainingDatum]
+    finish_reason: str
+    reward: float
+    in_baseline: bool
+    failure: Failure | None
+
+    @property
+    def ending(self) -> Ending:
+        return ending_of(self.finish_reason)
+
+    @property
+    def is_masked(self) -> bool:
+        return not self.ending.trains
+
+    @classmethod
+    def of(cls, result: TrajectoryResult, max_response_length: int) -> "_Trajectory":
+        rows, fault = _rows_of(result)
+        failure = result.failure or fault or _fault_of_reward(result)
+        reason = result.finish_reason or ERROR_AGENT
+        if failure is not None and ending_of(reason).in_baseline:
+            reason = ERROR_AGENT if failure is fault else ERROR_EVALUATION
+        is_too_long = any(len(row.response_tokens) > max_response_length for row in rows)
+        if is_too_long and ending_of(reason).trains:
+            reason = CONTEXT_WINDOW_EXCEEDED
+        return cls(
+            result=result,
+            rows=[_cut(row, max_response_length) for row in rows],
+            finish_reason=reason,
+            reward=float(result.reward or 0.0) if failure is None else 0.0,
+            in_baseline=ending_of(reason).in_baseline,
+            failure=failure,
+        )
+
+
+def _fault_of_reward(result: TrajectoryResult) -> Failure | None:
+    if result.reward is None and ending_of(result.finish_reason).evaluated:
+        return Failure("evaluate", "reward", "it was not given a reward")
+    if result.reward is not None and not math.isfinite(result.reward):
+        return Failure("evaluate", "reward", f"a reward must be a finite number; got {result.reward}")
+    return None
+
+
+def _rows_of(result: TrajectoryResult) -> tuple[list[TrainingDatum], Failure | None]:
+    """At least one row, and what is wrong with the transitions."""
+    try:
+        rows, failure = transitions_to_training_data(result.transitions), None
+    except ValueError as error:
+        rows, failure = [], Failure("generate", "model", str(error))
+    return rows or [TrainingDatum([PLACEHOLDER], [PLACEHOLDER], None, [0])], failure
+
+
+def _cut(row: TrainingDatum, length: int) -> TrainingDatum:
+    return TrainingDatum(
+        input_tokens=row.input_tokens or [PLACEHOLDER],
+        response_tokens=row.response_tokens[:length],
+        response_logprobs=None if row.response_logprobs is None else row.response_logprobs[:length],
+        response_mask=row.response_mask[:length],
+        weight_versions=None if row.weight_versions is None else row.weight_versions[:length],
+    )
+
+
+def _column(rows: Sequence[TrainingDatum], name: str, not_written: float) -> list[list[Any]] | None:
+    """One value a token, `not_written` on what the model did not write; None if a token that it wrote has none."""
+    values = [getattr(row, name) for row in rows]
+    if any(value is None and any(row.response_mask) for row, value in zip(rows, values, strict=True)):
+        return None
+    return [
+        [not_written] * len(row.response_tokens) if value is None else value
+        for row, value in zip(rows, values, strict=True)
+    ]
+
+
+def _metrics(trajectories: Sequence[_Trajectory], group_of: Sequence[int], profile_tools: bool) -> dict[str, float]:
+    """Under `rollout_metrics/`. Ratios are of all trajectories; rewards of those that have one."""
+    solved: dict[int, list[bool]] = {}
+    for group, trajectory in zip(group_of, trajectories, strict=True):
+        if trajectory.in_baseline:
+            solved.setdefault(group, []).append(trajectory.reward > 0)
+    rewards = [trajectory.reward for trajectory in trajectories if trajectory.in_baseline]
+    reasons = Counter(trajectory.ending.metric for trajectory in trajectories)
+    found = {ending.metric: reasons[ending.metric] / max(1, len(trajectories)) for ending in ENDINGS.values()}
+    found |= {
+        "avg_turn_assistant": _mean([_num_turns(trajectory.result) for trajectory in trajectories]),
+        "num_all_resolved": sum(all(group) for group in solved.values()),
+        "num_none_resolved": sum(not any(group) for group in solved.values()),
+        "num_mask_out": sum(trajectory.is_masked for trajectory in trajectories),
+        "num_mask_non_zero_reward": sum(trajectory.is_masked and trajectory.reward != 0 for trajectory in trajectories),
+        "raw_reward": _mean(rewards),
+        "num_empty_messages": sum(not trajectory.result.messages for trajectory in trajectories),
+    }
+    if profile_tools:
+        found |= _tool_metrics([trajectory.result for trajectory in trajectories])
+    return {f"rollout_metrics/{name}": float(value) for name, value in found.items()}
+
+
+def _num_turns(result: TrajectoryResult) -> int:
+    return sum(message.get("role") == "assistant" for message in result.messages)
+
+
+def _tool_metrics(results: Sequence[TrajectoryResult]) -> dict[str, float]:
+    names = Counter(call.name for result in results for call in result.tool_calls)
+    found = {f"tool_name/{name}": float(count) for name, count in names.items()}
+    for key, skipped in (("tool_calls", ()), ("tool_calls_no_finish", ("finish",))):
+        counts = [sum(call.name not in skipped for call in result.tool_calls) for result in results]
+        found |= {
+            f"{key}_total": sum(counts),
+            f"{key}_per_traj_mean": _mean(counts),
+            f"{key}_per_traj_min": min(counts, default=0),
+            f"{key}_per_traj_max": max(counts, default=0),
+        }
+    return found
+
+
+def _mean(values: Sequence[Any]) -> float:
+    return sum(values) / len(values) if values else 0.0

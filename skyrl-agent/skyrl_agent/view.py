@@ -1,0 +1,129 @@
+"""`python -m skyrl_agent.view FILE`: the trajectories of a run, in the terminal. Works piped, too.
+
+view FILE                                   a line each
+view FILE --reason FINISH_TOOL --max-reward 0.5
+view FILE --show 3                          one in full, by its number in the list
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from skyrl_agent.records import read_records
+
+_WRITTEN, _GIVEN = "green", "dim"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+    try:
+        records = list(enumerate(read_records(options.file)))
+    except OSError as error:
+        print(f"{options.file}: {error.strerror}", file=sys.stderr)
+        return 1
+    if options.show is not None:
+        if not 0 <= options.show < len(records):
+            print(f"--show {options.show}: the file has trajectories 0 to {len(records) - 1}", file=sys.stderr)
+            return 1
+        show(console, records[options.show][1])
+        return 0
+    list_all(console, [(number, record) for number, record in records if _wanted(record, options)])
+    return 0
+
+
+def list_all(console: Console, records: Sequence[tuple[int, dict[str, Any]]]) -> None:
+    """A line each, and how they ended."""
+    table = Table("#", "instance", "traj", "val", "reward", "steps", "tokens", "finish reason", "failure", box=None)
+    for number, record in records:
+        failure = record["failure"]
+        table.add_row(
+            str(number),
+            escape(str(record["instance_id"])),
+            str(record["trajectory_id"]),
+            "val" if record["val"] else "",
+            _number(record["reward"]),
+            str(record["num_steps"]),
+            str(sum(sum(row["mask"]) for row in record["rows"])),
+            escape(str(record["finish_reason"])),
+            "" if failure is None else escape(f"{failure['kind']}: {failure['message']}"[:60]),
+        )
+    console.print(table)
+    reasons = Counter(str(record["finish_reason"]) for _, record in records)
+    rewards = [record["reward"] for _, record in records if record["reward"] is not None]
+    mean = f", mean reward {sum(rewards) / len(rewards):.4g} of {len(rewards)}" if rewards else ""
+    console.print(f"{len(records)} trajectories{mean}; " + ", ".join(f"{n} {r}" for r, n in reasons.most_common()))
+
+
+def show(console: Console, record: dict[str, Any]) -> None:
+    """One in full: what it earned, what it called, its messages, and its tokens with the mask as colour."""
+    console.rule(escape(f"{record['instance_id']} trajectory {record['trajectory_id']}"))
+    for key in ("finish_reason", "reward", "reward_parts", "failure", "stage_seconds", "metrics"):
+        if record[key] not in (None, {}):
+            console.print(Text(f"{key:14} {_plain(record[key])}"))
+    for call in record["tool_calls"]:
+        mark = "" if call["ok"] else " (failed)"
+        console.print(
+            Text(f"step {call['step']} {call['name']}{mark} {call['seconds']:.3f} s {_plain(call['arguments'])}")
+        )
+    for message in record["messages"]:
+        console.rule(str(message.get("role")), align="left", characters="·")
+        console.print(Text(_plain(message.get("content"))))
+        if message.get("tool_calls"):
+            console.print(Text(_plain(message["tool_calls"])))
+    for number, row in enumerate(record["rows"]):
+        written, length = sum(row["mask"]), len(row["response_ids"])
+        console.rule(f"row {number}: prompt {len(row['prompt_ids'])}, response {length}, written {written} tokens")
+        console.print(Text(row["prompt"], style=_GIVEN))
+        for is_written, text in row["spans"]:
+            console.print(_span(console, is_written, text))
+
+
+def _span(console: Console, is_written: bool, text: str) -> Text:
+    """Without colours, a bar at each line that the model wrote."""
+    if console.is_terminal:
+        return Text(text, style=_WRITTEN if is_written else _GIVEN)
+    return Text("\n".join(f"{'|' if is_written else ' '} {line}" for line in text.split("\n")))
+
+
+def _wanted(record: dict[str, Any], options: argparse.Namespace) -> bool:
+    reward = record["reward"]
+    return (
+        (options.reason is None or str(record["finish_reason"]) == options.reason)
+        and (options.instance is None or str(record["instance_id"]) == options.instance)
+        and (options.min_reward is None or (reward is not None and reward >= options.min_reward))
+        and (options.max_reward is None or (reward is not None and reward <= options.max_reward))
+        and (not options.failed or record["failure"] is not None)
+    )
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m skyrl_agent.view", description="Look at trajectories.")
+    parser.add_argument("file", help="what output.trajectories of the task file names")
+    parser.add_argument("--show", type=int, metavar="N", help="one trajectory in full")
+    parser.add_argument("--reason", help="only of this finish reason")
+    parser.add_argument("--instance", help="only of this instance id")
+    parser.add_argument("--min-reward", type=float)
+    parser.add_argument("--max-reward", type=float)
+    parser.add_argument("--failed", action="store_true", help="only those that failed")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
