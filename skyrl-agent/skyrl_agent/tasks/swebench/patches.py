@@ -1,0 +1,29 @@
+"""Text of `git diff`: taken apart by file, cleaned. Pure functions."""
+
+import re
+
+FILE = re.compile(r"^diff --git ", re.MULTILINE)
+BINARY = re.compile(r"^(?:GIT binary patch|Binary files .* differ)$", re.MULTILINE)
+NEW_NAME = re.compile(r"^\+\+\+ b/(.+?)(?:\t.*)?$", re.MULTILINE)
+OLD_NAME = re.compile(r"^--- a/(.+?)(?:\t.*)?$", re.MULTILINE)
+
+
+def files_of(patch: str) -> list[str]:
+    """The part of each file, in order; what stands before the first is dropped."""
+    starts = [found.start() for found in FILE.finditer(patch)]
+    return [patch[start:end] for start, end in zip(starts, [*starts[1:], len(patch)], strict=True)]
+
+
+def without_binary(patch: str) -> str:
+    """Without the files that git treats as binary: they cannot be applied from a text patch. Ends with a line feed."""
+    kept = "".join(part for part in files_of(patch) if not BINARY.search(part))
+    return kept if not kept or kept.endswith("\n") else f"{kept}\n"
+
+
+def changed_paths(patch: str) -> list[str]:
+    """Files that exist after the patch and differ in text."""
+    return [name[1] for part in files_of(patch) if (name := NEW_NAME.search(part))]
+
+
+def deleted_paths(patch: str) -> list[str]:
+    return [name[1] for part in files_of(patch) if not NEW_NAME.search(part) and (name := OLD_NAME.search(part))]

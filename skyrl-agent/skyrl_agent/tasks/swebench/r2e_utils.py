@@ -1,0 +1,59 @@
+"""Logs of tests and what they are worth. Pure functions.
+
+A log is what `pytest -rA` prints: its short summary has a line for each test, `PASSED path::name`,
+`FAILED path::name - why`, in colour or not.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+from skyrl_agent.types import Row
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+SUMMARY = "short test summary info"
+
+
+def parse_log_pytest(log: str) -> dict[str, str]:
+    """Test -> PASSED, FAILED or ERROR, with names as R2E-Gym writes them: without the path, `Class.test[1-2]`.
+
+    A line that names no test (a file that cannot be imported) is there under "".
+    """
+    lines = _summary(log, ("PASSED", "FAILED", "ERROR"))
+    return {name.partition("::")[2].replace("::", "."): outcome for name, outcome in lines}
+
+
+def parse_log_by_path(log: str) -> dict[str, str]:
+    """Test -> outcome, with names as pytest writes them (`path.py::Class::test[1-2]`), and as SWE-bench does, which
+    ends them at the first space."""
+    lines = _summary(log, ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"))
+    return {key: outcome for name, outcome in lines for key in (name.split(" ")[0], name)}
+
+
+def _summary(log: str, outcomes: Sequence[str]) -> list[tuple[str, str]]:
+    _, found, summary = COLOUR.sub("", log).rpartition(SUMMARY)
+    lines = (line.partition(" ") for line in (summary if found else "").splitlines())
+    return [(_bare(name), outcome) for outcome, _, name in lines if outcome in outcomes]
+
+
+def _bare(name: str) -> str:
+    """Without what follows the name of a test that failed."""
+    return name.split(" - ")[0].strip()
+
+
+def decolor_dict_keys(outcomes: Mapping[str, str]) -> dict[str, str]:
+    """Names without terminal colours."""
+    return {COLOUR.sub("", name): outcome for name, outcome in outcomes.items()}
+
+
+def get_reward(parsed: Mapping[str, str], instance: Row) -> float:
+    """1 if there are as many tests as `expected_output_json` has and each ended as it says, else 0."""
+    expected = instance["expected_output_json"]
+    expected = decolor_dict_keys(json.loads(expected) if isinstance(expected, str) else expected)
+    expected = {_bare(name): outcome for name, outcome in expected.items()}
+    return float(len(parsed) == len(expected) and all(parsed.get(name) == expected[name] for name in expected if name))
+
+
+def share_passed(outcomes: Mapping[str, str], names: Sequence[str]) -> float:
+    """Of `names`, how many passed (or failed as they are expected to), in [0, 1]; 1 of none."""
+    return sum(outcomes.get(name) in ("PASSED", "XFAIL") for name in names) / len(names) if names else 1.0

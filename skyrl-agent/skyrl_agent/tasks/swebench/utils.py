@@ -1,0 +1,223 @@
+"""`SWEBenchTask`: issues of real repositories, each in a container image of its own.
+
+What needs those images cannot be tried without Docker (or a remote runtime that has it) and gigabytes of downloads: the
+steps are tried here on small repositories, names, patches and logs on the benchmarks' real rows.
+"""
+
+import json
+import os
+import shlex
+from dataclasses import replace
+from typing import Any
+
+from skyrl_agent.errors import ConfigError, InfraError
+from skyrl_agent.finish import NO_GIT_PATCH, ending_of
+from skyrl_agent.runtimes.base import Limits, Runtime, RuntimeSpec
+from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
+from skyrl_agent.tasks.swebench import harness, repository
+from skyrl_agent.tasks.swebench.patches import changed_paths
+from skyrl_agent.tasks.swebench.r2e_utils import get_reward, parse_log_by_path, parse_log_pytest, share_passed
+from skyrl_agent.tasks.swebench.sources import DEFAULT_PREFIX, REPOSITORY, Source, source_of
+from skyrl_agent.types import Message, TrajectoryResult
+
+GIBIBYTE = 1 << 30
+PREFIX_VARIABLE = "EVAL_DOCKER_IMAGE_PREFIX"
+SYSTEM = "You are a software engineer at a shell, working in a repository that is checked out and installed."
+USER = """The repository is in {folder}. An issue was reported:
+
+<issue_description>
+{issue}
+</issue_description>
+
+Change the repository so that the issue is resolved. Tests for it are written already and are not your concern: edit \
+only files that are no tests. A good way to work:
+
+1. Read the issue, and say in a sentence what should happen and what does.
+2. Look around: find the code that it is about.
+3. Reproduce the problem with a short script.
+4. Find the cause before you change anything.
+5. Make the smallest change that removes the cause.
+6. Run your script again.
+7. Think of other inputs that meet the same code, and try them.
+8. Run the tests that exist for the files you changed, and remove your script.
+9. Call the finish tool.
+"""
+RUN_R2E = """
+for folder in /root/r2e_tests /r2e_tests; do [ -d "$folder" ] && [ ! -e r2e_tests ] && ln -s "$folder" r2e_tests; done
+for script in /root/run_tests.sh run_tests.sh /run_tests.sh; do [ -f "$script" ] && exec bash "$script"; done
+exit 97
+"""
+NO_SCRIPT = 97
+
+
+class SWEBenchTask(BaseTask):
+    """Rows of SWE-bench, SWE-Gym, SWE-smith and R2E-Gym, told apart by `data_source`. Reward 1 if the issue's tests
+    pass in a fresh runtime with the agent's patch, else 0.
+
+    Who judges: R2E-Gym's own script and `expected_output_json`; the packages `swebench` or `swegym`, where installed;
+    else pytest, by FAIL_TO_PASS and PASS_TO_PASS, for repositories whose tests have pytest's names.
+
+    Args:
+        image_prefix: of SWE-bench's and SWE-Gym's images; None: that of the environment variable
+            EVAL_DOCKER_IMAGE_PREFIX, or `xingyaoww/`.
+        command_seconds: the longest a command of the agent may take.
+        test_seconds: the longest the tests may take.
+        memory_bytes: of the container.
+    """
+
+    uses_runtime = True
+    tools = ("bash", "str_replace_editor", "code_search", "finish")
+
+    def __init__(
+        self,
+        image_prefix: str | None = None,
+        command_seconds: float = 600.0,
+        test_seconds: float = 1800.0,
+        memory_bytes: int = 8 * GIBIBYTE,
+    ) -> None:
+        self.image_prefix = image_prefix or os.environ.get(PREFIX_VARIABLE, DEFAULT_PREFIX)
+        self.test_seconds = test_seconds
+        self.limits = Limits(
+            wall_seconds=command_seconds,
+            cpu_seconds=command_seconds,
+            memory_bytes=memory_bytes,
+            file_bytes=GIBIBYTE,
+            workspace_bytes=8 * GIBIBYTE,
+            processes=1024,
+        )
+
+    def source(self, instance: Instance) -> Source:
+        return source_of(instance.data_source, instance.row, self.row_id(instance), self.image_prefix)
+
+    def row_id(self, instance: Instance) -> str:
+        return str(instance.row.get("instance_id") or instance.instance_id)
+
+    def check_row(self, instance: Instance) -> None:
+        row = instance.row
+        if not row.get("problem_statement"):
+            raise self._wrong(instance, "problem_statement", "must be the issue's text")
+        if "swe-smith" in instance.data_source.lower() and not row.get("image_name"):
+            raise self._wrong(instance, "image_name", "must name the image")
+        kind = self.source(instance).kind
+        if kind == "r2e-gym":
+            if not row.get("expected_output_json"):
+                raise self._wrong(instance, "expected_output_json", "must map tests to their outcomes")
+            return
+        if not names(row.get("FAIL_TO_PASS")):
+            raise self._wrong(instance, "FAIL_TO_PASS", "must name the tests that the solution makes pass")
+        if kind != "swe-smith" and not row.get("test_patch"):
+            raise self._wrong(instance, "test_patch", "must be the patch that brings those tests")
+        if "::" not in names(row["FAIL_TO_PASS"])[0] and harness.harness_of(kind) is None:
+            package = harness.PACKAGES.get(kind, "swebench")
+            raise ConfigError(
+                f"row {self.row_id(instance)}: its tests do not have pytest's names, so that only the benchmark's own "
+                f"package can judge it: pip install {package}, or leave out rows of {row.get('repo')}"
+            )
+
+    def get_instruction(self, instance: Instance) -> list[Message]:
+        text = USER.format(folder=REPOSITORY, issue=str(instance.row["problem_statement"]).strip())
+        return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+
+    def runtime_spec(self, instance: Instance) -> RuntimeSpec:
+        source = self.source(instance)
+        env = {"PATH": source.path, "SWE_INSTANCE_ID": self.row_id(instance), "PIP_CACHE_DIR": "/tmp/pip"}
+        return RuntimeSpec(kind="docker", image=source.image, workdir=REPOSITORY, env=env, limits=self.limits)
+
+    evaluation_runtime_spec = runtime_spec
+
+    async def initialize_runtime(self, instance: Instance, runtime: Runtime) -> None:
+        await self._prepare(instance, runtime)
+        if self.source(instance).kind == "r2e-gym":
+            await repository.hide_tests(runtime)
+
+    async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> dict[str, Any]:
+        return {"git_patch": await repository.take_patch(runtime), "answer": result}
+
+    async def evaluate_result(
+        self, result: Any, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
+    ) -> Judgement:
+        assert runtime is not None, "the caller starts evaluation_runtime_spec"
+        patch = result["git_patch"] if result else ""
+        if not patch.strip():
+            # An agent that was cut off had no time for a patch: its ending stays.
+            ended = ending_of(trajectory.finish_reason).trains
+            return Judgement(0.0, {"resolved": 0.0}, NO_GIT_PATCH if ended else None)
+        await self._prepare(instance, runtime)
+        await repository.apply_patch(runtime, patch)
+        kind = self.source(instance).kind
+        if kind == "r2e-gym":
+            return await self._judge_r2e(instance, runtime)
+        package = None if kind == "swe-smith" else harness.harness_of(kind)
+        if package is not None:
+            return await self._judge_by(package, instance, runtime, patch)
+        return await self._judge_by_pytest(instance, runtime)
+
+    async def _prepare(self, instance: Instance, runtime: Runtime) -> None:
+        kind = self.source(instance).kind
+        branch = self.row_id(instance) if kind == "swe-smith" else None
+        await repository.prepare(runtime, checkout=branch, clean=kind != "r2e-gym")
+        if runtime.spec.kind != "local":
+            await self._check_interpreter(runtime)
+
+    async def _check_interpreter(self, runtime: Runtime) -> None:
+        found = (await runtime.exec("command -v python")).stdout.strip()
+        if "testbed" not in found and "/root/.venv" not in found:
+            raise InfraError(
+                f"image {runtime.spec.image}: python is {found!r}, not the one of the repository's packages"
+            )
+
+    async def _judge_r2e(self, instance: Instance, runtime: Runtime) -> Judgement:
+        log, code = await self._log_of(runtime, RUN_R2E)
+        if code == NO_SCRIPT:
+            raise InfraError(f"image {runtime.spec.image} has no run_tests.sh")
+        return _judgement(get_reward(parse_log_pytest(log), instance.row))
+
+    async def _judge_by(self, package: str, instance: Instance, runtime: Runtime, patch: str) -> Judgement:
+        spec = harness.make_test_spec(package, instance.row)
+        log, _ = await self._log_of(runtime, spec.eval_script)
+        report = harness.report_of(package, spec, self.row_id(instance), patch, log)
+        parts = {
+            part.lower(): len(tests["success"]) / max(1, len(tests["success"]) + len(tests["failure"]))
+            for part, tests in report.get("tests_status", {}).items()
+            if part in ("FAIL_TO_PASS", "PASS_TO_PASS")
+        }
+        return _judgement(float(report["resolved"]), parts)
+
+    async def _judge_by_pytest(self, instance: Instance, runtime: Runtime) -> Judgement:
+        row = instance.row
+        fail_to_pass, pass_to_pass = names(row["FAIL_TO_PASS"]), names(row.get("PASS_TO_PASS"))
+        if test_patch := row.get("test_patch"):
+            files = changed_paths(test_patch)
+            await repository.restore(runtime, "HEAD", files)
+            await repository.apply_patch(runtime, test_patch)
+        else:  # SWE-smith: the last commit took the tests away
+            files = sorted({name.partition("::")[0] for name in [*fail_to_pass, *pass_to_pass]})
+            await repository.restore(runtime, f"{repository.BASE}~2", files)
+        tests = " ".join(shlex.quote(path) for path in files if path.endswith(".py"))
+        log, _ = await self._log_of(runtime, f"python -m pytest -rA -p no:cacheprovider --color=no {tests}")
+        outcomes = parse_log_by_path(log)
+        parts = {
+            "fail_to_pass": share_passed(outcomes, fail_to_pass),
+            "pass_to_pass": share_passed(outcomes, pass_to_pass),
+        }
+        return _judgement(float(all(part == 1.0 for part in parts.values())), parts)
+
+    async def _log_of(self, runtime: Runtime, script: str) -> tuple[str, int]:
+        """Both outputs of a script, in the order they came, and its return code."""
+        limits = replace(self.limits, wall_seconds=self.test_seconds, cpu_seconds=self.test_seconds)
+        limits = replace(limits, output_bytes=repository.MAX_PATCH_BYTES)
+        done = await runtime.exec(["bash", "-c", 'exec bash -c "$0" 2>&1', script], limits=limits)
+        return done.stdout, done.returncode
+
+    def _wrong(self, instance: Instance, field: str, rule: str) -> TaskRowError:
+        got = instance.row.get(field)
+        return TaskRowError(f"SWEBenchTask, row {self.row_id(instance)}: {field} {rule}; got {got!r:.200}")
+
+
+def _judgement(resolved: float, parts: dict[str, float] | None = None) -> Judgement:
+    return Judgement(resolved, {"resolved": resolved, **(parts or {})})
+
+
+def names(value: Any) -> list[str]:
+    """Of tests: a list, or that as JSON."""
+    return [str(name) for name in (json.loads(value) if isinstance(value, str) else value if value is not None else [])]

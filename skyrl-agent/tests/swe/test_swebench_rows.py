@@ -1,0 +1,188 @@
+"""What is known of SWE rows without their images: names, patches, logs. On the benchmarks' own rows."""
+
+import gzip
+import json
+
+import pytest
+
+from skyrl_agent.errors import ConfigError, TaskRowError
+from skyrl_agent.tasks.base import Instance
+from skyrl_agent.tasks.swebench import SWEBenchTask, harness
+from skyrl_agent.tasks.swebench.patches import changed_paths, deleted_paths, files_of, without_binary
+from skyrl_agent.tasks.swebench.r2e_utils import get_reward, parse_log_by_path, parse_log_pytest, share_passed
+from skyrl_agent.tasks.swebench.sources import image_of, kind_of, source_of
+
+BINARY_PART = """diff --git a/logo.png b/logo.png
+new file mode 100644
+index 000..111
+GIT binary patch
+literal 4
+LcmZQzWMT#Y01f~L
+
+literal 0
+HcmV?d00001
+
+"""
+TEXT_PART = """diff --git a/a.py b/a.py
+--- a/a.py
++++ b/a.py
+@@ -1 +1 @@
+-GIT binary patches are text here
++as is this
+"""
+DELETED_PART = """diff --git a/old.py b/old.py
+deleted file mode 100644
+--- a/old.py
++++ /dev/null
+@@ -1 +0,0 @@
+-gone
+"""
+LOG = """
+==== test session starts ====
+PASSED not in the summary::test
+\x1b[36m==== short test summary info ====\x1b[0m
+\x1b[32mPASSED\x1b[0m tests/test_a.py::\x1b[1mTestA::test_one[1-2]\x1b[0m
+PASSED tests/test_a.py::test_two
+FAILED tests/test_a.py::test_three - AssertionError: a::b - c
+ERROR tests/test_b.py - ImportError
+SKIPPED [1] tests/test_c.py:3: not now
+XFAIL tests/test_a.py::test_four - known
+==== 1 failed, 2 passed in 0.1s ====
+"""
+
+
+@pytest.fixture(scope="module")
+def rows(test_data):
+    def read(name):
+        with gzip.open(test_data / "swe" / f"{name}.jsonl.gz", "rt") as file:
+            return [json.loads(line) for line in file]
+
+    return read
+
+
+@pytest.mark.parametrize(
+    "data_source, row, instance_id, image",
+    [
+        ("SWE-bench", {}, "django__Django-11099", "xingyaoww/sweb.eval.x86_64.django_s_django-11099"),
+        ("swe-gym/lite", {}, "python__mypy-1", "xingyaoww/sweb.eval.x86_64.python_s_mypy-1"),
+        (
+            "swe-smith",
+            {"image_name": "swesmith.x86_64.oauthlib__oauthlib.1fd5"},
+            "oauthlib__oauthlib.1fd5.x",
+            "jyangballin/swesmith.x86_64.oauthlib_1776_oauthlib.1fd5",
+        ),
+        ("r2e-gym", {}, "namanjain12/orange3_final:2d9617bd", "namanjain12/orange3_final:2d9617bd"),
+        ("r2e-gym", {"docker_image": "me/mine:1"}, "anything", "me/mine:1"),
+    ],
+)
+def test_image_names(data_source, row, instance_id, image):
+    assert image_of(kind_of(data_source), row, instance_id) == image
+
+
+def test_images_may_come_from_elsewhere(monkeypatch):
+    monkeypatch.setenv("EVAL_DOCKER_IMAGE_PREFIX", "mirror.example/swe/")
+    task = SWEBenchTask()
+    spec = task.runtime_spec(Instance({"problem_statement": "x"}, "a__b-1"))
+    assert (spec.kind, spec.image) == ("docker", "mirror.example/swe/sweb.eval.x86_64.a_s_b-1")
+    assert spec.workdir == "/testbed"
+
+
+def test_each_kind_has_its_interpreter_first():
+    assert source_of("r2e-gym", {}, "x").path.startswith("/testbed/.venv/bin:")
+    assert source_of("swe-bench", {}, "x").path.startswith("/opt/miniconda3/envs/testbed/bin:")
+
+
+def test_binary_files_leave_a_patch():
+    patch = TEXT_PART + BINARY_PART + DELETED_PART
+    assert without_binary(patch) == TEXT_PART + DELETED_PART
+    assert without_binary(BINARY_PART) == ""
+    assert without_binary(TEXT_PART.rstrip("\n")) == TEXT_PART
+    assert changed_paths(patch) == ["a.py"]
+    assert deleted_paths(patch) == ["old.py"]
+
+
+def test_real_patches_come_apart_and_stay_whole(rows):
+    patches = [row[field] for row in rows("swebench_lite") for field in ("patch", "test_patch")]
+    assert len(patches) == 600
+    for patch in patches:
+        assert "".join(files_of(patch)) == patch
+        assert without_binary(patch).strip() == patch.strip()
+        with_text = [part for part in files_of(patch) if "\n@@ " in part]
+        assert len(changed_paths(patch)) + len(deleted_paths(patch)) == len(with_text)
+
+
+def test_summaries_of_pytest():
+    assert parse_log_pytest(LOG) == {
+        "TestA.test_one[1-2]": "PASSED",
+        "test_two": "PASSED",
+        "test_three": "FAILED",
+        "": "ERROR",
+    }
+    by_path = parse_log_by_path(LOG)
+    assert by_path["tests/test_a.py::TestA::test_one[1-2]"] == "PASSED"
+    assert by_path["tests/test_a.py::test_four"] == "XFAIL"
+    names = ["tests/test_a.py::test_two", "tests/test_a.py::test_three"]
+    assert share_passed(by_path, names) == 0.5
+    assert share_passed({}, []) == 1.0
+    assert parse_log_pytest("killed before the end") == {}
+
+
+def test_summaries_name_tests_as_the_rows_do(rows):
+    """A log in pytest's form of each row's tests, parsed, has every one of them."""
+    tried = 0
+    for row in rows("swebench_full_metadata"):
+        names = row["FAIL_TO_PASS"] + row["PASS_TO_PASS"]
+        if "::" not in names[0]:
+            continue
+        lines = [f"{('PASSED', 'FAILED')[index % 2]} {name} - why" for index, name in enumerate(names)]
+        outcomes = parse_log_by_path("=== short test summary info ===\n" + "\n".join(lines))
+        assert set(names) <= set(outcomes)
+        tried += len(names)
+    assert tried > 500
+
+
+@pytest.mark.parametrize(
+    "expected, reward",
+    [
+        ({"TestA.test_one[1-2]": "PASSED", "test_two": "PASSED", "test_three": "FAILED", "": "ERROR"}, 1.0),
+        ({"TestA.test_one[1-2]": "PASSED", "test_two": "PASSED", "test_three - why": "FAILED", "": "PASSED"}, 1.0),
+        ({"TestA.test_one[1-2]": "PASSED", "test_two": "FAILED", "test_three": "FAILED", "": "ERROR"}, 0.0),
+        ({"TestA.test_one[1-2]": "PASSED", "test_two": "PASSED", "test_three": "FAILED"}, 0.0),
+        ({"TestA.test_one[1-2]": "PASSED", "other": "PASSED", "test_three": "FAILED", "": "ERROR"}, 0.0),
+    ],
+)
+def test_r2e_reward(expected, reward):
+    outcomes = parse_log_pytest(LOG)
+    coloured = {f"\x1b[1m{name}\x1b[0m" if name else name: outcome for name, outcome in expected.items()}
+    assert get_reward(outcomes, {"expected_output_json": json.dumps(expected)}) == reward
+    assert get_reward(outcomes, {"expected_output_json": coloured}) == reward
+
+
+def test_rows_that_cannot_be_judged_are_refused(rows):
+    task = SWEBenchTask()
+    lite = rows("swebench_lite")[0]
+    with pytest.raises(TaskRowError, match="FAIL_TO_PASS"):
+        task.check_row(Instance(lite, lite["instance_id"], "swe-bench"))
+    with pytest.raises(TaskRowError, match="expected_output_json"):
+        task.check_row(Instance(lite, "image", "r2e-gym"))
+    with pytest.raises(TaskRowError, match="image_name"):
+        task.check_row(Instance(lite, "x", "swe-smith"))
+    with pytest.raises(TaskRowError, match="problem_statement"):
+        task.check_row(Instance({}, "x", "swe-bench"))
+    judged = 0
+    for row in rows("swebench_full_metadata"):
+        instance = Instance(row, row["instance_id"], "swe-bench")
+        if "::" in row["FAIL_TO_PASS"][0] or harness.harness_of("swe-bench"):
+            task.check_row(instance)
+            judged += 1
+        else:
+            with pytest.raises(ConfigError, match="pip install swebench"):
+                task.check_row(instance)
+    assert judged >= 7
+
+
+def test_the_issue_is_told_and_the_solution_is_not(rows):
+    for row in rows("swebench_full_metadata"):
+        system, user = SWEBenchTask().get_instruction(Instance(row, row["instance_id"], "swe-bench"))
+        assert row["problem_statement"].strip() in user["content"]
+        assert row["patch"] not in user["content"] + system["content"]
