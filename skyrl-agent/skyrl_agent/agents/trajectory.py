@@ -1,11 +1,12 @@
 """One trajectory: the three stages of its life, and the record of how it ended. Knows no queue and no batch."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from typing import Any
 
 from skyrl_agent.config.task_file import TaskFile
 from skyrl_agent.errors import InfraError, StageTimeout
-from skyrl_agent.finish import ERROR_AGENT, ERROR_EVALUATION, ERROR_RUNTIME, ending_of
+from skyrl_agent.finish import CANCELLED, ERROR_AGENT, ERROR_EVALUATION, ERROR_RUNTIME, ending_of
 from skyrl_agent.tasks.base import BaseTask, Instance
 from skyrl_agent.types import Failure, InferBackend, Stage, TrajectoryResult
 
@@ -84,12 +85,15 @@ class BaseTrajectory(ABC):
         """Records what ended it. The first failure stays."""
         if self.failed:
             return
-        infrastructure = isinstance(error, InfraError | StageTimeout | OSError)
+        cancelled = isinstance(error, asyncio.CancelledError)
+        infrastructure = cancelled or isinstance(error, InfraError | StageTimeout | OSError)
         kind = "infrastructure" if infrastructure else "reward" if stage == "evaluate" else "environment"
         message = f"{type(error).__name__}: {error}"
         self.result.failure = Failure(stage, kind, message, attempts)
         self.result.reward = None
-        if stage == "evaluate":
+        if cancelled:
+            self.result.finish_reason = CANCELLED
+        elif stage == "evaluate":
             self.result.finish_reason = ERROR_EVALUATION
         else:
             self.result.finish_reason = ERROR_RUNTIME if infrastructure else ERROR_AGENT
