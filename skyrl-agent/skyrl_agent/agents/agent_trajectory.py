@@ -1,0 +1,127 @@
+"""The life of one agent at one instance: a runtime, a dialogue, a judgement."""
+
+import inspect
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from skyrl_agent.agents.loop import Agent
+from skyrl_agent.agents.mapping import class_at
+from skyrl_agent.agents.trajectory import BaseTrajectory
+from skyrl_agent.config.task_file import TaskFile
+from skyrl_agent.errors import ConfigError
+from skyrl_agent.runtimes import make_runtime, spec_with
+from skyrl_agent.runtimes.base import Runtime, RuntimeSpec
+from skyrl_agent.tasks.base import BaseTask, Judgement
+
+
+class AgentTrajectory(BaseTrajectory):
+    """Of any task: one that names a `runtime_spec` gets a runtime. An environment lent by the dispatcher stands in for
+    it, and is not closed here."""
+
+    agent: Agent | None = None
+    runtime: Runtime | None = None
+
+    @classmethod
+    def check(cls, cfg: TaskFile, task: BaseTask) -> None:
+        agent_cls = _agent_class(cfg)
+        known = {
+            name
+            for name, parameter in inspect.signature(agent_cls).parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY
+        } - {"tools", "runtime", "trajectory_id", "parent"}
+        for name in cfg.agent_config:
+            if name not in known:
+                raise ConfigError(
+                    f"unknown key agent_config.{name}; {agent_cls.__name__} has: {', '.join(sorted(known))}"
+                )
+        agent_cls(cfg.generator, None, None, tools=agent_cls.tool_entries(cfg.tools, task), **cfg.agent_config)
+
+    async def initialize_trajectory(self) -> None:
+        spec = self.task.runtime_spec(self.instance)
+        if self.environment is not None:
+            self.runtime = self.environment
+        elif spec is not None:
+            self.runtime = self._make_runtime(spec)
+            await self.runtime.start()
+        if self.runtime is not None:
+            await self.task.initialize_runtime(self.instance, self.runtime)
+
+    async def generate_trajectory(self) -> None:
+        agent = self.agent = self._make_agent()
+        try:
+            outcome = await agent.run(self.task.get_instruction(self.instance), self.instance)
+            self.result.finish_reason, self.result.results = outcome
+            if self.runtime is not None:
+                self.result.results = await self.task.complete_runtime(self.instance, self.runtime, outcome.result)
+        finally:
+            self._record(agent)
+            await self._close_runtime()
+
+    async def evaluate_trajectory(self) -> None:
+        async with self._evaluation_runtime() as runtime:
+            judgement = await self.task.evaluate_result(self.result.results, self.instance, self.result, runtime)
+        if not isinstance(judgement, Judgement):
+            judgement = Judgement(float(judgement))
+        self.result.reward, self.result.reward_parts = judgement.reward, dict(judgement.parts)
+        self.result.finish_reason = judgement.finish_reason or self.result.finish_reason
+
+    async def close(self) -> None:
+        if self.agent is not None:
+            self.agent.cancel()
+        await self._close_runtime()
+
+    async def _close_runtime(self) -> None:
+        runtime, self.runtime = self.runtime, None
+        if runtime is not None and runtime is not self.environment:
+            await runtime.close()
+
+    def _make_runtime(self, spec: RuntimeSpec) -> Runtime:
+        return make_runtime(spec_with(self.cfg.runtime, spec))
+
+    @asynccontextmanager
+    async def _evaluation_runtime(self) -> AsyncIterator[Runtime | None]:
+        spec = self.task.evaluation_runtime_spec(self.instance)
+        if spec is None:
+            yield None
+            return
+        self.runtime = self._make_runtime(spec)
+        try:
+            await self.runtime.start()
+            yield self.runtime
+        finally:
+            await self._close_runtime()
+
+    def _make_agent(self) -> Agent:
+        agent_cls = _agent_class(self.cfg)
+        return agent_cls(
+            self.cfg.generator.model_copy(update={"sampling_params": self.sampling_params}),
+            self.infer_engine,
+            self.tokenizer,
+            tools=agent_cls.tool_entries(self.cfg.tools, self.task),
+            runtime=self.runtime,
+            trajectory_id=f"{self.instance.instance_id}-{self.trajectory_id}",
+            **self.cfg.agent_config,
+        )
+
+    def _record(self, agent: Agent) -> None:
+        """What there is of it, also where it failed."""
+        result = self.result
+        result.messages, result.transitions = agent.get_messages(), agent.get_transitions()
+        result.tool_calls, result.num_steps = agent.get_tool_calls(), agent.num_steps
+        if agent.sub_agents:
+            result.state = {"sub_agents": [_told(sub_agent) for sub_agent in agent.sub_agents]}
+            result.metrics["sub_agents"] = float(len(agent.sub_agents))
+
+
+def _agent_class(cfg: TaskFile) -> type[Agent]:
+    return class_at(cfg.agent_cls, "agent_cls")
+
+
+def _told(agent: Agent) -> dict[str, Any]:
+    return {
+        "messages": agent.get_messages(),
+        "finish_reason": agent.outcome.finish_reason if agent.outcome else None,
+        "num_steps": agent.num_steps,
+        "sub_agents": [_told(sub_agent) for sub_agent in agent.sub_agents],
+    }

@@ -1,0 +1,308 @@
+"""One loop for all agents: read, ask, act, tell, until done."""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+from skyrl_agent.agents import prompts
+from skyrl_agent.agents.model import Model
+from skyrl_agent.agents.pending import Pending
+from skyrl_agent.agents.repetition import Repetition
+from skyrl_agent.agents.toolbox import Toolbox
+from skyrl_agent.config.task_file import GeneratorSection
+from skyrl_agent.errors import ConfigError
+from skyrl_agent.finish import (
+    BAD_LLM_RESPONSE,
+    CONTEXT_WINDOW_EXCEEDED,
+    FINISH,
+    FINISH_TOOL,
+    MAX_ITERATIONS_REACHED,
+    STUCK_IN_A_LOOP,
+)
+from skyrl_agent.functional.chat_template import chat_template_of
+from skyrl_agent.functional.dialogue import Dialogue
+from skyrl_agent.functional.encoding import MessageEncoder
+from skyrl_agent.functional.formats import call_format
+from skyrl_agent.functional.utils import Transition
+from skyrl_agent.runtimes.base import Runtime
+from skyrl_agent.tasks.base import BaseTask, Instance
+from skyrl_agent.tools.base import ToolContext, ToolEntry, ToolOutput, make_tools
+from skyrl_agent.types import InferBackend, Message, ToolCallRecord
+from skyrl_gym.tools.calls import Invalid, ToolCall
+
+
+class Outcome(NamedTuple):
+    """How an agent ended."""
+
+    finish_reason: str
+    result: str | None = None
+    """Its answer; None where it gave none."""
+
+
+@dataclass
+class Steps:
+    """Those that all sub-agents of a trajectory have left together."""
+
+    left: int
+
+    def take(self) -> bool:
+        self.left -= 1
+        return self.left >= 0
+
+
+class Agent:
+    """A model, its tools, and the dialogue between them. One per attempt at an instance.
+
+    Args:
+        traj_config: the task file's `generator`, or a `TrajectoryConfig`.
+        tools: in place of `traj_config.tools`.
+        max_depth: of sub-agents; 1: this agent may have some, they may not.
+        sub_agent_steps: steps of all sub-agents of a trajectory together; none: `max_iterations`.
+        max_repeats: so many equal turns in a row, or rounds of the same two, are a loop that it is stuck in.
+        parent: of a sub-agent.
+
+    Raises:
+        ConfigError: a tool or its settings are wrong.
+    """
+
+    default_tools: ClassVar[Sequence[str]] = ()
+    """Where neither the task file nor the task names any."""
+
+    def __init__(
+        self,
+        traj_config: Any,
+        infer_engine: InferBackend,
+        tokenizer: Any,
+        *,
+        tools: Sequence[ToolEntry] | None = None,
+        runtime: Runtime | None = None,
+        trajectory_id: str | None = None,
+        max_depth: int = 1,
+        sub_agent_steps: int | None = None,
+        max_repeats: int = 4,
+        parent: "Agent | None" = None,
+    ) -> None:
+        self.settings, self.infer_engine, self.tokenizer = _settings(traj_config), infer_engine, tokenizer
+        self.tools = list(tools if tools is not None else getattr(traj_config, "tools", None) or self.default_tools)
+        self.runtime, self.max_depth, self.max_repeats = runtime, max_depth, max_repeats
+        self.agent_id = uuid.uuid4().hex
+        self.trajectory_id = trajectory_id or self.agent_id
+        self.depth = parent.depth + 1 if parent else 0
+        self.steps = parent.steps if parent else Steps(sub_agent_steps or self.settings.max_iterations)
+
+        self.pending = Pending()
+        self.model = Model(infer_engine, self.settings, self.pending)
+        own_tools = make_tools(self.tools)
+        if self.depth == max_depth:
+            own_tools = [tool for tool in own_tools if tool.name != "delegate"]
+        self.toolbox = Toolbox(
+            own_tools,
+            self.pending,
+            timeout=self.settings.tool_timeout_seconds,
+            max_chars=self.settings.max_tool_output_chars,
+            max_parallel=self.settings.max_parallel_tool_calls,
+        )
+        self.format = call_format(self.settings.tool_format)
+        self.dialogue: Dialogue | None = None
+        self.sub_agents: list[Agent] = []
+        self.outcome: Outcome | None = None
+        self.num_steps = 0
+
+    @classmethod
+    def tool_entries(cls, tools: Any, task: BaseTask) -> list[ToolEntry]:
+        """The task file's `tools` as a list.
+
+        Raises:
+            ConfigError: they are flags, which this agent does not take.
+        """
+        if isinstance(tools, Mapping):
+            raise ConfigError(
+                f"tools: {cls.__name__} takes a list of names, such as [finish] (CodeActAgent takes flags); got {tools}"
+            )
+        return list(tools if tools is not None else task.tools or cls.default_tools)
+
+    async def run(
+        self, instruction: Sequence[Message], instance: Instance | Mapping[str, Any] | None = None
+    ) -> Outcome:
+        """From the first messages to the end.
+
+        Raises:
+            InfraError: the model or what a tool stands on did not work, or did not answer in time.
+            BackendError: the model's server refused a request.
+        """
+        row = instance.row if isinstance(instance, Instance) else instance or {}
+        self._context = ToolContext(
+            self.trajectory_id, row, self.runtime, ask=self.ask, run_agent=self.run_agent, messages=list(instruction)
+        )
+        async with self.toolbox.opened(self._context):
+            self.outcome = await self._converse(instruction)
+        return self.outcome
+
+    async def _converse(self, instruction: Sequence[Message]) -> Outcome:
+        self._repetition = Repetition(self.max_repeats)
+        self.dialogue = dialogue = Dialogue(self._encoder(), self._opening(instruction))
+        while self._may_step():
+            input_ids = dialogue.input_ids()
+            room = self._room(dialogue, input_ids)
+            if room <= 0:
+                return Outcome(CONTEXT_WINDOW_EXCEEDED)
+            text, meta = await self.model.answer(input_ids, room, self.agent_id)
+            self.num_steps += 1
+            is_whole = meta["finish_reason"] != "length"
+            calls = self.format.parse(text, self.toolbox.schemas) if is_whole else []
+            dialogue.add_answer(text, meta, self.format.answer_message(text, _readable(calls)))
+            if not is_whole:
+                return Outcome(CONTEXT_WINDOW_EXCEEDED)
+            if not text.strip():
+                return Outcome(BAD_LLM_RESPONSE)
+            if not calls and not self.toolbox.has_finish:
+                return Outcome(FINISH, text)
+            outputs = await self.toolbox.run(calls, self._context_now(dialogue), self.num_steps)
+            if ending := next((output for output in outputs if output.ends), None):
+                return Outcome(FINISH_TOOL, ending.text)
+            if self._repetition.add(_what_happened(text, calls, outputs)):
+                return Outcome(STUCK_IN_A_LOOP)
+            self._tell(dialogue, calls, outputs)
+        return Outcome(MAX_ITERATIONS_REACHED)
+
+    def _may_step(self) -> bool:
+        return self.num_steps < self.settings.max_iterations and (self.depth == 0 or self.steps.take())
+
+    def _room(self, dialogue: Dialogue, input_ids: list[int]) -> int:
+        """Tokens that the budget has left for an answer."""
+        room, most = self._tokens_left(dialogue), self.settings.max_context_length
+        return room if most is None else min(room, most - len(input_ids))
+
+    def _tokens_left(self, dialogue: Dialogue) -> int:
+        return self.settings.max_prompt_length - dialogue.num_response_tokens
+
+    def _tell(self, dialogue: Dialogue, calls: Sequence[ToolCall | Invalid], outputs: Sequence[ToolOutput]) -> None:
+        """What came of the calls, to the model."""
+        fresh = next((output.new_context for output in outputs if output.new_context is not None), None)
+        if fresh is not None:
+            self._repetition.clear()
+            dialogue.restart(self._opening(fresh) if _no_system(fresh) else self._reminded(fresh))
+            return
+        results = [
+            (call if isinstance(call, ToolCall) else None, output.text)
+            for call, output in zip(calls, outputs, strict=True)
+        ]
+        results = results or [(None, prompts.no_call(list(self.toolbox.tools)))]
+        dialogue.add(*self._reminded(self.format.result_messages(results), self._tokens_left(dialogue)))
+
+    def _opening(self, messages: Sequence[Message]) -> list[Message]:
+        """The first messages, with what the tools and the format of calls have to say."""
+        before = "\n\n---\n\n".join(self.toolbox.system_prompt_prefixes())
+        after = self.format.system_suffix(self.toolbox.schemas) if self.toolbox.schemas else ""
+        return self._reminded(prompts.with_system_text(messages, before, after))
+
+    def _reminded(self, messages: Sequence[Message], tokens_left: int | None = None) -> list[Message]:
+        settings, step = self.settings, self.num_steps + 1
+        if not settings.enable_turn_reminder or step > settings.max_iterations:
+            return list(messages)
+        left = settings.max_prompt_length if tokens_left is None else tokens_left
+        text = prompts.reminder(step, settings.max_iterations, settings.early_step_threshold, left)
+        return prompts.with_reminder(messages, text)
+
+    def _encoder(self, with_tools: bool = True) -> MessageEncoder:
+        schemas = self.toolbox.schemas if with_tools and self.format.schemas_in_template else None
+        return MessageEncoder(
+            self.tokenizer,
+            tools=schemas or None,
+            chat_template=chat_template_of(self.settings.chat_template, self.settings.qwen3_acc_thinking),
+            template_kwargs={"enable_thinking": self.settings.qwen3_enable_thinking},
+            drop_thoughts=self.settings.remove_think_tokens,
+        )
+
+    def _context_now(self, dialogue: Dialogue) -> ToolContext:
+        return replace(self._context, messages=prompts.without_reminders(dialogue.messages))
+
+    async def ask(self, messages: list[Message]) -> str:
+        """The model's answer to something beside the conversation. Nothing of it is trained on."""
+        input_ids = Dialogue(self._encoder(with_tools=False), messages).input_ids()
+        room, most = self.settings.max_prompt_length, self.settings.max_context_length
+        room = room if most is None else min(room, most - len(input_ids))
+        if room <= 0:
+            raise ValueError(f"the question has {len(input_ids)} tokens, and generator.max_context_length is {most}")
+        text, _ = await self.model.answer(input_ids, room, f"{self.agent_id}-beside")
+        return text
+
+    async def run_agent(
+        self, instruction: str, tools: Sequence[ToolEntry] | None = None, max_iterations: int | None = None
+    ) -> str:
+        """Runs a sub-agent with a dialogue of its own on the same runtime.
+
+        Args:
+            tools: its own; none: those of this agent.
+
+        Returns:
+            Its answer, or why there is none.
+
+        Raises:
+            ValueError: it would be too deep, or no steps are left for sub-agents.
+        """
+        if self.depth >= self.max_depth:
+            raise ValueError(f"sub-agents may be {self.max_depth} deep, and this one is: do the work yourself")
+        if self.steps.left <= 0:
+            raise ValueError("the steps for sub-agents are used up: do the work yourself")
+        steps = max_iterations or self.settings.max_iterations
+        sub_agent = type(self)(
+            self.settings.model_copy(update={"max_iterations": steps}),
+            self.infer_engine,
+            self.tokenizer,
+            tools=self.tools if tools is None else tools,
+            runtime=self.runtime,
+            trajectory_id=self.trajectory_id,
+            max_depth=self.max_depth,
+            max_repeats=self.max_repeats,
+            parent=self,
+        )
+        self.sub_agents.append(sub_agent)
+        messages = [{"role": "system", "content": prompts.SUB_AGENT}, {"role": "user", "content": instruction}]
+        outcome = await sub_agent.run(messages, self._context.row)
+        return outcome.result or f"The sub-agent ended without an answer: {outcome.finish_reason}."
+
+    def cancel(self) -> None:
+        """Ends what it waits for."""
+        for agent in [self, *self.sub_agents]:
+            agent.pending.cancel()
+
+    def get_messages(self) -> list[Message]:
+        return list(self.dialogue.messages) if self.dialogue else []
+
+    def get_transitions(self) -> list[Transition]:
+        """Its own come last, and in one piece: a sub-agent's turns are rows of their own."""
+        own = self.dialogue.transitions if self.dialogue else []
+        return [*(turn for agent in self.sub_agents for turn in agent.get_transitions()), *own]
+
+    def get_tool_calls(self) -> list[ToolCallRecord]:
+        """Its own, then those of its sub-agents."""
+        return [*self.toolbox.records, *(call for agent in self.sub_agents for call in agent.get_tool_calls())]
+
+    def get_tool_profile(self) -> dict[str, Any] | None:
+        """How many calls there were, with `profile_tools`."""
+        if not self.settings.profile_tools:
+            return None
+        names = [call.name for call in self.get_tool_calls()]
+        return {"tool_calls_total": len(names), "tool_calls_by_name": {name: names.count(name) for name in {*names}}}
+
+
+def _settings(traj_config: Any) -> GeneratorSection:
+    if isinstance(traj_config, GeneratorSection):
+        return traj_config
+    fields = {name: getattr(traj_config, name, None) for name in GeneratorSection.model_fields}
+    return GeneratorSection(**{name: value for name, value in fields.items() if value is not None})
+
+
+def _readable(calls: Sequence[ToolCall | Invalid]) -> list[ToolCall]:
+    return [call for call in calls if isinstance(call, ToolCall)]
+
+
+def _no_system(messages: Sequence[Message]) -> bool:
+    return all(message["role"] != "system" for message in messages)
+
+
+def _what_happened(text: str, calls: Sequence[ToolCall | Invalid], outputs: Sequence[ToolOutput]) -> str:
+    done = [(call.name, call.arguments) if isinstance(call, ToolCall) else call.reason for call in calls] or text
+    return repr((done, [output.text for output in outputs]))

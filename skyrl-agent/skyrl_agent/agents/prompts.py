@@ -1,0 +1,74 @@
+"""What an agent says to its model on its own account: prose, free to change. Knows no loop."""
+
+from collections.abc import Sequence
+
+from skyrl_agent.types import Message
+
+NO_CALL = (
+    "Your answer had no function call in it, so nothing was done. Call one of: {names}. "
+    "When the task is done, call finish."
+)
+SUB_AGENT = (
+    "Another agent handed you a part of its task. It sees nothing of your work but your final answer: do the whole "
+    "part, then give an answer that can be understood without the rest."
+)
+FEW_TOKENS = 3_000
+"""With fewer left, reminders say so."""
+
+_REMINDER = "\n\n<reminder>"
+
+
+def no_call(names: Sequence[str]) -> str:
+    return NO_CALL.format(names=", ".join(names))
+
+
+def reminder(step: int, max_iterations: int, early_step_threshold: int, tokens_left: int) -> str:
+    """Before step `step`, counted from 1."""
+    text = f"Step {step} of {max_iterations}."
+    if step == max_iterations:
+        text += " This is the last one: finish now."
+    elif step <= early_step_threshold:
+        text += f" Take at least {early_step_threshold} steps before you finish."
+    if tokens_left < FEW_TOKENS:
+        text += f" Fewer than {FEW_TOKENS:,} tokens are left: come to an end."
+    return text
+
+
+def with_reminder(messages: Sequence[Message], text: str) -> list[Message]:
+    """The messages, the last one with a reminder after what it says."""
+    *before, last = messages
+    return [*before, with_text_after(last, f"{_REMINDER}{text}</reminder>")]
+
+
+def without_reminders(messages: Sequence[Message]) -> list[Message]:
+    """As they were before `with_reminder`."""
+    return [_without_reminder(message) for message in messages]
+
+
+def with_text_after(message: Message, text: str) -> Message:
+    content = message.get("content") or ""
+    return message | {
+        "content": [*content, {"type": "text", "text": text}] if isinstance(content, list) else content + text
+    }
+
+
+def with_system_text(messages: Sequence[Message], before: str, after: str) -> list[Message]:
+    """The messages with text around the first system message, which is made where there is none."""
+    if not (before or after):
+        return list(messages)
+    first = next((index for index, message in enumerate(messages) if message["role"] == "system"), None)
+    if first is None:
+        return [{"role": "system", "content": before + after.lstrip()}, *messages]
+    own = str(messages[first]["content"])
+    system = messages[first] | {"content": (f"{before}\n\n---\n\n{own}" if before else own) + after}
+    return [*messages[:first], system, *messages[first + 1 :]]
+
+
+def _without_reminder(message: Message) -> Message:
+    content = message.get("content")
+    if isinstance(content, list):
+        kept = [part for part in content if not str(part.get("text", "")).startswith(_REMINDER)]
+        return message | {"content": kept}
+    if isinstance(content, str) and _REMINDER in content and message["role"] != "assistant":
+        return message | {"content": content.rpartition(_REMINDER)[0]}
+    return message

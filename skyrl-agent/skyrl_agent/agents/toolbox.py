@@ -1,0 +1,128 @@
+"""The tools of one agent: made, opened, called within limits, closed. Knows no model and no dialogue."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from skyrl_agent.agents.pending import Pending
+from skyrl_agent.errors import InfraError
+from skyrl_agent.tools.base import BaseTool, ToolContext, ToolOutput
+from skyrl_agent.types import ToolCallRecord
+from skyrl_gym.tools.calls import Invalid, ToolCall
+from skyrl_gym.tools.core import unknown_tool
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 10.0
+
+
+def clip(text: str, limit: int) -> str:
+    """At most `limit` characters of a text, and a note in the middle of how many were left out."""
+    missing = len(text) - limit
+    if missing <= 0:
+        return text
+    head, tail = text[: (limit + 1) // 2], text[len(text) - limit // 2 :]
+    return f"{head}\n[... {missing} characters left out ...]\n{tail}"
+
+
+class Toolbox:
+    """
+    Args:
+        timeout: of a call, in seconds, where the tool has none of its own.
+        max_chars: of an output.
+        max_parallel: calls of one turn that are run.
+    """
+
+    def __init__(
+        self, tools: Sequence[BaseTool], pending: Pending, *, timeout: float, max_chars: int, max_parallel: int
+    ) -> None:
+        self.pending, self.timeout, self.max_chars, self.max_parallel = pending, timeout, max_chars, max_parallel
+        self.tools = {tool.name: tool for tool in tools}
+        self.schemas = [tool.schema() for tool in tools]
+        self.records: list[ToolCallRecord] = []
+
+    @property
+    def has_finish(self) -> bool:
+        return "finish" in self.tools
+
+    def system_prompt_prefixes(self) -> list[str]:
+        return [prefix for tool in self.tools.values() if (prefix := tool.get_system_prompt_prefix())]
+
+    @asynccontextmanager
+    async def opened(self, context: ToolContext) -> AsyncIterator[None]:
+        """
+        Raises:
+            InfraError: a tool could not be opened.
+        """
+        try:
+            for tool in self.tools.values():
+                try:
+                    await self.pending.before(self.timeout, tool.open(context))
+                except TimeoutError as error:
+                    raise InfraError(f"tool {tool.name}: open() {error}") from error
+            yield
+        finally:
+            await asyncio.gather(*(self._close(tool) for tool in self.tools.values()))
+
+    async def _close(self, tool: BaseTool) -> None:
+        try:
+            await self.pending.before(CLOSE_SECONDS, tool.close())
+        except Exception as error:  # nothing that depends on it is left
+            logger.warning("tool %s was not closed: %s: %s", tool.name, type(error).__name__, error)
+
+    async def run(self, calls: Sequence[ToolCall | Invalid], context: ToolContext, step: int) -> list[ToolOutput]:
+        """The calls of one turn: at the same time, or one after another where they share a runtime. One that ends the
+        agent is the last.
+
+        Raises:
+            InfraError: of a tool.
+        """
+        allowed, rest = calls[: self.max_parallel], calls[self.max_parallel :]
+        refusal = ToolOutput(f"Not run: at most {self.max_parallel} function call(s) in one turn.", failed=True)
+        if context.runtime is None:
+            return [*await self._at_the_same_time(allowed, context, step), *[refusal] * len(rest)]
+        outputs: list[ToolOutput] = []
+        for call in allowed:
+            outputs.append(await self._call(call, context, step))
+            if outputs[-1].ends:
+                return outputs
+        return [*outputs, *[refusal] * len(rest)]
+
+    async def _at_the_same_time(
+        self, calls: Sequence[ToolCall | Invalid], context: ToolContext, step: int
+    ) -> list[ToolOutput]:
+        tasks = [asyncio.create_task(self._call(call, context, step)) for call in calls]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _call(self, call: ToolCall | Invalid, context: ToolContext, step: int) -> ToolOutput:
+        if isinstance(call, Invalid):
+            return ToolOutput(clip(call.reason, self.max_chars), failed=True)
+        started = time.monotonic()
+        output = await self._output(call, context)
+        if not output.ends:
+            output = replace(output, text=clip(output.text, self.max_chars))
+        seconds = time.monotonic() - started
+        self.records.append(
+            ToolCallRecord(call.name, call.arguments, output.text, seconds, step, not output.failed, call.id)
+        )
+        return output
+
+    async def _output(self, call: ToolCall, context: ToolContext) -> ToolOutput:
+        tool = self.tools.get(call.name)
+        if tool is None:
+            return ToolOutput(unknown_tool(call.name, list(self.tools)), failed=True)
+        seconds = tool.timeout_seconds or self.timeout
+        try:
+            return await self.pending.before(seconds, tool.call(context, call.arguments))
+        except TimeoutError as error:
+            return ToolOutput(f"Error: {call.name} {error} and was cancelled.", failed=True)
+        except InterruptedError as error:
+            return ToolOutput(f"Error: {call.name} {error}.", failed=True)
