@@ -1,0 +1,101 @@
+"""Which entities and lines a search term means."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from .index import CodeIndex, SourceFile
+from .names import Place, module_parts
+
+RANKED_FILES = 20
+RANKED_ENTITIES = 10
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+
+
+def entities(index: CodeIndex, term: str, paths: list) -> list:
+    """Places with this id or name, those of the strictest reading that finds any: the very case before any case."""
+    term = term.strip().replace("::", ":", 1).replace("::", ".")
+    path, _, name = term.rpartition(":")
+    if path and name:
+        where = [found for found in paths if found == path or found.endswith("/" + path)]
+        return _named(index, name, where) or _named(index, name, where, True)
+    files = _files(term, paths)
+    return files or _named(index, term, paths) or _dotted(index, term, paths) or _named(index, term, paths, True)
+
+
+def _named(index: CodeIndex, name: str, paths: list, ignore_case: bool = False) -> list:
+    wanted = name.lower() if ignore_case else name
+    found = []
+    for path in paths:
+        for entity in index.files[path].entities:
+            known = entity.name.lower() if ignore_case else entity.name
+            if known == wanted or known.endswith("." + wanted):
+                found.append(Place(path, entity.name))
+    return list(dict.fromkeys(found))
+
+
+def _files(term: str, paths: list) -> list:
+    if term in paths:
+        return [Place(term, "")]
+    if not term.endswith((".py", ".pyi")):
+        return []
+    return [Place(path, "") for path in paths if path.endswith("/" + term)]
+
+
+def _dotted(index: CodeIndex, term: str, paths: list) -> list:
+    """`package.module.Class.method`: a module, and what is in it."""
+    parts = term.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        return []
+    for count in range(len(parts), 0, -1):
+        modules = [path for path in paths if module_parts(path)[-count:] == parts[:count]]
+        name = ".".join(parts[count:])
+        found = [Place(path, name) for path in modules if not name or index.files[path].named(name)]
+        if found:
+            return found
+    return []
+
+
+def text(term: str, texts: dict) -> dict:
+    """Path -> line numbers on which the text begins, each once; of files (path -> text) that have it."""
+    found: dict = {}
+    for path, content in texts.items():
+        at, line, counted = content.find(term), 1, 0
+        while at >= 0:
+            line += content.count("\n", counted, at)
+            counted = at
+            if not found.get(path) or found[path][-1] != line:
+                found.setdefault(path, []).append(line)
+            at = content.find(term, at + max(len(term), 1))
+    return found
+
+
+def ranked(query: str, files: list) -> list:
+    """Places whose source has most of the query's words, rare words first (idf; no order among words)."""
+    words = {word.lower() for word in _WORD.findall(query) if len(word) > 2}
+    lowered = {file.path: file.text.lower() for file in files}
+    counts = {word: {path: n for path, content in lowered.items() if (n := content.count(word))} for word in words}
+    idf = {word: math.log(1 + len(files) / len(found)) for word, found in counts.items() if found}
+    scores: dict = {}
+    for word, weight in idf.items():
+        for path, n in counts[word].items():
+            scores[path] = scores.get(path, 0.0) + weight * n / (n + 1.5)
+    best = sorted(files, key=lambda file: -scores.get(file.path, 0.0))[:RANKED_FILES]
+    found = [item for file in best if scores.get(file.path) for item in _ranked_entities(file, idf)]
+    return [place for _, place in sorted(found, key=lambda item: -item[0])[:RANKED_ENTITIES]]
+
+
+def _ranked_entities(file: SourceFile, idf: dict) -> list:
+    lines = file.text.lower().split("\n")
+    found = []
+    for entity in file.entities:
+        if entity.kind == "class":
+            source = f"{entity.name} {entity.doc}".lower()
+        else:
+            source = "\n".join(lines[entity.start - 1 : entity.end])
+        name = entity.name.lower()
+        score = sum(weight * (1 + (word in name)) for word, weight in idf.items() if word in source)
+        if score:
+            found.append((score, Place(file.path, entity.name)))
+    return found

@@ -1,0 +1,30 @@
+"""What tools share that work in the trajectory's runtime."""
+
+from dataclasses import replace
+
+from skyrl_agent.errors import ConfigError
+from skyrl_agent.runtimes.base import Limits, Runtime
+from skyrl_agent.tools.base import BaseTool, ToolContext
+
+ABOVE_COMMAND_SECONDS = 30.0
+"""What a call may take beside its command before the agent gives it up."""
+
+
+class RuntimeTool(BaseTool):
+    async def open(self, context: ToolContext) -> None:
+        """Raises ConfigError without a runtime."""
+        self.runtime_of(context)
+
+    def runtime_of(self, context: ToolContext) -> Runtime:
+        if context.runtime is None:
+            raise ConfigError(
+                f"tools: {self.name} works in a runtime, and the task gives none; "
+                f"take a task that has one, or leave {self.name} out"
+            )
+        return context.runtime
+
+
+def within(runtime: Runtime, seconds: float) -> Limits:
+    """The runtime's own limits, but this time: on the clock, and of the processor at least."""
+    limits = runtime.spec.limits
+    return replace(limits, wall_seconds=seconds, cpu_seconds=max(seconds, limits.cpu_seconds))
