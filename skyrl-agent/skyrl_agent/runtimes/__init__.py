@@ -1,3 +1,49 @@
-from skyrl_agent.runtimes.base import ExecResult, Limits, Runtime, RuntimeSpec, Snapshot
+"""Where agents work. `make_runtime` gives a `Runtime`."""
 
-__all__ = ["ExecResult", "Limits", "Runtime", "RuntimeSpec", "Snapshot"]
+import os
+from dataclasses import replace
+
+from skyrl_agent.config.task_file import RuntimeSection
+from skyrl_agent.errors import ConfigError
+from skyrl_agent.runtimes.base import ExecResult, Limits, Runtime, RuntimeSpec, Snapshot
+from skyrl_agent.runtimes.host import HostRuntime
+
+__all__ = ["ExecResult", "Limits", "Runtime", "RuntimeSpec", "Snapshot", "make_runtime", "spec_with"]
+
+
+def make_runtime(spec: RuntimeSpec) -> Runtime:
+    """A runtime, not started. Kind `auto` is a server if there is a `url`, a container if there is an `image`, and else
+    what `skyrl_gym.sandbox.make_sandbox` chooses: bubblewrap, or a container where that does not work.
+
+    Raises:
+        ConfigError: kind `remote` has no url.
+    """
+    if spec.kind == "remote" or (spec.kind == "auto" and spec.url):
+        if not spec.url:
+            raise ConfigError("runtime.kind is 'remote', so runtime.url must be the address of a runtime server")
+        from skyrl_agent.runtimes.remote import RemoteRuntime
+
+        return RemoteRuntime(spec)
+    return HostRuntime(spec)
+
+
+def spec_with(section: RuntimeSection, spec: RuntimeSpec) -> RuntimeSpec:
+    """A task's wishes with the task file's `runtime` laid over them.
+
+    Raises:
+        ConfigError: `token_env` names a variable that is not set.
+    """
+    given = {name: value for name in ("kind", "image", "url", "lease_seconds") if (value := getattr(section, name))}
+    if section.token_env is not None:
+        given["token"] = os.environ.get(section.token_env)
+        if not given["token"]:
+            raise ConfigError(
+                f"runtime.token_env: the environment variable {section.token_env} is not set; it should hold the token "
+                "of the runtime server"
+            )
+    limits = spec.limits
+    if (seconds := section.command_timeout_seconds) is not None:
+        limits = replace(limits, wall_seconds=seconds, cpu_seconds=seconds)
+    if section.memory_bytes is not None:
+        limits = replace(limits, memory_bytes=section.memory_bytes)
+    return replace(spec, limits=limits, **given)

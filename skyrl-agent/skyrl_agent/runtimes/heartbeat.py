@@ -1,0 +1,88 @@
+"""What keeps this process's leases, and what cleans up after it: a thread, and a small process that outlives it.
+
+The thread renews; it needs no event loop, so a task that blocks one costs no runtime. The process waits for the end of
+this one, by whatever signal, and then removes what it left.
+"""
+
+import os
+import select
+import sys
+import threading
+from contextlib import suppress
+
+from skyrl_agent.runtimes.leases import Lease
+
+BEATS_PER_LEASE = 4
+LONGEST_PAUSE_SECONDS = 30.0
+
+
+class Heart:
+    """Of one process."""
+
+    def __init__(self) -> None:
+        self._held: set[Lease] = set()
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._watcher: tuple[int, int] | None = None
+        """Its process id, and a descriptor that becomes readable when it ends."""
+
+    def hold(self, lease: Lease) -> None:
+        """Renews the lease until it is dropped, or this process is gone."""
+        with self._lock:
+            self._held.add(lease)
+            self._keep_watched()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="skyrl-agent-heartbeat", daemon=True)
+                self._thread.start()
+        self._changed.set()
+
+    def drop(self, lease: Lease) -> None:
+        with self._lock:
+            self._held.discard(lease)
+
+    def _run(self) -> None:
+        while True:
+            self._changed.clear()
+            with self._lock:
+                held = list(self._held)
+                if held:
+                    self._keep_watched()
+            for lease in held:
+                with suppress(OSError):  # the next beat may
+                    lease.renew()
+            pause = min((lease.seconds / BEATS_PER_LEASE for lease in held), default=LONGEST_PAUSE_SECONDS)
+            self._changed.wait(min(pause, LONGEST_PAUSE_SECONDS))
+
+    def _keep_watched(self) -> None:
+        """Starts the watcher if there is none (any more)."""
+        if self._watcher is not None:
+            pid, descriptor = self._watcher
+            if not select.select([descriptor], [], [], 0)[0]:
+                return
+            os.close(descriptor)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        pid = start_watcher()
+        self._watcher = pid, os.pidfd_open(pid)
+
+
+def start_watcher() -> int:
+    """The process that removes what this one leaves behind: in a session of its own, deaf and mute."""
+    command = [sys.executable, "-m", "skyrl_agent.services.gc", "--watch", str(os.getpid())]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    silence = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDWR, 0)]
+    silence += [(os.POSIX_SPAWN_DUP2, 0, number) for number in (1, 2)]
+    return os.posix_spawn(sys.executable, command, environment, file_actions=silence, setsid=True)
+
+
+heart = Heart()
+
+
+def _after_fork() -> None:
+    """Neither threads nor leases come along into a forked process."""
+    global heart
+    heart = Heart()
+
+
+os.register_at_fork(after_in_child=_after_fork)

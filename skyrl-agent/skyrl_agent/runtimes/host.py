@@ -1,0 +1,237 @@
+"""A runtime on this machine: a place (`local`, `docker`), a lease, and calls that block made from threads."""
+
+import asyncio
+import base64
+import logging
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self, TypeVar
+
+from skyrl_agent.errors import InfraError
+from skyrl_agent.runtimes import heartbeat
+from skyrl_agent.runtimes.base import ExecResult, Limits, RuntimeSpec, Snapshot
+from skyrl_agent.runtimes.docker import DockerPlace
+from skyrl_agent.runtimes.leases import Lease
+from skyrl_agent.runtimes.local import LocalPlace, Place, ProcessPlace
+from skyrl_agent.runtimes.threads import in_thread
+from skyrl_gym.sandbox import command as commands
+from skyrl_gym.sandbox.backends import make_sandbox
+from skyrl_gym.sandbox.command import END_SECONDS, TURN_SECONDS, Command, as_bytes
+from skyrl_gym.sandbox.docker import START_SECONDS, DockerSandbox
+from skyrl_gym.sandbox.host import NOT_STARTED
+from skyrl_gym.sandbox.local import LocalSandbox
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CALL_SECONDS = 120.0
+"""Of reading, writing and closing."""
+MARGIN_SECONDS = 60.0
+SNAPSHOT_SECONDS = 600.0
+PACK = "chmod -R u+rX . 2>/dev/null; set -o pipefail; tar -czf - . | base64"
+UNPACK = ("tar", "-xpozf", "-")
+SHOWN_CHARACTERS = 2000
+"""Of the output of a setup command that failed."""
+
+
+def make_place(spec: RuntimeSpec) -> Place[Any]:
+    """
+    Raises:
+        InfraError: that kind does not work on this machine.
+    """
+    if spec.kind == "docker" or (spec.kind == "auto" and spec.image):
+        return DockerPlace(spec)
+    found = make_sandbox("auto" if spec.kind == "auto" else "local", limits=spec.limits)
+    if isinstance(found, DockerSandbox):
+        return DockerPlace(spec)
+    return LocalPlace(spec.limits) if isinstance(found, LocalSandbox) else ProcessPlace(spec.limits)
+
+
+class HostRuntime:
+    """A `Runtime`. Made by `make_runtime`."""
+
+    workdir, python = "/workspace", "python3"
+
+    def __init__(self, spec: RuntimeSpec) -> None:
+        self.id = uuid.uuid4().hex
+        self.spec = spec
+        self._lease: Lease | None = None
+        self._place: Place[Any] | None = None
+        self._command = _Command()
+        self._closed = False
+        self._lock = threading.Lock()
+        """Held by whichever thread uses the place."""
+
+    async def start(self) -> None:
+        try:
+            await self._call(START_SECONDS + MARGIN_SECONDS, self._open)
+            if self.spec.snapshot is not None and self.spec.snapshot.kind == "tar":
+                await self._unpack(as_bytes(self.spec.snapshot.value))
+            elif self.spec.snapshot is None:
+                for path, data in self.spec.files.items():
+                    await self.write(path, data)
+            for command in self.spec.setup:
+                _succeed(await self.exec(command), f"setup command {command!r}")
+        except BaseException:
+            await self.close()
+            raise
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float | None = None,
+        stdin: str | bytes = b"",
+        env: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
+    ) -> ExecResult:
+        limits = limits_for(limits or self.spec.limits, timeout)
+        argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
+        self._command = running = _Command()
+        seconds = TURN_SECONDS + limits.wall_seconds + 2 * END_SECONDS + MARGIN_SECONDS
+        try:
+            return await in_thread(
+                seconds, self._run, running, argv, as_bytes(stdin), {**self.spec.env, **(env or {})}, limits
+            )
+        except asyncio.CancelledError:
+            await in_thread(2 * END_SECONDS, running.cancel)
+            raise
+
+    async def write(self, path: str, data: str | bytes) -> None:
+        await self._call(CALL_SECONDS, lambda: self._started().write(path, data))
+
+    async def read(self, path: str) -> bytes:
+        return await self._call(CALL_SECONDS, lambda: self._started().read(path))
+
+    async def snapshot(self) -> Snapshot:
+        """Of the working directory, as a compressed tar."""
+        result = _succeed(await self.exec(PACK, limits=self._snapshot_limits()), "a snapshot")
+        return Snapshot("tar", await in_thread(CALL_SECONDS, base64.b64decode, result.stdout))
+
+    async def close(self) -> None:
+        self._closed = True
+        try:
+            await in_thread(CALL_SECONDS, self._close)
+        except Exception as error:  # whatever it is: the lease is not renewed any more, so others remove what is left
+            logger.warning("runtime %s could not be closed: %s", self.id, error)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def _open(self) -> None:
+        if self._place is not None:
+            raise InfraError(f"runtime {self.id} is started already")
+        place = make_place(self.spec)
+        self._lease = Lease.take(self.id, place.kind, self.spec.lease_seconds)
+        heartbeat.heart.hold(self._lease)
+        weakref.finalize(self, _give_up, self._lease)
+        self._place = place
+        place.open(self._lease)
+        self.workdir, self.python = place.workdir, place.python
+
+    def _run(
+        self, running: "_Command", argv: list[str], stdin: bytes, env: Mapping[str, str], limits: Limits
+    ) -> ExecResult:
+        with commands.background.turn(), self._lock:
+            result = running.run(self._started(), argv, stdin, env, limits)
+        if result.outcome == "exited" and result.returncode != 0 and (folder := self._started().full_disk()):
+            raise InfraError(f"the disk of {folder} is full")
+        return result
+
+    def _close(self) -> None:
+        if self._lease is not None:
+            heartbeat.heart.drop(self._lease)
+        self._command.cancel()
+        with self._lock:
+            if self._place is not None:
+                self._place.close()
+            if self._lease is not None:
+                _give_up(self._lease)
+
+    async def _unpack(self, archive: bytes) -> None:
+        _succeed(await self.exec(list(UNPACK), stdin=archive, limits=self._snapshot_limits()), "restoring a snapshot")
+
+    def _snapshot_limits(self) -> Limits:
+        """Wide enough for all that the workspace may hold, in base64."""
+        usual = self.spec.limits
+        size = 2 * usual.workspace_bytes + (1 << 20)
+        return replace(
+            limits_for(usual, SNAPSHOT_SECONDS),
+            output_bytes=size,
+            workspace_bytes=size,
+            processes=max(16, usual.processes),
+        )
+
+    async def _call(self, seconds: float, function: Callable[[], T]) -> T:
+        def locked() -> T:
+            with self._lock:
+                if self._closed:
+                    raise InfraError(f"runtime {self.id} is closed")
+                return function()
+
+        return await in_thread(seconds, locked)
+
+    def _started(self) -> Place[Any]:
+        if self._closed or self._place is None or self._lease is None:
+            raise InfraError(f"runtime {self.id} is not started, or closed")
+        if not self._lease.is_held:
+            raise InfraError(f"runtime {self.id} is gone: it had no heartbeat for {self._lease.seconds:g} s")
+        return self._place
+
+
+class _Command:
+    """One command, which another thread may end before it began or while it runs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._command: Command | None = None
+
+    def run(
+        self, place: Place[Any], argv: list[str], stdin: bytes, env: Mapping[str, str], limits: Limits
+    ) -> ExecResult:
+        with self._lock:
+            if self._cancelled:
+                raise InfraError("the command was cancelled before it began")
+            try:
+                self._command = command = place.begin(argv, env, limits)
+            except ValueError as error:  # what no system can start: a zero byte or megabytes in an argument
+                return ExecResult("exited", NOT_STARTED, "", f"{error}\n", 0.0)
+        try:
+            return command.communicate(stdin)
+        finally:
+            command.kill()
+            command.close()
+
+    def cancel(self) -> None:
+        """Returns when it has ended, with all that it started. May be called at any time."""
+        with self._lock:
+            self._cancelled = True
+        if self._command is not None and not self._command.ended:
+            self._command.kill()
+
+
+def limits_for(limits: Limits, timeout: float | None) -> Limits:
+    """With `timeout` for the wall clock; one process may compute for all of it."""
+    if timeout is None:
+        return limits
+    return replace(limits, wall_seconds=timeout, cpu_seconds=max(timeout, limits.cpu_seconds))
+
+
+def _succeed(result: ExecResult, what: str) -> ExecResult:
+    if not result.ok:
+        said = (result.stdout + result.stderr).strip()[-SHOWN_CHARACTERS:]
+        raise InfraError(f"{what} failed ({result.outcome}, exit status {result.returncode}): {said}")
+    return result
+
+
+def _give_up(lease: Lease) -> None:
+    heartbeat.heart.drop(lease)
+    lease.release()

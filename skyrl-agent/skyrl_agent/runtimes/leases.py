@@ -1,0 +1,154 @@
+"""Who owns which runtime, and until when: a small file each, whose modification time is the owner's last heartbeat."""
+
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Self
+
+from skyrl_agent.errors import InfraError
+
+FOLDER_VARIABLE = "SKYRL_AGENT_LEASES"
+UNREADABLE_SECONDS = 60.0
+"""After this, a record that cannot be read is no longer one that is being written."""
+
+
+def lease_folder() -> Path:
+    """Of this user's leases. The environment variable SKYRL_AGENT_LEASES moves it."""
+    if named := os.environ.get(FOLDER_VARIABLE):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyrl-agent" / "leases"
+
+
+@dataclass(frozen=True)
+class Lease:
+    """One runtime's.
+
+    Args:
+        process_start: of process `pid`, in clock ticks since the machine's start: tells it from a later one of that
+            number.
+        boot, namespace: in which that number means that process.
+        folder: what is to be removed, of a runtime on this machine. Containers carry the lease's id as a label.
+    """
+
+    id: str
+    kind: str
+    seconds: float
+    pid: int
+    process_start: int | None
+    host: str
+    boot: str
+    namespace: str
+    path: Path
+    folder: str = ""
+
+    @classmethod
+    def take(cls, id: str, kind: str, seconds: float) -> Self:
+        """A new one of this process, written down before there is anything to remove.
+
+        Raises:
+            InfraError: it cannot be written.
+        """
+        path = lease_folder() / f"{id}.json"
+        lease = cls(id, kind, seconds, os.getpid(), process_start(os.getpid()), *_surroundings(), path)
+        record = {name: value for name, value in asdict(lease).items() if name not in ("path", "folder")}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.touch(mode=0o600, exist_ok=False)
+            lease._append(record)
+        except OSError as error:
+            raise InfraError(
+                f"no lease of a runtime can be written in {path.parent} ({error}): {FOLDER_HELP}"
+            ) from error
+        return lease
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises ValueError for a file that is none (or only half written), FileNotFoundError."""
+        record: dict[str, object] = {}
+        for line in path.read_text().splitlines():
+            record |= json.loads(line)
+        try:
+            return cls(**record, path=path)  # pyright: ignore[reportArgumentType]
+        except TypeError as error:
+            raise ValueError(f"{path} is no lease: {error}") from error
+
+    def note(self, folder: str) -> None:
+        """Writes down what there is to remove."""
+        self._append({"folder": folder})
+
+    def renew(self) -> None:
+        with suppress(FileNotFoundError):  # it ended; the runtime's user will notice
+            now = time.time()  # ours, where a file server's clock may differ
+            os.utime(self.path, (now, now))
+
+    def release(self) -> None:
+        """There is nothing to remove any more. May be called more than once."""
+        if self.pid == os.getpid():  # not a forked process that ends
+            self.path.unlink(missing_ok=True)
+
+    @property
+    def is_held(self) -> bool:
+        """False once someone took it for left behind."""
+        return self.path.exists()
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last heartbeat. Raises FileNotFoundError."""
+        return time.time() - self.path.stat().st_mtime
+
+    @property
+    def owner_ended(self) -> bool | None:
+        """None where that cannot be seen from here: on another machine, or in a container beside this one."""
+        host, boot, namespace = _surroundings()
+        if self.host != host:
+            return None
+        if self.boot != boot:
+            return True
+        return process_start(self.pid) != self.process_start if self.namespace == namespace else None
+
+    def why_left_behind(self) -> str | None:
+        """None for one that is in use. Raises FileNotFoundError."""
+        if self.owner_ended:
+            return f"its owner, process {self.pid}, has ended"
+        return f"no heartbeat for {self.age:.0f} s" if self.age > self.seconds else None
+
+    def _append(self, record: dict[str, object]) -> None:
+        with open(self.path, "a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+FOLDER_HELP = f"set {FOLDER_VARIABLE} to a folder that can be written"
+
+
+def leases() -> list[Lease]:
+    """All of this user's. Files that were never finished are deleted on the way."""
+    found = []
+    for path in sorted(lease_folder().glob("*.json")):
+        with suppress(FileNotFoundError):
+            try:
+                found.append(Lease.read(path))
+            except ValueError:
+                if time.time() - path.stat().st_mtime > UNREADABLE_SECONDS:
+                    path.unlink()
+    return found
+
+
+def process_start(pid: int) -> int | None:
+    """When that process began, in clock ticks since the machine's start; None if there is none (or it is a zombie)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+@cache
+def _surroundings() -> tuple[str, str, str]:
+    """This machine, its boot, and the namespace of process numbers."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid")

@@ -1,0 +1,93 @@
+"""Removing what nobody holds any more: processes, folders and containers of leases whose owner is gone."""
+
+import fcntl
+import logging
+import os
+import signal
+import stat
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from skyrl_agent.errors import InfraError
+from skyrl_agent.runtimes.docker import containers_of, docker
+from skyrl_agent.runtimes.leases import Lease, leases
+from skyrl_gym.sandbox.workspace import PREFIX
+
+logger = logging.getLogger(__name__)
+
+END_SECONDS = 10.0
+DELETE_SECONDS = 120
+
+
+def sweep() -> tuple[list[Lease], dict[str, str]]:
+    """Removes all that is left behind: what was removed, and why the rest (by lease id) could not be."""
+    removed, failed = [], {}
+    for lease in leases():
+        try:
+            if remove(lease):
+                removed.append(lease)
+        except FileNotFoundError:  # closed, or removed by someone else, at this moment
+            continue
+        except (InfraError, OSError, subprocess.TimeoutExpired) as error:
+            failed[lease.id] = str(error)
+            logger.warning("runtime %s is left behind and could not be removed: %s", lease.id, error)
+    return removed, failed
+
+
+def remove(lease: Lease) -> bool:
+    """Removes the runtime of a lease if it is left behind, and then the lease. False if it is in use or someone else is
+    at it. Raises InfraError, OSError, subprocess.TimeoutExpired; FileNotFoundError if it is gone already."""
+    with open(lease.path) as record:
+        try:
+            fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        lease = Lease.read(lease.path)
+        if lease.why_left_behind() is None:
+            return False
+        if lease.folder:
+            _remove_folder(lease.folder)
+        if lease.kind == "docker" and (containers := containers_of(lease.id)):
+            docker(["rm", "--force", "--volumes", *containers])
+        lease.path.unlink()
+    return True
+
+
+def _remove_folder(folder: str) -> None:
+    """With the processes that work in it."""
+    if not os.path.basename(folder).startswith(PREFIX):
+        raise InfraError(f"{folder} is not a sandbox's folder, and stays")
+    _end_processes(folder)
+    with suppress(FileNotFoundError):
+        about = os.lstat(folder)
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+            raise InfraError(f"{folder} is not a folder of ours, and stays")
+        for command in (["chmod", "-R", "u+rwx", "--", folder], ["rm", "-rf", "--", folder]):
+            subprocess.run(command, stderr=subprocess.DEVNULL, timeout=DELETE_SECONDS, check=False)
+    if os.path.lexists(folder):
+        raise InfraError(f"the sandbox's folder {folder} could not be deleted")
+
+
+def _end_processes(folder: str) -> None:
+    """Those that name it: bubblewrap in its arguments (all inside ends with it), others in their environment."""
+    deadline = time.monotonic() + END_SECONDS
+    while any([_kill_if(pid, f"{folder}/".encode()) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))]):
+        if time.monotonic() > deadline:
+            raise InfraError(f"processes in {folder} could not be ended within {END_SECONDS:g} s")
+        time.sleep(0.02)
+
+
+def _kill_if(pid: int, names: bytes) -> bool:
+    if pid == os.getpid():
+        return False
+    with suppress(OSError):
+        descriptor = os.pidfd_open(pid)  # first: the number is then that process's while we look
+        try:
+            if any(names in Path(f"/proc/{pid}/{file}").read_bytes() for file in ("cmdline", "environ")):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                return True
+        finally:
+            os.close(descriptor)
+    return False

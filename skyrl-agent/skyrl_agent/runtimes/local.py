@@ -1,0 +1,74 @@
+"""Places on this machine, made of the gym's sandboxes: bubblewrap, or plain processes for code that one trusts."""
+
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from skyrl_agent.errors import InfraError
+from skyrl_agent.runtimes.base import Limits
+from skyrl_agent.runtimes.leases import Lease
+from skyrl_gym.sandbox.command import Command
+from skyrl_gym.sandbox.host import FilesType, HostSandbox
+from skyrl_gym.sandbox.local import LocalSandbox
+from skyrl_gym.sandbox.process import ProcessSandbox
+from skyrl_gym.sandbox.workspace import Workspace
+
+SPARE_BYTES = 1 << 20
+"""A disk with less room than this is full."""
+
+
+class Place(HostSandbox[FilesType]):
+    """A sandbox with a lease, whose commands another thread may end."""
+
+    kind: str
+    workdir: str
+
+    def open(self, lease: Lease) -> None:
+        """Starts it, and writes down in the lease what there is to remove. Raises InfraError."""
+        raise NotImplementedError
+
+    def begin(self, command: Sequence[str], env: Mapping[str, str] | None, limits: Limits) -> Command:
+        """Starts a command. Raises InfraError, and ValueError for what no system can start."""
+        return Command(self._launch(command, env, limits), limits)
+
+    def full_disk(self) -> str | None:
+        """The folder whose disk, shared with everything else on the machine, has no room; None if it has."""
+        return None
+
+
+class WorkspacePlace(Place[Workspace]):
+    def open(self, lease: Lease) -> None:
+        self.start()
+        lease.note(self._started().root)
+
+    def write(self, path: str, data: str | bytes) -> None:
+        """A file that was there keeps its mode."""
+        file = os.path.join(self._started().files, path)
+        mode = None
+        with suppress(OSError, ValueError):
+            about = os.lstat(file)
+            mode = stat.S_IMODE(about.st_mode) if stat.S_ISREG(about.st_mode) else None
+        try:
+            super().write(path, data)
+            if mode is not None:
+                os.chmod(file, mode)  # no link leads here, or `write` had refused
+        except OSError as error:
+            raise InfraError(f"{self._started().root} cannot be written: {error}") from error
+
+    def full_disk(self) -> str | None:
+        root = self._started().root
+        about = os.statvfs(root)
+        return root if about.f_bavail * about.f_frsize < SPARE_BYTES else None
+
+
+class LocalPlace(LocalSandbox, WorkspacePlace):
+    kind, workdir = "local", "/workspace"
+
+
+class ProcessPlace(ProcessSandbox, WorkspacePlace):
+    kind = "process"
+
+    @property
+    def workdir(self) -> str:
+        return self._started().files

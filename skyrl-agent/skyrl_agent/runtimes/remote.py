@@ -1,0 +1,230 @@
+"""A runtime behind `python -m skyrl_agent.services.runtime`, on whatever machine that runs."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any, NoReturn, Self
+from urllib.parse import quote
+
+import httpx
+from pydantic import ValidationError
+
+from skyrl_agent.errors import ConfigError, InfraError
+from skyrl_agent.runtimes.base import ExecResult, Limits, RuntimeSpec, Snapshot
+from skyrl_agent.runtimes.wire import (
+    LOOPBACK_NAMES,
+    POLL_SECONDS,
+    Body,
+    CommandState,
+    NewCommand,
+    NewRuntime,
+    Problem,
+    RuntimeState,
+)
+from skyrl_gym.sandbox.command import TURN_SECONDS, as_bytes
+from skyrl_gym.services import origin_of
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 1800.0
+"""Room on the server, an image, setup commands."""
+REQUEST_SECONDS = 60.0
+"""Of one attempt, beside what it waits on purpose."""
+RETRY_SECONDS = 60.0
+"""How long a server may be away."""
+FIRST_PAUSE_SECONDS = 0.2
+LONGEST_PAUSE_SECONDS = 5.0
+MARGIN_SECONDS = 120.0
+CANCEL_SECONDS = 10.0
+BEATS_PER_LEASE = 4
+
+
+class RemoteRuntime:
+    """A `Runtime`. Made by `make_runtime`.
+
+    A request without an answer is made again, for a while: ids make that safe. Bodies and files pass in memory.
+    """
+
+    workdir, python = "/workspace", "python3"
+
+    def __init__(self, spec: RuntimeSpec) -> None:
+        self.id = uuid.uuid4().hex
+        self.spec = spec
+        url = spec.url or ""
+        try:
+            origin_of(url, "runtime.url")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        self._url = f"{url.rstrip('/')}/runtimes/{self.id}"
+        self._client: httpx.AsyncClient | None = None
+        self._heartbeat: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        if self._client is not None:
+            raise InfraError(f"runtime {self.id} is started already")
+        headers = {"Authorization": f"Bearer {self.spec.token}"} if self.spec.token else {}
+        is_loopback = httpx.URL(self._url).host in LOOPBACK_NAMES  # which a proxy of the machine's does not know
+        self._client = httpx.AsyncClient(headers=headers, verify=_certificates(), trust_env=not is_loopback)
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            state = await self._ask(RuntimeState, "PUT", body=self._wishes(), retry_seconds=START_SECONDS)
+            self._heartbeat = asyncio.create_task(self._beat())
+            while not state.ready:
+                if time.monotonic() > deadline:
+                    raise InfraError(f"runtime {self.id} at {self.spec.url} was not ready within {START_SECONDS:g} s")
+                state = await self._ask(RuntimeState, "GET")
+            self.workdir, self.python = state.workdir, state.python
+        except BaseException:
+            await self.close()
+            raise
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float | None = None,
+        stdin: str | bytes = b"",
+        env: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
+    ) -> ExecResult:
+        body = NewCommand(
+            command=command if isinstance(command, str) else list(command),
+            stdin=as_bytes(stdin),
+            env=dict(env or {}),
+            timeout=timeout,
+            limits=limits,
+        )
+        path = f"/commands/{uuid.uuid4().hex}"
+        seconds = timeout or (limits or self.spec.limits).wall_seconds
+        deadline = time.monotonic() + seconds + TURN_SECONDS + MARGIN_SECONDS
+        try:
+            state = await self._ask(CommandState, "PUT", path, body=body)
+            while state.result is None:
+                if time.monotonic() > deadline:
+                    raise InfraError(f"a command in runtime {self.id} did not end long after its {seconds:g} s")
+                state = await self._ask(CommandState, "GET", path)
+            return state.result
+        except asyncio.CancelledError:
+            with suppress(InfraError):
+                await self._request("DELETE", path, retry_seconds=CANCEL_SECONDS)
+            raise
+
+    async def write(self, path: str, data: str | bytes) -> None:
+        await self._request("PUT", f"/files?path={quote(path, safe='')}", content=as_bytes(data))
+
+    async def read(self, path: str) -> bytes:
+        return await self._request("GET", f"/files?path={quote(path, safe='')}")
+
+    async def snapshot(self) -> Snapshot:
+        return Snapshot("tar", await self._request("GET", "/snapshot", wait=TURN_SECONDS))
+
+    async def close(self) -> None:
+        client, heartbeat = self._client, self._heartbeat
+        if client is None or client.is_closed:
+            return
+        if heartbeat is not None:
+            heartbeat.cancel()
+        try:
+            await self._request("DELETE", retry_seconds=CANCEL_SECONDS)
+        except Exception as error:  # the server closes it when its lease ends
+            logger.warning("runtime %s at %s could not be closed: %s", self.id, self.spec.url, error)
+        finally:
+            await client.aclose()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def _wishes(self) -> NewRuntime:
+        spec, snapshot = self.spec, self.spec.snapshot
+        is_image = snapshot is not None and snapshot.kind == "image"
+        return NewRuntime(
+            image=str(snapshot.value) if snapshot is not None and is_image else spec.image,
+            files={path: as_bytes(data) for path, data in spec.files.items()} if snapshot is None else {},
+            setup=spec.setup,
+            env=dict(spec.env),
+            limits=spec.limits,
+            lease_seconds=spec.lease_seconds,
+            snapshot=as_bytes(snapshot.value) if snapshot is not None and not is_image else None,
+        )
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self.spec.lease_seconds / BEATS_PER_LEASE)
+            with suppress(InfraError):  # whoever uses the runtime will hear of it
+                await self._request("POST", "/lease", retry_seconds=0)
+
+    async def _ask(
+        self, kind: type["Answer"], method: str, path: str = "", *, body: Body | None = None, **settings: Any
+    ) -> Any:
+        content = body.model_dump_json().encode() if body else None
+        answer = await self._request(method, f"{path}?wait={POLL_SECONDS:g}", content, wait=POLL_SECONDS, **settings)
+        try:
+            return kind.model_validate_json(answer)
+        except ValidationError as error:
+            raise InfraError(f"{self.spec.url} answered what no runtime server does: {error}") from None
+
+    async def _request(
+        self,
+        method: str,
+        path: str = "",
+        content: bytes | None = None,
+        *,
+        wait: float = 0.0,
+        retry_seconds: float = RETRY_SECONDS,
+    ) -> bytes:
+        """
+        Raises:
+            InfraError, ValueError, FileNotFoundError: what the server says; InfraError if it says nothing for so long.
+        """
+        if self._client is None or self._client.is_closed:
+            raise InfraError(f"runtime {self.id} is not started, or closed")
+        pause, deadline = FIRST_PAUSE_SECONDS, time.monotonic() + retry_seconds
+        while True:
+            try:
+                answer = await self._client.request(
+                    method, self._url + path, content=content, timeout=httpx.Timeout(REQUEST_SECONDS + wait, connect=10)
+                )
+                if answer.is_success:
+                    return answer.content
+                problem = _problem(answer)
+            except httpx.HTTPError as error:
+                problem = f"{type(error).__name__}: {error}"
+            if isinstance(problem, Problem) and problem.kind != "full":
+                self._raise(problem)
+            if time.monotonic() + pause > deadline:
+                said = problem.message if isinstance(problem, Problem) else problem
+                raise InfraError(f"the runtime server {self.spec.url} failed for {retry_seconds:g} s; last: {said}")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _raise(self, problem: Problem) -> NoReturn:
+        if problem.kind == "missing_file":
+            raise FileNotFoundError(problem.message)
+        if problem.kind == "value":
+            raise ValueError(problem.message)
+        raise InfraError(f"{self.spec.url}: {problem.message}")
+
+
+Answer = RuntimeState | CommandState
+
+
+def _problem(answer: httpx.Response) -> Problem | str:
+    """Text where it is not the server who answers but something before it."""
+    try:
+        return Problem.model_validate_json(answer.content)
+    except ValidationError:
+        return f"status {answer.status_code}: {answer.text:.300}"
+
+
+@cache
+def _certificates() -> Any:
+    """Read once: that takes longer than many a request."""
+    return httpx.create_ssl_context()

@@ -1,0 +1,51 @@
+"""Calls that block, made from a task: each in a daemon thread of its own, so that hundreds may wait at a time."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from skyrl_agent.errors import InfraError
+
+T = TypeVar("T")
+
+
+async def in_thread(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
+    """The result of `function(*arguments)`. A cancelled caller does not end the call; its result is then dropped.
+
+    Raises:
+        InfraError: it did not come back within `seconds`, or no thread could be started.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def deliver(result: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function(*arguments)
+        except BaseException as raised:  # carried to the caller, whatever it is
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(deliver, result, error)
+
+    try:
+        threading.Thread(target=work, name="skyrl-agent-runtime", daemon=True).start()
+    except RuntimeError as error:
+        raise InfraError(f"no thread for a runtime: {error}") from error
+    try:
+        await asyncio.wait([future], timeout=seconds)
+        if not future.done():
+            name = getattr(function, "__qualname__", str(function))
+            raise InfraError(f"{name} did not return within {seconds:g} s")
+        return future.result()
+    finally:
+        future.cancel()

@@ -1,0 +1,84 @@
+"""Lists, and removes, runtimes whose owner is gone.
+
+python -m skyrl_agent.services.gc [--remove] [--json]
+"""
+
+import argparse
+import json
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+from skyrl_agent.runtimes.leases import Lease, lease_folder, leases
+from skyrl_agent.runtimes.leftovers import sweep
+
+SWEEP_SECONDS = 10.0
+RETRY_SECONDS = 0.2
+GIVE_UP_SECONDS = 600.0
+
+
+def describe(lease: Lease) -> dict[str, Any]:
+    """Raises FileNotFoundError if it is gone."""
+    return {
+        "id": lease.id,
+        "kind": lease.kind,
+        "owner": lease.pid,
+        "host": lease.host,
+        "heartbeat_seconds_ago": round(lease.age, 1),
+        "lease_seconds": lease.seconds,
+        "folder": lease.folder,
+        "left_behind": lease.why_left_behind(),
+    }
+
+
+def table(rows: list[dict[str, Any]], outcome: dict[str, str]) -> str:
+    lines = []
+    for row in rows:
+        state = outcome.get(row["id"]) or (f"left behind: {row['left_behind']}" if row["left_behind"] else "in use")
+        lines.append(f"{row['id'][:12]}  {row['kind']:8} process {row['owner']} on {row['host']}  {state}")
+    return "\n".join(lines) or f"no leases in {lease_folder()}"
+
+
+def watch(owner: int) -> None:
+    """Started by a process that owns runtimes: waits for its end, removes what it left, and ends."""
+    os.chdir("/")
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(owner)
+        while os.getppid() == owner and not select.select([descriptor], [], [], SWEEP_SECONDS)[0]:
+            sweep()
+    give_up = time.monotonic() + GIVE_UP_SECONDS
+    while any(lease.pid == owner and lease.owner_ended for lease in leases()) and time.monotonic() < give_up:
+        sweep()
+        time.sleep(RETRY_SECONDS)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="skyrl_agent.services.gc", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--remove", action="store_true", help="remove what is left behind; what is in use stays")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--watch", type=int, metavar="PID", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.watch is not None:
+        watch(options.watch)
+        return 0
+    rows = []
+    for lease in leases():
+        with suppress(FileNotFoundError):
+            rows.append(describe(lease))
+    removed, failed = sweep() if options.remove else ([], {})
+    if options.json:
+        print(json.dumps({"leases": rows, "removed": [lease.id for lease in removed], "failed": failed}, indent=2))
+    else:
+        outcome = {lease.id: "removed" for lease in removed} | {id: f"failed: {why}" for id, why in failed.items()}
+        print(table(rows, outcome))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

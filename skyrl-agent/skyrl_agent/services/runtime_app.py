@@ -1,0 +1,167 @@
+"""The addresses of a runtime server (`runtimes.wire` lists them): bytes to wishes, answers to bytes."""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, FastAPI, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+
+from skyrl_agent.errors import InfraError
+from skyrl_agent.runtimes.wire import (
+    ID,
+    LOOPBACK_NAMES,
+    POLL_SECONDS,
+    CommandState,
+    NewCommand,
+    NewRuntime,
+    Problem,
+    ProblemKind,
+    RuntimeState,
+)
+from skyrl_agent.services.hosting import Full, Gone, Host, HostSettings
+
+Id = Annotated[str, Path(pattern=ID)]
+Wait = Annotated[float, Query(ge=0, le=POLL_SECONDS)]
+Wishes = TypeVar("Wishes", bound=BaseModel)
+
+
+class Refused(Exception):
+    def __init__(self, status: int, kind: ProblemKind, message: str) -> None:
+        self.status, self.problem = status, Problem(kind=kind, message=message)
+
+
+def create_app(settings: HostSettings, token: str | None = None) -> FastAPI:
+    """
+    Args:
+        token: what a client must show. None: any on this machine is let in, but for pages that a browser shows.
+    """
+    host = Host(settings)
+
+    @contextlib.asynccontextmanager
+    async def keeping(_: FastAPI) -> AsyncIterator[None]:
+        keeper = asyncio.create_task(host.keep())
+        yield
+        keeper.cancel()
+        await host.shut_down()
+
+    async def admit(request: Request) -> None:
+        if token is None:
+            if request.url.hostname not in LOOPBACK_NAMES:  # a page whose name was made to mean this machine
+                raise Refused(403, "unauthorized", f"this server has no token and answers to {LOOPBACK_NAMES} only")
+        elif not secrets.compare_digest(
+            request.headers.get("authorization", "").encode(errors="replace"), f"Bearer {token}".encode()
+        ):
+            raise Refused(401, "unauthorized", "the bearer token is missing or wrong")
+
+    app = FastAPI(title="Runtimes", lifespan=keeping, dependencies=[Depends(admit)], openapi_url=None)
+    app.add_exception_handler(InfraError, _answer_with(500, "infrastructure"))
+    app.add_exception_handler(ValueError, _answer_with(422, "value"))
+    app.add_exception_handler(FileNotFoundError, _answer_with(404, "missing_file"))
+    app.add_exception_handler(Full, _answer_with(503, "full"))
+    app.add_exception_handler(Gone, _answer_with(410, "gone"))
+    app.add_exception_handler(RequestValidationError, _answer_with(400, "request"))
+    app.add_exception_handler(Refused, _refuse)
+
+    async def body(request: Request) -> bytes:
+        """Raises Refused for one that is too long, before all of it is read."""
+        rule = f"a request may have {settings.max_body_bytes} bytes"
+        if int(request.headers.get("content-length", 0)) > settings.max_body_bytes:
+            raise Refused(413, "request", rule)
+        content = bytearray()
+        async for chunk in request.stream():
+            content += chunk
+            if len(content) > settings.max_body_bytes:
+                raise Refused(413, "request", rule)
+        return bytes(content)
+
+    async def wishes(kind: type[Wishes], request: Request) -> Wishes:
+        try:
+            return kind.model_validate_json(await body(request))
+        except ValidationError as error:
+            raise Refused(400, "request", str(error)) from None
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        return {"runtimes": host.num_runtimes, "max_runtimes": settings.max_runtimes, "kind": settings.kind}
+
+    async def runtime_state(id: str, wait: float) -> RuntimeState:
+        starting = host.find(id).starting
+        await asyncio.wait([starting], timeout=wait)
+        if not starting.done():
+            return RuntimeState(ready=False)
+        runtime = host.ready(id)
+        return RuntimeState(ready=True, workdir=runtime.workdir, python=runtime.python)
+
+    @app.put("/runtimes/{id}")
+    async def make(id: Id, request: Request, wait: Wait = 0.0) -> RuntimeState:
+        host.make(id, await wishes(NewRuntime, request))
+        return await runtime_state(id, wait)
+
+    @app.get("/runtimes/{id}")
+    async def state(id: Id, wait: Wait = 0.0) -> RuntimeState:
+        return await runtime_state(id, wait)
+
+    @app.post("/runtimes/{id}/lease")
+    async def renew(id: Id) -> Response:
+        host.find(id)
+        return Response(status_code=204)
+
+    @app.delete("/runtimes/{id}")
+    async def close(id: Id) -> Response:
+        await host.close(id)
+        return Response(status_code=204)
+
+    async def command_state(id: str, command_id: str, wait: float) -> CommandState:
+        running = host.command(id, command_id)
+        await asyncio.wait([running], timeout=wait)
+        if running.cancelled():
+            raise InfraError("the command was cancelled")
+        return CommandState(result=running.result() if running.done() else None)
+
+    @app.put("/runtimes/{id}/commands/{command_id}")
+    async def run(id: Id, command_id: Id, request: Request, wait: Wait = 0.0) -> CommandState:
+        host.run(id, command_id, await wishes(NewCommand, request))
+        return await command_state(id, command_id, wait)
+
+    @app.get("/runtimes/{id}/commands/{command_id}")
+    async def result(id: Id, command_id: Id, wait: Wait = 0.0) -> CommandState:
+        return await command_state(id, command_id, wait)
+
+    @app.delete("/runtimes/{id}/commands/{command_id}")
+    async def cancel(id: Id, command_id: Id) -> Response:
+        await host.cancel(id, command_id)
+        return Response(status_code=204)
+
+    @app.put("/runtimes/{id}/files")
+    async def write(id: Id, path: str, request: Request) -> Response:
+        await host.ready(id).write(path, await body(request))
+        return Response(status_code=204)
+
+    @app.get("/runtimes/{id}/files")
+    async def read(id: Id, path: str) -> Response:
+        return Response(await host.ready(id).read(path), media_type="application/octet-stream")
+
+    @app.get("/runtimes/{id}/snapshot")
+    async def snapshot(id: Id) -> Response:
+        taken = await host.ready(id).snapshot()
+        assert isinstance(taken.value, bytes)
+        return Response(taken.value, media_type="application/gzip")
+
+    return app
+
+
+def _answer_with(status: int, kind: ProblemKind) -> Any:
+    async def answer(_: Request, error: Exception) -> Response:
+        return JSONResponse(Problem(kind=kind, message=str(error)).model_dump(), status_code=status)
+
+    return answer
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return JSONResponse(error.problem.model_dump(), status_code=error.status)
