@@ -1,0 +1,238 @@
+"""A conversation as a model reads it, token in, token out: what the model wrote is never encoded again."""
+
+import logging
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from skyrl_agent.errors import ConfigError
+from skyrl_agent.functional.encoding import MessageEncoder
+from skyrl_agent.functional.utils import Observation, TokensWithLogprobs, Transition
+from skyrl_agent.types import Message, MetaInfo
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class Break:
+    """A place where the chat template did not just append, so that a new training row begins."""
+
+    message_index: int
+    """Of the message that is written differently than before, in `Dialogue.messages`."""
+    role: str
+    why: str
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """What the model reads next."""
+
+    ids: list[int]
+    text: str
+    """What the template writes for it from where the last answer begins; after a break, from the beginning."""
+    broken: Break | None = None
+
+
+class Dialogue:
+    """Messages in, ids out: `input_ids()`, then `add_answer`, then `add` what came of it, and again.
+
+    The ids of a turn are those of the turn before, what the model wrote, and the ids of what the template puts between
+    there and the next header (the end of the turn, where the model was cut short before it; all messages since). If the
+    template appends nothing but that, `transitions` merge into one training row. If it writes something earlier anew
+    (drops a thought, moves the tools), that is a `Break`: everything is encoded anew and a new row begins.
+
+    What is verified, and when. The text between two answers is looked up in a conversation of one question (cost: that
+    of the step). The first time that a kind of step occurs with an encoder, and each time the number of messages has
+    doubled, the whole conversation is rendered too: its text must be the text so far and the looked-up step, character
+    by character. A kind is the `MessageEncoder.shape` of the answer and of the messages after it, and the set of all
+    shapes before. So the cost of T turns is that of T steps and of log(T) whole renderings; a template that counts
+    messages or compares them is noticed at the next doubling, not at once. White space and the spelling of structured
+    calls may differ between what the model wrote and what the template writes of it: the model's own tokens stay.
+
+    A server that tells no ids: its text is encoded, without an end of turn, and has no log-probs.
+
+    Args:
+        messages: what stands before the first answer.
+    """
+
+    def __init__(self, encoder: MessageEncoder, messages: Sequence[Message]) -> None:
+        self.encoder = encoder
+        self.transitions: list[Transition] = []
+        self.breaks: list[Break] = []
+        self.restart(messages)
+
+    def restart(self, messages: Sequence[Message]) -> None:
+        """The conversation is these messages now. Transitions stay; the next one begins a new training row."""
+        self.messages: list[Message] = list(messages)
+        self._answers: list[int] = []
+        """Indices of the answers since the last break."""
+        self._texts: list[str] = []
+        """What the template wrote before each of them, after the one before it."""
+        self._written: list[int] = []
+        """Ids up to and including the last answer."""
+        self._seen: frozenset[Any] = frozenset()
+        """Shapes of the messages before the last answer."""
+        self._num_seen = 0
+        self._verify_at = 0
+        self._prompt: _Prompt | None = None
+        self._prompt_length: int | None = None
+
+    def add(self, *messages: Message) -> None:
+        """What the model reads after its last answer."""
+        if messages:
+            self.messages += messages
+            self._prompt = None
+
+    def input_ids(self) -> list[int]:
+        """What the model reads next, up to the header after which it writes.
+
+        Raises:
+            ConfigError: the template cannot render these messages.
+        """
+        return list(self._next().ids)
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Tokens after the initial prompt, the model's and the tools' together."""
+        if self._prompt_length is None:
+            return 0
+        nothing_added = len(self.messages) == self._answers[-1] + 1
+        return len(self._written if nothing_added else self._next().ids) - self._prompt_length
+
+    def add_answer(self, text: str, meta: MetaInfo, message: Message | None = None) -> Transition:
+        """Takes what the model wrote after `input_ids()`.
+
+        Args:
+            message: how the template is to read it, as a format's `answer_message` says; None: the text as it is.
+
+        Raises:
+            BackendError: the answer's log-probs are not one a token.
+        """
+        prompt = self._next()
+        written = TokensWithLogprobs.of_answer(text, meta)
+        if written.token_ids is None:
+            written = replace(written, token_ids=self.encoder.ids_after(text))
+        metrics = {"finish_reason": meta.get("finish_reason")}
+        self.transitions.append(Transition(Observation(prompt.ids), written, metrics=metrics))
+        if prompt.broken:
+            self.breaks.append(prompt.broken)
+            self._answers, self._texts = [], []
+        if self._prompt_length is None:
+            self._prompt_length = len(prompt.ids)
+        self._seen |= {self.encoder.shape(message) for message in self.messages[self._num_seen :]}
+        self._num_seen = len(self.messages)
+        self._answers.append(len(self.messages))
+        self._texts.append(prompt.text)
+        self._written = [*prompt.ids, *(written.token_ids or [])]
+        text = text.removesuffix(self.encoder.end_of_text)
+        self.messages.append(dict(message) if message else {"role": "assistant", "content": text})
+        self._prompt = None
+        return self.transitions[-1]
+
+    def _next(self) -> _Prompt:
+        if self._prompt is None:
+            self._prompt = self._following() if self._answers else self._anew()
+        return self._prompt
+
+    def _anew(self, broken: Break | None = None) -> _Prompt:
+        if broken:
+            added = tuple(message["role"] for message in self.messages[self._answers[-1] + 1 :])
+            _warn(self.encoder.chat_template, broken.role, added, broken)
+        text = self.encoder.text(self.messages, add_generation_prompt=True)
+        return _Prompt(self.encoder.ids(text), text, broken)
+
+    def _following(self) -> _Prompt:
+        index = self._answers[-1]
+        answer, added = self.messages[index], self.messages[index + 1 :]
+        kind = (self._seen, self.encoder.shape(answer), *map(self.encoder.shape, added))
+        step = self.encoder.step(answer, added)
+        if step is None or kind not in self.encoder.trusted or len(self.messages) >= self._verify_at:
+            before, whole = "".join(self._texts), self.encoder.text(self.messages, add_generation_prompt=True)
+            if not whole.startswith(before):
+                return self._anew(self._rewritten(before, whole))
+            self._verify_at = 2 * len(self.messages)
+            if whole[len(before) :] == step:
+                self.encoder.trusted.add(kind)
+            step = whole[len(before) :]
+        try:
+            end = self._end_of_answer(answer, step)
+        except _OtherwiseWritten as difference:
+            return self._anew(Break(index, "assistant", str(difference)))
+        return _Prompt(self._written + self.encoder.ids_after(step[end:]), step)
+
+    def _end_of_answer(self, answer: Message, step: str) -> int:
+        """How much of `step` the model wrote itself."""
+        ids = self.transitions[-1].ac.token_ids or []
+        written = self.encoder.decode(ids)
+        if step.startswith(written):
+            return len(written)
+        body, end = self.encoder.split_at_end(step[: _agreement(step, self.encoder.last_answer(answer) or "")])
+        wrote_end = bool(ids) and self.encoder.is_special(ids[-1])
+        own = written.removesuffix(self.encoder.decode(ids[-1:])) if wrote_end else written
+        if not end or not _says_the_same(answer, own, body):
+            raise _OtherwiseWritten(f"the model wrote {_shown(own)} and the template writes {_shown(body or step)}")
+        if wrote_end and self.encoder.decode(ids[-1:]) != end:
+            raise _OtherwiseWritten(f"the model ended it with {self.encoder.decode(ids[-1:])}, the template with {end}")
+        return len(body) + (len(end) if wrote_end else 0)
+
+    def _rewritten(self, before: str, whole: str) -> Break:
+        """Names the message where the template's text differs from what it was."""
+        at = _agreement(before, whole)
+        turn = bisect_right(list(accumulate(map(len, self._texts))), at)
+        first = self._answers[turn - 1] if turn else 0
+
+        def ends_beyond(index: int) -> bool:
+            try:
+                return self.encoder.text(self.messages[: index + 1]).startswith(before[: at + 1])
+            except ConfigError:
+                return False
+
+        index = bisect_left(range(self._answers[turn]), True, lo=first, key=ends_beyond)
+        why = f"{_shown(before[at:])} became {_shown(whole[at:])} when message {len(self.messages) - 1} was added"
+        return Break(index, str(self.messages[index].get("role")), why)
+
+
+class _OtherwiseWritten(Exception):
+    """The template's text of an answer is another than the model's."""
+
+
+def _says_the_same(answer: Message, written: str, body: str) -> bool:
+    """But for white space; and of structured calls the arguments' spelling."""
+    parts = [answer.get(field) or "" for field in ("content", "thinking", "reasoning_content")]
+    names = [call["function"]["name"] for call in answer.get("tool_calls") or []]
+    if not names and not any(parts[1:]):
+        return _squeezed(written) == _squeezed(body)
+    kept = all(_squeezed(part) in _squeezed(body) for part in parts)
+    return kept and all(body.count(name) >= names.count(name) for name in names)
+
+
+def _agreement(a: str, b: str) -> int:
+    """Characters up to the first difference."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}...")
+
+
+def _warn(template: str, role: str, added: tuple[str, ...], broken: Break) -> None:
+    if (template, role, added) not in _warned:
+        _warned.add((template, role, added))
+        logger.warning(
+            "the chat template does not only append: message %d (%s): %s. From here a new training row begins, and "
+            "wherever this happens again (said once). A template that keeps thoughts: generator.qwen3_acc_thinking",
+            broken.message_index,
+            role,
+            broken.why,
+        )
+
+
+_warned: set[tuple[str, str, tuple[str, ...]]] = set()
