@@ -1,0 +1,130 @@
+"""A fixed pool of environments: lent for a life, replaced when they may be broken, closed at the end."""
+
+import asyncio
+
+import pytest
+
+from skyrl_agent.dispatcher import virtual_time
+from skyrl_agent.dispatcher.dispatch import Dispatch
+from skyrl_agent.errors import InfraError
+
+from .staged_trajectory import Staged, World, dispatched, hang, section, stubborn
+
+
+class Machines:
+    """Makes and closes them; each is its number and which of that number it is."""
+
+    def __init__(self, seconds: float = 0.0, failures: int = 0) -> None:
+        self.made: list[tuple[int, int]] = []
+        self.closed: list[tuple[int, int]] = []
+        self.seconds, self.failures = seconds, failures
+
+    async def make(self, place: int) -> tuple[int, int]:
+        await asyncio.sleep(self.seconds)
+        if self.failures:
+            self.failures -= 1
+            raise InfraError("no machine to be had")
+        self.made.append((place, sum(made[0] == place for made in self.made)))
+        return self.made[-1]
+
+    async def close(self, machine: tuple[int, int]) -> None:
+        self.closed.append(machine)
+
+
+def pool(machines: Machines, count: int = 2, **settings) -> Dispatch:
+    given = section("async_fix_pool", num_environments=count, **settings)
+    return Dispatch(given, make_environment=machines.make, close_environment=machines.close)
+
+
+def test_each_environment_serves_one_trajectory_at_a_time_for_its_whole_life():
+    world, machines = World(), Machines()
+    trajectories = [Staged(world, "abcdef"[i], generate=[1.0 + i % 2]) for i in range(6)]
+    dispatched(lambda: pool(machines), trajectories)
+    assert world.peak["open"] == 2
+    assert sorted(machines.made) == sorted(machines.closed) == [(0, 0), (1, 0)]
+    assert {environment for _, environment in world.environments} == {(0, 0), (1, 0)}
+    assert all(t.result.reward == 1.0 for t in trajectories)
+
+
+def test_no_more_environments_than_trajectories_are_made():
+    machines = Machines()
+    dispatched(lambda: pool(machines, count=5), [Staged(World())])
+    assert machines.made == [(0, 0)]
+
+
+def test_without_a_maker_the_number_of_the_place_is_lent():
+    world = World()
+    dispatched(lambda: Dispatch(section("async_fix_pool", agents=2)), [Staged(world, name) for name in "abc"])
+    assert world.environments == [("a0", 0), ("b0", 1), ("c0", 0)]
+
+
+@pytest.mark.parametrize("stage", ["initialize", "generate", "evaluate"])
+def test_an_environment_is_replaced_after_an_infrastructure_failure(stage):
+    world, machines = World(), Machines()
+    bad = Staged(world, "a", **{stage: [InfraError("its machine is gone")]})
+    good = [Staged(world, name) for name in "bc"]
+    never = {name: {"retries": 0} for name in ("initialize", "generate", "evaluate")}
+    dispatched(lambda: pool(machines, count=1, **never), [bad, *good])
+    assert world.environments == [("a0", (0, 0)), ("b0", (0, 1)), ("c0", (0, 1))]
+    assert machines.closed == [(0, 0), (0, 1)]
+
+
+def test_an_environment_is_kept_after_an_agents_own_failure():
+    world, machines = World(), Machines()
+    dispatched(
+        lambda: pool(machines, count=1), [Staged(world, "a", generate=[ValueError("a bug")]), Staged(world, "b")]
+    )
+    assert machines.made == [(0, 0)]
+
+
+def test_what_begins_anew_gets_a_new_environment():
+    world, machines = World(), Machines()
+    dispatched(lambda: pool(machines, count=1), [Staged(world, "a", generate=[InfraError("away"), 1.0])])
+    assert world.environments == [("a0", (0, 0)), ("a0", (0, 1))]
+    assert machines.closed == [(0, 0), (0, 1)]
+
+
+def test_a_judge_that_is_tried_again_finds_the_environment_as_it_was():
+    world, machines = World(), Machines()
+    dispatched(lambda: pool(machines, count=1), [Staged(world, "a", evaluate=[InfraError("away"), 1.0])])
+    assert machines.made == [(0, 0)]
+
+
+def test_making_an_environment_is_tried_again():
+    machines = Machines(failures=2)
+    trajectory = Staged(World())
+    dispatched(lambda: pool(machines), [trajectory])
+    assert trajectory.result.reward == 1.0 and trajectory.result.stage_seconds["initialize"] > 2
+
+
+def test_an_environment_made_after_its_trajectory_was_given_up_is_closed():
+    machines = Machines()
+
+    async def slow_and_stubborn(place: int) -> tuple[int, int]:
+        await stubborn(Staged(World()))
+        return await machines.make(place)
+
+    async def story() -> None:
+        late = {"initialize": {"timeout_seconds": 10.0}, "close_timeout_seconds": 5.0}
+        given = section("async_fix_pool", num_environments=1, **late)
+        dispatch = Dispatch(given, make_environment=slow_and_stubborn, close_environment=machines.close)
+        ended = [t async for t in dispatch.run([Staged(World(), "a")])]
+        assert ended[0].failed and machines.made == []
+        await asyncio.sleep(2000)
+        assert machines.made == machines.closed == [(0, 0)]
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    virtual_time.run(story())
+
+
+def test_an_environment_that_does_not_close_holds_nobody(caplog):
+    async def make(place: int) -> int:
+        return place
+
+    given = section("async_fix_pool", num_environments=2, close_timeout_seconds=5.0)
+    _, _, seconds = dispatched(
+        lambda: Dispatch(given, make_environment=make, close_environment=hang),  # pyright: ignore[reportArgumentType]
+        [Staged(World(), name) for name in "abcd"],
+    )
+    assert seconds == 6 + 5
+    assert "it may be left over" in caplog.text
