@@ -39,6 +39,17 @@ SERVER_LAYERS = [
 ]
 MAY_IMPORT_THE_TRAINER = ("tx.tinker.backends", "tx.run")
 
+AGENTS = REPOSITORY / "skyrl-agent" / "skyrl_agent"
+AGENT_LAYERS = [
+    {"skyrl_agent.types", "skyrl_agent.errors", "skyrl_agent.finish"},
+    {"skyrl_agent.config", "skyrl_agent.integrations.base"},
+    {"skyrl_agent.functional", "skyrl_agent.runtimes"},
+    {"skyrl_agent.tools", "skyrl_agent.tasks"},
+    {"skyrl_agent.agents", "skyrl_agent.dispatcher"},
+    {"skyrl_agent.runner", "skyrl_agent.training_rows", "skyrl_agent.records"},
+    {"skyrl_agent.auto", "skyrl_agent.view", "skyrl_agent.integrations", "skyrl_agent.services", "skyrl_agent.testing"},
+]
+
 PUBLIC_NAMES = {
     "skyrl_train.entrypoints.main_base": ["BasePPOExp", "config_dir", "validate_cfg"],
     "skyrl_train.utils": ["initialize_ray"],
@@ -59,6 +70,25 @@ PUBLIC_NAMES = {
     "skyrl_gym": ["make", "register", "spec", "Env"],
     "skyrl_gym.envs.base_text_env": ["BaseTextEnv", "BaseTextEnvStepOutput"],
     "skyrl_gym.tools.core": ["tool", "ToolGroup"],
+    "skyrl_agent": ["AutoAgentRunner"],
+    "skyrl_agent.agents.base": ["AgentRunner", "BaseTrajectory", "TrajectoryResult"],
+    "skyrl_agent.agents.mapping": ["AGENT_GENERATOR_REGISTRY", "AGENT_TRAJECTORY_REGISTRY"],
+    "skyrl_agent.agents.react": ["ReActAgent", "ReActTrajectory"],
+    "skyrl_agent.agents.oh_codeact": ["OHCodeActAgent", "CodeActTrajectory"],
+    "skyrl_agent.config.configuration_utils": ["TrajectoryConfig", "get_field_from_config"],
+    "skyrl_agent.dispatcher.dispatchers": ["DISPATCHER_REGISTRY", "register_dispatcher"],
+    "skyrl_agent.functional.utils": ["Transition", "transitions_to_training_data", "record_transition"],
+    "skyrl_agent.functional.function_calling": [
+        "convert_fncall_messages_to_non_fncall_messages",
+        "convert_non_fncall_messages_to_fncall_messages",
+        "FunctionCallValidationError",
+    ],
+    "skyrl_agent.functional.history": ["MessageHistory", "parse_tool_call"],
+    "skyrl_agent.integrations.base": ["BACKEND_REGISTRY", "build_backend", "register_backend"],
+    "skyrl_agent.tasks.general_react.utils": ["GeneralReactTask", "DummyReactTask"],
+    "skyrl_agent.tasks.swebench.utils": ["SWEBenchTask"],
+    "skyrl_agent.tasks.web_research_task": ["WebResearchTask"],
+    "skyrl_agent.tools": ["TOOL_REGISTRY", "register_tool", "BaseTool"],
 }
 
 
@@ -101,26 +131,44 @@ def test_imports_point_down():
     assert not upward
 
 
-def test_imports_of_the_server_point_down():
-    layer_of = {part: number for number, parts in enumerate(SERVER_LAYERS) for part in parts}
+def upward_imports(package: Path, layers: list[set[str]]) -> list[str]:
+    """Imports that point up. Parts are modules or packages; the longest name that fits a module is its part."""
+    layer_of = {part: number for number, parts in enumerate(layers) for part in parts}
+    longest_first = sorted(layer_of, key=len, reverse=True)
 
-    def part_of_server(module: str) -> str | None:
-        return next((part for part in layer_of if module == part or module.startswith(f"{part}.")), None)
+    def part_of_package(module: str) -> str | None:
+        return next((part for part in longest_first if module == part or module.startswith(f"{part}.")), None)
 
     wrong = []
-    for path in sorted(SERVER.rglob("*.py")):
-        module = ".".join(["tx", *path.relative_to(SERVER).with_suffix("").parts]).removesuffix(".__init__")
-        own = part_of_server(module)
+    for path in sorted(package.rglob("*.py")):
+        module = ".".join([package.name, *path.relative_to(package).with_suffix("").parts]).removesuffix(".__init__")
+        own = part_of_package(module)
         if own is None:
-            assert path.name == "__init__.py", f"{module} is in no layer: add it to SERVER_LAYERS"
+            assert path.name == "__init__.py", f"{module} is in no layer: add it"
             continue
-        for imported in imports_of(path, "tx"):
-            other = part_of_server(imported)
+        for imported in imports_of(path, package.name):
+            other = part_of_package(imported)
             if other is not None and layer_of[other] > layer_of[own]:
                 wrong.append(f"{module} imports {imported}")
-        if imports_of(path) and own not in MAY_IMPORT_THE_TRAINER:
-            wrong.append(f"{module} imports skyrl_train")
-    assert not wrong
+    return wrong
+
+
+def importers_of_the_trainer(package: Path, except_in: tuple[str, ...]) -> list[str]:
+    modules = {
+        ".".join([package.name, *path.relative_to(package).with_suffix("").parts]): path
+        for path in sorted(package.rglob("*.py"))
+    }
+    return [name for name, path in modules.items() if imports_of(path) and not name.startswith(except_in)]
+
+
+def test_imports_of_the_server_point_down():
+    assert not upward_imports(SERVER, SERVER_LAYERS)
+    assert not importers_of_the_trainer(SERVER, MAY_IMPORT_THE_TRAINER)
+
+
+def test_imports_of_the_agents_point_down():
+    assert not upward_imports(AGENTS, AGENT_LAYERS)
+    assert not importers_of_the_trainer(AGENTS, ("skyrl_agent.integrations.skyrl_train",))
 
 
 def test_the_gym_imports_nothing_of_the_trainer():
