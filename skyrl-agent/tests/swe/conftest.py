@@ -1,9 +1,19 @@
 """What tests of software tasks share."""
 
+import gzip
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from skyrl_agent.errors import InfraError
+from skyrl_agent.runtimes import make_runtime
+from skyrl_agent.tasks.base import BaseTask, Instance, Judgement
+from skyrl_agent.types import Row, TrajectoryResult
+from skyrl_gym.sandbox import make_sandbox
 
 DEFAULT_TEST_DATA = Path(__file__).parents[4] / "shared" / "data"
 
@@ -15,3 +25,49 @@ def test_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no test data at {folder}: set SKYRL_TEST_DATA")
     return folder
+
+
+@pytest.fixture(scope="session")
+def rows(test_data) -> Callable[[str], list[dict[str, Any]]]:
+    """Of a file of the data folder, as `swe/quixbugs`."""
+
+    def read(name: str) -> list[dict[str, Any]]:
+        with gzip.open(test_data / f"{name}.jsonl.gz", "rt") as file:
+            return [json.loads(line) for line in file]
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def sandboxed() -> None:
+    """Skips where untrusted code cannot be run."""
+    try:
+        make_sandbox("local")
+    except InfraError as error:
+        pytest.skip(f"no sandbox: {error}")
+
+
+@pytest.fixture
+def play(sandboxed):
+    """A task's whole life with an agent that is one shell script, whose output is its answer unless there is one:
+    (what it left, its judgement)."""
+
+    async def live(
+        task: BaseTask, row: Row, script: str = "", answer: str | None = None, finish_reason: str = "FINISH_TOOL"
+    ) -> tuple[Any, Judgement]:
+        instance = Instance(row, "row", str(row.get("data_source", "default")))
+        task.check_row(instance)
+        spec = task.runtime_spec(instance)
+        assert spec is not None
+        async with make_runtime(spec) as runtime:
+            await task.initialize_runtime(instance, runtime)
+            said = (await runtime.exec(script)).stdout.strip()
+            result = await task.complete_runtime(instance, runtime, said if answer is None else answer)
+        trajectory = TrajectoryResult(finish_reason=finish_reason)
+        spec = task.evaluation_runtime_spec(instance)
+        if spec is None:
+            return result, await task.evaluate_result(result, instance, trajectory)
+        async with make_runtime(spec) as runtime:
+            return result, await task.evaluate_result(result, instance, trajectory, runtime)
+
+    return live

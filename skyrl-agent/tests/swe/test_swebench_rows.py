@@ -1,6 +1,5 @@
 """What is known of SWE rows without their images: names, patches, logs. On the benchmarks' own rows."""
 
-import gzip
 import json
 
 import pytest
@@ -51,15 +50,6 @@ XFAIL tests/test_a.py::test_four - known
 """
 
 
-@pytest.fixture(scope="module")
-def rows(test_data):
-    def read(name):
-        with gzip.open(test_data / "swe" / f"{name}.jsonl.gz", "rt") as file:
-            return [json.loads(line) for line in file]
-
-    return read
-
-
 @pytest.mark.parametrize(
     "data_source, row, instance_id, image",
     [
@@ -102,7 +92,7 @@ def test_binary_files_leave_a_patch():
 
 
 def test_real_patches_come_apart_and_stay_whole(rows):
-    patches = [row[field] for row in rows("swebench_lite") for field in ("patch", "test_patch")]
+    patches = [row[field] for row in rows("swe/swebench_lite") for field in ("patch", "test_patch")]
     assert len(patches) == 600
     for patch in patches:
         assert "".join(files_of(patch)) == patch
@@ -130,7 +120,7 @@ def test_summaries_of_pytest():
 def test_summaries_name_tests_as_the_rows_do(rows):
     """A log in pytest's form of each row's tests, parsed, has every one of them."""
     tried = 0
-    for row in rows("swebench_full_metadata"):
+    for row in rows("swe/swebench_full_metadata"):
         names = row["FAIL_TO_PASS"] + row["PASS_TO_PASS"]
         if "::" not in names[0]:
             continue
@@ -160,7 +150,7 @@ def test_r2e_reward(expected, reward):
 
 def test_rows_that_cannot_be_judged_are_refused(rows):
     task = SWEBenchTask()
-    lite = rows("swebench_lite")[0]
+    lite = rows("swe/swebench_lite")[0]
     with pytest.raises(TaskRowError, match="FAIL_TO_PASS"):
         task.check_row(Instance(lite, lite["instance_id"], "swe-bench"))
     with pytest.raises(TaskRowError, match="expected_output_json"):
@@ -170,7 +160,7 @@ def test_rows_that_cannot_be_judged_are_refused(rows):
     with pytest.raises(TaskRowError, match="problem_statement"):
         task.check_row(Instance({}, "x", "swe-bench"))
     judged = 0
-    for row in rows("swebench_full_metadata"):
+    for row in rows("swe/swebench_full_metadata"):
         instance = Instance(row, row["instance_id"], "swe-bench")
         if "::" in row["FAIL_TO_PASS"][0] or harness.harness_of("swe-bench"):
             task.check_row(instance)
@@ -182,7 +172,7 @@ def test_rows_that_cannot_be_judged_are_refused(rows):
 
 
 def test_the_issue_is_told_and_the_solution_is_not(rows):
-    for row in rows("swebench_full_metadata"):
+    for row in rows("swe/swebench_full_metadata"):
         system, user = SWEBenchTask().get_instruction(Instance(row, row["instance_id"], "swe-bench"))
         assert row["problem_statement"].strip() in user["content"]
         assert row["patch"] not in user["content"] + system["content"]

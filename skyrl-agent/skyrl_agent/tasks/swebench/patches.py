@@ -1,6 +1,7 @@
 """Text of `git diff`: taken apart by file, cleaned. Pure functions."""
 
 import re
+from itertools import pairwise
 
 FILE = re.compile(r"^diff --git ", re.MULTILINE)
 BINARY = re.compile(r"^(?:GIT binary patch|Binary files .* differ)$", re.MULTILINE)
@@ -11,7 +12,7 @@ OLD_NAME = re.compile(r"^--- a/(.+?)(?:\t.*)?$", re.MULTILINE)
 def files_of(patch: str) -> list[str]:
     """The part of each file, in order; what stands before the first is dropped."""
     starts = [found.start() for found in FILE.finditer(patch)]
-    return [patch[start:end] for start, end in zip(starts, [*starts[1:], len(patch)], strict=True)]
+    return [patch[start:end] for start, end in pairwise([*starts, len(patch)])]
 
 
 def without_binary(patch: str) -> str:

@@ -26,7 +26,7 @@ CLEAN = "git reset --hard -q"
 CHECKOUT = "git checkout -q {0} || (git fetch -q && git checkout -q {0})"
 FORGET = f"""
 for remote in $(git remote); do git remote remove "$remote"; done
-printf '%s\\n' .venv/ __pycache__/ '*.pyc' r2e_tests run_tests.sh >> "$(git rev-parse --git-path info/exclude)"
+printf '%s\\n' .venv/ __pycache__/ '*.pyc' >> "$(git rev-parse --git-path info/exclude)"
 git add -A
 git commit -q --no-verify --allow-empty -m base
 git update-ref {BASE} HEAD

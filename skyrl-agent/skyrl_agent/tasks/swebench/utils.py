@@ -126,9 +126,9 @@ class SWEBenchTask(BaseTask):
     evaluation_runtime_spec = runtime_spec
 
     async def initialize_runtime(self, instance: Instance, runtime: Runtime) -> None:
-        await self._prepare(instance, runtime)
         if self.source(instance).kind == "r2e-gym":
             await repository.hide_tests(runtime)
+        await self._prepare(instance, runtime)
 
     async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> dict[str, Any]:
         return {"git_patch": await repository.take_patch(runtime), "answer": result}

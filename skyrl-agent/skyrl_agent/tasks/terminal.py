@@ -1,0 +1,188 @@
+"""Tasks at a shell: find something out, or change something.
+
+A row has an instruction (`instruction`, `query` or `description`), what the working directory holds at first, and one
+way to be judged:
+
+- `files`: {path: text}
+- `setup`: shell script, or a list of them, run in the working directory before the agent
+- `expected_output`: the answer, but for white space at the ends of lines
+- `check`: script or list of scripts (text: bash; or {language: bash or python, code}), run where the agent worked,
+  after it. Each gets as arguments the answer and what those before it printed, and must exit with 0
+- `gold`: a command. The agent answers with a command too, and both are run on the files as they were at first: they
+  must print the same and leave the same files
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_agent.errors import InfraError
+from skyrl_agent.runtimes.base import Limits, Runtime, RuntimeSpec
+from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
+from skyrl_agent.types import Message, Row, TrajectoryResult
+
+LANGUAGES = ("bash", "python")
+SYSTEM = "You work at a shell, in small steps: run a command, read what it says, go on. There is no network."
+ANSWERS = {
+    "gold": "Finish with the command itself as the answer: one line of bash that does it, run on the directory as you "
+    "found it. What it prints and the files it leaves count.",
+    "expected_output": "Finish with the answer alone: no explanation.",
+    "check": "Finish when it is done; if something was asked, with the answer alone.",
+}
+
+# Runs inside: one line of the state of all files, but for their times.
+STATE = """
+import hashlib, os, stat
+whole = hashlib.sha256()
+for folder, folders, names in os.walk("."):
+    folders.sort()
+    for name in sorted(folders + names):
+        path = os.path.join(folder, name)
+        about = os.lstat(path)
+        content = ""
+        if stat.S_ISLNK(about.st_mode):
+            content = os.readlink(path)
+        elif stat.S_ISREG(about.st_mode):
+            with open(path, "rb") as file:
+                content = hashlib.sha256(file.read()).hexdigest()
+        whole.update(repr((path, oct(about.st_mode), content)).encode())
+print(whole.hexdigest())
+"""
+EMPTY = "find . -mindepth 1 -delete; find /tmp -mindepth 1 -delete"
+
+
+@dataclass(frozen=True)
+class Script:
+    code: str
+    language: str = "bash"
+
+    def command(self, python: str, *arguments: str) -> list[str]:
+        if self.language == "python":
+            return [python, "-c", self.code, *arguments]
+        return ["bash", "-c", self.code, "bash", *arguments]
+
+
+class TerminalTask(BaseTask):
+    """Reward 1 if the row's judge is content, else 0.
+
+    Args:
+        command_seconds: the longest any command may take, the agent's and the judge's.
+        memory_bytes: of each.
+    """
+
+    uses_runtime = True
+    tools = ("bash", "finish")
+
+    def __init__(self, command_seconds: float = 60.0, memory_bytes: int = 1 << 30) -> None:
+        self.limits = Limits(wall_seconds=command_seconds, cpu_seconds=command_seconds, memory_bytes=memory_bytes)
+
+    def check_row(self, instance: Instance) -> None:
+        row = instance.row
+        if not _instruction(row):
+            raise TaskRowError(f"TerminalTask, row {instance.instance_id}: instruction must say what to do")
+        if not isinstance(_from_json(row.get("files") or {}), Mapping):
+            raise TaskRowError(f"TerminalTask, row {instance.instance_id}: files must map paths to texts")
+        judges = [field for field in ANSWERS if row.get(field) is not None]
+        if len(judges) != 1:
+            raise TaskRowError(
+                f"TerminalTask, row {instance.instance_id}: one of {', '.join(ANSWERS)} must say how it is judged; "
+                f"got {', '.join(judges) or 'none'}"
+            )
+        for script in [*scripts(row.get("setup")), *scripts(row.get("check"))]:
+            if script.language not in LANGUAGES:
+                raise TaskRowError(
+                    f"TerminalTask, row {instance.instance_id}: language must be one of {', '.join(LANGUAGES)}; "
+                    f"got {script.language!r}"
+                )
+
+    def get_instruction(self, instance: Instance) -> list[Message]:
+        how = next(text for field, text in ANSWERS.items() if instance.row.get(field) is not None)
+        text = f"{_instruction(instance.row)}\n\n{how}"
+        return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+
+    def runtime_spec(self, instance: Instance) -> RuntimeSpec:
+        files = _from_json(instance.row.get("files") or {})
+        files = {path: text for path, text in files.items() if text is not None}  # tables fill gaps with null
+        return RuntimeSpec(files=files, limits=self.limits)
+
+    async def initialize_runtime(self, instance: Instance, runtime: Runtime) -> None:
+        for script in scripts(instance.row.get("setup")):
+            done = await runtime.exec(script.command(runtime.python))
+            if not done.ok:
+                raise InfraError(
+                    f"row {instance.instance_id}: setup did not work here: {done.outcome}, return code "
+                    f"{done.returncode}, {(done.stderr or done.stdout).strip()[-300:]!r}"
+                )
+
+    async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> dict[str, Any]:
+        answer = "" if result is None else str(result)
+        if instance.row.get("check") is None:
+            return {"answer": answer}
+        arguments = [answer]
+        for script in scripts(instance.row["check"]):
+            done = await runtime.exec(script.command(runtime.python, *arguments))
+            if not done.ok:
+                return {"answer": answer, "passed": False}
+            arguments.append(done.stdout.rstrip("\n"))
+        return {"answer": answer, "passed": True}
+
+    def evaluation_runtime_spec(self, instance: Instance) -> RuntimeSpec | None:
+        return self.runtime_spec(instance) if instance.row.get("gold") is not None else None
+
+    async def evaluate_result(
+        self, result: Any, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
+    ) -> Judgement:
+        row, result = instance.row, result or {"answer": ""}
+        if row.get("check") is not None:
+            return Judgement(float(result.get("passed", False)))
+        if row.get("expected_output") is not None:
+            return Judgement(float(_lines(result["answer"].strip()) == _lines(str(row["expected_output"]).strip())))
+        assert runtime is not None, "the caller starts evaluation_runtime_spec"
+        wanted = await self._effect(instance, runtime, row["gold"])
+        await runtime.exec(EMPTY)
+        for path, text in runtime.spec.files.items():
+            await runtime.write(path, text)
+        found = await self._effect(instance, runtime, result["answer"])
+        parts = {
+            part: float(one == other)
+            for part, one, other in zip(("same_output", "same_files"), wanted, found, strict=True)
+        }
+        return Judgement(float(all(parts.values())), parts)
+
+    async def _effect(self, instance: Instance, runtime: Runtime, command: str) -> tuple[list[str], str]:
+        """What a command prints, and the state of the files after it."""
+        await self.initialize_runtime(instance, runtime)
+        done = await runtime.exec(command)
+        state = await runtime.exec([runtime.python, "-I", "-c", STATE])
+        return _lines(done.stdout), state.stdout if state.ok else f"unreadable: {state.stderr}"
+
+
+def scripts(value: Any) -> list[Script]:
+    """Of a row's field: none, one or several, as text or with their language."""
+    value = _from_json(value)
+    if value is None:
+        return []
+    if isinstance(value, str | Mapping):
+        value = [value]
+    return [
+        Script(one) if isinstance(one, str) else Script(one["code"], one.get("language") or "bash") for one in value
+    ]
+
+
+def _instruction(row: Row) -> str:
+    return str(row.get("instruction") or row.get("query") or row.get("description") or "").strip()
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _from_json(value: Any) -> Any:
+    """Tables hold nested values as JSON; a script is no JSON."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value

@@ -1,0 +1,137 @@
+"""The steps of SWE-bench tasks on a small repository made on the spot: everything but the image."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+
+from skyrl_agent.runtimes.base import RuntimeSpec
+from skyrl_agent.tasks.swebench import SWEBenchTask, harness
+
+WRONG = "def double(n):\n    return n\n"
+FIX = "sed -i 's/return n/return 2 * n/' double.py"
+TESTS = """from double import double
+
+def test_zero():
+    assert double(0) == 0
+
+def test_two():
+    assert double(2) == 4
+"""
+TEST_PATCH = """diff --git a/test_double.py b/test_double.py
+--- a/test_double.py
++++ b/test_double.py
+@@ -2,3 +2,6 @@
+ 
+ def test_zero():
+     assert double(0) == 0
++
++def test_two():
++    assert double(2) == 4
+"""
+OLD_TESTS = TESTS[: TESTS.index("\ndef test_two")]
+REPOSITORY = """
+git config --global user.email a@b; git config --global user.name a
+git init -q; git add -A; git commit -qm first; git remote add origin nowhere
+echo "# left over" >> double.py
+"""
+ROW = {
+    "instance_id": "me__double-1",
+    "problem_statement": "double(n) should be twice n",
+    "test_patch": TEST_PATCH,
+    "FAIL_TO_PASS": '["test_double.py::test_two"]',
+    "PASS_TO_PASS": ["test_double.py::test_zero"],
+}
+R2E_ROW = {
+    "problem_statement": "double(n) should be twice n",
+    "data_source": "r2e-gym",
+    "expected_output_json": '{"test_zero": "PASSED", "test_two": "PASSED"}',
+}
+
+
+class HereTask(SWEBenchTask):
+    """With a repository made in a local sandbox in the place of an image."""
+
+    files: ClassVar = {"double.py": WRONG, "test_double.py": OLD_TESTS, "logo.bin": "\0\1"}
+    setup: ClassVar = (REPOSITORY,)
+
+    def runtime_spec(self, instance):
+        limits = replace(self.limits, memory_bytes=1 << 30)
+        return RuntimeSpec(kind="local", files=self.files, setup=self.setup, limits=limits)
+
+    evaluation_runtime_spec = runtime_spec
+
+
+class HereR2E(HereTask):
+    files: ClassVar = {
+        "double.py": WRONG,
+        "r2e_tests/test_double.py": TESTS,
+        "run_tests.sh": "cp r2e_tests/test_double.py test_it.py; python -m pytest -rA test_it.py",
+    }
+
+
+class HereSmith(HereTask):
+    files: ClassVar = {"double.py": WRONG, "test_double.py": TESTS}
+    setup: ClassVar = (
+        "git config --global user.email a@b; git config --global user.name a; git init -q; git add -A; "
+        "git commit -qm bug; git checkout -q -b me__double-1; rm test_double.py; git commit -qam 'tests taken away'; "
+        "git checkout -q master || git checkout -q main",
+    )
+
+
+@pytest.fixture(autouse=True)
+def without_harness(monkeypatch):
+    monkeypatch.setattr(harness, "harness_of", lambda kind: None)
+
+
+@pytest.mark.slow
+async def test_a_fix_is_worth_one(play):
+    result, judgement = await play(HereTask(), ROW, f"{FIX}\nprintf '\\377\\0' >> logo.bin; git commit -qam mine")
+    assert judgement.reward == 1.0
+    assert judgement.parts == {"resolved": 1.0, "fail_to_pass": 1.0, "pass_to_pass": 1.0}
+    assert result["git_patch"].startswith("diff --git a/double.py b/double.py")
+    assert "logo.bin" not in result["git_patch"], "binary files are no patch"
+    assert "left over" not in result["git_patch"], "what was there before is not the agent's"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script, reward, parts",
+    [
+        ("echo '# hm' >> double.py", 0.0, {"fail_to_pass": 0.0, "pass_to_pass": 1.0}),
+        ("echo 'def double(n): return n - 2' > double.py", 0.0, {"fail_to_pass": 0.0, "pass_to_pass": 0.0}),
+        ("echo 'def test_two(): pass' > test_double.py", 0.0, {"fail_to_pass": 0.0, "pass_to_pass": 1.0}),
+        (f"{FIX}; rm test_double.py", 1.0, {"fail_to_pass": 1.0, "pass_to_pass": 1.0}),
+        (f"{FIX}; mkdir sub; cd sub; git init -q; touch x", 1.0, {"fail_to_pass": 1.0, "pass_to_pass": 1.0}),
+    ],
+)
+async def test_rewards(play, script, reward, parts):
+    _, judgement = await play(HereTask(), ROW, script)
+    assert judgement.reward == reward
+    assert judgement.parts == {"resolved": reward, **parts}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["true", "rm -rf .git; echo >> double.py", "printf '\\377\\0' > new.bin"])
+async def test_without_a_patch(play, script):
+    result, judgement = await play(HereTask(), ROW, script)
+    assert (result["git_patch"], judgement.reward, judgement.finish_reason) == ("", 0.0, "no_git_patch")
+
+
+@pytest.mark.slow
+async def test_r2e_rows_are_judged_by_their_script(play):
+    seen = "[ -e r2e_tests ] || [ -e run_tests.sh ] && exit"  # the agent must not find them
+    _, judgement = await play(HereR2E(), R2E_ROW, f"{seen}\n{FIX}")
+    assert judgement.reward == 1.0
+    _, judgement = await play(HereR2E(), R2E_ROW, "echo '# hm' >> double.py")
+    assert judgement.reward == 0.0
+
+
+@pytest.mark.slow
+async def test_smith_rows_have_their_tests_in_the_history(play):
+    row = {key: value for key, value in ROW.items() if key != "test_patch"}
+    row |= {"data_source": "swe-smith", "image_name": "it"}
+    _, judgement = await play(HereSmith(), row, f"[ -e test_double.py ] && exit\n{FIX}")
+    assert (judgement.reward, judgement.parts["fail_to_pass"]) == (1.0, 1.0)
+    _, judgement = await play(HereSmith(), row, "echo '# hm' >> double.py")
+    assert (judgement.reward, judgement.parts["pass_to_pass"]) == (0.0, 1.0)
