@@ -1,100 +1,143 @@
-"""HTML to text that a model reads: headings, lists, tables and links stay, scripts and styles go."""
+"""HTML to text that a model reads: headings, lists, tables and links stay, scripts and styles go.
 
+In linear time whatever the page: the parser of the standard library takes cubic time on pages that are broken on
+purpose, in one call, with everything else of the process waiting.
+"""
+
+import html
 import re
 import time
-from html.parser import HTMLParser
 from urllib.parse import urljoin
 
 MAX_SECONDS = 5.0
-MAX_ELEMENT_CHARACTERS = 1 << 20
-"""Of one tag, comment or script. At a longer one, and when the time is up, the page ends: the parser of the standard
-library takes quadratic time on some pages that are broken on purpose."""
+"""What is read of a page by then is the page."""
 
-_CHUNK = 1 << 16
+_TAG = re.compile(r"<(/?)([A-Za-z][A-Za-z0-9]{0,30})")
+_TAG_END = re.compile(r"""[^>"']*(?:"[^"]*"[^>"']*|'[^']*'[^>"']*)*>""")
+_TAG_CHARACTERS = 4096
+"""In which quotes are looked for; a longer tag ends at its first `>`."""
+_HREF = re.compile(r"""\bhref\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""", re.IGNORECASE)
+_RAW_END = {name: re.compile(f"</{name}", re.IGNORECASE) for name in ("script", "style", "title", "textarea")}
+
 _SKIPPED = {"script", "style", "noscript", "template", "svg", "iframe", "head", "canvas", "object", "select", "button"}
 _BLOCK_NAMES = (
     "address article aside blockquote body br dd details div dl dt fieldset figcaption figure footer form h1 h2 h3 h4 "
     "h5 h6 header hr html li main nav ol p pre section summary table tbody thead tr ul"
 )
 _BLOCKS = frozenset(_BLOCK_NAMES.split())
-_HEADINGS = {f"h{level}": "#" * level + " " for level in range(1, 7)}
+_STARTS = {"li": "- ", "td": " | ", "th": " | "} | {f"h{level}": "#" * level + " " for level in range(1, 7)}
 
 
-def html_to_text(html: str, base_url: str = "") -> str:
+def html_to_text(page: str, base_url: str = "") -> str:
     """Text in the order of the page, with its title first. Links are written as `[text](address)`."""
-    reader = _Reader(base_url)
-    deadline = time.monotonic() + MAX_SECONDS
-    for start in range(0, len(html), _CHUNK):
-        reader.feed(html[start : start + _CHUNK])
-        if len(reader.rawdata) > MAX_ELEMENT_CHARACTERS or time.monotonic() > deadline:
-            break
-    else:
-        reader.close()
+    reader = _Reader(page, base_url)
+    reader.read()
     text = re.sub(r"[ \t\r\f\v\xa0]+", " ", "".join(reader.parts))
     text = re.sub(r" ?\n ?", "\n", text)
     text = re.sub(r"\n{3,}", "\n\n", text).strip()
-    title = " ".join("".join(reader.title).split())
-    return f"{title}\n\n{text}".strip() if title and not text.startswith(f"# {title}\n") else text
+    title = " ".join(reader.title.split())
+    return f"{title}\n\n{text}".strip() if title and not f"{text}\n".startswith(f"# {title}\n") else text
 
 
-class _Reader(HTMLParser):
-    def __init__(self, base_url: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.base_url = base_url
+class _Reader:
+    def __init__(self, page: str, base_url: str) -> None:
+        self.page, self.base_url = page, base_url
         self.parts: list[str] = []
-        self.title: list[str] = []
+        self.title = ""
         self._skipped: str | None = None
         """The element that is not shown and that this is inside of; the outermost one."""
         self._depth = 0
         """Elements of that name that are open."""
-        self._in_title = False
         self._link: str | None = None
         self._link_start = 0
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag == "title":
-            self._in_title = not self.title
-        elif self._skipped is not None and not (
-            self._skipped == "head" and tag in _BLOCKS
-        ):  # a head is often left open
-            self._depth += tag == self._skipped
-        elif tag in _SKIPPED:
-            self._skipped, self._depth = tag, 1
-        elif tag == "a":
-            self._end_link()
-            self._link, self._link_start = dict(attrs).get("href"), len(self.parts)
-        elif tag in ("td", "th"):
-            self.parts.append(" | ")
-        elif tag in _BLOCKS:
-            self._skipped = None
-            self.parts.append("\n" + _HEADINGS.get(tag, "- " if tag == "li" else ""))
+    def read(self) -> None:
+        position, deadline = 0, time.monotonic() + MAX_SECONDS
+        while position < len(self.page) and time.monotonic() < deadline:
+            start = self.page.find("<", position)
+            self._text(self.page[position : start if start >= 0 else len(self.page)])
+            if start < 0:
+                return
+            position = self._markup(start)
+        self._end_link()
 
-    def handle_endtag(self, tag: str) -> None:
-        if tag == "title":
-            self._in_title = False
-        elif self._skipped is not None:
-            self._depth -= tag == self._skipped
+    def _markup(self, start: int) -> int:
+        """Reads what begins with `<`. Returns where it ends."""
+        tag = _TAG.match(self.page, start)
+        if tag is None:
+            if self.page.startswith("<!--", start):
+                return self._after("-->", start + 4)
+            if self.page.startswith(("<!", "<?", "</"), start):
+                return self._after(">", start)
+            self._text("<")
+            return start + 1
+        quoted = _TAG_END.match(self.page, tag.end(), tag.end() + _TAG_CHARACTERS)
+        end = quoted.end() if quoted else self._after(">", tag.end())
+        name = tag[2].lower()
+        if tag[1]:
+            self._end(name)
+        elif name in _RAW_END:
+            return self._raw(name, end)
+        else:
+            self._start(name, self.page[tag.end() : min(end, tag.end() + _TAG_CHARACTERS)])
+        return end
+
+    def _after(self, mark: str, start: int) -> int:
+        end = self.page.find(mark, start)
+        return len(self.page) if end < 0 else end + len(mark)
+
+    def _raw(self, name: str, start: int) -> int:
+        """An element in which `<` means nothing."""
+        found = _RAW_END[name].search(self.page, start)
+        end = found.start() if found else len(self.page)
+        if name == "title" and not self.title:
+            self.title = _unescaped(self.page[start:end])
+        return self._after(">", end)
+
+    def _start(self, name: str, attributes: str) -> None:
+        if self._skipped is not None and not (self._skipped == "head" and name in _BLOCKS):  # a head may be left open
+            self._depth += name == self._skipped
+            return
+        self._skipped = None
+        if name in _SKIPPED:
+            self._skipped, self._depth = name, 1
+        elif name == "a":
+            self._end_link()
+            href = _HREF.search(attributes)
+            self._link = _unescaped(next(filter(None, href.groups()), "")).strip() if href else None
+            self._link_start = len(self.parts)
+        else:
+            self.parts.append("\n" * (name in _BLOCKS) + _STARTS.get(name, ""))
+
+    def _end(self, name: str) -> None:
+        if self._skipped is not None:
+            self._depth -= name == self._skipped
             if self._depth == 0:
                 self._skipped = None
-        elif tag == "a":
+        elif name == "a":
             self._end_link()
-        elif tag in _BLOCKS:
+        elif name in _BLOCKS:
             self.parts.append("\n")
 
-    def handle_data(self, data: str) -> None:
-        if self._in_title:
-            self.title.append(data)
-        elif self._skipped is None:
-            self.parts.append(data)
+    def _text(self, text: str) -> None:
+        if self._skipped is None and text:
+            self.parts.append(_unescaped(text))
 
     def _end_link(self) -> None:
         if self._link is None:
             return
         text = " ".join("".join(self.parts[self._link_start :]).split())
-        link, self._link = self._link.strip(), None
+        link, self._link = self._link, None
         try:
             address = urljoin(self.base_url, link)
         except ValueError:
             return
         if text and address.startswith(("http://", "https://")) and not link.startswith("#"):
             self.parts[self._link_start :] = [f"[{text}]({address})"]
+
+
+def _unescaped(text: str) -> str:
+    try:
+        return html.unescape(text)
+    except ValueError:  # a number of thousands of digits
+        return text

@@ -5,7 +5,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from skyrl_gym.tools.signature import parse_text
 
-_ADDRESS = re.compile(r"https?://[^\s\"'<>\[\]{}|\\^`]+", re.IGNORECASE)
+_ADDRESS = re.compile(r"https?://[^\s\"'<>\[\]{}|\\^`]{1,4000}", re.IGNORECASE)
 _BARE = re.compile(
     r"(?:[a-z0-9](?:[a-z0-9-]{0,62})\.)+[a-z]{2,24}(?::\d{1,5})?(?:[/?#][^\s\"'<>\[\]{}|\\^`]*)?", re.IGNORECASE
 )

@@ -1,0 +1,243 @@
+"""The browser tool against pages, summarizers and a reader service on the loopback interface."""
+
+import json
+
+import pytest
+
+from skyrl_agent.errors import ConfigError, InfraError
+from skyrl_agent.tools import make_tool
+from skyrl_agent.tools.web.public_addresses import is_public
+from skyrl_agent.tools.web.readers import DirectReader, JinaReader, PageError, PageRefused
+from skyrl_agent.tools.web.summary import ChatSummarizer, summarize_page
+
+from .agent_web_server import completion, context_of, unused_url, web_server
+
+PAGE = "<html><head><title>Fish</title></head><body><p>The thornfish is <b>green</b>.</p></body></html>"
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    for name in ("WEB_SUMMARY_API_BASE", "WEB_SUMMARY_MODEL", "WEB_BLOCKLIST_DOMAINS", "WEBPAGE_CACHE_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+async def browse(url, goal="colour", context=None, **settings):
+    tool = make_tool("web_browser", {"allow_private": True, "timeout": 5.0, **settings})
+    try:
+        return await tool.call(context or context_of(), {"url": url, "goal": goal})
+    finally:
+        await tool.close()
+
+
+async def test_without_a_summarizer_the_page_itself_comes_back(tmp_path):
+    with web_server(lambda asked: (200, PAGE)) as pages:
+        output = await browse(f"{pages.url}/a", cache_file=str(tmp_path / "c"))
+    assert output.text == f"{pages.url}/a\nFish\n\nThe thornfish is green."
+
+
+async def test_pages_are_summarized_for_the_goal_by_a_model(tmp_path):
+    said = json.dumps({"rational": "r", "evidence": "thornfish is green", "summary": "green"})
+    with (
+        web_server(lambda asked: (200, PAGE)) as pages,
+        web_server(lambda asked: (200, completion(f"Sure: ```json\n{said}\n```"))) as model,
+    ):
+        output = await browse(
+            f'["{pages.url}/b", "{pages.url}/c"]',
+            goal="Which {text}?",
+            summary_url=model.url,
+            summary_model="m",
+            cache_file=str(tmp_path / "c"),
+        )
+    assert output.text.count("Evidence: thornfish is green\nSummary: green") == 2
+    body = model.asked[0].body
+    assert model.asked[0].path == "/v1/chat/completions" and body["model"] == "m" and body["user"] == "t1"
+    asked = body["messages"][0]["content"]
+    assert "Goal: Which {text}?" in asked and "The thornfish is green." in asked
+
+
+async def test_else_the_agents_own_model_is_asked(tmp_path):
+    async def ask(messages):
+        return f"I read {len(messages[0]['content'])} characters"
+
+    with web_server(lambda asked: (200, PAGE)) as pages:
+        output = await browse(pages.url, context=context_of(ask=ask), cache_file=str(tmp_path / "c"))
+    assert "I read " in output.text
+
+
+async def test_a_page_that_was_read_is_not_fetched_again(tmp_path):
+    with web_server(lambda asked: (200, PAGE)) as pages:
+        for _ in range(2):
+            await browse(f"{pages.url}/same", cache_file=str(tmp_path / "c"))
+    assert len(pages.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "answer, said",
+    [
+        ((404, "gone"), "HTTP 404"),
+        ((500, "broken"), "HTTP 500"),
+        ((200, b"\x89PNG", {"Content-Type": "image/png"}), "it is image/png"),
+        ((302, "", {"Location": "/again"}), "TooManyRedirects"),
+        ((302, "", {"Location": "ftp://a.org"}), "UnsupportedProtocol"),
+        ((200, "<script>x</script>"), "holds no text"),
+        ("drop", "disconnected"),
+        ("hang", "did not answer within 0.3 s"),
+        ("trickle", "did not answer within 0.3 s"),
+    ],
+)
+async def test_what_is_wrong_with_a_page_is_told_to_the_model(answer, said, tmp_path):
+    with web_server(lambda asked: answer) as pages:
+        output = await browse(pages.url, timeout=0.3, cache_file=str(tmp_path / "c"))
+    assert said in output.text
+
+
+async def test_a_page_that_failed_is_left_alone_for_a_moment():
+    with web_server(lambda asked: (404, "")) as pages:
+        tool = make_tool("web_browser", {"allow_private": True})
+        for _ in range(3):
+            await tool.call(context_of(), {"url": f"{pages.url}/x", "goal": "g"})
+        await tool.close()
+    assert len(pages.asked) == 1
+
+
+async def test_pages_of_this_machine_and_its_network_are_refused():
+    with web_server(lambda asked: (200, "secret")) as pages:
+        port = pages.url.rpartition(":")[2]
+        reader = DirectReader(timeout=10.0)
+        for host in ("127.0.0.1", "localhost", "[::1]", "2130706433", "0x7f.1", "[::ffff:127.0.0.1]", "0.0.0.0"):
+            with pytest.raises(PageRefused, match="not on the public internet"):
+                await reader.read(f"http://{host}:{port}/")
+        await reader.close()
+        output = await browse(pages.url, allow_private=False)
+    assert "could not be read: 127.0.0.1 is not on the public internet" in output.text
+    assert not pages.asked
+
+
+async def test_a_redirect_to_this_machine_is_refused_too(monkeypatch):
+    """The first server counts as public here: what is tested is the second hop."""
+    from skyrl_agent.tools.web import public_addresses
+
+    real = public_addresses._public_address
+    with (
+        web_server(lambda asked: (200, "secret")) as inside,
+        web_server(lambda asked: (302, "", {"Location": inside.url})) as outside,
+    ):
+        inside_port = int(inside.url.rpartition(":")[2])
+
+        async def found(host, port):
+            return await real(host, port) if port == inside_port else "127.0.0.1"
+
+        monkeypatch.setattr(public_addresses, "_public_address", found)
+        reader = DirectReader(timeout=5.0)
+        with pytest.raises(PageRefused, match="not on the public internet"):
+            await reader.read("http://outside.example:" + outside.url.rpartition(":")[2])
+        await reader.close()
+    assert outside.asked[0].headers["host"].startswith("outside.example") and not inside.asked
+
+
+@pytest.mark.parametrize(
+    "address, public",
+    [
+        ("8.8.8.8", True),
+        ("2606:4700::1111", True),
+        ("10.0.0.1", False),
+        ("169.254.169.254", False),
+        ("100.64.0.1", False),
+        ("224.0.0.1", False),
+        ("::ffff:10.0.0.1", False),
+        ("::ffff:8.8.8.8", True),
+        ("64:ff9b::7f00:1", False),
+        ("2002:7f00:1::", False),
+        ("fe80::1%eth0", False),
+        ("fd00::1", False),
+    ],
+)
+def test_what_is_public(address, public):
+    assert is_public(address) == public
+
+
+async def test_blocked_pages_are_not_asked_for_even_by_a_redirect(tmp_path):
+    with web_server(
+        lambda asked: (302, "", {"Location": "/secret-answers"}) if asked.path == "/a" else (200, PAGE)
+    ) as pages:
+        settings = {"blocked_keywords": ["Secret-Answers"], "cache_file": str(tmp_path / "c")}
+        assert "This page is blocked" in (await browse(f"{pages.url}/secret-answers", **settings)).text
+        assert not pages.asked
+        output = await browse(f"{pages.url}/a", **settings)
+    assert "blocked" in output.text and "thornfish" not in output.text
+
+
+async def test_a_summarizer_that_is_away_is_no_fault_of_the_page(tmp_path):
+    with (
+        web_server(lambda asked: (200, PAGE)) as pages,
+        web_server(lambda asked: (401, "no")) as model,
+        pytest.raises(InfraError, match="401"),
+    ):
+        await browse(pages.url, summary_url=model.url, summary_model="m", cache_file=str(tmp_path / "c"))
+
+
+async def test_chunks_that_are_too_long_for_the_model_are_halved():
+    def answer(asked):
+        text = asked.body["messages"][0]["content"].split("-----")[1].strip()
+        return (400, "context length") if len(text) > 3000 else (200, completion(f"{len(text)}"))
+
+    with web_server(answer) as model:
+        summarizer = ChatSummarizer(model.url, "m")
+        found = await summarize_page(summarizer, "x" * 10_000, "g", "u", chunk_chars=8000)
+        await summarizer.close()
+    assert found.split("\n\n") == ["2000"] * 5
+
+
+async def test_a_model_that_refuses_everything_is_an_outage():
+    with web_server(lambda asked: (400, "no")) as model:
+        summarizer = ChatSummarizer(model.url, "m")
+        with pytest.raises(InfraError, match="refuses"):
+            await summarize_page(summarizer, "x" * 4000, "g", "u", chunk_chars=4000)
+        await summarizer.close()
+
+
+async def test_what_holds_nothing_is_left_out():
+    replies = iter(['{"evidence": "", "summary": "nothing"}', "plain words", '{"evidence": "E", "summary": "S"}'])
+
+    class Said:
+        async def summarize(self, text, goal, user):
+            return next(replies)
+
+    assert await summarize_page(Said(), "abc", "g", "u", 1) == "plain words\n\nEvidence: E\nSummary: S"
+
+
+async def test_a_reader_service():
+    with web_server(lambda asked: (200, "# Markdown") if "good" in asked.path else (422, "no such page")) as service:
+        reader = JinaReader(("k",), url=service.url)
+        assert (await reader.read("https://a.org/good?x=1")).text == "# Markdown"
+        with pytest.raises(PageError, match="no such page"):
+            await reader.read("https://a.org/bad")
+        await reader.close()
+    assert service.asked[0].path == "/https://a.org/good?x=1"
+    assert service.asked[0].headers["authorization"] == "Bearer k"
+
+
+async def test_a_reader_service_without_rights_is_an_outage():
+    with web_server(lambda asked: (402, "pay")) as service:
+        reader = JinaReader(url=service.url)
+        with pytest.raises(InfraError, match="402"):
+            await reader.read("https://a.org")
+        await reader.close()
+
+
+async def test_no_address_is_told():
+    output = await browse("the page about fish")
+    assert output.failed and "give 1 to 5 addresses" in output.text
+
+
+async def test_nobody_listens(tmp_path):
+    output = await browse(unused_url(), cache_file=str(tmp_path / "c"))
+    assert "could not be read: ConnectError" in output.text
+
+
+@pytest.mark.parametrize(
+    "settings", [{"reader": "lynx"}, {"summary_url": "http://a.org"}, {"cache_file": "/proc/no/c"}]
+)
+def test_wrong_settings_are_errors_when_the_tool_is_made(settings):
+    with pytest.raises(ConfigError, match="web_browser"):
+        make_tool("web_browser", settings)
