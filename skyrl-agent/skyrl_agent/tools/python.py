@@ -1,0 +1,92 @@
+"""Runs Python that a model wrote: in the trajectory's runtime, else in one of its own."""
+
+from importlib.resources import files
+
+from skyrl_agent.runtimes import make_runtime
+from skyrl_agent.runtimes.base import ExecResult, Limits, Runtime, RuntimeSpec
+from skyrl_agent.tools.base import BaseTool, ToolContext, ToolOutput
+from skyrl_gym.graders.code import extract_code
+
+NOTHING_PRINTED = "The program ran without error and printed nothing. Print what you want to see."
+
+_LIMITS = {
+    "wall_time": "it ran longer than {seconds:g} seconds",
+    "cpu_time": "it used more than {seconds:g} seconds of processor time",
+    "memory": "it used too much memory",
+    "output": "it printed too much",
+    "workspace": "it wrote too much to files",
+}
+
+
+class CodeInterpreter(BaseTool):
+    """
+    Args:
+        timeout: seconds for one program.
+        memory_bytes: of one program.
+    """
+
+    name = "code_interpreter"
+
+    def __init__(self, *, timeout: float = 30.0, memory_bytes: int = 1 << 30) -> None:
+        self.limits = Limits(wall_seconds=timeout, cpu_seconds=timeout, memory_bytes=memory_bytes)
+        self._own: Runtime | None = None
+
+    async def run(self, context: ToolContext, code: str, language: str = "python") -> str | ToolOutput:
+        """Runs a Python program and returns what it prints; if its last line is an expression, its value too. Each
+        call starts anew: variables are gone, files in the working directory stay.
+
+        Args:
+            code: The program.
+            language: Only python.
+        """
+        if language.lower() not in ("python", "python3", "py"):
+            raise ValueError(f"language must be python; got {language!r}")
+        return await self._ran(context, code)
+
+    async def _ran(self, context: ToolContext, code: str) -> str | ToolOutput:
+        runtime = context.runtime or await self._own_runtime()
+        program = extract_code(code) if code.lstrip().startswith("```") else None
+        source = (code if program is None else program).encode(errors="replace")
+        inside = (files("skyrl_agent.tools") / "inside_python.py").read_text()
+        result = await runtime.exec([runtime.python, "-c", inside], stdin=source, limits=self.limits)
+        return self._text_of(result)
+
+    def _text_of(self, result: ExecResult) -> str | ToolOutput:
+        parts = [result.stdout.strip(), result.stderr.strip()]
+        if result.outcome != "exited":
+            parts.append(
+                "Error: the program was ended: " + _LIMITS[result.outcome].format(seconds=self.limits.wall_seconds)
+            )
+        elif result.returncode < 0:
+            parts.append(f"Error: the program was ended by signal {-result.returncode}")
+        elif result.returncode > 0 and not parts[1]:
+            parts.append(f"Error: the program ended with exit status {result.returncode}")
+        return ToolOutput("\n".join(filter(None, parts)) or NOTHING_PRINTED, failed=not result.ok)
+
+    async def _own_runtime(self) -> Runtime:
+        if self._own is None:
+            runtime = make_runtime(RuntimeSpec(limits=self.limits))
+            self._own = runtime  # before it is started: what a cancelled start leaves is closed too
+            await runtime.start()
+            return runtime
+        return self._own
+
+    async def close(self) -> None:
+        if self._own is not None:
+            runtime, self._own = self._own, None
+            await runtime.close()
+
+
+class Python(CodeInterpreter):
+    """The same under a shorter name, with one argument."""
+
+    name = "python"
+
+    async def run(self, context: ToolContext, code: str) -> str | ToolOutput:
+        """Runs a Python program and returns what it prints; if its last line is an expression, its value too. Each
+        call starts anew: variables are gone, files in the working directory stay.
+
+        Args:
+            code: The program.
+        """
+        return await self._ran(context, code)
