@@ -1,0 +1,93 @@
+"""Changes to a text that leave the rest of it as it was, line ends included. What goes wrong is told to the model.
+
+A line is what `\\n` ends; `\\r` before it belongs to the end.
+"""
+
+import difflib
+import re
+
+NEAR_LINES = 3
+NEAR_CUTOFF = 0.6
+COMPARED_CHARS = 200
+MAX_LISTED_LINES = 20
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
+_NEWLINE = r"(?:\r\n|(?<!\r)\n)"
+
+
+def lines_of(text: str) -> list[str]:
+    """With their ends."""
+    return _LINE.findall(text)
+
+
+def line_end(text: str) -> str:
+    """The one that most lines have."""
+    windows = text.count("\r\n")
+    return "\r\n" if 2 * windows > text.count("\n") else "\n"
+
+
+def replace_once(text: str, old: str, new: str) -> tuple[str, int]:
+    """The text with `new` in place of `old`, which must be in it once, and the line where that begins. Either kind of
+    line end in `old` matches either in the text; `new` gets that of what it replaces.
+
+    Raises:
+        ValueError: `old` is empty, equal to `new`, not there or there more than once.
+    """
+    old, new = old.replace("\r\n", "\n"), new.replace("\r\n", "\n")
+    if not old:
+        raise ValueError("old_str is empty: to add text, use the command insert")
+    if old == new:
+        raise ValueError("old_str and new_str are the same: nothing would change")
+    pattern = re.compile(f"(?=({_NEWLINE.join(map(re.escape, old.split(chr(10))))}))")
+    spans = [found.span(1) for found in pattern.finditer(text)]
+    if not spans:
+        raise ValueError(f"old_str is not in the file, so nothing was changed. {_nearest(text, old)}")
+    if len(spans) > 1:
+        numbers = [_line_at(text, start) for start, _ in spans]
+        listed = ", ".join(map(str, numbers[:MAX_LISTED_LINES])) + (", ..." if len(numbers) > MAX_LISTED_LINES else "")
+        raise ValueError(
+            f"old_str is in the file {len(spans)} times, beginning on the lines {listed}, so nothing was changed. "
+            f"Give more of the lines around it, so that it is there once."
+        )
+    start, end = spans[0]
+    replaced = text[start:end]
+    newline = line_end(replaced if "\n" in replaced else text)
+    return text[:start] + new.replace("\n", newline) + text[end:], _line_at(text, start)
+
+
+def insert_after(text: str, line: int, inserted: str) -> str:
+    """`inserted` as lines of their own after this line, 0 being before the first. A last line without an end stays one.
+
+    Raises:
+        ValueError: there is no such line.
+    """
+    lines = lines_of(text)
+    if not 0 <= line <= len(lines):
+        raise ValueError(f"insert_line must be from 0 (before the first line) to {len(lines)}; got {line}")
+    newline = line_end(text)
+    block = [part + newline for part in inserted.replace("\r\n", "\n").removesuffix("\n").split("\n")]
+    if line == len(lines) > 0 and not lines[-1].endswith("\n"):
+        lines[-1] += newline
+        block[-1] = block[-1].removesuffix(newline)
+    return "".join([*lines[:line], *block, *lines[line:]])
+
+
+def _line_at(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1
+
+
+def _nearest(text: str, old: str) -> str:
+    """What the model may have meant: the same but for white space, else lines that resemble the first of it."""
+    lines = [line.rstrip("\r\n") for line in lines_of(text)]
+    wanted = old.strip("\n").split("\n")
+    bare, bare_wanted = [line.strip() for line in lines], [line.strip() for line in wanted]
+    if any(bare_wanted):
+        for start in range(len(lines) - len(wanted) + 1):
+            if bare[start] == bare_wanted[0] and bare[start : start + len(wanted)] == bare_wanted:
+                same = "\n".join(lines[start : start + len(wanted)])
+                return f"From line {start + 1} on it is there with other white space:\n{same}"
+    first = next((line for line in wanted if line.strip()), "")[:COMPARED_CHARS]
+    known = {line[:COMPARED_CHARS]: number for number, line in reversed(list(enumerate(lines, 1)))}
+    near = difflib.get_close_matches(first, known, n=NEAR_LINES, cutoff=NEAR_CUTOFF)
+    if not near:
+        return "No line resembles it: view the file first."
+    return "Lines that resemble it:\n" + "\n".join(f"{known[line]:6}\t{line}" for line in near)

@@ -1,0 +1,45 @@
+"""A real runtime on this machine, and calls of tools in it."""
+
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import hypothesis
+import pytest
+
+from skyrl_agent.runtimes import Limits, Runtime, RuntimeSpec, make_runtime
+from skyrl_agent.tools.base import BaseTool, ToolContext, ToolOutput
+from skyrl_gym.error import InfraError
+from skyrl_gym.sandbox import make_sandbox
+
+Call = Callable[..., Awaitable[ToolOutput]]
+
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+if os.environ.get("CI"):
+    hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture
+async def runtime() -> AsyncIterator[Runtime]:
+    try:
+        make_sandbox("local")
+    except InfraError as error:
+        pytest.skip(f"no local sandbox here: {error}")
+    made = make_runtime(RuntimeSpec(kind="local", limits=Limits(wall_seconds=60.0, cpu_seconds=60.0)))
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.close()
+
+
+@pytest.fixture
+def call(runtime: Runtime) -> Call:
+    """`call(tool, name=value, ...)` as an agent calls it, in one trajectory."""
+    context = ToolContext("trajectory", {}, runtime)
+
+    async def run(tool: BaseTool, **arguments: Any) -> ToolOutput:
+        await tool.open(context)
+        return await tool.call(context, arguments)
+
+    return run
