@@ -1,5 +1,6 @@
 """The life of one agent at one instance: a runtime, a dialogue, a judgement."""
 
+import difflib
 import inspect
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,9 @@ from skyrl_agent.runtimes import make_runtime, spec_with
 from skyrl_agent.runtimes.base import Runtime, RuntimeSpec
 from skyrl_agent.tasks.base import BaseTask, Judgement
 
+_GIVEN = ("traj_config", "infer_engine", "tokenizer", "tools", "runtime", "trajectory_id", "parent")
+"""Parameters of an agent that are no keys of `agent_config`."""
+
 
 class AgentTrajectory(BaseTrajectory):
     """Of any task: one that names a `runtime_spec` gets a runtime. An environment lent by the dispatcher stands in for
@@ -25,17 +29,14 @@ class AgentTrajectory(BaseTrajectory):
     @classmethod
     def check(cls, cfg: TaskFile, task: BaseTask) -> None:
         agent_cls = _agent_class(cfg)
-        known = {
-            name
-            for name, parameter in inspect.signature(agent_cls).parameters.items()
-            if parameter.kind is parameter.KEYWORD_ONLY
-        } - {"tools", "runtime", "trajectory_id", "parent"}
+        known = [name for name in inspect.signature(agent_cls).parameters if name not in _GIVEN]
         for name in cfg.agent_config:
             if name not in known:
-                raise ConfigError(
-                    f"unknown key agent_config.{name}; {agent_cls.__name__} has: {', '.join(sorted(known))}"
-                )
-        agent_cls(cfg.generator, None, None, tools=agent_cls.tool_entries(cfg.tools, task), **cfg.agent_config)
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean agent_config.{near[0]}?" if near else f"there are: {', '.join(known)}"
+                raise ConfigError(f"unknown key agent_config.{name}; {hint}")
+        no_model: Any = None
+        agent_cls(cfg.generator, no_model, None, tools=agent_cls.tool_entries(cfg.tools, task), **cfg.agent_config)
 
     async def initialize_trajectory(self) -> None:
         spec = self.task.runtime_spec(self.instance)

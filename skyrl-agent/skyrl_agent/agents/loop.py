@@ -1,11 +1,13 @@
 """One loop for all agents: read, ask, act, tell, until done."""
 
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from skyrl_agent.agents import prompts
+from skyrl_agent.agents.framing import Framing
 from skyrl_agent.agents.model import Model
 from skyrl_agent.agents.pending import Pending
 from skyrl_agent.agents.repetition import Repetition
@@ -20,10 +22,7 @@ from skyrl_agent.finish import (
     MAX_ITERATIONS_REACHED,
     STUCK_IN_A_LOOP,
 )
-from skyrl_agent.functional.chat_template import chat_template_of
 from skyrl_agent.functional.dialogue import Dialogue
-from skyrl_agent.functional.encoding import MessageEncoder
-from skyrl_agent.functional.formats import call_format
 from skyrl_agent.functional.utils import Transition
 from skyrl_agent.runtimes.base import Runtime
 from skyrl_agent.tasks.base import BaseTask, Instance
@@ -102,8 +101,9 @@ class Agent:
             timeout=self.settings.tool_timeout_seconds,
             max_chars=self.settings.max_tool_output_chars,
             max_parallel=self.settings.max_parallel_tool_calls,
+            log_level=logging.INFO if self.settings.debug_log else logging.DEBUG,
         )
-        self.format = call_format(self.settings.tool_format)
+        self.framing = Framing(self.settings, self.toolbox)
         self.dialogue: Dialogue | None = None
         self.sub_agents: list[Agent] = []
         self.outcome: Outcome | None = None
@@ -141,7 +141,8 @@ class Agent:
 
     async def _converse(self, instruction: Sequence[Message]) -> Outcome:
         self._repetition = Repetition(self.max_repeats)
-        self.dialogue = dialogue = Dialogue(self._encoder(), self._opening(instruction))
+        opening = self.framing.reminded(self.framing.opening(instruction), 1, self.settings.max_prompt_length)
+        self.dialogue = dialogue = Dialogue(self.framing.encoder(self.tokenizer), opening)
         while self._may_step():
             input_ids = dialogue.input_ids()
             room = self._room(dialogue, input_ids)
@@ -150,8 +151,8 @@ class Agent:
             text, meta = await self.model.answer(input_ids, room, self.agent_id)
             self.num_steps += 1
             is_whole = meta["finish_reason"] != "length"
-            calls = self.format.parse(text, self.toolbox.schemas) if is_whole else []
-            dialogue.add_answer(text, meta, self.format.answer_message(text, _readable(calls)))
+            calls = self.framing.format.parse(text, self.toolbox.schemas) if is_whole else []
+            dialogue.add_answer(text, meta, self.framing.as_read_later(text, calls))
             if not is_whole:
                 return Outcome(CONTEXT_WINDOW_EXCEEDED)
             if not text.strip():
@@ -179,48 +180,22 @@ class Agent:
 
     def _tell(self, dialogue: Dialogue, calls: Sequence[ToolCall | Invalid], outputs: Sequence[ToolOutput]) -> None:
         """What came of the calls, to the model."""
+        step = self.num_steps + 1
         fresh = next((output.new_context for output in outputs if output.new_context is not None), None)
-        if fresh is not None:
+        if fresh is None:
+            results = self.framing.results(calls, [output.text for output in outputs])
+            dialogue.add(*self.framing.reminded(results, step, self._tokens_left(dialogue)))
+        else:
             self._repetition.clear()
-            dialogue.restart(self._opening(fresh) if _no_system(fresh) else self._reminded(fresh))
-            return
-        results = [
-            (call if isinstance(call, ToolCall) else None, output.text)
-            for call, output in zip(calls, outputs, strict=True)
-        ]
-        results = results or [(None, prompts.no_call(list(self.toolbox.tools)))]
-        dialogue.add(*self._reminded(self.format.result_messages(results), self._tokens_left(dialogue)))
-
-    def _opening(self, messages: Sequence[Message]) -> list[Message]:
-        """The first messages, with what the tools and the format of calls have to say."""
-        before = "\n\n---\n\n".join(self.toolbox.system_prompt_prefixes())
-        after = self.format.system_suffix(self.toolbox.schemas) if self.toolbox.schemas else ""
-        return self._reminded(prompts.with_system_text(messages, before, after))
-
-    def _reminded(self, messages: Sequence[Message], tokens_left: int | None = None) -> list[Message]:
-        settings, step = self.settings, self.num_steps + 1
-        if not settings.enable_turn_reminder or step > settings.max_iterations:
-            return list(messages)
-        left = settings.max_prompt_length if tokens_left is None else tokens_left
-        text = prompts.reminder(step, settings.max_iterations, settings.early_step_threshold, left)
-        return prompts.with_reminder(messages, text)
-
-    def _encoder(self, with_tools: bool = True) -> MessageEncoder:
-        schemas = self.toolbox.schemas if with_tools and self.format.schemas_in_template else None
-        return MessageEncoder(
-            self.tokenizer,
-            tools=schemas or None,
-            chat_template=chat_template_of(self.settings.chat_template, self.settings.qwen3_acc_thinking),
-            template_kwargs={"enable_thinking": self.settings.qwen3_enable_thinking},
-            drop_thoughts=self.settings.remove_think_tokens,
-        )
+            opening = self.framing.opening_anew(fresh)
+            dialogue.restart(self.framing.reminded(opening, step, self.settings.max_prompt_length))
 
     def _context_now(self, dialogue: Dialogue) -> ToolContext:
         return replace(self._context, messages=prompts.without_reminders(dialogue.messages))
 
     async def ask(self, messages: list[Message]) -> str:
         """The model's answer to something beside the conversation. Nothing of it is trained on."""
-        input_ids = Dialogue(self._encoder(with_tools=False), messages).input_ids()
+        input_ids = Dialogue(self.framing.encoder(self.tokenizer, with_tools=False), messages).input_ids()
         room, most = self.settings.max_prompt_length, self.settings.max_context_length
         room = room if most is None else min(room, most - len(input_ids))
         if room <= 0:
@@ -264,9 +239,10 @@ class Agent:
         return outcome.result or f"The sub-agent ended without an answer: {outcome.finish_reason}."
 
     def cancel(self) -> None:
-        """Ends what it waits for."""
-        for agent in [self, *self.sub_agents]:
-            agent.pending.cancel()
+        """Ends what it and its sub-agents wait for."""
+        self.pending.cancel()
+        for agent in self.sub_agents:
+            agent.cancel()
 
     def get_messages(self) -> list[Message]:
         return list(self.dialogue.messages) if self.dialogue else []
@@ -293,14 +269,6 @@ def _settings(traj_config: Any) -> GeneratorSection:
         return traj_config
     fields = {name: getattr(traj_config, name, None) for name in GeneratorSection.model_fields}
     return GeneratorSection(**{name: value for name, value in fields.items() if value is not None})
-
-
-def _readable(calls: Sequence[ToolCall | Invalid]) -> list[ToolCall]:
-    return [call for call in calls if isinstance(call, ToolCall)]
-
-
-def _no_system(messages: Sequence[Message]) -> bool:
-    return all(message["role"] != "system" for message in messages)
 
 
 def _what_happened(text: str, calls: Sequence[ToolCall | Invalid], outputs: Sequence[ToolOutput]) -> str:

@@ -64,6 +64,14 @@ def with_system_text(messages: Sequence[Message], before: str, after: str) -> li
     return [*messages[:first], system, *messages[first + 1 :]]
 
 
+def without_thoughts(message: Message) -> Message:
+    """An answer without what stands before `</think>`."""
+    content = message.get("content")
+    return (
+        message | {"content": content.rpartition("</think>")[2].lstrip("\n")} if isinstance(content, str) else message
+    )
+
+
 def _without_reminder(message: Message) -> Message:
     content = message.get("content")
     if isinstance(content, list):

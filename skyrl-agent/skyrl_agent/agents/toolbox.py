@@ -17,6 +17,8 @@ from skyrl_gym.tools.core import unknown_tool
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0
+PREVIEW_CHARS = 400
+"""Of an output, in logs."""
 
 
 def clip(text: str, limit: int) -> str:
@@ -34,12 +36,21 @@ class Toolbox:
         timeout: of a call, in seconds, where the tool has none of its own.
         max_chars: of an output.
         max_parallel: calls of one turn that are run.
+        log_level: at which calls are logged.
     """
 
     def __init__(
-        self, tools: Sequence[BaseTool], pending: Pending, *, timeout: float, max_chars: int, max_parallel: int
+        self,
+        tools: Sequence[BaseTool],
+        pending: Pending,
+        *,
+        timeout: float,
+        max_chars: int,
+        max_parallel: int,
+        log_level: int = logging.DEBUG,
     ) -> None:
         self.pending, self.timeout, self.max_chars, self.max_parallel = pending, timeout, max_chars, max_parallel
+        self.log_level = log_level
         self.tools = {tool.name: tool for tool in tools}
         self.schemas = [tool.schema() for tool in tools]
         self.records: list[ToolCallRecord] = []
@@ -110,6 +121,7 @@ class Toolbox:
         if not output.ends:
             output = replace(output, text=clip(output.text, self.max_chars))
         seconds = time.monotonic() - started
+        logger.log(self.log_level, "%s(%s) -> %s", call.name, call.arguments, clip(output.text, PREVIEW_CHARS))
         self.records.append(
             ToolCallRecord(call.name, call.arguments, output.text, seconds, step, not output.failed, call.id)
         )

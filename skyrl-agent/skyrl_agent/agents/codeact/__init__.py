@@ -1,5 +1,6 @@
 """An agent that works on files with a shell and an editor."""
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -45,7 +46,9 @@ def tools_of_flags(flags: Mapping[str, Any]) -> list[ToolEntry]:
     chosen = {"bash": True, "finish": True}
     for flag, value in flags.items():
         if flag not in FLAGS and flag not in WITHOUT_EFFECT:
-            raise ConfigError(f"unknown flag tools.{flag}; there are: {', '.join(FLAGS)}")
+            near = difflib.get_close_matches(flag, FLAGS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(FLAGS)}"
+            raise ConfigError(f"unknown flag tools.{flag}; {hint}")
         if not isinstance(value, bool):
             raise ConfigError(f"tools.{flag} must be true or false; got {value!r}")
         if flag in FLAGS:

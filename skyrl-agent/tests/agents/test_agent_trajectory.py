@@ -1,0 +1,273 @@
+"""The life of an agent at an instance: runtime, dialogue, judgement; what is given back, whatever happens."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from skyrl_agent.agents.agent_trajectory import AgentTrajectory
+from skyrl_agent.agents.codeact import CodeActAgent, tools_of_flags
+from skyrl_agent.agents.oh_codeact import CodeActTrajectory, OHCodeActAgent
+from skyrl_agent.config.task_file import read_task
+from skyrl_agent.errors import ConfigError, InfraError
+from skyrl_agent.runtimes import RuntimeSpec
+from skyrl_agent.tasks.base import BaseTask, Instance, Judgement
+from skyrl_agent.testing import ScriptedModel, byte_tokenizer
+from skyrl_agent.tools.base import BaseTool, ToolContext, register_tool
+
+from .agent_cases import QUESTION, Sleep, call, finish
+
+
+@register_tool("test_write")
+class Write(BaseTool):
+    name = "write"
+
+    async def run(self, context: ToolContext, path: str, text: str) -> str:
+        """Writes a file."""
+        assert context.runtime is not None
+        await context.runtime.write(path, text)
+        return f"Wrote {path}."
+
+
+class Sum(BaseTask):
+    """Right if the answer is 5."""
+
+    tools = ("test_add", "finish")
+
+    def get_instruction(self, instance):
+        return QUESTION
+
+    async def evaluate_result(self, result, instance, trajectory, runtime=None):
+        return Judgement(float(result == "5"), {"right": float(result == "5")})
+
+
+class File(BaseTask):
+    """Right if `answer.txt`, as it was when the agent ended, is 5 in a fresh runtime."""
+
+    uses_runtime = True
+    tools = ("test_write", "finish")
+    fails: Any = None
+
+    def get_instruction(self, instance):
+        return QUESTION
+
+    def runtime_spec(self, instance):
+        return RuntimeSpec(kind="local", files={"question.txt": "2 + 3"})
+
+    async def initialize_runtime(self, instance, runtime):
+        if self.fails == "initialize":
+            raise InfraError("no repository")
+        assert await runtime.read("question.txt") == b"2 + 3"
+
+    async def complete_runtime(self, instance, runtime, result):
+        if self.fails == "complete":
+            raise InfraError("no diff")
+        try:
+            return await runtime.read("answer.txt")
+        except FileNotFoundError:
+            return None
+
+    def evaluation_runtime_spec(self, instance):
+        return RuntimeSpec(kind="local")
+
+    async def evaluate_result(self, result, instance, trajectory, runtime=None):
+        if self.fails == "evaluate":
+            raise InfraError("no tests")
+        if result is None:
+            return Judgement(0.0, finish_reason="no_git_patch")
+        assert runtime is not None
+        await runtime.write("answer.txt", result)
+        judged = await runtime.exec("grep -qx 5 answer.txt")
+        return float(judged.ok)
+
+
+def trajectory_of(task: BaseTask, script: Any, model: Any = None, **content: Any) -> AgentTrajectory:
+    generator = {"max_prompt_length": 100_000, **content.pop("generator", {})}
+    cfg = read_task({"task": "somewhere.Task", "generator": generator, **content})
+    AgentTrajectory.check(cfg, task)
+    tokenizer = byte_tokenizer()
+    model = model or ScriptedModel(tokenizer, script)
+    return AgentTrajectory(cfg, Instance({"n": 1}, "one"), 0, model, tokenizer, task, {"temperature": 0.7})
+
+
+@pytest.fixture
+def runtimes(monkeypatch):
+    """The runtimes that were made, in order."""
+    from skyrl_agent.agents import agent_trajectory
+    from skyrl_agent.runtimes import make_runtime
+
+    made = []
+
+    def remembered(spec):
+        made.append(make_runtime(spec))
+        return made[-1]
+
+    monkeypatch.setattr(agent_trajectory, "make_runtime", remembered)
+    return made
+
+
+async def is_closed(runtime) -> bool:
+    try:
+        await runtime.read("question.txt")
+    except (InfraError, FileNotFoundError):
+        return True
+    return False
+
+
+async def test_a_question_is_asked_answered_and_judged():
+    trajectory = trajectory_of(Sum(), [call("add", a=2, b=3), finish()], generator={"profile_tools": True})
+    await trajectory.initialize_trajectory()
+    await trajectory.generate_trajectory()
+    assert trajectory.wants_evaluation
+    await trajectory.evaluate_trajectory()
+    await trajectory.close()
+    result = trajectory.result
+    assert (result.finish_reason, result.results, result.reward) == ("FINISH_TOOL", "5", 1.0)
+    assert result.reward_parts == {"right": 1.0}
+    assert (result.num_steps, len(result.transitions), len(result.tool_calls)) == (2, 2, 2)
+    assert [message["role"] for message in result.messages][:3] == ["system", "user", "assistant"]
+    assert trajectory.infer_engine.requests[0].sampling_params["temperature"] == 0.7
+
+
+async def test_the_agents_runtime_and_the_judges_are_two_and_both_are_closed(runtimes):
+    trajectory = trajectory_of(File(), [call("write", path="answer.txt", text="5"), finish("done")])
+    await trajectory.initialize_trajectory()
+    await trajectory.generate_trajectory()
+    assert len(runtimes) == 1 and await is_closed(runtimes[0])
+    await trajectory.evaluate_trajectory()
+    await trajectory.close()
+    assert (trajectory.result.results, trajectory.result.reward) == (b"5", 1.0)
+    assert len(runtimes) == 2 and await is_closed(runtimes[1])
+
+
+async def test_judging_may_find_another_ending(runtimes):
+    trajectory = trajectory_of(File(), [finish("done")])
+    for stage in (trajectory.initialize_trajectory, trajectory.generate_trajectory, trajectory.evaluate_trajectory):
+        await stage()
+    assert (trajectory.result.finish_reason, trajectory.result.reward) == ("no_git_patch", 0.0)
+
+
+@pytest.mark.parametrize("stage, number_made", [("initialize", 1), ("complete", 1), ("evaluate", 2)])
+async def test_after_a_failure_nothing_is_open_and_what_was_said_is_kept(runtimes, stage, number_made):
+    task = File()
+    task.fails = stage
+    trajectory = trajectory_of(task, [finish("done")])
+    with pytest.raises(InfraError):
+        await trajectory.initialize_trajectory()
+        await trajectory.generate_trajectory()
+        await trajectory.evaluate_trajectory()
+    await trajectory.close()
+    assert len(runtimes) == number_made
+    assert all([await is_closed(runtime) for runtime in runtimes])
+    assert bool(trajectory.result.messages) == (stage != "initialize")
+
+
+async def test_a_restart_begins_anew(runtimes):
+    class Recovering(ScriptedModel):
+        async def async_generate_ids(self, **request):
+            text, meta = await super().async_generate_ids(**request)
+            if len(self.requests) == 2:
+                raise InfraError("the engine is dead")
+            return text, meta
+
+    script = [call("write", path="answer.txt", text="5"), finish("done")]
+    trajectory = trajectory_of(File(), None, model=Recovering(byte_tokenizer(), script))
+    await trajectory.initialize_trajectory()
+    with pytest.raises(InfraError):
+        await trajectory.generate_trajectory()
+    assert len(trajectory.result.transitions) == 1
+    await trajectory.restart()
+    assert trajectory.result.transitions == []
+    await trajectory.initialize_trajectory()
+    await trajectory.generate_trajectory()
+    assert trajectory.result.results == b"5"
+    assert len(trajectory.result.transitions) == 2
+    assert all([await is_closed(runtime) for runtime in runtimes])
+
+
+async def test_cancellation_closes_tools_and_runtime(runtimes):
+    Sleep.forget()
+    trajectory = trajectory_of(File(), [call("sleep", seconds=60)], tools=["test_sleep", "finish"])
+    await trajectory.initialize_trajectory()
+    task = asyncio.create_task(trajectory.generate_trajectory())
+    while Sleep.now == 0:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await trajectory.close()
+    assert Sleep.log == ["opened", "cancelled", "closed"]
+    assert await is_closed(runtimes[0])
+
+
+async def test_closing_ends_a_wait_that_still_runs():
+    model = ScriptedModel(byte_tokenizer(), [finish()], seconds=60)
+    trajectory = trajectory_of(Sum(), None, model=model)
+    await trajectory.initialize_trajectory()
+    task = asyncio.create_task(trajectory.generate_trajectory())
+    while not model.requests:
+        await asyncio.sleep(0.01)
+    await trajectory.close()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+
+
+async def test_a_lent_environment_is_the_runtime_and_stays_open(runtimes):
+    from skyrl_agent.runtimes import make_runtime
+
+    async with make_runtime(RuntimeSpec(kind="local", files={"question.txt": "2 + 3"})) as lent:
+        trajectory = trajectory_of(File(), [call("write", path="answer.txt", text="5"), finish("done")])
+        trajectory.environment = lent
+        await trajectory.initialize_trajectory()
+        await trajectory.generate_trajectory()
+        await trajectory.close()
+        assert await lent.read("answer.txt") == b"5"
+    assert runtimes == []
+
+
+@pytest.mark.parametrize(
+    "content, error",
+    [
+        ({"tools": ["finsh"]}, "there is no tool 'finsh'; did you mean finish"),
+        ({"tools": {"enable_bash": True}}, "CodeActAgent takes flags"),
+        ({"tools": ["finish", "em_finish"]}, "both called 'finish'"),
+        ({"agent_config": {"max_dept": 2}}, "unknown key agent_config.max_dept; did you mean agent_config.max_depth"),
+        ({"agent_config": {"runtime": 2}}, "unknown key agent_config.runtime"),
+        ({"generator": {"chat_template": "no_such_file.jinja2"}}, "no_such_file.jinja2"),
+    ],
+)
+def test_mistakes_of_a_task_file_are_seen_before_anything_starts(content, error):
+    with pytest.raises(ConfigError, match=error):
+        trajectory_of(Sum(), [finish()], **content)
+
+
+@pytest.mark.parametrize(
+    "flags, tools",
+    [
+        ({}, ["bash", "finish"]),
+        ({"enable_editor": True, "enable_search": True, "enable_think": True, "enable_browsing": False},
+         ["bash", "finish", "str_replace_editor", "code_search", "think"]),
+        ({"enable_bash": False, "enable_llm_editor": False}, ["finish"]),
+    ],
+)  # fmt: skip
+def test_flags_choose_tools(flags, tools):
+    assert tools_of_flags(flags) == tools
+
+
+@pytest.mark.parametrize(
+    "flags, error",
+    [
+        ({"enable_edtor": True}, "unknown flag tools.enable_edtor; did you mean enable_editor"),
+        ({"enable_editor": "yes"}, "must be true or false; got 'yes'"),
+        ({"enable_mcp": True}, "tools.enable_mcp"),
+    ],
+)
+def test_wrong_flags_are_refused(flags, error):
+    with pytest.raises(ConfigError, match=error):
+        tools_of_flags(flags)
+
+
+def test_the_published_path_is_this_agent():
+    assert OHCodeActAgent is CodeActAgent
+    assert CodeActTrajectory is AgentTrajectory
+    assert CodeActAgent.tool_entries(None, BaseTask()) == ["bash", "str_replace_editor", "finish"]

@@ -1,0 +1,176 @@
+"""How an agent ends: each row of the table of finish reasons that an agent decides on."""
+
+import pytest
+
+from skyrl_agent.errors import BackendError, ConfigError, InfraError
+from skyrl_agent.functional.utils import transitions_to_training_data
+from skyrl_agent.testing import ScriptedModel, byte_tokenizer
+
+from .agent_cases import QUESTION, agent_of, call, finish, prompts_of
+
+
+@pytest.mark.parametrize(
+    "script, tools, settings, reason, result",
+    [
+        ([call("add", a=2, b=3), finish()], ("test_add", "finish"), {}, "FINISH_TOOL", "5"),
+        (["It is 5."], (), {}, "FINISH", "It is 5."),
+        ([call("add", a=2, b=3), "It is 5."], ("test_add",), {}, "FINISH", "It is 5."),
+        ([call("add", a=2, b=3)], ("test_add", "finish"), {"max_iterations": 2}, "max_iterations_reached", None),
+        ([call("add", a=2, b=3)], ("test_add", "finish"), {"max_iterations": 9}, "stuck_in_a_loop", None),
+        (["I will think about it."], ("test_add", "finish"), {"max_iterations": 9}, "stuck_in_a_loop", None),
+        ([call("add", a=2), "Hm."] * 9, ("test_add", "finish"), {"max_iterations": 9}, "stuck_in_a_loop", None),
+        ([""], ("test_add", "finish"), {}, "BAD_LLM_RESPONSE", None),
+        ([" \n "], (), {}, "BAD_LLM_RESPONSE", None),
+        ([finish("x" * 99)], ("finish",), {"max_prompt_length": 50}, "CONTEXT_WINDOW_EXCEEDED", None),
+        ([finish("x" * 99)], ("finish",), {"sampling_params": {"max_tokens": 50}}, "CONTEXT_WINDOW_EXCEEDED", None),
+        ([call("long", size=400)], ("test_long",), {"max_prompt_length": 300}, "CONTEXT_WINDOW_EXCEEDED", None),
+        ([finish()], ("finish",), {"max_context_length": 20}, "CONTEXT_WINDOW_EXCEEDED", None),
+    ],
+)  # fmt: skip
+async def test_an_agent_ends_for_one_reason(script, tools, settings, reason, result):
+    agent = agent_of(script, tools, **settings)
+    assert await agent.run(QUESTION) == (reason, result)
+
+
+async def test_polling_with_changing_results_is_no_loop():
+    counting = [call("add", a=n, b=0) for n in range(8)]
+    agent = agent_of([*counting, finish()], max_iterations=9)
+    assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
+
+
+async def test_the_turn_that_was_cut_short_is_a_transition_and_its_call_is_not_run():
+    agent = agent_of([call("add", a=2, b=3)], sampling_params={"max_tokens": len(call("add", a=2, b=3))})
+    assert (await agent.run(QUESTION)).finish_reason == "CONTEXT_WINDOW_EXCEEDED"
+    assert len(agent.get_transitions()) == 1
+    assert agent.get_tool_calls() == []
+
+
+ANSWER_TOKENS = len(finish()) + 1  # and the end of the turn
+
+
+@pytest.mark.parametrize(
+    "budget, reason",
+    [
+        (ANSWER_TOKENS, "FINISH_TOOL"),  # the last token of the budget is the end of the turn
+        (ANSWER_TOKENS - 1, "CONTEXT_WINDOW_EXCEEDED"),
+        (1, "CONTEXT_WINDOW_EXCEEDED"),
+    ],
+)
+async def test_the_budget_of_the_first_answer(budget, reason):
+    agent = agent_of([finish()], ["finish"], max_prompt_length=budget)
+    assert (await agent.run(QUESTION)).finish_reason == reason
+    [request] = agent.infer_engine.requests
+    assert request.sampling_params["max_tokens"] == budget
+
+
+@pytest.mark.parametrize("spare, reason, turns", [(0, "FINISH_TOOL", 2), (-1, "CONTEXT_WINDOW_EXCEEDED", 2)])
+async def test_the_budget_counts_answers_and_results(spare, reason, turns):
+    script = [call("add", a=2, b=3), finish()]
+    free = agent_of(script)
+    await free.run(QUESTION)
+    first, last = free.get_transitions()
+    used = len(last.ob.input_ids) + len(last.ac.token_ids) - len(first.ob.input_ids)
+    agent = agent_of(script, max_prompt_length=used + spare)
+    assert (await agent.run(QUESTION)).finish_reason == reason
+    assert len(agent.infer_engine.requests) == turns
+
+
+@pytest.mark.parametrize("left, asked", [(1, 2), (0, 1)])
+async def test_a_budget_used_up_by_results_asks_no_more(left, asked):
+    script = [call("add", a=2, b=3), finish()]
+    free = agent_of(script)
+    await free.run(QUESTION)
+    first, last = free.get_transitions()
+    agent = agent_of(script, max_prompt_length=len(last.ob.input_ids) - len(first.ob.input_ids) + left)
+    assert (await agent.run(QUESTION)).finish_reason == "CONTEXT_WINDOW_EXCEEDED"
+    assert len(agent.infer_engine.requests) == asked
+
+
+@pytest.mark.parametrize("max_tokens, sent", [(7, 7), (None, 1000), (5000, 1000)])
+async def test_a_turn_gets_what_sampling_and_budget_both_allow(max_tokens, sent):
+    agent = agent_of(
+        [finish()], ["finish"], max_prompt_length=1000, sampling_params={"max_tokens": max_tokens, "top_p": 1}
+    )
+    await agent.run(QUESTION)
+    assert agent.infer_engine.requests[0].sampling_params == {"max_tokens": sent, "top_p": 1}
+
+
+async def test_all_turns_have_one_request_id_and_one_row():
+    agent = agent_of([call("add", a=2, b=3), "Hm.", finish()])
+    await agent.run(QUESTION)
+    assert len({request.request_id for request in agent.infer_engine.requests}) == 1
+    [row] = transitions_to_training_data(agent.get_transitions())
+    written = [token for token, mask in zip(row.response_tokens, row.response_mask, strict=True) if mask]
+    assert byte_tokenizer().decode(written) == f"{call('add', a=2, b=3)}<|im_end|>Hm.<|im_end|>{finish()}<|im_end|>"
+    assert row.response_logprobs is not None and set(row.response_logprobs) == {0.0, -0.5}
+
+
+@pytest.mark.parametrize("model", [{"model_logprob": None}, {"model_tells_ids": False}])
+async def test_without_log_probs_there_are_none(model):
+    agent = agent_of([call("add", a=2, b=3), finish()], **model)
+    assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
+    rows = transitions_to_training_data(agent.get_transitions())
+    assert [row.response_logprobs for row in rows] == [None]
+
+
+class Refusing(ScriptedModel):
+    """A model's server that fails."""
+
+    error: Exception = InfraError("the engine is dead")
+
+    async def async_generate_ids(self, **request):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [InfraError("the engine is dead"), BackendError("no such model")])
+async def test_a_models_failure_is_an_exception_and_tools_are_closed(error):
+    agent = agent_of(["never"], ["finish"])
+    agent.model.infer_engine = Refusing(byte_tokenizer(), ["never"])
+    agent.model.infer_engine.error = error
+    with pytest.raises(type(error), match=str(error)):
+        await agent.run(QUESTION)
+    assert agent.get_transitions() == []
+
+
+async def test_a_slow_model_is_an_infrastructure_failure():
+    agent = agent_of([finish()], ["finish"], request_timeout_seconds=0.05, model_seconds=60)
+    with pytest.raises(InfraError, match=r"did not end within 0.05 s \(generator.request_timeout_seconds\)"):
+        await agent.run(QUESTION)
+
+
+class Aborting(ScriptedModel):
+    async def async_generate_ids(self, **request):
+        text, meta = await super().async_generate_ids(**request)
+        return text, {**meta, "finish_reason": "abort"}
+
+
+async def test_an_aborted_answer_is_an_infrastructure_failure():
+    agent = agent_of([finish()], ["finish"])
+    agent.model.infer_engine = Aborting(byte_tokenizer(), [finish()])
+    with pytest.raises(InfraError, match="aborted"):
+        await agent.run(QUESTION)
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match=r"finish and em_finish are both called 'finish'"):
+        agent_of(["x"], ["finish", "em_finish"])
+
+
+async def test_reminders_are_in_what_the_model_reads_and_never_edit_what_it_read():
+    script = [call("add", a=n, b=0) for n in range(3)]
+    agent = agent_of(script, enable_turn_reminder=True, early_step_threshold=2, max_iterations=3)
+    await agent.run(QUESTION)
+    first, second, third = prompts_of(agent)
+    assert "What is 2 + 3?\n\n<reminder>Step 1 of 3. Take at least 2 steps before you finish.</reminder>" in first
+    assert "<reminder>Step 2 of 3. Take at least 2" in second and second.startswith(first)
+    assert "<reminder>Step 3 of 3. This is the last one" in third and third.startswith(second)
+    assert len(transitions_to_training_data(agent.get_transitions())) == 1
+
+
+async def test_thoughts_of_earlier_turns_go_and_each_turn_is_a_row():
+    script = [f"<think>secret plan</think>{call('add', a=2, b=3)}", f"<think>sum</think>{finish()}"]
+    agent = agent_of(script, remove_think_tokens=True)
+    assert await agent.run(QUESTION) == ("FINISH_TOOL", "5")
+    assert "secret plan" not in prompts_of(agent)[1]
+    assert "<function=add>" in prompts_of(agent)[1]
+    assert len(transitions_to_training_data(agent.get_transitions())) == 2

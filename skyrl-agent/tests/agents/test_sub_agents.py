@@ -1,0 +1,86 @@
+"""Agents that hand parts of their work to others."""
+
+import pytest
+
+from skyrl_agent.errors import ConfigError, InfraError
+from skyrl_agent.functional.utils import transitions_to_training_data
+
+from .agent_cases import QUESTION, agent_of, call, finish, prompts_of
+
+
+def family(*, parent, child):
+    """A script by who is asked: the child's system message is that of sub-agents."""
+    parent, child = list(parent), list(child)
+
+    def script(prompt: str, turn: int) -> str:
+        return (child if "Another agent handed you" in prompt else parent).pop(0)
+
+    return script
+
+
+def delegate(task: str = "Add 2 and 3") -> str:
+    return call("delegate", task=task)
+
+
+async def test_a_sub_agents_turns_are_rows_of_the_trajectory_apart_from_its_parents():
+    script = family(parent=[delegate(), finish("five")], child=[call("add", a=2, b=3), finish("The sum is five")])
+    agent = agent_of(script, ["test_add", "delegate", "finish"])
+    assert await agent.run(QUESTION) == ("FINISH_TOOL", "five")
+    assert "The sum is five" in prompts_of(agent)[-1]
+    child, parent = transitions_to_training_data(agent.get_transitions())
+    assert sum(child.response_mask) == len(call("add", a=2, b=3)) + len(finish("The sum is five")) + 2
+    assert sum(parent.response_mask) == len(delegate()) + len(finish("five")) + 2
+    assert [record.name for record in agent.get_tool_calls()] == ["delegate", "finish", "add", "finish"]
+
+
+async def test_two_sub_agents_of_the_same_task_stay_apart():
+    script = family(parent=[delegate(), delegate(), finish()], child=[finish("a"), finish("b")])
+    agent = agent_of(script, ["delegate", "finish"])
+    await agent.run(QUESTION)
+    assert len(transitions_to_training_data(agent.get_transitions())) == 3
+    assert len({request.request_id for request in agent.infer_engine.requests}) == 3
+
+
+async def test_a_sub_agent_has_no_sub_agents_of_its_own_unless_allowed():
+    script = family(parent=[delegate(), finish()], child=[delegate(), finish()])
+    agent = agent_of(script, ["delegate", "finish"])
+    assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
+    assert "there is no tool 'delegate'" in prompts_of(agent)[2]
+    deeper = agent_of(
+        family(parent=[delegate(), finish()], child=[delegate(), finish("x"), finish("y")]),
+        ["delegate", "finish"],
+        max_depth=2,
+    )
+    await deeper.run(QUESTION)
+    assert len(deeper.sub_agents) == len(deeper.sub_agents[0].sub_agents) == 1
+
+
+async def test_sub_agents_have_a_limit_of_steps_together_and_the_parent_goes_on():
+    child = [call("add", a=n, b=0) for n in range(9)]
+    script = family(parent=[delegate(), delegate(), finish()], child=child)
+    agent = agent_of(script, ["test_add", "delegate", "finish"], sub_agent_steps=3, max_iterations=5)
+    assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
+    assert agent.sub_agents[0].num_steps == 3
+    told = prompts_of(agent)
+    assert "ended without an answer: max_iterations_reached" in told[4]
+    assert "the steps for sub-agents are used up: do the work yourself" in told[5]
+
+
+async def test_what_a_sub_agent_may_use_is_a_setting():
+    tools = [{"delegate": {"tools": ["finish"], "max_iterations": 1}}, "test_add", "finish"]
+    script = family(parent=[delegate(), finish()], child=[call("add", a=2, b=3)])
+    agent = agent_of(script, tools)
+    await agent.run(QUESTION)
+    assert list(agent.sub_agents[0].toolbox.tools) == ["finish"]
+    assert agent.sub_agents[0].num_steps == 1
+
+
+async def test_an_outage_inside_a_sub_agent_ends_the_trajectory():
+    script = family(parent=[delegate()], child=[call("outage")])
+    with pytest.raises(InfraError):
+        await agent_of(script, ["test_outage", "delegate", "finish"]).run(QUESTION)
+
+
+def test_a_wrong_tool_of_a_sub_agent_is_seen_before_anything_starts():
+    with pytest.raises(ConfigError, match="there is no tool 'finsh'; did you mean finish"):
+        agent_of(["x"], [{"delegate": {"tools": ["finsh"]}}])

@@ -1,0 +1,198 @@
+"""What an agent does with calls: run them within limits, and tell the model what came of each."""
+
+import asyncio
+
+import pytest
+
+from skyrl_agent.agents.toolbox import clip
+from skyrl_agent.errors import InfraError
+from skyrl_agent.functional.utils import transitions_to_training_data
+
+from .agent_cases import QUESTION, Sleep, agent_of, call, finish, prompts_of
+
+
+def hermes(name: str, **arguments) -> str:
+    import json
+
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.fixture(autouse=True)
+def forget_sleepers():
+    Sleep.forget()
+
+
+@pytest.mark.parametrize(
+    "answer, told",
+    [
+        (call("add", a=2, b=3), "The sum is 5."),
+        (call("add", a="two", b=3), "Error calling add: argument 'a'"),
+        (call("add", a=2), "argument 'b'"),
+        (call("ad", a=2, b=3), "did you mean add?"),
+        (call("broken"), "the gears of this tool are jammed\nsecond line: 4711"),
+        (call("cancels_itself"), "cancels_itself was cancelled from within"),
+        ("<function=add>\n<parameter=a>2", "</function>"),
+        ("It is 5.", "had no function call in it"),
+    ],
+)
+async def test_what_went_wrong_reaches_the_model(answer, told):
+    agent = agent_of([answer, finish()], ["test_add", "test_broken", "test_cancels_itself", "finish"])
+    assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
+    first, second = prompts_of(agent)
+    assert second.startswith(first + answer)
+    assert told in second.removeprefix(first + answer)
+
+
+async def test_an_outage_of_a_tool_ends_the_trajectory_as_an_exception():
+    agent = agent_of([call("outage")], ["test_outage", "test_sleep", "finish"])
+    with pytest.raises(InfraError, match="the server of this tool is away"):
+        await agent.run(QUESTION)
+    assert Sleep.log == ["opened", "closed"]
+
+
+async def test_a_call_past_its_deadline_is_cancelled_and_the_model_goes_on():
+    agent = agent_of([call("sleep", seconds=60), finish()], ["test_sleep", "finish"], tool_timeout_seconds=0.05)
+    assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
+    assert "sleep did not end within 0.05 s and was cancelled" in prompts_of(agent)[1]
+    assert Sleep.log == ["opened", "cancelled", "closed"]
+    assert [record.ok for record in agent.get_tool_calls()] == [False, True]
+
+
+async def test_a_call_that_heeds_no_cancellation_is_left_behind(monkeypatch):
+    monkeypatch.setattr("skyrl_agent.agents.pending.GRACE_SECONDS", 0.05)
+    agent = agent_of([call("stubborn"), finish()], ["test_stubborn", "finish"], tool_timeout_seconds=0.05)
+    assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
+    assert "stubborn did not end" in prompts_of(agent)[1]
+    await asyncio.sleep(0.6)  # it ends by itself
+
+
+async def test_long_outputs_are_cut_in_the_middle_and_say_so():
+    agent = agent_of([call("long", size=5000), finish()], ["test_long", "finish"], max_tool_output_chars=200)
+    await agent.run(QUESTION)
+    told = prompts_of(agent)[1]
+    assert "begin" + "x" * 95 + "\n[... 4808 characters left out ...]\n" + "x" * 97 + "end" in told
+
+
+async def test_an_answer_is_never_cut():
+    agent = agent_of([finish("y" * 900)], ["finish"], max_tool_output_chars=200)
+    assert await agent.run(QUESTION) == ("FINISH_TOOL", "y" * 900)
+
+
+@pytest.mark.parametrize(
+    "length, limit, expected", [(5, 5, "01234"), (6, 5, "012\n[... 1 characters left out ...]\n45")]
+)
+def test_clip(length, limit, expected):
+    assert clip("0123456789"[:length], limit) == expected
+
+
+@pytest.mark.parametrize("parallel, most", [(1, 1), (3, 3), (9, 4)])
+async def test_calls_of_one_turn_run_at_the_same_time(parallel, most):
+    turn = "".join(hermes("sleep", seconds=0.05) for _ in range(4))
+    agent = agent_of(
+        [turn, hermes("finish", answer="5")],
+        ["test_sleep", "finish"],
+        tool_format="hermes",
+        max_parallel_tool_calls=parallel,
+        tokenizer=tokenizer_with_tools(),
+    )
+    assert await agent.run(QUESTION) == ("FINISH_TOOL", "5")
+    assert Sleep.most == most
+    told = prompts_of(agent)[1].removeprefix(prompts_of(agent)[0] + turn)
+    assert told.count("Slept 0.05 s.") == most
+    assert told.count(f"Not run: at most {parallel} function call(s)") == 4 - most
+    assert len(transitions_to_training_data(agent.get_transitions())) == 1
+
+
+def tokenizer_with_tools():
+    """The byte tokenizer with a template that renders calls as Hermes models write them."""
+    from skyrl_agent.testing import byte_tokenizer
+
+    return byte_tokenizer(
+        "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
+        "{% for call in message.tool_calls or [] %}<tool_call>\n"
+        '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+        "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+async def test_one_outage_among_parallel_calls_cancels_the_others():
+    turn = hermes("sleep", seconds=60) + hermes("outage")
+    agent = agent_of(
+        [turn],
+        ["test_sleep", "test_outage", "finish"],
+        tool_format="hermes",
+        max_parallel_tool_calls=2,
+        tokenizer=tokenizer_with_tools(),
+    )
+    with pytest.raises(InfraError):
+        await agent.run(QUESTION)
+    assert Sleep.log == ["opened", "cancelled", "closed"]
+
+
+async def test_calls_that_share_a_runtime_run_one_after_another():
+    turn = "".join(hermes("sleep", seconds=0.01) for _ in range(3))
+    agent = agent_of(
+        [turn, hermes("finish", answer="5")],
+        ["test_sleep", "finish"],
+        tool_format="hermes",
+        max_parallel_tool_calls=3,
+        tokenizer=tokenizer_with_tools(),
+        runtime=object(),
+    )
+    await agent.run(QUESTION)
+    assert Sleep.most == 1
+    assert prompts_of(agent)[1].count("Slept 0.01 s.") == 3
+
+
+async def test_each_call_leaves_a_record():
+    agent = agent_of([call("add", a=2, b=3), call("broken"), finish()], ["test_add", "test_broken", "finish"])
+    await agent.run(QUESTION)
+    seen = [(record.step, record.name, record.arguments, record.ok) for record in agent.get_tool_calls()]
+    assert [(step, name, ok) for step, name, _, ok in seen] == [
+        (1, "add", True),
+        (2, "broken", False),
+        (3, "finish", True),
+    ]
+    assert agent.get_tool_calls()[0].output == "The sum is 5."
+
+
+async def test_cancelling_an_agent_cancels_its_call_and_closes_its_tools():
+    agent = agent_of([call("sleep", seconds=60)], ["test_sleep", "finish"])
+    task = asyncio.create_task(agent.run(QUESTION))
+    while Sleep.now == 0:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert Sleep.log == ["opened", "cancelled", "closed"]
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_new_context_starts_a_row_of_its_own():
+    script = [call("turn_page", memory="one"), call("turn_page", memory="two"), finish("two pages")]
+    agent = agent_of(script, ["test_turn_page", "finish"])
+    assert await agent.run(QUESTION) == ("FINISH_TOOL", "two pages")
+    first, second, third = prompts_of(agent)
+    assert "You read a book page by page.\n\n---\n\nDo it." in first
+    assert "Memory: one. Page 1." in second and "What is 2 + 3?" not in second
+    assert "You read a book page by page." in second and "finish" in second
+    assert "Memory: two. Page 2." in third and "Memory: one" not in third
+    assert len(transitions_to_training_data(agent.get_transitions())) == 3
+
+
+async def test_the_budget_begins_anew_with_the_context():
+    script = [call("turn_page", memory=f"page {n}") for n in range(5)] + [finish()]
+    agent = agent_of(script, ["test_turn_page", "finish"], max_prompt_length=90, max_iterations=9)
+    assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
+
+
+async def test_a_question_beside_the_conversation_is_no_transition():
+    def script(prompt: str, turn: int) -> str:
+        return "blue" if prompt.endswith("Which colour?<|im_end|>\n<|im_start|>assistant\n") else answers.pop(0)
+
+    answers = [call("ask", question="Which colour?"), finish("blue")]
+    agent = agent_of(script, ["test_ask", "finish"])
+    await agent.run(QUESTION)
+    assert "It said: blue" in prompts_of(agent)[-1]
+    assert len(agent.get_transitions()) == 2
