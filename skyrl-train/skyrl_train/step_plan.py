@@ -307,6 +307,11 @@ def _notes(cfg: SkyRLConfig) -> tuple[str, ...]:
         )
     if cfg.generator.step_wise_trajectories:
         notes.append("every turn is a sample of its own (step-wise): the numbers of samples are for one turn each")
+    if cfg.generator.task is not None:
+        notes.append(
+            f"trajectories are those of {cfg.generator.task}, which says how long they may be; one has a row for each "
+            "stretch of turns that only append, usually one: the numbers of samples are for one row each"
+        )
     sampling = cfg.trainer.algorithm.dynamic_sampling
     if sampling.type == "filter":
         limit = f"up to {sampling.max_sample_batches}" if sampling.max_sample_batches > 0 else "any number of"

@@ -1,12 +1,15 @@
 """Backends: a model to ask, the rows a trainer hands in, the output it wants back. Imported when they are named."""
 
 import difflib
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
-from skyrl_agent.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from skyrl_agent.errors import ConfigError, TaskRowError
 from skyrl_agent.types import InferBackend, Row
 
 __all__ = ["BACKEND_REGISTRY", "Backend", "TrainingRows", "build_backend", "register_backend"]
@@ -104,3 +107,73 @@ def get_backend(name: str) -> Backend:
 
 def build_backend(name: str, *, infer_engine: Any, tokenizer: Any, cfg: dict[str, Any] | None = None) -> InferBackend:
     return get_backend(name).make(infer_engine=infer_engine, tokenizer=tokenizer, cfg=cfg or {})
+
+
+class BackendSettings(BaseModel):
+    """Base of what a backend takes as `generator.backend_config`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+Settings = TypeVar("Settings", bound=BackendSettings)
+
+
+def read_settings(kind: type[Settings], cfg: Mapping[str, Any]) -> Settings:
+    """
+    Raises:
+        ConfigError: a key of `generator.backend_config` is unknown or its value wrong.
+    """
+    try:
+        return kind.model_validate(dict(cfg))
+    except ValidationError as error:
+        item = error.errors()[0]
+        key = "generator.backend_config" + "".join(f".{part}" for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            known = ", ".join(kind.model_fields) or "none"
+            raise ConfigError(f"unknown key {key}; this backend has: {known}") from None
+        raise ConfigError(f"{key}: {item['msg']}; got {item['input']!r}") from None
+
+
+def answer_text(tokenizer: Any, ids: Sequence[int], finish_reason: str) -> str:
+    """What the model wrote, special tokens included, without the token that ended its turn."""
+    if finish_reason == "stop" and ids and ids[-1] == tokenizer.eos_token_id:
+        ids = ids[:-1]
+    return tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def seed_of_turn(seed: int, input_ids: Sequence[int]) -> int:
+    """31 bits: another one in each turn of a trajectory, the same when the turn is drawn again."""
+    digest = hashlib.sha256(repr((seed, len(input_ids), input_ids[-1:])).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+def plain_rows(batch: Iterable[Row]) -> list[Row]:
+    """Rows that are handed in as they are: a list, or a dataset.
+
+    Raises:
+        TaskRowError: one is no mapping.
+    """
+    rows = list(batch)
+    for position, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise TaskRowError(f"row {position} of the batch must be a mapping of fields; got {type(row).__name__}")
+    return rows
+
+
+def published_output(rows: TrainingRows) -> dict[str, Any]:
+    """The dictionary that `AgentRunner.run` gives where no trainer wants another form."""
+    return {
+        "prompt_token_ids": rows.prompt_token_ids,
+        "response_ids": rows.response_ids,
+        "rewards": rows.rewards,
+        "traj_rewards": rows.traj_rewards,
+        "loss_masks": rows.loss_masks,
+        "episode_nums": rows.episode_nums,
+        "is_last_episode": rows.is_last_episode,
+        "traj_idx": rows.traj_idx,
+        "stop_reasons": [rows.finish_reasons[number] for number in rows.row_trajectory],
+        "rollout_logprobs": rows.rollout_logprobs,
+        "rollout_metrics": rows.rollout_metrics,
+        "finish_reasons": rows.finish_reasons,
+        "in_baseline": rows.in_baseline,
+    }

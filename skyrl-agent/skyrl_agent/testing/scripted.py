@@ -51,11 +51,20 @@ class ScriptedModel:
         self.requests.append(Request(request_id, turn, list(input_ids), prompt, dict(sampling_params)))
         await asyncio.sleep(self.seconds)
         answer = self.script(prompt, turn) if callable(self.script) else self.script[min(turn, len(self.script) - 1)]
-        ids = [*self.tokenizer.encode(answer, add_special_tokens=False), self.tokenizer.eos_token_id]
+        answer, is_cut = _up_to_stop(answer, sampling_params.get("stop") or [])
+        end = [] if is_cut else [self.tokenizer.eos_token_id]
+        ids = [*self.tokenizer.encode(answer, add_special_tokens=False), *end]
         most = sampling_params.get("max_tokens") or len(ids)
         reason = "stop" if len(ids) <= most else "length"
         ids = ids[:most]
-        text = self.tokenizer.decode(ids[:-1] if reason == "stop" else ids, skip_special_tokens=False)
+        ended = reason == "stop" and not is_cut
+        text = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
         told = ids if self.tells_ids else None
         logprobs = [self.logprob] * len(ids) if self.tells_ids and self.logprob is not None else None
         return text, MetaInfo(output_tokens=told, finish_reason=reason, logprobs=logprobs)
+
+
+def _up_to_stop(answer: str, stop: str | Sequence[str]) -> tuple[str, bool]:
+    """The answer up to the first stop string, which stays in it, and whether there was one."""
+    ends = [answer.find(text) + len(text) for text in ([stop] if isinstance(stop, str) else stop) if text in answer]
+    return (answer[: min(ends)], True) if ends else (answer, False)

@@ -259,8 +259,9 @@ class SkyRLGymConfig(BaseConfig):
 class EnvironmentConfig(BaseConfig):
     """What judges the answers."""
 
-    env_class: str = "gsm8k"
-    """Id of the environment for rows of the data without an `env_class` of their own."""
+    env_class: str | None = "gsm8k"
+    """Id of the environment for rows of the data without an `env_class` of their own. Not read with `generator.task`,
+    where it may be null."""
 
     skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
 

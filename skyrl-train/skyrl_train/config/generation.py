@@ -63,6 +63,11 @@ class ChatTemplateConfig(BaseConfig):
 class GeneratorConfig(BaseConfig):
     """How answers are made: engines, sampling, turns."""
 
+    task: str | None = None
+    """A task file of skyrl-agent: its agent makes the trajectories, in place of `environment.env_class`. Turns, tools,
+    lengths and chat template are then the file's, and a trajectory may have several rows (see
+    `generator.step_wise_trajectories`)."""
+
     backend: Literal["auto", "native", "vllm", "sglang"] = "auto"
     """Rollout engine. `native` runs transformers models in our own loop, on CPU and CUDA; `vllm` and `sglang` are
     extras. `auto`: vllm on CUDA if it is installed, else native; for servers started elsewhere: what they say they are.
@@ -229,6 +234,11 @@ class GeneratorConfig(BaseConfig):
 
     request_timeout_seconds: float = 3600.0
     """The longest that one request to an engine may take, waiting included."""
+
+    @property
+    def has_rows_of_steps(self) -> bool:
+        """Whether a row of the batch may be a part of a trajectory."""
+        return self.step_wise_trajectories or self.task is not None
 
     @property
     def engine_world_size(self) -> int:

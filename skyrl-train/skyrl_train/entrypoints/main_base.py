@@ -23,6 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from skyrl_train.config import SkyRLConfig, config_dir, get_config_as_yaml_str, register_config_store
 from skyrl_train.config.validation import validate_cfg, validate_environments
 from skyrl_train.dataset.dataset import PromptDataset
+from skyrl_train.entrypoints.agent import agent_generator, check_agent
 from skyrl_train.entrypoints.endpoint import endpoint_of, listening
 from skyrl_train.entrypoints.engines import (
     check_engines,
@@ -67,6 +68,9 @@ class BasePPOExp:
         self.tokenizer = self.get_tokenizer()
         self.train_dataset = self.get_train_dataset()
         self.eval_dataset = self.get_eval_dataset()
+        if self.cfg.generator.task is not None:
+            datasets = [dataset for dataset in (self.train_dataset, self.eval_dataset) if dataset is not None]
+            check_agent(self.cfg.generator, self.tokenizer, [row for dataset in datasets for row in dataset.rows])
 
     @cached_property
     def colocate_pg(self) -> PlacementGroup | None:
@@ -121,6 +125,8 @@ class BasePPOExp:
         tokenizer: PreTrainedTokenizerBase,
         inference_engine_client: InferenceEngineInterface,
     ) -> GeneratorInterface:
+        if cfg.generator.task is not None:
+            return agent_generator(cfg.generator, tokenizer, inference_engine_client)
         return SkyRLGymGenerator(
             generator_cfg=cfg.generator,
             skyrl_gym_cfg=cfg.environment.skyrl_gym,

@@ -23,7 +23,7 @@ def prepare_generator_input(
     prompts: list[dict[str, Any]],
     n_samples_per_prompt: int,
     sampling_params: dict[str, Any] | None,
-    default_env_class: str,
+    default_env_class: str | None,
     training_phase: TrainingPhase,
     global_step: int | None,
 ) -> tuple[GeneratorInput, list[str]]:
@@ -38,7 +38,7 @@ def prepare_generator_input(
     uids = [row["uid"] for row, _ in samples]
     generator_input = GeneratorInput(
         prompts=[row["prompt"] for row, _ in samples],
-        env_classes=[row["env_class"] or default_env_class for row, _ in samples],
+        env_classes=[row["env_class"] or default_env_class or "" for row, _ in samples],
         env_extras=[row["env_extras"] for row, _ in samples],
         sampling_params=sampling_params,
         trajectory_ids=[TrajectoryID(row["uid"], repetition) for row, repetition in samples],

@@ -39,8 +39,11 @@ class LengthLimits:
     one_answer_a_row: bool
 
     @classmethod
-    def of(cls, generator: "GeneratorConfig", sampling: "SamplingParams") -> "LengthLimits":
-        """Those that `generator` declares. `sampling`: its `sampling_params` or its `eval_sampling_params`."""
+    def of(cls, generator: "GeneratorConfig", sampling: "SamplingParams") -> "LengthLimits | None":
+        """Those that `generator` declares; None with a task file, which has limits of its own. `sampling`: its
+        `sampling_params` or its `eval_sampling_params`."""
+        if generator.task is not None:
+            return None
         turns_are_rows = generator.step_wise_trajectories and not generator.merge_stepwise_output
         return cls(
             max_input_length=generator.max_input_length,

@@ -3,6 +3,7 @@
 import warnings
 
 from skyrl_train.config.config import SkyRLConfig
+from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.rules.checks import check_not_negative, check_order, check_positive, check_shares, require
 
 _NAME = "trainer.algorithm"
@@ -161,10 +162,9 @@ def _check_estimator(config: SkyRLConfig) -> None:
         "2, or use reinforce++ or gae",
     )
     require(
-        estimator not in NEEDS_WHOLE_TRAJECTORIES or not generator.step_wise_trajectories,
+        estimator not in NEEDS_WHOLE_TRAJECTORIES or not generator.has_rows_of_steps,
         f"{_NAME}.advantage_estimator={estimator} goes through a trajectory token by token, and "
-        "generator.step_wise_trajectories=true divides trajectories into turns; use another estimator, or whole "
-        "trajectories",
+        f"{_steps(generator)} divides trajectories into rows; use another estimator, or whole trajectories",
     )
     require(
         estimator != "turn_grpo" or not generator.merge_stepwise_output,
@@ -249,7 +249,14 @@ def _check_sampling(config: SkyRLConfig) -> None:
             f"{generator.n_samples_per_prompt} gives one answer each; sample at least 2, or leave it out",
         )
     require(
-        kind is None or not generator.step_wise_trajectories,
-        f"{_NAME}.dynamic_sampling.type={kind} selects whole trajectories, and generator.step_wise_trajectories=true "
-        f"makes samples of turns; use {_NAME}.zero_variance_filter instead",
+        kind is None or not generator.has_rows_of_steps,
+        f"{_NAME}.dynamic_sampling.type={kind} selects whole trajectories, and {_steps(generator)} "
+        f"makes samples of their parts; use {_NAME}.zero_variance_filter instead",
     )
+
+
+def _steps(generator: GeneratorConfig) -> str:
+    """The setting by which a row is no whole trajectory."""
+    if generator.task is not None:
+        return f"generator.task={generator.task}"
+    return "generator.step_wise_trajectories=true"

@@ -14,7 +14,13 @@ def validate_environments(config: SkyRLConfig) -> None:
     """
     from skyrl_gym.envs.registration import env_class_of, registry
 
-    names = {"environment.env_class": config.environment.env_class}
+    names = {}
+    if config.generator.task is None:
+        require(
+            config.environment.env_class is not None,
+            "environment.env_class is null: name an environment, or set generator.task to a task file",
+        )
+        names["environment.env_class"] = config.environment.env_class
     names |= {f"section environment.skyrl_gym.{name}": name for name in config.environment.skyrl_gym.env_configs}
     for setting, name in names.items():
         near = nearest_name(name, sorted(registry))

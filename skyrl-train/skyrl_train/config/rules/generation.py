@@ -3,10 +3,23 @@
 import warnings
 
 from skyrl_train.config.config import SkyRLConfig
-from skyrl_train.config.generation import SamplingParams
+from skyrl_train.config.generation import GeneratorConfig, SamplingParams
 from skyrl_train.config.rules.checks import check_not_negative, check_positive, require
 
 _SET_BY_THE_GENERATOR = {"add_generation_prompt", "chat_template", "continue_final_message", "return_dict", "tokenize"}
+
+_SAID_BY_THE_TASK_FILE = (
+    "max_turns",
+    "use_conversation_multi_turn",
+    "append_eos_token_after_stop_str_in_multi_turn",
+    "chat_template",
+    "chat_template_kwargs",
+    "step_wise_trajectories",
+    "merge_stepwise_output",
+    "zero_reward_on_non_stop",
+    "apply_overlong_filtering",
+    "max_rollout_retries",
+)
 
 
 def check_generation(config: SkyRLConfig) -> None:
@@ -24,7 +37,10 @@ def check_generation(config: SkyRLConfig) -> None:
         ),
     )
     check_not_negative(config, ("generator.max_rollout_retries", "environment.skyrl_gym.max_env_workers"))
-    _check_lengths(config)
+    if config.generator.task is None:
+        _check_lengths(config)
+    else:
+        _check_task(config.generator)
     _check_sampling(config.generator.sampling_params, "generator.sampling_params")
     _check_sampling(config.generator.eval_sampling_params, "generator.eval_sampling_params")
     _check_evaluation_samples(config)
@@ -48,6 +64,17 @@ def _check_lengths(config: SkyRLConfig) -> None:
         f"generator.max_input_length={limit} must be at least trainer.max_prompt_length={prompt}: it counts the prompt "
         "and what the turns before added",
     )
+
+
+def _check_task(generator: GeneratorConfig) -> None:
+    defaults = GeneratorConfig()
+    for name in _SAID_BY_THE_TASK_FILE:
+        value, default = getattr(generator, name), getattr(defaults, name)
+        require(
+            value == default,
+            f"generator.{name}={value!r} is not read with generator.task={generator.task}: leave it out; turns, "
+            "templates, masking and retries are the task file's",
+        )
 
 
 def _check_sampling(params: SamplingParams, name: str) -> None:

@@ -1,0 +1,149 @@
+"""Any server that speaks OpenAI's `/v1/completions`: vLLM, SGLang, `skyrl_train.entrypoints.serve`, ... For evaluation,
+and for training where it tells token ids and log-probs."""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from skyrl_agent.errors import BackendError, ConfigError, InfraError
+from skyrl_agent.integrations.base import (
+    Backend,
+    BackendSettings,
+    answer_text,
+    plain_rows,
+    published_output,
+    read_settings,
+    seed_of_turn,
+)
+from skyrl_agent.tools.async_service import AsyncService
+from skyrl_agent.types import MetaInfo
+from skyrl_gym.services import Response, Retries
+
+__all__ = ["BACKEND", "OpenAIBackend"]
+
+RETRIES = Retries(attempts=4, first_wait=0.5, longest_wait=8.0, window=60.0)
+_CANNOT_READ = (400, 404, 422)
+"""Statuses of a server that does not know a field, or takes no token ids."""
+_EXTENSIONS = {
+    "logprobs": 0,
+    "return_token_ids": True,
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+}
+"""What vLLM and our own endpoint know beyond OpenAI's fields."""
+
+
+class OpenAISettings(BackendSettings):
+    """`generator.backend_config`."""
+
+    model_name: str
+    """As the server calls it."""
+    api_url: str = "http://127.0.0.1:8000"
+    """With or without `/v1`."""
+    model_max_len: int | None = Field(default=None, ge=1)
+    """Tokens that the model reads and writes together; none: the server's own limit is met as an error of it."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable with the key; not set: no key is sent."""
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    """Of one attempt at one answer."""
+
+
+class OpenAIBackend:
+    """Asks with token ids and for token ids and log-probs. A server that understands less is asked for less: at the
+    first request it is found out what it understands.
+
+    Args:
+        infer_engine: not used.
+        cfg: see `OpenAISettings`.
+    """
+
+    def __init__(self, infer_engine: Any = None, tokenizer: Any = None, cfg: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.settings = read_settings(OpenAISettings, cfg or {})
+        self.url = self.settings.api_url.rstrip("/").removesuffix("/v1") + "/v1/completions"
+        try:
+            self._service()
+        except ValueError as error:
+            raise ConfigError(f"generator.backend_config.api_url={self.settings.api_url!r}: {error}") from None
+        self._dialect: int | None = None
+
+    async def async_generate_ids(
+        self, *, input_ids: list[int], sampling_params: Mapping[str, Any], request_id: str
+    ) -> tuple[str, MetaInfo]:
+        params = {name: value for name, value in sampling_params.items() if value is not None}
+        if self.settings.model_max_len is not None:
+            room = self.settings.model_max_len - len(input_ids)
+            if room < 1:
+                return "", MetaInfo(output_tokens=[], finish_reason="length", logprobs=[])
+            params["max_tokens"] = min(params.get("max_tokens", room), room)
+        if "seed" in params:
+            params["seed"] = seed_of_turn(params["seed"], input_ids)
+        return self._read(await self._ask(input_ids, params, request_id))
+
+    async def _ask(self, input_ids: list[int], params: dict[str, Any], request_id: str) -> dict[str, Any]:
+        """The answer's only choice."""
+        base = {"model": self.settings.model_name, **params}
+        dialects = [
+            lambda: base | _EXTENSIONS | {"prompt": input_ids, "session_id": request_id},
+            lambda: base | {"prompt": input_ids},
+            lambda: base | {"prompt": self.tokenizer.decode(input_ids, skip_special_tokens=False)},
+        ]
+        known, first = self._dialect, None
+        for number, body in enumerate(dialects) if known is None else [(known, dialects[known])]:
+            response = await self._send(body())
+            if response.status == 200:
+                self._dialect = number
+                return _choice(response)
+            first = first or response
+            if response.status not in _CANNOT_READ:
+                break
+        assert first is not None
+        raise BackendError(f"{self.url} refused the request: HTTP {first.status}: {first.text.strip()[:500]}")
+
+    async def _send(self, body: dict[str, Any]) -> Response:
+        service = self._service()
+        try:
+            return await service.request(body)
+        finally:
+            await service.close()
+
+    def _service(self) -> AsyncService:
+        """One for each request: an answer takes far longer than a connection, and no connection outlives its loop."""
+        key = os.environ.get(self.settings.api_key_env)
+        headers = {"Authorization": f"Bearer {key.strip()}"} if key else {}
+        return AsyncService(self.url, headers=headers, timeout=self.settings.timeout_seconds, retries=RETRIES)
+
+    def _read(self, choice: Mapping[str, Any]) -> tuple[str, MetaInfo]:
+        reason = {"length": "length", "abort": "abort"}.get(choice.get("finish_reason") or "stop", "stop")
+        if reason == "abort":
+            raise InfraError(f"{self.url} aborted the request")
+        ids = choice.get("token_ids")
+        if ids is None:
+            return _text(choice), MetaInfo(output_tokens=None, finish_reason=reason, logprobs=None)
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+        return answer_text(self.tokenizer, ids, reason), MetaInfo(
+            output_tokens=list(ids),
+            finish_reason=reason,
+            logprobs=list(logprobs) if logprobs is not None and len(logprobs) == len(ids) else None,
+            weight_versions=choice.get("weight_versions"),
+        )
+
+
+def _choice(response: Response) -> dict[str, Any]:
+    try:
+        [choice] = json.loads(response.body)["choices"]
+        return dict(choice)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InfraError(f"the model's server sent no completion: {response.text.strip()[:300]}") from error
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    """With the stop string, where the server tells which one it cut off."""
+    text, stop = choice.get("text") or "", choice.get("stop_reason")
+    return text + stop if isinstance(stop, str) and not text.endswith(stop) else text
+
+
+BACKEND = Backend(make=OpenAIBackend, rows_of=plain_rows, output_of=published_output)

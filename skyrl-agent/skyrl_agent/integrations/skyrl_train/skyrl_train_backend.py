@@ -1,0 +1,239 @@
+"""Engines of skyrl-train as the model, and its trainers as whoever takes the rows."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from skyrl_agent.auto import AutoAgentRunner
+from skyrl_agent.errors import AgentError, BackendError, InfraError
+from skyrl_agent.integrations.base import (
+    Backend,
+    BackendSettings,
+    TrainingRows,
+    answer_text,
+    read_settings,
+    seed_of_turn,
+)
+from skyrl_agent.runner import AgentRunner
+from skyrl_agent.types import MetaInfo, Row
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.errors import ConfigError, FailureKind, RolloutError, WorkerError
+from skyrl_train.generators.base import (
+    Failure,
+    GeneratorInput,
+    GeneratorInterface,
+    GeneratorOutput,
+    TrajectoryID,
+)
+from skyrl_train.generators.metrics import get_rollout_metrics
+from skyrl_train.generators.sampling import episode_seed
+from skyrl_train.generators.step_wise import whole_trajectories
+from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineInterface
+
+__all__ = ["BACKEND", "SkyRLAgentGenerator", "SkyRLBackend"]
+
+
+class SkyRLBackend:
+    """An engine of skyrl-train, or its client over many.
+
+    Args:
+        infer_engine: None where nothing will be asked.
+    """
+
+    def __init__(
+        self, infer_engine: InferenceEngineInterface | None, tokenizer: Any, cfg: Mapping[str, Any] | None = None
+    ) -> None:
+        read_settings(BackendSettings, cfg or {})
+        self.engine, self.tokenizer = infer_engine, tokenizer
+        self.broken: asyncio.Future[WorkerError] | None = None
+        """Gets the error of engines that will not come back."""
+
+    async def async_generate_ids(
+        self, *, input_ids: list[int], sampling_params: Mapping[str, Any], request_id: str
+    ) -> tuple[str, MetaInfo]:
+        assert self.engine is not None
+        params = {"logprobs": 0, **sampling_params}
+        if params.get("seed") is not None:
+            params["seed"] = seed_of_turn(params["seed"], input_ids)
+        request = InferenceEngineInput(prompt_token_ids=[input_ids], sampling_params=params, session_ids=[request_id])
+        try:
+            output = await self.engine.generate(request)
+        except WorkerError as error:
+            if self.broken is not None and not self.broken.done():
+                self.broken.set_result(error)
+            raise InfraError(f"the engines failed: {error}") from error
+        except RolloutError as error:
+            kind = InfraError if error.kind == "infrastructure" else BackendError
+            raise kind(f"the engine failed: {error}") from error
+        except ValueError as error:
+            raise BackendError(f"the engine refused the request: {error}") from error
+        except Exception as error:  # the far side may be a Ray actor, an HTTP server or a library
+            raise InfraError(f"the engine raised {type(error).__name__}: {error}") from error
+        reason, ids = output["stop_reasons"][0], list(output["response_ids"][0])
+        if reason == "abort":
+            raise InfraError("the engine aborted the request")
+        logprobs = output["response_logprobs"]
+        return answer_text(self.tokenizer, ids, reason), MetaInfo(
+            output_tokens=ids,
+            finish_reason=reason,
+            logprobs=None if logprobs is None else list(logprobs[0]),
+            weight_versions=list(output["weight_versions"][0]),
+        )
+
+
+class SkyRLAgentGenerator(GeneratorInterface):
+    """What a task file describes, as skyrl-train's generator. Batches may be under way at the same time.
+
+    The trainer's sampling parameters hold where the task file names none, and its number of samples where the task file
+    does not say how many trajectories. A trajectory has as many rows as it has stretches of turns that only append; its
+    reward stands on the last.
+
+    Args:
+        generator_cfg: `generator` of the trainer, with `task`.
+        llm_endpoint_client: the engines; None to check the settings alone.
+
+    Raises:
+        ConfigError: the task file, or a setting of the trainer that contradicts it.
+    """
+
+    def __init__(
+        self, generator_cfg: GeneratorConfig, llm_endpoint_client: InferenceEngineInterface | None, tokenizer: Any
+    ) -> None:
+        self.generator_cfg = generator_cfg
+        try:
+            self.runner: AgentRunner = AutoAgentRunner.from_task(
+                generator_cfg.task or "", llm_endpoint_client, tokenizer
+            )
+        except (AgentError, OSError) as error:
+            raise ConfigError(f"generator.task={generator_cfg.task}: {error}") from error
+        self._check()
+
+    def check_rows(self, rows: Sequence[Row]) -> None:
+        """Rows of a dataset, before anything starts. Raises ConfigError."""
+        try:
+            self.runner.instances(rows)
+        except AgentError as error:
+            raise ConfigError(f"generator.task={self.generator_cfg.task}: {error}") from error
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        """
+        Raises:
+            TaskRowError: a row lacks a field; nothing was started.
+            WorkerError: the engines died and will not come back.
+        """
+        ids = input_batch.get("trajectory_ids") or [
+            TrajectoryID(str(number), 0) for number in range(len(input_batch["prompts"]))
+        ]
+        metadata = input_batch.get("batch_metadata")
+        seed = episode_seed(self.generator_cfg.seed, metadata, TrajectoryID("agents", 0))
+        work = self.runner.rows(
+            instance_rows(input_batch),
+            val_mode=metadata is not None and metadata.training_phase == "eval",
+            num_trajectories=_samples_each(ids),
+            sampling_params={**(input_batch.get("sampling_params") or {}), "seed": seed},
+        )
+        return generator_output(await self._unless_engines_break(work), ids)
+
+    async def _unless_engines_break(self, work: Any) -> TrainingRows:
+        """Trajectories whose engines are gone would fail one after the other, however long their tools still take."""
+        backend = self.runner.infer_engine
+        broken = asyncio.get_running_loop().create_future()
+        if isinstance(backend, SkyRLBackend):
+            if backend.broken is None or backend.broken.done():
+                backend.broken = broken
+            broken = backend.broken
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, broken}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise broken.result()
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _check(self) -> None:
+        """What task file and trainer both say must be the same."""
+        cfg, task = self.generator_cfg, self.runner.cfg.generator
+        if task.infer_backend != "skyrl-train":
+            raise ConfigError(
+                f"generator.task={cfg.task}: its generator.infer_backend must be skyrl-train in a run of skyrl-train; "
+                f"it is {task.infer_backend!r}"
+            )
+        for val_mode, name, samples in (
+            (False, "n_samples_per_prompt", cfg.n_samples_per_prompt),
+            (True, "eval_n_samples_per_prompt", cfg.eval_n_samples_per_prompt),
+        ):
+            section = task.val_config if val_mode else task
+            said = section.num_trajectories if "num_trajectories" in section.model_fields_set else None
+            if said not in (None, samples):
+                raise ConfigError(
+                    f"generator.{name}={samples} must be what the task file {cfg.task} says: num_trajectories is {said}"
+                )
+        temperature = task.sampling_params.get("temperature")
+        if temperature not in (None, cfg.sampling_params.temperature):
+            raise ConfigError(
+                f"generator.sampling_params.temperature={cfg.sampling_params.temperature} must be what the task file "
+                f"{cfg.task} says ({temperature}): the trainer computes log-probs at it"
+            )
+
+
+def instance_rows(batch: GeneratorInput) -> list[Row]:
+    """One row an instance, with the `prompt` and the `env_class` that the dataset took out of it."""
+    num = len(batch["prompts"])
+    ids = batch.get("trajectory_ids") or [TrajectoryID(str(number), 0) for number in range(num)]
+    extras = batch.get("env_extras") or [{} for _ in range(num)]
+    firsts = [next(group)[0] for _, group in groupby(enumerate(ids), key=lambda item: item[1].instance_id)]
+    return [{**(extras[i] or {}), "prompt": batch["prompts"][i], "env_class": batch["env_classes"][i]} for i in firsts]
+
+
+def _samples_each(ids: Sequence[TrajectoryID]) -> int:
+    counts = {len(list(group)) for _, group in groupby(ids, key=lambda trajectory_id: trajectory_id.instance_id)}
+    if len(counts) != 1:
+        raise ValueError(f"every prompt must be asked equally often; got {sorted(counts)} samples")
+    return counts.pop()
+
+
+def generator_output(rows: TrainingRows, ids: Sequence[TrajectoryID] | None = None) -> GeneratorOutput:
+    """Rows in the step-wise form (`is_last_step`), whatever their number.
+
+    Args:
+        ids: [T]; none: of the rows' instance and trajectory.
+    """
+    if ids is None:
+        ids = [TrajectoryID(str(group), n) for group, n in zip(rows.groups, rows.trajectory_ids, strict=True)]
+    failures = [_failure(rows, number) for number in range(len(rows.finish_reasons))]
+    owners = rows.row_trajectory
+    output = GeneratorOutput(
+        prompt_token_ids=rows.prompt_token_ids,
+        response_ids=rows.response_ids,
+        rewards=[r if last else 0.0 for r, last in zip(rows.rewards, rows.is_last_episode, strict=True)],
+        loss_masks=rows.loss_masks,
+        stop_reasons=[rows.finish_reasons[number] for number in owners],
+        rollout_metrics=None,
+        rollout_logprobs=rows.rollout_logprobs,
+        trajectory_ids=[ids[number] for number in owners],
+        is_last_step=rows.is_last_episode,
+        weight_versions=rows.weight_versions,
+        failures=[failures[number] for number in owners],
+    )
+    whole = whole_trajectories(output)
+    output["rollout_metrics"] = rows.rollout_metrics | get_rollout_metrics(
+        whole["response_ids"], whole["rewards"], stop_reasons=rows.finish_reasons, failures=failures
+    )
+    return output
+
+
+def _failure(rows: TrainingRows, number: int) -> Failure | None:
+    """What is not in the baseline has failed, in the trainer's words."""
+    if rows.in_baseline[number]:
+        return None
+    failure = rows.failures[number]
+    if failure is None:
+        return Failure("infrastructure", f"it ended as {rows.finish_reasons[number]}")
+    kind: FailureKind = failure.kind
+    return Failure(kind, f"{failure.stage}: {failure.message}")
+
+
+BACKEND = Backend(make=SkyRLBackend, rows_of=instance_rows, output_of=generator_output)

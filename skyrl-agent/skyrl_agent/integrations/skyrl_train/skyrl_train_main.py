@@ -1,0 +1,36 @@
+"""`python -m skyrl_agent.integrations.skyrl_train.skyrl_train_main generator.task=FILE.yaml key=value …`: trains the
+agent of a task file. `skyrl_train.entrypoints.main_base` does the same; this module also knows the advantage estimator
+`loop` (leave one out), as published recipes name it."""
+
+import multiprocessing
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry, rloo_advantages
+from skyrl_train.entrypoints.main_base import BasePPOExp, config_dir, run_experiment, validate_cfg
+from skyrl_train.errors import ConfigError, SkyRLError
+
+if "loop" not in AdvantageEstimatorRegistry:
+    AdvantageEstimatorRegistry.register("loop", rloo_advantages)
+
+
+class SkyRLAgentPPOExp(BasePPOExp):
+    """An experiment whose generator is `generator.task`."""
+
+
+@hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
+def main(cfg: DictConfig) -> None:
+    try:
+        typed = validate_cfg(cfg)
+        if typed.generator.task is None:
+            raise ConfigError("generator.task is missing: name a task file")
+    except SkyRLError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    run_experiment(typed, SkyRLAgentPPOExp)
+
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn", force=True)
+    main()

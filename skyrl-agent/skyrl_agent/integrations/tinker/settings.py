@@ -1,0 +1,78 @@
+"""Settings of `tinker_train`, as `key=value` on the command line."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from skyrl_agent.errors import ConfigError
+
+
+class Config(BaseModel):
+    """A training run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+    skyrl_agent_task_yaml: str
+    """Task file; its `generator.infer_backend` is `tinker`."""
+    dataset_file: str
+    """Rows: `.jsonl` or `.parquet`."""
+    eval_dataset_file: str | None = None
+    model_name: str = "Qwen/Qwen3-32B"
+    base_url: str | None = None
+    """Of the server; none: what the SDK's environment says."""
+    batch_size: int = Field(default=64, ge=1)
+    """Instances of a step."""
+    eval_batch_size: int = Field(default=1024, ge=1)
+    group_size: int | None = Field(default=None, ge=1)
+    """Trajectories of an instance; none: the task file's."""
+    learning_rate: float = Field(default=4e-5, gt=0)
+    lora_rank: int = Field(default=16, ge=1)
+    seed: int = 0
+    max_steps: int = Field(default=200, ge=1)
+    save_every: int = Field(default=2, ge=0)
+    """Steps between checkpoints; 0: none."""
+    eval_every: int = Field(default=10, ge=0)
+    """Steps between evaluations; 0: none."""
+    resume_exp_name: str | None = None
+    """`wandb_name` of the run to go on with."""
+    loss_fn: Literal["ppo", "importance_sampling"] = "ppo"
+    loss_fn_config: dict[str, float] = Field(default_factory=dict)
+    """Such as `{clip_high_threshold: 1.28}`, in place of a loss of one's own."""
+    normalize_advantages: bool = True
+    """Divides advantages by their standard deviation over the batch."""
+    wandb_project: str | None = None
+    wandb_name: str = "skyrl-agent"
+    """Of the run, and of its folder under `log_dir`."""
+    log_dir: str = "./tinker_output"
+
+
+def read_config(arguments: Sequence[str]) -> Config:
+    """
+    Raises:
+        ConfigError: an argument is not `key=value`, a key unknown or its value wrong.
+    """
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals:
+            raise ConfigError(f"{argument!r} must be key=value; keys are {', '.join(Config.model_fields)}")
+        values[key] = yaml.safe_load(value)
+    values = {key: value for key, value in values.items() if value is not None}
+    for key in ("model_name", "wandb_name", "resume_exp_name"):
+        if key in values:
+            values[key] = str(values[key])
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explained(item) for item in error.errors())) from None
+
+
+def _explained(item: Any) -> str:
+    key = ".".join(map(str, item["loc"]))
+    if item["type"] == "missing":
+        return f"{key} is missing: give {key}=..."
+    if item["type"] == "extra_forbidden":
+        return f"unknown key {key}; keys are {', '.join(Config.model_fields)}"
+    return f"{key}={item['input']!r}: {item['msg']}"

@@ -1,0 +1,225 @@
+"""`python -m skyrl_agent.integrations.tinker.tinker_train key=value …`: GRPO of an agent with the `tinker` SDK, against
+the hosted service or our own server. Settings are in `settings.py`."""
+
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import tinker  # pyright: ignore[reportMissingImports]
+from tinker import types  # pyright: ignore[reportMissingImports]
+
+from skyrl_agent.auto import AutoAgentRunner
+from skyrl_agent.errors import AgentError, BackendError, ConfigError
+from skyrl_agent.integrations.base import TrainingRows
+from skyrl_agent.integrations.tinker.settings import Config, read_config
+from skyrl_agent.integrations.tinker.tinker_backend import TinkerBackend, settled
+from skyrl_agent.runner import AgentRunner
+from skyrl_agent.training_rows import of_rows, trajectory_advantages
+from skyrl_agent.types import Row
+
+
+async def train(config: Config) -> None:
+    """Sample, judge, learn; repeat.
+
+    Raises:
+        ConfigError, TaskRowError: settings or rows; nothing was started.
+        BackendError: the server tells no log-probs.
+    """
+    rows = read_rows(config.dataset_file)
+    eval_rows = read_rows(config.eval_dataset_file) if config.eval_dataset_file else []
+    folder = Path(config.log_dir) / config.wandb_name
+    folder.mkdir(parents=True, exist_ok=True)
+    service = tinker.ServiceClient(**({"base_url": config.base_url} if config.base_url else {}))
+    client, first_step = await training_client(service, config)
+    runner = AutoAgentRunner.from_task(config.skyrl_agent_task_yaml, None, client.get_tokenizer())
+    if not isinstance(runner.infer_engine, TinkerBackend):
+        raise ConfigError(f"{config.skyrl_agent_task_yaml}: generator.infer_backend must be tinker here")
+    runner.instances([*rows, *eval_rows])
+    log = Log(folder, config)
+    adam = types.AdamParams(learning_rate=config.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
+    for step in range(first_step, config.max_steps):
+        started = time.monotonic()
+        runner.infer_engine.client = await settled(client.save_weights_and_get_sampling_client())
+        metrics = {}
+        if eval_rows and config.eval_every and step % config.eval_every == 0:
+            metrics |= await evaluate(runner, eval_rows, config.eval_batch_size)
+        batch = batch_of(rows, config.batch_size, step, config.seed)
+        sampled = await runner.rows(
+            batch, num_trajectories=config.group_size, sampling_params={"seed": config.seed + step}
+        )
+        data = training_data(sampled, config.normalize_advantages)
+        if data:
+            learnt = client.forward_backward(data, config.loss_fn, config.loss_fn_config or None)
+            stepped = client.optim_step(adam)
+            metrics |= {f"train/{name}": value for name, value in (await settled(learnt)).metrics.items()}
+            await settled(stepped)
+        metrics |= sampled.rollout_metrics | {"train/rows": len(data), "time/step": time.monotonic() - started}
+        log.add(step, metrics)
+        if config.save_every and (step + 1) % config.save_every == 0:
+            saved = await settled(client.save_state(f"{config.wandb_name}-{step + 1:06d}"))
+            log.add_checkpoint(step + 1, saved.path)
+
+
+async def training_client(service: Any, config: Config) -> tuple[Any, int]:
+    """The client, and the step that is to come."""
+    if config.resume_exp_name is None:
+        made = service.create_lora_training_client(config.model_name, rank=config.lora_rank, seed=config.seed)
+        return await settled(made), 0
+    newest = newest_checkpoint(Path(config.log_dir) / config.resume_exp_name)
+    made = service.create_training_client_from_state_with_optimizer(newest["path"])
+    return await settled(made), newest["policy_iteration_step"]
+
+
+def training_data(rows: TrainingRows, normalize: bool) -> list[Any]:
+    """A datum for each row that teaches something: the whole sequence, every token the target of the one before it.
+
+    A trajectory's advantage (reward - mean of its group) stands on each token that the model wrote, in all of its
+    rows: a loss that is a sum over tokens treats a trajectory of several rows as if it were one long row.
+
+    Raises:
+        BackendError: there are no log-probs.
+    """
+    advantages = trajectory_advantages(rows, "group_mean")
+    if normalize:
+        advantages = standardized(advantages, rows.in_baseline)
+    if rows.rollout_logprobs is None:
+        raise BackendError("the server told no log-probs of what it sampled; training needs them")
+    data = []
+    for prompt, response, mask, logprobs, advantage in zip(
+        rows.prompt_token_ids,
+        rows.response_ids,
+        rows.loss_masks,
+        rows.rollout_logprobs,
+        of_rows(rows, advantages),
+        strict=True,
+    ):
+        if advantage == 0 or not any(mask):
+            continue
+        tokens, given = prompt + response, [0.0] * (len(prompt) - 1)
+        data.append(
+            types.Datum(
+                model_input=types.ModelInput.from_ints(tokens[:-1]),
+                loss_fn_inputs={
+                    "target_tokens": tokens[1:],
+                    "logprobs": given + logprobs,
+                    "advantages": given + [advantage * written for written in mask],
+                },
+            )
+        )
+    return data
+
+
+def standardized(advantages: Sequence[float], counts: Sequence[bool]) -> list[float]:
+    """Over those that count; zeros where all are the same."""
+    kept = [value for value, is_in in zip(advantages, counts, strict=True) if is_in]
+    deviation = statistics.pstdev(kept) if kept else 0.0
+    if deviation < 1e-8:
+        return [0.0] * len(advantages)
+    mean = statistics.fmean(kept)
+    return [(value - mean) / deviation if is_in else 0.0 for value, is_in in zip(advantages, counts, strict=True)]
+
+
+async def evaluate(runner: AgentRunner, rows: Sequence[Row], batch_size: int) -> dict[str, float]:
+    """`eval/reward/mean/<data source>`, of trajectories that have a reward."""
+    rewards: defaultdict[str, list[float]] = defaultdict(list)
+    for start in range(0, len(rows), batch_size):
+        async for group in runner.groups(rows[start : start + batch_size], val_mode=True):
+            for result in group.results:
+                if result.reward is not None:
+                    rewards[result.data_source].append(result.reward)
+    return {f"eval/reward/mean/{source}": statistics.fmean(values) for source, values in rewards.items()}
+
+
+def batch_of(rows: Sequence[Row], size: int, step: int, seed: int) -> list[Row]:
+    """The instances of a step. Every epoch has an order of its own; no instance comes twice before all came once."""
+    places = [divmod(number, len(rows)) for number in range(step * size, (step + 1) * size)]
+    return [rows[_order(len(rows), seed, epoch)[place]] for epoch, place in places]
+
+
+@lru_cache(maxsize=2)
+def _order(length: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(length))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
+def read_rows(path: str) -> list[Row]:
+    """
+    Raises:
+        ConfigError: there is no such file, or no row in it.
+    """
+    file = Path(path).expanduser()
+    try:
+        if file.suffix == ".parquet":
+            import pyarrow.parquet
+
+            rows = pyarrow.parquet.read_table(file).to_pylist()
+        else:
+            rows = list(_json_lines(file))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not rows:
+        raise ConfigError(f"{path} has no rows")
+    return rows
+
+
+def _json_lines(file: Path) -> Iterator[Row]:
+    for line in file.read_text(encoding="utf-8").split("\n"):
+        if line.strip():
+            yield json.loads(line)
+
+
+def newest_checkpoint(folder: Path) -> dict[str, Any]:
+    """
+    Raises:
+        ConfigError: there is none.
+    """
+    file = folder / "checkpoints.jsonl"
+    checkpoints = list(_json_lines(file)) if file.exists() else []
+    if not checkpoints:
+        raise ConfigError(f"resume_exp_name: there is no checkpoint in {file}")
+    return dict(max(checkpoints, key=lambda checkpoint: checkpoint["policy_iteration_step"]))
+
+
+class Log:
+    """`metrics.jsonl` and `checkpoints.jsonl` of a run, a line on the console, and wandb if it is asked for."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self.folder, self._wandb = folder, None
+        if config.wandb_project is not None:
+            import wandb
+
+            self._wandb = wandb.init(project=config.wandb_project, name=config.wandb_name, config=config.model_dump())
+
+    def add(self, step: int, metrics: dict[str, float]) -> None:
+        self._append("metrics.jsonl", {"step": step} | metrics)
+        reward, seconds = metrics["rollout_metrics/raw_reward"], metrics["time/step"]
+        print(f"step {step:4d}  reward {reward:.4f}  rows {metrics['train/rows']}  {seconds:.1f} s", flush=True)
+        if self._wandb is not None:
+            self._wandb.log(metrics, step=step)
+
+    def add_checkpoint(self, step: int, path: str) -> None:
+        self._append("checkpoints.jsonl", {"policy_iteration_step": step, "path": path})
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        with open(self.folder / name, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def main() -> None:
+    try:
+        asyncio.run(train(read_config(sys.argv[1:])))
+    except AgentError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

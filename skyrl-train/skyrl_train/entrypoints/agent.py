@@ -1,0 +1,41 @@
+"""`generator.task`: agents of skyrl-agent as the generator. That package is imported only where a run asks for it."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.generators.base import GeneratorInterface
+from skyrl_train.inference_engines.base import InferenceEngineInterface
+
+if TYPE_CHECKING:
+    from skyrl_agent.integrations.skyrl_train.skyrl_train_backend import SkyRLAgentGenerator
+
+
+def agent_generator(
+    cfg: GeneratorConfig, tokenizer: Any, client: InferenceEngineInterface | None
+) -> GeneratorInterface:
+    """
+    Args:
+        client: None to check the settings alone.
+
+    Raises:
+        ConfigError: skyrl-agent is not installed, or the task file is wrong.
+    """
+    return _generator_class(cfg)(cfg, client, tokenizer)
+
+
+def check_agent(cfg: GeneratorConfig, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """The task file, and the rows of the data as its task reads them. Raises ConfigError."""
+    _generator_class(cfg)(cfg, None, tokenizer).check_rows(rows)
+
+
+def _generator_class(cfg: GeneratorConfig) -> "type[SkyRLAgentGenerator]":
+    try:
+        from skyrl_agent.integrations.skyrl_train.skyrl_train_backend import SkyRLAgentGenerator
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"generator.task={cfg.task} needs the package skyrl-agent ({error.name} is not installed); install it, or "
+            "leave generator.task out"
+        ) from error
+    return SkyRLAgentGenerator
