@@ -192,6 +192,7 @@ class Dialogue:
                 return False
 
         index = bisect_left(range(self._answers[turn]), True, lo=first, key=ends_beyond)
+        at = max(at - 10, 0)
         why = f"{_shown(before[at:])} became {_shown(whole[at:])} when message {len(self.messages) - 1} was added"
         return Break(index, str(self.messages[index].get("role")), why)
 

@@ -2,12 +2,16 @@
 
 import copy
 import os
+import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+
+_TAG = re.compile(r"<｜[^｜]+｜>|<\|[a-z_]+\|>|\[/?[A-Z][A-Z_]+\]")
 
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 if os.environ.get("CI"):
@@ -25,18 +29,24 @@ def tokenizer_data() -> Path:
 
 @pytest.fixture(scope="session")
 def qwen(tokenizer_data: Path) -> Callable[..., Any]:
-    """Qwen2.5's tokenizer with one of the real chat templates; `specials` are added to its vocabulary."""
+    """Qwen2.5's tokenizer with one of the real chat templates. The tags of all templates are special tokens of it, as
+    they are for the models that the templates are made for."""
     from transformers import AutoTokenizer
 
-    base = AutoTokenizer.from_pretrained(tokenizer_data / "qwen2.5")
+    templates = {path.stem: path.read_text() for path in (tokenizer_data / "chat_templates").glob("*.jinja")}
+    specials = list(dict.fromkeys(_TAG.findall("".join(templates.values()))))
 
-    def with_template(name: str, specials: tuple[str, ...] = (), end: str | None = None) -> Any:
-        tokenizer = copy.deepcopy(base) if specials else copy.copy(base)
-        tokenizer.chat_template = (tokenizer_data / "chat_templates" / f"{name}.jinja").read_text()
-        if specials:
-            tokenizer.add_special_tokens({"extra_special_tokens": list(specials)})
-        if end:
-            tokenizer.eos_token = end
+    @cache
+    def ending_in(eos_token: str) -> Any:
+        tokenizer = AutoTokenizer.from_pretrained(
+            tokenizer_data / "qwen2.5", eos_token=eos_token, extra_special_tokens=specials
+        )
+        tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+        return tokenizer
+
+    def with_template(name: str, eos_token: str = "<|im_end|>") -> Any:
+        tokenizer = copy.copy(ending_in(eos_token))
+        tokenizer.chat_template = templates[name]
         return tokenizer
 
     return with_template

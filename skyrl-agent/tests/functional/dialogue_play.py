@@ -1,18 +1,10 @@
 """A model that answers in the spelling of its chat template, and is checked at each turn."""
 
-import re
 from collections.abc import Sequence
 
 from skyrl_agent.functional.dialogue import Dialogue
 from skyrl_agent.functional.encoding import MessageEncoder
 from skyrl_agent.types import Message, MetaInfo
-
-_SPECIAL = re.compile(r"<｜[^｜]+｜>|<\|[a-z_]+\|>|\[/?[A-Z][A-Z_]+\]")
-
-
-def specials_of(template: str) -> tuple[str, ...]:
-    """The tags of a chat template that are single tokens of its own model's tokenizer."""
-    return tuple(dict.fromkeys(_SPECIAL.findall(template)))
 
 
 def told(ids: Sequence[int] | None, reason: str = "stop") -> MetaInfo:
@@ -24,17 +16,16 @@ def told(ids: Sequence[int] | None, reason: str = "stop") -> MetaInfo:
 
 
 def spelling(encoder: MessageEncoder, script: Sequence[Message], index: int, end: str) -> str:
-    """What a model has to write for the template to go on as it does after `script[index]`."""
+    """What a model has to write for the template to go on as it does after `script[index]`. It keeps its thoughts."""
     header = encoder.text(script[:index], add_generation_prompt=True)
     whole = encoder.text(script[: index + 2], add_generation_prompt=True)
-    if not whole.startswith(header):
+    if "</think>" in script[index]["content"] or not whole.startswith(header) or end not in whole[len(header) :]:
         return script[index]["content"] + end
     return whole[len(header) : whole.index(end, len(header)) + len(end)]
 
 
-def play(encoder: MessageEncoder, script: Sequence[Message], end: str) -> Dialogue:
-    """The whole script, ending in front of one more answer. What the model reads is at each turn what the template
-    renders for all messages so far."""
+def play(encoder: MessageEncoder, script: Sequence[Message], end: str, end_of_call: str | None = None) -> Dialogue:
+    """The whole script. What the model reads is at each turn what the template renders for all messages so far."""
     first = [message["role"] for message in script].index("assistant")
     dialogue = Dialogue(encoder, script[:first])
     for index, message in enumerate(script):
@@ -45,8 +36,7 @@ def play(encoder: MessageEncoder, script: Sequence[Message], end: str) -> Dialog
             continue
         assert encoder.decode(dialogue.input_ids()) == encoder.text(script[:index], add_generation_prompt=True)
         assert dialogue.input_ids() == encoder.encode(script[:index])
-        text = spelling(encoder, script, index, end)
+        text = spelling(encoder, script, index, end_of_call if end_of_call and message.get("tool_calls") else end)
         dialogue.add_answer(text, told(encoder.ids(text)), message)
-    assert dialogue.input_ids() == encoder.encode(script)
     assert dialogue.messages == list(script)
     return dialogue
