@@ -14,17 +14,18 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from skyrl_agent.records import read_records
 
 _WRITTEN, _GIVEN = "green", "dim"
+_WIDTH_PIPED = 200
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_PIPED, highlight=False)
     try:
         records = list(enumerate(read_records(options.file)))
     except OSError as error:
@@ -42,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def list_all(console: Console, records: Sequence[tuple[int, dict[str, Any]]]) -> None:
     """A line each, and how they ended."""
-    table = Table("#", "instance", "traj", "val", "reward", "steps", "tokens", "finish reason", "failure", box=None)
+    names = ("#", "instance", "traj", "val", "reward", "steps", "tokens", "finish reason", "failure")
+    table = Table(*(Column(name, no_wrap=True) for name in names), box=None, pad_edge=False)
     for number, record in records:
         failure = record["failure"]
         table.add_row(
@@ -68,7 +70,7 @@ def show(console: Console, record: dict[str, Any]) -> None:
     console.rule(escape(f"{record['instance_id']} trajectory {record['trajectory_id']}"))
     for key in ("finish_reason", "reward", "reward_parts", "failure", "stage_seconds", "metrics"):
         if record[key] not in (None, {}):
-            console.print(Text(f"{key:14} {_plain(record[key])}"))
+            console.print(Text(f"{key:14} {_plain(record[key])}"), soft_wrap=True)
     for call in record["tool_calls"]:
         mark = "" if call["ok"] else " (failed)"
         console.print(
@@ -76,15 +78,15 @@ def show(console: Console, record: dict[str, Any]) -> None:
         )
     for message in record["messages"]:
         console.rule(str(message.get("role")), align="left", characters="·")
-        console.print(Text(_plain(message.get("content"))))
+        console.print(Text(_plain(message.get("content"))), soft_wrap=True)
         if message.get("tool_calls"):
-            console.print(Text(_plain(message["tool_calls"])))
+            console.print(Text(_plain(message["tool_calls"])), soft_wrap=True)
     for number, row in enumerate(record["rows"]):
         written, length = sum(row["mask"]), len(row["response_ids"])
         console.rule(f"row {number}: prompt {len(row['prompt_ids'])}, response {length}, written {written} tokens")
-        console.print(Text(row["prompt"], style=_GIVEN))
+        console.print(Text(row["prompt"], style=_GIVEN), soft_wrap=True)
         for is_written, text in row["spans"]:
-            console.print(_span(console, is_written, text))
+            console.print(_span(console, is_written, text), soft_wrap=True)
 
 
 def _span(console: Console, is_written: bool, text: str) -> Text:

@@ -1,0 +1,127 @@
+"""Trajectories on disk, and looking at them."""
+
+import json
+import multiprocessing
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyrl_agent.functional.utils import Observation, TokensWithLogprobs, Transition
+from skyrl_agent.records import TrajectoryFile, read_records
+from skyrl_agent.testing import byte_tokenizer
+from skyrl_agent.types import Failure, ToolCallRecord, TrajectoryResult
+from skyrl_agent.view import main
+
+
+def result(number: int = 0, reward: float | None = 1.0, reason: str = "FINISH_TOOL") -> TrajectoryResult:
+    encode = byte_tokenizer().encode
+    turns = [
+        Transition(Observation(encode("ask")), TokensWithLogprobs(encode("call"), [-0.5] * 4)),
+        Transition(Observation(encode("askcall[tool]")), TokensWithLogprobs(encode("done"), [-0.5] * 4)),
+    ]
+    return TrajectoryResult(
+        instance_id=f"task/{number}",
+        transitions=turns,
+        messages=[{"role": "user", "content": "ask [bold]"}, {"role": "assistant", "content": "done"}],
+        finish_reason=reason,
+        reward=reward,
+        failure=None if reward is not None else Failure("initialize", "infrastructure", "no sandbox", attempts=3),
+        tool_calls=[ToolCallRecord("search", {"query": "x"}, "found", 0.25, 1)],
+        num_steps=2,
+        stage_seconds={"generate": 1.5},
+    )
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Three trajectories: solved, not solved, failed."""
+    path = tmp_path / "folder" / "trajectories.jsonl"
+    for number, (reward, reason) in enumerate([(1.0, "FINISH_TOOL"), (0.0, "FINISH"), (None, "error_runtime")]):
+        TrajectoryFile(path, byte_tokenizer()).append(result(number, reward, reason))
+    return path
+
+
+def test_a_row_holds_the_tokens_and_who_wrote_them(file: Path):
+    first, _, failed = read_records(file)
+    assert (first["instance_id"], first["reward"], first["val"]) == ("task/0", 1.0, False)
+    [row] = first["rows"]
+    assert row["spans"] == [[True, "call"], [False, "[tool]"], [True, "done"]]
+    assert (len(row["response_ids"]), row["mask"]) == (14, [1] * 4 + [0] * 6 + [1] * 4)
+    assert first["tool_calls"][0]["seconds"] == 0.25
+    assert failed["failure"] == {
+        "stage": "initialize",
+        "kind": "infrastructure",
+        "message": "no sandbox",
+        "attempts": 3,
+    }
+
+
+def test_what_a_kill_cut_off_costs_its_line_alone(file: Path):
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-50])
+    TrajectoryFile(file, byte_tokenizer()).append(result(9))
+    assert [record["instance_id"] for record in read_records(file)] == ["task/0", "task/1", "task/9"]
+
+
+def _write_many(path: Path, writer: int) -> None:
+    file = TrajectoryFile(path, byte_tokenizer())
+    for number in range(20):
+        file.append(result(100 * writer + number))
+
+
+def test_several_processes_may_write(tmp_path: Path):
+    path = tmp_path / "shared.jsonl"
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_write_many, args=(path, writer)) for writer in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    ids = {record["instance_id"] for record in read_records(path)}
+    assert ids == {f"task/{100 * writer + number}" for writer in range(3) for number in range(20)}
+
+
+def test_a_full_disk_does_not_end_the_batch(caplog: pytest.LogCaptureFixture):
+    TrajectoryFile("/dev/full/trajectories.jsonl", byte_tokenizer()).append(result())
+    assert "a trajectory is not in the file" in caplog.text
+
+
+async def test_a_runner_writes_each_trajectory(runner, numbers, tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    await runner(output={"trajectories": str(path)}).run([*numbers(1), {"number": 2, "sandbox": "broken"}])
+    records = sorted(read_records(path), key=lambda record: (record["instance_id"], record["trajectory_id"]))
+    assert [record["finish_reason"] for record in records] == ["FINISH"] * 2 + ["error_runtime"] * 2
+    assert records[0]["rows"][0]["spans"] == [[True, "2<|im_end|>"]]
+    assert {"generate", "queue_generate"} <= set(records[0]["stage_seconds"])
+
+
+@pytest.mark.parametrize(
+    "options, shown",
+    [
+        ([], ["task/0", "task/1", "task/2", "3 trajectories, mean reward 0.5 of 2"]),
+        (["--reason", "FINISH"], ["task/1", "1 trajectories"]),
+        (["--min-reward", "0.5"], ["task/0", "1 trajectories"]),
+        (["--failed"], ["task/2", "infrastructure: no sandbox"]),
+        (["--show", "0"], ["ask [bold]", 'search 0.250 s {"query": "x"}', "| call", "  [tool]", "written 8 tokens"]),
+    ],
+)
+def test_the_viewer(file: Path, capsys: pytest.CaptureFixture[str], options: list[str], shown: list[str]):
+    assert main([str(file), *options]) == 0
+    printed = capsys.readouterr().out
+    for text in shown:
+        assert text in printed
+
+
+def test_the_viewer_as_a_command_in_a_pipe(file: Path):
+    command = [sys.executable, "-m", "skyrl_agent.view", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "\x1b" not in done.stdout
+    assert [line.split()[1] for line in done.stdout.splitlines()[1:4]] == ["task/0", "task/1", "task/2"]
+    gone = subprocess.run([*command[:-1], "no_such_file"], capture_output=True, text=True, timeout=60)
+    assert (gone.returncode, gone.stderr.strip()) == (1, "no_such_file: No such file or directory")
+
+
+def test_rows_are_plain_json(file: Path):
+    assert all(json.loads(line) for line in file.read_text().splitlines())
