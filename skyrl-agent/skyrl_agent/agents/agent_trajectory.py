@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -101,7 +102,7 @@ class AgentTrajectory(BaseTrajectory):
             self.tokenizer,
             tools=agent_cls.tool_entries(self.cfg.tools, self.task),
             runtime=self.runtime,
-            trajectory_id=f"{self.instance.instance_id}-{self.trajectory_id}",
+            trajectory_id=f"{self.instance.instance_id}-{self.trajectory_id}-{uuid.uuid4().hex[:8]}",
             **self.cfg.agent_config,
         )
 

@@ -19,14 +19,18 @@ class Framing:
         ConfigError: the chat template or the format of calls is not to be had.
     """
 
-    def __init__(self, settings: GeneratorSection, toolbox: Toolbox) -> None:
-        self.settings, self.toolbox = settings, toolbox
+    def __init__(self, settings: GeneratorSection, toolbox: Toolbox, tokenizer: Any) -> None:
+        self.settings, self.toolbox, self.tokenizer = settings, toolbox, tokenizer
         self.format = call_format(settings.tool_format)
         self.chat_template = chat_template_of(settings.chat_template, settings.qwen3_acc_thinking)
 
-    def encoder(self, tokenizer: Any, with_tools: bool = True) -> MessageEncoder:
+    @property
+    def sampling_params(self) -> dict[str, Any]:
+        return {"skip_special_tokens": False} if self.format.keeps_special_tokens else {}
+
+    def encoder(self, with_tools: bool = True) -> MessageEncoder:
         return MessageEncoder(
-            tokenizer,
+            self.tokenizer,
             tools=self.toolbox.schemas if with_tools and self.format.schemas_in_template else None,
             chat_template=self.chat_template,
             template_kwargs={"enable_thinking": self.settings.qwen3_enable_thinking},
@@ -42,10 +46,15 @@ class Framing:
         """Those of a conversation that starts over. A system message says it all already: a tool had it from there."""
         return list(messages) if any(message["role"] == "system" for message in messages) else self.opening(messages)
 
-    def as_read_later(self, text: str, calls: Sequence[ToolCall | Invalid]) -> Message:
-        """The message that later turns read for an answer."""
-        message = self.format.answer_message(text, [call for call in calls if isinstance(call, ToolCall)])
-        return prompts.without_thoughts(message) if self.settings.remove_think_tokens else message
+    def calls(self, text: str) -> list[ToolCall | Invalid]:
+        return self.format.parse(text, self.toolbox.schemas)
+
+    def answer(self, text: str, calls: Sequence[ToolCall | Invalid]) -> Message:
+        text = text.removesuffix(self.tokenizer.eos_token)  # some servers leave it there
+        return self.format.answer_message(text, [call for call in calls if isinstance(call, ToolCall)])
+
+    def as_read_later(self, answer: Message) -> Message:
+        return prompts.without_thoughts(answer) if self.settings.remove_think_tokens else answer
 
     def results(self, calls: Sequence[ToolCall | Invalid], texts: Sequence[str]) -> list[Message]:
         """What came of the calls, or that there was none."""

@@ -53,6 +53,11 @@ class Steps:
 class Agent:
     """A model, its tools, and the dialogue between them. One per attempt at an instance.
 
+    It ends when a tool says so (`FINISH_TOOL`); with an answer that calls nothing, unless there is a tool `finish`, of
+    which the model is reminded then (`FINISH`); with an answer that was cut short, or no room for one
+    (`CONTEXT_WINDOW_EXCEEDED`); with an empty one (`BAD_LLM_RESPONSE`); when it goes round in a circle
+    (`stuck_in_a_loop`); after `max_iterations` answers. Errors of parser and tools are for the model to read.
+
     Args:
         traj_config: the task file's `generator`, or a `TrajectoryConfig`.
         tools: in place of `traj_config.tools`.
@@ -91,7 +96,6 @@ class Agent:
         self.steps = parent.steps if parent else Steps(sub_agent_steps or self.settings.max_iterations)
 
         self.pending = Pending()
-        self.model = Model(infer_engine, self.settings, self.pending)
         own_tools = make_tools(self.tools)
         if self.depth == max_depth:
             own_tools = [tool for tool in own_tools if tool.name != "delegate"]
@@ -103,7 +107,8 @@ class Agent:
             max_parallel=self.settings.max_parallel_tool_calls,
             log_level=logging.INFO if self.settings.debug_log else logging.DEBUG,
         )
-        self.framing = Framing(self.settings, self.toolbox)
+        self.framing = Framing(self.settings, self.toolbox, tokenizer)
+        self.model = Model(infer_engine, self.settings, self.pending, self.framing.sampling_params)
         self.dialogue: Dialogue | None = None
         self.sub_agents: list[Agent] = []
         self.outcome: Outcome | None = None
@@ -142,7 +147,7 @@ class Agent:
     async def _converse(self, instruction: Sequence[Message]) -> Outcome:
         self._repetition = Repetition(self.max_repeats)
         opening = self.framing.reminded(self.framing.opening(instruction), 1, self.settings.max_prompt_length)
-        self.dialogue = dialogue = Dialogue(self.framing.encoder(self.tokenizer), opening)
+        self.dialogue = dialogue = Dialogue(self.framing.encoder(), opening)
         while self._may_step():
             input_ids = dialogue.input_ids()
             room = self._room(dialogue, input_ids)
@@ -151,14 +156,15 @@ class Agent:
             text, meta = await self.model.answer(input_ids, room, self.agent_id)
             self.num_steps += 1
             is_whole = meta["finish_reason"] != "length"
-            calls = self.framing.format.parse(text, self.toolbox.schemas) if is_whole else []
-            dialogue.add_answer(text, meta, self.framing.as_read_later(text, calls))
+            calls = self.framing.calls(text) if is_whole else []
+            message = self.framing.answer(text, calls)
+            dialogue.add_answer(text, meta, self.framing.as_read_later(message))
             if not is_whole:
                 return Outcome(CONTEXT_WINDOW_EXCEEDED)
-            if not text.strip():
+            if not calls and not message["content"].strip():
                 return Outcome(BAD_LLM_RESPONSE)
             if not calls and not self.toolbox.has_finish:
-                return Outcome(FINISH, text)
+                return Outcome(FINISH, message["content"])
             outputs = await self.toolbox.run(calls, self._context_now(dialogue), self.num_steps)
             if ending := next((output for output in outputs if output.ends), None):
                 return Outcome(FINISH_TOOL, ending.text)
@@ -195,7 +201,7 @@ class Agent:
 
     async def ask(self, messages: list[Message]) -> str:
         """The model's answer to something beside the conversation. Nothing of it is trained on."""
-        input_ids = Dialogue(self.framing.encoder(self.tokenizer, with_tools=False), messages).input_ids()
+        input_ids = Dialogue(self.framing.encoder(with_tools=False), messages).input_ids()
         room, most = self.settings.max_prompt_length, self.settings.max_context_length
         room = room if most is None else min(room, most - len(input_ids))
         if room <= 0:

@@ -1,5 +1,7 @@
 """One question to the model, with a deadline. Knows no dialogue."""
 
+from typing import Any
+
 from skyrl_agent.agents.pending import Pending
 from skyrl_agent.config.task_file import GeneratorSection
 from skyrl_agent.errors import InfraError
@@ -7,8 +9,17 @@ from skyrl_agent.types import InferBackend, MetaInfo
 
 
 class Model:
-    def __init__(self, infer_engine: InferBackend, settings: GeneratorSection, pending: Pending) -> None:
-        self.infer_engine, self.settings, self.pending = infer_engine, settings, pending
+    """
+    Args:
+        extra_params: laid over `settings.sampling_params`.
+    """
+
+    def __init__(
+        self, infer_engine: InferBackend, settings: GeneratorSection, pending: Pending, extra_params: dict[str, Any]
+    ) -> None:
+        self.infer_engine, self.pending = infer_engine, pending
+        self.seconds = settings.request_timeout_seconds
+        self.params = settings.sampling_params | extra_params
 
     async def answer(self, input_ids: list[int], room: int, request_id: str) -> tuple[str, MetaInfo]:
         """
@@ -19,15 +30,16 @@ class Model:
             InfraError: the server failed, aborted the answer, or did not give it in time.
             BackendError: it refused the request.
         """
-        params = dict(self.settings.sampling_params)
-        params["max_tokens"] = min(params.get("max_tokens") or room, room)
+        params = self.params | {"max_tokens": min(self.params.get("max_tokens") or room, room)}
         request = self.infer_engine.async_generate_ids(
             input_ids=input_ids, sampling_params=params, request_id=request_id
         )
         try:
-            text, meta = await self.pending.before(self.settings.request_timeout_seconds, request)
-        except (TimeoutError, InterruptedError) as error:
+            text, meta = await self.pending.before(self.seconds, request)
+        except TimeoutError as error:
             raise InfraError(f"the model's answer {error} (generator.request_timeout_seconds)") from error
+        except InterruptedError as error:
+            raise InfraError(f"the model's answer {error}") from error
         if meta["finish_reason"] == "abort":
             raise InfraError("the model's server aborted the answer")
         return text, meta

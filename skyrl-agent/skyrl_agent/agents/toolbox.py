@@ -17,6 +17,7 @@ from skyrl_gym.tools.core import unknown_tool
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0
+TOO_MANY = "Not run: at most {} function call(s) in one turn."
 PREVIEW_CHARS = 400
 """Of an output, in logs."""
 
@@ -91,16 +92,23 @@ class Toolbox:
         Raises:
             InfraError: of a tool.
         """
-        allowed, rest = calls[: self.max_parallel], calls[self.max_parallel :]
-        refusal = ToolOutput(f"Not run: at most {self.max_parallel} function call(s) in one turn.", failed=True)
+        calls = self._at_most_so_many(calls)
         if context.runtime is None:
-            return [*await self._at_the_same_time(allowed, context, step), *[refusal] * len(rest)]
+            return await self._at_the_same_time(calls, context, step)
         outputs: list[ToolOutput] = []
-        for call in allowed:
+        for call in calls:
             outputs.append(await self._call(call, context, step))
             if outputs[-1].ends:
-                return outputs
-        return [*outputs, *[refusal] * len(rest)]
+                break
+        return outputs
+
+    def _at_most_so_many(self, calls: Sequence[ToolCall | Invalid]) -> list[ToolCall | Invalid]:
+        allowed, count = [], 0
+        for call in calls:
+            count += isinstance(call, ToolCall)
+            is_extra = isinstance(call, ToolCall) and count > self.max_parallel
+            allowed.append(Invalid(TOO_MANY.format(self.max_parallel)) if is_extra else call)
+        return allowed
 
     async def _at_the_same_time(
         self, calls: Sequence[ToolCall | Invalid], context: ToolContext, step: int

@@ -45,7 +45,7 @@ async def test_a_sub_agent_has_no_sub_agents_of_its_own_unless_allowed():
     script = family(parent=[delegate(), finish()], child=[delegate(), finish()])
     agent = agent_of(script, ["delegate", "finish"])
     assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
-    assert "there is no tool 'delegate'" in prompts_of(agent)[2]
+    assert "there is no function 'delegate'" in prompts_of(agent)[2]
     deeper = agent_of(
         family(parent=[delegate(), finish()], child=[delegate(), finish("x"), finish("y")]),
         ["delegate", "finish"],

@@ -26,12 +26,12 @@ def forget_sleepers():
     "answer, told",
     [
         (call("add", a=2, b=3), "The sum is 5."),
-        (call("add", a="two", b=3), "Error calling add: argument 'a'"),
-        (call("add", a=2), "argument 'b'"),
-        (call("ad", a=2, b=3), "did you mean add?"),
+        (call("add", a="two", b=3), "'a'"),
+        (call("add", a=2), "'b'"),
+        (call("ad", a=2, b=3), "there is no function 'ad'"),
         (call("broken"), "the gears of this tool are jammed\nsecond line: 4711"),
         (call("cancels_itself"), "cancels_itself was cancelled from within"),
-        ("<function=add>\n<parameter=a>2", "</function>"),
+        ("<function=add>\n<parameter=a>2", "<parameter=a> is not closed"),
         ("It is 5.", "had no function call in it"),
     ],
 )
@@ -41,6 +41,17 @@ async def test_what_went_wrong_reaches_the_model(answer, told):
     first, second = prompts_of(agent)
     assert second.startswith(first + answer)
     assert told in second.removeprefix(first + answer)
+
+
+async def test_a_wrong_argument_reaches_the_tool_of_a_native_format_and_its_words_the_model():
+    agent = agent_of(
+        [hermes("add", a="two", b=3), hermes("finish", answer="5")],
+        tool_format="hermes",
+        tokenizer=tokenizer_with_tools(),
+    )
+    await agent.run(QUESTION)
+    assert "Error calling add: argument 'a'" in prompts_of(agent)[1]
+    assert [record.ok for record in agent.get_tool_calls()] == [False, True]
 
 
 async def test_an_outage_of_a_tool_ends_the_trajectory_as_an_exception():
@@ -114,6 +125,25 @@ def tokenizer_with_tools():
         '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
         "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
+
+
+async def test_an_unreadable_call_beside_too_many_is_told_too():
+    turn = hermes("add", a=2, b=3) + hermes("add", a=1, b=1) + "<tool_call>{nonsense</tool_call>"
+    agent = agent_of(
+        [turn, hermes("finish", answer="5")],
+        tool_format="hermes",
+        tokenizer=tokenizer_with_tools(),
+    )
+    assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
+    told = prompts_of(agent)[1].removeprefix(prompts_of(agent)[0] + turn)
+    assert "The sum is 5." in told and "The sum is 2." not in told
+    assert "Not run: at most 1 function call(s)" in told and "not valid JSON" in told
+
+
+async def test_a_second_call_in_one_turn_is_told_to_be_ignored():
+    agent = agent_of([call("add", a=2, b=3) + call("add", a=1, b=1), finish()])
+    await agent.run(QUESTION)
+    assert "The sum is 5." in prompts_of(agent)[1] and "1 more ignored" in prompts_of(agent)[1]
 
 
 async def test_one_outage_among_parallel_calls_cancels_the_others():
