@@ -1,0 +1,69 @@
+"""Questions with an answer that can be judged: mathematics, programs, short facts, and what a language model judges."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_agent.runtimes.base import Runtime
+from skyrl_agent.tasks.base import Instance, Judgement, TaskRowError
+from skyrl_agent.tasks.general_react.sources import Kind, kind_of, sources_with
+from skyrl_agent.tasks.grading import final_text, graded
+from skyrl_agent.tasks.judges import JudgedTask
+from skyrl_agent.tasks.rows import field, messages_of, question_of, with_system
+from skyrl_agent.types import Message, TrajectoryResult
+from skyrl_gym.graders import reward_of
+
+PROMPTS = ("raw_prompt", "prompt")
+
+
+class GeneralReactTask(JudgedTask):
+    """Prompt and judge follow from the row's data source, by the table in `sources`.
+
+    Args:
+        judge: of kinds that need one, as `tasks.judges.make_judge` takes it.
+        sources: more data sources: beginning of the name -> kind.
+    """
+
+    tools = ("finish",)
+
+    def __init__(self, *, judge: Mapping[str, Any] | None = None, sources: Mapping[str, str] | None = None) -> None:
+        super().__init__(judge)
+        self._sources = sources_with(sources)
+
+    def check_row(self, instance: Instance) -> None:
+        try:
+            kind = self._kind(instance)
+            self.get_instruction(instance)
+            kind.gold(instance.row)
+        except TaskRowError as failure:
+            raise TaskRowError(f"{type(self).__name__}, instance {instance.instance_id}: {failure}") from failure
+        if kind.needs_judge:
+            _ = self.judge  # raises ConfigError if there is none
+
+    def get_instruction(self, instance: Instance) -> list[Message]:
+        return with_system(messages_of(instance.row, *PROMPTS), self._kind(instance).system_prompt)
+
+    async def evaluate_result(
+        self, result: Any, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
+    ) -> Judgement:
+        """0 without an answer. Raises InfraError if the judge or the sandbox does not work."""
+        kind, text = self._kind(instance), final_text(result)
+        if not text:
+            return Judgement(0.0, {"answered": 0.0})
+        question = question_of(messages_of(instance.row, *PROMPTS))
+        judge = self.judge if kind.needs_judge else None
+        reward = reward_of(await graded(kind.grade, text, kind.gold(instance.row), question, judge))
+        return Judgement(reward, {"answered": 1.0})
+
+    def _kind(self, instance: Instance) -> Kind:
+        """Without `data.data_source_key`, the row's own `data_source` counts."""
+        source = instance.data_source
+        if source == "default":
+            source = str(field(instance.row, "data_source") or source)
+        return kind_of(source, self._sources)
+
+
+class DummyReactTask(GeneralReactTask):
+    """The row's prompt as it is; for trying out. Judged as `GeneralReactTask` judges."""
+
+    def get_instruction(self, instance: Instance) -> list[Message]:
+        return messages_of(instance.row, "prompt", "raw_prompt")

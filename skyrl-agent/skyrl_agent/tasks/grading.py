@@ -1,0 +1,96 @@
+"""What a final answer is worth: the graders of `skyrl_gym`, over answers as agents give them.
+
+A finish tool takes an answer without ceremony, so that where a box, a tag or a fence is missing the whole text is the
+answer.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from skyrl_agent.errors import TaskRowError
+from skyrl_agent.runtimes.threads import in_thread
+from skyrl_gym.error import TaskError
+from skyrl_gym.graders import Grade, code, math, qa
+
+GRADE_SECONDS = 1800.0
+"""The graders have shorter limits of their own; this one is for a machine that stands still."""
+
+
+async def graded(grader: Callable[..., Grade], *arguments: Any) -> Grade:
+    """What a grader says, in a thread of its own: it may wait for a judge, a process or a sandbox.
+
+    Raises:
+        InfraError: it did not come back.
+    """
+    return await in_thread(GRADE_SECONDS, grader, *arguments)
+
+
+def final_text(result: Any) -> str:
+    """An agent's result without its thoughts; "" where it gave none."""
+    return "" if result is None else str(result).rpartition("</think>")[2].strip()
+
+
+def short_answer(text: str) -> str:
+    r"""What the last `\boxed{}` holds, else the last `<answer>`, else the whole text."""
+    boxed = boxed_answer(text)
+    return (boxed if boxed is not None else qa.extract_solution(text) or text).strip()
+
+
+def boxed_answer(text: str) -> str | None:
+    boxed = math.last_boxed_only_string(text)
+    return math.remove_boxed(boxed) if boxed is not None else None
+
+
+def grade_math(text: str, gold: str, question: str = "") -> Grade:
+    """1 if the answer means the same as the gold (`skyrl_gym.graders.math.grade_equivalence`)."""
+    return math.grade_equivalence(short_answer(text), gold, question=question)
+
+
+def grade_em(text: str, golds: list[str]) -> Grade:
+    return qa.exact_match(short_answer(text), golds)
+
+
+def grade_f1(text: str, golds: list[str]) -> Grade:
+    return qa.f1(short_answer(text), golds)
+
+
+def grade_code(text: str, tests: code.CodeTests) -> Grade:
+    """1 if the last fenced program of the text (or the whole text) passes all tests, in a sandbox."""
+    program = code.extract_code(text)
+    return code.grade_code(text if program is None else program, tests)
+
+
+def tests_of(ground_truth: Any) -> code.CodeTests:
+    """The tests of a row: what `skyrl_gym.graders.code.parse_tests` reads, and the forms
+    `{"inputs": [...], "outputs": [...], "fn_name": ...}` and `{"functional": "assertions"}`.
+
+    Raises:
+        TaskRowError: they cannot be read.
+    """
+    if isinstance(ground_truth, str):
+        try:
+            ground_truth = json.loads(ground_truth)
+        except ValueError as failure:
+            raise TaskRowError(f"ground_truth must be JSON: {failure}; got {ground_truth!r:.200}") from failure
+    try:
+        return code.parse_tests(_in_our_form(ground_truth) if isinstance(ground_truth, Mapping) else ground_truth)
+    except TaskError as failure:
+        raise TaskRowError(str(failure)) from failure
+
+
+def _in_our_form(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "functional" in row:
+        return {"tests": [row["functional"]]}
+    if "inputs" not in row or "outputs" not in row:
+        return row
+    name = row.get("fn_name")
+    kind = {"testtype": "functional", "metadata": {"func_name": name}} if name else {"testtype": "stdin"}
+    if len(row["inputs"]) != len(row["outputs"]):
+        raise TaskRowError(f"there are {len(row['inputs'])} inputs and {len(row['outputs'])} outputs")
+    pairs = zip(row["inputs"], row["outputs"], strict=True)
+    return {"tests": [{"input": _text(given), "output": _text(wanted), **kind} for given, wanted in pairs]}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

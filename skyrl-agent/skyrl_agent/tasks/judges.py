@@ -1,0 +1,61 @@
+"""Language models as judges: `skyrl_gym.graders.judge`, set up by a task file or the environment."""
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from skyrl_agent.errors import ConfigError
+from skyrl_agent.tasks.base import BaseTask
+from skyrl_gym.graders.judge import Judge, JudgeSettings
+
+URL_VARIABLE = "STEM_LLM_JUDGE_URL"
+MODEL_OF_URL = "openai/gpt-oss-20b"
+"""What a server is expected to serve that only the environment names."""
+
+
+def make_judge(settings: Mapping[str, Any] | None, where: str = "task_config.judge") -> Judge:
+    """
+    Args:
+        settings: fields of `JudgeSettings`. Without a `base_url`: that in the environment variable STEM_LLM_JUDGE_URL;
+            without that, the public service of OpenAI, which needs a key.
+
+    Raises:
+        ConfigError: an unknown field, or no judge can be had.
+    """
+    given = dict(settings or {})
+    known = [field.name for field in dataclasses.fields(JudgeSettings)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"unknown key {where}.{name}; " + (f"did you mean {near[0]}?" if near else f"there are: {known}")
+            )
+    if not given.get("base_url") and (url := os.environ.get(URL_VARIABLE, "").strip()):
+        given = {"model": MODEL_OF_URL, **given, "base_url": url}
+    if url := given.get("base_url"):
+        given["base_url"] = url if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1"
+    try:
+        return Judge(JudgeSettings(**given))
+    except ValueError as failure:
+        raise ConfigError(f"{where}: {failure}; {URL_VARIABLE} may name a server too") from failure
+
+
+class JudgedTask(BaseTask):
+    """A task some of whose answers a judge reads. The judge is made when it is first needed, or at once if the task
+    file sets it.
+
+    Raises:
+        ConfigError: its settings are wrong.
+    """
+
+    def __init__(self, judge: Mapping[str, Any] | None = None) -> None:
+        self._judge_settings = judge
+        if judge is not None:
+            _ = self.judge
+
+    @cached_property
+    def judge(self) -> Judge:
+        return make_judge(self._judge_settings)

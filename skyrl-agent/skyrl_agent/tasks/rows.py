@@ -1,0 +1,92 @@
+"""What tasks take from dataset rows. A row may come from Parquet (arrays, JSON in texts) or be made by hand."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from skyrl_agent.errors import TaskRowError
+from skyrl_agent.types import Message, Row
+from skyrl_gym.graders.qa import as_list
+
+
+def field(row: Row, *paths: str) -> Any:
+    """The first of some dotted paths that leads to something; None if none does."""
+    for path in paths:
+        found: Any = row
+        for name in path.split("."):
+            found = _opened(found)
+            found = found.get(name) if isinstance(found, Mapping) else None
+        if _is_something(found := _plain(found)):
+            return found
+    return None
+
+
+def messages_of(row: Row, *paths: str) -> list[Message]:
+    """The conversation under one of some dotted paths; a text is what the user says.
+
+    Raises:
+        TaskRowError: there is none.
+    """
+    found = field(row, *paths)
+    if isinstance(found, str):
+        return [{"role": "user", "content": found}]
+    messages = [found] if isinstance(found, Mapping) else found
+    if (
+        not isinstance(messages, Sequence)
+        or not messages
+        or not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in messages)
+    ):
+        raise TaskRowError(
+            f"{' or '.join(paths)} must be a text or a list of messages with role and content; got {found!r:.200}"
+        )
+    return [dict(message) for message in messages]
+
+
+def with_system(messages: list[Message], prompt: str) -> list[Message]:
+    """With a system message before them, unless they have one."""
+    has_one = any(message["role"] == "system" for message in messages)
+    return messages if has_one else [{"role": "system", "content": prompt}, *messages]
+
+
+def question_of(messages: Sequence[Message]) -> str:
+    """What the user asks, for a judge."""
+    text = next((str(message["content"]) for message in messages if message["role"] == "user"), "")
+    return text.strip().removeprefix("Answer the given question:").strip()
+
+
+def golds_of(row: Row, *paths: str) -> list[str]:
+    """The accepted answers under one of some dotted paths: a text, several, or either under `target`.
+
+    Raises:
+        TaskRowError: there are none.
+    """
+    found = field(row, *paths)
+    if isinstance(found, Mapping):
+        found = field(found, "target")
+    if isinstance(found, int | float):
+        found = str(found)
+    try:
+        golds = [gold for gold in as_list(found) if gold.strip()]
+    except (TypeError, ValueError):
+        golds = []
+    if not golds:
+        raise TaskRowError(f"{' or '.join(paths)} must hold an accepted answer, or several; got {found!r:.200}")
+    return golds
+
+
+def _opened(value: Any) -> Any:
+    """JSON objects that a text holds."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _is_something(value: Any) -> bool:
+    return value is not None and not (isinstance(value, str | Sequence | Mapping) and len(value) == 0)

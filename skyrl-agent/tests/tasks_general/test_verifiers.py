@@ -1,0 +1,38 @@
+"""Graders under their published names."""
+
+import shutil
+
+import pytest
+
+from skyrl_agent.errors import TaskRowError
+from skyrl_agent.tasks.verifiers import coder1, naive_dapo, qa, torl
+
+
+def test_short_answers():
+    assert qa.compute_score_em("It is \\boxed{the Paris}", {"target": ["paris"]}) == {"score": 1.0}
+    assert qa.compute_score_em("Rome", {"target": "Paris"}) == {"score": 0.0}
+    assert qa.compute_score_f1("red green", {"target": ["red blue", "x"]}) == {"score": 0.5}
+    with pytest.raises(TaskRowError, match="target must hold an accepted answer"):
+        qa.compute_score_em("Rome", {"target": []})
+
+
+@pytest.mark.parametrize("module", [naive_dapo, torl])
+def test_mathematics(module):
+    assert module.compute_score("<think>\\boxed{7}</think>So \\boxed{0012}", "12")["score"] == 1.0
+    assert module.compute_score("\\boxed{13}", "12") == {"score": 0.0, "acc": False, "pred": "13"}
+
+
+@pytest.mark.slow
+def test_mathematics_by_value():
+    assert naive_dapo.compute_score("\\boxed{\\frac{\\pi}{2}}", "\\pi/2")["acc"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("bwrap") or shutil.which("docker")), reason="needs bubblewrap or Docker")
+def test_programs():
+    assert (
+        coder1.compute_score("```python\ndef f(x):\n    return x\n```", {"functional": "assert f(2) == 2"})["score"]
+        == 1.0
+    )
+    with pytest.raises(TaskRowError, match="must be JSON"):
+        coder1.compute_score("pass", "no json")
