@@ -128,8 +128,9 @@ class Dialogue:
         self._answers.append(len(self.messages))
         self._texts.append(prompt.text)
         self._written = [*prompt.ids, *(written.token_ids or [])]
-        text = text.removesuffix(self.encoder.end_of_text)
-        self.messages.append(dict(message) if message else {"role": "assistant", "content": text})
+        self.messages.append(dict(message or {"role": "assistant", "content": text}))
+        if text.endswith(self.encoder.end_of_text) and isinstance(content := self.messages[-1].get("content"), str):
+            self.messages[-1]["content"] = content.removesuffix(self.encoder.end_of_text)
         self._prompt = None
         return self.transitions[-1]
 
