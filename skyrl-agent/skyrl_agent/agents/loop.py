@@ -67,7 +67,7 @@ class Agent:
         parent: of a sub-agent.
 
     Raises:
-        ConfigError: a tool or its settings are wrong.
+        ConfigError: a tool, its settings or one of these limits is wrong.
     """
 
     default_tools: ClassVar[Sequence[str]] = ()
@@ -87,6 +87,7 @@ class Agent:
         max_repeats: int = 4,
         parent: "Agent | None" = None,
     ) -> None:
+        _check_limits(max_depth=(max_depth, 0), sub_agent_steps=(sub_agent_steps, 1), max_repeats=(max_repeats, 2))
         self.settings, self.infer_engine, self.tokenizer = _settings(traj_config), infer_engine, tokenizer
         self.tools = list(tools if tools is not None else getattr(traj_config, "tools", None) or self.default_tools)
         self.runtime, self.max_depth, self.max_repeats = runtime, max_depth, max_repeats
@@ -268,6 +269,12 @@ class Agent:
             return None
         names = [call.name for call in self.get_tool_calls()]
         return {"tool_calls_total": len(names), "tool_calls_by_name": {name: names.count(name) for name in {*names}}}
+
+
+def _check_limits(**limits: tuple[int | None, int]) -> None:
+    for name, (value, least) in limits.items():
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise ConfigError(f"agent_config.{name} must be an integer of at least {least}; got {value!r}")
 
 
 def _settings(traj_config: Any) -> GeneratorSection:

@@ -15,7 +15,7 @@ SUB_AGENT = (
 FEW_TOKENS = 3_000
 """With fewer left, reminders say so."""
 
-_REMINDER = "\n\n<reminder>"
+_REMINDER, _END = "\n\n<reminder>", "</reminder>"
 
 
 def no_call(names: Sequence[str]) -> str:
@@ -37,11 +37,11 @@ def reminder(step: int, max_iterations: int, early_step_threshold: int, tokens_l
 def with_reminder(messages: Sequence[Message], text: str) -> list[Message]:
     """The messages, the last one with a reminder after what it says."""
     *before, last = messages
-    return [*before, with_text_after(last, f"{_REMINDER}{text}</reminder>")]
+    return [*before, with_text_after(last, f"{_REMINDER}{text}{_END}")]
 
 
 def without_reminders(messages: Sequence[Message]) -> list[Message]:
-    """As they were before `with_reminder`."""
+    """Copies of messages, as they were before `with_reminder`."""
     return [_without_reminder(message) for message in messages]
 
 
@@ -77,6 +77,6 @@ def _without_reminder(message: Message) -> Message:
     if isinstance(content, list):
         kept = [part for part in content if not str(part.get("text", "")).startswith(_REMINDER)]
         return message | {"content": kept}
-    if isinstance(content, str) and _REMINDER in content and message["role"] != "assistant":
+    if isinstance(content, str) and _REMINDER in content and content.endswith(_END) and message["role"] != "assistant":
         return message | {"content": content.rpartition(_REMINDER)[0]}
-    return message
+    return dict(message)

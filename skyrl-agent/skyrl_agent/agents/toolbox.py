@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -124,11 +123,12 @@ class Toolbox:
     async def _call(self, call: ToolCall | Invalid, context: ToolContext, step: int) -> ToolOutput:
         if isinstance(call, Invalid):
             return ToolOutput(clip(call.reason, self.max_chars), failed=True)
-        started = time.monotonic()
+        now = asyncio.get_running_loop().time
+        started = now()
         output = await self._output(call, context)
         if not output.ends:
             output = replace(output, text=clip(output.text, self.max_chars))
-        seconds = time.monotonic() - started
+        seconds = now() - started
         logger.log(self.log_level, "%s(%s) -> %s", call.name, call.arguments, clip(output.text, PREVIEW_CHARS))
         self.records.append(
             ToolCallRecord(call.name, call.arguments, output.text, seconds, step, not output.failed, call.id)

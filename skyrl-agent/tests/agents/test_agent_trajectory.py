@@ -232,6 +232,7 @@ async def test_a_lent_environment_is_the_runtime_and_stays_open(runtimes):
         ({"tools": {"enable_bash": True}}, "CodeActAgent takes flags"),
         ({"tools": ["finish", "em_finish"]}, "both called 'finish'"),
         ({"agent_config": {"max_dept": 2}}, "unknown key agent_config.max_dept; did you mean agent_config.max_depth"),
+        ({"agent_config": {"max_repeats": 1}}, "agent_config.max_repeats must be an integer of at least 2; got 1"),
         ({"agent_config": {"runtime": 2}}, "unknown key agent_config.runtime"),
         ({"generator": {"chat_template": "no_such_file.jinja2"}}, "no_such_file.jinja2"),
     ],

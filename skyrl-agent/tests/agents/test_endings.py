@@ -2,6 +2,8 @@
 
 import pytest
 
+from skyrl_agent.agents.react import ReActAgent
+from skyrl_agent.config.configuration_utils import TrajectoryConfig
 from skyrl_agent.errors import BackendError, ConfigError, InfraError
 from skyrl_agent.functional.utils import transitions_to_training_data
 from skyrl_agent.testing import ScriptedModel, byte_tokenizer
@@ -174,3 +176,33 @@ async def test_thoughts_of_earlier_turns_go_and_each_turn_is_a_row():
     assert "secret plan" not in prompts_of(agent)[1]
     assert "<function=add>" in prompts_of(agent)[1]
     assert len(transitions_to_training_data(agent.get_transitions())) == 2
+
+
+async def test_a_published_configuration_makes_an_agent():
+    config = TrajectoryConfig(tools=["test_add", "finish"], max_prompt_length=10_000, profile_tools=True)
+    tokenizer = byte_tokenizer()
+    model = ScriptedModel(tokenizer, [f"<think>\nAdd.\n</think>\n\n{call('add', a=2, b=3)}", finish()])
+    agent = ReActAgent(config, model, tokenizer)
+    finish_reason, result = await agent.run(QUESTION)
+    assert (finish_reason, result) == ("FINISH_TOOL", "5")
+    assert agent.get_tool_profile() == {"tool_calls_total": 2, "tool_calls_by_name": {"add": 1, "finish": 1}}
+    assert len(transitions_to_training_data(agent.get_transitions())) == 1  # its template keeps thoughts
+
+
+async def test_what_is_said_in_channels_is_not_the_answer():
+    said = "<|channel|>analysis<|message|>2 + 3<|end|><|start|>assistant<|channel|>final<|message|>It is 5.<|return|>"
+    agent = agent_of([said], (), tool_format="gpt_oss")
+    assert await agent.run(QUESTION) == ("FINISH", "It is 5.")
+    assert agent.infer_engine.requests[0].sampling_params["skip_special_tokens"] is False
+
+
+async def test_memory_sections_come_without_the_reminders_of_earlier_ones():
+    script = [call("next_with_summary", summary="nothing"), call("next_with_summary", summary="much"), finish()]
+    tools = [{"next_with_summary": {"section_chars": 20}}, "finish"]
+    agent = agent_of(script, tools, enable_turn_reminder=True)
+    text = "Document 1: the sky\nDocument 2: the sea\n"
+    assert (await agent.run(QUESTION, {"context": text})).finish_reason == "FINISH_TOOL"
+    for prompt in prompts_of(agent):
+        assert prompt.count("<reminder>") == 1
+    assert "the sea" in prompts_of(agent)[2] and "much" in prompts_of(agent)[2]
+    assert len(transitions_to_training_data(agent.get_transitions())) == 3
