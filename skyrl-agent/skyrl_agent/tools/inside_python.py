@@ -38,4 +38,5 @@ def _of_the_program(trace):
     return trace
 
 
-main()
+if __name__ == "__main__":
+    main()
