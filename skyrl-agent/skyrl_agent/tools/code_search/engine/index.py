@@ -7,35 +7,41 @@ import os
 import sys
 import time
 
-from .outline import Call, Entity, Import, outline
+from .entities import Call, Entity, Import
 from .source import PYTHON, read_text, walk
 
-FORMAT = 1
+FORMAT = 2
 SETTLED_NS = 100_000_000
 """A file written less than this before it was read may be written again without its time changing."""
 
 
 class SourceFile:
-    """A Python file. What it imports and calls is unpacked when it is first asked for."""
+    """A Python file. What it holds is unpacked when it is first asked for: few questions touch many files."""
 
-    def __init__(self, path: str, stamp: tuple, text: str, error: str, entities: list, edges: bytes):
-        self.path, self.stamp, self.text, self.error, self.entities = path, stamp, text, error, entities
-        self._edges = edges
+    def __init__(self, path: str, stamp: tuple, text: str, error: str, contents: bytes):
+        self.path, self.stamp, self.text, self.error = path, stamp, text, error
+        self._contents = contents
         self._unpacked: tuple = ()
 
     @classmethod
     def read(cls, path: str, stamp: tuple, text: str) -> SourceFile:
+        from .outline import outline  # the parser takes longer to import than most questions
+
         found = outline(text)
-        edges = marshal.dumps((list(map(tuple, found.imports)), list(map(tuple, found.calls))))
-        return cls(path, stamp, text, found.error, found.entities, edges)
+        contents = [[tuple(item) for item in part] for part in (found.entities, found.imports, found.calls)]
+        return cls(path, stamp, text, found.error, marshal.dumps(contents))
+
+    @property
+    def entities(self) -> list:
+        return self._unpack()[0]
 
     @property
     def imports(self) -> list:
-        return self._both()[0]
+        return self._unpack()[1]
 
     @property
     def calls(self) -> list:
-        return self._both()[1]
+        return self._unpack()[2]
 
     @property
     def lines(self) -> list:
@@ -55,12 +61,12 @@ class SourceFile:
         return max(around, key=lambda entity: (entity.start, -entity.end)) if around else None
 
     def packed(self) -> tuple:
-        return self.stamp, self.text, self.error, list(map(tuple, self.entities)), self._edges
+        return self.stamp, self.text, self.error, self._contents
 
-    def _both(self) -> tuple:
+    def _unpack(self) -> tuple:
         if not self._unpacked:
-            imports, calls = marshal.loads(self._edges)
-            self._unpacked = list(map(Import._make, imports)), list(map(Call._make, calls))
+            parts = zip((Entity, Import, Call), marshal.loads(self._contents))  # noqa: B905 (3.8 has no strict)
+            self._unpacked = tuple([kind(*values) for values in part] for kind, part in parts)
         return self._unpacked
 
 
@@ -128,8 +134,7 @@ class CodeIndex:
                 made_by, root, files = marshal.load(file)
             if made_by != _maker() or root != self.root:
                 return
-            for path, (stamp, text, error, entities, edges) in files.items():
-                self.files[path] = SourceFile(path, stamp, text, error, list(map(Entity._make, entities)), edges)
+            self.files = {path: SourceFile(path, *packed) for path, packed in files.items()}
         except (OSError, EOFError, ValueError, TypeError):  # none yet, or not ours: it is made anew
             self.files = {}
 

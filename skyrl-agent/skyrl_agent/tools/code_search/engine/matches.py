@@ -26,9 +26,13 @@ def entities(index: CodeIndex, term: str, paths: list) -> list:
 
 def _named(index: CodeIndex, name: str, paths: list, ignore_case: bool = False) -> list:
     wanted = name.lower() if ignore_case else name
+    last = wanted.rpartition(".")[2]
     found = []
     for path in paths:
-        for entity in index.files[path].entities:
+        file = index.files[path]
+        if last not in (file.text.lower() if ignore_case else file.text):
+            continue
+        for entity in file.entities:
             known = entity.name.lower() if ignore_case else entity.name
             if known == wanted or known.endswith("." + wanted):
                 found.append(Place(path, entity.name))

@@ -33,6 +33,7 @@ class Names:
 
     def __init__(self, index: CodeIndex):
         self._index = index
+        self._methods: dict = {}
         self._modules: dict = {}
         """Dotted name -> paths. Any folder that is no package may be where imports start: `src/package/module.py`."""
         packages = {path.rpartition("/")[0] for path in index.files if path.rpartition("/")[2] == "__init__.py"}
@@ -41,14 +42,29 @@ class Names:
             for start in range(len(parts)):
                 if "/".join(parts[:start]) not in packages or not start:
                     self._modules.setdefault(".".join(parts[start:]), []).append(path)
-        self._methods: dict = {}
-        for path, file in index.files.items():
-            for entity in file.entities:
-                if entity.kind == "method":
-                    self._methods.setdefault(entity.name.rpartition(".")[2], []).append(Place(path, entity.name))
+
+    def spellings(self, name: str) -> set:
+        """The names under which files import something of this name, itself among them."""
+        known, todo = {name}, [name]
+        while todo:
+            name = todo.pop()
+            for file in self._index.files.values():
+                if f"{name} as" in file.text:
+                    renamed = {item.alias for item in file.imports if item.name == name}
+                    todo += renamed - known
+                    known |= renamed
+        return known
 
     def methods_called(self, name: str) -> list:
-        return self._methods.get(name, [])
+        if name not in self._methods:
+            self._methods[name] = [
+                Place(path, entity.name)
+                for path, file in self._index.files.items()
+                if name in file.text
+                for entity in file.entities
+                if entity.kind == "method" and entity.name.rpartition(".")[2] == name
+            ]
+        return self._methods[name]
 
     def module(self, name: str, importer: str = "") -> list:
         """Paths of the files that an import of `name` in the file `importer` may mean; those outside are not known."""

@@ -3,55 +3,15 @@
 from __future__ import annotations
 
 import ast
-import re
 import warnings
 from typing import NamedTuple
+
+from .entities import Call, Entity, Import
 
 SIGNATURE_CHARS = 300
 DOC_CHARS = 120
 _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _LEAVES = {ast.Name, ast.Constant, ast.Load, ast.Store, ast.Del, ast.Pass, ast.Break, ast.Continue, ast.Global}
-_COMMENT = re.compile(r"\s*#[^'\"]*$")
-
-
-class Entity(NamedTuple):
-    """A class, function or method. Lines count from 1, the last one included."""
-
-    name: str
-    """Qualified within its file: `Class.method`."""
-    kind: str
-    """class, function, method."""
-    start: int
-    """Of its first decorator."""
-    line: int
-    """Of `def` or `class`."""
-    body: int
-    """Of its first statement."""
-    end: int
-    signature: str
-    doc: str
-    """First line of the docstring."""
-    bases: tuple
-    """Of a class, as they are written: `module.Base`."""
-
-
-class Import(NamedTuple):
-    """A name that an import statement binds."""
-
-    alias: str
-    """`a.b` for `import a.b`."""
-    module: str
-    """With its leading dots."""
-    name: str
-    """Of what is taken from the module; empty: the module itself; `*`: everything."""
-
-
-class Call(NamedTuple):
-    scope: str
-    """Qualified name of what makes the call; empty at the level of the module."""
-    target: str
-    """As written: `self.run`, `module.function`. `?.run` is a call on something without a name, `super().run`."""
-    line: int
 
 
 class Outline(NamedTuple):
@@ -91,10 +51,10 @@ def outline(text: str) -> Outline:
             if target:
                 calls.append(Call(scope, target, node.lineno))
         elif kind is ast.Import:
-            imports += [Import(item.asname or item.name, item.name, "") for item in node.names]
+            imports += [Import(item.asname or item.name, item.name, "", node.lineno) for item in node.names]
         elif kind is ast.ImportFrom:
             module = "." * node.level + (node.module or "")
-            imports += [Import(item.asname or item.name, module, item.name) for item in node.names]
+            imports += [Import(item.asname or item.name, module, item.name, node.lineno) for item in node.names]
         for field in node._fields:
             if field == "decorator_list":
                 continue
@@ -102,9 +62,10 @@ def outline(text: str) -> Outline:
             for child in value if isinstance(value, list) else (value,):
                 if isinstance(child, ast.AST) and child.__class__ not in _LEAVES:
                     todo.append((child, scope, in_class))
-    return Outline(
-        sorted(entities, key=lambda entity: entity.start), imports, sorted(calls, key=lambda call: call.line)
-    )
+    entities.sort(key=lambda entity: entity.start)
+    for items in (imports, calls):
+        items.sort(key=lambda item: item.line)
+    return Outline(entities, imports, calls)
 
 
 def dotted(node: ast.AST) -> str:
@@ -150,7 +111,11 @@ def _entity(node, name: str, in_class: bool, lines: list) -> Entity:
     header = lines[node.lineno - 1 : body]
     cut = first.col_offset if first.lineno == body else 0
     header[-1] = header[-1].encode("utf-8", "surrogatepass")[:cut].decode("utf-8", "replace")
-    signature = " ".join(" ".join(_COMMENT.sub("", line) for line in header).split())
+    signature = " ".join(" ".join(header).split())
+    if "#" in signature and hasattr(ast, "unparse"):  # of Python 3.9; a comment is not always told from a text
+        fields = {field: getattr(node, field) for field in node._fields}
+        fields.update(body=[ast.Pass()], decorator_list=[], lineno=1)
+        signature = ast.unparse(type(node)(**fields)).split("\n")[0]
     signature = signature.replace("( ", "(").replace(", )", ")").replace(" )", ")")
     doc = (ast.get_docstring(node) or "").strip().split("\n")[0]
     return Entity(

@@ -19,14 +19,14 @@ def callers(index: CodeIndex, names: Names, target: Place) -> str:
     if last == "__init__":
         targets.add(Place(target.path, owner))
         called.add(owner.rpartition(".")[2])
+    called = set().union(*map(names.spellings, called))
     certain: dict = {}
     possible: dict = {}
     for file in index.files.values():
         if not any(name in file.text for name in called):
             continue
-        renamed = {item.alias.rpartition(".")[2] for item in file.imports if item.name in called}
         for call in file.calls:
-            if call.target.rpartition(".")[2] not in called | renamed:
+            if call.target.rpartition(".")[2] not in called:
                 continue
             meaning = names.resolve(file, call.scope, call.target)
             if targets.intersection(meaning.places):
@@ -79,9 +79,9 @@ def inherits(index: CodeIndex, names: Names, target: Place) -> str:
         for base, places in names.bases(file, entity):
             rows.append(f"  {base}  -> {', '.join(place.id for place in places) or 'outside of this repository'}")
     below = []
-    last = target.name.rpartition(".")[2]
+    spellings = names.spellings(target.name.rpartition(".")[2])
     for other in index.files.values():
-        if last not in other.text:
+        if not any(name in other.text for name in spellings):
             continue
         for entity in other.entities:
             if any(target in places for _, places in names.bases(other, entity)):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from .entities import Entity
 from .index import SourceFile
 from .names import Place
-from .outline import Entity
 
 FORMATS = ("complete", "preview", "fold")
 """From the longest: the whole source; its first lines; signatures."""

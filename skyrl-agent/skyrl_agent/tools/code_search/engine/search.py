@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-
 from . import matches, relations
 from .index import CodeIndex
 from .names import Names
@@ -155,6 +153,8 @@ class RepositorySearch:
         return term[len(prefix) :] if term.startswith(prefix) else term
 
     def _no_such_file(self, files: str) -> str:
+        import difflib  # takes longer to import than most questions
+
         known = [*self.index.files, *self.index.other_paths]
         near = difflib.get_close_matches(files, known[:5000], n=3, cutoff=0.5)
         hint = f"; close: {', '.join(near)}" if near else ""

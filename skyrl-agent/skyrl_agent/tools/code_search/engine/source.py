@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
 
@@ -98,7 +99,7 @@ def _regex(glob: str) -> str:
         elif part == "?":
             parts.append("[^/]")
         elif part[0] == "[" and len(part) > 1:
-            parts.append("[" + part[1:-1].replace("\\", r"\\").replace("!", "^", 1) + "]")
+            parts.append(fnmatch.translate(part)[len("(?s:") : -len(r")\Z")])
         else:
             parts.append(re.escape(part))
     return "".join(parts)
