@@ -13,6 +13,7 @@ way to be judged:
 """
 
 import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,6 @@ for folder, folders, names in os.walk("."):
         whole.update(repr((path, oct(about.st_mode), content)).encode())
 print(whole.hexdigest())
 """
-EMPTY = "find . -mindepth 1 -delete; find /tmp -mindepth 1 -delete"
 
 
 @dataclass(frozen=True)
@@ -139,23 +139,29 @@ class TerminalTask(BaseTask):
         if row.get("expected_output") is not None:
             return Judgement(float(_lines(result["answer"].strip()) == _lines(str(row["expected_output"]).strip())))
         assert runtime is not None, "the caller starts evaluation_runtime_spec"
-        wanted = await self._effect(instance, runtime, row["gold"])
-        await runtime.exec(EMPTY)
-        for path, text in runtime.spec.files.items():
-            await runtime.write(path, text)
-        found = await self._effect(instance, runtime, result["answer"])
+        await self.initialize_runtime(instance, runtime)
+        kept = f"/tmp/{secrets.token_hex(8)}"
+        await _run(runtime, f"cp -a . {kept}")  # setting up again would give other times
+        wanted = await self._effect(runtime, row["gold"])
+        await _run(runtime, f"find . -mindepth 1 -delete; cp -a {kept}/. . && rm -rf {kept}")
+        found = await self._effect(runtime, result["answer"])
         parts = {
             part: float(one == other)
             for part, one, other in zip(("same_output", "same_files"), wanted, found, strict=True)
         }
         return Judgement(float(all(parts.values())), parts)
 
-    async def _effect(self, instance: Instance, runtime: Runtime, command: str) -> tuple[list[str], str]:
+    async def _effect(self, runtime: Runtime, command: str) -> tuple[list[str], str]:
         """What a command prints, and the state of the files after it."""
-        await self.initialize_runtime(instance, runtime)
         done = await runtime.exec(command)
         state = await runtime.exec([runtime.python, "-I", "-c", STATE])
         return _lines(done.stdout), state.stdout if state.ok else f"unreadable: {state.stderr}"
+
+
+async def _run(runtime: Runtime, command: str) -> None:
+    done = await runtime.exec(command)
+    if not done.ok:
+        raise InfraError(f"{command!r} did not work: {done.outcome}, {done.stderr.strip()[-300:]!r}")
 
 
 def scripts(value: Any) -> list[Script]:

@@ -101,3 +101,28 @@ async def test_a_sample_of_agentbench(play, rows):
         row, example = agentbench_os_row(tasks[name]), tasks[name]["evaluation"]["example"]
         assert (await play(TerminalTask(), row, example))[1].reward == 1.0
         assert (await play(TerminalTask(), row, answer="no number"))[1].reward == 0.0
+
+
+@pytest.mark.full
+async def test_all_of_nl2bash_and_agentbench(play, rows):
+    """How many rows can be solved, and not by a wrong answer, in a sandbox without a root user or network."""
+
+    async def fits(row, script, answer):
+        try:
+            right = (await play(TerminalTask(), row, script, answer))[1].reward
+            return right == 1.0 and (await play(TerminalTask(), row, answer="echo no"))[1].reward == 0.0
+        except InfraError:
+            return False
+
+    commands = [await fits(row, "", row["gold"]) for row in nl2bash(rows)]
+    assert len(commands) == 144
+    assert sum(commands) >= 140
+    systems = []
+    for task in rows("agent_envs/agentbench_os"):
+        try:
+            row, example = agentbench_os_row(task), task["evaluation"].get("example") or "true"
+        except ValueError:
+            continue
+        code = example if isinstance(example, str) else example.get("code", "true")
+        systems.append(await fits(row, code, row.get("expected_output")))
+    assert sum(systems) >= 100
