@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from skyrl_agent.config.task_file import DispatcherSection
@@ -31,6 +31,9 @@ class Dispatch:
     The first trajectory of every instance goes first, then the second of each, and so on. A failure ends its
     trajectory, never the batch: `trajectory.fail` is told. What fails by `InfraError` is tried again; a trajectory
     that fails so in `generate` begins anew. `close` is called at the end of each, whatever happened.
+
+    Each stage runs in an asyncio task of its own: what must be left in the task that entered it (anyio's cancel scopes) has
+    to live within one stage. A stage that heeds no cancellation is left to itself, and may still write to its trajectory.
 
     Args:
         section: of the task file.
@@ -87,21 +90,19 @@ class Dispatch:
             return
         if self.plan.lends_environments:
             self._pool = self._new_pool()
-        lives = {
-            asyncio.create_task(self._live(life)): life
-            for life in (Life(trajectory, turn, self._began) for turn, trajectory in enumerate(in_order))
-        }
+        lives = [Life(trajectory, turn, self._began) for turn, trajectory in enumerate(in_order)]
         ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
-        for task in lives:
-            task.add_done_callback(ended.put_nowait)
-        try:
-            async with live_progress(self.total, self._state, self.section.progress):
-                for _ in lives:
+        async with live_progress(self.total, self._state, self.section.progress):
+            turns = {asyncio.create_task(self._live(life)): life.turn for life in lives}
+            try:
+                for task in turns:
+                    task.add_done_callback(ended.put_nowait)
+                for _ in turns:
                     task = await ended.get()
                     task.result()
-                    yield in_order[lives[task].turn]
-        finally:
-            await to_the_end(self._wind_up(lives))
+                    yield in_order[turns[task]]
+            finally:
+                await to_the_end(self._wind_up(turns))
 
     def metrics(self) -> dict[str, float]:
         """`dispatcher/...`: of each stage what `StageMeter.numbers` tells, and of the whole run `seconds`, `peak_alive`
@@ -223,7 +224,6 @@ class Dispatch:
 
     async def _end(self, life: Life) -> None:
         """Closes the trajectory, then gives back what it held: what is limited is what is open."""
-        life.over = True
         trajectory = life.trajectory
         await self._close(trajectory)
         if self._pool and life.place is not None:
@@ -246,14 +246,10 @@ class Dispatch:
         except Exception:  # `close` ought not to raise; that its runtime may be left over is no fault of the others
             logger.warning("closing a trajectory failed; its runtime's lease removes it", exc_info=True)
 
-    async def _wind_up(self, lives: Mapping[asyncio.Task[None], Life]) -> None:
-        for task in lives:
+    async def _wind_up(self, tasks: Iterable[asyncio.Task[None]]) -> None:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*lives, return_exceptions=True)
-        for life in lives.values():
-            if not life.over:  # cancelled before its first step
-                life.trajectory.fail(life.stage, asyncio.CancelledError())
-                await self._end(life)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._pool:
             await self._pool.close()
         self._ended = self._now()

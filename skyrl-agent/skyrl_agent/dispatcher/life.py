@@ -41,6 +41,5 @@ class Life:
     held: Stage | None = None
     place: int | None = None
     """Of its environment."""
-    over: bool = False
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """`TrajectoryResult.stage_seconds`"""

@@ -38,4 +38,5 @@ async def live_progress(total: int, state: Callable[[], tuple[int, str]], enable
             yield
         finally:
             following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
             show()

@@ -128,3 +128,23 @@ def test_an_environment_that_does_not_close_holds_nobody(caplog):
     )
     assert seconds == 6 + 5
     assert "it may be left over" in caplog.text
+
+
+def test_idle_environments_are_closed_though_the_run_is_cancelled_twice():
+    machines = Machines()
+    trajectories = [Staged(World(), "a"), Staged(World(), "b", generate=[hang], close=5.0)]
+
+    async def consume() -> None:
+        async for _ in pool(machines).run(trajectories):
+            pass
+
+    async def story() -> None:
+        task = asyncio.create_task(consume())
+        for seconds in (10, 1, 1):
+            await asyncio.sleep(seconds)
+            task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled() and asyncio.all_tasks() == {asyncio.current_task()}
+
+    virtual_time.run(story())
+    assert sorted(machines.made) == sorted(machines.closed) == [(0, 0), (1, 0)]

@@ -1,11 +1,14 @@
 """How many are where at a time, and in which order."""
 
+import asyncio
+
 import pytest
 
 from skyrl_agent.config.task_file import DispatcherSection
 from skyrl_agent.dispatcher import virtual_time
 from skyrl_agent.dispatcher.dispatch import Dispatch
 from skyrl_agent.dispatcher.plan import plan_of
+from skyrl_agent.dispatcher.slots import Slots
 from skyrl_agent.errors import ConfigError
 
 from .staged_trajectory import PLANS, Staged, World, dispatched, section
@@ -139,3 +142,34 @@ def test_evaluation_batches_have_limits_of_their_own():
 def test_settings_that_cannot_be_meant_are_refused(settings, complaint):
     with pytest.raises(ConfigError, match=complaint):
         Dispatch(DispatcherSection.model_validate(settings))
+
+
+def test_a_place_given_to_one_who_is_cancelled_at_that_moment_goes_to_the_next():
+    async def story() -> list[str]:
+        slots, got = Slots(1), []
+
+        async def take(name: str) -> None:
+            await slots.take(0)
+            got.append(name)
+
+        await take("holder")
+        first, _second = (asyncio.create_task(take(name)) for name in ("first", "second"))
+        await asyncio.sleep(0)
+        slots.give()  # to the first, who does not know yet
+        first.cancel()
+        await asyncio.sleep(1)
+        return got
+
+    assert virtual_time.run(story()) == ["holder", "second"]
+
+
+def test_the_clock_may_be_real():
+    world = World()
+    trajectories = batch(world, 3, 2, initialize=[0.01], generate=[0.02], evaluate=[0.01])
+
+    async def story() -> dict[str, float]:
+        dispatch = Dispatch(section("async_pipeline", agents=2))
+        assert len([t async for t in dispatch.run(trajectories)]) == 6
+        return dispatch.metrics()
+
+    assert asyncio.run(story())["dispatcher/generate/seconds_max"] >= 0.02
