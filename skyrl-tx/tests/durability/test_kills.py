@@ -124,7 +124,7 @@ def differences(story: Story, wanted: Story):
     for name in sorted(story.told.keys() | wanted.told.keys()):
         told, hoped = story.told.get(name, "nothing"), wanted.told.get(name, "nothing")
         if told != hoped:
-            yield f"{name}: told {str(told):.200}; undisturbed {str(hoped):.200}"
+            yield f"{name}: told {told!s:.200}; undisturbed {hoped!s:.200}"
 
 
 async def checkpoints_of(clients: list[Client], stories: list[Story]) -> list[list[str]]:
