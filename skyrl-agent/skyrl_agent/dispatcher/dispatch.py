@@ -32,8 +32,9 @@ class Dispatch:
     trajectory, never the batch: `trajectory.fail` is told. What fails by `InfraError` is tried again; a trajectory
     that fails so in `generate` begins anew. `close` is called at the end of each, whatever happened.
 
-    Each stage runs in an asyncio task of its own: what must be left in the task that entered it (anyio's cancel scopes) has
-    to live within one stage. A stage that heeds no cancellation is left to itself, and may still write to its trajectory.
+    Each stage runs in an asyncio task of its own: what must be left in the task that entered it (anyio's cancel scopes)
+    has to live within one stage. A stage that heeds no cancellation is left to itself, and may still write to its
+    trajectory.
 
     Args:
         section: of the task file.
