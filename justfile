@@ -36,6 +36,7 @@ test-gpu *args:
 docs:
     .venv/bin/python -m skyrl_train.config.document > docs/configuration.md
     .venv/bin/python -m tx.run.document > docs/tinker-settings.md
+    .venv/bin/python -m skyrl_agent.config.document > docs/agent-settings.md
 
 # The curves and samples of a run as one page.
 report run:

@@ -29,14 +29,17 @@ class GeneratorValSection(Section):
     """Of evaluation batches; what is not given is as in training."""
 
     num_trajectories: int | None = Field(default=None, ge=1)
+    """Of each instance."""
     sampling_params: dict[str, Any] | None = None
+    """Laid over `generator.sampling_params`."""
 
 
 class GeneratorSection(Section):
     """How the model is asked."""
 
     infer_backend: str = "skyrl-train"
-    """`skyrl-train`, `tinker`, `openai_server`, `verl`, or what `register_backend` was told."""
+    """`skyrl-train`, `tinker`, `openai_server`, `verl`, or what `register_backend` was told. Trainers take their own
+    whatever stands here."""
     backend_config: dict[str, Any] = Field(default_factory=dict)
     """Keywords of that backend."""
     num_trajectories: int = Field(default=1, ge=1)
@@ -52,7 +55,8 @@ class GeneratorSection(Section):
     val_config: GeneratorValSection = GeneratorValSection()
     remove_think_tokens: bool = False
     """Drops the thoughts of earlier turns from what the model reads. Each turn is then a training row of its own."""
-    vision_is_active: bool = False
+    vision_is_active: Literal[False] = False
+    """Images are not read yet."""
     qwen3_enable_thinking: bool = True
     """The chat template's `enable_thinking`."""
     qwen3_acc_thinking: bool = False
@@ -73,6 +77,7 @@ class GeneratorSection(Section):
     profile_tools: bool = False
     """Adds counts of tool calls to `rollout_metrics`."""
     debug_log: bool = False
+    """Logs tool calls and the beginning of their outputs."""
     early_step_threshold: int = Field(default=0, ge=0)
     """Reminders ask for at least so many steps."""
     enable_turn_reminder: bool = False
@@ -81,16 +86,20 @@ class GeneratorSection(Section):
 
 class DispatcherValSection(Section):
     max_parallel_agents: int | None = Field(default=None, ge=1)
+    """As above, of evaluation batches."""
     max_eval_parallel_agents: int | None = Field(default=None, ge=1)
+    """As above, of evaluation batches."""
 
 
 class StageLimits(Section):
     """Of one stage; what is not given follows from the dispatcher's type."""
 
     parallel: int | None = Field(default=None, ge=1)
+    """Trajectories in the stage at a time."""
     queue: int | None = Field(default=None, ge=0)
     """Trajectories that may wait before the stage, having passed the one before it."""
     timeout_seconds: float | None = Field(default=None, gt=0)
+    """Of one attempt."""
     retries: int | None = Field(default=None, ge=0)
     """After infrastructure failures."""
 
@@ -101,7 +110,10 @@ class DispatcherSection(Section):
     type: str = "async_pipeline"
     """`async_pipeline`, `async_batch`, `async_batch_bounded`, `async_fix_pool`, or a registered one."""
     max_parallel_agents: int = Field(default=32, ge=1)
+    """`async_pipeline`: trajectories that are initialized at a time, and as many that generate. `async_batch_bounded`:
+    those alive. `async_batch` takes all."""
     max_eval_parallel_agents: int = Field(default=32, ge=1)
+    """`async_pipeline`: trajectories that are evaluated at a time."""
     val_config: DispatcherValSection = DispatcherValSection()
     initialize: StageLimits = StageLimits()
     generate: StageLimits = StageLimits()
@@ -120,13 +132,19 @@ class RuntimeSection(Section):
     """Laid over the task's own wishes for its runtime."""
 
     kind: Literal["auto", "local", "docker", "remote"] | None = None
+    """`local` is bubblewrap on this machine, `remote` a server of `python -m skyrl_agent.services.runtime`."""
     image: str | None = None
+    """Of containers."""
     url: str | None = None
+    """Of the remote server."""
     token_env: str | None = None
     """Environment variable with the remote server's token."""
     lease_seconds: float | None = Field(default=None, gt=0)
+    """A runtime whose owner has not been heard of for so long is removed."""
     command_timeout_seconds: float | None = Field(default=None, gt=0)
+    """Of one command, unless the tool that runs it says otherwise."""
     memory_bytes: int | None = Field(default=None, gt=0)
+    """Of one command."""
 
 
 class OutputSection(Section):

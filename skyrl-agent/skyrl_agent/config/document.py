@@ -1,0 +1,60 @@
+"""Prints the reference page of task files, made from the classes that hold their keys.
+
+`python -m skyrl_agent.config.document > docs/agent-settings.md`
+"""
+
+import types
+from collections.abc import Iterator
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic_core import PydanticUndefined
+
+from skyrl_agent.config.task_file import Section, TaskFile
+
+_INTRODUCTION = """\
+# Task files
+
+This page is made from the code by `python -m skyrl_agent.config.document > docs/agent-settings.md`; change it there. How
+agents are written, run and trained: [agents.md](agents.md).
+
+A task file is YAML. An unknown key or a wrong value is an error that names it, with the nearest key there is, before
+anything starts.
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    rows = "\n".join(f"| `{name}` | {default} | {meaning} |" for name, default, meaning in keys(TaskFile))
+    return f"{_INTRODUCTION}\n| key | default | meaning |\n|---|---|---|\n{rows}\n"
+
+
+def keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """(dotted name, default, meaning) of each key, those of sections in the place of the section."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from keys(field.annotation, f"{prefix}{name}.")
+        else:
+            meaning = " ".join((field.description or "").split()).rstrip(".")
+            values = _choices(field.annotation)
+            yield f"{prefix}{name}", _default(field), _in_a_cell(f"{values}{meaning}")
+
+
+def _choices(hint: Any) -> str:
+    arms = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    values = [value for arm in arms if get_origin(arm) is Literal for value in get_args(arm) if value]
+    return f"{', '.join(f'`{value}`' for value in values)}. " if values else ""
+
+
+def _default(field: Any) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return "required"
+    return "" if value in (None, [], {}) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _in_a_cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(page(), end="")

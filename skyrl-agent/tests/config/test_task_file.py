@@ -1,0 +1,58 @@
+"""A task file's mistakes are named before anything starts, and its keys are documented."""
+
+from pathlib import Path
+
+import pytest
+
+from skyrl_agent.config.document import keys, page
+from skyrl_agent.config.task_file import TaskFile, load_task_file, read_task
+from skyrl_agent.errors import ConfigError
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "agent-settings.md"
+
+
+def test_the_page_in_docs_is_the_one_made_from_the_code():
+    assert DOCUMENT.read_text() == page(), "run `python -m skyrl_agent.config.document > docs/agent-settings.md`"
+
+
+def test_every_key_has_a_meaning():
+    assert [name for name, _, meaning in keys(TaskFile) if not meaning] == []
+
+
+def test_the_shortest_task_file_has_every_default():
+    task = read_task({"task": "module.Task"})
+    assert (task.generator.max_iterations, task.dispatcher.type) == (5, "async_pipeline")
+    assert task.generator.val_config.num_trajectories is None
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({}, "task is missing"),
+        ({"tsk": "a"}, "unknown key tsk; did you mean task?"),
+        ({"task": "a", "generator": {"max_iteration": 3}}, "did you mean generator.max_iterations?"),
+        ({"task": "a", "dispatcher": {"val_config": {"zzz": 2}}}, "there are: max_parallel_agents, max_eval"),
+        (
+            {"task": "a", "generator": {"max_iterations": 0}},
+            "max_iterations: input should be greater than or equal to 1",
+        ),
+        ({"task": "a", "generator": {"tool_format": "json"}}, "tool_format: input should be 'function_xml'"),
+        ({"task": "a", "generator": {"vision_is_active": True}}, "vision_is_active"),
+    ],
+)
+def test_a_wrong_key_is_named_with_the_nearest_one(content, says):
+    with pytest.raises(ConfigError) as refused:
+        read_task(content)
+    assert says in str(refused.value)
+
+
+def test_null_is_the_default():
+    task = read_task({"task": "a", "generator": {"backend_config": None, "val_config": None}, "tools": None})
+    assert task == read_task({"task": "a"})
+
+
+@pytest.mark.parametrize(("text", "says"), [("- a\n- b", "a mapping of keys; got list"), ("task: [", "not valid YAML")])
+def test_a_file_that_is_no_mapping(tmp_path: Path, text: str, says: str):
+    (tmp_path / "task.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        load_task_file(tmp_path / "task.yaml")
