@@ -14,8 +14,8 @@ from skyrl_agent.config.task_file import Section, TaskFile
 _INTRODUCTION = """\
 # Task files
 
-This page is made from the code by `python -m skyrl_agent.config.document > docs/agent-settings.md`; change it there. How
-agents are written, run and trained: [agents.md](agents.md).
+This page is made from the code by `python -m skyrl_agent.config.document > docs/agent-settings.md`; change it there.
+How agents are written, run and trained: [agents.md](agents.md).
 
 A task file is YAML. An unknown key or a wrong value is an error that names it, with the nearest key there is, before
 anything starts.
