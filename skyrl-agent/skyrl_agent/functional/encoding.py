@@ -14,7 +14,9 @@ from skyrl_agent.types import Message
 _STAND_IN: list[Message] = [{"role": "user", "content": "?"}]
 """The conversation in which `MessageEncoder.step` looks at one step alone."""
 
+# String literals of a template, and those that look for more than words.
 _STRING = re.compile(r"'((?:[^'\\\n]|\\.)*)'|\"((?:[^\"\\\n]|\\.)*)\"")
+_TAG_LIKE = re.compile(r"[^\w\s.,:;!?'\"-]")
 
 
 class MessageEncoder:
@@ -130,8 +132,8 @@ class MessageEncoder:
 
     @cached_property
     def _tags(self) -> tuple[str, ...]:
-        strings = ((first or second) for first, second in _STRING.findall(self.chat_template))
-        return tuple(sorted({text.strip() for text in strings if "<" in text or "[" in text}))
+        strings = ((first or second).replace("\\n", "\n") for first, second in _STRING.findall(self.chat_template))
+        return tuple(sorted({text.strip() for text in strings if _TAG_LIKE.search(text)}))
 
     @cached_property
     def _question(self) -> str:

@@ -2,7 +2,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_agent.errors import ConfigError
@@ -184,12 +184,14 @@ def has_tag(value):
 
 
 @given(arguments.filter(lambda given: not has_tag(given)))
+@settings(deadline=None)
 def test_what_is_written_is_read(given):
     found = read_call("Thus:\n" + write_call("edit", given), TOOLS)
     assert found is not None and found.call == ToolCall("edit", given)
 
 
 @given(arguments.filter(lambda given: not has_tag(given)))
+@settings(deadline=None)
 def test_calls_survive_as_plain_text(given):
     call = {"id": "toolu_01", "type": "function", "function": {"name": "edit", "arguments": json.dumps(given)}}
     messages = [
@@ -217,6 +219,7 @@ PIECES = [
 
 
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=30).map("".join), st.sampled_from([*FORMATS]))
+@settings(deadline=None)
 def test_no_text_makes_a_format_raise(text, name):
     calls = call_format(name).parse(text, TOOLS)
     assert all(isinstance(call, ToolCall | Invalid) for call in calls)

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_agent.errors import BackendError
@@ -85,6 +85,7 @@ def trajectories(draw):
 
 
 @given(trajectories())
+@settings(deadline=None)
 def test_merging_loses_and_invents_nothing(turns):
     rows = transitions_to_training_data(turns)
     written = [token for t in turns for token in t.ac.token_ids]
