@@ -134,7 +134,7 @@ def test_a_name_that_several_have_finds_all(shop):
     answer = shop.search(["count"], style="fold")
     assert "3 entities have this name" in answer
     assert "async def count(self, kind: str='all') -> int:" in answer
-    assert "as text on" in answer
+    assert "also as text, 7 times in 3 files" in answer
 
 
 def test_formats(shop):
@@ -225,7 +225,7 @@ def test_text_is_found_where_names_are_not(shop):
     assert "src/shop/tools.py:8 (in total): return sum(rows)" in shop.search(["return sum("])
     assert "src/shop/broken.py:2: needle_in_broken = 1" in shop.search(["needle_in_broken"])
     assert "latin.py:1: # café needle_latin" in shop.search(["needle_latin"])
-    assert "(in another case) on 1 lines" in shop.search(["RETURN SUM("])
+    assert "(in another case), 1 times" in shop.search(["RETURN SUM("])
     assert "README.md:1: needle in the manual" in shop.search(["needle in"], "*.md")
 
 
@@ -246,10 +246,10 @@ def test_words_are_ranked_where_nothing_matches(shop):
 def test_a_text_that_is_everywhere_is_counted_and_narrowed(make):
     search = make({f"m{n:02}.py": "needle()\n" * (n + 1) for n in range(30)})
     answer = search.search(["needle("])
-    assert "as text on 465 lines of 30 files" in answer
+    assert "as text, 465 times in 30 files" in answer
     assert "m29.py: 30 (lines 1, 2, 3, 4, 5, 6, 7, 8, ...)" in answer
     assert "and 10 more files: narrow the search" in answer
-    assert "as text on 1 lines of 1 files" in search.search(["needle("], "m00.py")
+    assert "as text, 1 times in 1 files" in search.search(["needle("], "m00.py")
 
 
 def test_lines_with_what_is_around_them(make):

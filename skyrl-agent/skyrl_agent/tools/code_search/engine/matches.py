@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from typing import NamedTuple
 
 from .index import CodeIndex, SourceFile
 from .names import Place, module_parts
 
-RANKED_FILES = 20
+MAX_LINES = 20
+RANKED_FILES = 10
 RANKED_ENTITIES = 10
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
@@ -27,6 +29,8 @@ def entities(index: CodeIndex, term: str, paths: list) -> list:
 def _named(index: CodeIndex, name: str, paths: list, ignore_case: bool = False) -> list:
     wanted = name.lower() if ignore_case else name
     last = wanted.rpartition(".")[2]
+    if not last.isidentifier():
+        return []
     found = []
     for path in paths:
         file = index.files[path]
@@ -61,18 +65,32 @@ def _dotted(index: CodeIndex, term: str, paths: list) -> list:
     return []
 
 
+class Occurrences(NamedTuple):
+    count: int
+    lines: list
+    """On which it begins, each once; of a file with many, the first ones."""
+
+
 def text(term: str, texts: dict) -> dict:
-    """Path -> line numbers on which the text begins, each once; of files (path -> text) that have it."""
-    found: dict = {}
+    """Path -> occurrences of a text, in those files (path -> text) that have it."""
+    found = {}
     for path, content in texts.items():
-        at, line, counted = content.find(term), 1, 0
-        while at >= 0:
-            line += content.count("\n", counted, at)
-            counted = at
-            if not found.get(path) or found[path][-1] != line:
-                found.setdefault(path, []).append(line)
-            at = content.find(term, at + max(len(term), 1))
+        count = content.count(term)
+        if count:
+            found[path] = Occurrences(count, _first_lines(term, content))
     return found
+
+
+def _first_lines(term: str, content: str) -> list:
+    lines: list = []
+    at, line, counted = content.find(term), 1, 0
+    while at >= 0 and len(lines) <= MAX_LINES:
+        line += content.count("\n", counted, at)
+        counted = at
+        if not lines or lines[-1] != line:
+            lines.append(line)
+        at = content.find(term, at + len(term))
+    return lines
 
 
 def ranked(query: str, files: list) -> list:

@@ -11,7 +11,6 @@ from .source import FilePattern
 EVERYWHERE = "**/*.py"
 CONTEXT_LINES = 20
 """Shown before and after a line that is asked for."""
-MAX_SHOWN_LINES = 20
 MAX_SHOWN_FILES = 20
 FEW = 3
 """So many entities are shown whole, if there is room; more as signatures."""
@@ -98,12 +97,16 @@ class RepositorySearch:
             note = " (in another case)"
         if not found:
             return ""
-        total = sum(map(len, found.values()))
-        head = f"{'also ' if brief else ''}as text{note} on {total} lines of {len(found)} files"
-        if total <= MAX_SHOWN_LINES and not brief:
-            return head + ":\n" + "\n".join(self._line(texts, path, line) for path in found for line in found[path])
-        rows = sorted(found.items(), key=lambda item: -len(item[1]))
-        shown = [f"  {path}: {len(at)} (line{'s' * (len(at) > 1)} {_numbers(at)})" for path, at in rows]
+        total = sum(item.count for item in found.values())
+        head = f"{'also ' if brief else ''}as text{note}, {total} times in {len(found)} files"
+        if total <= matches.MAX_LINES and not brief:
+            return (
+                head + ":\n" + "\n".join(self._line(texts, path, line) for path in found for line in found[path].lines)
+            )
+        rows = sorted(found.items(), key=lambda item: -item[1].count)
+        shown = [
+            f"  {path}: {item.count} (line{'s' * (len(item.lines) > 1)} {_numbers(item.lines)})" for path, item in rows
+        ]
         more = len(shown) - (FEW if brief else MAX_SHOWN_FILES)
         if more > 0:
             shown[-more:] = [f"  and {more} more files: narrow the search by a longer text or a file pattern"]
