@@ -66,26 +66,28 @@ def _remove_folder(folder: str) -> None:
             raise InfraError(f"{folder} is not a folder of ours, and stays")
         for command in (["chmod", "-R", "u+rwx", "--", folder], ["rm", "-rf", "--", folder]):
             subprocess.run(command, stderr=subprocess.DEVNULL, timeout=DELETE_SECONDS, check=False)
+    _end_processes(folder)  # one that was about to start: from now on none can
     if os.path.lexists(folder):
         raise InfraError(f"the sandbox's folder {folder} could not be deleted")
 
 
 def _end_processes(folder: str) -> None:
-    """Those that name it: bubblewrap in its arguments (all inside ends with it), others in their environment."""
-    deadline = time.monotonic() + END_SECONDS
-    while any([_kill_if(pid, f"{folder}/".encode()) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))]):
+    """Those that name it: as a mount, in their arguments or in their environment. (bubblewrap asks the kernel to end
+    what is inside with its owner, but an owner may die before it got so far.)"""
+    name, deadline = f"/{os.path.basename(folder)}/".encode(), time.monotonic() + END_SECONDS
+    while any([_kill_if(pid, name) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))]):
         if time.monotonic() > deadline:
             raise InfraError(f"processes in {folder} could not be ended within {END_SECONDS:g} s")
         time.sleep(0.02)
 
 
-def _kill_if(pid: int, names: bytes) -> bool:
+def _kill_if(pid: int, name: bytes) -> bool:
     if pid == os.getpid():
         return False
     with suppress(OSError):
         descriptor = os.pidfd_open(pid)  # first: the number is then that process's while we look
         try:
-            if any(names in Path(f"/proc/{pid}/{file}").read_bytes() for file in ("cmdline", "environ")):
+            if any(name in Path(f"/proc/{pid}/{file}").read_bytes() for file in ("mountinfo", "cmdline", "environ")):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 return True
         finally:

@@ -178,7 +178,7 @@ class RemoteRuntime:
         content: bytes | None = None,
         *,
         wait: float = 0.0,
-        retry_seconds: float = RETRY_SECONDS,
+        retry_seconds: float | None = None,
     ) -> bytes:
         """
         Raises:
@@ -186,6 +186,7 @@ class RemoteRuntime:
         """
         if self._client is None or self._client.is_closed:
             raise InfraError(f"runtime {self.id} is not started, or closed")
+        retry_seconds = RETRY_SECONDS if retry_seconds is None else retry_seconds
         pause, deadline = FIRST_PAUSE_SECONDS, time.monotonic() + retry_seconds
         while True:
             try:

@@ -1,0 +1,174 @@
+"""Whose runtime is whose, and when it is left behind."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+
+import pytest
+
+from skyrl_agent.errors import InfraError
+from skyrl_agent.runtimes import RuntimeSpec, make_runtime
+from skyrl_agent.runtimes.heartbeat import Heart
+from skyrl_agent.runtimes.leases import FOLDER_VARIABLE, Lease, leases, process_start
+from skyrl_agent.runtimes.leftovers import remove, sweep
+from skyrl_agent.services import gc
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Leases of one test, which nobody else sweeps."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "leases"))
+    return tmp_path / "leases"
+
+
+def lease_of(owner=None, age=0.0, **changes):
+    """A lease that says what `changes` say, `age` seconds after its last heartbeat."""
+    lease = Lease.take(changes.pop("id", "lease-1"), "local", changes.pop("seconds", 60.0))
+    if owner is not None:
+        changes |= {"pid": owner, "process_start": process_start(owner)}
+    lease = replace(lease, **changes)
+    record = {name: getattr(lease, name) for name in Lease.__dataclass_fields__ if name != "path"}
+    lease.path.write_text(json.dumps(record) + "\n")
+    os.utime(lease.path, (time.time() - age,) * 2)
+    return lease
+
+
+def workspace() -> str:
+    return tempfile.mkdtemp(prefix="skyrl-sandbox-")
+
+
+def test_a_lease_says_who_owns_what():
+    lease = Lease.take("one", "local", 5.0)
+    lease.note("/a/folder")
+    (found,) = leases()
+    assert (found.id, found.kind, found.seconds, found.pid, found.folder) == (
+        "one",
+        "local",
+        5.0,
+        os.getpid(),
+        "/a/folder",
+    )
+    assert found.why_left_behind() is None
+    lease.release()
+    lease.release()
+    assert leases() == []
+
+
+def test_a_process_number_that_was_given_again_is_another_owner():
+    assert not lease_of(owner=os.getpid()).owner_ended
+    assert lease_of(id="lease-2", process_start=process_start(os.getpid()) - 1).owner_ended
+
+
+def test_an_owner_that_nobody_waited_for_has_ended():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, but still in the list of processes
+    assert process_start(child.pid) is None
+    child.wait()
+
+
+@pytest.mark.parametrize(
+    "elsewhere, ended",
+    [({"host": "another"}, None), ({"namespace": "pid:[1]"}, None), ({"boot": "an earlier one"}, True), ({}, False)],
+)
+def test_an_owner_is_looked_for_only_where_its_number_means_it(elsewhere, ended):
+    assert lease_of(**elsewhere).owner_ended is ended
+
+
+def test_without_a_heartbeat_a_runtime_is_left_behind_wherever_its_owner_is():
+    assert lease_of(age=59.0, host="another").why_left_behind() is None
+    assert lease_of(id="lease-2", age=61.0, host="another").why_left_behind() == "no heartbeat for 61 s"
+    assert lease_of(id="lease-3", age=61.0).why_left_behind() == "no heartbeat for 61 s"
+
+
+def test_what_is_left_behind_is_removed_and_nothing_else():
+    used, left = workspace(), workspace()
+    lease_of(id="used", folder=used)
+    lease_of(id="left", folder=left, age=100.0)
+    removed, failed = sweep()
+    assert [lease.id for lease in removed] == ["left"] and failed == {}
+    assert os.path.isdir(used) and not os.path.exists(left)
+    assert [lease.id for lease in leases()] == ["used"]
+    os.rmdir(used)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, lambda path: os.symlink("/tmp", path)], ids=["name", "link"])
+def test_only_folders_of_sandboxes_are_deleted(tmp_path, make):
+    folder = tmp_path / ("mine" if make is os.mkdir else "skyrl-sandbox-x")
+    make(folder)
+    lease = lease_of(folder=str(folder), age=100.0)
+    with pytest.raises(InfraError, match="and stays"):
+        remove(lease)
+    assert sweep()[1].keys() == {"lease-1"}
+    assert os.path.lexists(folder)
+
+
+def test_a_record_that_was_never_finished_goes_after_a_while(folder):
+    folder.mkdir()
+    for name, age in (("new", 0), ("old", 100)):
+        (folder / f"{name}.json").write_text('{"id": "a')
+        os.utime(folder / f"{name}.json", (time.time() - age,) * 2)
+    assert leases() == []
+    assert os.listdir(folder) == ["new.json"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "file" / "leases"))
+    with pytest.raises(InfraError, match=f"{FOLDER_VARIABLE}.*"):
+        Lease.take("one", "local", 1.0)
+
+
+async def test_heartbeats_do_not_need_the_event_loop():
+    heart, lease = Heart(), Lease.take("one", "local", 0.2)
+    os.utime(lease.path, (0, 0))
+    heart.hold(lease)
+    deadline = time.monotonic() + 30
+    beats = set()
+    while len(beats) < 3 and time.monotonic() < deadline:  # this blocks the loop
+        beats.add(lease.path.stat().st_mtime)
+        time.sleep(0.02)
+    assert len(beats) == 3
+    heart.drop(lease)
+    lease.release()
+
+
+async def test_a_runtime_whose_lease_ended_says_so():
+    runtime = make_runtime(RuntimeSpec(lease_seconds=7.0))
+    await runtime.start()
+    (lease,) = leases()
+    lease.release()  # as a sweep does while its owner is stopped
+    with pytest.raises(InfraError, match="had no heartbeat for 7 s"):
+        await runtime.exec("true")
+    await runtime.close()
+
+
+def test_gc_lists_and_removes(capsys):
+    used, left = workspace(), workspace()
+    lease_of(id="used", folder=used)
+    lease_of(id="left", folder=left, age=100.0)
+    assert gc.main(["--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert {row["id"]: row["left_behind"] for row in said["leases"]} == {"used": None, "left": "no heartbeat for 100 s"}
+    assert said["removed"] == [] and os.path.isdir(left)
+    assert gc.main([]) == 0
+    assert "left behind: no heartbeat" in capsys.readouterr().out
+    assert gc.main(["--remove"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "removed" in said[0] and "in use" in said[1]
+    assert not os.path.exists(left) and os.path.isdir(used)
+    os.rmdir(used)
+
+
+def test_gc_fails_where_something_stays(tmp_path, capsys):
+    lease_of(folder=str(tmp_path), age=100.0)
+    assert gc.main(["--remove"]) == 1
+    assert "is not a sandbox's folder" in capsys.readouterr().out
+
+
+def test_gc_without_leases(capsys):
+    assert gc.main([]) == 0
+    assert "no leases in" in capsys.readouterr().out

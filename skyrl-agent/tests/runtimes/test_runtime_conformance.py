@@ -1,0 +1,202 @@
+"""What every kind of runtime does."""
+
+import asyncio
+import json
+
+import pytest
+
+from skyrl_agent.errors import InfraError
+from skyrl_agent.runtimes import Limits
+
+from .runtime_places import LIMITS, eventually, long_sleep, processes_with
+
+
+async def test_it_starts_with_files_environment_and_setup(make):
+    runtime = make(files={"a/b.txt": "text", "c.bin": b"\xff\0"}, setup=("cat a/b.txt >made",), env={"ONE": "1"})
+    async with runtime:
+        result = await runtime.exec('cat made; echo "$ONE $TWO"; pwd', env={"TWO": "2 3"})
+        assert (result.outcome, result.returncode) == ("exited", 0)
+        assert result.stdout == f"text1 2 3\n{runtime.workdir}\n"
+        assert await runtime.read("c.bin") == b"\xff\0"
+
+
+async def test_python_runs_what_it_is_given(make):
+    async with make() as runtime:
+        result = await runtime.exec([runtime.python, "-c", "print(6 * 7, input())"], stdin="ünd")
+        assert result.stdout == "42 ünd\n"
+
+
+async def test_a_string_is_run_by_bash_and_a_list_as_it_is(make):
+    async with make() as runtime:
+        assert (await runtime.exec("[[ a == a ]] && echo $((1 + 1))")).stdout == "2\n"
+        assert (await runtime.exec(["echo", "$HOME", "a  b"])).stdout == "$HOME a  b\n"
+        assert (await runtime.exec("echo out; echo err >&2; exit 3")).returncode == 3
+
+
+async def test_what_cannot_be_started_is_a_result(make):
+    async with make() as runtime:
+        assert (await runtime.exec(["no-such-program"])).returncode != 0
+        assert (await runtime.exec("echo a\0b")).returncode == 126
+
+
+async def test_the_deadline_ends_a_command_with_all_that_it_started(make):
+    sleep = long_sleep()
+    async with make() as runtime:
+        result = await runtime.exec(f"echo begun; setsid {sleep} & {sleep}", timeout=0.5)
+        assert (result.outcome, result.stdout) == ("wall_time", "begun\n")
+        assert processes_with(sleep) == []
+        assert (await runtime.exec("echo on")).stdout == "on\n"
+
+
+async def test_a_command_ends_with_what_it_left_in_the_background(make):
+    sleep = long_sleep()
+    async with make() as runtime:
+        assert (await runtime.exec(f"setsid {sleep} >/dev/null 2>&1 & echo done")).stdout == "done\n"
+        assert processes_with(sleep) == []
+
+
+async def test_a_cancelled_command_is_ended(make):
+    sleep = long_sleep()
+    async with make() as runtime:
+        running = asyncio.create_task(runtime.exec(f"setsid {sleep} & {sleep}"))
+        while len(processes_with(sleep)) < 2:
+            await asyncio.sleep(0.02)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert processes_with(sleep) == []
+        assert (await runtime.exec("echo on")).stdout == "on\n"
+
+
+async def test_closing_ends_a_command_that_nobody_waits_for(make):
+    sleep = long_sleep()
+    runtime = make()
+    await runtime.start()
+    running = asyncio.create_task(runtime.exec(sleep))
+    while not processes_with(sleep):
+        await asyncio.sleep(0.02)
+    await runtime.close()
+    assert eventually(lambda: not processes_with(sleep))
+    (ended,) = await asyncio.gather(running, return_exceptions=True)
+    assert isinstance(ended, InfraError) or not ended.ok
+
+
+async def test_more_output_than_allowed_ends_the_command(make):
+    async with make() as runtime:
+        result = await runtime.exec("yes", limits=Limits(output_bytes=10_000))
+        assert result.outcome == "output"
+        assert len(result.stdout) <= 10_000
+
+
+async def test_large_files_and_outputs_pass_whole(make):
+    data = bytes(range(256)) * 4096
+    async with make() as runtime:
+        await runtime.write("data", data)
+        assert await runtime.read("data") == data
+        result = await runtime.exec("base64 -w0 data", limits=Limits(output_bytes=4 << 20))
+        assert (result.outcome, len(result.stdout)) == ("exited", 4 * -(-len(data) // 3))
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", "", "a\0b"])
+async def test_paths_outside_are_refused(make, path):
+    async with make() as runtime:
+        with pytest.raises(ValueError):
+            await runtime.write(path, "x")
+        with pytest.raises(ValueError):
+            await runtime.read(path)
+
+
+async def test_files_are_written_read_and_missed(make):
+    async with make() as runtime:
+        await runtime.write("a folder/ü.txt", "ä")
+        assert await runtime.read("a folder/ü.txt") == "ä".encode()
+        with pytest.raises(FileNotFoundError):
+            await runtime.read("nothing")
+        with pytest.raises(ValueError):
+            await runtime.read("a folder")
+
+
+async def test_a_file_that_is_written_again_keeps_its_mode(make):
+    async with make(files={"run": "#!/bin/sh\necho one\n"}) as runtime:
+        await runtime.exec("chmod 750 run")
+        await runtime.write("run", "#!/bin/sh\necho two\n")
+        assert (await runtime.exec("stat -c %a run; ./run")).stdout == "750\ntwo\n"
+
+
+async def test_a_snapshot_is_the_working_directory_for_another_runtime(make):
+    async with make(files={"a/b": "b", "closed": "c"}) as runtime:
+        await runtime.exec("chmod 755 a/b; ln -s a/b link; mkdir -p empty; chmod 0 closed; echo '-' >-name")
+        snapshot = await runtime.snapshot()
+    async with make(snapshot=snapshot, files={"not": "used"}) as runtime:
+        result = await runtime.exec("cat link ./-name; stat -c %a a/b; ls -A")
+        assert result.stdout == "b-\n755\n-name\na\nclosed\nempty\nlink\n"
+
+
+async def test_a_full_workspace_is_what_the_command_did(make, request):
+    if "docker" in request.node.name:
+        pytest.skip("files of a container are limited by its daemon")
+    limits = Limits(wall_seconds=30.0, workspace_bytes=1 << 20)
+    async with make(limits=limits) as runtime:
+        result = await runtime.exec("for i in 1 2 3 4; do yes | head -c 500000 >$i; done; sleep 20")
+        assert result.outcome == "workspace"
+        assert (await runtime.snapshot()).value  # what there is can still be judged
+
+
+async def test_a_setup_command_that_fails_says_so(make):
+    runtime = make(setup=("echo all is well", "echo no such thing >&2; exit 4"))
+    with pytest.raises(InfraError, match=r"exit status 4\): no such thing"):
+        await runtime.start()
+
+
+async def test_a_file_that_cannot_be_is_an_error_at_the_start(make):
+    with pytest.raises((ValueError, InfraError), match=r"\.\./x"):
+        await make(files={"../x": ""}).start()
+
+
+async def test_it_is_used_between_start_and_close(make):
+    runtime = make()
+    with pytest.raises(InfraError):
+        await runtime.exec("true")
+    await runtime.start()
+    await runtime.close()
+    await runtime.close()
+    for use in (runtime.exec("true"), runtime.write("a", ""), runtime.read("a"), runtime.snapshot()):
+        with pytest.raises(InfraError):
+            await use
+
+
+async def test_a_cancelled_start_leaves_nothing(make):
+    sleep = long_sleep()
+    starting = asyncio.create_task(make(setup=(sleep,)).start())
+    while not processes_with(sleep):
+        await asyncio.sleep(0.02)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert eventually(lambda: not processes_with(sleep))
+
+
+async def test_start_may_be_cancelled_at_any_moment(make):
+    for pause in (0.0, 0.001, 0.01, 0.03):
+        runtime = make()
+        starting = asyncio.create_task(runtime.start())
+        await asyncio.sleep(pause)
+        starting.cancel()
+        (ended,) = await asyncio.gather(starting, return_exceptions=True)
+        if ended is None:  # it was faster
+            await runtime.close()
+
+
+async def test_a_thousand_variables_and_strange_words(make):
+    async with make() as runtime:
+        words = ["a b", "'", '"', "\\", "$(id)", "ü\n", "-n", "*"]
+        result = await runtime.exec([runtime.python, "-c", "import sys, json; print(json.dumps(sys.argv[1:]))", *words])
+        assert json.loads(result.stdout) == words
+        env = {f"NAME_{number}": str(number) for number in range(1000)}
+        assert (await runtime.exec("echo $NAME_999", env=env)).stdout == "999\n"
+
+
+async def test_hostile_bytes_come_out_as_text(make):
+    async with make(limits=LIMITS) as runtime:
+        result = await runtime.exec(r"printf 'a\377\000b'")
+        assert result.stdout == "a�\0b"
