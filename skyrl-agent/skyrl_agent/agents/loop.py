@@ -246,10 +246,8 @@ class Agent:
         return outcome.result or f"The sub-agent ended without an answer: {outcome.finish_reason}."
 
     def cancel(self) -> None:
-        """Ends what it and its sub-agents wait for."""
+        """Ends what it waits for; its sub-agents are among that."""
         self.pending.cancel()
-        for agent in self.sub_agents:
-            agent.cancel()
 
     def get_messages(self) -> list[Message]:
         return list(self.dialogue.messages) if self.dialogue else []

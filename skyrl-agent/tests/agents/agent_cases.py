@@ -99,6 +99,16 @@ class Sleep(BaseTool):
         cls.log, cls.now, cls.most = [], 0, 0
 
 
+@register_tool("test_nap")
+class Nap(BaseTool):
+    name = "nap"
+    timeout_seconds = 0.05
+
+    async def run(self, context: ToolContext) -> None:
+        """Sleeps for too long."""
+        await asyncio.sleep(60)
+
+
 @register_tool("test_stubborn")
 class Stubborn(BaseTool):
     name = "stubborn"

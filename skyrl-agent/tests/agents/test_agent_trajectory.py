@@ -10,7 +10,7 @@ from skyrl_agent.agents.codeact import CodeActAgent, tools_of_flags
 from skyrl_agent.agents.oh_codeact import CodeActTrajectory, OHCodeActAgent
 from skyrl_agent.config.task_file import read_task
 from skyrl_agent.errors import ConfigError, InfraError
-from skyrl_agent.runtimes import RuntimeSpec
+from skyrl_agent.runtimes import RuntimeSpec, make_runtime
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement
 from skyrl_agent.testing import ScriptedModel, byte_tokenizer
 from skyrl_agent.tools.base import BaseTool, ToolContext, register_tool
@@ -94,7 +94,6 @@ def trajectory_of(task: BaseTask, script: Any, model: Any = None, **content: Any
 def runtimes(monkeypatch):
     """The runtimes that were made, in order."""
     from skyrl_agent.agents import agent_trajectory
-    from skyrl_agent.runtimes import make_runtime
 
     made = []
 
@@ -212,17 +211,33 @@ async def test_closing_ends_a_wait_that_still_runs():
         await asyncio.wait_for(task, 5)
 
 
-async def test_a_lent_environment_is_the_runtime_and_stays_open(runtimes):
-    from skyrl_agent.runtimes import make_runtime
+class Lending(File):
+    async def make_environment(self):
+        runtime = make_runtime(RuntimeSpec(kind="local", files={"question.txt": "2 + 3"}))
+        await runtime.start()
+        return runtime
 
-    async with make_runtime(RuntimeSpec(kind="local", files={"question.txt": "2 + 3"})) as lent:
-        trajectory = trajectory_of(File(), [call("write", path="answer.txt", text="5"), finish("done")])
-        trajectory.environment = lent
-        await trajectory.initialize_trajectory()
-        await trajectory.generate_trajectory()
-        await trajectory.close()
-        assert await lent.read("answer.txt") == b"5"
+
+async def test_a_lent_environment_is_the_runtime_and_stays_open(runtimes):
+    task = Lending()
+    lent = await task.make_environment()
+    trajectory = trajectory_of(task, [call("write", path="answer.txt", text="5"), finish("done")])
+    trajectory.environment = lent
+    await trajectory.initialize_trajectory()
+    await trajectory.generate_trajectory()
+    await trajectory.close()
+    assert await lent.read("answer.txt") == b"5"
     assert runtimes == []
+    await lent.close()
+
+
+async def test_the_number_of_a_fixed_place_is_no_runtime(runtimes):
+    trajectory = trajectory_of(File(), [finish("done")])
+    trajectory.environment = 0
+    await trajectory.initialize_trajectory()
+    await trajectory.generate_trajectory()
+    await trajectory.close()
+    assert len(runtimes) == 1 and await is_closed(runtimes[0])
 
 
 @pytest.mark.parametrize(

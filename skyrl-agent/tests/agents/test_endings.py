@@ -166,6 +166,7 @@ async def test_reminders_are_in_what_the_model_reads_and_never_edit_what_it_read
     assert "What is 2 + 3?\n\n<reminder>Step 1 of 3. Take at least 2 steps before you finish.</reminder>" in first
     assert "<reminder>Step 2 of 3. Take at least 2" in second and second.startswith(first)
     assert "<reminder>Step 3 of 3. This is the last one" in third and third.startswith(second)
+    assert "<reminder>" not in agent.get_messages()[-1]["content"]  # there is no fourth step
     assert len(transitions_to_training_data(agent.get_transitions())) == 1
 
 
@@ -203,6 +204,6 @@ async def test_memory_sections_come_without_the_reminders_of_earlier_ones():
     text = "Document 1: the sky\nDocument 2: the sea\n"
     assert (await agent.run(QUESTION, {"context": text})).finish_reason == "FINISH_TOOL"
     for prompt in prompts_of(agent):
-        assert prompt.count("<reminder>") == 1
+        assert prompt.count("<reminder>") == prompt.count("You read a text") == prompt.count("BEGIN FUNCTION #1") == 1
     assert "the sea" in prompts_of(agent)[2] and "much" in prompts_of(agent)[2]
     assert len(transitions_to_training_data(agent.get_transitions())) == 3

@@ -69,6 +69,12 @@ async def test_a_call_past_its_deadline_is_cancelled_and_the_model_goes_on():
     assert [record.ok for record in agent.get_tool_calls()] == [False, True]
 
 
+async def test_a_tool_may_have_a_deadline_of_its_own():
+    agent = agent_of([call("nap"), finish()], ["test_nap", "finish"], tool_timeout_seconds=60)
+    await agent.run(QUESTION)
+    assert "nap did not end within 0.05 s" in prompts_of(agent)[1]
+
+
 async def test_a_call_that_heeds_no_cancellation_is_left_behind(monkeypatch):
     monkeypatch.setattr("skyrl_agent.agents.pending.GRACE_SECONDS", 0.05)
     agent = agent_of([call("stubborn"), finish()], ["test_stubborn", "finish"], tool_timeout_seconds=0.05)
@@ -175,6 +181,20 @@ async def test_calls_that_share_a_runtime_run_one_after_another():
     assert prompts_of(agent)[1].count("Slept 0.01 s.") == 3
 
 
+async def test_what_comes_after_the_end_is_not_run():
+    turn = hermes("finish", answer="5") + hermes("sleep", seconds=60)
+    agent = agent_of(
+        [turn],
+        ["test_sleep", "finish"],
+        tool_format="hermes",
+        max_parallel_tool_calls=2,
+        tokenizer=tokenizer_with_tools(),
+        runtime=object(),
+    )
+    assert await agent.run(QUESTION) == ("FINISH_TOOL", "5")
+    assert [record.name for record in agent.get_tool_calls()] == ["finish"]
+
+
 async def test_each_call_leaves_a_record():
     agent = agent_of([call("add", a=2, b=3), call("broken"), finish()], ["test_add", "test_broken", "finish"])
     await agent.run(QUESTION)
@@ -214,6 +234,13 @@ async def test_a_new_context_starts_a_row_of_its_own():
 async def test_the_budget_begins_anew_with_the_context():
     script = [call("turn_page", memory=f"page {n}") for n in range(5)] + [finish()]
     agent = agent_of(script, ["test_turn_page", "finish"], max_prompt_length=90, max_iterations=9)
+    assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
+
+
+async def test_a_new_context_is_progress_whatever_was_called():
+    agent = agent_of(
+        [call("turn_page", memory="same")] * 6 + [finish()], ["test_turn_page", "finish"], max_iterations=9
+    )
     assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
 
 
