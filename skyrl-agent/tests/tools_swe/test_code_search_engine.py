@@ -180,7 +180,7 @@ def test_what_is_inherited(shop):
         "bases:",
         "Base  -> src/shop/base.py:Base",
         "Mapping  -> outside of this repository",
-        "subclasses:",
+        "direct subclasses:",
         "src/shop/tools.py:Other  (line 10)",
     ]
     assert related(shop, "inherits", "helper") == ["not a class"]

@@ -28,6 +28,9 @@ async def test_all_arguments_arrive(call, runtime: Runtime):
     shown = (await call(search, file_path_or_pattern="/workspace/m.py", line_nums=[1])).text
     assert "     7\t    return A().f()" in shown
     assert "return 1" not in (await call(search, search_terms=["A"], format="fold")).text
+    for one in ("A", ["A"], '["A"]'):
+        assert (await call(search, search_terms=one, relation="callers")).text == answer.text
+    assert (await call(search, file_path_or_pattern="m.py", line_nums="1")).text == shown
     assert "--é \"'" in (await call(search, search_terms=["--é \"'"])).text
 
 

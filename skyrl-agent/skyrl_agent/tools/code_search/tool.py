@@ -33,9 +33,9 @@ class CodeSearch(RuntimeTool):
     async def run(
         self,
         context: ToolContext,
-        search_terms: list[str] | None = None,
+        search_terms: list[str] | str | None = None,
         file_path_or_pattern: str = EVERYWHERE,
-        line_nums: list[int] | None = None,
+        line_nums: list[int] | int | None = None,
         relation: Literal["callers", "callees", "imports", "inherits"] | None = None,
         format: Literal["complete", "preview", "fold"] | None = None,
     ) -> ToolOutput:
@@ -43,7 +43,8 @@ class CodeSearch(RuntimeTool):
         who calls what. It sees the files as they are now.
 
         Args:
-            search_terms: Names (`parse`, `Parser.parse`), ids (`src/parser.py:Parser.parse`), paths, or any exact text.
+            search_terms: Names (`parse`, `Parser.parse`), ids (`src/parser.py:Parser.parse`), paths, or any exact text:
+                one of them, or a list.
             file_path_or_pattern: Where to search: a path, a folder, or a glob such as src/**/*.py.
             line_nums: Lines to show, with what is around them; file_path_or_pattern must then be one file.
             relation: Of the classes or functions that the terms name: who calls them, what they call, what their file
@@ -53,9 +54,11 @@ class CodeSearch(RuntimeTool):
         """
         runtime = self.runtime_of(context)
         limits = within(runtime, self.timeout)
+        terms = search_terms if isinstance(search_terms, str) else json.dumps(search_terms or [])
+        line_nums = [line_nums] if isinstance(line_nums, int) else line_nums
         options = ["--root", self.root, "--max_chars", str(self.max_chars)]
         options += [
-            f"--search_terms={json.dumps(search_terms or [])}",
+            f"--search_terms={terms}",
             f"--file_path_or_pattern={file_path_or_pattern}",
         ]
         options += ["--line_nums", *map(str, line_nums)] if line_nums else []

@@ -86,7 +86,7 @@ def inherits(index: CodeIndex, names: Names, target: Place) -> str:
         for entity in other.entities:
             if any(target in places for _, places in names.bases(other, entity)):
                 below.append(f"  {_where(other, entity.name)}  (line {entity.line})")
-    return "\n".join(["bases:", *(rows or ["  none"]), "subclasses:", *(sorted(below) or [NONE])])
+    return "\n".join(["bases:", *(rows or ["  none"]), "direct subclasses:", *(sorted(below) or [NONE])])
 
 
 RELATIONS = {"callers": callers, "callees": callees, "imports": imports, "inherits": inherits}
