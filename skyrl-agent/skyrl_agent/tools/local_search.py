@@ -19,6 +19,7 @@ class LocalSearch(BaseTool):
     name = "local_search"
     variables: tuple[str, ...] = ("LOCAL_SEARCH_URL",)
     default_topk = 3
+    default_document_chars: int | None = None
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class LocalSearch(BaseTool):
             raise
         except ValueError as failure:
             raise ConfigError(f"tool {self.name}: {failure}") from failure
-        self.max_document_chars = max_document_chars
+        self.max_document_chars = max_document_chars or self.default_document_chars
 
     async def run(self, context: ToolContext, query: str) -> str:
         """Searches a collection of documents and returns those that fit best, numbered.
@@ -66,14 +67,4 @@ class FaissSearch(LocalSearch):
     name = "faiss_search"
     variables = ("FAISS_SEARCH_URL", "LOCAL_SEARCH_URL")
     default_topk = 5
-
-    def __init__(
-        self,
-        *,
-        url: str | None = None,
-        topk: int | None = 5,
-        timeout: float = 120.0,
-        max_document_chars: int | None = 2000,
-        client: SearchClient | None = None,
-    ) -> None:
-        super().__init__(url=url, topk=topk, timeout=timeout, max_document_chars=max_document_chars, client=client)
+    default_document_chars = 2000

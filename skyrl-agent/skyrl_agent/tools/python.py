@@ -1,8 +1,13 @@
 """Runs Python that a model wrote: in the trajectory's runtime, else in one of its own."""
 
 from importlib.resources import files
+from typing import Any
 
-from skyrl_agent.runtimes import make_runtime
+from pydantic import ValidationError
+
+from skyrl_agent.config.task_file import RuntimeSection
+from skyrl_agent.errors import ConfigError
+from skyrl_agent.runtimes import make_runtime, spec_with
 from skyrl_agent.runtimes.base import ExecResult, Limits, Runtime, RuntimeSpec
 from skyrl_agent.tools.base import BaseTool, ToolContext, ToolOutput
 from skyrl_gym.graders.code import extract_code
@@ -23,12 +28,19 @@ class CodeInterpreter(BaseTool):
     Args:
         timeout: seconds for one program.
         memory_bytes: of one program.
+        runtime: of a trajectory that has none: keys as in the task file's `runtime`.
     """
 
     name = "code_interpreter"
 
-    def __init__(self, *, timeout: float = 30.0, memory_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self, *, timeout: float = 30.0, memory_bytes: int = 1 << 30, runtime: dict[str, Any] | None = None
+    ) -> None:
         self.limits = Limits(wall_seconds=timeout, cpu_seconds=timeout, memory_bytes=memory_bytes)
+        try:
+            self.spec = spec_with(RuntimeSection(**(runtime or {})), RuntimeSpec(limits=self.limits))
+        except ValidationError as failure:
+            raise ConfigError(f"tool {self.name}: runtime: {failure}") from None
         self._own: Runtime | None = None
 
     async def run(self, context: ToolContext, code: str, language: str = "python") -> str | ToolOutput:
@@ -65,7 +77,7 @@ class CodeInterpreter(BaseTool):
 
     async def _own_runtime(self) -> Runtime:
         if self._own is None:
-            runtime = make_runtime(RuntimeSpec(limits=self.limits))
+            runtime = make_runtime(self.spec)
             self._own = runtime  # before it is started: what a cancelled start leaves is closed too
             await runtime.start()
             return runtime

@@ -154,12 +154,13 @@ def test_software_rows(tmp_path):
         "expected_output_json": '{"test_a": "PASSED"}',
     }
     bench = {
-        "instance_id": "django__django-1",
-        "repo": "django/django",
+        "instance_id": "pallets__flask-1",
+        "repo": "pallets/flask",
         "base_commit": "abc",
         "version": "4.0",
         "problem_statement": "It fails too.",
-        "FAIL_TO_PASS": '["test_b"]',
+        "test_patch": "diff --git a/tests/test_b.py b/tests/test_b.py",
+        "FAIL_TO_PASS": '["tests/test_b.py::test_c"]',
         "PASS_TO_PASS": "[]",
     }
     train, test = file_of(tmp_path / "train.jsonl", r2e), file_of(tmp_path / "test.jsonl", bench)

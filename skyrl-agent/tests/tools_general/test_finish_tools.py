@@ -1,6 +1,10 @@
+from importlib import import_module
+
 import pytest
 
-from skyrl_agent.tools import make_tool
+from skyrl_agent.errors import ConfigError
+from skyrl_agent.tools import TOOL_REGISTRY, make_tool
+from skyrl_gym.tools.signature import Signature
 
 from .agent_web_server import context_of
 
@@ -23,8 +27,24 @@ async def test_without_an_answer_the_agent_goes_on():
     assert output.failed and not output.ends and "'answer' (string) is missing" in output.text
 
 
-@pytest.mark.parametrize("name", ["finish", "em_finish", "next_with_summary", "code_interpreter", "web_browser"])
-def test_schemas_come_from_signatures(name):
-    function = make_tool(name).schema()["function"]
-    assert function["description"]
-    assert all(described.get("description") for described in function["parameters"]["properties"].values())
+@pytest.mark.parametrize("name", sorted(name for name, found in TOOL_REGISTRY.items() if isinstance(found, str)))
+def test_every_name_leads_to_a_tool_whose_schema_is_its_signature(name):
+    module, _, attribute = str(TOOL_REGISTRY[name]).partition(":")
+    tool = getattr(import_module(module), attribute)
+    assert tool.name == {"em_finish": "finish"}.get(name, name)
+    assert tool.run.__doc__
+    for described in Signature(tool.run, skip=2).schema()["properties"].values():
+        assert described["description"] and ("type" in described or "anyOf" in described or "enum" in described)
+
+
+@pytest.mark.parametrize(
+    "name, settings, text",
+    [
+        ("finsh", {}, "there is no tool 'finsh'; did you mean finish"),
+        ("finish", {"anwser": 1}, "settings of finish: .*'anwser'; it has none"),
+        ("local_search", {"tpok": 1}, "settings of local_search: .*'tpok'; it has url, topk"),
+    ],
+)
+def test_mistakes_of_a_task_file_are_told_with_what_there_is(name, settings, text):
+    with pytest.raises(ConfigError, match=text):
+        make_tool(name, settings)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from skyrl_agent.errors import ConfigError
 from skyrl_agent.runtimes import RuntimeSpec, make_runtime
 from skyrl_agent.tools import make_tool
 
@@ -89,6 +90,12 @@ async def test_it_runs_where_the_agent_works():
 async def test_another_language_is_refused():
     output = await make_tool("code_interpreter").call(context_of(), {"code": "1", "language": "R"})
     assert output.failed and "language must be python; got 'R'" in output.text
+
+
+@pytest.mark.parametrize("runtime", [{"kind": "vm"}, {"knid": "local"}, {"token_env": "NO_SUCH_VARIABLE"}])
+def test_where_it_runs_is_checked_when_it_is_made(runtime):
+    with pytest.raises(ConfigError, match="runtime"):
+        make_tool("python", {"runtime": runtime})
 
 
 def test_it_needs_nothing_of_the_environment():

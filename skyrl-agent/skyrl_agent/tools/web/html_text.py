@@ -13,7 +13,7 @@ MAX_SECONDS = 5.0
 """What is read of a page by then is the page."""
 
 _TAG = re.compile(r"<(/?)([A-Za-z][A-Za-z0-9]{0,30})")
-_TAG_END = re.compile(r"""[^>"']*(?:"[^"]*"[^>"']*|'[^']*'[^>"']*)*>""")
+_TAG_END = re.compile(r"""[^>"']*+(?:"[^"]*+"[^>"']*+|'[^']*+'[^>"']*+)*+>""")
 _TAG_CHARACTERS = 4096
 """In which quotes are looked for; a longer tag ends at its first `>`."""
 _HREF = re.compile(r"""\bhref\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""", re.IGNORECASE)

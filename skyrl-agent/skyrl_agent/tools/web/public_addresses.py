@@ -21,7 +21,8 @@ class PublicTransport(httpx.AsyncHTTPTransport):
     """Resolves each request's host itself and connects to the very address that it has checked."""
 
     def __init__(self) -> None:
-        super().__init__(verify=certificates())
+        # A connection is known by its address: one kept open would serve another name at the same address.
+        super().__init__(verify=certificates(), limits=httpx.Limits(max_keepalive_connections=0))
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         host = request.url.host
