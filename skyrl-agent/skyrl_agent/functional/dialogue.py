@@ -48,10 +48,11 @@ class Dialogue:
     What is verified, and when. The text between two answers is looked up in a conversation of one question (cost: that
     of the step). The first time that a kind of step occurs with an encoder, and each time the number of messages has
     doubled, the whole conversation is rendered too: its text must be the text so far and the looked-up step, character
-    by character. A kind is the `MessageEncoder.shape` of the answer and of the messages after it, and the set of all
-    shapes before. So the cost of T turns is that of T steps and of log(T) whole renderings; a template that counts
-    messages or compares them is noticed at the next doubling, not at once. White space and the spelling of structured
-    calls may differ between what the model wrote and what the template writes of it: the model's own tokens stay.
+    by character. A kind is the `MessageEncoder.shape` of each message of the step and of the step before, and the sets
+    of shapes before the last break and since. So the cost of T turns is that of T steps and of log(T) whole renderings;
+    a template that counts messages or compares them is noticed at the next doubling, not at once. White space and the
+    spelling of structured calls may differ between what the model wrote and what the template writes of it: the model's
+    own tokens stay.
 
     A server that tells no ids: its text is encoded, without an end of turn, and has no log-probs.
 
@@ -74,9 +75,10 @@ class Dialogue:
         """What the template wrote before each of them, after the one before it."""
         self._written: list[int] = []
         """Ids up to and including the last answer."""
-        self._seen: frozenset[Any] = frozenset()
-        """Shapes of the messages before the last answer."""
-        self._num_seen = 0
+        self._before: frozenset[Any] = frozenset()
+        """Shapes of the messages before the last break."""
+        self._since: frozenset[Any] = frozenset()
+        """Of those since then, before the last answer."""
         self._verify_at = 0
         self._prompt: _Prompt | None = None
         self._prompt_length: int | None = None
@@ -121,10 +123,12 @@ class Dialogue:
         if prompt.broken:
             self.breaks.append(prompt.broken)
             self._answers, self._texts = [], []
+        if self._answers:
+            self._since |= {*self._shapes(self._answers[-1])}
+        else:
+            self._before, self._since = frozenset(self._shapes(0)), frozenset()
         if self._prompt_length is None:
             self._prompt_length = len(prompt.ids)
-        self._seen |= {self.encoder.shape(message) for message in self.messages[self._num_seen :]}
-        self._num_seen = len(self.messages)
         self._answers.append(len(self.messages))
         self._texts.append(prompt.text)
         self._written = [*prompt.ids, *(written.token_ids or [])]
@@ -139,6 +143,9 @@ class Dialogue:
             self._prompt = self._following() if self._answers else self._anew()
         return self._prompt
 
+    def _shapes(self, first: int) -> list[Any]:
+        return [self.encoder.shape(message) for message in self.messages[first:]]
+
     def _anew(self, broken: Break | None = None) -> _Prompt:
         if broken:
             added = tuple(message["role"] for message in self.messages[self._answers[-1] + 1 :])
@@ -149,7 +156,7 @@ class Dialogue:
     def _following(self) -> _Prompt:
         index = self._answers[-1]
         answer, added = self.messages[index], self.messages[index + 1 :]
-        kind = (self._seen, self.encoder.shape(answer), *map(self.encoder.shape, added))
+        kind = (self._before, self._since, *self._shapes(self._answers[-2:][0]))
         step = self.encoder.step(answer, added)
         if step is None or kind not in self.encoder.trusted or len(self.messages) >= self._verify_at:
             before, whole = "".join(self._texts), self.encoder.text(self.messages, add_generation_prompt=True)

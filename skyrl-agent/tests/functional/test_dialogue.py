@@ -131,6 +131,9 @@ FORGETFUL = CHATML.replace(
     "{% generation %}{{ message.content }}",
     "{% generation %}{{ message.content if loop.last else message.content.split('</think>')[-1] }}",
 )
+FORGETS_AT_QUESTIONS = FORGETFUL.replace(
+    "if loop.last", "if messages[loop.index0:] | selectattr('role', 'eq', 'user') | list == []"
+)
 
 
 def test_white_space_that_the_template_trims_is_no_break():
@@ -209,10 +212,7 @@ def test_the_cost_of_many_turns_is_that_of_their_steps():
 
 def test_another_kind_of_step_is_verified_when_it_comes():
     """A question makes this template forget the thoughts before; results of tools do not."""
-    template = FORGETFUL.replace(
-        "if loop.last", "if messages[loop.index0:] | selectattr('role', 'eq', 'user') | list == []"
-    )
-    dialogue = Dialogue(MessageEncoder(byte_tokenizer(template)), [QUESTION])
+    dialogue = Dialogue(MessageEncoder(byte_tokenizer(FORGETS_AT_QUESTIONS)), [QUESTION])
     for turn in range(20):
         answer(dialogue, f"<think>{turn}</think>A")
         dialogue.add({"role": "tool", "content": "T"})
@@ -235,13 +235,24 @@ def test_a_template_that_counts_is_noticed_when_the_messages_have_doubled():
     assert read(dialogue).startswith("long") and dialogue.input_ids() == dialogue.encoder.encode(dialogue.messages)
 
 
+def test_a_thought_is_dropped_again_after_a_break():
+    """The same step as after the first break, but now there is a thought to drop."""
+    dialogue = Dialogue(MessageEncoder(byte_tokenizer(FORGETS_AT_QUESTIONS)), [QUESTION])
+    tool = {"role": "tool", "content": "T"}
+    for text, added in [("<think>a</think>", tool), ("A", AGAIN), ("A", AGAIN)] * 3 + [("A", AGAIN)]:
+        answer(dialogue, text)
+        dialogue.add(added)
+        assert dialogue.input_ids() == dialogue.encoder.encode(dialogue.messages)
+    assert [found.message_index for found in dialogue.breaks] == [1, 7, 13]
+
+
 texts = st.text(max_size=6) | st.sampled_from(["<think>a</think>b", " x ", "<tool_response>", "</think>"])
 steps = st.lists(
     st.tuples(texts, st.booleans(), st.lists(st.tuples(st.sampled_from(["user", "tool"]), texts), max_size=2))
 )
 
 
-@given(steps, st.sampled_from([CHATML, FORGETFUL]))
+@given(steps, st.sampled_from([CHATML, FORGETFUL, FORGETS_AT_QUESTIONS]))
 @settings(deadline=None, max_examples=50)
 def test_any_conversation_is_read_as_it_is_rendered(script, template):
     """Real text, so the model's tokens are the rendering's: break or not, the model reads what the template renders."""
