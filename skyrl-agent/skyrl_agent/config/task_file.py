@@ -67,7 +67,7 @@ class GeneratorSection(Section):
     """How the model writes calls. `function_xml`: `<function=name>`, explained in the system message; the others are
     native to models: the chat template is given the schemas."""
     max_parallel_tool_calls: int = Field(default=1, ge=1)
-    """Calls of one turn that are run, at the same time. `function_xml` has one a turn."""
+    """Calls of one turn that are run: at the same time, or one after another on a runtime. `function_xml` has one."""
     tool_timeout_seconds: float = Field(default=600.0, gt=0)
     """Of one call; the model is told, and goes on."""
     max_tool_output_chars: int = Field(default=10_000, ge=200)
@@ -158,7 +158,8 @@ class TaskFile(Section):
     agent_cls: str = "skyrl_agent.agents.react.ReActAgent"
     """Dotted path, as in `AGENT_TRAJECTORY_REGISTRY`."""
     agent_config: dict[str, Any] = Field(default_factory=dict)
-    """Keywords of the agent."""
+    """Keywords of the agent: `max_depth` (of sub-agents), `sub_agent_steps` (of all of them together), `max_repeats`
+    (equal turns that are a loop)."""
     task: str
     """Dotted path of a `BaseTask`."""
     task_config: dict[str, Any] = Field(default_factory=dict)
