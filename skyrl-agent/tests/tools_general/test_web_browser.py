@@ -64,6 +64,17 @@ async def test_else_the_agents_own_model_is_asked(tmp_path):
     assert "I read " in output.text
 
 
+async def test_what_is_too_long_for_the_agents_own_model_is_halved(tmp_path):
+    async def ask(messages):
+        if len(messages[0]["content"]) > 4000:
+            raise ValueError("the question has 4001 tokens")
+        return "read"
+
+    with web_server(lambda asked: (200, f"<p>{'word ' * 1600}")) as pages:
+        output = await browse(pages.url, context=context_of(ask=ask), cache_file=str(tmp_path / "c"))
+    assert output.text.split("\n\n")[1:] == ["read"] * 3
+
+
 async def test_a_page_that_was_read_is_not_fetched_again(tmp_path):
     with web_server(lambda asked: (200, PAGE)) as pages:
         for _ in range(2):

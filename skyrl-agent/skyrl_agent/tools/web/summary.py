@@ -66,7 +66,10 @@ class OwnSummarizer:
         self._ask = ask
 
     async def summarize(self, text: str, goal: str, user: str) -> str:
-        return await self._ask(summary_messages(text, goal))
+        try:
+            return await self._ask(summary_messages(text, goal))
+        except ValueError as failure:
+            raise RefusedRequest(str(failure)) from failure
 
     async def close(self) -> None:
         return
