@@ -208,14 +208,15 @@ class _Command:
             return command.communicate(stdin)
         finally:
             command.kill()
-            command.close()
+            with self._lock:  # while it is waited for, its descriptors must not become another's
+                command.close()
 
     def cancel(self) -> None:
         """Returns when it has ended, with all that it started. May be called at any time."""
         with self._lock:
             self._cancelled = True
-        if self._command is not None and not self._command.ended:
-            self._command.kill()
+            if self._command is not None and not self._command.ended:
+                self._command.kill()
 
 
 def limits_for(limits: Limits, timeout: float | None) -> Limits:

@@ -2,8 +2,10 @@
 
 import os
 import stat
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes.base import Limits
@@ -16,6 +18,8 @@ from skyrl_gym.sandbox.workspace import Workspace
 
 SPARE_BYTES = 1 << 20
 """A disk with less room than this is full."""
+ROOM_BYTES = 1 << 16
+"""What a command may add to a workspace that is over its limit already."""
 
 
 class Place(HostSandbox[FilesType]):
@@ -41,6 +45,13 @@ class WorkspacePlace(Place[Workspace]):
     def open(self, lease: Lease) -> None:
         self.start()
         lease.note(self._started().root)
+
+    def begin(self, command: Sequence[str], env: Mapping[str, str] | None, limits: Limits) -> Command:
+        """One that finds more in the workspace than its limit is not ended for that: it may be here to remove it."""
+        workspace = self._started()
+        if workspace.usage(limits.workspace_bytes) > limits.workspace_bytes:
+            limits = replace(limits, workspace_bytes=workspace.usage(sys.maxsize) + ROOM_BYTES)
+        return super().begin(command, env, limits)
 
     def write(self, path: str, data: str | bytes) -> None:
         """A file that was there keeps its mode."""

@@ -140,6 +140,9 @@ async def test_a_full_workspace_is_what_the_command_did(make, request):
         result = await runtime.exec("for i in 1 2 3 4; do yes | head -c 500000 >$i; done; sleep 20")
         assert result.outcome == "workspace"
         assert (await runtime.snapshot()).value  # what there is can still be judged
+        result = await runtime.exec("sleep 0.3; yes | head -c 900000 >5; sleep 20")
+        assert result.outcome == "workspace", "it may not add"
+        assert (await runtime.exec("sleep 0.3; rm *; sleep 0.3")).ok, "it may make room"
 
 
 async def test_a_setup_command_that_fails_says_so(make):
