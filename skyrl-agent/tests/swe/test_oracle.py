@@ -33,8 +33,8 @@ async def test_a_sample(sandboxed, rows):
     assert await solved_of(tasks) == {row["id"] for row in tasks}
 
 
-@pytest.mark.full
-@pytest.mark.timeout(1800)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 async def test_all_of_quixbugs_and_exercism(sandboxed, rows):
     quixbugs, exercism = rows("swe/quixbugs"), rows("swe/exercism_python")
     solved = await solved_of(quixbugs + exercism)
