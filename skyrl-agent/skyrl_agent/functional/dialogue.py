@@ -146,11 +146,11 @@ class Dialogue:
     def _shapes(self, first: int) -> list[Any]:
         return [self.encoder.shape(message) for message in self.messages[first:]]
 
-    def _anew(self, broken: Break | None = None) -> _Prompt:
+    def _anew(self, broken: Break | None = None, text: str | None = None) -> _Prompt:
         if broken:
             added = tuple(message["role"] for message in self.messages[self._answers[-1] + 1 :])
             _warn(self.encoder.chat_template, broken.role, added, broken)
-        text = self.encoder.text(self.messages, add_generation_prompt=True)
+        text = text or self.encoder.text(self.messages, add_generation_prompt=True)
         return _Prompt(self.encoder.ids(text), text, broken)
 
     def _following(self) -> _Prompt:
@@ -161,7 +161,7 @@ class Dialogue:
         if step is None or kind not in self.encoder.trusted or len(self.messages) >= self._verify_at:
             before, whole = "".join(self._texts), self.encoder.text(self.messages, add_generation_prompt=True)
             if not whole.startswith(before):
-                return self._anew(self._rewritten(before, whole))
+                return self._anew(self._rewritten(before, whole), whole)
             self._verify_at = 2 * len(self.messages)
             if whole[len(before) :] == step:
                 self.encoder.trusted.add(kind)
@@ -199,7 +199,9 @@ class Dialogue:
             except ConfigError:
                 return False
 
-        index = bisect_left(range(self._answers[turn]), True, lo=first, key=ends_beyond)
+        index = self._answers[turn]  # its header, unless a message before it ends beyond
+        if ends_beyond(index - 1):
+            index = bisect_left(range(index), True, lo=first, key=ends_beyond)
         at = max(at - 10, 0)
         why = f"{_shown(before[at:])} became {_shown(whole[at:])} when message {len(self.messages) - 1} was added"
         return Break(index, str(self.messages[index].get("role")), why)
