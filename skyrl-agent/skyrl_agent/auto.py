@@ -1,5 +1,6 @@
 """The entrance: a task file in, a runner of its agent out."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +15,27 @@ class AutoAgentRunner:
     """Picks the runner that a task file's `agent_cls` is registered with."""
 
     @classmethod
-    def from_task(cls, task_yaml: str | Path, infer_engine: Any, tokenizer: Any) -> "AgentRunner":
+    def from_task(
+        cls,
+        task_yaml: str | Path,
+        infer_engine: Any,
+        tokenizer: Any,
+        *,
+        infer_backend: str | None = None,
+        backend_config: Mapping[str, Any] | None = None,
+    ) -> "AgentRunner":
         """
         Args:
             infer_engine: what the backend asks: an engine or its client, a sampling client; None for `openai_server`.
             tokenizer: of the model, as transformers has them.
+            infer_backend, backend_config: in place of the file's, which may so be used with any backend as it is.
 
         Raises:
             FileNotFoundError: there is no such file.
             ConfigError: a key or value is wrong, or there is no such agent, task, tool or backend.
         """
         cfg = load_task_file(task_yaml)
+        if infer_backend is not None:
+            backend = {"infer_backend": infer_backend, "backend_config": dict(backend_config or {})}
+            cfg = cfg.model_copy(update={"generator": cfg.generator.model_copy(update=backend)})
         return class_of_agent(cfg.agent_cls, AGENT_GENERATOR_REGISTRY)(cfg, infer_engine, tokenizer)

@@ -25,9 +25,11 @@ def agent_generator(
     return _generator_class(cfg)(cfg, client, tokenizer)
 
 
-def check_agent(cfg: GeneratorConfig, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """The task file, and the rows of the data as its task reads them. Raises ConfigError."""
-    _generator_class(cfg)(cfg, None, tokenizer).check_rows(rows)
+def check_agent(cfg: GeneratorConfig, tokenizer: Any, data: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """The task file, and the rows of the data (setting -> rows) as its task reads them. Raises ConfigError."""
+    generator = _generator_class(cfg)(cfg, None, tokenizer)
+    for setting, rows in data.items():
+        generator.check_rows(rows, setting)
 
 
 def _generator_class(cfg: GeneratorConfig) -> "type[SkyRLAgentGenerator]":

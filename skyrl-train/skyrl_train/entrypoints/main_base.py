@@ -69,8 +69,9 @@ class BasePPOExp:
         self.train_dataset = self.get_train_dataset()
         self.eval_dataset = self.get_eval_dataset()
         if self.cfg.generator.task is not None:
-            datasets = [dataset for dataset in (self.train_dataset, self.eval_dataset) if dataset is not None]
-            check_agent(self.cfg.generator, self.tokenizer, [row for dataset in datasets for row in dataset.rows])
+            datasets = {"data.train_data": self.train_dataset, "data.val_data": self.eval_dataset}
+            rows = {setting: dataset.rows for setting, dataset in datasets.items() if dataset is not None}
+            check_agent(self.cfg.generator, self.tokenizer, rows)
 
     @cached_property
     def colocate_pg(self) -> PlacementGroup | None:

@@ -83,7 +83,8 @@ class SkyRLBackend:
 
 
 class SkyRLAgentGenerator(GeneratorInterface):
-    """What a task file describes, as skyrl-train's generator. Batches may be under way at the same time.
+    """What a task file describes, as skyrl-train's generator, on the trainer's engines whatever backend the file names.
+    Batches may be under way at the same time.
 
     The trainer's sampling parameters hold where the task file names none, and its number of samples where the task file
     does not say how many trajectories. A trajectory has as many rows as it has stretches of turns that only append; its
@@ -103,18 +104,18 @@ class SkyRLAgentGenerator(GeneratorInterface):
         self.generator_cfg = generator_cfg
         try:
             self.runner: AgentRunner = AutoAgentRunner.from_task(
-                generator_cfg.task or "", llm_endpoint_client, tokenizer
+                generator_cfg.task or "", llm_endpoint_client, tokenizer, infer_backend="skyrl-train"
             )
         except (AgentError, OSError) as error:
             raise ConfigError(f"generator.task={generator_cfg.task}: {error}") from error
         self._check()
 
-    def check_rows(self, rows: Sequence[Row]) -> None:
-        """Rows of a dataset, before anything starts. Raises ConfigError."""
+    def check_rows(self, rows: Sequence[Row], setting: str) -> None:
+        """Rows of a dataset, which a setting of the trainer names, before anything starts. Raises ConfigError."""
         try:
             self.runner.instances(rows)
         except AgentError as error:
-            raise ConfigError(f"generator.task={self.generator_cfg.task}: {error}") from error
+            raise ConfigError(f"{setting} does not fit generator.task={self.generator_cfg.task}: {error}") from error
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         """
@@ -156,11 +157,6 @@ class SkyRLAgentGenerator(GeneratorInterface):
     def _check(self) -> None:
         """What task file and trainer both say must be the same."""
         cfg, task = self.generator_cfg, self.runner.cfg.generator
-        if task.infer_backend != "skyrl-train":
-            raise ConfigError(
-                f"generator.task={cfg.task}: its generator.infer_backend must be skyrl-train in a run of skyrl-train; "
-                f"it is {task.infer_backend!r}"
-            )
         for val_mode, name, samples in (
             (False, "n_samples_per_prompt", cfg.n_samples_per_prompt),
             (True, "eval_n_samples_per_prompt", cfg.eval_n_samples_per_prompt),

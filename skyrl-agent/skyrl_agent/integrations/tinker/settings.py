@@ -15,7 +15,7 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
     skyrl_agent_task_yaml: str
-    """Task file; its `generator.infer_backend` is `tinker`."""
+    """Task file, whatever backend it names."""
     dataset_file: str
     """Rows: `.jsonl` or `.parquet`."""
     eval_dataset_file: str | None = None

@@ -39,9 +39,10 @@ async def train(config: Config) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     service = tinker.ServiceClient(**({"base_url": config.base_url} if config.base_url else {}))
     client, first_step = await training_client(service, config)
-    runner = AutoAgentRunner.from_task(config.skyrl_agent_task_yaml, None, client.get_tokenizer())
-    if not isinstance(runner.infer_engine, TinkerBackend):
-        raise ConfigError(f"{config.skyrl_agent_task_yaml}: generator.infer_backend must be tinker here")
+    runner = AutoAgentRunner.from_task(
+        config.skyrl_agent_task_yaml, None, client.get_tokenizer(), infer_backend="tinker"
+    )
+    assert isinstance(runner.infer_engine, TinkerBackend)
     runner.instances([*rows, *eval_rows])
     log = Log(folder, config)
     adam = types.AdamParams(learning_rate=config.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)

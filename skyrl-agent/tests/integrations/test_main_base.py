@@ -1,0 +1,172 @@
+"""An agent trained through skyrl-train's `main_base`, with one setting; the same task file on a server, unchanged."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the task beside this file; importlib mode does not
+
+import drawers
+
+from skyrl_agent import AutoAgentRunner
+from skyrl_agent.records import read_records
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 16
+TASK = {
+    "agent_cls": "skyrl_agent.agents.react.ReActAgent",
+    "task": "drawers.Drawers",
+    "generator": {
+        "tool_format": "hermes",
+        "max_iterations": 2,
+        "max_prompt_length": 64,
+        "sampling_params": {"stop": ["</tool_call>"], "max_tokens": 2, "temperature": 1.0},
+        "val_config": {"num_trajectories": 1, "sampling_params": {"temperature": 1.0}},
+    },
+}
+
+
+class Run:
+    """`python -m skyrl_train.entrypoints.main_base` in a folder of its own."""
+
+    def __init__(self, folder: Path, **task: Any) -> None:
+        self.folder, self.model, self.data = folder, folder / "model", folder / "rows.jsonl"
+        self.task_file, self.trajectories = folder / "drawers.yaml", folder / "trajectories.jsonl"
+        self.task_file.write_text(yaml.safe_dump(TASK | {"output": {"trajectories": str(self.trajectories)}} | task))
+        self.data.write_text("".join(json.dumps(row) + "\n" for row in drawers.rows()))
+
+    def start(self, *settings: str) -> subprocess.CompletedProcess[str]:
+        command = [
+            *(sys.executable, "-m", "skyrl_train.entrypoints.main_base", f"generator.task={self.task_file}"),
+            *("generator.n_samples_per_prompt=16", "generator.model_dtype=float32", "environment.env_class=null"),
+            *(f"data.train_data=[{self.data}]", f"data.val_data=[{self.data}]"),
+            *(f"trainer.policy.model.path={self.model}", f"trainer.run_dir={self.folder / 'run'}"),
+            *("trainer.placement.device=cpu", "trainer.bf16=false", "trainer.gradient_checkpointing=false"),
+            *("trainer.train_batch_size=9", "trainer.policy_mini_batch_size=9", "trainer.max_prompt_length=64"),
+            *("trainer.micro_train_batch_size_per_gpu=128", "trainer.micro_forward_batch_size_per_gpu=128"),
+            *("trainer.epochs=100", f"trainer.max_training_steps={STEPS}", f"trainer.hf_save_interval={STEPS}"),
+            *(f"trainer.export_path={self.folder / 'export'}", "trainer.ckpt_interval=-1", "trainer.logger=console"),
+            *("trainer.eval_before_train=true", f"trainer.eval_interval={STEPS}"),
+            *(
+                "trainer.policy.optimizer_config.lr=5e-4",
+                "trainer.policy.optimizer_config.adam_betas=[0.9,0.95]",
+                "trainer.algorithm.use_kl_loss=false",
+            ),
+            *("trainer.algorithm.advantage_estimator=rloo", *settings),
+        ]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+        return subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, cwd=self.folder)
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        from skyrl_train.utils.run_folder import RunFolder
+
+        return RunFolder(self.folder / "run").read_metrics()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tmp_path_factory.mktemp("run"))
+    drawers.save_model_that_knows_calls(run.model)
+    done = run.start()
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return run
+
+
+def test_an_agent_learns_to_use_its_tool(trained: Run):
+    rewards = [step["reward/avg_raw_reward"] for step in trained.metrics if "reward/avg_raw_reward" in step]
+    print(rewards)
+    assert len(rewards) == STEPS
+    assert rewards[0] < 0.4, "it should not know the task yet"
+    assert fmean(rewards[-3:]) > 0.6
+    assert trained.metrics[-1]["rollout_metrics/finish_tool_ratio"] > 0.8
+
+
+def test_each_trajectory_is_in_the_file_with_log_probs_and_what_it_called(trained: Run):
+    records = list(read_records(trained.trajectories))
+    of_training = [record for record in records if not record["val"]]
+    assert len(of_training) == STEPS * 9 * 16
+    last = of_training[-1]
+    assert [c["name"] for c in last["tool_calls"]] == ["look", "finish"]
+    [row] = last["rows"]
+    assert [text for written, text in row["spans"] if written] == [f"{call}" for call in _calls(last)]
+    assert all(value < 0 for value, written in zip(row["log_probs"], row["mask"], strict=True) if written)
+
+
+def _calls(record: dict[str, Any]) -> list[str]:
+    return [drawers.call(c["name"], **c["arguments"]) for c in record["tool_calls"]]
+
+
+async def test_the_same_file_runs_on_a_server(trained: Run):
+    from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+    from skyrl_train.inference_engines.native.loading import load_tokenizer
+    from skyrl_train.inference_engines.openai_api.server import EndpointServer
+
+    [folder] = (trained.folder / "export").glob("**/config.json")
+    tokenizer: Any = load_tokenizer(str(folder.parent), trust_remote_code=False)
+    engine = NativeInferenceEngine(str(folder.parent), dtype="float32")
+    server = EndpointServer(engine, tokenizer, "drawers")
+    await server.start()
+    try:
+        runner = AutoAgentRunner.from_task(
+            trained.task_file,
+            None,
+            tokenizer,
+            infer_backend="openai_server",
+            backend_config={"model_name": "drawers", "api_url": server.url},
+        )
+        output = await runner.run(drawers.rows() * 16, val_mode=True)
+    finally:
+        await server.stop()
+        await engine.teardown()
+    assert fmean(output["traj_rewards"]) > 0.6
+    assert output["rollout_logprobs"] is not None
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"generator": {"max_turns": 3}}, "generator.max_turns=3 is not read with generator.task"),
+        ({"trainer": {"algorithm": {"advantage_estimator": "reinforce++"}}}, "divides trajectories into rows"),
+        ({"generator": {"task": "no_such_file.yaml"}}, "No such file or directory: 'no_such_file.yaml'"),
+        ({"generator": {"eval_n_samples_per_prompt": 2, "eval_sampling_params": {"temperature": 1.0}}}, "is 1"),
+        ({"generator": {"sampling_params": {"temperature": 0.5}}}, "must be what the task file"),
+        ({"data": {"val_data": ["{bad_rows}"]}}, "data.val_data does not fit generator.task"),
+    ],
+    ids=["turns", "estimator", "file", "samples", "temperature", "row"],
+)
+def test_what_cannot_be_is_said_before_anything_starts(trained: Run, changes: dict[str, Any], text: str):
+    from skyrl_train.config import SkyRLConfig
+    from skyrl_train.entrypoints.main_base import BasePPOExp
+    from skyrl_train.errors import ConfigError
+
+    bad_rows = trained.folder / "bad_rows.jsonl"
+    bad_rows.write_text(json.dumps({"prompt": [{"role": "user", "content": "a"}]}))
+    settings: dict[str, Any] = {
+        "data": {"train_data": [str(trained.data)], "val_data": []},
+        "trainer": {
+            "policy": {"model": {"path": str(trained.model)}},
+            "placement": {"device": "cpu"},
+            "train_batch_size": 9,
+            "policy_mini_batch_size": 9,
+            "max_prompt_length": 64,
+            "run_dir": str(trained.folder / "refused"),
+        },
+        "generator": {"task": str(trained.task_file), "n_samples_per_prompt": 8},
+    }
+    for section, values in changes.items():
+        settings[section] = settings[section] | values
+    if "data" in changes:
+        settings["data"] |= {"val_data": [str(bad_rows)]}
+        settings["trainer"] |= {"eval_interval": 1}
+    with pytest.raises(ConfigError) as error:
+        BasePPOExp(SkyRLConfig.from_dict(settings))
+    assert text in str(error.value)
