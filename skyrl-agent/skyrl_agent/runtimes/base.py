@@ -17,7 +17,8 @@ class RuntimeSpec:
 
     kind: RuntimeKind = "auto"
     """`local`: bubblewrap, no daemon. `docker`: a container of `image`. `remote`: a server of
-    `python -m skyrl_agent.services.runtime` at `url`, which uses its own kind."""
+    `python -m skyrl_agent.services.runtime` at `url`, which uses its own kind. `auto`: remote if there is a `url`,
+    docker if there is an `image`, else what `skyrl_gym.sandbox.make_sandbox` chooses."""
     image: str | None = None
     """Container image (docker, and remote servers that use it)."""
     workdir: str | None = None
@@ -41,7 +42,8 @@ class RuntimeSpec:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The working directory at one time: a tar (local, remote) or an image name (docker)."""
+    """The working directory at one time: a compressed tar, as every kind makes it; or the name of an image (docker, and
+    remote servers that use it)."""
 
     kind: Literal["tar", "image"]
     value: bytes | str
@@ -74,7 +76,8 @@ class Runtime(Protocol):
         limits: Limits | None = None,
     ) -> ExecResult:
         """Runs a command to its end in the working directory; a string is run by `bash -c`. `timeout` stands in for
-        `limits.wall_seconds`; reaching it is the result's outcome `wall_time`."""
+        `limits.wall_seconds` (and for a smaller `limits.cpu_seconds`); reaching it is the result's outcome `wall_time`.
+        Cancelling the caller ends the command, with all that it started."""
         ...
 
     async def write(self, path: str, data: str | bytes) -> None:

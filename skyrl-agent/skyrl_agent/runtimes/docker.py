@@ -6,6 +6,7 @@ files that can be changed everywhere; no network. What all files together may ta
 Process 1 watches the lease's file, which the daemon must be able to mount: it runs on this machine.
 """
 
+import math
 import subprocess
 import uuid
 from collections.abc import Mapping, Sequence
@@ -56,7 +57,7 @@ class Machine(Container):
             *("--cap-drop", "NET_RAW", "--cap-drop", "MKNOD", "--log-driver", "none"),
             *("--memory", memory, "--memory-swap", memory, "--pids-limit", str(limits.processes + SPARE_PROCESSES)),
             *("--mount", f"type=bind,source={self._lease.path},target={LEASE_FILE},readonly"),
-            *("--entrypoint", "sh", image, "-c", KEEPER, "sh", LEASE_FILE, str(round(self._lease.seconds))),
+            *("--entrypoint", "sh", image, "-c", KEEPER, "sh", LEASE_FILE, str(math.ceil(self._lease.seconds) + 1)),
         ]
 
     def exec_arguments(self, *command: str | bytes) -> list[str | bytes]:

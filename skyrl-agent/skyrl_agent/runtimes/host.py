@@ -31,7 +31,14 @@ CALL_SECONDS = 120.0
 """Of reading, writing and closing."""
 MARGIN_SECONDS = 60.0
 SNAPSHOT_SECONDS = 600.0
-PACK = "chmod -R u+rX . 2>/dev/null; set -o pipefail; tar -czf - . | base64"
+PACK = """
+set -o pipefail
+shopt -s dotglob nullglob
+chmod -R u+rX . 2>/dev/null
+entries=(./*)
+tar -czf - "${entries[@]:--T/dev/null}" | base64
+"""
+"""Without the folder itself, whose mode those who measure it set meanwhile: tar would call it changed."""
 UNPACK = ("tar", "-xpozf", "-")
 SHOWN_CHARACTERS = 2000
 """Of the output of a setup command that failed."""
@@ -108,7 +115,8 @@ class HostRuntime:
 
     async def snapshot(self) -> Snapshot:
         """Of the working directory, as a compressed tar."""
-        result = _succeed(await self.exec(PACK, limits=self._snapshot_limits()), "a snapshot")
+        result = await self.exec(PACK, limits=self._snapshot_limits())
+        _succeed(replace(result, stdout=""), "a snapshot")
         return Snapshot("tar", await in_thread(CALL_SECONDS, base64.b64decode, result.stdout))
 
     async def close(self) -> None:
@@ -226,11 +234,10 @@ def limits_for(limits: Limits, timeout: float | None) -> Limits:
     return replace(limits, wall_seconds=timeout, cpu_seconds=max(timeout, limits.cpu_seconds))
 
 
-def _succeed(result: ExecResult, what: str) -> ExecResult:
+def _succeed(result: ExecResult, what: str) -> None:
     if not result.ok:
         said = (result.stdout + result.stderr).strip()[-SHOWN_CHARACTERS:]
         raise InfraError(f"{what} failed ({result.outcome}, exit status {result.returncode}): {said}")
-    return result
 
 
 def _give_up(lease: Lease) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -66,13 +67,13 @@ class RemoteRuntime:
     async def start(self) -> None:
         if self._client is not None:
             raise InfraError(f"runtime {self.id} is started already")
-        headers = {"Authorization": f"Bearer {self.spec.token}"} if self.spec.token else {}
+        headers = {b"Authorization": f"Bearer {self.spec.token}".encode()} if self.spec.token else {}
         is_loopback = httpx.URL(self._url).host in LOOPBACK_NAMES  # which a proxy of the machine's does not know
         self._client = httpx.AsyncClient(headers=headers, verify=_certificates(), trust_env=not is_loopback)
         try:
             deadline = time.monotonic() + START_SECONDS
+            self._heartbeat = asyncio.create_task(self._beat())  # now: the first answer may take longer than the lease
             state = await self._ask(RuntimeState, "PUT", body=self._wishes(), retry_seconds=START_SECONDS)
-            self._heartbeat = asyncio.create_task(self._beat())
             while not state.ready:
                 if time.monotonic() > deadline:
                     raise InfraError(f"runtime {self.id} at {self.spec.url} was not ready within {START_SECONDS:g} s")
@@ -187,7 +188,7 @@ class RemoteRuntime:
         if self._client is None or self._client.is_closed:
             raise InfraError(f"runtime {self.id} is not started, or closed")
         retry_seconds = RETRY_SECONDS if retry_seconds is None else retry_seconds
-        pause, deadline = FIRST_PAUSE_SECONDS, time.monotonic() + retry_seconds
+        pause, deadline = FIRST_PAUSE_SECONDS, math.inf  # counted from the first failure, which may take long itself
         while True:
             try:
                 answer = await self._client.request(
@@ -200,6 +201,7 @@ class RemoteRuntime:
                 problem = f"{type(error).__name__}: {error}"
             if isinstance(problem, Problem) and problem.kind != "full":
                 self._raise(problem)
+            deadline = min(deadline, time.monotonic() + retry_seconds)
             if time.monotonic() + pause > deadline:
                 said = problem.message if isinstance(problem, Problem) else problem
                 raise InfraError(f"the runtime server {self.spec.url} failed for {retry_seconds:g} s; last: {said}")

@@ -54,11 +54,11 @@ def create_app(settings: HostSettings, token: str | None = None) -> FastAPI:
             if request.url.hostname not in LOOPBACK_NAMES:  # a page whose name was made to mean this machine
                 raise Refused(403, "unauthorized", f"this server has no token and answers to {LOOPBACK_NAMES} only")
         elif not secrets.compare_digest(
-            request.headers.get("authorization", "").encode(errors="replace"), f"Bearer {token}".encode()
+            request.headers.get("authorization", "").encode("latin-1"), f"Bearer {token}".encode()
         ):
             raise Refused(401, "unauthorized", "the bearer token is missing or wrong")
 
-    app = FastAPI(title="Runtimes", lifespan=keeping, dependencies=[Depends(admit)], openapi_url=None)
+    app = FastAPI(lifespan=keeping, dependencies=[Depends(admit)], openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(InfraError, _answer_with(500, "infrastructure"))
     app.add_exception_handler(ValueError, _answer_with(422, "value"))
     app.add_exception_handler(FileNotFoundError, _answer_with(404, "missing_file"))

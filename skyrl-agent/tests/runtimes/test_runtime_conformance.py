@@ -132,6 +132,13 @@ async def test_a_snapshot_is_the_working_directory_for_another_runtime(make):
         assert result.stdout == "b-\n755\n-name\na\nclosed\nempty\nlink\n"
 
 
+async def test_a_snapshot_of_nothing_is_one(make):
+    async with make() as runtime:
+        snapshot = await runtime.snapshot()
+    async with make(snapshot=snapshot) as runtime:
+        assert (await runtime.exec("ls -A")).stdout == ""
+
+
 async def test_a_full_workspace_is_what_the_command_did(make, request):
     if "docker" in request.node.name:
         pytest.skip("files of a container are limited by its daemon")

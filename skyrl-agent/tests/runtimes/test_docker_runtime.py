@@ -1,0 +1,148 @@
+"""Containers: how they are made, and the scripts that run in them. Where a daemon answers, all else is tested too."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from itertools import pairwise
+
+import pytest
+
+from skyrl_agent.errors import InfraError
+from skyrl_agent.runtimes import Limits, RuntimeSpec, Snapshot, make_runtime
+from skyrl_agent.runtimes.docker import KEEPER
+from skyrl_agent.runtimes.leases import leases
+from skyrl_agent.services import gc
+
+LIMITS = Limits(wall_seconds=30.0, cpu_seconds=30.0, memory_bytes=1 << 30, processes=7)
+
+STAND_IN = """#!{python}
+# A `docker` that keeps what it was asked, and runs what should run inside right here, in a folder.
+import json, os, sys
+with open({log!r}, "a") as log:
+    print(json.dumps(sys.argv[1:]), file=log)
+if sys.argv[1] == "inspect":
+    print("true" if "{{{{.State.Running}}}}" in sys.argv else {workdir!r})
+if sys.argv[1] == "ps":
+    print("abc\\ndef")
+if sys.argv[1] == "exec":
+    folder = sys.argv[sys.argv.index("--workdir") + 1]
+    arguments = sys.argv[sys.argv.index("--workdir") + 3:]
+    if not any("kill -9 -1" in argument or argument == "/workspace" for argument in arguments):
+        os.chdir(folder)
+        os.execvp(arguments[0], arguments)
+"""
+
+
+@pytest.fixture
+def docker(tmp_path, monkeypatch):
+    """What a `docker` was asked that, but for the walls, does it."""
+    log, workdir = tmp_path / "log", tmp_path / "testbed"
+    workdir.mkdir()
+    program = tmp_path / "docker"
+    program.write_text(STAND_IN.format(python=sys.executable, log=str(log), workdir=str(workdir)))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return lambda: [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def runtime_of(**settings):
+    return make_runtime(RuntimeSpec(**{"kind": "docker", "image": "some/image", "limits": LIMITS, **settings}))
+
+
+async def test_a_container_is_made_of_the_image_without_a_network(docker):
+    async with runtime_of(lease_seconds=33.0) as runtime:
+        (lease,) = leases()
+        run = docker()[0]
+        given = dict(pairwise(run))
+        assert run[0] == "run" and "--rm" in run and "--privileged" not in run
+        assert given["--network"] == "none"
+        assert given["--security-opt"] == "no-new-privileges"
+        assert given["--memory"] == given["--memory-swap"] == str(1 << 30)
+        assert given["--label"] == f"skyrl-agent-lease={lease.id}" == f"skyrl-agent-lease={runtime.id}"
+        assert given["--mount"] == f"type=bind,source={lease.path},target=/run/skyrl-lease,readonly"
+        assert run[run.index("some/image") :] == ["some/image", "-c", KEEPER, "sh", "/run/skyrl-lease", "34"]
+        name = given["--name"]
+    assert docker()[-1] == ["rm", "--force", "--volumes", name]
+
+
+async def test_work_is_done_in_the_images_working_directory(docker, tmp_path):
+    async with runtime_of(files={"a/b": "text"}, env={"ONE": "1"}) as runtime:
+        assert runtime.workdir == str(tmp_path / "testbed")
+        result = await runtime.exec('pwd; cat a/b; echo "$ONE"; exit 3', stdin="x")
+        assert (result.stdout, result.returncode) == (f"{runtime.workdir}\ntext1\n", 3)
+        await runtime.write("a/ü c", b"\xff")
+        assert await runtime.read("a/ü c") == b"\xff"
+        for path, error in (("nothing", FileNotFoundError), ("a", ValueError), ("../log", ValueError)):
+            with pytest.raises(error):
+                await runtime.read(path)
+        with pytest.raises(ValueError, match="cannot be written"):
+            await runtime.write("a/b/c", "")
+        with pytest.raises(ValueError, match="larger than"):
+            await runtime.exec("head -c 70000000 </dev/zero >big", limits=Limits(file_bytes=1 << 30))
+            await runtime.read("big")
+
+
+async def test_a_command_gets_its_limits_inside(docker):
+    async with runtime_of() as runtime:
+        limits = Limits(file_bytes=4096, cpu_seconds=2.0)
+        result = await runtime.exec("ulimit -t; ulimit -c; prlimit --noheadings --output HARD --fsize", limits=limits)
+        assert result.stdout.split() == ["2", "0", "4096"]
+
+
+async def test_what_a_command_leaves_is_killed_before_its_result_is_given(docker):
+    async with runtime_of() as runtime:
+        await runtime.exec("true")
+        assert "kill -9 -1" in docker()[-1][-1]
+
+
+async def test_a_snapshot_is_a_tar_and_an_image_can_be_one(docker, tmp_path):
+    async with runtime_of(files={"a": "1"}) as runtime:
+        snapshot = await runtime.snapshot()
+        assert snapshot.kind == "tar"
+        await runtime.exec("rm a")
+    async with runtime_of(snapshot=snapshot) as runtime:
+        assert await runtime.read("a") == b"1"
+    async with runtime_of(snapshot=Snapshot("image", "another/image")):
+        assert "another/image" in docker()[-2] or any("another/image" in asked for asked in docker())
+
+
+async def test_a_daemon_that_says_no_is_an_infrastructure_failure(tmp_path, monkeypatch):
+    program = tmp_path / "docker"
+    program.write_text("#!/bin/sh\necho cannot connect >&2; exit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(InfraError, match="docker run failed: cannot connect"):
+        await runtime_of().start()
+
+
+async def test_containers_left_behind_are_removed_by_their_label(docker, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SKYRL_AGENT_LEASES", str(tmp_path / "leases"))
+    runtime = runtime_of(lease_seconds=1e6)
+    await runtime.start()
+    (lease,) = leases()
+    lease.path.write_text(lease.path.read_text().replace(f'"pid": {lease.pid}', '"pid": 4194305'))
+    assert gc.main(["--remove"]) == 0
+    asked = docker()
+    assert asked[-2][:2] == ["ps", "--all"] and asked[-2][-1] == f"label=skyrl-agent-lease={lease.id}"
+    assert asked[-1] == ["rm", "--force", "--volumes", "abc", "def"]
+    assert leases() == []
+    await runtime.close()
+
+
+def test_process_1_of_a_container_ends_with_the_lease(tmp_path):
+    lease = tmp_path / "lease"
+    lease.write_text("")
+    keeper = subprocess.Popen(["sh", "-c", KEEPER, "sh", lease, "60"])
+    try:
+        time.sleep(0.3)
+        keeper.terminate()  # what commands beside it may do
+        with pytest.raises(subprocess.TimeoutExpired):
+            keeper.wait(1.2)
+        os.utime(lease, (time.time() - 100,) * 2)
+        keeper.wait(30)
+    finally:
+        keeper.kill()
+        keeper.wait()

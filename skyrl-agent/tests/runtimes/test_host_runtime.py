@@ -1,0 +1,151 @@
+"""Runtimes on this machine: many at a time, what becomes of threads and disks, and which kind is chosen."""
+
+import asyncio
+import os
+import subprocess
+import tempfile
+import threading
+import time
+
+import pytest
+
+from skyrl_agent.config.task_file import RuntimeSection
+from skyrl_agent.errors import ConfigError, InfraError
+from skyrl_agent.runtimes import HostRuntime, RuntimeSpec, make_runtime, spec_with
+from skyrl_agent.runtimes.docker import DockerPlace
+from skyrl_agent.runtimes.host import make_place
+from skyrl_agent.runtimes.local import LocalPlace, ProcessPlace
+from skyrl_agent.runtimes.remote import RemoteRuntime
+from skyrl_agent.runtimes.threads import in_thread
+from skyrl_gym.sandbox import make_sandbox
+
+from .runtime_places import LIMITS, long_sleep, processes_with
+
+
+@pytest.fixture
+def needs_local():
+    try:
+        make_sandbox("local")
+    except InfraError as error:
+        pytest.skip(f"no local sandbox here: {error}")
+
+
+async def use(number: int) -> str:
+    async with make_runtime(RuntimeSpec(files={"n": str(number)}, limits=LIMITS)) as runtime:
+        await runtime.write("more", "+1")
+        result = await runtime.exec("echo $(( $(cat n more) ))")
+        return result.stdout
+
+
+@pytest.mark.slow
+async def test_fifty_runtimes_at_once_are_apart_and_leave_no_descriptor(needs_local):
+    await use(0)
+    before = len(os.listdir("/proc/self/fd"))
+    answers = await asyncio.gather(*map(use, range(50)))
+    assert answers == [f"{number + 1}\n" for number in range(50)]
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+async def test_a_command_that_waits_for_its_turn_can_be_cancelled(needs_local):
+    from skyrl_gym.sandbox import command as commands
+
+    sleep = long_sleep()
+    turns = [commands.background.turn() for _ in range(commands.COMMANDS_PER_PROCESSOR * (os.cpu_count() or 1))]
+    async with make_runtime(RuntimeSpec(limits=LIMITS)) as runtime:
+        for turn in turns:
+            turn.__enter__()
+        running = asyncio.create_task(runtime.exec(sleep))
+        await asyncio.sleep(0.1)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        for turn in turns:
+            turn.__exit__(None, None, None)
+        assert (await runtime.exec("echo on")).stdout == "on\n"
+        assert processes_with(sleep) == []
+
+
+async def test_a_runtime_whose_folder_is_gone_is_a_failure_of_the_infrastructure(needs_local):
+    async with make_runtime(RuntimeSpec()) as runtime:
+        (name,) = os.listdir(tempfile.gettempdir())
+        subprocess.run(["rm", "-rf", os.path.join(tempfile.gettempdir(), name)], check=True)
+        with pytest.raises(InfraError, match="folder is gone"):
+            await runtime.exec("true")
+
+
+async def test_a_full_disk_is_named(needs_local, tmp_path, monkeypatch):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], capture_output=True, check=False)
+    if mounted.returncode != 0:
+        pytest.skip("a small disk cannot be mounted here")
+    try:
+        monkeypatch.setattr(tempfile, "tempdir", str(disk))
+        async with make_runtime(RuntimeSpec(limits=LIMITS)) as runtime:
+            with pytest.raises(InfraError, match=f"the disk of {disk}/skyrl-sandbox-.* is full"):
+                await runtime.exec("yes | head -c 4000000 >big")
+            with pytest.raises(InfraError, match=f"{disk}/skyrl-sandbox-.* cannot be written"):
+                await runtime.write("more", "x" * 1_000_000)
+            assert (await runtime.exec("rm big; echo on")).stdout == "on\n"
+        assert os.listdir(disk) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+async def test_a_runtime_that_nobody_closed_goes_with_its_last_reference(needs_local):
+    runtime = make_runtime(RuntimeSpec())
+    await runtime.start()
+    assert os.listdir(tempfile.gettempdir())
+    del runtime  # the fixture looks for what is left
+
+
+async def test_a_call_that_does_not_come_back_is_given_up():
+    hangs = threading.Event()
+    started = time.monotonic()
+    with pytest.raises(InfraError, match=r"wait did not return within 0\.1 s"):
+        await in_thread(0.1, hangs.wait)
+    assert time.monotonic() - started < 30
+    hangs.set()
+
+
+async def test_hundreds_of_calls_wait_at_a_time():
+    gate = threading.Barrier(300)
+    await asyncio.gather(*(in_thread(60, gate.wait) for _ in range(300)))
+
+
+async def test_what_a_call_raises_is_raised():
+    with pytest.raises(KeyError, match="a"):
+        await in_thread(10, {}.__getitem__, "a")
+
+
+def test_the_kind_follows_from_what_is_given(needs_local, monkeypatch):
+    monkeypatch.delenv("SKYRL_GYM_SANDBOX", raising=False)
+    assert isinstance(make_runtime(RuntimeSpec(url="http://127.0.0.1:1")), RemoteRuntime)
+    assert isinstance(make_runtime(RuntimeSpec(kind="local", url="http://127.0.0.1:1")), HostRuntime)
+    assert isinstance(make_place(RuntimeSpec(image="some/image")), DockerPlace)
+    assert isinstance(make_place(RuntimeSpec(kind="local", image="some/image")), LocalPlace)
+    assert isinstance(make_place(RuntimeSpec()), LocalPlace)
+    monkeypatch.setenv("SKYRL_GYM_SANDBOX", "process")
+    assert isinstance(make_place(RuntimeSpec()), ProcessPlace)
+    assert isinstance(make_place(RuntimeSpec(kind="local")), LocalPlace)
+
+
+def test_a_section_is_laid_over_the_wishes_of_a_task(monkeypatch):
+    spec = RuntimeSpec(image="a", files={"x": "y"}, limits=LIMITS)
+    assert spec_with(RuntimeSection(), spec) == spec
+    monkeypatch.setenv("A_TOKEN", "secret")
+    section = RuntimeSection(
+        kind="remote", url="http://b", token_env="A_TOKEN", command_timeout_seconds=300, memory_bytes=1 << 20
+    )
+    laid = spec_with(section, spec)
+    assert (laid.kind, laid.url, laid.token, laid.image, laid.files) == (
+        "remote",
+        "http://b",
+        "secret",
+        "a",
+        {"x": "y"},
+    )
+    assert (laid.limits.wall_seconds, laid.limits.cpu_seconds, laid.limits.memory_bytes) == (300, 300, 1 << 20)
+    monkeypatch.delenv("A_TOKEN")
+    with pytest.raises(ConfigError, match=r"runtime\.token_env.*A_TOKEN is not set"):
+        spec_with(section, spec)

@@ -1,0 +1,266 @@
+"""The runtime server: what a repeated, late, large or uninvited request does."""
+
+import asyncio
+import json
+import select
+import socket
+import threading
+import uuid
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+
+import httpx
+import pytest
+
+from skyrl_agent.errors import ConfigError, InfraError
+from skyrl_agent.runtimes import Limits, RuntimeSpec, make_runtime, remote
+from skyrl_agent.services import runtime as service
+from skyrl_gym.sandbox import make_sandbox
+
+from .runtime_places import LIMITS, eventually, long_sleep, processes_with, serving
+
+WISHES = {"limits": asdict(LIMITS)}
+
+
+@pytest.fixture(autouse=True)
+def needs_local():
+    try:
+        make_sandbox("local")
+    except InfraError as error:
+        pytest.skip(f"no local sandbox here: {error}")
+
+
+class Direct:
+    """Requests as they are, to one runtime."""
+
+    def __init__(self, url: str, **headers: str):
+        self.url = f"{url}/runtimes/{uuid.uuid4().hex}"
+        self.client = httpx.Client(timeout=60, trust_env=False, headers=headers)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.ask("DELETE")
+        self.client.close()
+
+    def ask(self, method, path="", **body):
+        return self.client.request(method, self.url + path, **body)
+
+    def make(self, **wishes):
+        return self.ask("PUT", "?wait=20", json=WISHES | wishes)
+
+    def run(self, command, id="command-1", wait=20):
+        return self.ask("PUT", f"/commands/{id}?wait={wait}", json={"command": command})
+
+
+def problem(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["kind"]
+
+
+def test_a_request_that_is_made_twice_does_nothing_twice(server):
+    with Direct(server) as runtime:
+        first = runtime.make(setup=["echo made >>log"])
+        assert first.json()["ready"] and runtime.make().json() == first.json()
+        for _ in range(3):
+            answer = runtime.run("echo run >>log; echo said", id="command-1")
+            assert answer.json()["result"]["stdout"] == "said\n"
+        assert runtime.ask("GET", "/files?path=log").content == b"made\nrun\n"
+
+
+def test_a_command_that_runs_is_found_again(server):
+    with Direct(server) as runtime:
+        runtime.make()
+        command = "sleep 0.5; echo done"
+        assert runtime.run(command, wait=0).json() == {"result": None}
+        assert problem(runtime.run("true", id="command-2")) == (500, "infrastructure")  # one at a time
+        assert runtime.run(command).json()["result"]["stdout"] == "done\n"
+        assert runtime.ask("GET", "/commands/command-1").json()["result"]["stdout"] == "done\n"
+
+
+def test_a_command_that_was_ended_is_not_begun_by_a_late_request(server):
+    with Direct(server) as runtime:
+        runtime.make()
+        assert runtime.ask("DELETE", "/commands/command-1").status_code == 204
+        assert problem(runtime.run("echo run >log", id="command-1")) == (500, "infrastructure")
+        assert problem(runtime.ask("GET", "/files?path=log")) == (404, "missing_file")
+
+
+def test_a_result_that_is_not_kept_is_not_made_again(server):
+    with Direct(server) as runtime:
+        runtime.make()
+        for number in range(10):
+            runtime.run("echo run >>log", id=f"command-{number}")
+        answer = runtime.run("echo run >>log", id="command-0")
+        assert "not kept" in answer.json()["message"]
+        assert runtime.ask("GET", "/files?path=log").content == b"run\n" * 10
+
+
+def test_a_runtime_that_was_closed_is_not_made_by_a_late_request(server):
+    with Direct(server) as runtime:
+        assert runtime.ask("DELETE").status_code == 204
+        assert problem(runtime.make()) == (410, "gone")
+        assert problem(runtime.run("true")) == (410, "gone")
+
+
+@pytest.mark.slow
+def test_without_heartbeats_a_runtime_is_closed_with_what_runs_in_it(server):
+    sleep = long_sleep()
+    with Direct(server) as runtime:
+        runtime.make(lease_seconds=2.0)
+        runtime.run(sleep, wait=0)
+        assert eventually(lambda: processes_with(sleep))
+        assert eventually(lambda: not processes_with(sleep))
+        answer = runtime.ask("GET", "/commands/command-1")
+        assert problem(answer) == (410, "gone")
+        assert "nothing was heard of its owner for 2 s" in answer.json()["message"]
+
+
+@pytest.mark.slow
+async def test_a_client_that_waits_keeps_its_lease(server):
+    async with make_runtime(RuntimeSpec(url=server, lease_seconds=2.0, limits=LIMITS)) as runtime:
+        assert (await runtime.exec("sleep 3; echo on")).stdout == "on\n"
+        await asyncio.sleep(3)
+        assert (await runtime.exec("echo on")).stdout == "on\n"
+
+
+@contextmanager
+def forgetful_proxy(url: str, forget: int):
+    """Passes requests on and drops the first answers: the server did what it was asked, and nobody heard."""
+    server, dropped = httpx.URL(url), []
+
+    def pass_on(client: socket.socket) -> None:
+        with client, socket.create_connection((server.host, server.port)) as upstream:
+            heard = b""
+            while True:
+                for source in select.select([client, upstream], [], [])[0]:
+                    data = source.recv(1 << 16)
+                    heard += data if source is client else b""
+                    if not data or (source is upstream and b"/commands/" in heard and len(dropped) < forget):
+                        dropped.extend([heard] if data else [])
+                        return
+                    (upstream if source is client else client).sendall(data)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=pass_on, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", dropped
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+async def test_a_command_whose_answer_was_lost_has_run_once(server):
+    with forgetful_proxy(server, forget=3) as (url, dropped):
+        async with make_runtime(RuntimeSpec(url=url, limits=LIMITS)) as runtime:
+            assert (await runtime.exec("echo run >>log; cat log")).stdout == "run\n"
+            assert len(dropped) == 3
+
+
+async def test_a_server_has_room_for_so_many_runtimes(monkeypatch):
+    with serving(max_runtimes=1) as url:
+        first, second = (make_runtime(RuntimeSpec(url=url, limits=LIMITS)) for _ in range(2))
+        await first.start()
+        with Direct(url) as third:
+            assert problem(third.make()) == (503, "full")
+        assert httpx.get(f"{url}/health", trust_env=False).json()["runtimes"] == 1
+        waiting = asyncio.create_task(second.start())
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        await first.close()
+        await waiting
+        monkeypatch.setattr(remote, "START_SECONDS", 0.5)
+        with pytest.raises(InfraError, match="all 1 runtimes of this server are in use"):
+            await make_runtime(RuntimeSpec(url=url)).start()
+        await second.close()
+
+
+async def test_large_requests_and_outputs_are_bounded(server):
+    with serving(max_body_bytes=10_000, max_output_bytes=1000) as url:
+        async with make_runtime(RuntimeSpec(url=url, limits=LIMITS)) as runtime:
+            await runtime.write("a", b"x" * 10_000)
+            with pytest.raises(InfraError, match="10000 bytes"):
+                await runtime.write("b", b"x" * 10_001)
+            result = await runtime.exec("cat a")
+            assert (result.outcome, len(result.stdout)) == ("output", 1000)
+
+        def pieces():
+            yield from [b"x" * 5000] * 3
+
+        with Direct(url) as runtime:
+            runtime.make()
+            assert problem(runtime.ask("PUT", "/files?path=c", content=pieces())) == (413, "request")
+
+
+async def test_a_token_is_asked_for(server):
+    with serving(token="schlüssel") as url:
+        async with make_runtime(RuntimeSpec(url=url, token="schlüssel", limits=LIMITS)) as runtime:
+            assert (await runtime.exec("echo in")).stdout == "in\n"
+        for token in (None, "wrong", "schlussel"):
+            with pytest.raises(InfraError, match="token is missing or wrong"):
+                await make_runtime(RuntimeSpec(url=url, token=token)).start()
+        assert httpx.get(f"{url}/health", trust_env=False).status_code == 401
+
+
+def test_a_page_in_a_browser_is_not_let_in(server):
+    with Direct(server, Host="evil.example") as runtime:
+        assert problem(runtime.make()) == (403, "unauthorized")
+
+
+@pytest.mark.parametrize(
+    "method, path, content",
+    [
+        ("PUT", "", b"no json"),
+        ("PUT", "", json.dumps({"file": {}}).encode()),
+        ("PUT", "", json.dumps({"lease_seconds": -1}).encode()),
+        ("PUT", "?wait=1000", b"{}"),
+        ("GET", "/files", b""),
+    ],
+)
+def test_a_wrong_request_is_told_what_is_wrong(server, method, path, content):
+    with Direct(server) as runtime:
+        assert problem(runtime.ask(method, path, content=content)) == (400, "request")
+
+
+def test_ids_are_words(server):
+    with httpx.Client(base_url=server, trust_env=False) as client:
+        assert problem(client.put("/runtimes/a.b", json={})) == (400, "request")
+
+
+def test_beyond_this_machine_a_token_must_be_set(monkeypatch, capsys):
+    monkeypatch.delenv(service.TOKEN_VARIABLE, raising=False)
+    with pytest.raises(SystemExit):
+        service.main(["--host", "0.0.0.0", "--port", "0"])
+    assert f"set {service.TOKEN_VARIABLE}" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_an_error(capsys):
+    with service.listen("127.0.0.1", 0) as listener:
+        listener.listen()
+        assert service.main(["--port", str(listener.getsockname()[1])]) == 1
+    assert "cannot be listened on" in capsys.readouterr().err
+
+
+async def test_a_server_that_is_none_is_an_infrastructure_failure(monkeypatch):
+    with service.listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+    monkeypatch.setattr(remote, "START_SECONDS", 0.5)
+    monkeypatch.setattr(remote, "CANCEL_SECONDS", 0.2)
+    with pytest.raises(InfraError, match=f"127.0.0.1:{port}"):
+        await make_runtime(RuntimeSpec(url=f"http://127.0.0.1:{port}")).start()
+
+
+@pytest.mark.parametrize("spec", [RuntimeSpec(kind="remote"), RuntimeSpec(url="somewhere:80")])
+def test_an_address_that_cannot_be_one_is_a_config_error(spec):
+    with pytest.raises(ConfigError, match=r"runtime\.url"):
+        make_runtime(spec)
+
+
+async def test_a_command_of_a_runtime_that_waits_longer_than_one_request(server, monkeypatch):
+    monkeypatch.setattr(remote, "POLL_SECONDS", 0.2)
+    async with make_runtime(RuntimeSpec(url=server, limits=LIMITS)) as runtime:
+        assert (await runtime.exec("sleep 1; echo done")).stdout == "done\n"
+        limits = Limits(output_bytes=8 << 20)
+        assert len((await runtime.exec("yes | head -c 4000000", limits=limits)).stdout) == 4_000_000
