@@ -1,0 +1,86 @@
+"""The examples of software and terminal tasks: rows that the tasks take, and a run of them."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyrl_agent.tasks.base import Instance
+from skyrl_agent.tasks.local_swe import LocalSWETask
+from skyrl_agent.tasks.terminal import TerminalTask
+
+parquet = pytest.importorskip("pyarrow.parquet")
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "agent"
+
+
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    search_path = list(sys.path)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path[:] = search_path
+    return module
+
+
+def written(script: str, output: Path, *arguments: object) -> list[dict]:
+    load(EXAMPLES / script).main(["--output_dir", str(output), *map(str, arguments)])
+    return [
+        row for name in ("train", "validation") for row in parquet.read_table(output / f"{name}.parquet").to_pylist()
+    ]
+
+
+def test_made_programs_become_rows(tmp_path):
+    rows = written("swe/swe_dataset.py", tmp_path)
+    assert len(rows) == 4
+    for row in rows:
+        LocalSWETask().check_row(Instance(row, row["id"]))
+        assert "solution" not in row
+
+
+def test_published_programs_become_rows(tmp_path, test_data):
+    path = test_data / "swe" / "exercism_python.jsonl.gz"
+    rows = written("swe/swe_dataset.py", tmp_path, "--input", path, "--validation_share", 0.2)
+    assert len(rows) == 137
+    for row in rows:
+        task, instance = LocalSWETask(), Instance(row, row["id"])
+        task.check_row(instance)
+        assert task.get_instruction(instance) == row["prompt"]
+
+
+@pytest.mark.slow
+def test_made_programs_are_solved_by_their_solutions(sandboxed, tmp_path, capsys):
+    output = tmp_path / "trajectories.jsonl"
+    assert load(EXAMPLES / "swe" / "scripted_swe.py").main(["--output", str(output)]) == 0
+    assert "4 of 4 solved" in capsys.readouterr().out
+    assert len([json.loads(line) for line in output.read_text().splitlines()]) == 4
+
+
+def test_terminal_rows(tmp_path, test_data):
+    for row in written("terminal/terminal_dataset.py", tmp_path / "made"):
+        TerminalTask().check_row(Instance(row, row["id"]))
+    folder = test_data / "agent_envs"
+    arguments = ("--input", folder / "nl2bash_tasks.jsonl.gz", "--validation_share", 0.2)
+    setups = ("--nl2bash_setups", folder / "nl2bash_setups.jsonl.gz")
+    rows = written("terminal/terminal_dataset.py", tmp_path / "nl2bash", *arguments, *setups)
+    assert len(rows) == 144
+    assert all(row["gold"] not in row["prompt"][-1]["content"] for row in rows)
+
+
+@pytest.mark.slow
+async def test_made_terminal_tasks_can_be_solved(play, tmp_path):
+    rows = load(EXAMPLES / "terminal" / "terminal_dataset.py").made_rows(3)
+    question, change, command = rows
+    assert (await play(TerminalTask(), question, "cat logs/* | grep -c error"))[1].reward == 1.0
+    few = change["instruction"].split("fewer than ")[1].split()[0]
+    delete = f"for f in logs/*; do [ $(grep -c error $f) -lt {few} ] && rm $f; done"
+    assert (await play(TerminalTask(), change, delete))[1].reward == 1.0
+    assert (await play(TerminalTask(), change, ""))[1].reward == 0.0
+    other = "cd logs && for f in $(ls); do sed -n 1,5p $f | grep slow >/dev/null || echo $f; done"
+    assert (await play(TerminalTask(), command, answer=other))[1].reward == 1.0
+    assert (await play(TerminalTask(), command, answer="ls logs"))[1].reward == 0.0
