@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two threads of one process fight over two cores
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the task beside this file; importlib mode does not
 
 WORDS = ["user", "assistant", "system", "tool"]
 
@@ -54,3 +57,31 @@ async def endpoint(engine: Any, tokenizer: Any) -> AsyncIterator[Any]:
     await server.start()
     yield server
     await server.stop()
+
+
+@pytest.fixture
+def slow_agent() -> Iterator[str]:
+    """The name of an agent that asks, or sleeps for a long time, as its row's `thing` says."""
+    from skyrl_agent.agents.mapping import AGENT_GENERATOR_REGISTRY, AGENT_TRAJECTORY_REGISTRY
+
+    name = "agents_of_tests.Slow"
+    AGENT_TRAJECTORY_REGISTRY[name] = _slow_trajectory()
+    AGENT_GENERATOR_REGISTRY[name] = "skyrl_agent.agents.base.AgentRunner"
+    yield name
+    del AGENT_TRAJECTORY_REGISTRY[name], AGENT_GENERATOR_REGISTRY[name]
+
+
+def _slow_trajectory() -> type[Any]:
+    from skyrl_agent.agents.trajectory import BaseTrajectory
+
+    class Slow(BaseTrajectory):
+        async def initialize_trajectory(self) -> None: ...
+
+        async def generate_trajectory(self) -> None:
+            if self.instance.row["thing"] == "sleeps":
+                await asyncio.sleep(600)
+            await self.infer_engine.async_generate_ids(input_ids=[1], sampling_params={}, request_id="slow")
+
+        async def evaluate_trajectory(self) -> None: ...
+
+    return Slow

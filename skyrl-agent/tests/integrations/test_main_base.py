@@ -8,12 +8,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import drawers
 import pytest
 import yaml
-
-sys.path.insert(0, str(Path(__file__).parent))  # for the task beside this file; importlib mode does not
-
-import drawers
 
 from skyrl_agent import AutoAgentRunner
 from skyrl_agent.records import read_records

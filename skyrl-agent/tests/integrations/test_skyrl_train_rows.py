@@ -1,0 +1,107 @@
+"""What skyrl-train makes of trajectories: failures, several rows of one, advantages."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyrl_agent.functional.utils import Observation, TokensWithLogprobs, Transition
+from skyrl_agent.integrations.skyrl_train.skyrl_train_backend import (
+    SkyRLAgentGenerator,
+    SkyRLBackend,
+    generator_output,
+    instance_rows,
+)
+from skyrl_agent.training_rows import of_rows, training_rows, trajectory_advantages
+from skyrl_agent.types import Failure, TrajectoryResult
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.dataset.rollout_batch import rollout_batch
+from skyrl_train.errors import WorkerError
+from skyrl_train.generators.base import GeneratorInput, TrajectoryID
+from skyrl_train.generators.batches import prepare_generator_input, validate_generator_output
+from skyrl_train.generators.step_wise import per_row
+from skyrl_train.judging import judge
+
+
+def result(reward: float | None, *turns: tuple[list[int], list[int]], reason: str = "FINISH") -> TrajectoryResult:
+    transitions = [
+        Transition(Observation(read), TokensWithLogprobs(wrote, [-0.5] * len(wrote), weight_versions=[3] * len(wrote)))
+        for read, wrote in turns
+    ]
+    failure = None if reward is not None else Failure("generate", "infrastructure", "no engine")
+    return TrajectoryResult(transitions=transitions, reward=reward, finish_reason=reason, failure=failure)
+
+
+GROUPS = [
+    [
+        result(1.0, ([5, 6], [7]), ([5, 6, 7, 8], [9, 10])),
+        result(0.0, ([5, 6], [7]), ([11], [12]), ([11, 12, 13], [14])),  # it rewrote its history
+        result(None, reason="error_runtime"),
+    ],
+    [
+        result(0.5, ([5], [6])),
+        result(0.25, ([5], [7, 8]), reason="max_iterations_reached"),
+        result(1.0, ([5], [9])),
+    ],
+]
+
+
+def test_rows_pass_the_trainers_checks_and_get_each_trajectorys_advantage():
+    rows = training_rows(GROUPS, 100)
+    ids = [TrajectoryID(uid, n) for uid in ("0", "1") for n in range(3)]
+    output = generator_output(rows, ids)
+    validate_generator_output(6, output)
+    assert output["is_last_step"] == [True, False, True, True, True, True, True]
+    assert output["rewards"] == [1.0, 0.0, 0.0, 0.0, 0.5, 0.25, 1.0]
+    uids = per_row(output, [trajectory_id.instance_id for trajectory_id in ids])
+    batch = rollout_batch(output, uids, SimpleNamespace(pad_token_id=0), step=1)  # type: ignore[arg-type]
+    cfg = SkyRLConfig.from_dict({"trainer": {"algorithm": {"advantage_estimator": "rloo", "use_kl_loss": False}}})
+    judged, metrics = judge(batch, cfg, 0.0)
+    found = [row[0].item() for row in judged.tensor("advantages")]
+    assert found == pytest.approx(of_rows(rows, trajectory_advantages(rows, "leave_one_out")))
+    assert found == pytest.approx([1.0, -1.0, -1.0, 0.0, -0.125, -0.5, 0.625])
+    assert judged.tensor("loss_mask").sum(dim=1).tolist() == [3, 1, 2, 0, 1, 0, 1]
+    assert metrics["loss/avg_final_rewards"] == pytest.approx(2.75 / 5)
+
+
+def test_failures_and_versions_are_told():
+    output = generator_output(training_rows(GROUPS, 100))
+    failures = output["failures"]
+    assert failures is not None and [failure is not None for failure in failures] == [False] * 3 + [True] + [False] * 3
+    assert failures[3].kind == "infrastructure" and failures[3].message == "generate: no engine"
+    assert output["weight_versions"] == [[3, -1, 3, 3], [3], [3, -1, 3], [-1], [3], [3, 3], [3]]
+    assert output["rollout_metrics"]["generate/num_failed/infrastructure"] == 1
+    assert output["rollout_metrics"]["rollout_metrics/error_runtime"] == pytest.approx(1 / 6)
+
+
+def test_a_prompt_is_asked_once_however_many_samples_it_has():
+    prompts = [
+        {"prompt": [{"role": "user", "content": text}], "env_class": None, "env_extras": {"answer": text}, "uid": uid}
+        for uid, text in (("0", "a"), ("1", "a"))
+    ]
+    batch, _ = prepare_generator_input(prompts, 3, None, None, "train", 1)
+    rows = instance_rows(batch)
+    assert [(row["prompt"][0]["content"], row["answer"]) for row in rows] == [("a", "a"), ("a", "a")]
+
+
+class DyingEngine:
+    """Answers nobody: it died."""
+
+    async def generate(self, request: Any) -> Any:
+        raise WorkerError("the engine died; its log says why")
+
+
+async def test_engines_that_will_not_come_back_end_the_batch_at_once(tmp_path, slow_agent):
+    from skyrl_agent.testing import byte_tokenizer
+
+    path = tmp_path / "task.yaml"
+    path.write_text(f"agent_cls: {slow_agent}\ntask: drawers.Drawers\n")
+    cfg = SkyRLConfig.from_dict({"generator": {"task": str(path), "n_samples_per_prompt": 1}}).generator
+    generator = SkyRLAgentGenerator(cfg, DyingEngine(), byte_tokenizer())  # type: ignore[arg-type]
+    assert isinstance(generator.runner.infer_engine, SkyRLBackend)
+    extras = [{"drawer": "a", "thing": thing} for thing in ("asks", "sleeps")]
+    batch = GeneratorInput(prompts=[[{"role": "user", "content": "a"}]] * 2, env_classes=["", ""], env_extras=extras)
+    async with asyncio.timeout(20):
+        with pytest.raises(WorkerError, match="the engine died"):
+            await generator.generate(batch)
