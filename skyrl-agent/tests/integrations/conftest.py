@@ -11,7 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two threads of on
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the task beside this file; importlib mode does not
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[2] / "skyrl-tx" / "tests")]  # for helpers; importlib mode does not
 
 WORDS = ["user", "assistant", "system", "tool"]
 
