@@ -30,7 +30,9 @@ class Judgement:
 
 
 class BaseTask:
-    """Subclasses are made with the keywords of `task_config`; a method they do not need keeps its default.
+    """Subclasses are made with the keywords of `task_config`; a method they do not need keeps its default. One whose
+    environments are lent by the dispatcher (`async_fix_pool`) also has `async make_environment(place: int)` and
+    `async close_environment(environment)`.
 
     An outage (judge away, sandbox gone) is raised as `InfraError` and tried again; a row that cannot be used as
     `TaskRowError`. Neither is ever a reward of 0.
