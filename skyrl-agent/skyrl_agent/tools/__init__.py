@@ -32,6 +32,7 @@ TOOL_REGISTRY |= {
     "finish": "skyrl_agent.tools.finish:Finish",
     "local_search": "skyrl_agent.tools.local_search:LocalSearch",
     "next_with_summary": "skyrl_agent.tools.memory:NextWithSummary",
+    "page": "skyrl_agent.tools.page:Page",
     "python": "skyrl_agent.tools.python:Python",
     "search_engine": "skyrl_agent.tools.web_search:SearchEngine",
     "str_replace_editor": "skyrl_agent.tools.editor:StrReplaceEditor",

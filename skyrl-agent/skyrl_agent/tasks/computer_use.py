@@ -1,0 +1,90 @@
+"""Tasks done in a browser, on a site that the row brings.
+
+A row has `instruction`, `files` ({path: text}: pages, scripts, styles) and `start` (`index.html`), and is judged by
+`check`, JavaScript whose value in the last page must be true (`() => document.title === "Sent"`), or by
+`expected_output`, the answer.
+
+A browser is an environment: made once, lent to one trajectory at a time. `dispatcher.type` must be `async_fix_pool`,
+`num_environments` is how many browsers there are.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_agent.errors import ConfigError
+from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
+from skyrl_agent.tasks.browser_page import BrowserPage
+from skyrl_agent.types import Message, TrajectoryResult
+
+SYSTEM = """You use a browser. The tool `page` shows the page as text, with numbers at what can be clicked or filled \
+in, and acts on it. There is no network beyond this site."""
+
+
+class ComputerUseTask(BaseTask):
+    uses_runtime = True
+    tools = ("page", "finish")
+
+    async def make_environment(self, place: int) -> BrowserPage:
+        return await BrowserPage.open()
+
+    async def close_environment(self, environment: BrowserPage) -> None:
+        await environment.close()
+
+    def check_row(self, instance: Instance) -> None:
+        row = instance.row
+
+        def wrong(what: str) -> TaskRowError:
+            return TaskRowError(f"ComputerUseTask, row {instance.instance_id}: {what}")
+
+        if not row.get("instruction"):
+            raise wrong("instruction must say what to do")
+        files = files_of(instance)
+        start = row.get("start") or "index.html"
+        if start not in files:
+            raise wrong(f"files must have the page {start!r}; there are: {', '.join(files) or 'none'}")
+        if (row.get("check") is None) == (row.get("expected_output") is None):
+            raise wrong("either check or expected_output must say how it is judged")
+
+    def get_instruction(self, instance: Instance) -> list[Message]:
+        text = (
+            f"{instance.row['instruction']}\n\nCall the finish tool when it is done, with the answer if there is one."
+        )
+        return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+
+    async def initialize_runtime(self, instance: Instance, runtime: Any) -> None:
+        await page_of(runtime).show(files_of(instance), instance.row.get("start") or "index.html")
+
+    async def complete_runtime(self, instance: Instance, runtime: Any, result: Any) -> dict[str, Any]:
+        if instance.row.get("check") is None:
+            return {"answer": result}
+        try:
+            passed = await page_of(runtime).run(instance.row["check"]) is True
+        except ValueError:  # on the page where the agent ended it cannot be asked
+            passed = False
+        return {"answer": result, "passed": passed}
+
+    async def evaluate_result(
+        self, result: Any, instance: Instance, trajectory: TrajectoryResult, runtime: Any = None
+    ) -> Judgement:
+        result = result or {}
+        if instance.row.get("check") is not None:
+            return Judgement(float(result.get("passed", False)))
+        answer = str(result.get("answer") or "")
+        return Judgement(float(answer.strip() == str(instance.row["expected_output"]).strip()))
+
+
+def files_of(instance: Instance) -> Mapping[str, str]:
+    files = instance.row.get("files") or {}
+    files = json.loads(files) if isinstance(files, str) else files
+    return {path: text for path, text in files.items() if text is not None}  # tables fill gaps with null
+
+
+def page_of(runtime: Any) -> BrowserPage:
+    """
+    Raises:
+        ConfigError: the dispatcher lends no browsers.
+    """
+    if not isinstance(runtime, BrowserPage):
+        raise ConfigError("computer use needs browsers to lend: set dispatcher.type to async_fix_pool")
+    return runtime

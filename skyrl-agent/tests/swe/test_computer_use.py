@@ -1,0 +1,93 @@
+"""Tasks in a browser. Those that need one are skipped where there is none."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from skyrl_agent.config.task_file import read_task
+from skyrl_agent.errors import ConfigError, TaskRowError
+from skyrl_agent.integrations.base import BACKEND_REGISTRY, Backend, plain_rows, published_output
+from skyrl_agent.runner import AgentRunner
+from skyrl_agent.tasks.base import Instance
+from skyrl_agent.tasks.browser_page import PROGRAM_VARIABLE
+from skyrl_agent.tasks.computer_use import ComputerUseTask, page_of
+from skyrl_agent.testing import ScriptedModel, byte_tokenizer
+
+from .swe_oracle import call
+
+FORM = """<title>Order</title><form action="sent.html"><label>Name <input name="who"></label>
+<select name="size"><option>small</option><option>large</option></select><button>Send</button></form>"""
+SENT = """<title>Sent</title><p id="who"></p><script>
+document.getElementById("who").innerText = new URLSearchParams(location.search).toString();</script>"""
+ROW = {
+    "instruction": "Order a large one for Ada.",
+    "files": {"index.html": FORM, "sent.html": SENT},
+    "check": "() => document.title === 'Sent' && location.search === '?who=Ada&size=large'",
+}
+
+
+@pytest.fixture
+def browser(monkeypatch) -> None:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs skyrl-agent[browser]")
+    program = os.environ.get(PROGRAM_VARIABLE) or shutil.which("chromium") or shutil.which("google-chrome")
+    if program:
+        monkeypatch.setenv(PROGRAM_VARIABLE, program)
+        return
+    with sync_api.sync_playwright() as playwright:
+        if not Path(playwright.chromium.executable_path).exists():
+            pytest.skip("no Chromium: playwright install chromium, or apt-get install chromium")
+
+
+def runner(answers, **dispatcher) -> AgentRunner:
+    BACKEND_REGISTRY["itself"] = Backend(lambda infer_engine, **_: infer_engine, plain_rows, published_output)
+    cfg = {
+        "task": "skyrl_agent.tasks.computer_use.ComputerUseTask",
+        "generator": {"infer_backend": "itself", "max_iterations": 8, "max_prompt_length": 50_000},
+        "dispatcher": {"type": "async_fix_pool", "num_environments": 2, **dispatcher},
+    }
+    tokenizer = byte_tokenizer()
+    return AgentRunner(read_task(cfg), ScriptedModel(tokenizer, answers), tokenizer)
+
+
+@pytest.mark.slow
+async def test_a_form_is_filled_in_and_sent(browser):
+    answers = [
+        call("page", action="look"),
+        call("page", action="type", number="1", text="Ada"),
+        call("page", action="type", number="2", text="large"),
+        call("page", action="click", number="3"),
+        call("finish", answer="sent"),
+    ]
+    rows = await runner(answers).rows([ROW] * 5)
+    assert rows.traj_rewards == [1.0] * 5
+
+
+@pytest.mark.slow
+async def test_the_page_is_judged_not_the_word(browser):
+    rows = await runner([call("finish", answer="sent")]).rows([ROW])
+    assert (rows.traj_rewards, rows.finish_reasons) == ([0.0], ["FINISH_TOOL"])
+
+
+async def test_without_browsers_to_lend_the_setting_is_named():
+    with pytest.raises(ConfigError, match=r"set dispatcher.type to async_fix_pool"):
+        page_of(None)
+    agents = runner([call("finish", answer="sent")], type="async_pipeline", num_environments=None)
+    groups = [group async for group in agents.groups([ROW])]
+    failure = groups[0].results[0].failure
+    assert failure is not None and "dispatcher.type must be async_fix_pool" in failure.message
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"instruction": ""}, "instruction must say what to do"),
+        ({"start": "home.html"}, "files must have the page 'home.html'; there are: index.html, sent.html"),
+        ({"expected_output": "x"}, "either check or expected_output"),
+        ({"check": None}, "either check or expected_output"),
+    ],
+)
+def test_rows_are_checked(change, message):
+    with pytest.raises(TaskRowError, match=message):
+        ComputerUseTask().check_row(Instance(ROW | change, "7"))
