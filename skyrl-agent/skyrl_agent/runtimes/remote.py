@@ -148,6 +148,7 @@ class RemoteRuntime:
         is_image = snapshot is not None and snapshot.kind == "image"
         return NewRuntime(
             image=str(snapshot.value) if snapshot is not None and is_image else spec.image,
+            workdir=spec.workdir,
             files={path: as_bytes(data) for path, data in spec.files.items()} if snapshot is None else {},
             setup=spec.setup,
             env=dict(spec.env),

@@ -32,6 +32,7 @@ class Body(BaseModel):
 
 class NewRuntime(Body):
     image: str | None = None
+    workdir: str | None = None
     files: dict[str, bytes] = {}
     setup: tuple[str, ...] = ()
     env: dict[str, str] = {}

@@ -73,6 +73,7 @@ class Host:
             spec = RuntimeSpec(
                 kind=self.settings.kind,
                 image=wishes.image,
+                workdir=wishes.workdir,
                 files=wishes.files,
                 setup=wishes.setup,
                 env=wishes.env,
