@@ -5,7 +5,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +127,12 @@ class AgentRunner:
         )
         async with aclosing(dispatch.run(trajectories)) as run:  # pyright: ignore[reportArgumentType]
             async for trajectory in run:
+                result = replace(trajectory.result)  # what did not heed its cancellation may still write to the other
                 if self.file is not None:
-                    await asyncio.to_thread(self.file.append, trajectory.result, val_mode)
+                    await asyncio.to_thread(self.file.append, result, val_mode)
                 position = position_of[id(trajectory)]
                 group = ended.setdefault(position, [])
-                group.append(trajectory.result)
+                group.append(result)
                 if len(group) == size:
                     yield Group(position, sorted(ended.pop(position), key=lambda result: result.trajectory_id))
         if metrics is not None:
