@@ -118,6 +118,9 @@ class DispatcherSection(Section):
     initialize: StageLimits = StageLimits()
     generate: StageLimits = StageLimits()
     evaluate: StageLimits = StageLimits()
+    order: Literal["trajectories", "instances"] = "trajectories"
+    """Who goes first: the first trajectory of every instance, then the second of each; or all of the first instance, so
+    that groups complete early (streaming)."""
     num_environments: int | None = Field(default=None, ge=1)
     """Of `async_fix_pool`: environments made once and lent to one trajectory at a time."""
     close_timeout_seconds: float = Field(default=30.0, gt=0)

@@ -28,9 +28,8 @@ BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 1.0, 30.0
 class Dispatch:
     """One batch of trajectories, dispatched.
 
-    The first trajectory of every instance goes first, then the second of each, and so on. A failure ends its
-    trajectory, never the batch: `trajectory.fail` is told. What fails by `InfraError` is tried again; a trajectory
-    that fails so in `generate` begins anew. `close` is called at the end of each, whatever happened.
+    A failure ends its trajectory, never the batch: `trajectory.fail` is told. What fails by `InfraError` is tried again;
+    a trajectory that fails so in `generate` begins anew. `close` is called at the end of each, whatever happened.
 
     Each stage runs in an asyncio task of its own: what must be left in the task that entered it (anyio's cancel scopes)
     has to live within one stage. A stage that heeds no cancellation is left to itself, and may still write to its
@@ -82,7 +81,9 @@ class Dispatch:
         if self.total:
             raise RuntimeError("a Dispatch runs one batch: make another for the next")
         self.total, self._began, self._ended = len(trajectories), self._now(), 0.0
-        in_order = sorted(trajectories, key=lambda trajectory: trajectory.trajectory_id)
+        in_order = list(trajectories)
+        if self.section.order == "trajectories":
+            in_order.sort(key=lambda trajectory: trajectory.trajectory_id)
         if self.section.type not in PLANS:
             limits = parallel_agents(self.section, self.val_mode)
             dispatcher = DISPATCHER_REGISTRY[self.section.type]

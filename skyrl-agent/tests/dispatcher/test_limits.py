@@ -56,10 +56,13 @@ def test_initialised_runtimes_do_not_pile_up_before_a_slow_stage(queue):
     assert dispatch.metrics()["dispatcher/peak_alive"] == world.peak["open"]
 
 
-def test_the_first_trajectory_of_every_instance_goes_first():
+@pytest.mark.parametrize(
+    ("settings", "order"),
+    [({}, ["a0", "b0", "c0", "a1", "b1", "c1"]), ({"order": "instances"}, ["a0", "a1", "b0", "b1", "c0", "c1"])],
+)
+def test_the_first_trajectory_of_every_instance_goes_first_or_all_of_the_first_instance(settings, order):
     world = World()
-    dispatched(lambda: Dispatch(section("async_pipeline", agents=1, judges=1)), batch(world, 3, 2))
-    order = ["a0", "b0", "c0", "a1", "b1", "c1"]
+    dispatched(lambda: Dispatch(section("async_pipeline", agents=1, judges=1, **settings)), batch(world, 3, 2))
     for stage in ("initialize", "generate", "evaluate"):
         assert [name for begun, name in world.began if begun == stage] == order
 
