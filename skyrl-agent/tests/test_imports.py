@@ -28,7 +28,8 @@ print(json.dumps({"modules": imported, "heavy": [name for name in heavy if name 
 
 
 def test_importing_every_module_has_no_effect():
-    run = subprocess.run([sys.executable, "-I", "-B", "-c", PROGRAM], env={}, capture_output=True, text=True, timeout=120)
+    bare = [sys.executable, "-I", "-B", "-c", PROGRAM]
+    run = subprocess.run(bare, env={}, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout)
     assert len(told["modules"]) > 50

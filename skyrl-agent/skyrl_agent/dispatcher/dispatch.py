@@ -28,8 +28,8 @@ BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 1.0, 30.0
 class Dispatch:
     """One batch of trajectories, dispatched.
 
-    A failure ends its trajectory, never the batch: `trajectory.fail` is told. What fails by `InfraError` is tried again;
-    a trajectory that fails so in `generate` begins anew. `close` is called at the end of each, whatever happened.
+    A failure ends its trajectory, never the batch: `trajectory.fail` is told. What fails by `InfraError` is tried
+    again; a trajectory that fails so in `generate` begins anew. `close` is called at the end of each, whatever happened.
 
     Each stage runs in an asyncio task of its own: what must be left in the task that entered it (anyio's cancel scopes)
     has to live within one stage. A stage that heeds no cancellation is left to itself, and may still write to its
