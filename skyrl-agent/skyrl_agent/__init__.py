@@ -1,6 +1,9 @@
 """Long-horizon agents as rollouts. Importing it imports no trainer, opens nothing and reads no environment variable."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyrl_agent.auto import AutoAgentRunner
 
 __all__ = ["AutoAgentRunner"]
 

@@ -29,7 +29,7 @@ class Dispatch:
     """One batch of trajectories, dispatched.
 
     A failure ends its trajectory, never the batch: `trajectory.fail` is told. What fails by `InfraError` is tried
-    again; a trajectory that fails so in `generate` begins anew. `close` is called at the end of each, whatever happened.
+    again; a trajectory that fails so in `generate` begins anew. `close` is called at the end of each in any case.
 
     Each stage runs in an asyncio task of its own: what must be left in the task that entered it (anyio's cancel scopes)
     has to live within one stage. A stage that heeds no cancellation is left to itself, and may still write to its
