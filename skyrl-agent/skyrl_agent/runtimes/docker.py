@@ -47,7 +47,7 @@ class Machine(Container):
         super().__init__(image, spec.limits)
         configured = docker(["inspect", "--format", "{{.Config.WorkingDir}}", self.name]).decode().strip()
         self.shell('mkdir -p -- "$0"', FOLDER)
-        self.workdir = configured if configured not in ("", "/") else FOLDER
+        self.workdir = spec.workdir or (configured if configured not in ("", "/") else FOLDER)
 
     def run_arguments(self, image: str, limits: Limits) -> list[str]:
         memory = str(limits.memory_bytes)
@@ -98,19 +98,13 @@ class DockerPlace(Place[Machine]):
     def __init__(self, spec: RuntimeSpec) -> None:
         super().__init__(spec.limits)
         self._spec = spec
-        self._lease: Lease | None = None
 
     @property
     def workdir(self) -> str:
         return self._started().workdir
 
-    def open(self, lease: Lease) -> None:
-        self._lease = lease
-        self.start()
-
     def _make_workspace(self) -> Machine:
-        assert self._lease is not None
-        return Machine(self._spec, self._lease)
+        return Machine(self._spec, self.lease)
 
     def _launch(self, command: Sequence[str], env: Mapping[str, str] | None, limits: Limits) -> Launch:
         machine = self._started()

@@ -27,11 +27,23 @@ class Heart:
         self._watcher: tuple[int, int] | None = None
         """Its process id, and a descriptor that becomes readable when it ends."""
 
+    def be_watched(self) -> None:
+        """To be called before there is anything to leave behind. Starts the watcher if there is none (any more)."""
+        with self._lock:
+            if self._watcher is not None:
+                pid, descriptor = self._watcher
+                if not _is_readable(descriptor):
+                    return
+                os.close(descriptor)
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            pid = start_watcher()
+            self._watcher = pid, os.pidfd_open(pid)
+
     def hold(self, lease: Lease) -> None:
         """Renews the lease until it is dropped, or this process is gone."""
         with self._lock:
             self._held.add(lease)
-            self._keep_watched()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="skyrl-agent-heartbeat", daemon=True)
                 self._thread.start()
@@ -46,25 +58,13 @@ class Heart:
             self._changed.clear()
             with self._lock:
                 held = list(self._held)
-                if held:
-                    self._keep_watched()
+            if held:
+                self.be_watched()
             for lease in held:
                 with suppress(OSError):  # the next beat may
                     lease.renew()
             pause = min((lease.seconds / BEATS_PER_LEASE for lease in held), default=LONGEST_PAUSE_SECONDS)
             self._changed.wait(min(pause, LONGEST_PAUSE_SECONDS))
-
-    def _keep_watched(self) -> None:
-        """Starts the watcher if there is none (any more)."""
-        if self._watcher is not None:
-            pid, descriptor = self._watcher
-            if not select.select([descriptor], [], [], 0)[0]:
-                return
-            os.close(descriptor)
-            with suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-        pid = start_watcher()
-        self._watcher = pid, os.pidfd_open(pid)
 
 
 def start_watcher() -> int:
@@ -74,6 +74,12 @@ def start_watcher() -> int:
     silence = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDWR, 0)]
     silence += [(os.POSIX_SPAWN_DUP2, 0, number) for number in (1, 2)]
     return os.posix_spawn(sys.executable, command, environment, file_actions=silence, setsid=True)
+
+
+def _is_readable(descriptor: int) -> bool:
+    poll = select.poll()  # a number above 1024 is none for `select`
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 heart = Heart()

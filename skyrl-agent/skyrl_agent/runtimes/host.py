@@ -137,11 +137,12 @@ class HostRuntime:
         if self._place is not None:
             raise InfraError(f"runtime {self.id} is started already")
         place = make_place(self.spec)
-        self._lease = Lease.take(self.id, place.kind, self.spec.lease_seconds)
+        heartbeat.heart.be_watched()
+        self._lease = place.take_lease(self.id, self.spec.lease_seconds)
         heartbeat.heart.hold(self._lease)
         weakref.finalize(self, _give_up, self._lease)
         self._place = place
-        place.open(self._lease)
+        place.start()
         self.workdir, self.python = place.workdir, place.python
 
     def _run(

@@ -32,7 +32,7 @@ class Lease:
         process_start: of process `pid`, in clock ticks since the machine's start: tells it from a later one of that
             number.
         boot, namespace: in which that number means that process.
-        folder: what is to be removed, of a runtime on this machine. Containers carry the lease's id as a label.
+        folder: what is to be removed; none of a container, which carries the lease's id as a label.
     """
 
     id: str
@@ -47,19 +47,19 @@ class Lease:
     folder: str = ""
 
     @classmethod
-    def take(cls, id: str, kind: str, seconds: float) -> Self:
+    def take(cls, id: str, kind: str, seconds: float, folder: str = "") -> Self:
         """A new one of this process, written down before there is anything to remove.
 
         Raises:
             InfraError: it cannot be written.
         """
         path = lease_folder() / f"{id}.json"
-        lease = cls(id, kind, seconds, os.getpid(), process_start(os.getpid()), *_surroundings(), path)
-        record = {name: value for name, value in asdict(lease).items() if name not in ("path", "folder")}
+        lease = cls(id, kind, seconds, os.getpid(), process_start(os.getpid()), *_surroundings(), path, folder)
+        record = {name: value for name, value in asdict(lease).items() if name != "path"}
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.touch(mode=0o600, exist_ok=False)
-            lease._append(record)
+            path.write_text(json.dumps(record))
         except OSError as error:
             raise InfraError(
                 f"no lease of a runtime can be written in {path.parent} ({error}): {FOLDER_HELP}"
@@ -69,17 +69,10 @@ class Lease:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Raises ValueError for a file that is none (or only half written), FileNotFoundError."""
-        record: dict[str, object] = {}
-        for line in path.read_text().splitlines():
-            record |= json.loads(line)
         try:
-            return cls(**record, path=path)  # pyright: ignore[reportArgumentType]
+            return cls(**json.loads(path.read_text()), path=path)
         except TypeError as error:
             raise ValueError(f"{path} is no lease: {error}") from error
-
-    def note(self, folder: str) -> None:
-        """Writes down what there is to remove."""
-        self._append({"folder": folder})
 
     def renew(self) -> None:
         with suppress(FileNotFoundError):  # it ended; the runtime's user will notice
@@ -116,10 +109,6 @@ class Lease:
         if self.owner_ended:
             return f"its owner, process {self.pid}, has ended"
         return f"no heartbeat for {self.age:.0f} s" if self.age > self.seconds else None
-
-    def _append(self, record: dict[str, object]) -> None:
-        with open(self.path, "a") as file:
-            file.write(json.dumps(record) + "\n")
 
 
 FOLDER_HELP = f"set {FOLDER_VARIABLE} to a folder that can be written"

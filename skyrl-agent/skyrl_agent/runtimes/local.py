@@ -3,6 +3,7 @@
 import os
 import stat
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +15,7 @@ from skyrl_gym.sandbox.command import Command
 from skyrl_gym.sandbox.host import FilesType, HostSandbox
 from skyrl_gym.sandbox.local import LocalSandbox
 from skyrl_gym.sandbox.process import ProcessSandbox
-from skyrl_gym.sandbox.workspace import Workspace
+from skyrl_gym.sandbox.workspace import PREFIX, Workspace
 
 SPARE_BYTES = 1 << 20
 """A disk with less room than this is full."""
@@ -27,10 +28,17 @@ class Place(HostSandbox[FilesType]):
 
     kind: str
     workdir: str
+    lease: Lease
+    """There before it is started."""
 
-    def open(self, lease: Lease) -> None:
-        """Starts it, and writes down in the lease what there is to remove. Raises InfraError."""
-        raise NotImplementedError
+    def take_lease(self, id: str, seconds: float) -> Lease:
+        """Raises InfraError."""
+        self.lease = Lease.take(id, self.kind, seconds, self._folder(id))
+        return self.lease
+
+    def _folder(self, id: str) -> str:
+        """Where its files will be on this machine; empty if they are elsewhere."""
+        return ""
 
     def begin(self, command: Sequence[str], env: Mapping[str, str] | None, limits: Limits) -> Command:
         """Starts a command. Raises InfraError, and ValueError for what no system can start."""
@@ -42,9 +50,8 @@ class Place(HostSandbox[FilesType]):
 
 
 class WorkspacePlace(Place[Workspace]):
-    def open(self, lease: Lease) -> None:
-        self.start()
-        lease.note(self._started().root)
+    def _folder(self, id: str) -> str:
+        return os.path.join(tempfile.gettempdir(), PREFIX + id)
 
     def begin(self, command: Sequence[str], env: Mapping[str, str] | None, limits: Limits) -> Command:
         """One that finds more in the workspace than its limit is not ended for that: it may be here to remove it."""
@@ -76,9 +83,15 @@ class WorkspacePlace(Place[Workspace]):
 class LocalPlace(LocalSandbox, WorkspacePlace):
     kind, workdir = "local", "/workspace"
 
+    def _make_workspace(self) -> Workspace:
+        return Workspace(self._user, self.lease.folder)
+
 
 class ProcessPlace(ProcessSandbox, WorkspacePlace):
     kind = "process"
+
+    def _make_workspace(self) -> Workspace:
+        return Workspace(root=self.lease.folder)
 
     @property
     def workdir(self) -> str:

@@ -42,8 +42,7 @@ def workspace() -> str:
 
 
 def test_a_lease_says_who_owns_what():
-    lease = Lease.take("one", "local", 5.0)
-    lease.note("/a/folder")
+    lease = Lease.take("one", "local", 5.0, "/a/folder")
     (found,) = leases()
     assert (found.id, found.kind, found.seconds, found.pid, found.folder) == (
         "one",

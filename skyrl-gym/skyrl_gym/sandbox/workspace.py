@@ -29,12 +29,15 @@ class Workspace:
 
     Args:
         owner: user and group id that the folders belong to; our own if None.
+        root: where it is to be, for who must know beforehand; a new name if None.
     """
 
-    def __init__(self, owner: int | None = None):
+    def __init__(self, owner: int | None = None, root: str | None = None):
         _sweep()
         self.owner = owner
-        self.root = tempfile.mkdtemp(prefix=PREFIX)  # mode 0700
+        if root is not None:
+            os.mkdir(root, 0o700)
+        self.root = root or tempfile.mkdtemp(prefix=PREFIX)  # mode 0700
         self._lock = os.open(self.root, FOLDER)
         fcntl.flock(self._lock, fcntl.LOCK_EX)  # while we live
         for name in ("files", "tmp", "shm"):
