@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
+from skyrl_agent.config.task_file import load_task_file
+from skyrl_agent.errors import ConfigError as TaskFileError
+from skyrl_agent.integrations.tinker.settings import read_config
 from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
 from skyrl_train.algorithms.losses.contract import PolicyLossRegistry, TokenSelectorRegistry
 from skyrl_train.config import (
@@ -35,6 +38,7 @@ SUPERVISED: dict[str, type[SupervisedConfig]] = {
     "skyrl_train.entrypoints.main_sft": SupervisedConfig,
     "skyrl_train.entrypoints.main_dpo": PreferenceConfig,
 }
+TINKER, VERL = "skyrl_agent.integrations.tinker.tinker_train", "verl.trainer.main_ppo"
 EXAMPLE_ENTRY_POINTS = {path.stem: path for path in REPOSITORY.glob("examples/**/main_*.py")}
 
 STUB = """#!/usr/bin/env bash
@@ -102,7 +106,14 @@ def _import_once(path: Path) -> None:
 
 
 def checked_config(command: Command) -> Any:
-    """The settings of a command, composed and checked as its entry point does."""
+    """The settings of a command, composed and checked as its entry point does; of verl's, the task file alone."""
+    if command.module == TINKER:
+        config = read_config(command.overrides)
+        load_task_file(config.skyrl_agent_task_yaml)
+        return config
+    if command.module == VERL:
+        settings = dict(override.split("=", 1) for override in command.overrides)
+        return load_task_file(settings["+skyrl_agent.task_yaml"])
     own_entry_point = EXAMPLE_ENTRY_POINTS.get(command.module)
     if own_entry_point is not None:
         _import_once(own_entry_point)  # it may register losses or estimators
@@ -112,12 +123,19 @@ def checked_config(command: Command) -> Any:
         composed = compose("base_config", overrides=command.overrides)
     if supervised is not None:
         return validate_supervised_cfg(composed, supervised)
-    return validate_generator_cfg(composed) if "main_generate" in command.module else validate_cfg(composed)
+    config = validate_generator_cfg(composed) if "main_generate" in command.module else validate_cfg(composed)
+    if config.generator.task is not None:
+        load_task_file(config.generator.task)
+    return config
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: str(script.relative_to(REPOSITORY / "examples")))
 def test_the_settings_of_an_example_are_valid(script, tmp_path):
-    started = [command for command in commands_of(script, tmp_path) if "main_" in command.module]
+    started = [
+        command
+        for command in commands_of(script, tmp_path)
+        if "main_" in command.module or command.module in (TINKER, VERL)
+    ]
     assert started, f"{script} starts no entry point"
     for command in started:
         checked_config(command)
@@ -134,6 +152,15 @@ def test_a_misspelt_setting_in_a_script_is_found(tmp_path):
     script.write_text('"$PYTHON" -m skyrl_train.entrypoints.main_base trainer.algorithm.eps_clp_high=0.28 "$@"\n')
     (command,) = commands_of(script, tmp_path)
     with pytest.raises(ConfigError, match=r"eps_clp_high; did you mean trainer.algorithm.eps_clip_high"):
+        checked_config(command)
+
+
+def test_a_misspelt_key_of_a_task_file_is_found(tmp_path):
+    (tmp_path / "task.yaml").write_text("task: module.Task\ngenerator: {max_iteration: 3}\n")
+    script = tmp_path / "run_wrong.sh"
+    script.write_text(f'"$PYTHON" -m {VERL} +skyrl_agent.task_yaml={tmp_path / "task.yaml"} "$@"\n')
+    (command,) = commands_of(script, tmp_path)
+    with pytest.raises(TaskFileError, match=r"did you mean generator.max_iterations"):
         checked_config(command)
 
 
