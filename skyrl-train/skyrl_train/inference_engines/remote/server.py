@@ -11,6 +11,7 @@ every process that asks the server knows which is the newest.
 import asyncio
 import hashlib
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -41,6 +42,7 @@ Backend = Literal["vllm", "sglang"]
 _PAUSE_MODES = ("keep", "wait", "abort")
 _WAKE_TAGS = ("weights", "kv_cache")
 _HEALTH_SECONDS = 10.0
+_LATE_SECONDS, _LATE_TRIES = 0.5, 20
 _PROTOCOLS: dict[Backend, type[ServerProtocol]] = {"vllm": VLLMProtocol, "sglang": SGLangProtocol}
 
 
@@ -227,6 +229,16 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         if mode == "wait":
             await self._running.until_none(of_any=True)
         await self._protocol.pause(mode)
+        if mode == "abort":
+            await self._abort_late_ones()
+
+    async def _abort_late_ones(self) -> None:
+        """Ends what was on its way while the server paused, and came after that."""
+        for _ in range(_LATE_TRIES):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LATE_SECONDS):
+                    return await self._running.until_none(of_any=True)
+            await self.abort_generation()
 
     async def resume_generation(self) -> None:
         if self._update_is_open:

@@ -1,5 +1,6 @@
 """A vLLM server that the test starts on loopback keeps what every engine keeps."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -35,3 +36,23 @@ async def test_the_server_keeps(check: Check, subject: EngineUnderTest) -> None:
     outcome = await run_check(check, subject)
     if outcome.result == "lacks":
         pytest.skip(outcome.words)
+
+
+async def test_a_request_that_reaches_the_server_after_the_pause_is_ended_by_it(
+    subject: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    protocol = subject.engine._protocol  # pyright: ignore[reportAttributeAccessIssue]
+    complete = protocol.complete
+
+    async def slow_way(*request):
+        await asyncio.sleep(0.3)
+        return await complete(*request)
+
+    await subject.prepare()
+    monkeypatch.setattr(protocol, "complete", slow_way)
+    late = subject.begin([subject.prompt(4)], max_tokens=3, ignore_eos=True)
+    await asyncio.sleep(0.1)  # it is on its way
+    await subject.in_time(subject.engine.pause_generation("abort"))
+    assert (await subject.in_time(late, 5))["stop_reasons"] == ["abort"]
+    await subject.engine.resume_generation()
+    assert (await subject.generate([subject.prompt(4)], max_tokens=3, ignore_eos=True))["stop_reasons"] == ["length"]
