@@ -122,8 +122,8 @@ class AgentRunner:
         dispatch = Dispatch(
             self.cfg.dispatcher,
             val_mode=val_mode,
-            make_environment=getattr(self.task, "make_environment", None),
-            close_environment=getattr(self.task, "close_environment", None),
+            make_environment=self.task.make_environment,
+            close_environment=self.task.close_environment,
         )
         async with aclosing(dispatch.run(trajectories)) as run:  # pyright: ignore[reportArgumentType]
             async for trajectory in run:

@@ -41,7 +41,7 @@ class AgentTrajectory(BaseTrajectory):
 
     async def initialize_trajectory(self) -> None:
         spec = self.task.runtime_spec(self.instance)
-        if self.environment is not None and hasattr(self.task, "make_environment"):  # else it is a place's number
+        if self.environment is not None and self.task.make_environment is not None:  # else a place's number
             self.runtime = self.environment
         elif spec is not None:
             self.runtime = self._make_runtime(spec)

@@ -1,6 +1,6 @@
 """What a task is: what an agent is told, where it works, and how its result is judged. Knows no agent, no model."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,15 +30,15 @@ class Judgement:
 
 
 class BaseTask:
-    """Subclasses are made with the keywords of `task_config`; a method they do not need keeps its default. One whose
-    environments are lent by the dispatcher (`async_fix_pool`) also has `async make_environment(place: int)` and
-    `async close_environment(environment)`.
+    """Subclasses are made with the keywords of `task_config`; a method they do not need keeps its default.
 
     An outage (judge away, sandbox gone) is raised as `InfraError` and tried again; a row that cannot be used as
     `TaskRowError`. Neither is ever a reward of 0.
     """
 
-    uses_runtime: bool = False
+    make_environment: Callable[[int], Awaitable[Any]] | None = None
+    """(place) -> an environment that `async_fix_pool` lends to one trajectory at a time; none: the task has none."""
+    close_environment: Callable[[Any], Awaitable[None]] | None = None
     tools: Sequence[str] = ()
     """What an agent gets where the task file names no tools."""
 

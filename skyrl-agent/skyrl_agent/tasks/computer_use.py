@@ -22,7 +22,6 @@ in, and acts on it. There is no network beyond this site."""
 
 
 class ComputerUseTask(BaseTask):
-    uses_runtime = True
     tools = ("page", "finish")
 
     async def make_environment(self, place: int) -> BrowserPage:

@@ -122,7 +122,6 @@ class LocalSWETask(BaseTask):
         show_tests: whether the agent sees the tests.
     """
 
-    uses_runtime = True
     tools = ("bash", "str_replace_editor", "finish")
 
     def __init__(

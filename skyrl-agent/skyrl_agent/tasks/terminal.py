@@ -71,7 +71,6 @@ class TerminalTask(BaseTask):
         memory_bytes: of each.
     """
 
-    uses_runtime = True
     tools = ("bash", "finish")
 
     def __init__(self, command_seconds: float = 60.0, memory_bytes: int = 1 << 30) -> None:

@@ -44,7 +44,6 @@ class Sum(BaseTask):
 class File(BaseTask):
     """Right if `answer.txt`, as it was when the agent ended, is 5 in a fresh runtime."""
 
-    uses_runtime = True
     tools = ("test_write", "finish")
     fails: Any = None
 

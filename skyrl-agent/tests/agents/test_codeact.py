@@ -14,8 +14,6 @@ BUGGY = "def add(a, b):\n    return a - b\n"
 
 
 class MendAdd(BaseTask):
-    uses_runtime = True
-
     def get_instruction(self, instance):
         return QUESTION
 

@@ -65,7 +65,6 @@ class SWEBenchTask(BaseTask):
         memory_bytes: of the container.
     """
 
-    uses_runtime = True
     tools = ("bash", "str_replace_editor", "code_search", "finish")
 
     def __init__(

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
+from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import ConfigError, UnsupportedByEngine
@@ -239,6 +240,10 @@ class RemoteInferenceEngine(InferenceEngineInterface):
                 async with asyncio.timeout(_LATE_SECONDS):
                     return await self._running.until_none(of_any=True)
             await self.abort_generation()
+        logger.warning(
+            f"the server at {self.url} did not end {len(self._running)} requests within "
+            f"{_LATE_TRIES * _LATE_SECONDS:g} s of pause_generation('abort'); they wait for the resume"
+        )
 
     async def resume_generation(self) -> None:
         if self._update_is_open:
