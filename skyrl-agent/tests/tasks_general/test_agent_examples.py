@@ -171,10 +171,20 @@ def test_software_rows(tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*/*.yaml")), ids=lambda path: path.stem)
-def test_task_files_can_be_used(path):
+def test_task_files_can_be_used(path, monkeypatch):
     from skyrl_agent.runner import AgentRunner
 
+    monkeypatch.setenv("GOOGLE_SEARCH_KEY", "as research.yaml asks for")
     AgentRunner(load_task_file(path), None, None)
+
+
+def test_research_names_the_key_that_it_lacks(monkeypatch):
+    from skyrl_agent.errors import ConfigError
+    from skyrl_agent.runner import AgentRunner
+
+    monkeypatch.delenv("GOOGLE_SEARCH_KEY", raising=False)
+    with pytest.raises(ConfigError, match="search_engine needs the environment variable GOOGLE_SEARCH_KEY"):
+        AgentRunner(load_task_file(EXAMPLES / "research" / "research.yaml"), None, None)
 
 
 def call(name: str, parameter: str, value: str) -> str:
