@@ -53,7 +53,7 @@ def ray_cpu():
 
     os.environ.update(RAY_ENABLE_UV_RUN_RUNTIME_ENV="0", RAY_AUTH_MODE="disabled")
     ray.init(
-        num_cpus=16,
+        num_cpus=64,  # groups of workers stay for other tests
         include_dashboard=False,
         log_to_driver=False,
         runtime_env={"env_vars": worker_environment()},

@@ -97,7 +97,7 @@ def learn_on_ranks(sizes: tuple[int, ...], model: Callable[[], Any]) -> list[dic
 
 @pytest.mark.parametrize(
     "model, num_ranks, sizes",
-    [(tiny, 4, (4, 2)), (with_adapters, 2, (2, 1))],
+    [pytest.param(tiny, 4, (4, 2), marks=pytest.mark.full), (with_adapters, 2, (2, 1))],
     ids=["all weights", "adapters on frozen weights"],
 )
 def test_sharing_sequences_and_dividing_weights_change_neither_scores_nor_gradients(

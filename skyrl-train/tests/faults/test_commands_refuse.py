@@ -19,11 +19,12 @@ LONG_QUESTION = [{"role": "user", "content": "1" + "+1" * 60}]
 @pytest.mark.parametrize(
     "column, content, setting, expected",
     [
-        (
+        pytest.param(
             "prompt",
             QUESTION,
             "trainer.policy_mini_batch_size=3",
             "ConfigError: trainer.train_batch_size 4 should be divisible by policy_mini_batch_size 3",
+            marks=pytest.mark.full,
         ),
         (
             "prompt",
@@ -32,7 +33,13 @@ LONG_QUESTION = [{"role": "user", "content": "1" + "+1" * 60}]
             "ConfigError: environment.env_class: no environment 'arithmetik' is registered; did you mean arithmetic?",
         ),
         ("question", QUESTION, "trainer.seed=1", "rows.parquet: row 0 has no column 'prompt'; it has question"),
-        ("prompt", LONG_QUESTION, "trainer.seed=1", "all 4 prompts have more than trainer.max_prompt_length=40 tokens"),
+        pytest.param(
+            "prompt",
+            LONG_QUESTION,
+            "trainer.seed=1",
+            "all 4 prompts have more than trainer.max_prompt_length=40 tokens",
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["batch size", "environment", "column", "length"],
 )

@@ -29,7 +29,11 @@ def processes_of(mark: str) -> dict[int, str]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)],
+    ids=lambda number: number.name,
+)
 def test_an_interrupted_run_leaves_no_process(chat_model: str, tmp_path: Path, number: signal.Signals):
     rows = tmp_path / "rows.jsonl"
     row = {"prompt": [{"role": "user", "content": "2*3="}], "reward_spec": {"ground_truth": "6"}}

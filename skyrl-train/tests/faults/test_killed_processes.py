@@ -74,6 +74,7 @@ async def test_a_policy_rank_that_hangs(start_run, prompt, tmp_path: Path):
         assert later[0].seconds_ago() < 40
 
 
+@pytest.mark.full
 async def test_an_engine_that_hangs_costs_its_rollouts_a_deadline(start_run, prompt, tmp_path: Path):
     changes = WRITES_FOR_SECONDS | {"request_timeout_seconds": 2, "max_rollout_retries": 1}
     own_cores = {"placement": {"colocate_all": False}}

@@ -186,6 +186,7 @@ async def test_a_stopped_engine_counts_as_dead_and_is_replaced(start: Start):
         assert not psutil.pid_exists(victim)
 
 
+@pytest.mark.full
 async def test_an_engine_in_a_long_prompt_is_not_taken_for_dead(start: Start):
     async with start([0.0], seconds_of_first_prompt=5.0, engine_health_interval_seconds=1.2) as (client, _):
         began = time.monotonic()

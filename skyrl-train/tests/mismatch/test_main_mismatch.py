@@ -70,6 +70,7 @@ def test_a_server_that_is_not_there_is_named_and_the_command_ends_with_1(sharp_m
     assert "127.0.0.1:1" in missing["why"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_engine_that_dies_hangs_or_refuses_is_an_error_with_its_log(tmp_path: Path):
     questions = Questions(prompts=[[1]], samplings=[SAMPLINGS["greedy"]], max_tokens=1)

@@ -355,7 +355,12 @@ async def test_an_engine_that_forgets_others_with_a_cancelled_request_is_named(t
         ),
         (AnswersInAPause, "a_pause_that_aborts_returns_answers_now", "answered before resume_generation"),
         (SleepsWhileRequestsRun, "sleep_is_refused_while_requests_run", "did not raise while requests were running"),
-        (TellsOneVersionAnAnswer, "answers_under_way_go_on_with_the_new_weights", "caught under way|written before"),
+        pytest.param(
+            TellsOneVersionAnAnswer,
+            "answers_under_way_go_on_with_the_new_weights",
+            "caught under way|written before",
+            marks=pytest.mark.full,
+        ),
         (
             SharesPromptsOfOlderWeights,
             "prompts_are_never_continued_from_keys_of_older_weights",

@@ -117,7 +117,7 @@ def test_adapters_with_a_correction_for_the_engine(settings, run, tmp_path: Path
     assert (folder / "model.safetensors").exists() and (folder / "adapter" / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("merge", [pytest.param(False, marks=pytest.mark.full), True])
 def test_turns_as_samples(merge: bool, settings, run, tmp_path: Path):
     """Trajectories of one to three turns: the number of rows is what it happens to be."""
     changes: dict[str, Any] = {
@@ -137,6 +137,7 @@ def test_turns_as_samples(merge: bool, settings, run, tmp_path: Path):
     assert (len(rows) == 16) if merge else (len(rows) > 16)
 
 
+@pytest.mark.full
 def test_the_reference_becomes_the_policy_after_every_epoch_but_the_last(settings, run, tmp_path: Path):
     """Eight prompts a step are two steps an epoch. Just after an update the reference is what the engines hold, so the
     divergence of the first optimizer step is 0; it grows from there."""
@@ -160,6 +161,7 @@ def test_the_reference_becomes_the_policy_after_every_epoch_but_the_last(setting
     assert (tmp_path / "ckpts" / "global_step_3" / "ref" / "model.safetensors").exists()
 
 
+@pytest.mark.full
 def test_ranks_that_share_sequences_take_the_step_that_one_takes(settings, run, merged, tmp_path: Path):
     one: dict[str, Any] = {"trainer": {"max_training_steps": 1, "algorithm": {"use_entropy_loss": True}}}
     two = {"trainer": {"placement": {"policy_num_gpus_per_node": 2}, "policy": {"sequence_parallel_size": 2}}}

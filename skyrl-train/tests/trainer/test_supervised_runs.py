@@ -82,6 +82,7 @@ def test_demonstrations_are_learnt(chat_model, demonstrations, ray_cpu, tmp_path
     assert column(steps, "train/learnt_tokens")[0] < column(steps, "train/tokens")[0] / 2
 
 
+@pytest.mark.full
 def test_ranks_and_packing_change_nothing(chat_model, demonstrations, ray_cpu, tmp_path):
     plain = run(SupervisedConfig, chat_model, demonstrations, tmp_path / "plain", use_sample_packing=False)
     divided = run(
@@ -109,6 +110,7 @@ def test_pairs_are_told_apart(chat_model, preferences, ray_cpu, tmp_path):
     assert column(steps, "eval/accuracy")[-1] == 1.0
 
 
+@pytest.mark.full
 def test_adapters_alone_are_trained_and_exported_merged(chat_model, demonstrations, ray_cpu, tmp_path):
     steps = run(
         SupervisedConfig, chat_model, demonstrations, tmp_path, max_training_steps=20, hf_save_interval=100,

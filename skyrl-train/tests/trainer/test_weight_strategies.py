@@ -16,7 +16,7 @@ LORA = {"policy": {"model": {"lora": {"rank": 4}}, "optimizer_config": {"lr": 1e
         pytest.param("checkpoint", OWN_DEVICES, marks=pytest.mark.full),
         ("adapter", LORA),
         pytest.param("adapter", LORA | OWN_DEVICES, marks=pytest.mark.full),
-        ("auto", LORA),  # merged
+        pytest.param("auto", LORA, marks=pytest.mark.full),  # merged
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value) or "colocated",
 )

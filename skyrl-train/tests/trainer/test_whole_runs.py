@@ -52,7 +52,9 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=pytest.mark.full if "replicas" in name else ()) for name in VARIANTS]
+)
 def test_every_way_to_run_learns_and_agrees_with_its_engines(variant, settings, run, tmp_path):
     cfg = settings(tmp_path, VARIANTS[variant])
     steps = run(cfg)

@@ -26,13 +26,14 @@ def assert_same_steps(expected, others, batch):
             assert (step.weights[name] - weight).abs().median() < 1e-5, name
 
 
-@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize("kind", ["policy", pytest.param("critic", marks=pytest.mark.full)])
 def test_one_rank_two_ranks_and_two_that_share_sequences_take_the_same_step(learners, config, ragged_batch, kind):
     batch = ragged_batch()
     expected, *others = steps_of(learners, config, batch, kind, [(1, 1), (2, 1), (2, 2)])
     assert_same_steps(expected, others, batch)
 
 
+@pytest.mark.full
 def test_two_shards_of_two_ranks_take_the_same_step(learners, config, ragged_batch):
     """As many as there are key-value heads share a sequence. 13 rows do not divide over 2 shards, 3 rows of a
     micro-batch not evenly into 13, and the tokens of most micro-batches not over 2 ranks."""

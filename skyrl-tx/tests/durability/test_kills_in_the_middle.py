@@ -34,7 +34,7 @@ async def served(folder: Path, base_model: Path) -> AsyncIterator[tuple[ServerPr
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("victim", ["engine", "api"])
+@pytest.mark.parametrize("victim", ["engine", pytest.param("api", marks=pytest.mark.full)])
 async def test_killed_while_it_creates_saves_and_loads(tmp_path: Path, tiny_model: Path, victim: str):
     draw = random.Random(victim)
 

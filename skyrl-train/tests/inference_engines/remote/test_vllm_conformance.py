@@ -31,13 +31,6 @@ async def subject(vllm: ServerProcess, served_model: str) -> AsyncIterator[Engin
     await engine.teardown()
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=str)
-async def test_the_server_keeps(check: Check, subject: EngineUnderTest) -> None:
-    outcome = await run_check(check, subject)
-    if outcome.result == "lacks":
-        pytest.skip(outcome.words)
-
-
 async def test_a_request_that_reaches_the_server_after_the_pause_is_ended_by_it(
     subject: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,3 +49,11 @@ async def test_a_request_that_reaches_the_server_after_the_pause_is_ended_by_it(
     assert (await subject.in_time(late, 5))["stop_reasons"] == ["abort"]
     await subject.engine.resume_generation()
     assert (await subject.generate([subject.prompt(4)], max_tokens=3, ignore_eos=True))["stop_reasons"] == ["length"]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+async def test_the_server_keeps(check: Check, subject: EngineUnderTest) -> None:
+    # The last check ends the engine's life.
+    outcome = await run_check(check, subject)
+    if outcome.result == "lacks":
+        pytest.skip(outcome.words)
