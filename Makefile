@@ -15,8 +15,8 @@ quickstart:
 
 test: setup-tests
 	$(PYTEST) $(PARALLEL) -m "not slow and not full and not gpu and not network"
-	$(PYTEST) $(PARALLEL) --durations=40 -m "slow and not alone and not full and not gpu and not network"
 	$(PYTEST) -m "alone and not full and not gpu and not network"
+	$(PYTEST) $(PARALLEL) --durations=40 -m "slow and not alone and not full and not gpu and not network"
 
 test-fast: setup-tests
 	$(PYTEST) $(PARALLEL) -m "not slow and not full and not gpu and not network"
