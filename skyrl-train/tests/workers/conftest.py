@@ -153,7 +153,7 @@ def add_judgement(kind: str, cfg: SkyRLConfig, batch: TrainingInputBatch, before
     batch["loss_weights"] = weights
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def learners(ray_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learners]:
     """Takes optimizer steps on any number of ranks."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import a test

@@ -19,15 +19,15 @@ class RunningServer:
 
 
 Start = Callable[..., RunningServer]
-"""(folder of the base model, served=names) -> a server that runs until the session of tests ends"""
+"""(folder of the base model, served=names) -> a server that runs until the tests of the file end"""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def running_server(tiny_model: Path, start_server: Start) -> RunningServer:
     return start_server(tiny_model, served=["tiny"])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     with ExitStack() as running:
 

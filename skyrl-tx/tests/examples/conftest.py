@@ -16,7 +16,7 @@ SDK_VERSION = "0.38.0"
 WARM_UP_SECONDS = 900
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("examples")
     command = [sys.executable, EXAMPLES / "tiny_model.py", folder / "tiny"]

@@ -1,4 +1,4 @@
-"""One vLLM server for all tests of this folder."""
+"""One vLLM server for the tests of a file."""
 
 import importlib.util
 import sys
@@ -19,7 +19,7 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_tiny_model(tmp_path_factory.mktemp("served") / "tiny", tied=True)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vllm(served_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A vLLM server with our worker extension and room for adapters."""
     if importlib.util.find_spec("vllm") is None:
