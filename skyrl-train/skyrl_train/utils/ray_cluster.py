@@ -34,7 +34,6 @@ def start_ray(cfg: SkyRLConfig) -> None:
         include_dashboard=False,
         log_to_driver=False,  # every process of ours has a log file in the run folder
         runtime_env=runtime_env,
-        object_store_memory=object_store_bytes(),
         _node_ip_address="127.0.0.1",
     )
 
@@ -55,9 +54,3 @@ def worker_environment() -> dict[str, str]:
     # Modules that the driver can import, a user's environments among them, are importable everywhere.
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in [os.getcwd(), *sys.path] if path))
     return environment
-
-
-def object_store_bytes() -> int:
-    """Shared memory for Ray's objects: a quarter of the machine, between 256 MB and 32 GB."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(max(total // 4, 256 << 20), 32 << 30)
