@@ -1,5 +1,6 @@
 """A desk with real storage, its users, and an engine that is a process whose models are chains of hashes."""
 
+import asyncio
 import json
 import os
 import sys
@@ -161,6 +162,18 @@ class Chain:
     def failed(self, seq: int) -> "Chain":
         self.state = chained(self.state, seq, "failed")
         return self
+
+
+async def until(fact, seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not fact():
+            await asyncio.sleep(0.01)
+
+
+async def without_engine(desk: Desk) -> None:
+    """What is asked from here on waits, as if the engine were away. (While it starts, it would come back.)"""
+    await until(lambda: desk._link.ready)
+    desk._link.ready = False
 
 
 @asynccontextmanager

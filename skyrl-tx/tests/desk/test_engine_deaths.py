@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from desk_users import PATIENCE, Chain, Client, make_desk, running, scripted
+from desk_users import PATIENCE, Chain, Client, make_desk, running, scripted, until
 from scripted_engine import DIE, HANG, STICK
 
 from tx.tinker.desk.desk import Desk
@@ -18,12 +18,6 @@ from tx.tinker.desk.suspects import DEATHS_TO_BE_SUSPECTED
 from tx.tinker.engine.process import FROM_STDIN
 
 pytestmark = pytest.mark.slow
-
-
-async def until(fact, seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not fact():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_killed_engine_costs_nobody_anything(tmp_path: Path):

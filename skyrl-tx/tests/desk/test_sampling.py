@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from desk_users import Chain, Client, running
+from desk_users import Chain, Client, running, without_engine
 
 from tx.errors import Busy, RequestError
 from tx.tinker.desk.results import TryAgain
@@ -101,7 +101,7 @@ async def test_what_is_published_others_may_use(tmp_path: Path):
 
 async def test_one_tenants_long_samples_leave_room_for_others(tmp_path: Path):
     async with running(tmp_path, max_sample_tokens_pending=100) as desk:
-        desk._link.ready = False
+        await without_engine(desk)
         alice, bob = await Client(desk).begin(), await Client(desk, "bob").begin()
         base, other = await alice.sampler(0, base_model="tiny"), await bob.sampler(0, base_model="tiny")
         long = {"params": {"max_tokens": 42}}  # with the prompt 45 tokens

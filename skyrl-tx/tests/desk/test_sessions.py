@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from desk_users import Chain, Client, running
+from desk_users import Chain, Client, running, without_engine
 from sqlalchemy import select, update
 
 from tx.errors import RequestError
@@ -104,7 +104,7 @@ async def test_an_unload_is_finished_after_a_restart_without_bringing_the_model_
     async with running(tmp_path) as desk:
         alice = await Client(desk).begin()
         model = await alice.model()
-        desk._link.ready = False
+        await without_engine(desk)
         gone = await desk.unload_model("alice", model)
     async with running(tmp_path) as desk:
         alice.desk = desk

@@ -27,7 +27,7 @@ T = TypeVar("T")
 TOLERANCES: Mapping[str, float] = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.15}
 """The largest difference of a token's log-prob from the reference's, by the engine's dtype."""
 
-PART_WAY = (0.3, 0.5, 0.15, 0.7, 0.05, 0.4, 0.2, 0.6) * 2
+PART_WAY = (0.3, 0.5, 0.15, 0.7, 0.05, 0.4, 0.2, 0.6) * 4
 """Shares of an answer's usual time after which a check acts, tried in turn until it catches the engine at work."""
 
 _MOST_LONG_TOKENS = 640
