@@ -6,7 +6,8 @@ one rank, and adds to what it computes
     scaling_s B_s A_s x        for the rows whose request uses slot s,
 
 by a few batched products whatever the number of rows and adapters: in decoding, rows are gathered by slot into groups
-of one length; in prefill a row is a group. Without adapters the model is as it was, and a pass whose rows use none pays
+of one length; in prefill a row is a group. Of experts, which see few rows each, every slot is computed by itself
+(`experts.py`). Without adapters the model is as it was, and a pass whose rows use none pays
 one comparison a layer.
 
 The result of a row is the same bits in every company (float32 on a CPU), as for the layers themselves: groups have at
