@@ -4,6 +4,7 @@ on who else is there."""
 import asyncio
 import contextlib
 import json
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from skyrl_train.inference_engines.native import packed_linear
 from skyrl_train.inference_engines.native.attention import MIN_ROWS
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+from skyrl_train.inference_engines.native.experts import PROJECTIONS
 from skyrl_train.inference_engines.native.loading import load_model
 from skyrl_train.inference_engines.native.lora import NO_LORA, Lora, groups_of
 from skyrl_train.inference_engines.native.lora_loading import read_lora
@@ -37,6 +39,23 @@ EVERYTHING = [*ATTENTION, "gate_proj", "up_proj", "down_proj", "lm_head"]
 MakeAdapter = Callable[..., str]
 
 
+def add_experts(folder: Path, config: Any, rank: int, projections: list[str]) -> None:
+    """Random matrices for each expert, under the names that files have them by; peft reads them."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    inner, width = config.moe_intermediate_size, config.hidden_size
+    for layer in range(config.num_hidden_layers):
+        for expert in range(config.num_experts):
+            for projection in projections:
+                num_in, num_out = (inner, width) if projection == "down_proj" else (width, inner)
+                prefix = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{projection}.lora"
+                tensors[f"{prefix}_A.weight"] = torch.randn(rank, num_in) * 0.1
+                tensors[f"{prefix}_B.weight"] = torch.randn(num_out, rank) * 0.1
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    settings["target_modules"] += projections
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory) -> MakeAdapter:
     """The folder of an adapter with random matrices (B is not zero), as peft writes it."""
@@ -45,6 +64,10 @@ def adapter(tmp_path_factory) -> MakeAdapter:
         model = AutoModelForCausalLM.from_pretrained(model_path)
         torch.manual_seed(seed)
         settings = {"target_modules": EVERYTHING, "lora_alpha": 8, **config}
+        of_experts = []
+        if hasattr(model.config, "num_experts"):
+            of_experts = [each for each in settings["target_modules"] if each in PROJECTIONS]
+            settings["target_modules"] = [each for each in settings["target_modules"] if each not in PROJECTIONS]
         adapted = get_peft_model(model, LoraConfig(r=rank, task_type="CAUSAL_LM", **settings))
         with torch.no_grad():
             for name, parameter in adapted.named_parameters():
@@ -52,6 +75,8 @@ def adapter(tmp_path_factory) -> MakeAdapter:
                     parameter.copy_(torch.randn(parameter.shape) * 0.1)
         folder = tmp_path_factory.mktemp("adapter")
         adapted.save_pretrained(str(folder))
+        if of_experts:
+            add_experts(folder, model.config, rank, of_experts)
         return str(folder)
 
     return make
@@ -59,6 +84,7 @@ def adapter(tmp_path_factory) -> MakeAdapter:
 
 pytestmark = [  # peft's
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
 ]
 
@@ -111,6 +137,8 @@ def same_bits(one: Completion, other: Completion) -> bool:
         ("llama", {"rank": 20, "use_rslora": True}),
         ("qwen2", {"rank": 2, "rank_pattern": {"q_proj": 7}, "alpha_pattern": {"layers.1.mlp.up_proj": 32}}),
         ("qwen3_moe", {"target_modules": ATTENTION}),
+        ("qwen3_moe", {"rank": 5}),
+        ("qwen3_moe", {"target_modules": ["q_proj", "down_proj"], "rank": 18}),
         ("qwen2_window", {"target_modules": ["down_proj"]}),
     ],
 )
@@ -138,7 +166,7 @@ def test_log_probs_are_those_of_peft(tiny_models, adapter, name, config):
         assert gap > 0.1  # the adapter does something
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe"])
 def test_a_request_gets_the_same_bits_alone_and_in_a_crowd_of_other_adapters(tiny_models, adapter, name):
     """Three adapters of different ranks and layers, and the plain model; they come and leave at different times."""
     path = tiny_models(name)
@@ -174,16 +202,17 @@ def test_a_request_gets_the_same_bits_alone_and_in_a_crowd_of_other_adapters(tin
         assert same_bits(done[request], expected), f"prompt of {len(request.prompt)} tokens, {request.lora}"
 
 
-def test_the_plain_model_is_as_if_there_were_no_adapters(tiny_models, adapter):
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_the_plain_model_is_as_if_there_were_no_adapters(tiny_models, adapter, name):
     """Before one is loaded, beside it, and after it has gone: same bits, and then not even a hook is left."""
     [prompt] = random_prompts([40])
-    core = make_core(tiny_models("qwen3"))
+    core = make_core(tiny_models(name))
 
     def ask(lora: Lora | None = None) -> Request:
         return Request(prompt, SamplingParams(max_tokens=20), (0, 0), lora)
 
     [before] = run(core, [ask()])
-    lora = load(core, adapter(tiny_models("qwen3")))
+    lora = load(core, adapter(tiny_models(name)))
     [beside, other] = run(core, [ask(), ask(lora)])
     assert same_bits(before, beside) and other.log_probs != before.log_probs
     assert any(module._forward_hooks for module in core.model.modules())
@@ -324,12 +353,14 @@ async def test_adapters_by_name(tiny_models, adapter):
         assert third["response_logprobs"] == policy["response_logprobs"]
 
 
-async def test_the_report_is_of_the_files_tensors_as_the_engine_holds_them(tiny_models, adapter):
-    folder = adapter(tiny_models("qwen3"))
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+async def test_the_report_is_of_the_files_tensors_as_the_engine_holds_them(tiny_models, adapter, name):
+    folder = adapter(tiny_models(name))
     tensors = load_file(Path(folder) / "adapter_model.safetensors")
-    expected = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
-    assert len(expected) == 2 * (2 * 7 + 1) < len(tensors)  # peft adds the embeddings, which are the model's
-    async with engine_of(tiny_models("qwen3")) as engine:
+    expected = {key: tensor for key, tensor in tensors.items() if ".lora_" in key}
+    num_layers = {"qwen3": 2 * 7 + 1, "qwen3_moe": 2 * (4 + 4 * 3) + 1}[name]
+    assert 2 * num_layers == len(expected)  # peft adds embeddings that are the model's
+    async with engine_of(tiny_models(name)) as engine:
         report = await engine.load_lora(LoraLoadRequest(name="policy", path=folder, version=5))
     assert report.version == 5
     assert report.fingerprints == fingerprints_of(expected.items(), 5, "sampled")
@@ -453,6 +484,26 @@ def test_another_models_adapter_is_refused_by_the_layer(tiny_models, adapter, tm
         with pytest.raises(ValueError, match=message):
             load(core, place)
     assert not core.loras  # nothing of it stayed
+
+
+def test_adapters_of_a_part_of_the_experts_are_refused(tiny_models, adapter, tmp_path):
+    folder = Path(adapter(tiny_models("qwen3_moe"), target_modules=["q_proj", "up_proj"]))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    shutil.copy(folder / "adapter_config.json", tmp_path)
+    core = make_core(tiny_models("qwen3_moe"))
+    third = {key: tensor for key, tensor in tensors.items() if ".2.up_proj." in key}
+    for change, message in [
+        ({key: None for key in third}, "up_proj of expert 2 is missing"),
+        ({key.replace(".2.", ".4."): x.clone() for key, x in third.items()}, "4 experts, and no .*experts.4.up_proj"),
+        ({key: x[:2] if "_A" in key else x[:, :2].contiguous() for key, x in third.items()}, "several ranks"),
+        ({key: x[:, :-1].contiguous() for key, x in third.items() if "_A" in key}, r"takes A \[rank, 48\]"),
+        ({key.replace("experts", "router"): x.clone() for key, x in third.items()}, "has no layer .*router.2.up_proj"),
+    ]:
+        changed = {key: tensor for key, tensor in {**tensors, **change}.items() if tensor is not None}
+        save_file(changed, tmp_path / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            load(core, str(tmp_path))
+    assert not core.loras
 
 
 def test_a_folder_without_adapter_is_refused(tiny_models, tmp_path):

@@ -7,6 +7,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from tx.tinker.backends.torch.files import _named
 from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.types import AdamParams, LoraSpec, PassOutput, TrainingPass
 
@@ -40,6 +41,26 @@ def in_peft(folder, adapter, dtype=torch.float32):
         return PeftModel.from_pretrained(base, adapter, is_trainable=True)
 
 
+def of_experts(name, gradient, num_experts):
+    """Each expert's part of what peft has for all, under the name that it has in files; gate and up are one to peft,
+    their B the blocks of a matrix."""
+    layer, kind = name.removesuffix(".default.weight").rsplit(".lora_", 1)
+    if not layer.removesuffix(".base_layer").endswith(".experts"):
+        yield name, gradient
+        return
+    projections = ["gate_proj", "up_proj"] if layer.endswith(".base_layer") else ["down_proj"]
+    layer = layer.removesuffix(".base_layer")
+    if kind == "A":
+        stacked = gradient.unflatten(0, (num_experts, len(projections), -1))  # [E, 2, r, in]
+    else:
+        num = len(projections)
+        blocks = gradient.unflatten(0, (num, -1)).unflatten(2, (num, -1, num_experts))  # [2, out, 2, r, E]
+        stacked = torch.stack([blocks[i, :, i].permute(2, 0, 1) for i in range(num)], dim=1)  # [E, 2, out, r]
+    for expert in range(num_experts):
+        for i, projection in enumerate(projections):
+            yield f"{layer}.{expert}.{projection}.lora_{kind}.default.weight", stacked[expert, i]
+
+
 def log_probs_in(model, datum):
     logits = model(input_ids=torch.tensor(datum.tokens)[None]).logits[0].float()
     return logits.log_softmax(-1).gather(1, torch.tensor(datum.inputs["target_tokens"])[:, None])[:, 0]
@@ -60,11 +81,9 @@ def test_peft_loads_what_is_saved_and_gives_the_same_log_probs_and_gradients(nam
     assert result.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-3)
     loss.backward()
     adapter = backend._adapters["m"]
-    ours = {}
-    for site, (a, b) in adapter.by_site(adapter.gradient).items():
-        prefix = f"base_model.model.{site}.lora"
-        ours |= {f"{prefix}_A.default.weight": a, f"{prefix}_B.default.weight": b.t()}
+    ours = {name.replace("weight", "default.weight"): x for name, x in _named(adapter, adapter.gradient).items()}
     theirs = {name: p.grad for name, p in peft.named_parameters() if p.requires_grad}
+    theirs = {name: x for each in theirs.items() for name, x in of_experts(*each, num_experts=6)}
     assert set(ours) == set(theirs)
     for key, gradient in theirs.items():
         scale = gradient.abs().max().item()

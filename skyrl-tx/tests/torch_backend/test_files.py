@@ -4,12 +4,16 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from skyrl_train.inference_engines.base import InferenceEngineInput
+from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.lora_loading import read_lora
+from skyrl_train.weight_sync.base import LoraLoadRequest
 from tx.errors import ModelError
 from tx.tinker.backends.torch.adapters import Adapter
 from tx.tinker.backends.torch.training import TorchTraining
@@ -86,8 +90,31 @@ def test_the_native_engine_reads_what_is_saved(
     ours = adapter.by_site(adapter.weights)
     assert set(layers) == set(ours) and "lm_head" in layers
     for site, matrices in layers.items():
-        assert torch.equal(matrices.a, ours[site].a) and torch.equal(matrices.b, ours[site].b.t())
+        assert torch.equal(matrices.a, ours[site].a) and torch.equal(matrices.b, ours[site].b.mT)
         assert matrices.scaling == 32 / 5
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+async def test_the_native_engine_samples_with_the_log_probs_of_training(
+    name: str, model_folder: Make, supervised: Supervised, tmp_path: Path
+) -> None:
+    backend = new(model_folder(name))
+    train(backend, supervised([9, 30]), 3)
+    backend.save("m", tmp_path, state=False)
+    engine = NativeInferenceEngine(str(model_folder(name)))
+    try:
+        await engine.load_lora(LoraLoadRequest(name="m", path=str(tmp_path), version=1))
+        params = {"max_tokens": 40, "ignore_eos": True, "seed": 3}
+        prompt = [5, 9, 12]
+        request = InferenceEngineInput(prompt_token_ids=[prompt], sampling_params=params, lora_name="m")
+        answer = await engine.generate(request)
+    finally:
+        await engine.teardown()
+    tokens = np.array(prompt + answer["response_ids"][0])
+    datum = Datum(tokens[:-1], {"target_tokens": tokens[1:]})
+    (result,) = backend.run([TrainingPass("m", [datum], "cross_entropy", forward_only=True)])
+    assert isinstance(result, PassOutput)
+    np.testing.assert_allclose(answer["response_logprobs"][0], result.logprobs[0][len(prompt) - 1 :], atol=2e-4)
 
 
 @pytest.mark.parametrize(

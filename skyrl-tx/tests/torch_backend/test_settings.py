@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, T5Config
+from transformers import AutoModelForCausalLM, Gemma2Config, MixtralConfig, T5Config
 
 from skyrl_train.errors import ConfigError
 from tx.errors import ModelError
@@ -52,12 +52,15 @@ def test_impossible_adapters_are_refused(lora: LoraSpec, says: str, model_folder
         TorchTraining(model_folder("llama")).create("m", lora)
 
 
-def test_experts_have_no_adapters_and_a_model_with_nothing_else_to_train_is_refused(
-    model_folder: Callable[[str], Path],
-) -> None:
-    backend = TorchTraining(model_folder("qwen3_moe"))
+def test_experts_that_have_other_names_in_files_have_no_adapters(tmp_path: Path) -> None:
+    """Nobody could read them."""
+    shape = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_local_experts=2)
+    config = MixtralConfig(**shape, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    backend = TorchTraining(tmp_path)
+    backend.create("m", LoraSpec())
     with pytest.raises(ModelError, match="nothing to train; train_mlp"):
-        backend.create("m", LoraSpec(train_attn=False, train_unembed=False))
+        backend.create("n", LoraSpec(train_attn=False, train_unembed=False))
 
 
 def test_models_that_would_give_wrong_numbers_are_refused(tmp_path: Path) -> None:

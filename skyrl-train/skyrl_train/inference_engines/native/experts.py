@@ -1,16 +1,52 @@
-"""Mixture-of-experts layers whose rows do not depend on what else is routed to the same expert."""
+"""Mixture-of-experts layers whose rows do not depend on what else is routed to the same expert, with adapters.
+
+Shapes: N tokens, k experts of each, E experts, D width of the model, I of an expert, R padded rank of an adapter.
+"""
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from skyrl_train.inference_engines.native.attention import MIN_ROWS
 
 EXPERTS_NAME = "skyrl_native"
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""What peft calls the three linear layers of an expert in files."""
+
+
+class ExpertAdapters:
+    """What adapters add to the experts of one layer in a pass: for each projection the matrices of each slot."""
+
+    def __init__(self) -> None:
+        self.matrices: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor, float]]] = {p: {} for p in PROJECTIONS}
+        """Of slots: A [E, R, in], B [E, out, R], scaling."""
+        self.slots: torch.Tensor | None = None
+        """[B] the slot of each row of the pass; None: no row uses one."""
+
+    def slots_of_tokens(self, num_tokens: int) -> torch.Tensor | None:
+        """[N]; rows have equally many tokens."""
+        return None if self.slots is None else self.slots.repeat_interleave(num_tokens // len(self.slots))
+
+    def add_to(self, output: torch.Tensor, projection: str, expert: int, x: torch.Tensor, slots: torch.Tensor) -> None:
+        """Adds scaling B A x to the rows that an expert computes, in place. Rows that share an adapter go together,
+        padded to `MIN_ROWS`.
+
+        Args:
+            output, x: [n, out] and [n, in]; may have more rows, which are padding
+            slots: [n]
+        """
+        for slot, (a, b, scaling) in self.matrices[projection].items():
+            rows = torch.where(slots == slot)[0]
+            if len(rows):
+                low = F.linear(padded(x[rows]), a[expert]).mul_(scaling)
+                output.index_add_(0, rows, F.linear(low, b[expert])[: len(rows)])
 
 
 def native_experts(
-    module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Each expert on the tokens routed to it, padded to `MIN_ROWS`: fewer rows would take another matrix kernel.
 
@@ -22,14 +58,21 @@ def native_experts(
         top_k_index, top_k_weights: [N, k]
     Returns: [N, D]
     """
+    adapters: ExpertAdapters | None = getattr(module, "adapters", None)
+    slots = adapters.slots_of_tokens(len(hidden_states)) if adapters is not None else None
     output = torch.zeros_like(hidden_states)
     for expert in top_k_index.unique().tolist():
         token, choice = torch.where(top_k_index == expert)
-        rows = hidden_states[token]
-        if len(rows) < MIN_ROWS:
-            rows = F.pad(rows, (0, 0, 0, MIN_ROWS - len(rows)))
-        gated = module._apply_gate(F.linear(rows, module.gate_up_proj[expert]))  # pyright: ignore
-        answer = F.linear(gated, module.down_proj[expert])[: len(token)]  # pyright: ignore
+        rows = padded(hidden_states[token])
+        both = F.linear(rows, module.gate_up_proj[expert])  # pyright: ignore
+        if adapters is not None and slots is not None:
+            for half, projection in zip(both.chunk(2, dim=-1), ("gate_proj", "up_proj"), strict=True):
+                adapters.add_to(half, projection, expert, rows, slots[token])
+        gated = module._apply_gate(both)  # pyright: ignore
+        answer = F.linear(gated, module.down_proj[expert])  # pyright: ignore
+        if adapters is not None and slots is not None:
+            adapters.add_to(answer, "down_proj", expert, gated, slots[token])
+        answer = answer[: len(token)]
         output.index_add_(0, token, (answer * top_k_weights[token, choice, None]).to(output.dtype))
     return output
 
@@ -37,9 +80,25 @@ def native_experts(
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, native_experts)
 
 
-def use_native_experts(model: torch.nn.Module) -> None:
+def use_native_experts(model: nn.Module) -> None:
     """Switches a model's expert layers to `native_experts`, if it has such layers and they are of the plain kind."""
     layers = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
-    plain = all(layer.has_gate and not layer.has_bias and not layer.is_transposed for layer in layers)
-    if layers and plain:
+    if layers and all(map(is_plain, layers)):
         model.set_experts_implementation(EXPERTS_NAME)  # pyright: ignore[reportCallIssue]
+
+
+def is_plain(module: Any) -> bool:
+    """Whether a module is a layer of fused experts that `native_experts` computes."""
+    is_layer = hasattr(module, "_is_expert_parallel")
+    return is_layer and module.has_gate and not module.has_bias and not module.is_transposed
+
+
+def shape_of(module: Any, projection: str) -> tuple[int, int, int]:
+    """Number of experts, numbers out and in of one of their linear layers."""
+    num_experts, width, inner = module.down_proj.shape
+    return (num_experts, width, inner) if projection == "down_proj" else (num_experts, inner, width)
+
+
+def padded(rows: torch.Tensor) -> torch.Tensor:
+    """Filled up with zeros to at least `MIN_ROWS`."""
+    return rows if len(rows) >= MIN_ROWS else F.pad(rows, (0, 0, 0, MIN_ROWS - len(rows)))

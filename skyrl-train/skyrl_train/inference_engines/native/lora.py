@@ -6,7 +6,8 @@ one rank, and adds to what it computes
     scaling_s B_s A_s x        for the rows whose request uses slot s,
 
 by a few batched products whatever the number of rows and adapters: in decoding, rows are gathered by slot into groups
-of one length; in prefill a row is a group. Without adapters the model is as it was, and a pass whose rows use none pays
+of one length; in prefill a row is a group. Of experts, which see few rows each, every slot is computed by itself
+(`experts.py`). Without adapters the model is as it was, and a pass whose rows use none pays
 one comparison a layer.
 
 The result of a row is the same bits in every company (float32 on a CPU), as for the layers themselves: groups have at
@@ -16,15 +17,17 @@ alike.
 Dimensions: B rows of a pass, T tokens a row, S slots, R padded rank, G groups of M rows.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from skyrl_train.inference_engines.native.attention import MIN_ROWS, round_up
+from skyrl_train.inference_engines.native.experts import ExpertAdapters, use_native_experts
 from skyrl_train.inference_engines.native.lora_loading import LayerMatrices, features_of, tensor_names
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport
 from skyrl_train.weight_sync.fingerprint import Verification, fingerprints_of
@@ -134,6 +137,14 @@ class _AdaptedLayer:
     def to(self, device: torch.device) -> None:
         self.a, self.b, self.scaling = self.a.to(device), self.b.to(device), self.scaling.to(device)
 
+    def held(self, slot: int, name: str, rank: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """The layer's name in files, A and B of an adapter."""
+        yield name, self.a[slot, :rank], self.b[slot, :, :rank]
+
+    @property
+    def device(self) -> torch.device:
+        return self.a.device
+
     def add_to(self, output: torch.Tensor, input: torch.Tensor, groups: Groups, rank: int) -> None:
         """Adds the rows' adapters to what the layer made of its input, in place.
 
@@ -158,6 +169,42 @@ class _AdaptedLayer:
             whole.index_add_(0, groups.rows, added.index_select(0, groups.places))
 
 
+class _AdaptedProjection:
+    """One linear layer of each expert of a layer, with the matrices of the slots that adapt it."""
+
+    def __init__(self, adapters: ExpertAdapters, projection: str, like: torch.Tensor):
+        self._matrices, self._like = adapters.matrices[projection], like
+
+    @property
+    def users(self) -> set[int]:
+        return set(self._matrices)
+
+    def set(self, slot: int, matrices: LayerMatrices) -> None:
+        more = round_up(matrices.rank, RANK_BLOCK) - matrices.rank
+        a, b = (matrix.to(self._like.device, self._like.dtype) for matrix in (matrices.a, matrices.b))
+        self._matrices[slot] = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more)), matrices.scaling
+
+    def clear(self, slot: int) -> None:
+        self._matrices.pop(slot, None)
+
+    def grow(self, num_slots: int, rank: int) -> None:
+        """Slots are apart."""
+
+    def to(self, device: torch.device) -> None:
+        self._like = self._like.to(device)
+        for slot, (a, b, scaling) in self._matrices.items():
+            self._matrices[slot] = a.to(device), b.to(device), scaling
+
+    def held(self, slot: int, name: str, rank: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        layer, _, projection = name.rpartition(".")
+        for expert, (a, b) in enumerate(zip(*self._matrices[slot][:2], strict=True)):
+            yield f"{layer}.{expert}.{projection}", a[:rank], b[:, :rank]
+
+    @property
+    def device(self) -> torch.device:
+        return self._like.device
+
+
 class Loras:
     """The adapters of one model, by name.
 
@@ -167,12 +214,15 @@ class Loras:
     """
 
     def __init__(self, model: nn.Module, *, max_loras: int):
+        self._model = model
         self._modules = dict(model.named_modules())
         self._like = next(model.parameters())
         self._max_loras = max_loras
         self._by_name: dict[str, Lora] = {}
         self._slots: dict[int, Lora] = {}
-        self._layers: dict[str, _AdaptedLayer] = {}
+        self._layers: dict[str, _AdaptedLayer | _AdaptedProjection] = {}
+        self._experts: dict[str, ExpertAdapters] = {}
+        """Of layers of experts."""
         self._hooks: dict[str, Any] = {}
         self._versions = np.zeros(0, np.int64)
         self._ranks = np.zeros(0, np.int64)
@@ -246,6 +296,8 @@ class Loras:
             self._clear(name, lora.slot)
         if not self._slots:
             self._versions, self._ranks, self._rank = np.zeros(0, np.int64), np.zeros(0, np.int64), RANK_BLOCK
+            for adapters in self._experts.values():
+                adapters.slots = None
 
     def to(self, device: torch.device) -> None:
         """Moves all matrices."""
@@ -260,6 +312,9 @@ class Loras:
             self._groups, self._key = groups_of(slots, self._device, apart=apart), key
             if self._groups is not None:
                 self._rank_of_pass = int(self._ranks[slots[slots != NO_LORA]].max())
+            of_rows = None if self._groups is None else torch.from_numpy(slots.copy()).to(self._device)
+            for adapters in self._experts.values():
+                adapters.slots = of_rows
 
     def versions(self, slots: np.ndarray, otherwise: int) -> np.ndarray | int:
         """The version of each row's adapter, or `otherwise`."""
@@ -269,7 +324,7 @@ class Loras:
 
     @property
     def _device(self) -> torch.device:
-        return next(iter(self._layers.values())).a.device if self._layers else self._like.device
+        return next(iter(self._layers.values())).device if self._layers else self._like.device
 
     def _free_slot(self) -> int:
         if len(self._slots) >= self._max_loras:
@@ -289,6 +344,9 @@ class Loras:
             layer.grow(len(self._versions), self._rank)
 
     def _adapt(self, name: str) -> None:
+        if name not in self._modules:
+            self._adapt_experts(name)
+            return
         module = self._modules[name]
         layer = _AdaptedLayer(module, self._stack_like(), len(self._versions), self._rank)
         self._layers[name] = layer
@@ -299,6 +357,15 @@ class Loras:
 
         self._hooks[name] = module.register_forward_hook(add)
 
+    def _adapt_experts(self, name: str) -> None:
+        layer, _, projection = name.rpartition(".")
+        if not self._experts:
+            use_native_experts(self._model)
+        if layer not in self._experts:
+            self._experts[layer] = ExpertAdapters()
+            setattr(self._modules[layer], "adapters", self._experts[layer])  # noqa: B010  # of a module of transformers
+        self._layers[name] = _AdaptedProjection(self._experts[layer], projection, self._stack_like())
+
     def _stack_like(self) -> torch.Tensor:
         return torch.empty(0, dtype=self._like.dtype, device=self._device)
 
@@ -306,12 +373,13 @@ class Loras:
         layer = self._layers[name]
         layer.clear(slot)
         if not layer.users:
-            self._hooks.pop(name).remove()
             del self._layers[name]
+            if name in self._hooks:
+                self._hooks.pop(name).remove()
 
     def _held(self, slot: int, layers: Mapping[str, LayerMatrices]) -> Iterable[tuple[str, torch.Tensor]]:
         """An adapter's tensors as the stacks hold them, by peft's names."""
         for name, matrices in layers.items():
-            a, b = tensor_names(name)
-            yield a, self._layers[name].a[slot, : matrices.rank]
-            yield b, self._layers[name].b[slot, :, : matrices.rank].contiguous()
+            for layer, a, b in self._layers[name].held(slot, name, matrices.rank):
+                for kind, held in zip(tensor_names(layer), (a, b), strict=True):
+                    yield kind, held.contiguous()

@@ -1,5 +1,5 @@
 """Adapters as peft wrote them, checked against the model that shall use them. Everything is refused by name that would
-be more or other than a low-rank product beside a linear layer."""
+be more or other than a low-rank product beside a linear layer, or beside the same one of each expert of a layer."""
 
 import math
 import re
@@ -12,9 +12,11 @@ from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from skyrl_train.inference_engines.native.experts import PROJECTIONS, is_plain, shape_of
 from skyrl_train.models.adapter_files import can_be_sent_alone, read_adapter
 
 _PREFIX = "base_model.model."
+_OF_EXPERT = re.compile(rf"(?P<layer>.+\.experts)\.(?P<expert>\d+)\.(?P<projection>{'|'.join(PROJECTIONS)})")
 _MATRIX = re.compile(rf"{re.escape(_PREFIX)}(?P<layer>.+)\.lora_(?P<kind>[AB])\.weight")
 _MORE_THAN_A_PRODUCT = {
     "use_dora": "DoRA scales the layer's own weight as well",
@@ -37,18 +39,19 @@ class LayerMatrices:
     """W x becomes W x + scaling B A x."""
 
     a: torch.Tensor
-    """[rank, in]"""
+    """[rank, in], of experts [E, rank, in]"""
     b: torch.Tensor
-    """[out, rank]"""
+    """[out, rank], of experts [E, out, rank]"""
     scaling: float
 
     @property
     def rank(self) -> int:
-        return len(self.a)
+        return self.a.shape[-2]
 
 
 def read_lora(path: str, model: nn.Module, max_rank: int) -> dict[str, LayerMatrices]:
-    """The matrices of an adapter by the names of the model's layers.
+    """The matrices of an adapter by the names of the model's layers; those of a projection of all experts of a layer
+    under the layer's name and the projection's.
 
     Raises:
         ValueError: the folder holds no adapter, or one that does not fit: names what, and why.
@@ -68,7 +71,32 @@ def read_lora(path: str, model: nn.Module, max_rank: int) -> dict[str, LayerMatr
     if not pairs:
         raise _refusal(path, "it holds no tensor")
     modules = dict(model.named_modules())
-    return {layer: _checked(path, layer, pair, modules, file.config, max_rank) for layer, pair in pairs.items()}
+    layers = {layer: _checked(path, layer, pair, modules, file.config, max_rank) for layer, pair in pairs.items()}
+    return _experts_together(path, layers, modules)
+
+
+def _experts_together(
+    path: str, layers: Mapping[str, LayerMatrices], modules: Mapping[str, nn.Module]
+) -> dict[str, LayerMatrices]:
+    found: dict[str, LayerMatrices] = {}
+    of_experts: dict[tuple[str, str], dict[int, LayerMatrices]] = {}
+    for name, matrices in layers.items():
+        match = _OF_EXPERT.fullmatch(name)
+        if match is None:
+            found[name] = matrices
+        else:
+            of_experts.setdefault((match["layer"], match["projection"]), {})[int(match["expert"])] = matrices
+    for (layer, projection), by_expert in of_experts.items():
+        num_experts = len(modules[layer].down_proj)  # pyright: ignore[reportArgumentType]
+        missing = [expert for expert in range(num_experts) if expert not in by_expert]
+        if missing:
+            raise _refusal(path, f"{layer} has {num_experts} experts; {projection} of expert {missing[0]} is missing")
+        first = by_expert[0]
+        if any((of.rank, of.scaling) != (first.rank, first.scaling) for of in by_expert.values()):
+            raise _refusal(path, f"the experts of {layer} have adapters of several ranks or scalings on {projection}")
+        a, b = (torch.stack([getattr(by_expert[e], kind) for e in range(num_experts)]) for kind in "ab")
+        found[f"{layer}.{projection}"] = LayerMatrices(a, b, first.scaling)
+    return found
 
 
 def _is_the_models(name: str, tensor: torch.Tensor, model: nn.Module) -> bool:
@@ -118,15 +146,8 @@ def _checked(
 ) -> LayerMatrices:
     if set(pair) != {"A", "B"}:
         raise _refusal(path, f"{layer} has no lora_{'B' if 'A' in pair else 'A'}")
-    module = modules.get(layer)
-    if module is None:
-        raise _refusal(path, f"the model has no layer {layer}")
-    if not isinstance(module, nn.Linear | Conv1D):
-        raise _refusal(path, f"{layer} is a {type(module).__name__}, and only linear layers can have adapters")
-    if ".experts." in layer:
-        raise _refusal(path, f"{layer} is a part of an expert, which only some tokens go through")
     a, b = pair["A"], pair["B"]
-    num_in, num_out = features_of(module)
+    num_in, num_out = _features(path, layer, modules)
     rank = a.shape[0]
     if tuple(a.shape) != (rank, num_in) or tuple(b.shape) != (num_out, rank):
         raise _refusal(
@@ -137,6 +158,25 @@ def _checked(
     alphas = config.get("alpha_pattern") or {}
     alpha = alphas.get(get_pattern_key(list(alphas), layer), config.get("lora_alpha", rank))
     return LayerMatrices(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _features(path: str, layer: str, modules: Mapping[str, nn.Module]) -> tuple[int, int]:
+    """Numbers in and out of a layer, or of an expert's."""
+    match = _OF_EXPERT.fullmatch(layer)
+    experts = modules.get(match["layer"]) if match else None
+    if match and experts is not None and is_plain(experts):
+        num_experts, *shape = shape_of(experts, match["projection"])
+        if int(match["expert"]) >= num_experts:
+            raise _refusal(path, f"{match['layer']} has {num_experts} experts, and no {layer}")
+        return shape[1], shape[0]
+    module = modules.get(layer)
+    if module is None:
+        raise _refusal(path, f"the model has no layer {layer}")
+    if not isinstance(module, nn.Linear | Conv1D):
+        raise _refusal(path, f"{layer} is a {type(module).__name__}, and only linear layers can have adapters")
+    if ".experts." in layer:
+        raise _refusal(path, f"{layer} is a part of an expert that is a module of its own, which has no adapters here")
+    return features_of(module)
 
 
 def _refusal(path: str, why: str) -> ValueError:

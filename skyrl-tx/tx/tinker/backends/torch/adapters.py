@@ -1,17 +1,17 @@
-"""Low-rank adapters of many models on the linear layers of one frozen base model.
+"""Low-rank adapters of many models on the linear layers of one frozen base model, and on those of its experts.
 
 A layer computes W x for the rows of all models at once and adds (32 / rank) B A x to each model's rows with that
 model's own matrices, by products of its own: with their shapes and places in memory, nothing depends on company.
 
 An adapter's matrices are views of one vector, its gradient is another: optimizer, norms and files see vectors.
 
-Shapes: N rows of a pass, n of a model, r rank, P numbers of an adapter.
+Shapes: N rows of a pass, n of a model, r rank, P numbers of an adapter, E experts of a layer.
 """
 
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,21 +24,37 @@ _SMALL = 2**14
 
 
 class Site(NamedTuple):
-    """A linear layer that can have adapters."""
+    """A linear layer that can have adapters, or the same one of all experts of a layer, each with its own."""
 
     name: str
-    """In the transformers model."""
+    """In the transformers model; of experts the layer's name and that of the projection."""
     kind: str
     """`attn`, `mlp` or `unembed`."""
     num_in: int
     num_out: int
+    num_experts: int | None = None
+
+    @property
+    def layers(self) -> list[str]:
+        """The names that its linear layers have in files, in the order of its matrices."""
+        layer, _, projection = self.name.rpartition(".")
+        experts = range(self.num_experts or 0)
+        return [f"{layer}.{expert}.{projection}" for expert in experts] or [self.name]
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of A and B, as in `Matrices`."""
+        stacked = () if self.num_experts is None else (self.num_experts,)
+        return (*stacked, rank, self.num_in), (*stacked, rank, self.num_out)
 
 
 class Matrices(NamedTuple):
     a: torch.Tensor
-    """[r, in]"""
+    """[r, in], of experts [E, r, in]"""
     b: torch.Tensor
-    """[r, out], so B transposed: some products with it are several times faster so"""
+    """[r, out], so B transposed: some products with it are several times faster so; of experts [E, r, out]"""
+
+    def of_expert(self, expert: int) -> "Matrices":
+        return Matrices(self.a[expert], self.b[expert])
 
 
 class Part(NamedTuple):
@@ -50,6 +66,8 @@ class Part(NamedTuple):
     scaling: float
     gradient: Matrices | None
     """Added to in the backward. None: nothing is wanted."""
+    columns: slice = slice(None)
+    """Of what the layer gives, those that the adapter adds to."""
 
 
 class Adapter:
@@ -63,8 +81,8 @@ class Adapter:
     def __init__(self, lora: LoraSpec, sites: Sequence[Site], device: torch.device, dtype: torch.dtype):
         self.lora, self.sites, self.dtype = lora, tuple(sites), dtype
         self.scaling = LORA_ALPHA / lora.rank
-        self._shapes = [shape for s in sites for shape in ((lora.rank, s.num_in), (lora.rank, s.num_out))]
-        self._sizes = [rows * columns for rows, columns in self._shapes]
+        self._shapes = [shape for site in sites for shape in site.shapes(lora.rank)]
+        self._sizes = [math.prod(shape) for shape in self._shapes]
         self.weights = torch.zeros(sum(self._sizes), device=device)
         self.gradient: torch.Tensor | None = None
         """[P], None where nothing is accumulated."""
@@ -157,27 +175,61 @@ class FrozenLinear(FrozenProduct):
         return self._module.bias
 
 
-class AdaptedLinear:
-    """Takes the place of the `forward` of a linear layer of the base model."""
+class Adaptable:
+    """What a pass tells a layer that can have adapters."""
 
-    def __init__(self, product: FrozenProduct):
-        self.product = product
+    def __init__(self) -> None:
         self.parts: Sequence[Part] = ()
-        """Of the pass under way."""
         self.num_rows = 0
         self.root: torch.Tensor | None = None
         """A scalar that the backward starts from: without it there would be none in the first layers, whose input has
         no gradient. None: no gradient is wanted."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+    def check(self, rows: torch.Tensor) -> None:
+        """
+        Raises:
+            ValueError: these are not the rows of the pass.
+        """
         if self.parts and len(rows) != self.num_rows:
             raise ValueError(f"a layer with adapters was given {len(rows)} rows, and the pass has {self.num_rows}")
-        if self.root is None:
-            y = _add_adapters(self.product.forward(rows), rows, self.parts)[0]
-        else:
-            y = _Adapted.apply(rows, self.root, self)
-        return y.view(*x.shape[:-1], y.shape[-1])  # type: ignore[union-attr]
+
+
+class AdaptedLinear(Adaptable):
+    """Takes the place of the `forward` of a linear layer of the base model."""
+
+    def __init__(self, product: FrozenProduct):
+        super().__init__()
+        self.product = product
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        self.check(rows)
+        y = adapted_product(rows, self.product, self.parts, self.root)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class Product(Protocol):
+    """What a frozen layer computes of rows, and its gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def backward(self, gradient: torch.Tensor) -> torch.Tensor: ...
+
+
+def adapted_product(
+    x: torch.Tensor, product: Product, parts: Sequence[Part], root: torch.Tensor | None
+) -> torch.Tensor:
+    """The frozen product of rows, and what adapters add to it.
+
+    Args:
+        x: [N, in]
+        parts, root: as in `Adaptable`.
+
+    Returns: [N, out]
+    """
+    if root is None:
+        return _add_adapters(product.forward(x), x, parts)[0]
+    return _Adapted.apply(x, root, product, parts)  # type: ignore[return-value]
 
 
 def _add_adapters(y: torch.Tensor, x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -185,29 +237,28 @@ def _add_adapters(y: torch.Tensor, x: torch.Tensor, parts: Sequence[Part]) -> tu
     inner = []
     for part in parts:
         low = torch.mm(x[part.start : part.end], part.matrices.a.t()).mul_(part.scaling)
-        y[part.start : part.end].addmm_(low, part.matrices.b)
+        y[part.start : part.end, part.columns].addmm_(low, part.matrices.b)
         inner.append(low)
     return y, inner
 
 
 class _Adapted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, root: torch.Tensor, layer: AdaptedLinear) -> torch.Tensor:
-        y, inner = _add_adapters(layer.product.forward(x), x, layer.parts)
-        ctx.layer = layer
+    def forward(ctx: Any, x: torch.Tensor, root: torch.Tensor, product: Product, parts: Sequence[Part]):
+        y, inner = _add_adapters(product.forward(x), x, parts)
+        ctx.product, ctx.parts = product, parts
         ctx.save_for_backward(x, *inner)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        layer: AdaptedLinear = ctx.layer
         x, *inner = ctx.saved_tensors
         dy = dy.contiguous()
-        dx = layer.product.backward(dy) if ctx.needs_input_grad[0] else None
-        for part, low in zip(layer.parts, inner, strict=True):
+        dx = ctx.product.backward(dy) if ctx.needs_input_grad[0] else None
+        for part, low in zip(ctx.parts, inner, strict=True):
             rows = slice(part.start, part.end)
-            add_gradient(part, x[rows], low, dy[rows], None if dx is None else dx[rows])
-        return dx, None, None
+            add_gradient(part, x[rows], low, dy[rows, part.columns], None if dx is None else dx[rows])
+        return dx, None, None, None
 
 
 def add_gradient(part: Part, x: torch.Tensor, low: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor | None) -> None:
@@ -227,12 +278,12 @@ def add_gradient(part: Part, x: torch.Tensor, low: torch.Tensor, dy: torch.Tenso
         dx.addmm_(back, part.matrices.a)
 
 
-def set_parts(layers: Mapping[str, AdaptedLinear], parts: Sequence[dict[str, Part]], num_rows: int, root: Any) -> None:
+def set_parts(layers: Mapping[str, Adaptable], parts: Sequence[dict[str, Part]], num_rows: int, root: Any) -> None:
     """Tells every layer of the base model what it shall do in the next pass.
 
     Args:
         parts: of each model, by the layers' names.
-        root: as in `AdaptedLinear`.
+        root: as in `Adaptable`.
     """
     for name, layer in layers.items():
         layer.parts = [of_model[name] for of_model in parts if name in of_model]

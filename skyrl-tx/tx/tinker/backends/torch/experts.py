@@ -1,26 +1,38 @@
-"""Mixture-of-experts layers on a CPU whose rows do not depend on what else is routed to the same expert.
+"""Mixture-of-experts layers with adapters, whose rows do not depend on what else is routed to the same expert.
 
-Each expert's rows are filled up to whole blocks (see `layout`). Experts are frozen and have no adapters.
+Each model's rows of an expert lie together and are filled up to whole blocks (see `layout`).
 
 Shapes: N tokens, k experts of each, S slots in which the N k pairs lie by expert, D width of the model, I of an expert.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from tx.tinker.backends.torch.adapters import FrozenProduct
+from tx.tinker.backends.torch.adapters import Adaptable, FrozenProduct, Part, Site, adapted_product
 from tx.tinker.backends.torch.layout import BLOCK, Exchange
 
-EXPERTS = "tx_rows"
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""What peft and engines call the three linear layers of an expert."""
+
+
+class _Rows(NamedTuple):
+    """Slots of one expert that belong to one model."""
+
+    expert: int
+    part: int
+    """Which of the pass's models with adapters here; -1: one that has none."""
+    start: int
+    end: int
 
 
 class _Slots(NamedTuple):
-    rows_of_expert: list[tuple[int, int, int]]
-    """Expert, first slot, slot after the last; only of those that are used."""
+    rows: list[_Rows]
+    """By expert, then by model; only of those that are used."""
     pair_of_slot: torch.Tensor
     """[S]; some pair at filler"""
     filler: torch.Tensor
@@ -28,73 +40,141 @@ class _Slots(NamedTuple):
     """[N k]"""
 
 
-def exact_experts(
-    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """The weighted sum of each token's experts; transformers' calling convention.
+class AdaptedExperts:
+    """Takes the place of the `forward` of a layer of fused experts.
 
     Args:
         module: holds `gate_up_proj` [E, 2I, D], `down_proj` [E, D, I] and `_apply_gate`
-        hidden_states: [N, D]
-        top_k_index, top_k_weights: [N, k]
-
-    Returns: [N, D]
     """
-    num_chosen = top_k_index.shape[1]
-    slots = _slots(top_k_index.flatten().numpy(), BLOCK)
-    nothing = slots.filler[:0]
-    pairs = hidden_states[:, None].expand(-1, num_chosen, -1).flatten(0, 1)
-    x: Any = Exchange.apply(pairs, slots.pair_of_slot, slots.slot_of_pair, nothing)
-    gated = module._apply_gate(_ExpertProduct.apply(x, module.gate_up_proj, slots.rows_of_expert))
-    y: Any = _ExpertProduct.apply(gated, module.down_proj, slots.rows_of_expert)
-    of_pairs: Any = Exchange.apply(y, slots.slot_of_pair, slots.pair_of_slot, slots.filler)
-    weighted = of_pairs.unflatten(0, (-1, num_chosen)) * top_k_weights[:, :, None]
-    return weighted.sum(dim=1).to(hidden_states.dtype)
+
+    def __init__(self, module: Any):
+        self._module, self._whole = module, module.forward
+        self._on_cpu = module.down_proj.device.type == "cpu"
+        self._num_experts, self._width, self._inner = module.down_proj.shape
+        self.projections = {projection: Adaptable() for projection in PROJECTIONS}
+
+    def sites(self, layer: str) -> list[Site]:
+        """
+        Args:
+            layer: the module's name.
+        """
+        shapes = [(self._width, self._inner)] * 2 + [(self._inner, self._width)]
+        return [
+            Site(f"{layer}.{projection}", "mlp", *shape, self._num_experts)
+            for projection, shape in zip(PROJECTIONS, shapes, strict=True)
+        ]
+
+    def __call__(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
+        """The weighted sum of each token's experts; transformers' calling convention.
+
+        Args:
+            hidden_states: [N, D]
+            top_k_index, top_k_weights: [N, k]
+
+        Returns: [N, D]
+        """
+        gate, up, down = self.projections.values()
+        if not gate.parts and not self._on_cpu:
+            return self._whole(hidden_states, top_k_index, top_k_weights)
+        gate.check(hidden_states)
+        slots = _slots(top_k_index, gate.parts, BLOCK)
+        num_chosen = top_k_index.shape[1]
+        nothing = slots.filler[:0]
+        pairs = hidden_states[:, None].expand(-1, num_chosen, -1).flatten(0, 1)
+        x: Any = Exchange.apply(pairs, slots.pair_of_slot, slots.slot_of_pair, nothing)
+        halves = slice(0, self._inner), slice(self._inner, 2 * self._inner)
+        of_gate_and_up = [
+            part
+            for projection, columns in zip((gate, up), halves, strict=True)
+            for part in _parts(slots.rows, projection.parts, columns)
+        ]
+        product = _ExpertsProduct(lambda: self._module.gate_up_proj, slots.rows)
+        gated = self._module._apply_gate(adapted_product(x, product, of_gate_and_up, gate.root))
+        product = _ExpertsProduct(lambda: self._module.down_proj, slots.rows)
+        y: Any = adapted_product(gated, product, list(_parts(slots.rows, down.parts)), down.root)
+        of_pairs: Any = Exchange.apply(y, slots.slot_of_pair, slots.pair_of_slot, slots.filler)
+        weighted = of_pairs.unflatten(0, (-1, num_chosen)) * top_k_weights[:, :, None]
+        return weighted.sum(dim=1).to(hidden_states.dtype)
 
 
-ALL_EXPERTS_FUNCTIONS.register(EXPERTS, exact_experts)
+def adapt_experts(model: Any) -> dict[str, AdaptedExperts]:
+    """Gives a model's layers of fused experts a forward that knows adapters, in place. By the layers' names; those of a
+    kind that is not known here stay as they are."""
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
+    if not all(layer.has_gate and not layer.has_bias and not layer.is_transposed for layer in layers.values()):
+        return {}
+    adapted = {}
+    for name, module in layers.items():
+        adapted[name] = module.forward = AdaptedExperts(module)
+    return adapted
 
 
-def use_exact_experts(model: Any) -> bool:
-    """Switches a model's expert layers to `exact_experts`. Returns whether all of them are of a kind that it knows."""
-    layers = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
-    if not all(layer.has_gate and not layer.has_bias and not layer.is_transposed for layer in layers):
-        return False
-    if layers:
-        model.set_experts_implementation(EXPERTS)
+def have_names_in_files(model: Any) -> bool:
+    """Whether files of such models hold each expert's three layers as `PROJECTIONS`: the names that readers of adapters
+    go by."""
+    conversions = get_checkpoint_conversion_mapping(model.config.get_text_config().model_type) or []
+    sources = {pattern for conversion in conversions for pattern in conversion.source_patterns}
+    return {f"mlp.experts.*.{projection}.weight" for projection in PROJECTIONS} <= sources
+
+
+def has_experts_in_lists(model: nn.Module) -> bool:
+    """Whether there are experts that are modules of their own, which nothing here knows."""
     in_lists = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return not any("experts" in name.split(".") for name in in_lists)
+    return any("experts" in name.split(".") for name in in_lists)
 
 
-def _slots(expert_of_pair: np.ndarray, block: int) -> _Slots:
-    order = np.argsort(expert_of_pair, kind="stable")
-    counts = np.bincount(expert_of_pair)
+def _slots(top_k_index: torch.Tensor, parts: Sequence[Part], block: int) -> _Slots:
+    chosen = top_k_index.cpu().numpy()
+    part_of_token = np.full(len(chosen), -1)
+    for index, part in enumerate(parts):
+        part_of_token[part.start : part.end] = index
+    keys = (chosen * (len(parts) + 1) + part_of_token[:, None] + 1).ravel()
+    order = np.argsort(keys, kind="stable")
+    counts = np.bincount(keys)
     rows, pair_of_slot, filler, slot_of_pair = [], [], [], np.empty(len(order), np.int64)
     at = taken = 0
-    for expert in np.flatnonzero(counts).tolist():
-        count = int(counts[expert])
+    for key in np.flatnonzero(counts).tolist():
+        count = int(counts[key])
         end = at + -(-count // block) * block
         pairs = order[taken : taken + count]
         slot_of_pair[pairs] = np.arange(at, at + count)
         pair_of_slot += [pairs, np.full(end - at - count, pairs[0])]
         filler.append(np.arange(at + count, end))
-        rows.append((expert, at, end))
+        expert, part = divmod(key, len(parts) + 1)
+        rows.append(_Rows(expert, part - 1, at, end))
         at, taken = end, taken + count
-    return _Slots(
-        rows, *(torch.from_numpy(x) for x in (np.concatenate(pair_of_slot), np.concatenate(filler), slot_of_pair))
-    )
+    arrays = np.concatenate(pair_of_slot), np.concatenate(filler), slot_of_pair
+    return _Slots(rows, *(torch.from_numpy(array).to(top_k_index.device) for array in arrays))
 
 
-class _ExpertProduct(torch.autograd.Function):
-    """x_s W_e^T of the slots of each expert; W is frozen."""
+def _parts(rows: Sequence[_Rows], parts: Sequence[Part], columns: slice = slice(None)) -> Iterator[Part]:
+    """What each expert has of the models' adapters."""
+    for expert, index, start, end in rows:
+        if index >= 0:
+            of_model = parts[index]
+            matrices = of_model.matrices.of_expert(expert)
+            gradient = None if of_model.gradient is None else of_model.gradient.of_expert(expert)
+            yield Part(start, end, matrices, of_model.scaling, gradient, columns)
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, rows: list[tuple[int, int, int]]) -> torch.Tensor:
-        ctx.weights, ctx.rows = weights, rows
-        return torch.cat([FrozenProduct(weights[expert], None).forward(x[a:b]) for expert, a, b in rows])
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        dy = gradient.contiguous()
-        dx = [FrozenProduct(ctx.weights[expert], None).backward(dy[a:b]) for expert, a, b in ctx.rows]
-        return torch.cat(dx), None, None
+class _ExpertsProduct:
+    """x_s W_e^T of the slots of each expert; W is frozen.
+
+    Args:
+        weights: gives [E, out, in]. It is asked at each product: of a sharded model the whole is there only then.
+    """
+
+    def __init__(self, weights: Callable[[], torch.Tensor], rows: Sequence[_Rows]):
+        self._weights = weights
+        spans: dict[int, tuple[int, int]] = {}
+        for expert, _, start, end in rows:
+            spans[expert] = spans.get(expert, (start, end))[0], end
+        self._spans = [(expert, slice(*span)) for expert, span in spans.items()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self._weights()
+        return torch.cat([FrozenProduct(weights[expert], None).forward(x[span]) for expert, span in self._spans])
+
+    def backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        weights = self._weights()
+        return torch.cat([FrozenProduct(weights[e], None).backward(gradient[span]) for e, span in self._spans])

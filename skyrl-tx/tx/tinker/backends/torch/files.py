@@ -67,15 +67,15 @@ def read_into(adapter: Adapter, folder: Path, *, optimizer: bool, gradient: bool
     adapter.gradient = vectors.get("gradient") if gradient else None
 
 
-def _names(adapter: Adapter) -> list[str]:
-    """Of A and B of each layer, as peft has them, in the order of the vectors."""
-    return [f"base_model.model.{site.name}.lora_{kind}.weight" for site in adapter.sites for kind in "AB"]
-
-
 def _named(adapter: Adapter, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A vector as peft's matrices, of which those on the CPU are views."""
-    matrices = [matrix for a, b in adapter.matrices_of(vector.cpu()) for matrix in (a, b.t())]
-    return dict(zip(_names(adapter), matrices, strict=True))
+    """A vector as peft's matrices A and B of each layer, of which those on the CPU are views."""
+    named = {}
+    for site, (a, b) in zip(adapter.sites, adapter.matrices_of(vector.cpu()), strict=True):
+        stacked = [(a, b)] if site.num_experts is None else zip(a, b, strict=True)
+        for layer, (of_a, of_b) in zip(site.layers, stacked, strict=True):
+            named[f"base_model.model.{layer}.lora_A.weight"] = of_a
+            named[f"base_model.model.{layer}.lora_B.weight"] = of_b.t()
+    return named
 
 
 def _save(tensors: Mapping[str, torch.Tensor], path: Path, key: str, value: str) -> None:

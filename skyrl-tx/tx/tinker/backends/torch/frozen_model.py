@@ -17,8 +17,8 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.models.cpu_linear import use_onednn_linear
 from skyrl_train.models.lora import PARTS_OF_EXPERTS
 from skyrl_train.models.scoring import logit_rule
-from tx.tinker.backends.torch.adapters import AdaptedLinear, FrozenLinear, Site
-from tx.tinker.backends.torch.experts import use_exact_experts
+from tx.tinker.backends.torch.adapters import Adaptable, AdaptedLinear, FrozenLinear, Site
+from tx.tinker.backends.torch.experts import adapt_experts, has_experts_in_lists, have_names_in_files
 from tx.tinker.backends.torch.head import Head, Targets
 from tx.tinker.backends.torch.layout import ATTENTION, PassLayout, lay_out
 from tx.tinker.backends.torch.peers import ALONE, Peers
@@ -58,19 +58,26 @@ class FrozenModel:
         head_name, head = _output_layer(model, folder)
         modules = {name: module for name, module in model.named_modules() if name != head_name}
         others = PARTS_OF_EXPERTS if _has_fused_experts(model) else frozenset[str]()
-        self.sites = [_site(name, module) for name, module in modules.items() if _can_be_adapted(name, module, others)]
-        if others:
-            logger.info("experts have no adapters: train_mlp has no effect on %s", folder)
-        self.layers: dict[str, AdaptedLinear] = {}
-        for site in self.sites:
-            module = modules[site.name]
-            self.layers[site.name] = module.forward = AdaptedLinear(FrozenLinear(module))  # type: ignore[method-assign]
+        experts = adapt_experts(model)
+        self.sites: list[Site] = []
+        self.layers: dict[str, Adaptable] = {}
+        """What a pass tells each site."""
+        for name, module in modules.items():
+            if _can_be_adapted(name, module, others):
+                self.sites.append(_site(name, module))
+                self.layers[name] = module.forward = AdaptedLinear(FrozenLinear(module))  # type: ignore[method-assign]
+            elif name in experts and have_names_in_files(model):
+                self.sites += experts[name].sites(name)
+                for projection, layer in experts[name].projections.items():
+                    self.layers[f"{name}.{projection}"] = layer
+        if others and not any(site.num_experts for site in self.sites):
+            logger.info("experts of %s have no adapters: train_mlp has no effect on them", folder)
         self.sites.append(Site(head_name, "unembed", head.in_features, head.out_features))
         self.head_name = head_name
         self.head = Head(FrozenLinear(head), logit_rule(model.config), settings.chunk_size)
         if self.device.type == "cpu":
             use_onednn_linear(model)
-            self.one_model_a_pass |= not use_exact_experts(model)
+            self.one_model_a_pass |= has_experts_in_lists(model) or (_has_fused_experts(model) and not experts)
         _check(self, folder)
 
     def sites_of(self, kinds: Mapping[str, bool]) -> list[Site]:

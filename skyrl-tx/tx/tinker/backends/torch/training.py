@@ -150,10 +150,11 @@ class TorchTraining(TrainingBackend):
 
     def _target_modules(self, adapter: Adapter) -> list[str]:
         """Last parts of names where they say which layers are meant (engines know these), else whole names."""
-        adapted = {site.name for site in adapter.sites}
+        adapted = {site.name for site in adapter.sites if site.num_experts is None}
         leaves = {name.rpartition(".")[2] for name in adapted}
         meant = {name for name, _ in self._base.model.named_modules() if name.rpartition(".")[2] in leaves}
-        return sorted(leaves if meant == adapted else adapted)
+        of_experts = {site.name.rpartition(".")[2] for site in adapter.sites if site.num_experts is not None}
+        return sorted((leaves if meant == adapted else adapted) | of_experts)
 
     def _refusal(self, each: TrainingPass) -> Failure | None:
         """What would hurt others in a pass: a GPU does not survive a token outside the vocabulary."""
