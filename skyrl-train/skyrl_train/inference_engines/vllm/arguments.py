@@ -21,6 +21,7 @@ OWNER_VARIABLE = "SKYRL_VLLM_OWNER_PID"
 
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _CPU_CACHE_BYTES = 1 << 30
+_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def engine_arguments(settings: EngineSettings) -> "AsyncEngineArgs":
@@ -146,6 +147,8 @@ def _check_model(arguments: Mapping[str, Any], device: str, expert_parallel_size
         )
     if device == "cpu":
         _check_head_size(arguments["model"], getattr(config, "head_dim", None))
+        if arguments.get("enable_lora"):
+            _check_no_experts(arguments["model"], config)
     layers = getattr(config, "num_hidden_layers", None)
     if layers and pipeline > layers:
         raise ConfigError(
@@ -162,6 +165,16 @@ def _check_head_size(model: str, head_size: int | None) -> None:
         raise ConfigError(
             f"generator.model_name={model}: vLLM's attention on a CPU takes head sizes {', '.join(map(str, sizes))}; "
             f"this model's is {head_size}. Use generator.backend=native"
+        )
+
+
+def _check_no_experts(model: str, config: Any) -> None:
+    """vLLM adds adapters to a mixture's layers by a Triton kernel (`vllm/lora/layers/fused_moe.py`), also where a
+    request has none: its worker dies of the first one."""
+    if any(getattr(config, name, None) for name in _NUMBERS_OF_EXPERTS):
+        raise ConfigError(
+            f"generator.model_name={model}: vLLM has no adapters for a mixture of experts on a CPU. Use "
+            "generator.backend=native; in training, a generator.weight_sync_strategy other than adapter merges them"
         )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen3MoeConfig
 
 from skyrl_train.errors import ConfigError
 
@@ -45,6 +46,14 @@ def test_a_model_whose_heads_the_cpus_attention_cannot_compute_is_refused(tiny_m
 
     with pytest.raises(ConfigError, match=r"head sizes 32.* this model's is 8"):
         VLLMInferenceEngine(tiny_model, device="cpu", dtype="float32")
+
+
+def test_adapters_of_a_mixture_are_refused_on_a_cpu(tmp_path: Path):
+    from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
+
+    Qwen3MoeConfig(head_dim=32).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="no adapters for a mixture of experts on a CPU"):
+        VLLMInferenceEngine(str(tmp_path), device="cpu", dtype="float32", max_lora_rank=8)
 
 
 def test_a_device_that_the_installed_vllm_is_not_for_is_refused(four_heads: str):
