@@ -51,7 +51,7 @@ def test_a_model_whose_heads_the_cpus_attention_cannot_compute_is_refused(tiny_m
 def test_adapters_of_a_mixture_are_refused_on_a_cpu(tmp_path: Path):
     from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
 
-    Qwen3MoeConfig(head_dim=32).save_pretrained(tmp_path)
+    Qwen3MoeConfig().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="no adapters for a mixture of experts on a CPU"):
         VLLMInferenceEngine(str(tmp_path), device="cpu", dtype="float32", max_lora_rank=8)
 
