@@ -13,11 +13,9 @@ import torch
 from torch import nn
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from skyrl_train.inference_engines.native.experts import PROJECTIONS, is_plain, shape_of
 from tx.tinker.backends.torch.adapters import Adaptable, FrozenProduct, Part, Site, adapted_product
 from tx.tinker.backends.torch.layout import BLOCK, Exchange
-
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""What peft and engines call the three linear layers of an expert."""
 
 
 class _Rows(NamedTuple):
@@ -50,7 +48,6 @@ class AdaptedExperts:
     def __init__(self, module: Any):
         self._module, self._whole = module, module.forward
         self._on_cpu = module.down_proj.device.type == "cpu"
-        self._num_experts, self._width, self._inner = module.down_proj.shape
         self.projections = {projection: Adaptable() for projection in PROJECTIONS}
 
     def sites(self, layer: str) -> list[Site]:
@@ -58,11 +55,11 @@ class AdaptedExperts:
         Args:
             layer: the module's name.
         """
-        shapes = [(self._width, self._inner)] * 2 + [(self._inner, self._width)]
-        return [
-            Site(f"{layer}.{projection}", "mlp", *shape, self._num_experts)
-            for projection, shape in zip(PROJECTIONS, shapes, strict=True)
-        ]
+        sites = []
+        for projection in PROJECTIONS:
+            num_experts, num_out, num_in = shape_of(self._module, projection)
+            sites.append(Site(f"{layer}.{projection}", "mlp", num_in, num_out, num_experts))
+        return sites
 
     def __call__(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
         """The weighted sum of each token's experts; transformers' calling convention.
@@ -82,7 +79,8 @@ class AdaptedExperts:
         nothing = slots.filler[:0]
         pairs = hidden_states[:, None].expand(-1, num_chosen, -1).flatten(0, 1)
         x: Any = Exchange.apply(pairs, slots.pair_of_slot, slots.slot_of_pair, nothing)
-        halves = slice(0, self._inner), slice(self._inner, 2 * self._inner)
+        _, inner, _ = shape_of(self._module, "gate_proj")
+        halves = slice(0, inner), slice(inner, 2 * inner)
         of_gate_and_up = [
             part
             for projection, columns in zip((gate, up), halves, strict=True)
@@ -101,7 +99,7 @@ def adapt_experts(model: Any) -> dict[str, AdaptedExperts]:
     """Gives a model's layers of fused experts a forward that knows adapters, in place. By the layers' names; those of a
     kind that is not known here stay as they are."""
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
-    if not all(layer.has_gate and not layer.has_bias and not layer.is_transposed for layer in layers.values()):
+    if not all(map(is_plain, layers.values())):
         return {}
     adapted = {}
     for name, module in layers.items():
