@@ -87,7 +87,7 @@ def _experts_together(
         else:
             of_experts.setdefault((match["layer"], match["projection"]), {})[int(match["expert"])] = matrices
     for (layer, projection), by_expert in of_experts.items():
-        num_experts = len(modules[layer].down_proj)  # pyright: ignore[reportArgumentType]
+        num_experts, *_ = shape_of(modules[layer], projection)
         missing = [expert for expert in range(num_experts) if expert not in by_expert]
         if missing:
             raise _refusal(path, f"{layer} has {num_experts} experts; {projection} of expert {missing[0]} is missing")
