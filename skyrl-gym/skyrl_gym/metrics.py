@@ -3,7 +3,8 @@
 from collections import defaultdict
 from typing import Any
 
-from skyrl_gym.envs.registration import env_class_of, registry
+from skyrl_gym import error
+from skyrl_gym.envs.registration import env_class_of, spec
 
 
 def default_aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, float]:
@@ -22,8 +23,9 @@ def aggregate_for_environment(env_name: str, metrics: list[dict[str, Any]]) -> d
     Raises:
         ValueError: no environment of that name is registered.
     """
-    env_spec = registry.get(env_name)
-    if env_spec is None:
-        raise ValueError(f"No registered env with id: {env_name}")
+    try:
+        env_spec = spec(env_name)
+    except error.Error as unknown:
+        raise ValueError(str(unknown)) from unknown
     aggregate = getattr(env_class_of(env_spec), "aggregate_metrics", default_aggregate_metrics)
     return aggregate(metrics)

@@ -31,6 +31,12 @@ START_SECONDS = 60.0
 """How long a process may take to start: it imports this package, and the environment's module."""
 
 
+NO_MAIN_GUARD = (
+    'mode="process" starts Python processes that import the main script again: put the code of a script that calls '
+    'make_vec under `if __name__ == "__main__":`, or use mode="thread"'
+)
+
+
 @dataclass(frozen=True)
 class Failed:
     """Stands where a result would be: what was raised instead."""
@@ -216,6 +222,7 @@ def make_vec(
     Raises:
         Error: no environment of that id.
         ValueError: no rows, an unknown mode, too few workers, or (mode process) a spec that does not pickle.
+        RuntimeError: mode process, called while a spawned process imports the main script (no main guard).
     """
     env_spec = spec(id) if isinstance(id, str) else id
     if not rows:
@@ -228,6 +235,8 @@ def make_vec(
         raise ValueError(f"timeout_seconds must be positive; got {timeout_seconds}")
     tasks = [(row.get("prompt"), {name: row[name] for name in row if name != "prompt"}) for row in rows]
     if mode == "process":
+        if getattr(multiprocessing.current_process(), "_inheriting", False):  # set while a child imports `__main__`
+            raise RuntimeError(NO_MAIN_GUARD)
         _check_pickles(env_spec, env_config)
     worker_class = _ThreadWorker if mode == "thread" else _ProcessWorker
     workers = [worker_class() for _ in range(min(num_workers or len(rows), len(rows)))]
@@ -320,6 +329,7 @@ class _ProcessWorker:
     def __init__(self) -> None:
         self._process: BaseProcess | None = None
         self._connection: Connection | None = None
+        self._is_ready = False
 
     def revive(self) -> None:
         """Starts the process, if it does not run. Does not wait for it."""
@@ -327,11 +337,11 @@ class _ProcessWorker:
             return
         context = multiprocessing.get_context("spawn")
         self._connection, childs_end = context.Pipe()
+        self._is_ready = False
         # A daemon: multiprocessing ends it if this process ends without close.
         self._process = context.Process(target=_serve, args=(childs_end,), daemon=True, name="skyrl-gym-vec")
         self._process.start()
         childs_end.close()
-        self._is_ready = False
 
     def call(self, index: int, method: str, arguments: tuple[Any, ...], seconds: float) -> Any:
         assert self._connection is not None
@@ -363,7 +373,8 @@ class _ProcessWorker:
         code = self._process.exitcode
         self._end()
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        return _WorkerLost(RuntimeError(f"the environment's process ended with {how}"))
+        text = f"the environment's process ended with {how}"
+        return _WorkerLost(RuntimeError(text if self._is_ready else f"{text} before it was ready. {NO_MAIN_GUARD}"))
 
     def _end(self) -> None:
         """Kills the process and what it started, as far as that stayed in its group."""

@@ -212,7 +212,7 @@ def test_a_failing_child_is_one_error_among_the_answers(make_repl):
         return f"{prompt}:{context}"
 
     repl = make_repl(lm_callback=shout, subcall_fn=answer)
-    result = repl.execute("answers = rlm_query_batched(['a', 'bad', 'c'], ['x', 'y', 'z'])")
+    result = repl.execute("answers = rlm_query_batched(['a', 'bad', 'c'], context_list=['x', 'y', 'z'])")
     first, second, third = result.locals["answers"]
     assert (first, third) == ("a:x", "c:z")
     assert second.startswith("Error: RLM query failed")
@@ -247,6 +247,18 @@ def test_without_children_the_language_model_answers(make_repl):
     repl = make_repl(lm_callback=shout)
     result = repl.execute("one = rlm_query('a'); many = rlm_query_batched(['b', 'c'])")
     assert (result.locals["one"], result.locals["many"]) == ("A", ["B", "C"])
+
+
+def test_query_functions_take_skyrl_s_arguments(make_repl):
+    repl = make_repl(lm_callback=shout, subcall_fn=lambda prompt, *, context=None: f"{prompt}+{context}")
+    result = repl.execute(
+        "one = llm_query('a', model='small'); many = llm_query_batched(['b', 'c'], 'small')\n"
+        "child = rlm_query('d', 'small', context='x')\n"
+        "children = rlm_query_batched(['e', 'f'], 'small', ['y', 'z'])"
+    )
+    assert result.stderr == ""
+    assert (result.locals["one"], result.locals["many"]) == ("A", ["B", "C"])
+    assert (result.locals["child"], result.locals["children"]) == ("d+x", ["e+y", "f+z"])
 
 
 def test_custom_tools_are_functions_and_values(make_repl):

@@ -25,7 +25,7 @@ LAYERS = [
     {"rubrics"},
     {"envs"},
     {"episode"},
-    {"wrappers", "vector", "check"},
+    {"wrappers", "vector", "check", "gymnasium_envs"},
     {"audit", "eval"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
@@ -57,7 +57,12 @@ PUBLIC_NAMES = {
     "skyrl_gym.envs.gsm8k.multi_turn_env": ["GSM8kMultiTurnEnv"],
     "skyrl_gym.envs.gsm8k.utils": ["extract_solution", "compute_score"],
     "skyrl_gym.envs.lcb.env": ["LCBEnv"],
-    "skyrl_gym.envs.lcb.livecodebench": ["lcb_check_correctness"],
+    "skyrl_gym.envs.lcb.livecodebench": [
+        "compute_score",
+        "extract_code_from_model",
+        "lcb_check_correctness",
+        "run_test",
+    ],
     "skyrl_gym.envs.search.env": ["SearchEnv", "SearchEnvConfig"],
     "skyrl_gym.envs.search.utils": ["extract_solution", "em_check", "subem_check", "normalize_answer", "compute_score"],
     "skyrl_gym.envs.searchcode.env": ["SearchCodeEnv"],

@@ -2,6 +2,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -166,3 +167,27 @@ def test_mistakes_are_named():
     envs.close()  # a second time
     with pytest.raises(RuntimeError, match="closed"):
         envs.step(["x", "x"])
+
+
+SCRIPT = """
+from skyrl_gym import make_vec
+rows = [{"prompt": [{"role": "user", "content": "2 + 2?"}], "reward_spec": {"ground_truth": "4"}}]
+"""
+USE = """
+with make_vec("gsm8k", rows, mode="process") as envs:
+    envs.init()
+    print(envs.step(["#### 4"]))
+"""
+
+
+@pytest.mark.slow
+def test_script_without_a_main_guard_is_told_of_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + USE)
+    without = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert 'under `if __name__ == "__main__":`' in without.stdout  # as the slot's failure
+    assert "AttributeError" not in without.stderr
+    indented = USE.replace("\n", "\n    ")
+    script.write_text(f'{SCRIPT}if __name__ == "__main__":\n    {indented}')
+    guarded = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert (guarded.stderr, "'reward': 1.0" in guarded.stdout) == ("", True)

@@ -166,7 +166,9 @@ ConfigT = TypeVar("ConfigT")
 
 
 def typed_config(config_class: type[ConfigT], env_config: Any) -> ConfigT:
-    """An environment's settings as its dataclass, from None, a mapping, a DictConfig or the dataclass itself.
+    """Return an environment's settings as its dataclass, from None, a mapping, a DictConfig or the dataclass itself.
+
+    `env_class` is accepted beside them: callers hand over the section that names the environment, too.
 
     Raises:
         ValueError: a setting that the dataclass does not have; the text names the nearest.
@@ -178,6 +180,7 @@ def typed_config(config_class: type[ConfigT], env_config: Any) -> ConfigT:
         settings = vars(env_config)
     elif env_config is not None:
         settings = {str(name): env_config[name] for name in cast(Mapping[str, Any], env_config)}
+        settings.pop("env_class", None)
     known = [each.name for each in dataclasses.fields(cast(Any, config_class))]
     for name in settings:
         if name not in known:

@@ -4,6 +4,8 @@ An installed package adds its environments to every process by an entry point, w
 
     [project.entry-points."skyrl_gym.envs"]
     my_env = "my_package.my_module:MyEnv"
+
+Text of the form "package.module:Class" is an id that needs no registration.
 """
 
 import copy
@@ -144,7 +146,11 @@ def deregister(id: str) -> None:
 
 
 def spec(env_id: str) -> EnvSpec:
-    """The spec registered under an id. Raises `Error` that names the nearest ids if there is none."""
+    """Return the spec of an id, registered or of the form "package.module:Class".
+
+    Raises:
+        Error: there is none; the text names the nearest ids, or what is missing of the module.
+    """
     return _find_spec(env_id)
 
 
@@ -152,11 +158,24 @@ def _find_spec(env_id: str) -> EnvSpec:
     found = registry.get(env_id)
     if found is not None:
         return found
+    if isinstance(env_id, str) and ":" in env_id:
+        return _spec_of_entry_point(env_id)
     nearest = difflib.get_close_matches(str(env_id), registry, n=3, cutoff=0.5)
     hint = (
         f"did you mean {' or '.join(nearest)}?" if nearest else f"registered: {', '.join(sorted(registry)) or 'none'}"
     )
     raise error.Error(f"No registered env with id: {env_id}; {hint}")
+
+
+def _spec_of_entry_point(entry_point: str) -> EnvSpec:
+    """Return a spec for "package.module:Class", which is imported to prove that it is there. Raises Error."""
+    try:
+        load_env_creator(entry_point)
+    except (ImportError, AttributeError, ValueError) as failure:
+        raise error.Error(
+            f"No registered env with id: {entry_point}; read as 'package.module:Class' it fails: {failure}"
+        ) from failure
+    return EnvSpec(id=entry_point, entry_point=entry_point)
 
 
 def load_env_creator(entry_point: EnvCreator | Callable[..., Env] | str) -> EnvCreator | Callable[..., Env]:

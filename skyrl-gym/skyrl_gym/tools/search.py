@@ -126,9 +126,13 @@ class SearchToolGroup(ToolGroup):
             timeout=self.timeout,
             log_requests=self.log_requests,
             session=self.session,
-            retry_seconds=self.retry_seconds,
+            **self._retries(),
         )
         return json.dumps({"result": _result_text(answer, error)})
+
+    def _retries(self) -> dict[str, Any]:
+        """Return the retry window as an argument, if it was set: a stand-in for `call_search_api` need not know it."""
+        return {} if self.retry_seconds == DEFAULT_RETRY_SECONDS else {"retry_seconds": self.retry_seconds}
 
 
 def _result_text(answer: Any | None, error: str | None) -> str:

@@ -251,8 +251,11 @@ class SkyRLGymConfig(BaseConfig):
     """What the environment of that id is given as its `env_config`."""
 
     def env_config(self, env_class: str) -> dict[str, Any]:
-        """The section of the environment `env_class`; empty if it has none."""
-        return self.env_configs.get(env_class, {})
+        """Return the section of the environment `env_class`, which is empty if it has none.
+
+        The section of an environment given as "package.module:Class" is named like the class.
+        """
+        return self.env_configs.get(env_class.rpartition(":")[2], {})
 
 
 @dataclass(kw_only=True)
@@ -260,8 +263,8 @@ class EnvironmentConfig(BaseConfig):
     """What judges the answers."""
 
     env_class: str | None = "gsm8k"
-    """Id of the environment for rows of the data without an `env_class` of their own. Not read with `generator.task`,
-    where it may be null."""
+    """Environment for rows of the data without an `env_class` of their own: a registered id, or `package.module:Class`
+    (its settings are then `environment.skyrl_gym.Class`). Not read with `generator.task`, where it may be null."""
 
     skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
 

@@ -326,6 +326,18 @@ def test_a_section_of_an_environment_that_does_not_exist_is_found():
     validate_environments(SkyRLConfig())
 
 
+def test_environment_given_by_module_and_class_has_a_section_named_like_the_class():
+    env_class = "skyrl_gym.envs.search.env:SearchEnv"
+    config = SkyRLConfig.from_dict({"environment": {"env_class": env_class, "skyrl_gym": {"SearchEnv": {"topk": 7}}}})
+    validate_environments(config)
+    assert config.environment.skyrl_gym.env_config(env_class) == {"topk": 7}
+    misspelt = {"environment": {"env_class": env_class, "skyrl_gym": {"SearchEnv": {"topkk": 7}}}}
+    with pytest.raises(ConfigError, match=r"environment.skyrl_gym.SearchEnv.topkk; did you mean .*topk"):
+        validate_environments(SkyRLConfig.from_dict(misspelt))
+    with pytest.raises(ConfigError, match=r"environment.env_class: .*No module named 'my_chess'"):
+        validate_environments(SkyRLConfig.from_dict({"environment": {"env_class": "my_chess:Chess"}}))
+
+
 def test_a_wrong_setting_of_an_environment_is_found_before_the_first_rollout():
     @dataclass
     class ChessConfig:

@@ -1,6 +1,7 @@
 """A Gymnasium environment played through text: actions read, observations written, returns counted. Knows no turns."""
 
 import copy
+import importlib
 import json
 import math
 import re
@@ -23,7 +24,7 @@ _COLOURS = ("gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white"
 
 
 def make_environment(env_id: str, env_kwargs: Mapping[str, Any], ansi: bool) -> gymnasium.Env:
-    """A registered environment.
+    """Make a registered environment; `env_id` may name the module that registers it: "module:id".
 
     Raises:
         TaskError: unknown id, arguments it does not take, or no text rendering although one is asked for.
@@ -31,7 +32,10 @@ def make_environment(env_id: str, env_kwargs: Mapping[str, Any], ansi: bool) -> 
     """
     kwargs: dict[str, Any] = dict(env_kwargs) | ({"render_mode": "ansi"} if ansi else {})
     try:
-        spec = gymnasium.spec(env_id)
+        module, _, name = env_id.rpartition(":")
+        if module:  # "minigrid:MiniGrid-Empty-5x5-v0": importing the package registers its environments
+            importlib.import_module(module)
+        spec = gymnasium.spec(name)
         env = gymnasium.make(spec, disable_env_checker=True, **kwargs)
     except (gymnasium.error.DependencyNotInstalled, ImportError) as missing:
         raise Error(f"env_id {env_id} needs a package that is not installed: {missing}") from missing

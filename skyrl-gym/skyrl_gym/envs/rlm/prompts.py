@@ -30,7 +30,7 @@ Code can ask language models, which read far more than you are shown but know on
 - llm_query(prompt) -> str: one answer to one prompt.
 - llm_query_batched(prompts) -> list[str]: an answer to each prompt, in their order; quicker than one after another.
 - rlm_query(prompt, context=None): asks a model that has a REPL of its own, with `context` in it.
-- rlm_query_batched(prompts, contexts=None): the same for several.
+- rlm_query_batched(prompts, context_list=None): the same for several, with one context for each prompt.
 """
 
 FIRST_TURN = "Question: {question}\n\nYou have not seen the context yet: look at it before you answer."

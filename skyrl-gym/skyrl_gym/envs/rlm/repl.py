@@ -88,8 +88,8 @@ class PersistentREPL:
             whatever plain values the code chooses, and what it returns crosses as a plain value, else as text; what it
             raises, the code sees as a RuntimeError, except InfraError, which `execute` raises.
         lm_callback: makes `llm_query`, `llm_query_batched`, `rlm_query` and `rlm_query_batched` available.
-        subcall_fn: `subcall_fn(prompt)` or `subcall_fn(prompt, context)` answers `rlm_query`, two at a time; without it
-            the language model does. Called from other threads.
+        subcall_fn: `subcall_fn(prompt)` or `subcall_fn(prompt, context=context)` answers `rlm_query`, two at a time;
+            without it the language model does. Called from other threads.
         sandbox: where the process runs, started; it stays the caller's. Without one, the first execution makes one that
             `cleanup` closes.
         allow_imports: whether the code may import modules. The sandbox is what holds it, so it may; without, it is the
@@ -357,12 +357,14 @@ class PersistentREPL:
         except (TypeError, ValueError):
             return [True, str(result)]
 
-    def _llm_query(self, prompt: str) -> str:
-        """One answer of the language model; text that begins with "Error: LM query failed" if there is none."""
-        return self._llm_query_batched([prompt])[0]
+    # `model` is part of these signatures because code written for SkyRL's REPL passes it. There is one model to ask.
 
-    def _llm_query_batched(self, prompts: list[str]) -> list[str]:
-        """The language model's answers, in the order of the prompts."""
+    def _llm_query(self, prompt: str, model: str | None = None) -> str:
+        """Ask the language model. Returns text that begins with "Error: LM query failed" if there is no answer."""
+        return self._llm_query_batched([prompt], model)[0]
+
+    def _llm_query_batched(self, prompts: list[str], model: str | None = None) -> list[str]:
+        """Ask the language model several prompts. Returns the answers in the order of the prompts."""
         prompts = _texts(prompts)
         try:
             if self._lm_callback is None:
@@ -377,26 +379,28 @@ class PersistentREPL:
             return [f"Error: LM query failed - {failure}"] * len(prompts)
         return answers
 
-    def _rlm_query(self, prompt: str, context: Any = None) -> str:
-        """The answer of a child that has a REPL of its own, or of the language model if there are no children."""
+    def _rlm_query(self, prompt: str, model: str | None = None, context: Any = None) -> str:
+        """Ask a child model that has a REPL of its own, or the language model if there are no children."""
         if self._subcall_fn is None:
-            return self._llm_query(prompt if context is None else f"{prompt}\n\n{context}")
+            return self._llm_query(prompt if context is None else f"{prompt}\n\n{context}", model)
         try:
             if time.monotonic() > self.deadline:
                 raise TimeoutError("time is up")
-            arguments = (str(prompt),) if context is None else (str(prompt), context)
-            return str(self._subcall_fn(*arguments))
+            given = {} if context is None else {"context": context}
+            return str(self._subcall_fn(str(prompt), **given))
         except InfraError:
             raise
         except Exception as failure:  # whatever a child raises, the model is told
             return f"Error: RLM query failed - {failure}"
 
-    def _rlm_query_batched(self, prompts: list[str], contexts: list[Any] | None = None) -> list[str]:
-        """The answers of children, in the order of the prompts; `contexts` are one to each prompt."""
+    def _rlm_query_batched(
+        self, prompts: list[str], model: str | None = None, context_list: list[Any] | None = None
+    ) -> list[str]:
+        """Ask several children; `context_list` has one context for each prompt. Returns answers in that order."""
         prompts = _texts(prompts)
-        if self._subcall_fn is None and contexts is None:
-            return self._llm_query_batched(prompts)
-        given = [None] * len(prompts) if contexts is None else list(contexts)
+        if self._subcall_fn is None and context_list is None:
+            return self._llm_query_batched(prompts, model)
+        given = [None] * len(prompts) if context_list is None else list(context_list)
         try:
             _check_batch(prompts)
             if len(given) != len(prompts):
@@ -404,7 +408,7 @@ class PersistentREPL:
         except ValueError as failure:
             return [f"Error: RLM query failed - {failure}"] * len(prompts)
         with ThreadPoolExecutor(MAX_PARALLEL_SUBCALLS, thread_name_prefix="rlm-subcall") as pool:
-            return list(pool.map(self._rlm_query, prompts, given))
+            return list(pool.map(lambda prompt, context: self._rlm_query(prompt, model, context), prompts, given))
 
     def _final_var(self, name: str) -> str | None:
         """What the code's FINAL_VAR makes of a variable's name; None if there is none."""

@@ -89,16 +89,18 @@ class SearchCodeEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
         self.chat_history.append({"role": "assistant", "content": action})
-        solved = "<solution>" in action and "</solution>" in action
-        if solved or self.turns >= self.max_turns:
+        if self._is_done(action):
             return BaseTextEnvStepOutput(
-                observations=[], reward=self._get_reward(), done=True, metadata={}, truncated=not solved
+                observations=[], reward=self._get_reward(), done=True, metadata={}, truncated=not _has_solution(action)
             )
         observations = self._answer_calls(action)
         self.chat_history += observations
         return BaseTextEnvStepOutput(
             observations=observations, reward=0.0, done=False, metadata=self._metadata_of(action)
         )
+
+    def _is_done(self, action: str) -> bool:
+        return self.turns >= self.max_turns or _has_solution(action)
 
     def _calls(self, action: str) -> list[ToolCall | Invalid]:
         calls = parse_tool_calls(action, self.format)
@@ -161,3 +163,7 @@ class SearchCodeEnv(BaseTextEnv):
         from skyrl_gym.envs.searchcode.examples import make_examples
 
         return make_examples()
+
+
+def _has_solution(action: str) -> bool:
+    return "<solution>" in action and "</solution>" in action

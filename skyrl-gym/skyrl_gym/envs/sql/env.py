@@ -80,10 +80,10 @@ class SQLEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
         self.chat_history.append({"role": "assistant", "content": action})
-        solved = self.solved = self.solved or ("<solution>" in action and "</solution>" in action)
-        if solved or self.turns >= self.max_turns:
+        self.solved = self.solved or _has_solution(action)
+        if self.solved or self._is_done(action):
             return BaseTextEnvStepOutput(
-                observations=[], reward=self._get_reward(), done=True, metadata={}, truncated=not solved
+                observations=[], reward=self._get_reward(), done=True, metadata={}, truncated=not self.solved
             )
         tool_group, tool_name, tool_input = self._parse_action(action)
         observation = {"role": "user", "content": self._run(tool_group, tool_name, tool_input)}
@@ -95,6 +95,9 @@ class SQLEnv(BaseTextEnv):
         """Group, tool and its arguments: the first query, or None."""
         query, end, _ = action.partition("<sql>")[2].partition("</sql>")
         return self.tool_group.name, "sql", (self.db_id, query if end else None, self.max_turns - self.turns)
+
+    def _is_done(self, action: str) -> bool:
+        return self.turns >= self.max_turns or _has_solution(action)
 
     def _run(self, tool_group: str, tool_name: str, tool_input: tuple[Any, ...]) -> str:
         """What the model is told. A tool that fails on a query is no reason to end the episode."""
@@ -128,6 +131,10 @@ class SQLEnv(BaseTextEnv):
         from skyrl_gym.envs.sql.examples import make_examples
 
         return make_examples()
+
+
+def _has_solution(action: str) -> bool:
+    return "<solution>" in action and "</solution>" in action
 
 
 def _query(ground_truth: Any) -> str:

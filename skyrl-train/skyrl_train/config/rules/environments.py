@@ -1,36 +1,37 @@
 """Rules of the environments' own sections."""
 
+from typing import TYPE_CHECKING
+
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.rules.checks import require
 from skyrl_train.config.typed import build, nearest_name
 from skyrl_train.errors import ConfigError
 
+if TYPE_CHECKING:
+    from skyrl_gym.envs.registration import EnvSpec
+
 
 def validate_environments(config: SkyRLConfig) -> None:
-    """Every environment that the settings name must be registered, and have the settings its section gives it: what is
-    misspelt would be read by nobody.
+    """Check that every environment that the settings name exists, and has the settings that its section gives it: a
+    misspelt one would be read by nobody.
 
     Call it where custom environments have been registered (they are registered per process), before the first rollout.
     """
-    from skyrl_gym.envs.registration import env_class_of, registry
+    from skyrl_gym.envs.registration import env_class_of
 
-    names = {}
+    env_class = config.environment.env_class
     if config.generator.task is None:
         require(
-            config.environment.env_class is not None,
+            env_class is not None,
             "environment.env_class is null: name an environment, or set generator.task to a task file",
         )
-        names["environment.env_class"] = config.environment.env_class
-    names |= {f"section environment.skyrl_gym.{name}": name for name in config.environment.skyrl_gym.env_configs}
-    for setting, name in names.items():
-        near = nearest_name(name, sorted(registry))
-        require(
-            name in registry,
-            f"{setting}: no environment {name!r} is registered"
-            + (f"; did you mean {near}?" if near else f"; registered are {', '.join(sorted(registry))}"),
-        )
+        assert env_class is not None
+        _spec("environment.env_class", env_class)
     for name, section in config.environment.skyrl_gym.env_configs.items():
-        config_class = getattr(env_class_of(registry[name]), "config_class", None)
+        # An environment given as "package.module:Class" has a section named like the class.
+        env_id = env_class if env_class and env_class.endswith(f":{name}") else name
+        env_spec = _spec(f"section environment.skyrl_gym.{name}", env_id)
+        config_class = getattr(env_class_of(env_spec), "config_class", None)
         if config_class is not None:
             try:
                 build(config_class, section, f"environment.skyrl_gym.{name}", config_class)
@@ -38,3 +39,17 @@ def validate_environments(config: SkyRLConfig) -> None:
                 raise
             except ValueError as error:  # a rule of the environment's own
                 raise ConfigError(f"environment.skyrl_gym.{name}: {error}") from error
+
+
+def _spec(setting: str, env_id: str) -> "EnvSpec":
+    """Return the environment that a setting names. Raises ConfigError with the nearest id, or why its import fails."""
+    from skyrl_gym import error
+    from skyrl_gym.envs.registration import registry, spec
+
+    try:
+        return spec(env_id)
+    except error.Error as unknown:
+        near = nearest_name(env_id, sorted(registry))
+        hint = f"did you mean {near}?" if near else f"registered are {', '.join(sorted(registry))}"
+        reason = unknown.__cause__ or hint
+        raise ConfigError(f"{setting}: no environment {env_id!r} is registered; {reason}") from unknown
