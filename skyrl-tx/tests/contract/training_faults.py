@@ -117,10 +117,10 @@ def results_in_another_order() -> None:
 
 
 def _adam(change: Callable[..., Any]) -> None:
-    """`change(step, weights, gradient, mean, square, number, params)` in the place of a step of AdamW."""
+    """`change(step, before, gradient, number, params, scaling)` in the place of a step of AdamW."""
     from tx.tinker.backends.torch import training
 
-    around(training, "adamw_", change)
+    around(training, "adamw", change)
 
 
 def _other(params: Any, **values: float) -> Any:
@@ -130,28 +130,28 @@ def _other(params: Any, **values: float) -> Any:
 @fault(ENGINE, "optimizer.")
 def learning_rate_is_ignored() -> None:
     """every step has the learning rate 0.001"""
-    _adam(lambda step, *args: step(*args[:-1], _other(args[-1], learning_rate=1e-3)))
+    _adam(lambda step, *args: step(*args[:-2], _other(args[-2], learning_rate=1e-3), args[-1]))
 
 
 @fault(ENGINE, "optimizer.")
 def betas_are_ignored() -> None:
     """beta1 is 0.9, beta2 0.95"""
-    _adam(lambda step, *args: step(*args[:-1], _other(args[-1], beta1=0.9, beta2=0.95)))
+    _adam(lambda step, *args: step(*args[:-2], _other(args[-2], beta1=0.9, beta2=0.95), args[-1]))
 
 
 @fault(ENGINE, "optimizer.")
 def no_bias_correction() -> None:
     """moments are not corrected for their start"""
-    _adam(lambda step, *args: step(*args[:4], 10**6, args[-1]))
+    _adam(lambda step, before, gradient, number, *args: step(before, gradient, 10**6, *args))
 
 
 @fault(ENGINE, "optimizer.")
 def decay_is_coupled() -> None:
     """weight decay passes through the moments, as in plain Adam"""
 
-    def step(original, weights, gradient, mean, square, number, params):
-        gradient.add_(weights, alpha=params.weight_decay)
-        original(weights, gradient, mean, square, number, _other(params, weight_decay=0.0))
+    def step(original, before, gradient, number, params, scaling):
+        gradient = gradient.add(before.weights, alpha=params.weight_decay)
+        return original(before, gradient, number, _other(params, weight_decay=0.0), scaling)
 
     _adam(step)
 
@@ -161,7 +161,21 @@ def clip_is_ignored() -> None:
     """grad_clip_norm does nothing"""
     from tx.tinker.backends.torch import training
 
-    around(training, "clip_", lambda clip, gradient, largest: clip(gradient, 0.0))
+    around(training, "clipped", lambda clipped, gradient, largest: clipped(gradient, 0.0))
+
+
+@fault(ENGINE, "optimizer.")
+def impossible_steps_are_taken() -> None:
+    """a step whose weights are not finite is taken"""
+    from tx.errors import ModelError
+
+    def step(original, before, *args):
+        try:
+            return original(before, *args)
+        except ModelError:
+            return before._replace(weights=before.weights * float("inf"))
+
+    _adam(step)
 
 
 @fault(ENGINE, "optimizer.")

@@ -1,5 +1,5 @@
 """Everything a training script asks of a server, as a story that is the same each time it is told to an undisturbed
-server: passes that arrive in the wrong order, steps, refusals, a step without a finite gradient, samplers and samples,
+server: passes that arrive in the wrong order, steps, refusals, steps that are not finite, samplers and samples,
 checkpoints saved and loaded. Several calls are under way at any time.
 """
 
@@ -73,6 +73,9 @@ class User:
         if i % 5 == 1:
             await self._refused(f"refused {i}", model.step(learning_rate=-1.0))
             await self._refused(f"no such checkpoint {i}", model.load("never", optimizer=False))
+        if i % 6 == 2:  # what it would have used stays for the next round's step
+            await self._later(self._pass(f"kept {i}", await model.train(data_of("cross_entropy", [30], i))))
+            await self._later(self._json(f"impossible step {i}", await model.step(learning_rate=1e30)))
         if i % 6 == 3:
             data = data_of("cross_entropy", [4], i)
             data[0].inputs["weights"][:] = 3e38

@@ -1,5 +1,6 @@
 """AdamW of one model's vector is torch's, and what belongs to it."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from tx.errors import ModelError
-from tx.tinker.backends.torch.adam import adamw_, clip_
+from tx.tinker.backends.torch.adam import AdamState, adamw, clipped
 from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.types import AdamParams, Datum, LoraSpec, TrainingPass
 
@@ -24,7 +25,7 @@ from tx.tinker.types import AdamParams, Datum, LoraSpec, TrainingPass
 def test_steps_are_those_of_torch(params: AdamParams) -> None:
     torch.manual_seed(0)
     theirs = torch.randn(100, requires_grad=True)
-    ours, mean, square = theirs.detach().clone(), torch.zeros(100), torch.zeros(100)
+    ours = AdamState(theirs.detach().clone(), torch.zeros(100), torch.zeros(100))
     betas = (params.beta1, params.beta2)
     optimizer = torch.optim.AdamW(
         [theirs], lr=params.learning_rate, betas=betas, eps=params.eps, weight_decay=params.weight_decay, foreach=False
@@ -33,21 +34,23 @@ def test_steps_are_those_of_torch(params: AdamParams) -> None:
         gradient = torch.randn(100)
         theirs.grad = gradient
         optimizer.step()
-        adamw_(ours, gradient, mean, square, step, params)
-        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6)
+        ours = adamw(ours, gradient, step, params)
+        torch.testing.assert_close(ours.weights, theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_an_eps_of_zero_leaves_numbers_without_gradient_as_they_are() -> None:
-    weights = torch.ones(2)
-    adamw_(weights, torch.tensor([0.0, 4.0]), torch.zeros(2), torch.zeros(2), 1, AdamParams(learning_rate=0.1, eps=0.0))
-    torch.testing.assert_close(weights, torch.tensor([1.0, 0.9]))
+@pytest.mark.parametrize("eps", [0.0, 1e-300])
+def test_an_eps_of_zero_leaves_numbers_without_gradient_as_they_are(eps: float) -> None:
+    before = AdamState(torch.ones(2), torch.zeros(2), torch.zeros(2))
+    after = adamw(before, torch.tensor([0.0, 4.0]), 1, AdamParams(learning_rate=0.1, eps=eps))
+    torch.testing.assert_close(after.weights, torch.tensor([1.0, 0.9]))
 
 
 @pytest.mark.parametrize("largest, expected", [(0.0, [3.0, 4.0]), (10.0, [3.0, 4.0]), (1.0, [0.6, 0.8])])
 def test_clipping_by_norm(largest: float, expected: list[float]) -> None:
     gradient = torch.tensor([3.0, 4.0])
-    assert clip_(gradient, largest) == 5.0
-    torch.testing.assert_close(gradient, torch.tensor(expected))
+    shorter, norm = clipped(gradient, largest)
+    assert norm == 5.0 and gradient.tolist() == [3.0, 4.0]
+    torch.testing.assert_close(shorter, torch.tensor(expected))
 
 
 def one_pass(backend: TorchTraining, data: list[Datum], model_id: str = "m") -> None:
@@ -91,6 +94,55 @@ def test_a_gradient_that_is_not_finite_is_refused_and_cleared(
     assert torch.equal(backend._adapters["m"].weights, before)
     one_pass(backend, supervised([5]))
     assert np.isfinite(backend.optim_step("m", AdamParams())["grad_norm:mean"])
+
+
+IMPOSSIBLE = {
+    "learning rate": (AdamParams(learning_rate=1e30), "adam_params.learning_rate=1e+30"),
+    "learning rate beyond float32": (
+        AdamParams(learning_rate=1e300),
+        "adam_params.learning_rate=1e+300 / (1 - beta1^2) comes to",
+    ),
+    "weight decay": (AdamParams(learning_rate=0.1, weight_decay=1e30), "adam_params.weight_decay=1e+30"),
+    "both": (AdamParams(learning_rate=1e200, weight_decay=1e200), "adam_params.weight_decay comes to inf"),
+    "eps": (AdamParams(eps=1e300), "adam_params.eps comes to 1e+300"),
+    "beta1": (AdamParams(beta1=1.0), "adam_params.beta1 must be from 0 to below 1"),
+    "beta2": (AdamParams(beta2=1.0), "adam_params.beta2 must be from 0 to below 1"),
+    "second moment": (AdamParams(), "second moment"),
+}
+
+
+def saved(backend: TorchTraining, folder: Path, model_id: str = "m") -> dict[str, bytes]:
+    folder.mkdir()
+    backend.save(model_id, folder, state=True)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_a_step_that_fails_changes_no_bit_and_names_the_cause(
+    backend: TorchTraining, supervised: Callable[..., list[Datum]], tmp_path: Path, what: str
+) -> None:
+    one_pass(backend, supervised([5]))
+    backend.optim_step("m", AdamParams(learning_rate=0.01))  # with moments to lose
+    data = supervised([9])
+    if what == "second moment":
+        data[0].inputs["weights"] *= np.float32(1e25)  # squared above 3e38
+    one_pass(backend, data)
+    before = saved(backend, tmp_path / "before")
+    params, cause = IMPOSSIBLE[what]
+    with pytest.raises(ModelError, match=f"nothing has changed.*{re.escape(cause)}"):
+        backend.optim_step("m", params)
+    assert saved(backend, tmp_path / "after") == before
+    possible = AdamParams(learning_rate=0.01, grad_clip_norm=1.0)  # with the same gradient
+    assert backend.optim_step("m", possible)["step:max"] == 2
+
+
+def test_a_large_step_that_float32_can_hold_is_taken(
+    backend: TorchTraining, supervised: Callable[..., list[Datum]]
+) -> None:
+    one_pass(backend, supervised([5]))
+    backend.optim_step("m", AdamParams(learning_rate=1e9, weight_decay=1e-9))
+    weights = backend._adapters["m"].weights
+    assert weights.isfinite().all() and weights.abs().max() > 1e8
 
 
 def test_a_copied_gradient_is_put_back_bit_for_bit(

@@ -140,6 +140,9 @@ def test_company_changes_no_bit_and_what_is_wrong_with_one_model_is_told_to_it_a
         assert "loss_fn_inputs['advantages']" in str(failed.error)
         assert all(isinstance(result, PassOutput) for result in results[1:])
         for name in ("alone", "together"):
+            if name == "together":
+                with pytest.raises(ModelError, match="learning_rate"):  # changes no bit either
+                    group.optim_step(name, AdamParams(learning_rate=1e30))
             group.optim_step(name, ADAM)
     a, b = (saved(group, name, tmp_path / name) for name in ("alone", "together"))
     assert a == b

@@ -12,6 +12,7 @@ import numpy as np
 from tx.contract.archive import PeftAdapter, fetch
 from tx.contract.checks import check, expect, expect_close, expect_equal, expect_far
 from tx.contract.client import Adapter, text_datum
+from tx.contract.wire import text_datum as json_datum
 from tx.contract.world import World
 
 LR = 1e-2
@@ -145,6 +146,21 @@ def weight_decay_is_ones_own(world: World) -> None:
         other.backward([text_datum(world.lesson)])
         other.step(learning_rate=0.1, weight_decay=0.5)
     expect_equal(mine.logprobs(world.lesson)[0].tolist(), before, "my log-probs")
+
+
+@check
+def impossible_step(world: World) -> None:
+    """a step after which weights would not be finite fails and changes nothing: the next one finds the gradient"""
+    wire, tried, twin = world.wire, world.model(), world.model()
+    for model in (tried, twin):
+        wire.result(wire.backward(model, 1, [json_datum(world.lesson)]))
+    for seq, adam in ((2, {"learning_rate": 1e30}), (3, {"learning_rate": 1.0, "weight_decay": 1e30})):
+        answer = wire.step(tried, seq, **adam)
+        refused = answer.status_code in (400, 422) or "error" in wire.outcome(wire.accepted(answer))
+        expect(refused, f"a step with {adam} was taken")
+    wire.result(wire.step(tried, 4))
+    wire.result(wire.step(twin, 2))
+    expect_equal(wire.logprobs(tried, 5, world.lesson), wire.logprobs(twin, 3, world.lesson), "log-probs of twins")
 
 
 @check

@@ -83,7 +83,9 @@ class TrainingBackend(ABC):
         metrics (`grad_norm:mean`, …).
 
         Raises:
-            ModelError: the gradient is not finite; it is cleared and the weights stay.
+            ModelError: something is not finite: the gradient, which is cleared, since no later step could use it; or a
+                setting, a moment or the weights after the step. Else nothing has changed.
+            Exception: nothing has changed.
         """
 
     @abstractmethod

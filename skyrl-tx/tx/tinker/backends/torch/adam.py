@@ -3,46 +3,100 @@
 Shapes: P numbers of the adapter.
 """
 
+import math
+from typing import NamedTuple
+
 import torch
 
+from tx.errors import ModelError
 from tx.tinker.types import AdamParams
 
-_TINY = torch.finfo(torch.float32).tiny
-"""In place of an eps of 0: B is zero at first, so A has no gradient, and 0 / 0 is no number."""
+_FLOAT32 = torch.finfo(torch.float32)
 
 
-def adamw_(
-    weights: torch.Tensor,
-    gradient: torch.Tensor,
-    mean: torch.Tensor,
-    square: torch.Tensor,
-    step: int,
-    params: AdamParams,
-) -> None:
-    """One step, in place:
+class AdamState(NamedTuple):
+    """Weights and moments, [P] float32 each: p, m, v."""
+
+    weights: torch.Tensor
+    mean: torch.Tensor
+    square: torch.Tensor
+
+
+def adamw(before: AdamState, gradient: torch.Tensor, step: int, params: AdamParams, scaling: float = 1.0) -> AdamState:
+    """Compute the state after one step; `before` and `gradient` stay as they are.
 
         m = b1 m + (1 - b1) g             v = b2 v + (1 - b2) g^2
         p = p - lr wd p                   (the decay does not pass through m and v)
         p = p - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
 
     Args:
-        weights, gradient, mean, square: [P] float32: p, g, m, v.
+        gradient: [P] float32, finite: g.
         step: t, from 1.
+        scaling: of the product B A that the weights are the factors of.
+
+    Raises:
+        ModelError: float32 cannot hold the result; names the setting, or the moment.
     """
-    mean.mul_(params.beta1).add_(gradient, alpha=1 - params.beta1)
-    square.mul_(params.beta2).addcmul_(gradient, gradient, value=1 - params.beta2)
-    root = (square / (1 - params.beta2**step)).sqrt_().add_(params.eps or _TINY)
-    if params.weight_decay:
-        weights.mul_(1 - params.learning_rate * params.weight_decay)
-    weights.addcdiv_(mean, root, value=-params.learning_rate / (1 - params.beta1**step))
+    decay = _as_float32(
+        "adam_params.learning_rate * adam_params.weight_decay", params.learning_rate * params.weight_decay
+    )
+    rate = _as_float32(
+        f"adam_params.learning_rate={params.learning_rate:g} / (1 - beta1^{step})",
+        params.learning_rate / _unbiased("beta1", params.beta1, step),
+    )
+    # An eps of 0 is the smallest number instead: a weight without a gradient would move by 0 / 0.
+    eps = max(_as_float32("adam_params.eps", params.eps), _FLOAT32.tiny)
+    mean = before.mean.mul(params.beta1).add_(gradient, alpha=1 - params.beta1)
+    square = before.square.mul(params.beta2).addcmul_(gradient, gradient, value=1 - params.beta2)
+    root = (square / _unbiased("beta2", params.beta2, step)).sqrt_()
+    if not math.isfinite(norm(root)):
+        raise _refusal(
+            f"Adam's second moment, the mean of squared gradients, is not finite in float32 (the gradient's norm is "
+            f"{norm(gradient):.3g}). Set adam_params.grad_clip_norm, or give the data smaller weights or advantages"
+        )
+    weights = before.weights.mul(1 - decay) if decay else before.weights.clone()
+    weights.addcdiv_(mean, root.add_(eps), value=-rate)
+    # No entry of scaling * B A is larger than this, so what the layers add is finite as well.
+    if not scaling * norm(weights) ** 2 <= _FLOAT32.max:
+        raise _refusal(
+            f"the weights, or their product B A, would not be finite in float32 after it (norm {norm(weights):.3g}, "
+            f"before {norm(before.weights):.3g}). Lower {_to_blame(params)}"
+        )
+    return AdamState(weights, mean, square)
 
 
-def clip_(gradient: torch.Tensor, largest_norm: float) -> float:
-    """g = g min(1, largest_norm / |g|), in place; 0 leaves it as it is. Returns |g| of before.
+def clipped(gradient: torch.Tensor, largest_norm: float) -> tuple[torch.Tensor, float]:
+    """Return g min(1, largest_norm / |g|) and |g|; a largest norm of 0 clips nothing. `gradient` stays as it is."""
+    length = norm(gradient)
+    if 0 < largest_norm < length < math.inf:
+        return gradient * (largest_norm / length), length
+    return gradient, length
 
-    The norm is summed in float64, so it is finite where every number is.
-    """
-    norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
-    if 0 < largest_norm < norm < float("inf"):
-        gradient.mul_(largest_norm / norm)
-    return norm
+
+def norm(vector: torch.Tensor) -> float:
+    """Return the Euclidean norm, summed in float64: it is finite where every number is."""
+    return float(torch.linalg.vector_norm(vector, dtype=torch.float64))
+
+
+def _unbiased(name: str, beta: float, step: int) -> float:
+    """Return 1 - beta^step, what a moment that began at 0 lacks to an average."""
+    if not 0 <= beta < 1:
+        raise _refusal(f"adam_params.{name} must be from 0 to below 1; got {beta}")
+    return 1 - beta**step
+
+
+def _as_float32(name: str, value: float) -> float:
+    if not abs(value) <= _FLOAT32.max:
+        raise _refusal(f"{name} comes to {value:.3g}, which is not finite in float32. Lower it")
+    return value
+
+
+def _to_blame(params: AdamParams) -> str:
+    rate, decay = params.learning_rate, params.weight_decay
+    if rate * decay > 2:  # it multiplies weights by more than -1
+        return f"adam_params.weight_decay={decay:g}: times adam_params.learning_rate={rate:g} it is to be 1 at most"
+    return f"adam_params.learning_rate={rate:g}"
+
+
+def _refusal(reason: str) -> ModelError:
+    return ModelError(f"no step was taken and nothing has changed: {reason}")

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tx.tinker.backends.torch.adam import AdamState
 from tx.tinker.types import LORA_ALPHA, LoraSpec
 
 _SMALL = 2**14
@@ -105,6 +106,19 @@ class Adapter:
     def changed(self) -> None:
         """To be called when weights were written."""
         self._computed_with = None
+
+    def adam_state(self) -> AdamState:
+        """Return weights and moments; those of an adapter before its first step are zero."""
+        mean, square = (torch.zeros_like(self.weights) if each is None else each for each in (self.mean, self.square))
+        return AdamState(self.weights, mean, square)
+
+    def take(self, state: AdamState) -> None:
+        """Make an optimizer step's result the adapter's, and clear the gradient that it used up. Nothing in here can
+        fail, so a step is taken whole or not at all."""
+        self.weights, self.mean, self.square = state
+        self.step += 1
+        self.gradient = None
+        self.changed()
 
     def matrices_of(self, vector: torch.Tensor) -> Iterator[Matrices]:
         """A vector [P] as the matrices of each site, which are views of it."""

@@ -74,12 +74,14 @@ class GroupTraining(TrainingBackend):
         self._members.close()
 
     def _all(self, method: str, *args: Any, **options: Any) -> Any:
-        """The first one's answer, if all have done it or none has."""
+        """The first one's answer, if all have done it, or none has and all for the same kind of reason."""
         answers = self._members.call(method, *args, **options)
         failed = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Exception)}
         if failed and len(failed) < len(answers):
             rank, error = next(iter(failed.items()))
             raise BackendLost(f"training process {rank} could not {method} where others could: {error!r}")
+        if len({type(error) for error in failed.values()}) > 1:
+            raise BackendLost(f"training processes could not {method}, each for a reason of its own: {failed!r}")
         if failed:
             raise failed[0]
         return answers[0]

@@ -5,6 +5,7 @@ With whom a model shares a pass (`joint_pass`) changes no bit of what it gets (f
 """
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendInfo, BackendLost, Failure, TrainingBackend
 from tx.tinker.backends.torch import files
-from tx.tinker.backends.torch.adam import adamw_, clip_
+from tx.tinker.backends.torch.adam import adamw, clipped
 from tx.tinker.backends.torch.adapters import Adapter
 from tx.tinker.backends.torch.frozen_model import FrozenModel
 from tx.tinker.backends.torch.joint_pass import failure, run_together
@@ -110,20 +111,16 @@ class TorchTraining(TrainingBackend):
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         adapter = self._adapter(model_id)
-        gradient, adapter.gradient = adapter.gradient, None
-        if gradient is None:
+        if adapter.gradient is None:
             return {"grad_norm:mean": 0.0, "learning_rate:mean": adam.learning_rate, "step:max": float(adapter.step)}
-        norm = clip_(gradient, adam.grad_clip_norm)
-        if not np.isfinite(norm):
+        gradient, norm = clipped(adapter.gradient, adam.grad_clip_norm)
+        if not math.isfinite(norm):
+            adapter.gradient = None  # whatever is added to it, no later step could use it
             raise ModelError(
                 "the accumulated gradient is not finite: no step was taken, the weights are as before, the gradient is "
                 "cleared. Look for NaN or very large numbers in the data, or lower the learning rate"
             )
-        if adapter.mean is None or adapter.square is None:
-            adapter.mean, adapter.square = torch.zeros_like(adapter.weights), torch.zeros_like(adapter.weights)
-        adapter.step += 1
-        adamw_(adapter.weights, gradient, adapter.mean, adapter.square, adapter.step, adam)
-        adapter.changed()
+        adapter.take(adamw(adapter.adam_state(), gradient, adapter.step + 1, adam, adapter.scaling))
         return {"grad_norm:mean": norm, "learning_rate:mean": adam.learning_rate, "step:max": float(adapter.step)}
 
     # ---- how
