@@ -68,7 +68,8 @@ class OptimizerConfig(BaseConfig):
     """Decay rates of Adam's running mean and variance."""
 
     weight_decay: float = 1e-2
-    """Decoupled weight decay."""
+    """Decoupled weight decay of every weight that is trained, norms, biases and embeddings included. (Adam's epsilon is
+    1e-8.)"""
 
     max_grad_norm: float = 1.0
     """Gradients of a larger norm, over all parameters and ranks, are scaled down to it. `.inf` never scales."""

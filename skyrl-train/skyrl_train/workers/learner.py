@@ -68,6 +68,11 @@ class LearnerWorker(ModelWorker):
     def load_model(self) -> None:
         """Loads the model and begins its optimizer. A collective."""
         super().load_model()
+        self.begin_optimizer()
+
+    def begin_optimizer(self) -> None:
+        """Make a new AdamW and learning-rate schedule. Weight decay spares no weight that is trained (norms, biases and
+        embeddings decay too), as in SkyRL's FSDP backend."""
         config = self.settings.optimizer_config
         beta1, beta2 = config.adam_betas
         self.optimizer = torch.optim.AdamW(
