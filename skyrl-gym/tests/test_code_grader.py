@@ -492,6 +492,21 @@ def test_arguments_go_by_value():
     assert value_of(grade_code("def smallest(xs):\n    xs.sort()\n    return xs.pop(0)", tests)) == 1.0
 
 
+@sandboxed
+def test_a_stop_iteration_of_the_answer_does_not_end_a_loop_of_the_tests():
+    loop = AssertTests(["for x, y in zip(map(square, [2, 3]), [4, 9]):\n    assert x == y"])
+    grade = grade_code("def square(x): raise StopIteration", loop)
+    assert isinstance(grade, Score) and grade.value == 0.0
+    assert "the answer raised StopIteration" in grade.details["error"]
+    derived = "class Stop(StopIteration): pass\ndef square(x):\n    if x == 3: raise Stop\n    return x * x"
+    assert value_of(grade_code(derived, loop)) == 0.0
+    expected = (
+        "stream = Stream()\ntry:\n    stream.next()\nexcept StopIteration:\n    pass\nelse:\n    raise AssertionError"
+    )
+    stream = "class Stream:\n    def next(self): raise StopIteration"
+    assert value_of(grade_code(stream, AssertTests([expected]))) == 1.0
+
+
 # Cheats
 
 
@@ -546,3 +561,31 @@ def test_a_sandbox_without_python_is_no_verdict(tests):
         return sandbox
 
     assert isinstance(grade_code("print(5)", tests, new_sandbox=without_python), InfraError)
+
+
+def without_numpy(*, limits):
+    sandbox = make_sandbox(limits=limits)
+    sandbox.start()
+    sandbox.write("numpy.py", "raise ModuleNotFoundError(\"No module named 'numpy'\")")  # found before installed ones
+    return sandbox
+
+
+@sandboxed
+@pytest.mark.parametrize(
+    "test", ["assert np.allclose(half(1), 0.5)", "import numpy\nassert numpy.allclose(half(1), 0.5)"]
+)
+def test_tests_that_need_numpy_are_no_verdict_where_it_is_not_installed(test):
+    forger = "class np:\n    allclose = staticmethod(lambda *_: True)\nnumpy = np\ndef half(x): return 0"
+    for code in (forger, "def half(x): return x / 2", "raise ModuleNotFoundError('numpy')"):
+        grade = grade_code(code, AssertTests([test]), new_sandbox=without_numpy)
+        assert isinstance(grade, InfraError)
+        assert "numpy" in str(grade) and "pip install 'skyrl-gym[code]'" in str(grade)
+    unneeded = AssertTests(["try:\n    import numpy\nexcept ImportError:\n    numpy = None\nassert half(1) == 0.5"])
+    passed = grade_code("def half(x): return x / 2", unneeded, new_sandbox=without_numpy)
+    assert value_of(passed) == 1.0
+
+
+@sandboxed
+def test_an_answer_that_fails_to_import_is_still_wrong():
+    assert value_of(grade_code("import no_such_module\ndef square(x): return x * x", SQUARE)) == 0.0
+    assert value_of(grade_code("def square(x): raise ModuleNotFoundError('numpy')", SQUARE)) == 0.0

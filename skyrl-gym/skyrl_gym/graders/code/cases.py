@@ -4,9 +4,11 @@ import ast
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from skyrl_gym.error import TaskError
+from skyrl_gym.graders.code.answer_names import answer_names
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,16 @@ class AssertTests:
     """Each is a case of its own. One that defines `check` is followed by `check(<entry_point>)`."""
     entry_point: str | None = None
     """The function asked for: it is always the answer's. Other names that the tests use and do not define are those of
-    Python and its usual modules, else the answer's."""
+    Python and its usual modules, else the answer's. Without it, `skyrl_gym.graders.code.answer_names` decides."""
     prompt: str = ""
     """Code that the answer goes on from, with functions that answer and tests may use."""
     setup: str = ""
     """Code to run before the tests, on their side."""
+
+    @cached_property
+    def answer_names(self) -> frozenset[str]:
+        """The names in the tests that are the answer's. Raises TaskError if that cannot be decided."""
+        return answer_names(self.tests, self.setup, self.prompt, self.entry_point)
 
 
 CodeTests = ProgramTests | FunctionTests | AssertTests
@@ -146,4 +153,6 @@ def _assert_tests(row: Mapping[str, Any], tests: Sequence[Any]) -> AssertTests:
             ast.parse(text)
         except (SyntaxError, ValueError) as failure:
             raise TaskError(f"{name} must be Python code: {failure}; got {text!r:.200}") from failure
-    return AssertTests(tuple(tests), texts["entry_point"] or None, texts["prompt"], texts["setup"])
+    parsed = AssertTests(tuple(tests), texts["entry_point"] or None, texts["prompt"], texts["setup"])
+    parsed.answer_names  # noqa: B018 (raises TaskError now, not at the first answer)
+    return parsed

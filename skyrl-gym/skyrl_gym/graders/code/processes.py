@@ -1,6 +1,5 @@
 """The answer at work in a sandbox, and its cases put to it one by one. Knows what comes out, not what it is worth."""
 
-import json
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from skyrl_gym.error import InfraError
+from skyrl_gym.graders.code.answer_names import needed_modules
 from skyrl_gym.graders.code.cases import AssertTests, Case, CodeTests, FunctionTests, ProgramTests, argument_lines
 from skyrl_gym.graders.code.channel import Channel, Ended, Late
 from skyrl_gym.graders.code.compare import same_json, same_output
@@ -120,7 +120,10 @@ class Answer:
 
     def load(self, code: str, first: int, deadline: float) -> None:
         """Hands over the answer, and makes ready for the cases from number `first` on."""
-        prompt = self._tests.prompt if isinstance(self._tests, AssertTests) else ""
+        prompt = ""
+        if isinstance(self._tests, AssertTests):
+            prompt = self._tests.prompt
+            self._load_tests(self._tests, first)
         try:
             reply = self._solution.ask({"code": code, "before": prompt}, deadline)
         except Ended as end:
@@ -129,17 +132,29 @@ class Answer:
             raise DoesNotCompile(str(reply["invalid"]))
         if "loaded" not in reply:
             raise DoesNotLoad(str(reply.get("error")))
-        if isinstance(self._tests, AssertTests) and self._checker is not None:
-            tests = {
-                "before": prompt,
-                "setup": self._tests.setup,
-                "entry_point": self._tests.entry_point,
-                "tests": list(self._tests.tests[first:]),
-            }
-            try:
-                self._checker.send(json.dumps(tests).encode() + b"\n", deadline)
-            except Ended as end:  # nothing of the answer has reached it yet
-                raise InfraError(_why(end)) from end
+
+    def _load_tests(self, tests: AssertTests, first: int) -> None:
+        """Hand over the tests. Whatever fails here is not the answer's fault: nothing of it has been run yet."""
+        assert self._checker is not None
+        request = {
+            "before": tests.prompt,
+            "setup": tests.setup,
+            "entry_point": tests.entry_point,
+            "answer_names": sorted(tests.answer_names),
+            "modules": needed_modules(tests.tests, tests.setup, tests.prompt),
+            "tests": list(tests.tests[first:]),
+        }
+        try:
+            lacking = self._checker.ask(request, time.monotonic() + START_SECONDS).get("lacking")
+        except Ended as end:
+            raise InfraError(_why(end)) from end
+        except Late as late:
+            raise InfraError(f"the modules of the tests were not imported within {START_SECONDS} s") from late
+        if lacking:
+            raise InfraError(
+                f"the tests need modules that Python in the sandbox cannot import: {lacking}. Install them for that "
+                "Python; numpy comes with pip install 'skyrl-gym[code]'"
+            )
 
     def judge(self, number: int, deadline: float) -> CaseResult:
         """Puts one case. After a fatal result this answer is of no more use."""

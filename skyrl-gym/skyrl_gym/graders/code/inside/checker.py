@@ -8,10 +8,18 @@ to calls, and to reading and setting attributes, and to nothing else: it is equa
 
 from __future__ import annotations
 
+import builtins
+import importlib
 import json
 
 from skyrl_gym.graders.code.inside.control import Control
-from skyrl_gym.graders.code.inside.names import make_usual_builtins, unbound_names, usual_names
+from skyrl_gym.graders.code.inside.names import (
+    BUILTINS,
+    global_names,
+    make_usual_builtins,
+    unbound_names,
+    usual_names,
+)
 from skyrl_gym.graders.code.inside.values import NotPlain, decode, decode_exception, encode
 
 TYPE_CHECKING = False
@@ -52,8 +60,14 @@ class Remote:
 class Link:
     """Sends requests to the answer; knows its objects by number."""
 
-    def __init__(self, control: Control):
+    def __init__(self, control: Control, expects_stop_iteration: bool):
+        """
+        Args:
+            expects_stop_iteration: Let a StopIteration of the answer pass, because the tests speak of it. Otherwise it
+                would silently end a loop of the tests over `map(answer, ...)`, and with it their assertions.
+        """
         self._control = control
+        self.expects_stop_iteration = expects_stop_iteration
         self._objects: dict[int, Remote] = {}
 
     def encode(self, value: Any) -> list[Any]:
@@ -69,7 +83,10 @@ class Link:
     def ask(self, **request: Any) -> Any:
         reply = self._request(request)
         if isinstance(reply.get("raised"), list):
-            raise decode_exception(reply["raised"], str(reply.get("text")))
+            error = decode_exception(reply["raised"], str(reply.get("text")))
+            if isinstance(error, StopIteration) and not self.expects_stop_iteration:
+                raise RuntimeError("the answer raised StopIteration") from error
+            raise error
         if "value" not in reply:
             raise NotPlain(f"the answer gave no value: {reply!r:.200}")
         return decode(reply["value"], self)
@@ -96,17 +113,22 @@ def main() -> None:
     control = Control()
     make_usual_builtins()
     start = control.receive()
-    link = Link(control)
-    source = "\n".join([start["setup"], *start["tests"]])
-    scope = {"__name__": "tests"}
+    lacking = import_failures(start["modules"])
+    control.send({"lacking": lacking})
+    if lacking:
+        return
+    uses = [global_names(source) for source in (start["setup"], *start["tests"])]
+    used, bound = (set().union(*names) for names in zip(*uses, strict=True))
+    link = Link(control, expects_stop_iteration="StopIteration" in used)
+    entry_point, answer_names = start["entry_point"], set(start["answer_names"])
+    # A built-in name that is the answer's is not Python's: an answer without it has none.
+    own_builtins = {name: value for name, value in vars(builtins).items() if name not in answer_names}
+    scope: dict[str, Any] = {"__name__": "tests", "__builtins__": own_builtins}
     if start["before"]:
         scope.update(usual_names(unbound_names(start["before"])))
         exec(compile(start["before"], "prompt.py", "exec", dont_inherit=True), scope)
-    wanted = unbound_names(source) - scope.keys()
-    usual = usual_names(wanted)
-    entry_point = start["entry_point"]
-    scope.update(usual)
-    own = link.names((wanted - usual.keys()) | ({entry_point} if entry_point else set()))
+    scope.update(usual_names(used - bound - BUILTINS - scope.keys() - answer_names))
+    own = link.names(answer_names)
     scope.update(own)
     if entry_point and entry_point not in own:
         unusable = f"the answer does not define {entry_point}"
@@ -115,6 +137,17 @@ def main() -> None:
     for test in start["tests"]:
         verdict = unusable or run(test, "test.py", scope, entry_point)
         control.write(b"!" + json.dumps({"passed": verdict is None, "error": verdict}).encode() + b"\n")
+
+
+def import_failures(modules: list[str]) -> list[str]:
+    """Import the modules. Returns a text for each that cannot be imported."""
+    failures = []
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as failure:
+            failures.append(f"{name} ({failure!r:.200})")
+    return failures
 
 
 def run(source: str, name: str, scope: dict[str, Any], entry_point: str | None = None) -> str | None:

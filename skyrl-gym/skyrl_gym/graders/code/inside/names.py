@@ -26,6 +26,11 @@ MODULES = (*STAR_MODULES, "os", "time", "decimal", "fractions", "enum", "datacla
 """Known by their own names."""
 
 ALIASES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas"}
+"""Names by which installed packages are known. They never mean anything of an answer."""
+
+BUILTINS = frozenset(dir(builtins)) - {"copyright", "credits", "help", "license"} | {"exit", "quit"}
+"""Built-in names in a sandbox, where `site`, which adds some for interactive use, is not run."""
+
 MISSING = object()
 
 
@@ -61,9 +66,15 @@ def load_usual_modules(code: types.CodeType) -> None:
 
 
 def unbound_names(source: str) -> set[str]:
-    """The global names that a program reads and never binds, built-in ones left out. Raises SyntaxError."""
+    """Return the global names that a program reads and never binds, built-in ones left out. Raises SyntaxError."""
+    used, bound = global_names(source)
+    return used - bound - BUILTINS
+
+
+def global_names(source: str) -> tuple[set[str], set[str]]:
+    """Return the global names that a program reads, and those that it binds. Raises SyntaxError."""
     top = symtable.symtable(source, "<names>", "exec")
-    bound, used = set(dir(builtins)), set()
+    used, bound = set(), set()
     pending = [top]
     while pending:
         table = pending.pop()
@@ -75,7 +86,7 @@ def unbound_names(source: str) -> set[str]:
                 used.add(symbol.get_name())
             if symbol.is_assigned() or symbol.is_imported():
                 bound.add(symbol.get_name())
-    return used - bound
+    return used, bound
 
 
 def usual_names(names: Iterable[str]) -> dict[str, Any]:

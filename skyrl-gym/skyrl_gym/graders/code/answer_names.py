@@ -1,0 +1,235 @@
+"""Names in test code that mean functions of the answer. Decided from the dataset row alone, before any answer is seen,
+so that no answer can take the place of a function by which the tests judge it.
+
+A global name that the tests use and neither bind nor import may be the answer's, Python's, or that of a usual module
+(`skyrl_gym.graders.code.inside.names`). Without `entry_point` it is the answer's
+
+1. if it is nowhere else defined: `area` in `assert isclose(area(1), pi)`;
+2. if it is the only function of a usual module, else the only built-in function, that an assertion calls without any
+   name of the answer: `gcd` in `assert abs(gcd(12, 17)) == 1`. Conversions such as `list` and `abs` come last, and
+   built-in names only in a row that has no other name of the answer;
+3. if it is a function of a usual module that gets an object of the answer: `search` in `assert search(Tree(3), 3)`.
+
+Where an assertion leaves a choice between two functions, the row must say which one is asked for.
+"""
+
+import ast
+import builtins
+import importlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from skyrl_gym.error import TaskError
+from skyrl_gym.graders.code.inside.names import ALIASES, BUILTINS, MODULES, global_names, usual_names
+
+# fmt: off
+HELPERS = frozenset({
+    "abs", "all", "any", "bool", "bytes", "callable", "complex", "dict", "float", "frozenset", "getattr", "hasattr",
+    "hash", "id", "int", "isinstance", "issubclass", "iter", "len", "list", "next", "object", "print", "range", "repr",
+    "round", "set", "sorted", "str", "tuple", "type",
+    "BytesIO", "Counter", "OrderedDict", "StringIO", "date", "deepcopy", "defaultdict", "deque", "isclose", "isfinite",
+    "isinf", "isnan", "namedtuple", "timedelta", "timezone",
+})
+# fmt: on
+"""Functions that tests put around a result, or build an argument with."""
+
+OWN, LIBRARY, BUILTIN, HELPER = range(4)
+"""Kinds of names, from the most likely to the least likely to be the function asked for."""
+
+
+@dataclass(frozen=True)
+class _Statement:
+    """Global names of one top-level statement."""
+
+    node: ast.stmt
+    used: frozenset[str]
+    bound: frozenset[str]
+    called: frozenset[str]
+    """Names that are called, or handed to a call, a variable or a collection."""
+
+    asserts: bool
+    """Whether it asserts or raises anything; for a function: when it is called."""
+
+    @property
+    def is_definition(self) -> bool:
+        return isinstance(self.node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+
+
+def answer_names(tests: Sequence[str], setup: str, prompt: str, entry_point: str | None) -> frozenset[str]:
+    """Return the names of the answer that the test code uses.
+
+    Raises:
+        TaskError: the tests call nothing of the answer, or it cannot be decided which function is the answer's.
+    """
+    statements = [each for source in (setup, *tests) for each in _statements(source)]
+    bound = {name for each in statements for name in each.bound}
+    bound |= {name for each in _statements(prompt) for name in each.bound}
+    modules = ALIASES.keys() | {name for each in statements for name in _attribute_bases(each.node) if name in MODULES}
+    free = {name for each in statements for name in each.used if not name.startswith("__")} - bound - modules
+    names = {name for name in free if _kind(name) == OWN}
+    if entry_point:
+        return frozenset(names | {entry_point})
+    names |= {name for name in _given_objects_of(names, statements) & free if _kind(name) == LIBRARY}
+    assertions = [each & free for each in _names_of_assertions(statements)]
+    if not any(assertions):
+        assertions = [{name for each in statements for name in each.called} & free]
+    for kind in (LIBRARY, BUILTIN, HELPER):
+        if names and kind != LIBRARY:
+            break
+        names |= _decide(assertions, names, kind)
+    if not names:
+        raise TaskError(
+            "the tests of ground_truth call no function that an answer could define; give the name of the function "
+            "asked for as entry_point"
+        )
+    return frozenset(names)
+
+
+def needed_modules(tests: Sequence[str], setup: str, prompt: str) -> list[str]:
+    """Return the modules that the test code cannot do without: those imported outside of `try`, and known aliases."""
+    statements = [each for source in (prompt, setup, *tests) for each in _statements(source)]
+    bound = {name for each in statements for name in each.bound}
+    used = {name for each in statements for name in each.used}
+    needed = {ALIASES[name] for name in used - bound if name in ALIASES}
+    return sorted(needed.union(*(_imports(each.node) for each in statements)))
+
+
+def _decide(assertions: list[set[str]], names: set[str], kind: int) -> set[str]:
+    """Return the names of a kind to which assertions without a name of the answer leave no alternative."""
+    choices = [{name for name in each if _kind(name) == kind} for each in assertions if not each & names]
+    decided = {name for choice in choices if len(choice) == 1 for name in choice}
+    for choice in choices:
+        if choice and not choice & decided:
+            raise TaskError(
+                f"the tests of ground_truth call {' and '.join(sorted(choice))}, each of which may be Python's or the "
+                "answer's; give the name of the function asked for as entry_point, and import the others in setup"
+            )
+    return decided
+
+
+@lru_cache(maxsize=1 << 14)
+def _kind(name: str) -> int:
+    if name in HELPERS:
+        return HELPER
+    if name in BUILTINS:
+        value = getattr(builtins, name, None)
+        return HELPER if isinstance(value, type) and issubclass(value, BaseException) else BUILTIN
+    return LIBRARY if name in MODULES or usual_names([name]) else OWN
+
+
+def _statements(source: str) -> list[_Statement]:
+    """Raises TaskError for what is not Python code."""
+    try:
+        return [_statement(node) for node in ast.parse(source).body]
+    except (SyntaxError, ValueError, RecursionError) as failure:
+        raise TaskError(f"the tests of ground_truth must be Python code: {failure}; got {source!r:.200}") from failure
+
+
+def _statement(node: ast.stmt) -> _Statement:
+    used, bound = global_names(ast.unparse(node))
+    bound |= {name for each in ast.walk(node) for name in _star_imported(each)}
+    asserts = any(isinstance(each, ast.Assert | ast.Raise) for each in ast.walk(node))
+    return _Statement(node, frozenset(used), frozenset(bound), frozenset(_called(node)) & used, asserts)
+
+
+def _star_imported(node: ast.AST) -> Iterable[str]:
+    """Public names of a usual module of which everything is imported."""
+    if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module in MODULES:
+        module = importlib.import_module(node.module)
+        return getattr(module, "__all__", None) or [name for name in dir(module) if not name.startswith("_")]
+    return ()
+
+
+def _called(tree: ast.AST) -> Iterator[str]:
+    raised = {id(node.exc) for node in ast.walk(tree) if isinstance(node, ast.Raise)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=function, args=values, keywords=keywords):
+                if isinstance(function, ast.Name) and id(node) not in raised:
+                    yield function.id
+                values = [*values, *(keyword.value for keyword in keywords)]
+            case ast.Assign(value=value):
+                values = [value]
+            case ast.List(elts=values) | ast.Tuple(elts=values) | ast.Set(elts=values):
+                pass
+            case _:
+                continue
+        yield from (value.id for value in values if isinstance(value, ast.Name) and _is_function(value.id))
+
+
+def _is_function(name: str) -> bool:
+    """False for constants of the usual modules, such as `pi`, and for the modules themselves."""
+    return name not in MODULES and all(callable(value) for value in usual_names([name]).values())
+
+
+def _attribute_bases(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield node.value.id
+
+
+def _given_objects_of(names: set[str], statements: list[_Statement]) -> set[str]:
+    """Functions that are called with an object of a class among `names`: those of Python could do nothing with it."""
+    nodes = [node for each in statements for node in ast.walk(each.node)]
+    objects = {
+        target.id
+        for node in nodes
+        if isinstance(node, ast.Assign) and _makes_object(node.value, names)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    return {
+        node.func.id
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if any(_makes_object(each, names) or (isinstance(each, ast.Name) and each.id in objects) for each in node.args)
+    }
+
+
+def _makes_object(node: ast.AST, names: set[str]) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in names
+        and (node.func.id[:1].isupper())
+    )
+
+
+def _names_of_assertions(statements: list[_Statement]) -> Iterator[set[str]]:
+    """Yield for each assertion the names that it calls and those of the answer alone that it uses; also by way of the
+    variables and functions of the tests."""
+    binding: defaultdict[str, list[_Statement]] = defaultdict(list)
+    for each in statements:
+        for name in each.bound:
+            binding[name].append(each)
+    for statement in statements:
+        asserts_by_call = isinstance(statement.node, ast.Expr) and any(
+            each.asserts for name in statement.used for each in binding[name]
+        )
+        if not asserts_by_call and (statement.is_definition or not statement.asserts):
+            continue
+        names, pending, seen = set(), [statement], {id(statement)}
+        while pending:
+            each = pending.pop()
+            names |= each.called | {name for name in each.used if _kind(name) == OWN}
+            behind = [other for name in each.used for other in binding[name] if id(other) not in seen]
+            seen |= {id(other) for other in behind}
+            pending += behind
+        yield names
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """Modules that a statement imports, but for what is imported in `try`, whose failure the tests are ready for."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        match pending.pop():
+            case ast.Try():
+                continue
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=str(module), level=0):
+                yield module
+            case node:
+                pending += ast.iter_child_nodes(node)
