@@ -46,8 +46,9 @@ AGENT_LAYERS = [
     {"skyrl_agent.functional", "skyrl_agent.runtimes"},
     {"skyrl_agent.tools", "skyrl_agent.tasks"},
     {"skyrl_agent.agents", "skyrl_agent.dispatcher"},
-    {"skyrl_agent.runner", "skyrl_agent.training_rows", "skyrl_agent.records"},
-    {"skyrl_agent.auto", "skyrl_agent.view", "skyrl_agent.integrations", "skyrl_agent.services", "skyrl_agent.testing"},
+    {"skyrl_agent.runner", "skyrl_agent.training_rows", "skyrl_agent.records", "skyrl_agent.datasets"},
+    {"skyrl_agent.auto", "skyrl_agent.view", "skyrl_agent.integrations", "skyrl_agent.services", "skyrl_agent.testing"}
+    | {"skyrl_agent.validate"},
 ]
 
 PUBLIC_NAMES = {

@@ -45,7 +45,7 @@ class AgentRunner:
     def __init__(self, cfg: TaskFile, infer_engine: Any, tokenizer: Any) -> None:
         self.cfg, self.tokenizer = cfg, tokenizer
         self.trajectory_cls: type[BaseTrajectory] = class_of_agent(cfg.agent_cls, AGENT_TRAJECTORY_REGISTRY)
-        self.task = _make_task(cfg)
+        self.task = make_task(cfg)
         self.trajectory_cls.check(cfg, self.task)
         self.backend = get_backend(cfg.generator.infer_backend)
         self.infer_engine = self.backend.make(
@@ -152,27 +152,7 @@ class AgentRunner:
         Raises:
             TaskRowError: a row lacks a field that the task file names, or that the task needs.
         """
-        instances = [self._instance(position, row) for position, row in enumerate(rows)]
-        for instance in instances:
-            self.task.check_row(instance)
-        return instances
-
-    def _instance(self, position: int, row: Row) -> Instance:
-        def field(key: str, default: Any) -> Any:
-            path = getattr(self.cfg.data, key)
-            if path is None:
-                return default
-            try:
-                return get_field_from_config(path, row)
-            except ValueError as error:
-                raise TaskRowError(f"row {position} of the batch: data.{key}={error}") from None
-
-        instance_id = field("instance_id_key", None)
-        return Instance(
-            row=field("instance_key", row),
-            instance_id=str(position) if instance_id in (None, "") else str(instance_id),
-            data_source=str(field("data_source_key", "default")),
-        )
+        return make_instances(self.cfg, self.task, rows)
 
     def _trajectory(self, instance: Instance, number: int, params: dict[str, Any], val_mode: bool) -> BaseTrajectory:
         return self.trajectory_cls(
@@ -180,7 +160,11 @@ class AgentRunner:
         )
 
 
-def _make_task(cfg: TaskFile) -> BaseTask:
+def make_task(cfg: TaskFile) -> BaseTask:
+    """
+    Raises:
+        ConfigError: there is no such task, or its settings are wrong.
+    """
     task_cls = class_at(cfg.task, "task")
     if not (isinstance(task_cls, type) and issubclass(task_cls, BaseTask)):
         raise ConfigError(f"task={cfg.task!r} must be a subclass of skyrl_agent.tasks.base.BaseTask")
@@ -188,6 +172,36 @@ def _make_task(cfg: TaskFile) -> BaseTask:
         return task_cls(**cfg.task_config)
     except TypeError as error:
         raise ConfigError(f"task_config={cfg.task_config!r} does not fit task={cfg.task!r}: {error}") from error
+
+
+def make_instances(cfg: TaskFile, task: BaseTask, rows: Sequence[Row]) -> list[Instance]:
+    """
+    Raises:
+        TaskRowError: a row lacks a field that the task file names, or that the task needs.
+    """
+    return [make_instance(cfg, task, position, row) for position, row in enumerate(rows)]
+
+
+def make_instance(cfg: TaskFile, task: BaseTask, position: int, row: Row) -> Instance:
+    """As `make_instances`, of one row."""
+
+    def field(key: str, default: Any) -> Any:
+        path = getattr(cfg.data, key)
+        if path is None:
+            return default
+        try:
+            return get_field_from_config(path, row)
+        except ValueError as error:
+            raise TaskRowError(f"row {position} of the batch: data.{key}={error}") from None
+
+    instance_id = field("instance_id_key", None)
+    instance = Instance(
+        row=field("instance_key", row),
+        instance_id=str(position) if instance_id in (None, "") else str(instance_id),
+        data_source=str(field("data_source_key", "default")),
+    )
+    task.check_row(instance)
+    return instance
 
 
 def _with_own_seed(params: dict[str, Any], position: int, number: int) -> dict[str, Any]:

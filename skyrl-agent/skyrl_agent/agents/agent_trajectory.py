@@ -61,10 +61,15 @@ class AgentTrajectory(BaseTrajectory):
             await self._close_runtime()
 
     async def evaluate_trajectory(self) -> None:
-        async with self._evaluation_runtime() as runtime:
+        spec = self.task.evaluation_runtime_spec(self.instance)
+        async with self._evaluation_runtime(spec) as runtime:
             judgement = await self.task.evaluate_result(self.result.results, self.instance, self.result, runtime)
         if not isinstance(judgement, Judgement):
             judgement = Judgement(float(judgement))
+        if judgement.not_run:  # the first runtime has seen the agent's changes
+            async with self._evaluation_runtime(spec or self.task.runtime_spec(self.instance)) as runtime:
+                assert runtime is not None, "tests that were not run have a runtime"
+                judgement = await self.task.recheck(self.instance, judgement, runtime)
         self.result.reward, self.result.reward_parts = judgement.reward, dict(judgement.parts)
         self.result.finish_reason = judgement.finish_reason or self.result.finish_reason
 
@@ -82,8 +87,7 @@ class AgentTrajectory(BaseTrajectory):
         return make_runtime(spec_with(self.cfg.runtime, spec))
 
     @asynccontextmanager
-    async def _evaluation_runtime(self) -> AsyncIterator[Runtime | None]:
-        spec = self.task.evaluation_runtime_spec(self.instance)
+    async def _evaluation_runtime(self, spec: RuntimeSpec | None) -> AsyncIterator[Runtime | None]:
         if spec is None:
             yield None
             return

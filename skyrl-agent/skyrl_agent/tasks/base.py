@@ -1,10 +1,11 @@
 """What a task is: what an agent is told, where it works, and how its result is judged. Knows no agent, no model."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_agent.errors import TaskRowError
+from skyrl_agent.finish import FINISH
 from skyrl_agent.runtimes.base import Runtime, RuntimeSpec
 from skyrl_agent.types import Message, Row, TrajectoryResult
 
@@ -27,6 +28,9 @@ class Judgement:
     parts: dict[str, float] = field(default_factory=dict)
     finish_reason: str | None = None
     """Where judging finds another ending than the agent saw: `no_git_patch`."""
+    not_run: Mapping[str, str] = field(default_factory=dict)
+    """Obstacles for which tests were not run -> details. The reward then holds only if the agent's changes are to blame
+    (`BaseTask.recheck`)."""
 
 
 class BaseTask:
@@ -69,6 +73,45 @@ class BaseTask:
     ) -> Judgement | float:
         """The reward. `runtime` is that of `evaluation_runtime_spec`, started, and closed by the caller."""
         raise NotImplementedError
+
+    def solution(self, instance: Instance) -> Any | None:
+        """Return the row's own solution, as `complete_runtime` returns an agent's; None if the row has none."""
+        return None
+
+    async def evaluate_original(self, instance: Instance, runtime: Runtime) -> Judgement:
+        """Judge the untouched instance. `not_run` holds only obstacles that no change of an agent could remove.
+
+        Args:
+            runtime: a fresh one of `evaluation_runtime_spec`, or of `runtime_spec` where there is none.
+        """
+        raise NotImplementedError
+
+    async def recheck(self, instance: Instance, judgement: Judgement, runtime: Runtime) -> Judgement:
+        """Decide whether tests that were not run count against the agent: they do if they run without its changes.
+
+        Args:
+            runtime: as for `evaluate_original`.
+
+        Raises:
+            TaskRowError: they do not. There is no verdict on the agent.
+        """
+        if (solution := self.solution(instance)) is not None:
+            solved = TrajectoryResult(finish_reason=FINISH, results=solution)
+            again = await self.evaluate_result(solution, instance, solved, runtime)
+            if (again.reward if isinstance(again, Judgement) else again) > judgement.reward:
+                return judgement
+            tree = "with the row's own solution"
+        else:
+            original = await self.evaluate_original(instance, runtime)
+            if any(obstacle not in original.not_run for obstacle in judgement.not_run):
+                return judgement
+            tree = "on the original files"
+        name, details = next(iter(judgement.not_run.items()))
+        raise TaskRowError(
+            f"{type(self).__name__}, row {instance.instance_id}: tests were not run: {name} ({details}). They do not "
+            f"pass or run {tree} either, so there is no verdict on the agent; "
+            "`python -m skyrl_agent.validate` checks the rows of a task"
+        )
 
 
 __all__ = ["BaseTask", "Instance", "Judgement", "TaskRowError"]

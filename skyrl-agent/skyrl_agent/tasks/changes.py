@@ -4,7 +4,7 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ found = []
 for folder, folders, names in os.walk("."):
     folders[:] = sorted(name for name in folders if name not in SKIPPED)
     found += [os.path.normpath(os.path.join(folder, name)) for name in sorted(names) if not name.endswith(".pyc")]
-files, left_out = {}, []
+files, left_out, executable = {}, [], []
 for path in sorted(found, key=lambda path: path not in known):
     try:
         path.encode()
@@ -42,12 +42,14 @@ for path in sorted(found, key=lambda path: path not in known):
             raise ValueError
         files[path] = data.decode()
         budget -= len(data)
+        if os.stat(path).st_mode & 0o100:
+            executable.append(path)
     except (OSError, ValueError):
         left_out.append(ascii(path)[1:-1])
 for path in known:
     if not os.path.lexists(path):
         files[path] = None
-print(json.dumps({"files": files, "left_out": left_out}))
+print(json.dumps({"files": files, "left_out": left_out, "executable": executable}))
 """
 
 
@@ -59,6 +61,8 @@ class Changes:
     """The new text of what was changed or made; None for what was deleted."""
     left_out: list[str] = field(default_factory=list)
     """Changed, but no UTF-8 text, no plain file, or too large."""
+    executable: list[str] = field(default_factory=list)
+    """Files of `files` that its owner may execute."""
 
 
 async def read_changes(runtime: Runtime, original: Mapping[str, str]) -> Changes:
@@ -78,16 +82,17 @@ async def read_changes(runtime: Runtime, original: Mapping[str, str]) -> Changes
     return Changes(**json.loads(done.stdout))
 
 
-def unified_diff(original: Mapping[str, str], files: Mapping[str, str | None]) -> str:
-    """As `git diff` writes it, without index lines; empty if nothing differs."""
-    return "".join(_diff_of(path, original.get(path), new) for path, new in sorted(files.items()))
+def unified_diff(original: Mapping[str, str], files: Mapping[str, str | None], executable: Collection[str] = ()) -> str:
+    """As `git diff` writes it, without index lines; empty if nothing differs. Of `executable`, new files are so."""
+    changed = sorted(files.items())
+    return "".join(_diff_of(path, original.get(path), new, 755 if path in executable else 644) for path, new in changed)
 
 
-def _diff_of(path: str, old: str | None, new: str | None) -> str:
+def _diff_of(path: str, old: str | None, new: str | None, new_mode: int) -> str:
     if old == new:
         return ""
     before, after = ("/dev/null" if text is None else f"{side}/{path}" for side, text in (("a", old), ("b", new)))
-    mode = "new file mode 100644\n" if old is None else "deleted file mode 100644\n" if new is None else ""
+    mode = f"new file mode 100{new_mode}\n" if old is None else "deleted file mode 100644\n" if new is None else ""
     lines = difflib.unified_diff(_lines(old), _lines(new), before, after)
     body = "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
     return f"diff --git a/{path} b/{path}\n{mode}{body}"
@@ -101,7 +106,8 @@ def _lines(text: str | None) -> list[str]:
 def as_result(changes: Changes, original: Mapping[str, str]) -> dict[str, Any]:
     """What `BaseTask.complete_runtime` hands on: plain values, so that it can be written down."""
     return {
-        "git_patch": unified_diff(original, changes.files),
+        "git_patch": unified_diff(original, changes.files, changes.executable),
         "files": changes.files,
         "left_out": changes.left_out,
+        "executable": [path for path in changes.executable if path in changes.files],
     }

@@ -10,10 +10,14 @@ A row has (first name found; QuixBugs and Exercism rows are of this form):
 | `problem_statement`, `instructions` | what to do; none: that there is a bug |
 | `fail_to_pass`, `pass_to_pass` | names of tests that must pass; none: all |
 | `test_seconds` | how long the tests may take |
+| `solution` | {path: text}, or the text of the file to edit; never shown, tried by `python -m skyrl_agent.validate` |
+
+Texts have no file mode: those that begin with `#!` can be executed.
 """
 
 import json
-from collections.abc import Mapping
+import shlex
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -22,8 +26,8 @@ from typing import Any
 from skyrl_agent.finish import NO_GIT_PATCH, ending_of
 from skyrl_agent.runtimes.base import Limits, Runtime, RuntimeSpec
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
-from skyrl_agent.tasks.changes import as_result, read_changes
-from skyrl_agent.tasks.tests_run import TestRun, run_tests
+from skyrl_agent.tasks.changes import Changes, as_result, read_changes
+from skyrl_agent.tasks.tests_run import CollectionError, TestRun, pytest_arguments, run_tests
 from skyrl_agent.types import Message, Row, TrajectoryResult
 from skyrl_gym.sandbox.workspace import path_parts
 
@@ -54,12 +58,22 @@ class Problem:
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
     test_seconds: float | None
+    solution: dict[str, str] | None
 
     def is_editable(self, path: str) -> bool:
         """Whether an agent's version of a file is judged. New files are, but for tests and their settings."""
         if self.edit_files and path in self.files:
             return path in self.edit_files
         return not is_test_file(path)
+
+    def is_agents_matter(self, error: CollectionError) -> bool:
+        """Whether an agent could remove an error at collecting: not where a test file is no Python, or where a module
+        is missing that neither the project has nor the problem statement speaks of."""
+        if error.module is not None:
+            name = error.module.partition(".")[0]
+            has_it = any(PurePosixPath(part).stem == name for path in self.files for part in PurePosixPath(path).parts)
+            return has_it or f"{name}.py" in self.statement or f"{name}/" in self.statement
+        return error.error != "SyntaxError" or error.file is None or self.is_editable(error.file)
 
 
 def is_test_file(path: str) -> bool:
@@ -93,6 +107,10 @@ def read_problem(instance: Instance) -> Problem:
             raise wrong("files", f"must have text under {path!r}")
     if not isinstance(row.get("test_cmd"), str) or not row["test_cmd"].strip():
         raise wrong("test_cmd", "must be the command that runs the tests")
+    fail_to_pass = _names(_first(row, "fail_to_pass", "FAIL_TO_PASS"))
+    pass_to_pass = _names(_first(row, "pass_to_pass", "PASS_TO_PASS"))
+    if (fail_to_pass or pass_to_pass) and pytest_arguments(row["test_cmd"]) is None:
+        raise wrong("test_cmd", "must be a plain pytest command where fail_to_pass or pass_to_pass name tests")
     edit_files = _names(_first(row, "edit_files", "edit_file"))
     if unknown := [path for path in edit_files if path not in files]:
         raise TaskRowError(
@@ -106,14 +124,27 @@ def read_problem(instance: Instance) -> Problem:
         test_cmd=row["test_cmd"],
         edit_files=edit_files,
         statement=str(_first(row, "problem_statement", "instructions") or BUG).strip(),
-        fail_to_pass=_names(_first(row, "fail_to_pass", "FAIL_TO_PASS")),
-        pass_to_pass=_names(_first(row, "pass_to_pass", "PASS_TO_PASS")),
+        fail_to_pass=fail_to_pass,
+        pass_to_pass=pass_to_pass,
         test_seconds=seconds,
+        solution=_solution(row.get("solution"), edit_files),
     )
 
 
+def _solution(value: Any, edit_files: tuple[str, ...]) -> dict[str, str] | None:
+    """Texts by path; None for a solution in another form, which cannot be tried."""
+    if isinstance(value, str) and len(edit_files) == 1:
+        return {edit_files[0]: value}
+    value = _from_json(value)
+    if not isinstance(value, Mapping):
+        return None
+    texts = {path: text for path, text in value.items() if text is not None}  # tables fill gaps with null
+    return texts if texts and all(isinstance(text, str) for text in texts.values()) else None
+
+
 class LocalSWETask(BaseTask):
-    """Reward 1 if the tests pass with the agent's changes, else 0.
+    """Reward 1 if the tests pass with the agent's changes, else 0. Tests that do not run without those changes either
+    give no reward but a failure (`error_evaluation`).
 
     Args:
         test_seconds: how long the tests may take, where the row does not say.
@@ -148,7 +179,7 @@ class LocalSWETask(BaseTask):
     def runtime_spec(self, instance: Instance) -> RuntimeSpec:
         files = read_problem(instance).files
         shown = {path: text for path, text in files.items() if self.show_tests or not is_test_file(path)}
-        return RuntimeSpec(files=shown, limits=self.limits)
+        return self._spec(shown)
 
     async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> dict[str, Any]:
         """`git_patch`: what may be judged of the changes, as a unified diff; `files`: the same as texts; `left_out`."""
@@ -159,7 +190,12 @@ class LocalSWETask(BaseTask):
         return as_result(changes, problem.files) | {"answer": result}
 
     def evaluation_runtime_spec(self, instance: Instance) -> RuntimeSpec:
-        return RuntimeSpec(files=read_problem(instance).files, limits=self.limits)
+        return self._spec(read_problem(instance).files)
+
+    def _spec(self, files: dict[str, str]) -> RuntimeSpec:
+        scripts = [path for path, text in files.items() if text.startswith("#!")]
+        setup = (shlex.join(["chmod", "+x", "--", *scripts]),) if scripts else ()
+        return RuntimeSpec(files=files, setup=setup, limits=self.limits)
 
     async def evaluate_result(
         self, result: Any, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
@@ -171,20 +207,39 @@ class LocalSWETask(BaseTask):
             # An agent that was cut off had no time for a patch: its ending stays.
             ended = ending_of(trajectory.finish_reason).trains
             return Judgement(0.0, {"resolved": 0.0}, NO_GIT_PATCH if ended else None)
-        await put(runtime, files)
+        await put(runtime, files, result.get("executable", ()))
+        return judge(problem, await self._run_tests(problem, runtime, untrusted=files))
+
+    def solution(self, instance: Instance) -> dict[str, Any] | None:
+        problem = read_problem(instance)
+        return problem.solution and as_result(Changes(dict(problem.solution)), problem.files)
+
+    async def evaluate_original(self, instance: Instance, runtime: Runtime) -> Judgement:
+        problem = read_problem(instance)
+        run = await self._run_tests(problem, runtime)
+        not_run = tests_not_run(run, [*problem.fail_to_pass, *problem.pass_to_pass])
+        theirs = {f"collection of {name}" for name, why in run.not_collected.items() if problem.is_agents_matter(why)}
+        if run.missing_program and PurePosixPath(run.missing_program).name in problem.statement:
+            theirs |= {*run.obstacles}
+        not_run = {name: why for name, why in not_run.items() if name not in theirs}
+        return replace(judge(problem, run), not_run=not_run)
+
+    async def _run_tests(self, problem: Problem, runtime: Runtime, untrusted: Collection[str] = ()) -> TestRun:
         seconds = problem.test_seconds or self.test_seconds
         limits = replace(self.limits, wall_seconds=seconds, cpu_seconds=seconds)
-        return judge(problem, await run_tests(runtime, problem.test_cmd, limits, untrusted=files))
+        return await run_tests(runtime, problem.test_cmd, limits, untrusted)
 
 
-async def put(runtime: Runtime, files: Mapping[str, str | None]) -> None:
-    """Writes and deletes files of the working directory."""
+async def put(runtime: Runtime, files: Mapping[str, str | None], executable: Sequence[str] = ()) -> None:
+    """Writes and deletes files of the working directory, and makes some of them executable."""
     if deleted := [path for path, text in files.items() if text is None]:
         await runtime.exec(["rm", "-f", "--", *deleted])
     for path, text in files.items():
         if text is not None:
             with suppress(ValueError):  # made below what is a file in the original
                 await runtime.write(path, text)
+    if executable:
+        await runtime.exec(["chmod", "+x", "--", *executable])
 
 
 def judge(problem: Problem, run: TestRun) -> Judgement:
@@ -197,7 +252,26 @@ def judge(problem: Problem, run: TestRun) -> Judgement:
             parts[part] = sum(run.tests.get(name) == "passed" for name in names) / len(names)
     if any(named.values()):
         resolved = all(parts[part] == 1.0 for part, names in named.items() if names)
-    return Judgement(float(resolved), {"resolved": float(resolved), **parts})
+    names = [*problem.fail_to_pass, *problem.pass_to_pass]
+    is_settled = resolved or any(run.outcome(name) == "failed" for name in names or run.tests)
+    not_run = {} if is_settled else tests_not_run(run, names)
+    return Judgement(float(resolved), {"resolved": float(resolved), **parts}, not_run=not_run)
+
+
+def tests_not_run(run: TestRun, named: Sequence[str]) -> dict[str, str]:
+    """Return why tests were not run, as of `TestRun.obstacles`, among that names of tests that do not exist.
+
+    Args:
+        named: tests that count.
+    """
+    # Code under test can make a process never end, or leave early: that says nothing of the command.
+    if run.timed_out or run.obstacles or not run.tests:
+        return {} if run.timed_out else run.obstacles
+    return {
+        f"test {name}": "it is skipped" if outcome else "there is no test of that name"
+        for name in named
+        if (outcome := run.outcome(name)) not in ("passed", "failed")
+    }
 
 
 def _first(row: Row, *names: str) -> Any:

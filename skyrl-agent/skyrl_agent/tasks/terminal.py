@@ -21,6 +21,7 @@ from typing import Any
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes.base import Limits, Runtime, RuntimeSpec
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
+from skyrl_agent.tasks.tests_run import missing_program, obstacles_of
 from skyrl_agent.types import Message, Row, TrajectoryResult
 
 LANGUAGES = ("bash", "python")
@@ -122,7 +123,7 @@ class TerminalTask(BaseTask):
         for script in scripts(instance.row["check"]):
             done = await runtime.exec(script.command(runtime.python, *arguments))
             if not done.ok:
-                return {"answer": answer, "passed": False}
+                return {"answer": answer, "passed": False, "not_run": obstacles_of(done, script.code)}
             arguments.append(done.stdout.rstrip("\n"))
         return {"answer": answer, "passed": True}
 
@@ -134,14 +135,14 @@ class TerminalTask(BaseTask):
     ) -> Judgement:
         row, result = instance.row, result or {"answer": ""}
         if row.get("check") is not None:
-            return Judgement(float(result.get("passed", False)))
+            return Judgement(float(result.get("passed", False)), not_run=result.get("not_run", {}))
         if row.get("expected_output") is not None:
             return Judgement(float(_lines(result["answer"].strip()) == _lines(str(row["expected_output"]).strip())))
         assert runtime is not None, "the caller starts evaluation_runtime_spec"
         await self.initialize_runtime(instance, runtime)
         kept = f"/tmp/{secrets.token_hex(8)}"
         await _run(runtime, f"cp -a . {kept}")  # setting up again would give other times
-        wanted = await self._effect(runtime, row["gold"])
+        wanted = await self._effect(runtime, row["gold"], f"TerminalTask, row {instance.instance_id}: gold")
         await _run(runtime, f"find . -mindepth 1 -delete; cp -a {kept}/. . && rm -rf {kept}")
         found = await self._effect(runtime, result["answer"])
         parts = {
@@ -150,9 +151,30 @@ class TerminalTask(BaseTask):
         }
         return Judgement(float(all(parts.values())), parts)
 
-    async def _effect(self, runtime: Runtime, command: str) -> tuple[list[str], str]:
-        """What a command prints, and the state of the files after it."""
+    def solution(self, instance: Instance) -> dict[str, Any] | None:
+        """The answer; none where a script checks what was done."""
+        answer = _first(instance.row, "gold", "expected_output")
+        return None if answer is None else {"answer": str(answer)}
+
+    async def evaluate_original(self, instance: Instance, runtime: Runtime) -> Judgement:
+        if instance.row.get("check") is None:
+            return await self.evaluate_result({"answer": ":"}, instance, TrajectoryResult(), runtime)
+        await self.initialize_runtime(instance, runtime)
+        result = await self.complete_runtime(instance, runtime, None)
+        program = missing_program(result.get("not_run", {}))
+        if program is not None and ("/" in program or program in _instruction(instance.row)):
+            result["not_run"] = {}  # it is the agent who was to make it
+        return await self.evaluate_result(result, instance, TrajectoryResult(), runtime)
+
+    async def _effect(self, runtime: Runtime, command: str, name: str = "") -> tuple[list[str], str]:
+        """What a command prints, and the state of the files after it.
+
+        Raises:
+            TaskRowError: a command with a name, which is the row's, could not be started.
+        """
         done = await runtime.exec(command)
+        if name and (not_run := obstacles_of(done, command)):
+            raise TaskRowError(f"{name} did not run: {not_run}; got {command!r:.200}")
         state = await runtime.exec([runtime.python, "-I", "-c", STATE])
         return _lines(done.stdout), state.stdout if state.ok else f"unreadable: {state.stderr}"
 
@@ -173,6 +195,10 @@ def scripts(value: Any) -> list[Script]:
     return [
         Script(one) if isinstance(one, str) else Script(one["code"], one.get("language") or "bash") for one in value
     ]
+
+
+def _first(row: Row, *names: str) -> Any:
+    return next((row[name] for name in names if row.get(name) is not None), None)
 
 
 def _instruction(row: Row) -> str:

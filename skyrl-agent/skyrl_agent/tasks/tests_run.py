@@ -7,10 +7,11 @@ prevent: code under test is in the process of its tests, and may take pytest its
 """
 
 import json
+import re
 import secrets
 import shlex
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes.base import ExecResult, Limits, Runtime
@@ -32,10 +33,35 @@ try:
 except ImportError as error:
     say(missing=str(error))
     os._exit(1)
+say(started=True)
 root = os.path.realpath(os.getcwd())
 sys.path.insert(0, root)
-tests = {}
+tests, not_collected = {}, {}
+def inside(path):
+    path = os.path.relpath(os.path.realpath(path), root)
+    return None if path.startswith("..") else path
+def explained(error):
+    error = error.__cause__ or getattr(error, "cause", None) or error
+    frame, file = error.__traceback__, None
+    while frame is not None:
+        file = inside(frame.tb_frame.f_code.co_filename) or file
+        frame = frame.tb_next
+    told = getattr(error, "filename", None) if isinstance(error, SyntaxError) else getattr(error, "path", None)
+    return {
+        "error": type(error).__name__,
+        "text": str(error)[:500],
+        "file": inside(told) if isinstance(told, str) else file,
+        "module": error.name if isinstance(error, ModuleNotFoundError) else None,
+    }
 class Results:
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_load_initial_conftests(self):
+        outcome = yield
+        if outcome.excinfo:
+            not_collected["conftest.py"] = explained(outcome.excinfo[1])
+    def pytest_exception_interact(self, call, report):
+        if isinstance(report, pytest.CollectReport):
+            not_collected[report.nodeid] = explained(call.excinfo.value)
     def pytest_collectreport(self, report):
         if report.failed:
             tests[report.nodeid] = "failed"
@@ -52,9 +78,30 @@ class Results:
         return os.path.relpath(os.path.realpath(path), root) in untrusted
 status = int(pytest.main(sys.argv[1:], plugins=[Results()]))
 sys.stdout.flush()
-say(status=status, tests=tests)
+say(status=status, tests=tests, not_collected=not_collected)
 os._exit(status)
 """
+
+NOT_EXECUTABLE, NOT_FOUND = 126, 127
+"""Exit statuses of a shell for a command that it could not start."""
+INTERNAL_ERROR, USAGE_ERROR, NO_TESTS = 3, 4, 5
+"""Exit statuses of pytest for tests that it did not run."""
+MISSING_PROGRAM = re.compile(r"([^\s:]+): (?:command not found|not found|No such file or directory)")
+NOT_STARTED = re.compile(r"No module named '?pytest\b|^make.*: \*\*\* .* Error 12[67]$", re.MULTILINE)
+"""Output of a wrapper (`make`, `python -m pytest`) whose own exit status does not say that a program is missing."""
+
+
+@dataclass(frozen=True)
+class CollectionError:
+    """Exception for which pytest could not collect a test file."""
+
+    error: str
+    """Its class."""
+    text: str
+    file: str | None = None
+    """File of the project in which it arose; None: outside of the project."""
+    module: str | None = None
+    """Module that does not exist."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +117,20 @@ class TestRun:
     timed_out: bool = False
     output: str = ""
     """Its last part, for people."""
+    obstacles: dict[str, str] = field(default_factory=dict)
+    """Why tests were not run (`exit status 127`, `collection of test_a.py`, ...) -> details. The working directory may
+    be to blame or the task: only a run without the agent's changes can tell."""
+    not_collected: dict[str, CollectionError] = field(default_factory=dict)
+    """Name of a test file -> why. Each is among `tests` (failed) and `obstacles` too."""
+
+    @property
+    def missing_program(self) -> str | None:
+        """Program that a shell did not find."""
+        return missing_program(self.obstacles)
+
+    def outcome(self, name: str) -> str | None:
+        """Return `passed`, `failed` or `skipped`; None if there is no test of that name (but a file not collected)."""
+        return None if name in self.not_collected else self.tests.get(name)
 
     @property
     def fraction(self) -> float:
@@ -93,22 +154,28 @@ def pytest_arguments(command: str) -> list[str] | None:
 
 
 async def run_tests(runtime: Runtime, command: str, limits: Limits, untrusted: Collection[str] = ()) -> TestRun:
-    """
+    """Run a test command to its end.
+
     Args:
         untrusted: files that may not skip a test.
 
     Raises:
-        InfraError: pytest is not installed where the command runs.
+        InfraError: pytest is not installed where the command runs, or did not start.
     """
     arguments = pytest_arguments(command)
     if arguments is None:
         done = await runtime.exec(command, limits=limits)
-        return TestRun(done.ok, timed_out=_timed_out(done), output=_tail(done))
+        return TestRun(done.ok, timed_out=_timed_out(done), output=_tail(done), obstacles=obstacles_of(done, command))
     secret = secrets.token_hex(16)
     stdin = f"{secret}\n{json.dumps(sorted(untrusted))}\n"
     argv = [runtime.python, "-I", "-B", "-c", RUNNER, *arguments]
     done = await runtime.exec(argv, stdin=stdin, env=ENVIRONMENT, limits=limits)
     said = _said(done.stdout, secret)
+    if not said:
+        raise InfraError(
+            f"pytest did not start in {runtime.workdir}: {done.outcome} after {done.wall_seconds:.1f} s, return code "
+            f"{done.returncode}: {_last_line(_tail(done))!r}"
+        )
     if "missing" in said:
         raise InfraError(
             f"pytest cannot be imported by {runtime.python}, which runs the tests: {said['missing']}. "
@@ -116,7 +183,40 @@ async def run_tests(runtime: Runtime, command: str, limits: Limits, untrusted: C
         )
     tests = said.get("tests", {})
     passed = done.ok and said.get("status") == 0 and "passed" in tests.values() and "failed" not in tests.values()
-    return TestRun(passed, tests, _timed_out(done), _tail(done).replace(secret, ""))
+    output = _tail(replace(done, stdout="".join(x for x in done.stdout.splitlines(True) if secret not in x)))
+    not_collected = {name: CollectionError(**why) for name, why in said.get("not_collected", {}).items()}
+    obstacles = {f"collection of {name}": f"{why.error}: {why.text}" for name, why in not_collected.items()}
+    if not obstacles and "status" in said and not {"passed", "failed"} & set(tests.values()):
+        obstacles = {_no_test(said["status"], tests): _last_line(output)}
+    return TestRun(passed, tests, _timed_out(done), output, obstacles, not_collected)
+
+
+def obstacles_of(done: ExecResult, command: str) -> dict[str, str]:
+    """Signs that a shell command did not run its tests, as of `TestRun.obstacles`."""
+    if done.outcome != "exited" or done.returncode == 0:
+        return {}
+    if done.returncode in (NOT_EXECUTABLE, NOT_FOUND):
+        return {f"exit status {done.returncode}": _last_line(done.stderr or done.stdout)}
+    if found := NOT_STARTED.search(done.stdout + done.stderr):
+        return {"program of the command": found[0]}
+    if "pytest" in command and done.returncode in (USAGE_ERROR, NO_TESTS):
+        return {_no_test(done.returncode): _last_line(_tail(done))}
+    return {}
+
+
+def missing_program(obstacles: Mapping[str, str]) -> str | None:
+    """Name or path of the program that a shell did not find, if that is among `TestRun.obstacles`."""
+    found = MISSING_PROGRAM.search(obstacles.get(f"exit status {NOT_FOUND}", ""))
+    return found[1] if found else None
+
+
+def _no_test(status: int, tests: Collection[str] = ()) -> str:
+    known = {INTERNAL_ERROR: "internal error of pytest", USAGE_ERROR: "usage error of pytest"}
+    return known.get(status, "all tests are skipped" if tests else "no test is collected")
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def _said(output: str, secret: str) -> dict:

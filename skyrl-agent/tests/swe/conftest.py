@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,13 @@ def play(sandboxed):
             said = (await runtime.exec(script)).stdout.strip()
             result = await task.complete_runtime(instance, runtime, said if answer is None else answer)
         trajectory = TrajectoryResult(finish_reason=finish_reason)
-        spec = task.evaluation_runtime_spec(instance)
-        if spec is None:
-            return result, await task.evaluate_result(result, instance, trajectory)
-        async with make_runtime(spec) as runtime:
-            return result, await task.evaluate_result(result, instance, trajectory, runtime)
+        fresh = task.evaluation_runtime_spec(instance)
+        async with make_runtime(fresh) if fresh else nullcontext() as runtime:
+            judgement = await task.evaluate_result(result, instance, trajectory, runtime)
+        assert isinstance(judgement, Judgement)
+        if judgement.not_run:
+            async with make_runtime(fresh or spec) as runtime:
+                judgement = await task.recheck(instance, judgement, runtime)
+        return result, judgement
 
     return live

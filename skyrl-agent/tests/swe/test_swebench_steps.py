@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pytest
 
+from skyrl_agent.errors import TaskRowError
 from skyrl_agent.runtimes.base import RuntimeSpec
 from skyrl_agent.tasks.swebench import SWEBenchTask, harness
 
@@ -135,3 +136,21 @@ async def test_smith_rows_have_their_tests_in_the_history(play):
     assert (judgement.reward, judgement.parts["fail_to_pass"]) == (1.0, 1.0)
     _, judgement = await play(HereSmith(), row, "echo '# hm' >> double.py")
     assert (judgement.reward, judgement.parts["pass_to_pass"]) == (0.0, 1.0)
+
+
+@pytest.mark.slow
+async def test_named_test_that_exists_nowhere_gives_no_verdict(play):
+    row = ROW | {"FAIL_TO_PASS": ["test_double.py::test_two", "test_double.py::test_three"]}
+    with pytest.raises(TaskRowError, match=r"tests were not run: test test_double.py::test_three"):
+        await play(HereTask(), row, FIX)
+    assert (await play(HereTask(), row, "echo '# hm' >> double.py"))[1].reward == 0.0, "a test was run and failed"
+
+
+@pytest.mark.slow
+async def test_r2e_script_without_an_outcome_gives_no_verdict(play):
+    class WithoutTests(HereR2E):
+        files: ClassVar = HereR2E.files | {"run_tests.sh": "no-such-tool"}
+
+    with pytest.raises(TaskRowError, match=r"exit status 127"):
+        await play(WithoutTests(), R2E_ROW, FIX)
+    assert (await play(HereR2E(), R2E_ROW, "echo 'raise SystemExit' > double.py"))[1].reward == 0.0

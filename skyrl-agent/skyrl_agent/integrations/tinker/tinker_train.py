@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import tinker  # pyright: ignore[reportMissingImports]
 from tinker import types  # pyright: ignore[reportMissingImports]
 
 from skyrl_agent.auto import AutoAgentRunner
+from skyrl_agent.datasets import read_rows
 from skyrl_agent.errors import AgentError, BackendError, ConfigError
 from skyrl_agent.integrations.base import TrainingRows
 from skyrl_agent.integrations.tinker.settings import Config, read_config
@@ -152,39 +153,14 @@ def _order(length: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def read_rows(path: str) -> list[Row]:
-    """
-    Raises:
-        ConfigError: there is no such file, or no row in it.
-    """
-    file = Path(path).expanduser()
-    try:
-        if file.suffix == ".parquet":
-            import pyarrow.parquet
-
-            rows = pyarrow.parquet.read_table(file).to_pylist()
-        else:
-            rows = list(_json_lines(file))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not rows:
-        raise ConfigError(f"{path} has no rows")
-    return rows
-
-
-def _json_lines(file: Path) -> Iterator[Row]:
-    for line in file.read_text(encoding="utf-8").split("\n"):
-        if line.strip():
-            yield json.loads(line)
-
-
 def newest_checkpoint(folder: Path) -> dict[str, Any]:
     """
     Raises:
         ConfigError: there is none.
     """
     file = folder / "checkpoints.jsonl"
-    checkpoints = list(_json_lines(file)) if file.exists() else []
+    lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else []
+    checkpoints = [json.loads(line) for line in lines if line.strip()]
     if not checkpoints:
         raise ConfigError(f"resume_exp_name: there is no checkpoint in {file}")
     return dict(max(checkpoints, key=lambda checkpoint: checkpoint["policy_iteration_step"]))

@@ -7,17 +7,19 @@ steps are tried here on small repositories, names, patches and logs on the bench
 import json
 import os
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.finish import NO_GIT_PATCH, ending_of
-from skyrl_agent.runtimes.base import Limits, Runtime, RuntimeSpec
+from skyrl_agent.runtimes.base import ExecResult, Limits, Runtime, RuntimeSpec
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
 from skyrl_agent.tasks.swebench import harness, repository
 from skyrl_agent.tasks.swebench.patches import changed_paths
 from skyrl_agent.tasks.swebench.r2e_utils import get_reward, parse_log_by_path, parse_log_pytest, share_passed
 from skyrl_agent.tasks.swebench.sources import DEFAULT_PREFIX, REPOSITORY, Source, source_of
+from skyrl_agent.tasks.tests_run import obstacles_of
 from skyrl_agent.types import Message, TrajectoryResult
 
 GIBIBYTE = 1 << 30
@@ -48,6 +50,8 @@ for script in /root/run_tests.sh run_tests.sh /run_tests.sh; do [ -f "$script" ]
 exit 97
 """
 NO_SCRIPT = 97
+COLLECTION = "collection of "
+"""Begin of the name of an obstacle."""
 
 
 class SWEBenchTask(BaseTask):
@@ -141,15 +145,30 @@ class SWEBenchTask(BaseTask):
             # An agent that was cut off had no time for a patch: its ending stays.
             ended = ending_of(trajectory.finish_reason).trains
             return Judgement(0.0, {"resolved": 0.0}, NO_GIT_PATCH if ended else None)
+        return await self._judge(instance, runtime, patch)
+
+    def solution(self, instance: Instance) -> dict[str, Any] | None:
+        """SWE-bench's and SWE-Gym's `patch`. (SWE-smith's is the one that brings the mistake in.)"""
+        known = self.source(instance).kind not in ("r2e-gym", "swe-smith") and instance.row.get("patch")
+        return {"git_patch": instance.row["patch"]} if known else None
+
+    async def evaluate_original(self, instance: Instance, runtime: Runtime) -> Judgement:
+        judgement = await self._judge(instance, runtime, "")
+        # What tests of an issue import often does not exist before it is resolved: that is the patch's matter.
+        kept = {name: why for name, why in judgement.not_run.items() if not name.startswith(COLLECTION)}
+        return replace(judgement, not_run=kept)
+
+    async def _judge(self, instance: Instance, runtime: Runtime, patch: str) -> Judgement:
         await self._prepare(instance, runtime)
-        await repository.apply_patch(runtime, patch)
+        if patch:
+            await repository.apply_patch(runtime, patch)
         kind = self.source(instance).kind
         if kind == "r2e-gym":
             return await self._judge_r2e(instance, runtime)
         package = None if kind == "swe-smith" else harness.harness_of(kind)
         if package is not None:
             return await self._judge_by(package, instance, runtime, patch)
-        return await self._judge_by_pytest(instance, runtime)
+        return await self._judge_by_pytest(instance, runtime, patch)
 
     async def _prepare(self, instance: Instance, runtime: Runtime) -> None:
         kind = self.source(instance).kind
@@ -166,23 +185,25 @@ class SWEBenchTask(BaseTask):
             )
 
     async def _judge_r2e(self, instance: Instance, runtime: Runtime) -> Judgement:
-        log, code = await self._log_of(runtime, RUN_R2E)
-        if code == NO_SCRIPT:
+        done = await self._run(runtime, RUN_R2E)
+        if done.returncode == NO_SCRIPT:
             raise InfraError(f"image {runtime.spec.image} has no run_tests.sh")
-        return _judgement(get_reward(parse_log_pytest(log), instance.row))
+        outcomes = parse_log_pytest(done.stdout)
+        return _judgement(get_reward(outcomes, instance.row), not_run={} if outcomes else _no_outcome(done, RUN_R2E))
 
     async def _judge_by(self, package: str, instance: Instance, runtime: Runtime, patch: str) -> Judgement:
         spec = harness.make_test_spec(package, instance.row)
-        log, _ = await self._log_of(runtime, spec.eval_script)
-        report = harness.report_of(package, spec, self.row_id(instance), patch, log)
+        done = await self._run(runtime, spec.eval_script)
+        report = harness.report_of(package, spec, self.row_id(instance), patch, done.stdout)
         parts = {
             part.lower(): len(tests["success"]) / max(1, len(tests["success"]) + len(tests["failure"]))
             for part, tests in report.get("tests_status", {}).items()
             if part in ("FAIL_TO_PASS", "PASS_TO_PASS")
         }
-        return _judgement(float(report["resolved"]), parts)
+        not_run = {} if report.get("tests_status") else _no_outcome(done, spec.eval_script)
+        return _judgement(float(report["resolved"]), parts, not_run)
 
-    async def _judge_by_pytest(self, instance: Instance, runtime: Runtime) -> Judgement:
+    async def _judge_by_pytest(self, instance: Instance, runtime: Runtime, patch: str) -> Judgement:
         row = instance.row
         fail_to_pass, pass_to_pass = names(row["FAIL_TO_PASS"]), names(row.get("PASS_TO_PASS"))
         if test_patch := row.get("test_patch"):
@@ -193,28 +214,53 @@ class SWEBenchTask(BaseTask):
             files = sorted({name.partition("::")[0] for name in [*fail_to_pass, *pass_to_pass]})
             await repository.restore(runtime, f"{repository.BASE}~2", files)
         tests = " ".join(shlex.quote(path) for path in files if path.endswith(".py"))
-        log, _ = await self._log_of(runtime, f"python -m pytest -rA -p no:cacheprovider --color=no {tests}")
-        outcomes = parse_log_by_path(log)
+        command = f"python -m pytest -rA -p no:cacheprovider --color=no {tests}"
+        done = await self._run(runtime, command)
+        outcomes = parse_log_by_path(done.stdout)
         parts = {
             "fail_to_pass": share_passed(outcomes, fail_to_pass),
             "pass_to_pass": share_passed(outcomes, pass_to_pass),
         }
-        return _judgement(float(all(part == 1.0 for part in parts.values())), parts)
+        named = [*fail_to_pass, *pass_to_pass]
+        resolved = all(part == 1.0 for part in parts.values())
+        is_settled = resolved or (patch and any(outcomes.get(name) in ("FAILED", "ERROR") for name in named))
+        not_run = {} if is_settled else _tests_not_run(done, command, outcomes, named)
+        return _judgement(float(resolved), parts, not_run)
 
-    async def _log_of(self, runtime: Runtime, script: str) -> tuple[str, int]:
-        """Both outputs of a script, in the order they came, and its return code."""
+    async def _run(self, runtime: Runtime, script: str) -> ExecResult:
+        """Both outputs of a script, in the order they came, are its standard output."""
         limits = replace(self.limits, wall_seconds=self.test_seconds, cpu_seconds=self.test_seconds)
         limits = replace(limits, output_bytes=repository.MAX_PATCH_BYTES)
-        done = await runtime.exec(["bash", "-c", 'exec bash -c "$0" 2>&1', script], limits=limits)
-        return done.stdout, done.returncode
+        return await runtime.exec(["bash", "-c", 'exec bash -c "$0" 2>&1', script], limits=limits)
 
     def _wrong(self, instance: Instance, field: str, rule: str) -> TaskRowError:
         got = instance.row.get(field)
         return TaskRowError(f"SWEBenchTask, row {self.row_id(instance)}: {field} {rule}; got {got!r:.200}")
 
 
-def _judgement(resolved: float, parts: dict[str, float] | None = None) -> Judgement:
-    return Judgement(resolved, {"resolved": resolved, **(parts or {})})
+def _judgement(
+    resolved: float, parts: dict[str, float] | None = None, not_run: dict[str, str] | None = None
+) -> Judgement:
+    return Judgement(resolved, {"resolved": resolved, **(parts or {})}, not_run=not_run or {})
+
+
+def _no_outcome(done: ExecResult, script: str) -> dict[str, str]:
+    """Obstacles of a script whose log tells of no test; none if it was ended, which an agent's work can cause."""
+    if done.outcome != "exited":
+        return {}
+    last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "")
+    return obstacles_of(done, script) or {"log of the tests": f"no outcome of a test; last line: {last[:300]!r}"}
+
+
+def _tests_not_run(done: ExecResult, command: str, outcomes: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
+    """As `local_swe.tests_not_run`."""
+    if done.outcome != "exited":
+        return {}
+    broken = [name for name, outcome in outcomes.items() if outcome == "ERROR" and "::" not in name]
+    if broken:
+        return {f"{COLLECTION}{name}": "it could not be imported" for name in broken}
+    missing = {f"test {name}": "it is not in the log" for name in named if name not in outcomes}
+    return obstacles_of(done, command) or missing
 
 
 def names(value: Any) -> list[str]:

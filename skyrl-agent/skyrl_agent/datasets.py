@@ -1,0 +1,42 @@
+"""Rows of a dataset file: .parquet, .jsonl or .json, the last two also gzipped."""
+
+import gzip
+import json
+from pathlib import Path
+
+from skyrl_agent.errors import ConfigError
+from skyrl_agent.types import Row
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """Read all rows of a file.
+
+    Raises:
+        ConfigError: there is no such file, it is no table of rows, or no row is in it.
+    """
+    file = Path(path).expanduser()
+    try:
+        rows = _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"{path} must hold a list of JSON objects, or one JSON object a line")
+    if not rows:
+        raise ConfigError(f"{path} has no rows")
+    return list(rows)
+
+
+def _parquet_rows(file: Path) -> list[Row]:
+    try:
+        import pyarrow.parquet  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+        raise ValueError("reading .parquet needs pyarrow, which is not installed; .jsonl needs nothing") from error
+    return pyarrow.parquet.read_table(file).to_pylist()
+
+
+def _json_rows(file: Path) -> list[Row]:
+    content = file.read_bytes()
+    text = (gzip.decompress(content) if file.suffix == ".gz" else content).decode("utf-8")
+    if ".json" in file.suffixes:
+        return json.loads(text)
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
