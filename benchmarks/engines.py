@@ -40,7 +40,11 @@ from typing import Any
 
 import psutil
 
-from skyrl_train.inference_engines.ray_wrapped_inference_engine import EngineProcess, RayWrappedInferenceEngine
+from skyrl_train.inference_engines.ray_wrapped_inference_engine import (
+    EngineProcess,
+    RayWrappedInferenceEngine,
+    engine_actor,
+)
 
 RESULT = "RESULT "
 START_TIMEOUT = 900
@@ -491,7 +495,7 @@ async def measure_layers(backend: str, options: argparse.Namespace, folder: str)
     cfg = SkyRLConfig.from_dict({"trainer": trainer, "generator": {"backend": backend}})
     initialize_ray(cfg)
     log_file = os.path.join(folder, "layers.log")
-    actor: Any = ray.remote(MeasuredProcess).options(num_cpus=1, max_concurrency=1000).remote(backend, folder, log_file)
+    actor: Any = engine_actor(MeasuredProcess, num_cpus=1, max_concurrency=1000).remote(backend, folder, log_file)
     engine = RayWrappedInferenceEngine(actor, "engine 0", log_file, TURN_TIMEOUT, start_timeout_seconds=START_TIMEOUT)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     client = InferenceEngineClient([engine], tokenizer, cfg)

@@ -158,8 +158,9 @@ class GeneratorConfig(BaseConfig):
     """What happens to running requests during a sync. `keep`: they stop where they are and go on under the new weights;
     `wait`: they end first; `abort`: they are taken back and go on as new requests."""
 
-    max_requests_per_engine: int | None = None
-    """The most requests that the client has under way on one engine; more wait in the client. null: no limit."""
+    max_requests_per_engine: int | None = 8192
+    """The most requests that the client has under way on one engine; more wait in the client, in their order, where a
+    pause reaches them and another engine may take them. null: no limit."""
 
     max_engine_restarts: int = 3
     """How often in a run engines that died or hang are started again, all together; one more ends the run."""
@@ -171,8 +172,8 @@ class GeneratorConfig(BaseConfig):
     """The longest that a pause, a wake-up or one bucket of weights may take."""
 
     engine_health_interval_seconds: float = 10.0
-    """How often each engine is asked whether it is well. One that is silent for three intervals counts as dead. 0: only
-    failing requests tell."""
+    """How often each engine is asked whether it is well. One that neither answers nor computes anything for three
+    intervals counts as dead. 0: only failing requests tell."""
 
     enable_http_endpoint: bool = False
     """Serve the engines through an OpenAI-compatible HTTP endpoint while the run lasts."""
@@ -182,6 +183,10 @@ class GeneratorConfig(BaseConfig):
 
     http_endpoint_port: int = 8000
     """The port on which the endpoint listens. 0: any free one, which the log names."""
+
+    http_endpoint_max_requests: int = 16384
+    """The most answers that the endpoint has under way or waiting (each prompt and each of its `n` choices counts);
+    further requests get status 429, and clients send them again."""
 
     served_model_name: str | None = None
     """The model's name for clients of the endpoint. null: `generator.model_name`."""

@@ -33,6 +33,7 @@ def endpoint_of(
         chat_template=get_custom_chat_template(generator.chat_template),
         chat_template_kwargs=generator.chat_template_kwargs,
         request_timeout_seconds=generator.request_timeout_seconds,
+        max_requests=generator.http_endpoint_max_requests,
         recorder=recorder,
         sampling_defaults={
             "temperature": sampling.temperature,

@@ -5,7 +5,6 @@ import itertools
 from functools import partial
 from typing import Any
 
-import ray
 from ray.util.placement_group import PlacementGroup
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
@@ -15,13 +14,11 @@ from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-from skyrl_train.inference_engines.ray_wrapped_inference_engine import EngineProcess, RayWrappedInferenceEngine
+from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, engine_actor
 from skyrl_train.inference_engines.remote.engine import RemoteInferenceEngine, check_server
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.workers.actor_group import actor_options
 from skyrl_train.workers.placement import SHARE_OF_SHARED_GPU, gpus_of_engines
-
-_MOST_CALLS_AT_A_TIME = 10_000  # of one engine process; Ray queues what is above
 
 
 def start_engines(
@@ -105,7 +102,7 @@ class EngineStarter:
         number = next(self._num_starts)
         again = f"_start_{number}" if number >= self._cfg.generator.num_inference_engines else ""
         log_file = str(self._logs / f"engine_{index}{again}.log")
-        process = ray.remote(EngineProcess).options(**self._options(index))
+        process = engine_actor(**self._options(index))
         actor = process.remote(engine_factory(self._cfg, self._device, weights_follow=self._weights_follow), log_file)
         generator = self._cfg.generator
         return RayWrappedInferenceEngine(
@@ -124,7 +121,7 @@ class EngineStarter:
         shared_by_number = self._shared is not None and num_gpus > 1
         share = num_gpus if self._shared is None else 0 if shared_by_number else SHARE_OF_SHARED_GPU
         bundle, gpu_ids = self._gpus[index] if self._gpus else (index, [])
-        options = actor_options(self._device, share, self._shared, bundle) | {"max_concurrency": _MOST_CALLS_AT_A_TIME}
+        options = actor_options(self._device, share, self._shared, bundle)
         if shared_by_number:
             options["runtime_env"] = {
                 "env_vars": {

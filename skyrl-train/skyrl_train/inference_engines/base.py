@@ -101,11 +101,17 @@ class InferenceEngineInterface(ABC):
 
     @abstractmethod
     async def check_health(self) -> None:
-        """Returns soon if the engine is well.
+        """Return when the engine says that it is well: soon, or after a long step. How long the silence may last is for
+        the caller to decide; see `progress`.
 
         Raises:
-            WorkerError: it is not.
+            WorkerError: the engine has failed.
         """
+
+    def progress(self) -> int:
+        """A number that grows while the engine computes, for any thread to read. Tells an engine that is busy (silent,
+        but the number grows) from one that hangs. 0 for engines that do not know."""
+        return 0
 
     @abstractmethod
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:

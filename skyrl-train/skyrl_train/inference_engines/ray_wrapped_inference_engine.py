@@ -21,6 +21,7 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineOutput,
     PauseMode,
 )
+from skyrl_train.inference_engines.loop_thread import LoopThread
 from skyrl_train.utils.process_log import log_tail
 from skyrl_train.utils.ray_calls import Call, answer_of, wait_for_all
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
@@ -33,6 +34,24 @@ _ANSWER_SECONDS = 1.0
 """How long a health check waits for an engine before it says that the engine is busy."""
 
 _CONTROL = "generator.engine_control_timeout_seconds"
+_CONTROL_GROUP = "control"
+_REQUESTS_AT_A_TIME = 10_000
+"""Calls of `EngineProcess.generate` that Ray runs at a time; further ones wait in the process, behind these alone."""
+_CONTROL_CALLS_AT_A_TIME = 1_000
+"""Some of them take long: a pause that waits for requests, an adapter that is unloaded when nothing uses it."""
+
+
+def engine_actor(cls: "type[EngineProcess] | None" = None, **options: Any) -> Any:
+    """`EngineProcess` as a Ray actor class. Control calls have a concurrency group of their own, so that none of them
+    queues behind requests, however many there are.
+
+    Args:
+        cls: a subclass of it.
+        options: Ray's.
+    """
+    declare: Any = ray.remote  # whose types do not know of groups
+    actor = declare(concurrency_groups={_CONTROL_GROUP: _CONTROL_CALLS_AT_A_TIME})(cls or EngineProcess)
+    return actor.options(**({"max_concurrency": _REQUESTS_AT_A_TIME} | options))
 
 
 @dataclass(frozen=True)
@@ -45,7 +64,9 @@ class ProcessPlace:
 
 
 class EngineProcess:
-    """An engine in a process of its own.
+    """An engine in a process of its own. Made by `engine_actor`.
+
+    Ray runs each concurrency group of an actor in an event loop of its own; the engine has one loop for all of them.
 
     Args:
         make_engine: creates the engine, there.
@@ -59,27 +80,44 @@ class EngineProcess:
         with contextlib.suppress(PermissionError):  # it leads a group already
             os.setpgid(0, 0)  # what it starts can be found when it is dead itself
         self._engine = make_engine()
+        self._loop = LoopThread("engine")
         self._check: asyncio.Task[None] | None = None
-        self._check_began = 0.0
+        self._progress = 0
+        self._silent_since = 0.0
 
-    async def call(self, method: str, *args: Any) -> Any:
-        return await getattr(self._engine, method)(*args)
+    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        return await self._loop.call(self._engine.generate(input_batch))
 
+    @ray.method(concurrency_group=_CONTROL_GROUP)
+    async def control(self, method: str, *args: Any) -> Any:
+        """Calls any other method of the engine."""
+        return await self._loop.call(getattr(self._engine, method)(*args))
+
+    @ray.method(concurrency_group=_CONTROL_GROUP)
     async def check_health(self, patience_seconds: float) -> None:
-        """Raises WorkerError if the engine is not well. An engine in a long step may not answer before the step ends:
-        it is busy, not ill, until its silence is longer than `patience_seconds`."""
-        now = asyncio.get_running_loop().time()
+        """Return if the engine is well, or busy: not answering yet, for less than `patience_seconds` since it was last
+        seen to make progress.
+
+        Raises:
+            WorkerError: the engine has failed or hangs.
+        """
+        now, progress = asyncio.get_running_loop().time(), self._engine.progress()
         if self._check is None:
-            self._check = asyncio.ensure_future(self._engine.check_health())
-            self._check_began = now
+            self._check = asyncio.ensure_future(self._loop.call(self._engine.check_health()))
+            self._silent_since = now
+        if progress != self._progress:
+            self._progress, self._silent_since = progress, now
         check = self._check
         await asyncio.wait({check}, timeout=_ANSWER_SECONDS)
         if check.done():
             self._check = None
             return check.result()
-        if now - self._check_began > patience_seconds:
-            raise WorkerError(f"the engine hangs: its loop has not answered for {patience_seconds:g} s ({_CONTROL})")
+        if now - self._silent_since > patience_seconds:
+            raise WorkerError(
+                f"the engine hangs: it neither answered nor computed anything for {patience_seconds:g} s ({_CONTROL})"
+            )
 
+    @ray.method(concurrency_group=_CONTROL_GROUP)
     async def place(self) -> ProcessPlace:
         process = psutil.Process()
         return ProcessPlace(ray.get_runtime_context().get_node_id(), process.pid, process.create_time())
@@ -89,7 +127,7 @@ class RayWrappedInferenceEngine(InferenceEngineInterface):
     """An engine that runs in another process. Every call has a deadline; a dead process is a WorkerError.
 
     Args:
-        actor: an `EngineProcess`.
+        actor: an `EngineProcess`, made of `engine_actor`.
         name: in logs and errors.
         log_file: where the process writes.
         request_timeout_seconds: `generator.request_timeout_seconds`.
@@ -113,10 +151,11 @@ class RayWrappedInferenceEngine(InferenceEngineInterface):
         self.control_timeout_seconds = control_timeout_seconds or request_timeout_seconds
         self._start_timeout_seconds = start_timeout_seconds or self.control_timeout_seconds
         self._place: ProcessPlace | None = None
+        self._num_answers = 0
 
     def start(self, method: str, *args: Any) -> Call:
-        """Starts a call; see `skyrl_train.utils.ray_calls` for waiting."""
-        return self._named(self._actor.call.remote(method, *args))
+        """Start a control call; see `skyrl_train.utils.ray_calls` for waiting."""
+        return self._named(self._actor.control.remote(method, *args))
 
     def _named(self, reference: Any) -> Call:
         return Call(reference, self._name, self._log_file)
@@ -141,12 +180,17 @@ class RayWrappedInferenceEngine(InferenceEngineInterface):
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
         await self._started()
-        call = self.start("generate", input_batch)
+        call = self._named(self._actor.generate.remote(input_batch))
         try:
-            return await answer_of(call, self._request_timeout_seconds, "generator.request_timeout_seconds")
+            output = await answer_of(call, self._request_timeout_seconds, "generator.request_timeout_seconds")
         except (asyncio.CancelledError, WorkerError):
             ray.cancel(call.reference)  # nobody waits: the engine need not go on
             raise
+        self._num_answers += 1
+        return output
+
+    def progress(self) -> int:
+        return self._num_answers
 
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
         if mode != "wait":

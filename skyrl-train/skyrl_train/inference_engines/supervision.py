@@ -20,7 +20,8 @@ Restart = Callable[[int], Awaitable[InferenceEngineInterface]]
 """Starts engine i again, and returns at once or when it is up."""
 
 SILENT_INTERVALS = 3
-"""An engine that does not say for so many `generator.engine_health_interval_seconds` that it is well counts as dead."""
+"""An engine that for so many `generator.engine_health_interval_seconds` neither says that it is well nor computes
+anything counts as dead."""
 
 _TEARDOWN_SECONDS = 30.0
 
@@ -237,17 +238,24 @@ class Supervisor:
         period = interval or self._settings.engine_control_timeout_seconds / SILENT_INTERVALS
         engine = self.engines[place.index]
         check = asyncio.ensure_future(engine.check_health())
+        num_silent, progress = 0, engine.progress()
         try:
-            for num_silent in range(1, SILENT_INTERVALS + 1):
+            while num_silent < SILENT_INTERVALS:
                 await asyncio.wait({check, ended}, timeout=period, return_when=asyncio.FIRST_COMPLETED)
                 if ended.done():
                     return
                 if check.done():
                     break
+                # Busy, if it computed something meanwhile: the silence that counts begins anew.
+                before, progress = progress, engine.progress()
+                num_silent = num_silent + 1 if progress == before else 0
                 if num_silent < SILENT_INTERVALS:
                     self._note(place, HealthEvent.SILENT)
             else:
-                text = f"engine {place.index} did not say for {SILENT_INTERVALS * period:g} s that it is well"
+                text = (
+                    f"engine {place.index} neither said that it is well nor computed anything for "
+                    f"{SILENT_INTERVALS * period:g} s"
+                )
                 setting = (
                     "three times generator.engine_health_interval_seconds"
                     if interval

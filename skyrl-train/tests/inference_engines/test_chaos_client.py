@@ -19,7 +19,7 @@ from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput
 from skyrl_train.inference_engines.health import Health
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
-from skyrl_train.inference_engines.ray_wrapped_inference_engine import EngineProcess, RayWrappedInferenceEngine
+from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, engine_actor
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +68,6 @@ class Engines:
         self.requests = [0] * len(seconds_a_step)
 
     async def start(self, index: int) -> RayWrappedInferenceEngine:
-        import ray
 
         engines = self
 
@@ -85,7 +84,7 @@ class Engines:
         self.num_starts += 1
         log_file = str(self._folder / f"engine_{index}_{self.num_starts}.log")
         make = make_engine_of(self._model, self._seconds_a_step[index], self._first_prompt)
-        actor = ray.remote(EngineProcess).options(num_cpus=1, max_concurrency=1000).remote(make, log_file)
+        actor = engine_actor(num_cpus=1, max_concurrency=1000).remote(make, log_file)
         return Counted(actor, f"engine {index}", log_file, 300, 300, 300)
 
 

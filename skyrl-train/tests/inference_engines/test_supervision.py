@@ -1,6 +1,7 @@
 """An engine's health, as a table and with real engines in this process that stop serving."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -47,13 +48,17 @@ def test_what_follows_in_every_state_from_every_event(health, event):
 
 
 class Native(NativeInferenceEngine):
-    """May be made deaf, as one that hangs, or slow to answer, as one in a long step."""
+    """May be made deaf, as one that hangs; slow to answer, as one in a long step; and busy, as one that computes."""
 
     seconds_to_answer = 0.0
+    busy = False
 
     async def check_health(self) -> None:
         await asyncio.sleep(self.seconds_to_answer)
         await super().check_health()
+
+    def progress(self) -> int:
+        return time.monotonic_ns() if self.busy else super().progress()
 
 
 Made = Callable[..., Supervisor]
@@ -135,11 +140,31 @@ async def test_silence_makes_suspect_and_three_intervals_of_it_make_dead(supervi
     deaf.seconds_to_answer = 1000
     waits = asyncio.create_task(supervisor.run(0, lambda _: asyncio.sleep(1000)))  # hangs as the engine does
     began = asyncio.get_running_loop().time()
-    with pytest.raises(EngineFailure, match=r"engine 0 did not say for 1.5 s that it is well .three times generator"):
+    with pytest.raises(
+        EngineFailure, match=r"engine 0 neither said that it is well nor computed anything for 1.5 s .three times"
+    ):
         await waits
     assert asyncio.get_running_loop().time() - began > 1.4
     await supervisor.settle()
     assert supervisor.engines[0] is not deaf
+
+
+async def test_an_engine_that_computes_is_not_dead_however_late_it_answers(supervise: Made):
+    supervisor = supervise(engine_health_interval_seconds=0.1)
+    await supervisor.settle()
+    busy = supervisor.engines[0]
+    assert isinstance(busy, Native)
+    busy.seconds_to_answer, busy.busy = 1.5, True  # five times as long as the silence of a hung engine may last
+    async with asyncio.timeout(20):
+        while supervisor.with_health(Health.SUSPECT) != [0]:
+            await asyncio.sleep(0.02)
+        while supervisor.with_health(Health.HEALTHY) != [0, 1]:
+            await asyncio.sleep(0.02)
+    assert supervisor.num_deaths == 0
+    busy.busy = False
+    async with asyncio.timeout(20):
+        while supervisor.num_deaths == 0:
+            await asyncio.sleep(0.02)
 
 
 async def test_a_late_answer_makes_healthy_again(supervise: Made):

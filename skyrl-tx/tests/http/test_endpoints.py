@@ -239,3 +239,25 @@ async def test_the_description_knows_every_endpoint(client):
     for part in text.split('"$ref": "')[1:]:
         name = part.split('"')[0].removeprefix("#/components/schemas/")
         assert name in description["components"]["schemas"], name
+
+
+async def test_one_openai_request_asks_for_a_bounded_number_of_answers(client):
+    for asked in ({"prompt": [[5]] * 1025}, {"prompt": [[5]] * 9, "n": 128}):
+        answer = await client.post("/oai/api/v1/completions", json={"model": "tiny", "max_tokens": 1} | asked)
+        assert answer.status_code == 400, answer.text
+        assert "Divide them among several requests" in answer.text
+
+
+@pytest.mark.parametrize("content", [b'"\\ud800"', b"[" * 100_000 + b"]" * 100_000], ids=["lone surrogate", "deep"])
+async def test_an_openai_body_that_is_no_json_is_a_client_error(client, content):
+    body = b'{"model": "tiny", "messages": [{"role": "user", "content": ' + content + b"}]}"
+    headers = {"Content-Type": "application/json"}
+    answer = await client.post("/oai/api/v1/chat/completions", content=body, headers=headers)
+    assert answer.status_code == 400, answer.text
+
+
+async def test_an_openai_request_for_more_tokens_than_the_context_is_a_client_error(client):
+    asked = {"model": "tiny", "prompt": [5, 6], "max_tokens": 10**30}
+    answer = await client.post("/oai/api/v1/completions", json=asked)
+    assert 400 <= answer.status_code < 500, answer.text
+    assert "max_tokens" in answer.text

@@ -50,6 +50,7 @@ def check_engines(config: SkyRLConfig) -> None:
             "generator.max_num_seqs",
             "generator.max_num_batched_tokens",
             "generator.max_requests_per_engine",
+            "generator.http_endpoint_max_requests",
             "generator.weight_transfer_threshold_cuda_ipc_GB",
             "generator.weight_sync_canary_tolerance",
             "generator.request_timeout_seconds",

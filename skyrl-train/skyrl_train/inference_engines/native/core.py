@@ -83,6 +83,11 @@ class NativeEngineCore:
         return len(self._rows)
 
     @property
+    def num_forwards(self) -> int:
+        """Passes through the model so far."""
+        return self._runner.num_forwards
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 

@@ -184,6 +184,9 @@ class NativeInferenceEngine(InferenceEngineInterface):
     async def check_health(self) -> None:
         await self._command(lambda: None)
 
+    def progress(self) -> int:
+        return self._core.num_forwards
+
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
         prompts = input_batch.get("prompt_token_ids")
         if prompts is None:

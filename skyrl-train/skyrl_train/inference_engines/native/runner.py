@@ -44,6 +44,7 @@ class ModelRunner:
         max_loras: int,
     ):
         self.model = model
+        self.num_forwards = 0
         self.device = next(model.parameters()).device
         self.loras = Loras(model, max_loras=max_loras)
         self._row_multiple = row_multiple_of(model)
@@ -123,6 +124,7 @@ class ModelRunner:
             use_cache=True,
             native_step=AttentionStep(positions),
         )
+        self.num_forwards += 1
         return output.logits[:, -1].float()
 
     def _last_tokens_alone(self, _module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:

@@ -8,6 +8,7 @@ from skyrl_train.errors import RolloutError, SkyRLError, UnsupportedByEngine, Wo
 
 _TYPE_OF_STATUS = {
     401: "authentication_error",
+    429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
     504: "timeout_error",
@@ -49,6 +50,16 @@ def context_length_exceeded(num_tokens: int, max_model_len: int, param: str) -> 
         f"{num_tokens} tokens. Please shorten it.",
         param,
         "context_length_exceeded",
+    )
+
+
+def too_busy(num_under_way: int, limit: int) -> ApiError:
+    """The request would exceed the answers that may be under way; clients of OpenAI's send it again by themselves."""
+    return ApiError(
+        429,
+        f"{num_under_way} answers are under way, of at most {limit} (generator.http_endpoint_max_requests); send the "
+        "request again later",
+        code="too_many_requests",
     )
 
 

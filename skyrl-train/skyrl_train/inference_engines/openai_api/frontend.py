@@ -4,7 +4,8 @@ Everything goes through `InferenceEngineInterface.generate`, so what an engine c
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +16,7 @@ from skyrl_train.inference_engines.openai_api.errors import (
     context_length_exceeded,
     error_of_engine,
     refused,
+    too_busy,
 )
 from skyrl_train.inference_engines.openai_api.generation import Answer, Asker, Prompt
 from skyrl_train.inference_engines.openai_api.payloads import Envelope
@@ -48,6 +50,7 @@ class OpenAIFrontend:
         sampling_defaults: sampling keywords where a request names none (temperature, top_p, top_k, min_p,
             repetition_penalty); what is not here is the engines' default.
         request_timeout_seconds: the longest that a request may take.
+        max_requests: answers that may be under way, waiting included; further requests are refused (429).
         recorder: gets every answered request that has a session.
     """
 
@@ -62,6 +65,7 @@ class OpenAIFrontend:
         tools: ToolFormatName = "auto",
         sampling_defaults: Mapping[str, Any] | None = None,
         request_timeout_seconds: float = 3600.0,
+        max_requests: int = 16384,
         recorder: RequestRecorder | None = None,
     ):
         self.engine = engine
@@ -73,6 +77,8 @@ class OpenAIFrontend:
         self._asker = Asker(engine, request_timeout_seconds)
         self._info: EngineInfo | None = None
         self._num_requests = 0
+        self._max_requests = max_requests
+        self._num_under_way = 0
 
     # What the server calls.
 
@@ -208,14 +214,33 @@ class OpenAIFrontend:
     async def _answered(self, asked: Asked, reply: Reply, scores_only: bool = False) -> Payload | AsyncIterator[str]:
         self._num_requests += 1
         if reply.request.stream:
-            return stream(self._asker, reply, lambda answers: self._sessions.keep(asked, reply, answers))
-        answers = await self._all_answers(reply.prompts)
+            return self._streamed(asked, reply)
+        with self._under_way(reply.num_answers):
+            answers = await self._all_answers(reply.prompts)
         if scores_only:
             for answer in answers:
                 answer.cut(0)
                 answer.stop_reason = "length"
         self._sessions.keep(asked, reply, answers)
         return reply.whole(answers)
+
+    async def _streamed(self, asked: Asked, reply: Reply) -> AsyncIterator[str]:
+        with self._under_way(reply.num_answers):
+            events = stream(self._asker, reply, lambda answers: self._sessions.keep(asked, reply, answers))
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    yield event
+
+    @contextlib.contextmanager
+    def _under_way(self, num_answers: int) -> Iterator[None]:
+        """Count answers inside of the block. Raises ApiError if there would be too many."""
+        if self._num_under_way + num_answers > self._max_requests:
+            raise too_busy(self._num_under_way, self._max_requests)
+        self._num_under_way += num_answers
+        try:
+            yield
+        finally:
+            self._num_under_way -= num_answers
 
     async def _all_answers(self, prompts: Sequence[Prompt]) -> list[Answer]:
         tasks = [asyncio.create_task(self._asker.whole(prompt)) for prompt in prompts]

@@ -43,6 +43,10 @@ class Reply(ABC):
         self.envelope = envelope
         self.prompts = list(prompts)
 
+    @property
+    def num_answers(self) -> int:
+        return len(self.prompts) * self.request.num_choices
+
     def read(self, answer: Answer) -> Written:
         """The answer as a client sees it: of one that still grows, what will stay whatever follows."""
         text = self.decode(answer.token_ids)

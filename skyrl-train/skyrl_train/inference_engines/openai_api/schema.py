@@ -5,16 +5,18 @@ changes nothing (`user`, `metadata`) is taken and not read. Fields beyond OpenAI
 """
 
 import difflib
-import json
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from skyrl_train.inference_engines.openai_api.errors import ApiError, refused
 
 Body = TypeVar("Body", bound=BaseModel)
 
 MAX_CHOICES = 128
+MAX_ANSWERS = 2048
+"""Prompts times choices of one request."""
 
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "frequency_penalty": ((None, 0), "use repetition_penalty"),
@@ -37,6 +39,10 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 """Field -> the values that ask for nothing, and what to do instead of the others."""
 
 
+Count = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+"""A number of tokens, an id, or -1. (What is beyond this range is a mistake, not a wish for much.)"""
+
+
 class StreamOptions(BaseModel):
     """How a streamed answer ends."""
 
@@ -52,7 +58,7 @@ class _Request(BaseModel):
 
     model: str
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
@@ -60,11 +66,11 @@ class _Request(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    top_k: int | None = None
+    top_k: Count | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: list[Count] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool = False
@@ -137,7 +143,7 @@ class ChatRequest(_Request):
     """`POST /v1/chat/completions`."""
 
     messages: list[Message]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Count | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Any = None
     logprobs: bool | None = None
@@ -147,7 +153,7 @@ class ChatRequest(_Request):
 
     prediction: Any = None  # taken and not read: it makes OpenAI's servers faster
 
-    top_logprobs: int | None = None
+    top_logprobs: Count | None = None
     parallel_tool_calls: bool | None = None
     response_format: Any = None
     functions: Any = None
@@ -173,10 +179,10 @@ class ChatRequest(_Request):
 class CompletionRequest(_Request):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[Count] | list[list[Count]]
     echo: bool | None = None
-    logprobs: int | None = None
-    best_of: int | None = None
+    logprobs: Count | None = None
+    best_of: Count | None = None
     suffix: str | None = None
 
     @property
@@ -208,7 +214,7 @@ class DetokenizeRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Count]
 
 
 def parsed(kind: type[Body], raw: bytes) -> Body:
@@ -218,7 +224,8 @@ def parsed(kind: type[Body], raw: bytes) -> Body:
         ApiError: it is no JSON object, a field is unknown, has a wrong type or asks for what cannot be done.
     """
     try:
-        values = json.loads(raw)
+        # Unlike `json`, it refuses what is not Unicode (lone surrogates) and nesting of more than 200 levels.
+        values = from_json(raw)
     except ValueError as error:
         raise refused(f"the body is not valid JSON: {error}") from error
     if not isinstance(values, dict):
@@ -257,6 +264,13 @@ def _check_between_fields(request: BaseModel) -> None:
     if isinstance(request, CompletionRequest):
         if not request.prompts or not all(request.prompts):
             raise refused("prompt must not be empty", "prompt")
+        if len(request.prompts) * request.num_choices > MAX_ANSWERS:
+            raise refused(
+                f"one request may ask for {MAX_ANSWERS} answers (prompts times n); got {len(request.prompts)} prompts "
+                f"with n={request.num_choices}. Divide them among several requests",
+                "prompt",
+                "too_many_answers",
+            )
         if request.logprobs not in (None, 0):
             raise refused(
                 f"logprobs={request.logprobs} is not supported: only the log-probs of the tokens that were drawn are "

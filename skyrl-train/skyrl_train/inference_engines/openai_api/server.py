@@ -32,6 +32,7 @@ _GRACE_SECONDS = 5.0
 _KEEP_ALIVE_SECONDS = 600
 """Agents are silent for minutes while a tool runs; a connection that ends meanwhile costs them a retry."""
 _CLIENT_WENT_AWAY = 499
+_RETRY_SECONDS = "1"
 
 
 def create_app(frontend: OpenAIFrontend, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
@@ -237,8 +238,8 @@ def _is_loopback(sock: socket.socket) -> bool:
 def _check_key(request: Request, api_key: str | None) -> None:
     if api_key is None:
         return
-    given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-    if not hmac.compare_digest(given.encode(), api_key.encode()):
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), api_key.encode()):
         raise ApiError(
             401, "the key is not the server's; send it as `Authorization: Bearer KEY`", code="invalid_api_key"
         )
@@ -292,4 +293,5 @@ async def _disconnected(request: Request) -> None:
 
 
 def _error_response(error: ApiError) -> Response:
-    return JSONResponse(error.body(), status_code=error.status)
+    headers = {"Retry-After": _RETRY_SECONDS} if error.status == 429 else None
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)

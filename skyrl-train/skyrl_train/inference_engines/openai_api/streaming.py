@@ -6,7 +6,7 @@ swallow it; tool calls arrive whole, at the end.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ class _Choice:
     ended: bool = False
 
 
-async def stream(asker: Asker, reply: Reply, finished: Callable[[list[Answer]], None]) -> AsyncIterator[str]:
+async def stream(asker: Asker, reply: Reply, finished: Callable[[list[Answer]], None]) -> AsyncGenerator[str]:
     """The events of a request, all choices at the same time.
 
     An error before the first event is raised, so that it can have a status; a later one is an event.

@@ -50,7 +50,8 @@ class ServerProtocol(ABC):
     async def facts(self) -> ServerFacts: ...
 
     @abstractmethod
-    async def check_health(self, timeout_seconds: float) -> None: ...
+    async def check_health(self) -> None:
+        """Return when the server answers, however long it takes: the caller decides how long silence may last."""
 
     @abstractmethod
     async def complete(

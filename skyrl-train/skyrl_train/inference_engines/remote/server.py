@@ -42,7 +42,6 @@ Backend = Literal["vllm", "sglang"]
 
 _PAUSE_MODES = ("keep", "wait", "abort")
 _WAKE_TAGS = ("weights", "kv_cache")
-_HEALTH_SECONDS = 10.0
 _LATE_SECONDS, _LATE_TRIES = 0.5, 20
 _PROTOCOLS: dict[Backend, type[ServerProtocol]] = {"vllm": VLLMProtocol, "sglang": SGLangProtocol}
 
@@ -85,6 +84,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         self._gate = Gate()
         self._running = RunningRequests()
         self._asleep: set[str] = set()
+        self._num_answers = 0
         self._paused_for_update = False
         self._update_is_open = False
         self._adapters: dict[str, int] = {}
@@ -125,7 +125,11 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         return self._facts.info
 
     async def check_health(self) -> None:
-        await self._protocol.check_health(min(_HEALTH_SECONDS, self.control_timeout_seconds))
+        await self._protocol.check_health()
+
+    def progress(self) -> int:
+        """Answers so far: all that this side sees of the server's work."""
+        return self._num_answers
 
     async def tokenize(self, text: str) -> list[int]:
         """The server's token ids of a text, without special tokens around it."""
@@ -177,6 +181,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
                     if await self._adapter_version(str(adapter)) != adapter_version:
                         continue
                 raise ValueError(f"the server at {self.url} refused a request: {error.said}") from None
+            self._num_answers += 1
             if answer.weight_versions and answer.weight_versions[-1] != self._version:
                 self._version = answer.weight_versions[-1]
             begun_by = answer.weight_versions[0] if answer.weight_versions else version

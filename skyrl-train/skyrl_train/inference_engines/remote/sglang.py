@@ -7,6 +7,7 @@ takes them by every transport (`skyrl_train.inference_engines.sglang`).
 """
 
 import asyncio
+import math
 from typing import Any
 
 import torch
@@ -70,9 +71,9 @@ class SGLangProtocol(ServerProtocol):
         names = dict.fromkeys((model["served_model_name"], model["model_path"]))
         return ServerFacts(info=info, names=tuple(names), prefix_caching=not said["disable_radix_cache"])
 
-    async def check_health(self, timeout_seconds: float) -> None:
+    async def check_health(self) -> None:
         """Asks the scheduler. `/health` asks for a token, which does not come while generation is paused."""
-        await self.server.get("/server_info", timeout_seconds=timeout_seconds)
+        await self.server.get("/server_info", timeout_seconds=math.inf)
 
     async def complete(
         self, prompt: list[int], params: SamplingParams, seed: SeedPair | None, adapter: str | None, cache_key: str

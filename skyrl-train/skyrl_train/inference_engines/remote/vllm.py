@@ -9,6 +9,7 @@ The worker extension takes weights by every transport, reports what it holds, an
 logits / temperature; without it weights come as checkpoints only, and some settings of sampling are refused.
 """
 
+import math
 import re
 from dataclasses import asdict
 from typing import Any
@@ -114,8 +115,8 @@ class VLLMProtocol(ServerProtocol):
                 return int(found[1])
         return vocabulary_of(model, self.server.url)
 
-    async def check_health(self, timeout_seconds: float) -> None:
-        await self.server.get("/health", timeout_seconds=timeout_seconds)
+    async def check_health(self) -> None:
+        await self.server.get("/health", timeout_seconds=math.inf)
 
     async def complete(
         self, prompt: list[int], params: SamplingParams, seed: SeedPair | None, adapter: str | None, cache_key: str

@@ -8,6 +8,7 @@ weights. Of vLLM's own pauses only `keep` is used.
 import asyncio
 import contextlib
 import itertools
+import math
 import platform
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 _PAUSE_MODES = ("keep", "wait", "abort")
 _WAKE_TAGS: tuple[str, ...] = ("weights", "kv_cache")
-_HEALTH_SECONDS = 60.0
 _NO_LORA = "adapters need max_lora_rank > 0 (trainer.policy.model.lora.rank) when the engine starts"
 
 
@@ -82,6 +82,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         self._idle = asyncio.Event()
         self._turn = asyncio.Lock()  # control calls take turns
         self._ids = itertools.count()
+        self._num_outputs = 0
         self._version = 0
         self._epoch = 0  # of the weights; versions may come twice
         self._weights_complete = not start.dummy_weights
@@ -137,9 +138,11 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         return self._sizes[2]
 
     async def check_health(self) -> None:
-        """Asks the process that schedules, which answers between two steps."""
-        self._processes.raise_if_dead()
-        await self._control(self._llm.is_paused(), "check_health", min(self._timeout, _HEALTH_SECONDS))
+        """Ask the process that schedules, which answers between two steps. Without a deadline: a step may be long."""
+        await self._control(self._llm.is_paused(), "check_health", math.inf)
+
+    def progress(self) -> int:
+        return self._num_outputs
 
     # ---- requests
 
@@ -234,6 +237,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
             async with contextlib.aclosing(outputs) as parts:
                 async for output in parts:
                     answer.take(output)
+                    self._num_outputs += 1
         except (EngineDeadError, EngineGenerateError) as error:
             raise self._processes.dead(error) from error
         finally:

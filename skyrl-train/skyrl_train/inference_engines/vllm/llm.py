@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyrl_train.errors import ConfigError, WeightSyncError, WorkerError
-from skyrl_train.inference_engines.vllm.event_loop import LoopStopped, LoopThread
+from skyrl_train.inference_engines.loop_thread import LoopStopped, LoopThread
 from skyrl_train.inference_engines.vllm.processes import children_of_this_process, end_processes
 
 if TYPE_CHECKING:

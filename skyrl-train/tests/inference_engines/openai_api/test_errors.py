@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import httpx
 import openai
@@ -9,6 +10,7 @@ import pytest
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.native.loading import load_tokenizer
+from skyrl_train.inference_engines.openai_api.schema import MAX_ANSWERS
 from skyrl_train.inference_engines.openai_api.server import EndpointServer
 
 from .conftest import ADD, client_of, engine_of, serving
@@ -92,6 +94,30 @@ async def test_a_body_that_is_no_json_or_too_large_or_a_route_that_is_none(chat_
         assert (await client.get(server.url.replace("/v1", "/health"))).json() == {"status": "healthy"}
 
 
+HUGE = b"1" + b"0" * 30
+
+
+@pytest.mark.parametrize(
+    "content, more, says",
+    [
+        (b'"\\ud800"', b"", "not valid JSON: .*hex escape"),
+        (b"[" * 100_000 + b"]" * 100_000, b"", "not valid JSON: recursion limit"),
+        (b'"a", "deep": ' + b"[" * 190 + b"]" * 190, b"", None),
+        (b'"a"', b', "max_tokens": ' + HUGE, "max_tokens: .* less than"),
+        (b'"a"', b', "top_k": ' + HUGE, "top_k: .* less than"),
+        (b'"a"', b', "stop_token_ids": [' + HUGE + b"]", "stop_token_ids.0: .* less than"),
+        (b'"a"', b', "temperature": NaN', "temperature"),
+    ],
+    ids=["lone surrogate", "deep", "allowed depth", "max_tokens", "top_k", "stop_token_ids", "NaN"],
+)
+async def test_a_body_beyond_json_or_range_is_a_client_error(chat_engine, chat_model, content, more, says):
+    body = b'{"model": "tiny", "messages": [{"role": "user", "content": ' + content + b"}]" + more + b"}"
+    async with serving(chat_engine, chat_model) as server, httpx.AsyncClient(base_url=server.url) as client:
+        answer = await client.post("/chat/completions", content=body)
+    assert answer.status_code == (200 if says is None else 400), answer.text
+    assert says is None or re.search(says, answer.json()["error"]["message"])
+
+
 async def test_sessions_of_header_and_body_must_agree(chat_client):
     with pytest.raises(openai.BadRequestError, match="differ"):
         await chat_client.chat.completions.create(
@@ -106,6 +132,39 @@ async def test_a_key_is_asked_for_where_one_is_set(chat_engine, chat_model):
                 await client.models.list()
         async with client_of(server, api_key="secret") as client:
             assert (await client.models.list()).data[0].id == "tiny"
+        async with httpx.AsyncClient(base_url=server.url) as plain:
+            headers = ["secret", "Basic secret", "Bearer", "Bearer wrong", "bearer secret", "Bearer  secret"]
+            answers = [await plain.get("/models", headers={"Authorization": header}) for header in headers]
+        assert [answer.status_code for answer in answers] == [401, 401, 401, 401, 200, 200]
+
+
+async def test_one_request_asks_for_a_bounded_number_of_answers(chat_client):
+    for asked in ({"prompt": ["a"] * (MAX_ANSWERS + 1)}, {"prompt": ["a"] * 17, "n": 128}):
+        with pytest.raises(openai.BadRequestError, match="Divide them among several requests") as raised:
+            await chat_client.completions.create(model="tiny", max_tokens=1, **asked)
+        assert (raised.value.code, raised.value.param) == ("too_many_answers", "prompt")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_requests_beyond_the_limit_are_sent_back_until_others_have_ended(chat_engine, chat_model, stream):
+    async with serving(chat_engine, chat_model, max_requests=4) as server, client_of(server) as client:
+        await chat_engine.pause_generation("keep")
+        waiting = asyncio.create_task(client.completions.create(model="tiny", prompt=["a", "b", "c"], max_tokens=2))
+        async with asyncio.timeout(20):
+            while server.frontend._num_under_way < 3:
+                await asyncio.sleep(0.001)
+        with pytest.raises(openai.RateLimitError, match=r"generator.http_endpoint_max_requests") as raised:
+            await client.completions.create(model="tiny", prompt="d", n=2, max_tokens=2, stream=stream)
+        assert raised.value.response.headers["Retry-After"] == "1"
+        patient = asyncio.create_task(
+            client.with_options(max_retries=20).completions.create(model="tiny", prompt="d", n=2, max_tokens=2)
+        )
+        await chat_engine.resume_generation()
+        assert len((await waiting).choices) == 3
+        assert len((await patient).choices) == 2
+        events = await client.completions.create(model="tiny", prompt=["a", "b"], n=2, max_tokens=2, stream=True)
+        assert {choice.index async for event in events for choice in event.choices} == {0, 1, 2, 3}
+        assert server.frontend._num_under_way == 0
 
 
 async def test_a_request_that_takes_too_long_is_a_timeout(chat_engine, chat_model):

@@ -73,18 +73,17 @@ async def test_two_processes_that_share_every_layer_take_weights_as_one_does(unt
 async def test_an_engine_in_a_ray_actor_answers_and_leaves_no_process_when_it_is_killed(
     untied_model: str, ray_cpu: None, tmp_path: Path
 ):
-    import ray
 
-    from skyrl_train.inference_engines.ray_wrapped_inference_engine import EngineProcess
+    from skyrl_train.inference_engines.ray_wrapped_inference_engine import engine_actor
 
     def make() -> Any:
         from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
 
         return VLLMInferenceEngine(untied_model, **SETTINGS)
 
-    actor: Any = ray.remote(num_cpus=0, max_concurrency=8)(EngineProcess).remote(make, str(tmp_path / "engine.log"))
+    actor: Any = engine_actor(num_cpus=0, max_concurrency=8).remote(make, str(tmp_path / "engine.log"))
     batch = {"prompt_token_ids": [[5, 6, 7]], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
-    output = await actor.call.remote("generate", batch)
+    output = await actor.generate.remote(batch)
     assert [len(ids) for ids in output["response_ids"]] == [4]
     pid = (await actor.place.remote()).pid
     children = psutil.Process(pid).children(recursive=True)

@@ -25,6 +25,8 @@ router = APIRouter(prefix="/oai/api/v1", tags=["OpenAI-compatible sampling"])
 
 POLL_SECONDS = 30.0
 DEADLINE_SECONDS = 3600.0
+MAX_ANSWERS = 1024
+"""Prompts times `n` of one request: each prompt is a sample of its own for the limits of a tenant."""
 _LATE: dict[int, Any] = {503: {"model": Problem, "description": "No answer in time, or the server restarts"}}
 
 
@@ -73,6 +75,11 @@ async def completions(request: Request) -> Response:
     asked = await read_json(request, CompletionBody)
     texts: Texts = request.app.state.texts
     prompts = await asyncio.to_thread(_prompts, asked.prompt, texts)
+    if len(prompts) * asked.n > MAX_ANSWERS:
+        raise RequestError(
+            f"one request may ask for {MAX_ANSWERS} answers (prompts times n); got {len(prompts)} prompts with "
+            f"n={asked.n}. Divide them among several requests"
+        )
     outputs = await asyncio.gather(*(_sample(request, asked, prompt, asked.max_tokens) for prompt in prompts))
     choices = []
     for output in outputs:

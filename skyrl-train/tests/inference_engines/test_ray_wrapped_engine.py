@@ -1,0 +1,69 @@
+"""A native engine in a Ray process with more requests than it takes at a time."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.errors import WorkerError
+from skyrl_train.inference_engines.base import InferenceEngineInput
+from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, engine_actor
+
+pytestmark = pytest.mark.slow
+
+REQUESTS_AT_A_TIME = 2
+BATCH = InferenceEngineInput(prompt_token_ids=[[5, 6, 7]], sampling_params={"max_tokens": 3, "ignore_eos": True})
+
+
+def engine_maker(model: str) -> Callable[[], Any]:
+    def make() -> Any:
+        import time
+
+        from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+
+        class Stoppable(NativeInferenceEngine):
+            """Can be given a long step: its thread sleeps, and counts as progress or does not."""
+
+            counts = False
+
+            def progress(self) -> int:
+                return time.monotonic_ns() if self.counts else super().progress()
+
+            async def occupy(self, seconds: float, counts: bool) -> None:
+                self.counts = counts
+                self._mailbox.post(lambda: time.sleep(seconds))
+
+        return Stoppable(model)
+
+    return make
+
+
+async def test_control_calls_do_not_queue_behind_requests(ray_cpu: None, chat_model: str, tmp_path: Path):
+    log_file = str(tmp_path / "engine.log")
+    actor = engine_actor(num_cpus=0, max_concurrency=REQUESTS_AT_A_TIME).remote(engine_maker(chat_model), log_file)
+    engine = RayWrappedInferenceEngine(actor, "engine 0", log_file, 300, 300, 300)
+    try:
+        await engine.pause_generation("keep")
+        requests = [asyncio.create_task(engine.generate(BATCH)) for _ in range(5 * REQUESTS_AT_A_TIME)]
+        async with asyncio.timeout(60):  # the requests wait for the resume, so nothing queued behind them would come
+            await engine.check_health()
+            assert await engine.weight_version() == 0
+            await engine.resume_generation()
+            outputs = await asyncio.gather(*requests)
+        assert [len(ids) for output in outputs for ids in output["response_ids"]] == [3] * len(requests)
+        assert engine.progress() == len(requests)
+
+        await engine._control("occupy", 4.0, True)
+        async with asyncio.timeout(60):
+            for _ in range(3):  # a second each: longer than the patience, but something is computed
+                await actor.check_health.remote(0.5)
+            await engine.weight_version()
+            await engine._control("occupy", 300.0, False)
+            await actor.check_health.remote(0.5)
+            with pytest.raises(WorkerError, match=r"neither answered nor computed anything for 0.5 s"):
+                while True:
+                    await actor.check_health.remote(0.5)
+    finally:
+        await asyncio.to_thread(engine.kill)
