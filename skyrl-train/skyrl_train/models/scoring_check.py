@@ -2,13 +2,19 @@
 
 Training never uses that forward: rows are packed, attention is ours, logits are made in chunks. A model with a part
 that this leaves out would train on wrong numbers without a sign. So each model is asked once, when it is loaded.
+
+The reference is attention written out in single operations (transformers' `eager`), and it is watched: a forward that
+calls a fused kernel nevertheless would compare that kernel with itself, and is no reference. A model with attention
+functions of its own, instead of those registered with transformers, has no definition but their agreement: all of them
+must give the same numbers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.scoring import ScoringModel, hidden_states, lay_out
@@ -27,6 +33,11 @@ _ATTENTION_OF_SETTINGS = {
     "trainer.flash_attn=false": "eager",
 }
 
+_NO_REFERENCE = (
+    "its forward calls a fused attention kernel where attention written out (eager) is set, so its numbers can be "
+    "compared with nothing"
+)
+
 
 def check_scoring(model: ScoringModel | ValueModel, name: str) -> None:
     """Tries a few random tokens. Before sharding; on every rank alike, no collective.
@@ -43,7 +54,9 @@ def check_scoring(model: ScoringModel | ValueModel, name: str) -> None:
         return
     choices = ["trainer.use_sample_packing=false"] if model.packing else []
     choices += ["trainer.flash_attn=false"]
-    working = [setting for setting in choices if _problem(model, _ATTENTION_OF_SETTINGS[setting]) is None]
+    solved = {None} if _transformers_model(model).config._attn_implementation == "eager" else {None, _NO_REFERENCE}
+    # (A model may choose its attention once, when it is built: loaded as eager it is asked again.)
+    working = [setting for setting in choices if _problem(model, _ATTENTION_OF_SETTINGS[setting]) in solved]
     advice = f"Set {working[0]}." if working else "No setting changes that: this model cannot be trained here."
     raise ConfigError(f"{name} cannot be trained as the settings say: {problem}. {advice}")
 
@@ -68,11 +81,18 @@ def _as_if(model: ScoringModel | ValueModel, attention: str | None) -> Iterator[
         model.sequence_parallel = None
         if attention is not None:
             model.packing = False
-            inner.set_attn_implementation(attention)
+            _set_attention(inner, attention)
         yield
     finally:
         model.packing, model.sequence_parallel = before
+        _set_attention(inner, implementation)
+
+
+def _set_attention(inner: Any, implementation: str) -> None:
+    if inner._can_set_attn_implementation():
         inner.set_attn_implementation(implementation)
+    else:  # an older model, whose layers read this at each call
+        inner.config._attn_implementation_internal = implementation
 
 
 def _transformers_model(model: ScoringModel | ValueModel) -> Any:
@@ -115,22 +135,57 @@ def _difference(model: ScoringModel | ValueModel) -> str | None:
         ours = model(sequences, mask, num_response, _TEMPERATURE).log_probs
     else:
         ours = model(sequences, mask, num_response)
+    tolerance = _TOLERANCE[next(model.parameters()).dtype]
+    for attention in _reference_attention(_transformers_model(model)):
+        fused = _FusedAttention()
+        with fused:
+            expected = _expected(model, attention, ours, sequences, mask)
+        if attention == "eager" and fused.calls:
+            return _NO_REFERENCE
+        difference = (ours - expected).abs().max().item()
+        if not difference <= tolerance:
+            what = "log-probs" if isinstance(model, ScoringModel) else "values"
+            return (
+                f"{what} of random tokens differ from those of the model's own forward by {difference:.3g} "
+                f"(> {tolerance}) with its {attention} attention"
+            )
+    return None
+
+
+def _reference_attention(inner: Any) -> Sequence[str]:
+    """Implementations of attention that must all give the numbers of training."""
+    written_by_the_model = not inner._can_set_attn_implementation()
+    return ("eager", "sdpa") if written_by_the_model and inner._supports_sdpa else ("eager",)
+
+
+def _expected(
+    model: ScoringModel | ValueModel, attention: str, ours: torch.Tensor, sequences: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """The scores, like `ours`, by the model's own forward of each row alone."""
     expected = torch.zeros_like(ours)
     inner, reference = _transformers_model(model), _reference(model)
     implementation = inner.config._attn_implementation
-    inner.set_attn_implementation("eager")
+    _set_attention(inner, attention)
     try:
         for row, (num_prompt, length) in enumerate(_LENGTHS):
             ids = sequences[row][mask[row].bool()]
             expected[row, :length] = reference(ids)[num_prompt - 1 :]
     finally:
-        inner.set_attn_implementation(implementation)
-    difference = (ours - expected).abs().max().item()
-    tolerance = _TOLERANCE[next(model.parameters()).dtype]
-    if difference <= tolerance:
-        return None
-    what = "log-probs" if isinstance(model, ScoringModel) else "values"
-    return f"{what} of random tokens differ from those of the model's own forward by {difference:.3g} (> {tolerance})"
+        _set_attention(inner, implementation)
+    return expected
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Counts calls of fused attention kernels: torch's own, or operators of an extension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(getattr(func, "__name__", func))
+        self.calls += "attention" in name or "attn" in name
+        return func(*args, **(kwargs or {}))
 
 
 def _reference(model: ScoringModel | ValueModel) -> Callable[[torch.Tensor], torch.Tensor]:

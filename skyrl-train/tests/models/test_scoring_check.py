@@ -8,7 +8,7 @@ from torch import nn
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.scoring import ScoringModel
-from skyrl_train.models.scoring_check import check_scoring
+from skyrl_train.models.scoring_check import _FusedAttention, check_scoring
 from skyrl_train.models.value_model import load_value_model
 
 CPU = torch.device("cpu")
@@ -81,13 +81,69 @@ def linear_attention():
     "model, problem, advice",
     [
         (gemma2, "attn_logit_softcapping=50.0", "trainer.flash_attn=false"),
-        (lambda: build(hf.BloomForCausalLM, hf.BloomConfig), "cannot be replaced", "trainer.use_sample_packing=false"),
+        (lambda: build(hf.BloomForCausalLM, hf.BloomConfig), "cannot be replaced", "trainer.flash_attn=false"),
         (linear_attention, "linear_attention", "trainer.use_sample_packing=false"),
     ],
 )
 def test_what_packing_cannot_do_is_refused_with_the_setting_that_can(model, problem, advice, caplog):
     with pytest.raises(ConfigError, match=rf"^its-name cannot be trained.*{problem}.*Set {advice}\.$"):
         check_scoring(ScoringModel(model()), "its-name")
+
+
+def falcon(**settings):
+    model = build(hf.FalconForCausalLM, hf.FalconConfig, new_decoder_architecture=False, **settings)
+    model.config._attn_implementation_internal = "sdpa"  # which falcon reads at each call
+    return model
+
+
+def test_a_model_whose_own_attention_functions_agree_passes():
+    check_scoring(ScoringModel(falcon(alibi=False), packing=False), "falcon")
+
+
+@pytest.mark.parametrize("packing, attention", [(True, "sdpa"), (False, "sdpa"), (False, "eager")])
+def test_a_model_whose_own_attention_functions_disagree_is_refused_whatever_is_set(packing, attention, caplog):
+    """With alibi, transformers' falcon adds it twice in eager attention and once in sdpa."""
+    model = falcon(alibi=True)
+    model.config._attn_implementation_internal = attention
+    with torch.no_grad():
+        ids, both = torch.arange(2, 12)[None], []
+        for model.config._attn_implementation_internal in ("sdpa", "eager"):
+            both.append(model(ids, use_cache=False).logits.log_softmax(-1))
+    assert (both[0] - both[1]).abs().max() > 0.05, "transformers has mended it: take another model for this test"
+    model.config._attn_implementation_internal = attention
+    with pytest.raises(ConfigError, match=r"No setting changes that"):
+        check_scoring(ScoringModel(model, packing=packing), "falcon")
+    assert model.config._attn_implementation == attention
+
+
+class AlwaysFused(hf.LlamaForCausalLM):
+    """Runs torch's fused attention whatever its config asks for."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.config = hf.LlamaConfig(**BASE)
+            layer.self_attn.config._attn_implementation_internal = "sdpa"
+
+
+def test_a_reference_that_calls_a_fused_kernel_is_none():
+    model = build(AlwaysFused, hf.LlamaConfig)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ConfigError, match=r"calls a fused attention kernel .*eager.*Set trainer.flash_attn=false\.$"):
+        check_scoring(ScoringModel(model, packing=False), "fused")
+    model.set_attn_implementation("eager")
+    with pytest.raises(ConfigError, match=r"calls a fused attention kernel .*eager.*No setting changes that"):
+        check_scoring(ScoringModel(model, packing=False), "fused")
+
+
+def test_kernels_of_extensions_are_seen_as_fused():
+    @torch.library.custom_op("skyrl_test::flash_attn_forward", mutates_args=())
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    with _FusedAttention() as fused:
+        kernel(torch.ones(2)) + torch.ones(2)
+    assert fused.calls > 0
 
 
 def test_capped_scores_are_computed_by_the_models_own_attention():
