@@ -20,7 +20,8 @@ LAYERS = [
     {"weight_sync"},
     {"inference_engines"},
     {"generators", "workers"},
-    {"dataset", "evaluate", "checkpoints", "judging", "mismatch", "step_plan", "supervised", "trainer", "training_run"},
+    {"dataset", "evaluate", "checkpoints", "provenance", "judging", "mismatch", "step_plan", "supervised"}
+    | {"trainer", "training_run"},
     {"entrypoints", "report", "testing"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}

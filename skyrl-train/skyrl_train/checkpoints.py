@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from loguru import logger
 from skyrl_train.config import TrainerConfig
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.utils.io import expand_path, fsync_folder, sha256_of, write_atomically
+from skyrl_train.utils.nodes import node_name
+from skyrl_train.workers.model_files import WrittenFiles
 
 GLOBAL_STEP_PREFIX = "global_step_"
 MANIFEST = "manifest.json"
@@ -84,29 +86,38 @@ class CheckpointStore:
                 f"{place} is complete, but {LATEST} beside it could not be written: {error}"
             ) from error
 
+    def select(self, config: TrainerConfig) -> Path | None:
+        """Return the checkpoint that `resume_mode` asks for, unread; None for a fresh start. Changes nothing.
+
+        Raises:
+            ConfigError: `resume_path` names no checkpoint.
+        """
+        if config.resume_mode in (None, "none"):
+            return None
+        if config.resume_mode == "latest":
+            complete = list_checkpoint_dirs(self.root)
+            return complete[-1] if complete else None
+        folder = expand_path(config.resume_path or "")
+        if extract_step_from_path(folder) < 0:
+            raise ConfigError(
+                f"trainer.resume_path must end in {GLOBAL_STEP_PREFIX}N, the folder of one checkpoint; got {folder}"
+            )
+        if not (folder / MANIFEST).is_file():
+            raise ConfigError(f"trainer.resume_path: there is no complete checkpoint at {folder}")
+        return folder
+
     def find(self, config: TrainerConfig) -> Path | None:
-        """The checkpoint to go on from, verified against its manifest; None for a fresh start.
+        """Return the checkpoint to go on from, verified against its manifest, and rename those that come after it; None
+        for a fresh start.
 
         Raises:
             ConfigError: `resume_path` names no checkpoint.
             CheckpointError: its files are not what was written.
         """
-        if config.resume_mode in (None, "none"):
+        folder = self.select(config)
+        if folder is None:
             self._set_aside(after_step=-1)
             return None
-        if config.resume_mode == "from_path":
-            folder = expand_path(config.resume_path or "")
-            if extract_step_from_path(folder) < 0:
-                raise ConfigError(
-                    f"trainer.resume_path must end in {GLOBAL_STEP_PREFIX}N, the folder of one checkpoint; got {folder}"
-                )
-            if not (folder / MANIFEST).is_file():
-                raise ConfigError(f"trainer.resume_path: there is no complete checkpoint at {folder}")
-        else:
-            complete = list_checkpoint_dirs(self.root)
-            if not complete:
-                return None
-            folder = complete[-1]
         verify(folder)
         is_own = folder.parent.resolve() == self.root.resolve()
         self._set_aside(after_step=extract_step_from_path(folder) if is_own else -1)
@@ -146,6 +157,28 @@ def verify(folder: Path) -> None:
             raise CheckpointError(f"{path} is missing; {_remedy(folder)}")
         if path.stat().st_size != expected["bytes"] or sha256_of(path) != expected["sha256"]:
             raise CheckpointError(f"{path} is not what was written (its hash differs); {_remedy(folder)}")
+
+
+def check_all_seen(folder: Path, model: str, reports: Sequence[WrittenFiles]) -> None:
+    """Raise CheckpointError unless this process sees every file that a rank of `model` wrote into `folder`.
+
+    A file that is seen here proves that its writer's folder is this one. What no proof exists for must not be sealed.
+
+    Args:
+        reports: of the ranks, in their order.
+    """
+    for rank, report in enumerate(reports):
+        for name, size in report.sizes.items():
+            path = folder / name
+            found = path.stat().st_size if path.is_file() else None
+            if found == size:
+                continue
+            here = "does not see" if found is None else f"sees with {found} bytes"
+            raise CheckpointError(
+                f"{model} rank {rank} on node {report.node} wrote {name} ({size} bytes) into {folder}, which node "
+                f"{node_name()} {here}: the folder is not shared by all nodes. Set trainer.ckpt_path (or "
+                "trainer.run_dir) to a folder on a file system that every node sees"
+            )
 
 
 def _remedy(folder: Path) -> str:

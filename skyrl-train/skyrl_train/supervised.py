@@ -16,7 +16,7 @@ from skyrl_train.dataset.dataloader import PromptDataLoader
 from skyrl_train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 from skyrl_train.dataset.supervised import Item, SupervisedDataset
 from skyrl_train.training_batch import TrainingInputBatch
-from skyrl_train.training_run import TrainingRun
+from skyrl_train.training_run import TrainingRun, num_training_steps
 from skyrl_train.utils.tracking import Tracking
 from skyrl_train.workers.actor_group import ActorGroup
 from skyrl_train.workers.batch_calls import forward, learn
@@ -53,8 +53,8 @@ class SupervisedTrainer(TrainingRun):
         self.dataloader = PromptDataLoader(
             train_dataset, trainer.train_batch_size, shuffle=True, drop_last=True, seed=trainer.seed
         )
-        steps = len(self.dataloader) * trainer.epochs
-        self.total_training_steps = min(steps, trainer.max_training_steps or steps)
+        self.train_dataset = train_dataset
+        self.total_training_steps = num_training_steps(trainer, len(train_dataset))
         self.eval_dataset = eval_dataset
         self.placement = Placement(cfg, None)
         self.colocation = Colocation(

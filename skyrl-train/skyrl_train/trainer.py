@@ -36,7 +36,7 @@ from skyrl_train.generators.utils import (
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.step_plan import ModelShape, model_shape, needs_old_log_probs, step_plan
 from skyrl_train.training_batch import TrainingInputBatch
-from skyrl_train.training_run import TrainingRun
+from skyrl_train.training_run import TrainingRun, num_training_steps
 from skyrl_train.utils.io import expand_path
 from skyrl_train.utils.logging_utils import log_example
 from skyrl_train.utils.tracking import Tracking
@@ -102,8 +102,7 @@ class RayPPOTrainer(TrainingRun):
             self.train_dataloader = PromptDataLoader(
                 self.train_dataset, trainer.train_batch_size, shuffle=True, drop_last=True, seed=trainer.seed
             )
-            steps = len(self.train_dataloader) * trainer.epochs
-            self.total_training_steps = min(steps, trainer.max_training_steps or steps)
+            self.total_training_steps = num_training_steps(trainer, len(self.train_dataset))
         self.eval_dataloader = None
         if self.eval_dataset is not None:
             self.eval_dataloader = PromptDataLoader(

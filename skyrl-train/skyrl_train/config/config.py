@@ -181,8 +181,11 @@ class TrainerConfig(BaseConfig):
     project_name: str = "skyrl"
     """The tracker's name for a group of runs."""
 
-    run_name: str = "test_run"
-    """The tracker's name for this run."""
+    run_name: str = "run-{fingerprint}"
+    """The tracker's name for this run. `{fingerprint}`, here and in paths, is a short hash of the settings that make
+    the experiment what it is: all but those about placement, memory, intervals, names and the number of steps. So other
+    experiments have other names, and the same command finds its run again. (On the command line Hydra wants quotes:
+    `"trainer.run_name='sweep-{fingerprint}'"`.)"""
 
     run_dir: str = "~/skyrl-runs/${trainer.project_name}/${trainer.run_name}"
     """The run's folder: its settings, metrics, trajectories, logs, and unless set otherwise checkpoints and exports."""
@@ -208,6 +211,12 @@ class TrainerConfig(BaseConfig):
 
     resume_path: str | None = None
     """The `global_step_N` folder for `resume_mode=from_path`."""
+
+    resume_allow_changes: bool = False
+    """Go on from a checkpoint of another experiment. Without it a run is refused whose training data (by content),
+    environment, models, seeds, batch sizes, samples a prompt, advantage estimator or policy loss are not those of the
+    checkpoint. Other settings, such as the learning rate, may always change; what differs is logged. (The place in the
+    data is kept as a number of batches, whatever their size.)"""
 
     export_path: str = "${trainer.run_dir}/exports"
     """Folder of exported models, dumped batches and evaluations."""

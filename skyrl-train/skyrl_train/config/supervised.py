@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.base import BaseConfig, plain
 from skyrl_train.config.config import PlacementConfig, SkyRLConfig, TrainerConfig, default_values
-from skyrl_train.config.typed import build, leaves, resolve_references
+from skyrl_train.config.typed import build, is_among, leaves, resolve_references
 from skyrl_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -109,7 +109,8 @@ _SHARED = (
     "use_sample_packing", "logprobs_chunk_size", "sequence_parallel_backend", "eval_batch_size", "eval_before_train",
     "eval_interval", "bf16", "flash_attn", "gradient_checkpointing", "gradient_checkpointing_use_reentrant",
     "project_name", "run_name", "run_dir", "logger", "ckpt_path", "ckpt_interval",
-    "max_ckpts_to_keep", "resume_mode", "resume_path", "export_path", "hf_save_interval", "worker_timeout_seconds",
+    "max_ckpts_to_keep", "resume_mode", "resume_path", "resume_allow_changes", "export_path",
+    "hf_save_interval", "worker_timeout_seconds",
 )
 # fmt: on
 _OF_DEMONSTRATIONS = ("algorithm.loss_reduction", "algorithm.max_seq_len")
@@ -130,9 +131,7 @@ def check_read(config: SupervisedConfig) -> None:
     unchanged = type(config).from_dict(same_model)
     defaults = {name: getattr(section, leaf.name) for name, section, leaf in leaves(unchanged)}
     for name, section, leaf in leaves(config):
-        is_read = not name.startswith("trainer.") or any(
-            name == known or (known.endswith(".") and name.startswith(known)) for known in read
-        )
+        is_read = not name.startswith("trainer.") or is_among(name, read)
         if not is_read and getattr(section, leaf.name) != defaults[name]:
             kind = "preference" if isinstance(config, PreferenceConfig) else "supervised"
             raise ConfigError(

@@ -6,7 +6,7 @@ Knows dataclasses and annotations, no particular setting. `name` is always the s
 import dataclasses
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -153,6 +153,11 @@ def setting_names(config_type: type, name: str = "") -> Iterator[str]:
         yield full_name
         if dataclasses.is_dataclass(hints[field.name]):
             yield from setting_names(hints[field.name], full_name)
+
+
+def is_among(name: str, names: Iterable[str]) -> bool:
+    """Whether a setting is one of `names`, or in a section that is named there with a dot at its end."""
+    return any(name == known or (known.endswith(".") and name.startswith(known)) for known in names)
 
 
 def join(name: str, key: str) -> str:

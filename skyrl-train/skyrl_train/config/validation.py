@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyrl_train.config.config import SkyRLConfig, get_config_as_dict
+from skyrl_train.config.fingerprint import fill_fingerprint
 from skyrl_train.config.rules.algorithm import check_algorithm, replace_old_forms
 from skyrl_train.config.rules.batches import check_packing, validate_batch_sizes
 from skyrl_train.config.rules.checks import check_positive, require
@@ -65,6 +66,7 @@ def validate_generator_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") 
     """The settings of a run that only generates and evaluates: all but the rules about training. See `validate_cfg`."""
     config_type = type(cfg) if isinstance(cfg, SkyRLConfig) else SkyRLConfig
     config = config_type.from_dict(get_config_as_dict(cfg))  # a copy; settings made in Python are type-checked here
+    fill_fingerprint(config)
     _resolve_automatic_choices(config)
     check_paths(config)
     check_generation(config)
@@ -77,6 +79,7 @@ def validate_supervised_cfg(cfg: "Mapping[str, Any] | DictConfig", config_type: 
     """The settings of a run of supervised training (`SupervisedConfig`, `PreferenceConfig`). See `validate_cfg`."""
     settings = config_type.from_dict(get_config_as_dict(cfg))
     check_read(settings)
+    fill_fingerprint(settings)
     config, trainer = settings.as_training_config(), settings.trainer
     trainer.placement.device = trainer.placement.resolved_device()
     check_positive(

@@ -37,6 +37,7 @@ from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.openai_api.server import check_address
 from skyrl_train.trainer import RayPPOTrainer
+from skyrl_train.training_run import check_before_start, says_finished
 from skyrl_train.utils import initialize_ray
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import RunFolder
@@ -55,7 +56,7 @@ class BasePPOExp:
         cfg: settings, typed or as Hydra gives them.
 
     Raises:
-        ConfigError: they cannot work together.
+        ConfigError: they cannot work together, or not with the checkpoint that they are to resume.
     """
 
     def __init__(self, cfg: SkyRLConfig | DictConfig):
@@ -72,6 +73,8 @@ class BasePPOExp:
             datasets = {"data.train_data": self.train_dataset, "data.val_data": self.eval_dataset}
             rows = {setting: dataset.rows for setting, dataset in datasets.items() if dataset is not None}
             check_agent(self.cfg.generator, self.tokenizer, rows)
+        if self.train_dataset is not None:
+            check_before_start(self.cfg, self.train_dataset)
 
     @cached_property
     def colocate_pg(self) -> PlacementGroup | None:
@@ -174,6 +177,10 @@ class BasePPOExp:
             return nullcontext()
         return listening(endpoint_of(self.cfg, client, self.tokenizer))
 
+    def is_finished(self) -> bool:
+        """Whether a checkpoint of the last step is there; says so. A run without training data never is."""
+        return self.train_dataset is not None and says_finished(self.cfg, len(self.train_dataset))
+
     def run(self) -> None:
         """Trains to the end."""
         asyncio.run(self._run())
@@ -211,6 +218,7 @@ def _interrupt(*_: Any) -> None:
 class Experiment(Protocol):
     """What `run_experiment` runs."""
 
+    def is_finished(self) -> bool: ...
     def run(self) -> None: ...
 
 
@@ -222,6 +230,8 @@ def run_experiment(cfg: SkyRLConfig, experiment: Callable[[SkyRLConfig], Experim
     configure_logging(RunFolder(cfg.trainer.run_dir).log_path("trainer"))
     try:
         prepared = experiment(cfg)  # what is wrong with settings or data is seen before Ray starts
+        if prepared.is_finished():
+            return
         initialize_ray(cfg)
         signal.signal(signal.SIGTERM, _interrupt)  # Ray's own handler aborts
         prepared.run()

@@ -14,6 +14,7 @@ from skyrl_train.dataset.supervised import SupervisedDataset
 from skyrl_train.entrypoints.main_base import run_experiment
 from skyrl_train.errors import SkyRLError
 from skyrl_train.supervised import SupervisedTrainer
+from skyrl_train.training_run import check_before_start, says_finished
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.tracking import Tracking
 
@@ -28,6 +29,7 @@ class SupervisedExp:
 
     Raises:
         DataError: data that cannot be read, or has nothing to learn.
+        ConfigError: the checkpoint to resume is of another experiment.
     """
 
     def __init__(self, settings: SupervisedConfig):
@@ -36,6 +38,7 @@ class SupervisedExp:
         self.run_folder = RunFolder(self.cfg.trainer.run_dir)
         self.tokenizer = self.get_tokenizer()
         self.train_dataset = self.get_dataset(settings.data.train_data)
+        check_before_start(self.cfg, self.train_dataset)
         wants_eval = self.cfg.trainer.eval_interval > 0 and settings.data.val_data
         self.eval_dataset = self.get_dataset(settings.data.val_data) if wants_eval else None
 
@@ -48,6 +51,10 @@ class SupervisedExp:
     def get_dataset(self, sources: list[str]) -> SupervisedDataset:
         with_pairs = isinstance(self.settings, PreferenceConfig)
         return SupervisedDataset(sources, self.tokenizer, self.settings.data, with_pairs=with_pairs)
+
+    def is_finished(self) -> bool:
+        """Whether a checkpoint of the last step is there; says so."""
+        return says_finished(self.cfg, len(self.train_dataset))
 
     def run(self) -> None:
         """Trains to the end."""

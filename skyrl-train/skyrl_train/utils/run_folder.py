@@ -1,6 +1,7 @@
 """The folder of one run: what lies where, and how it is written so that a killed run leaves nothing half.
 
-    config.yaml                          the resolved configuration
+    config.yaml                          the resolved configuration of the newest start
+    config_1.yaml …                      those of earlier starts that differ, the oldest first
     metrics.jsonl                        one JSON object a line: step, time (Unix seconds), and the metrics
     trajectories/train_step_000012.jsonl one readable JSON object a trajectory
     trajectories/eval_step_000010.jsonl
@@ -11,10 +12,12 @@
 Knows neither trainer nor generator: rows are dictionaries.
 """
 
+import itertools
 import json
 import math
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -92,8 +95,11 @@ class RunFolder:
         return self.trajectories_folder / f"{phase}_step_{step:06d}.jsonl"
 
     def write_config(self, text: str) -> None:
-        """Keeps the resolved configuration, as YAML text."""
+        """Write the resolved configuration, as YAML text. An earlier one that differs is kept as `config_N.yaml`."""
         self.path.mkdir(parents=True, exist_ok=True)
+        if self.config_path.exists() and self.config_path.read_text() != text:
+            number = next(n for n in itertools.count(1) if not (self.path / f"config_{n}.yaml").exists())
+            shutil.copy2(self.config_path, self.path / f"config_{number}.yaml")
         write_atomically(self.config_path, text)
 
     def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:

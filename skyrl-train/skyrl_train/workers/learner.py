@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from skyrl_train.config import CriticConfig, PolicyConfig, SkyRLConfig
@@ -15,7 +16,7 @@ from skyrl_train.distributed.fsdp2 import clip_grad_norm, move_optimizer_state
 from skyrl_train.models.adapter_files import save_adapter
 from skyrl_train.models.lora import add_adapters, exported_parameters
 from skyrl_train.training_batch import TrainingInputBatch
-from skyrl_train.workers.model_files import read_state, replacing, write_state
+from skyrl_train.workers.model_files import WrittenFiles, read_state, replacing, write_state
 from skyrl_train.workers.model_worker import ModelWorker
 from skyrl_train.workers.schedule import MicroBatch
 
@@ -165,13 +166,22 @@ class LearnerWorker(ModelWorker):
 
     # ---- files
 
-    def save_checkpoint(self, folder: str) -> None:
-        """Writes all that the rest of a run depends on into `folder`. A collective."""
-        write_state(Path(folder), self.model, self.optimizer, self.scheduler.state_dict(), self.rank)
+    def save_checkpoint(self, folder: str) -> WrittenFiles:
+        """Writes all that the rest of a run depends on into `folder`, and tells which files. A collective."""
+        return write_state(Path(folder), self.model, self.optimizer, self.scheduler.state_dict(), self.rank)
 
     def load_checkpoint(self, folder: str) -> None:
-        """Takes on what `save_checkpoint` wrote, on any number of ranks. A collective."""
-        self.scheduler.load_state_dict(read_state(Path(folder), self.model, self.optimizer, self.rank))
+        """Takes on what `save_checkpoint` wrote, on any number of ranks. The optimizer's settings stay those of this
+        run. A collective."""
+        config, scheduler = self.settings.optimizer_config, self.scheduler
+        assert isinstance(scheduler, LambdaLR), "every schedule that can be set is one"
+        state = read_state(Path(folder), self.model, self.optimizer, self.rank)
+        # The rate that the schedule gives at this step: the checkpoint's own, to the bit, if nothing has changed.
+        rates = [config.lr * factor(state["last_epoch"]) for factor in scheduler.lr_lambdas]
+        scheduler.load_state_dict(state | {"base_lrs": [config.lr] * len(rates), "_last_lr": rates})
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group |= {"lr": rate, "initial_lr": config.lr}
+            group |= {"betas": tuple(config.adam_betas), "weight_decay": config.weight_decay}
 
     def save_hf_model(self, folder: str, tokenizer: PreTrainedTokenizerBase) -> None:
         """Writes the model as `transformers` loads it (float32 safetensors, config, tokenizer), adapters merged; these

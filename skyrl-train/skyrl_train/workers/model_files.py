@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,29 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from skyrl_train.errors import CheckpointError
 from skyrl_train.utils.io import fsync_folder
+from skyrl_train.utils.nodes import node_name
+
+
+@dataclass(frozen=True)
+class WrittenFiles:
+    """Report of one rank about a folder that all ranks wrote into.
+
+    Args:
+        node: the machine's name and address.
+        sizes: bytes by file name, relative to the folder: this rank's own files, and those of its peers that it sees.
+    """
+
+    node: str
+    sizes: dict[str, int]
 
 
 def write_state(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: dict[str, Any], rank: int
-) -> None:
+) -> WrittenFiles:
     """Writes the model's trained weights, optimizer, scheduler and this rank's random state into a folder. A
     collective.
+
+    Returns: the sharded state as this rank sees it when all ranks have written theirs, and the rank's own file.
 
     Raises:
         CheckpointError: the disk refuses.
@@ -36,8 +53,11 @@ def write_state(
         raise CheckpointError(_reasons(error)) from None
     except OSError as error:
         raise CheckpointError(str(error)) from error
+    own = path / f"rank_{rank}.pt"
     try:
-        torch.save({"scheduler": scheduler, "rng": _random_state()}, path / f"rank_{rank}.pt")
+        torch.save({"scheduler": scheduler, "rng": _random_state()}, own)
+        files = [own, *(file for file in (path / "sharded").rglob("*") if file.is_file())]
+        return WrittenFiles(node_name(), {str(file.relative_to(path)): file.stat().st_size for file in files})
     except (OSError, RuntimeError) as error:  # torch's writer says that the disk is full by a RuntimeError
         raise CheckpointError(str(error)) from error
 

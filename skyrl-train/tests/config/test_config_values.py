@@ -121,7 +121,7 @@ def test_a_fitting_value_is_taken(name, value, expected):
             "trainer.algorithm.loss_reduction must be one of token_mean, sequence_mean, seq_mean_token_sum_norm, "
             "prompt_mean; got 'tokn_mean'",
         ),
-        ("trainer.seed", "${trainer.run_name}", "trainer.seed must be an int; got 'test_run'"),
+        ("trainer.seed", "${trainer.run_name}", "trainer.seed must be an int; got 'run-{fingerprint}'"),
         ("trainer.run_dir", "${trainer.nam}", "trainer.run_dir refers to ${trainer.nam}, which is not a setting"),
         (
             "trainer.run_name",

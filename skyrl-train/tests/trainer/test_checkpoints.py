@@ -8,9 +8,16 @@ from pathlib import Path
 import pytest
 
 from skyrl_train import checkpoints
-from skyrl_train.checkpoints import CheckpointStore, extract_step_from_path, list_checkpoint_dirs, verify
+from skyrl_train.checkpoints import (
+    CheckpointStore,
+    check_all_seen,
+    extract_step_from_path,
+    list_checkpoint_dirs,
+    verify,
+)
 from skyrl_train.config import TrainerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, WorkerError
+from skyrl_train.workers.model_files import WrittenFiles
 
 
 def write(store: CheckpointStore, step: int, content: str = "weights") -> None:
@@ -105,6 +112,38 @@ def test_a_dead_worker_is_no_full_disk(tmp_path: Path):
     with pytest.raises(WorkerError, match="policy worker 0 died"), CheckpointStore(tmp_path).writing(1):
         raise WorkerError("policy worker 0 died")
     assert names(tmp_path) == []
+
+
+def written(folder: Path, node: str, **sizes: int) -> WrittenFiles:
+    """Files of so many bytes, written into `folder` by a rank, and its report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, size in sizes.items():
+        (folder / name).write_bytes(b"x" * size)
+    return WrittenFiles(node, dict(sizes))
+
+
+def test_checkpoint_is_sealed_if_the_driver_sees_the_files_of_every_rank(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    with store.writing(1) as folder:
+        reports = [written(folder / "policy", "a", rank_0=3), written(folder / "policy", "b", rank_1=4, rank_0=3)]
+        check_all_seen(folder / "policy", "policy", reports)
+    verify(tmp_path / "global_step_1")
+
+
+@pytest.mark.parametrize("seen", [None, 2])
+def test_checkpoint_with_a_file_that_the_driver_does_not_see_is_not_sealed(tmp_path: Path, seen: int | None):
+    """The second node has a folder of its own under the same name: what it wrote is not there, or is another file."""
+    store = CheckpointStore(tmp_path / "driver")
+    write(store, 1)
+    with pytest.raises(CheckpointError) as error, store.writing(2) as folder:
+        reports = [written(folder / "policy", "node-a", rank_0=3)]
+        reports.append(written(tmp_path / "other node" / "policy", "node-b", rank_1=4))
+        if seen:
+            written(folder / "policy", "node-b", rank_1=seen)
+        check_all_seen(folder / "policy", "policy", reports)
+    for words in ("policy rank 1 on node node-b wrote rank_1 (4 bytes)", "trainer.ckpt_path", "global_step_1"):
+        assert words in str(error.value)
+    assert names(tmp_path / "driver") == ["global_step_1", "latest_ckpt_global_step.txt"]
 
 
 def test_what_a_killed_writer_left_is_removed(tmp_path: Path):

@@ -142,6 +142,13 @@ def test_the_config_is_kept(run: RunFolder):
     assert run.config_path.read_text() == "trainer:\n  seed: 1\n"
 
 
+def test_configs_of_earlier_starts_are_kept_where_they_differ(run: RunFolder):
+    for seed in (1, 1, 2, 3, 3):
+        run.write_config(f"seed: {seed}\n")
+    kept = {path.name: path.read_text() for path in run.path.iterdir()}
+    assert kept == {"config_1.yaml": "seed: 1\n", "config_2.yaml": "seed: 2\n", "config.yaml": "seed: 3\n"}
+
+
 WRITER = """
 import sys
 from skyrl_train.utils.run_folder import RunFolder

@@ -48,13 +48,13 @@ def scores(worker: ModelWorker, batch: TrainingInputBatch) -> torch.Tensor:
     return worker.forward(batch, [MicroBatch(tuple(range(len(batch))))]).tensor("output")
 
 
-def learn(worker: LearnerWorker, batch: TrainingInputBatch) -> None:
-    """One optimizer step towards rewarding everything."""
+def learn(worker: LearnerWorker, batch: TrainingInputBatch) -> dict[str, float]:
+    """One optimizer step towards rewarding everything; its metrics."""
     ones = torch.ones_like(batch.tensor("loss_mask"))
     columns = dict(advantages=ones, returns=ones, values=ones, loss_weights=ones, critic_loss_weights=ones)
     worker.stage(TrainingInputBatch(dict(batch) | columns, metadata=batch.metadata))
     worker.forward_backward([MicroBatch(tuple(range(len(batch))))])
-    worker.optim_step()
+    return worker.optim_step()
 
 
 # ---- loading
@@ -173,12 +173,31 @@ def test_a_checkpoint_brings_back_weights_and_optimizer(start, config, ragged_ba
     batch = ragged_batch(4)
     first = make()
     learn(first, batch)
-    first.save_checkpoint(str(tmp_path))
+    report = first.save_checkpoint(str(tmp_path))
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert report.sizes == {str(path.relative_to(tmp_path)): path.stat().st_size for path in files}
     learn(first, batch)
     again = make()
     again.load_checkpoint(str(tmp_path))
     learn(again, batch)
     assert torch.equal(scores(again, batch), scores(first, batch))
+
+
+def test_optimizer_settings_are_those_of_the_resuming_run(start, config, ragged_batch, tmp_path):
+    """The linear schedule over 10 steps gives 1.0, 0.9, 0.8 … of the learning rate."""
+
+    def make(**optimizer: Any) -> LearnerWorker:
+        return start(make_policy(config(policy={"optimizer_config": optimizer | {"scheduler": "linear"}})))
+
+    batch = ragged_batch(4)
+    first = make(lr=1e-2)
+    learn(first, batch)
+    first.save_checkpoint(str(tmp_path))
+    again = make(lr=1e-3, weight_decay=0.5, adam_betas=[0.8, 0.9])
+    again.load_checkpoint(str(tmp_path))
+    [group] = again.optimizer.param_groups
+    assert (group["weight_decay"], group["betas"]) == (0.5, (0.8, 0.9))
+    assert [learn(again, batch)["policy_lr"] for _ in range(2)] == pytest.approx([9e-4, 8e-4])
 
 
 # ---- making room

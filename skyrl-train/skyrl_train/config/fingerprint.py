@@ -1,0 +1,108 @@
+"""Identity of an experiment: which settings define it, and a short hash of them for names of runs.
+
+Three kinds of settings. Those of `DEFINING` make another experiment when they change, and a checkpoint is not resumed
+under others. Those of `OPERATIONAL` change where, how fast and how observed a run computes. All others (learning rate,
+coefficients, sampling) are a part of the experiment that may be steered on the way.
+"""
+
+import hashlib
+import json
+import os
+from typing import Any
+
+from skyrl_train.config.typed import is_among, leaves, to_dict
+
+PLACEHOLDER = "{fingerprint}"
+"""In a text setting, such as `trainer.run_name`: replaced by `settings_fingerprint`."""
+
+# fmt: off
+DEFINING = (
+    "environment.env_class", "environment.skyrl_gym.env_configs", "generator.task",
+    "trainer.policy.model.", "trainer.policy.model_config_kwargs",
+    "trainer.critic.model.", "trainer.critic.model_config_kwargs",
+    "trainer.ref.model.", "trainer.ref.model_config_kwargs",
+    "trainer.seed", "generator.seed",
+    "trainer.train_batch_size", "trainer.policy_mini_batch_size", "trainer.critic_mini_batch_size",
+    "trainer.max_prompt_length", "generator.n_samples_per_prompt",
+    "trainer.algorithm.advantage_estimator", "trainer.algorithm.policy_loss_type",
+)
+"""Settings that a checkpoint and the run that resumes it must have in common, as must the content of the training data
+(its names may differ). A name that ends in a dot stands for the whole section."""
+
+OPERATIONAL = (
+    "data.val_data", "trainer.epochs", "trainer.max_training_steps",
+    "trainer.project_name", "trainer.run_name", "trainer.run_dir", "trainer.logger",
+    "trainer.ckpt_path", "trainer.ckpt_interval", "trainer.max_ckpts_to_keep",
+    "trainer.resume_mode", "trainer.resume_path", "trainer.resume_allow_changes",
+    "trainer.export_path", "trainer.hf_save_interval", "trainer.print_example_interval",
+    "trainer.dump_data_batch", "trainer.dump_eval_results", "trainer.dump_trajectories",
+    "trainer.eval_batch_size", "trainer.eval_before_train", "trainer.eval_interval",
+    "trainer.placement.", "trainer.worker_timeout_seconds",
+    "trainer.micro_train_batch_size_per_gpu", "trainer.micro_forward_batch_size_per_gpu",
+    "trainer.max_tokens_per_microbatch", "trainer.logprobs_chunk_size",
+    "trainer.gradient_checkpointing", "trainer.gradient_checkpointing_use_reentrant",
+    "trainer.policy.fsdp_config.", "trainer.policy.sequence_parallel_size", "trainer.policy.use_torch_compile",
+    "trainer.critic.fsdp_config.", "trainer.critic.sequence_parallel_size",
+    "trainer.ref.fsdp_config.", "trainer.ref.sequence_parallel_size",
+    "environment.skyrl_gym.max_env_workers", "environment.skyrl_gym.env_timeout_seconds",
+    "generator.eval_sampling_params.", "generator.eval_n_samples_per_prompt",
+    "generator.run_engines_locally", "generator.remote_inference_engine_urls", "generator.num_inference_engines",
+    "generator.inference_engine_tensor_parallel_size", "generator.inference_engine_pipeline_parallel_size",
+    "generator.inference_engine_data_parallel_size", "generator.inference_engine_expert_parallel_size",
+    "generator.max_num_seqs", "generator.max_num_batched_tokens", "generator.gpu_memory_utilization",
+    "generator.enforce_eager", "generator.enable_prefix_caching", "generator.enable_chunked_prefill",
+    "generator.fully_sharded_loras", "generator.engine_init_kwargs",
+    "generator.weight_sync_backend", "generator.weight_transfer_threshold_cuda_ipc_GB",
+    "generator.weight_sync_strategy", "generator.weight_sync_directory", "generator.weight_sync_verification",
+    "generator.weight_sync_canary_interval", "generator.weight_sync_canary_tolerance", "generator.weight_sync_pause",
+    "generator.max_requests_per_engine", "generator.max_engine_restarts", "generator.engine_start_timeout_seconds",
+    "generator.engine_control_timeout_seconds", "generator.engine_health_interval_seconds",
+    "generator.enable_http_endpoint", "generator.http_endpoint_host", "generator.http_endpoint_port",
+    "generator.served_model_name", "generator.max_rollout_retries", "generator.request_timeout_seconds",
+)
+"""Settings that `settings_fingerprint` leaves out: a run that is started again with more memory, other intervals or
+more steps finds its folder."""
+
+_PATHS = (
+    "data.train_data", "trainer.policy.model.path", "trainer.critic.model.path", "trainer.ref.model.path",
+    "generator.model_name", "generator.task",
+)
+# fmt: on
+
+
+def flat_settings(config: Any) -> dict[str, Any]:
+    """Return every setting of `config` by its full name, as JSON holds it."""
+    values = {name: to_dict(getattr(section, field.name)) for name, section, field in leaves(config)}
+    return json.loads(json.dumps(values, default=str))
+
+
+def settings_fingerprint(config: Any) -> str:
+    """Return 8 hex digits of a hash over all settings that are not operational.
+
+    Paths count as absolute ones where they exist, so that `data.jsonl` in two folders is two experiments.
+    """
+    settings = {name: value for name, value in flat_settings(config).items() if not is_among(name, OPERATIONAL)}
+    for name in _PATHS:
+        if name in settings:
+            settings[name] = _absolute(settings[name])
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def fill_fingerprint(config: Any) -> None:
+    """Replace the placeholder in every text setting of `config`, in place. A config without one stays as it is."""
+    texts = [
+        (section, field.name)
+        for _, section, field in leaves(config)
+        if isinstance(value := getattr(section, field.name), str) and PLACEHOLDER in value
+    ]
+    if texts:
+        fingerprint = settings_fingerprint(config)
+        for section, name in texts:
+            setattr(section, name, getattr(section, name).replace(PLACEHOLDER, fingerprint))
+
+
+def _absolute(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_absolute(item) for item in value]
+    path = os.path.abspath(os.path.expanduser(value)) if isinstance(value, str) else ""
+    return path if os.path.exists(path) else value

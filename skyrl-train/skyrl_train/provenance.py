@@ -1,0 +1,145 @@
+"""Provenance of a checkpoint: the settings and the training data of the run that wrote it, and their comparison with
+those of a run that is to resume it. Knows files and settings, no models."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.fingerprint import DEFINING, flat_settings
+from skyrl_train.config.typed import is_among
+from skyrl_train.dataset.dataloader import Dataset
+from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.utils.io import write_atomically
+
+PROVENANCE_FILE = "provenance.json"
+TRAINING_DATA = "training data"
+# fmt: off
+_NOT_COMPARED = (
+    "trainer.resume_mode", "trainer.resume_path", "trainer.resume_allow_changes",
+    "trainer.project_name", "trainer.run_name", "trainer.run_dir", "trainer.ckpt_path", "trainer.export_path",
+    "generator.weight_sync_directory",
+)
+"""Names, places and the resumption itself."""
+# fmt: on
+_LONGEST_VALUE = 120
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Origin of a checkpoint.
+
+    Args:
+        settings: every setting by its full name, as JSON holds it.
+        data: the training data in a few words, with a hash of its content; None without any.
+    """
+
+    settings: dict[str, Any]
+    data: str | None
+
+    @classmethod
+    def of(cls, cfg: SkyRLConfig, dataset: Dataset | None) -> "Provenance":
+        """Return the provenance of checkpoints that a run with these settings writes."""
+        return cls(flat_settings(cfg), None if dataset is None else describe_data(dataset))
+
+    def write(self, folder: Path) -> None:
+        """Write it into a checkpoint."""
+        text = json.dumps({"data": self.data, "settings": self.settings}, indent=1)
+        write_atomically(folder / PROVENANCE_FILE, text)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Provenance | None":
+        """Return the provenance of a checkpoint, None if it tells none (written before there was any).
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        try:
+            values = json.loads((folder / PROVENANCE_FILE).read_text())
+            return cls(dict(values["settings"]), values["data"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{folder / PROVENANCE_FILE} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting, or the training data, that is not what it was."""
+
+    name: str
+    before: Any
+    after: Any
+
+    @property
+    def is_defining(self) -> bool:
+        """Whether it makes another experiment."""
+        return self.name == TRAINING_DATA or is_among(self.name, DEFINING)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {_short(self.before)} -> {_short(self.after)}"
+
+
+def changes_between(before: Provenance, after: Provenance) -> list[Change]:
+    """Return what differs, in the order of the settings. Names and places are not compared, nor a setting that only one
+    of the two knows (another release wrote it)."""
+    changes = [] if before.data == after.data else [Change(TRAINING_DATA, before.data, after.data)]
+    return changes + [
+        Change(name, before.settings[name], value)
+        for name, value in after.settings.items()
+        if name in before.settings and before.settings[name] != value and name not in _NOT_COMPARED
+    ]
+
+
+def check_changes(changes: Sequence[Change], folder: Path, *, allowed: bool) -> None:
+    """Refuse to resume the checkpoint in `folder` where a change makes another experiment.
+
+    Args:
+        allowed: `trainer.resume_allow_changes`.
+
+    Raises:
+        ConfigError: one does. The text lists all changes.
+    """
+    defining = [change for change in changes if change.is_defining]
+    if not defining or allowed:
+        return
+    others = [change for change in changes if not change.is_defining]
+    also = f"\nbesides (these may change):{lines_of(others)}" if others else ""
+    raise ConfigError(
+        f"{folder} is a checkpoint of another experiment:{lines_of(defining)}{also}\n"
+        "Give this run a folder of its own (trainer.run_name or trainer.run_dir); or start anew in this one with "
+        "trainer.resume_mode=none, which keeps its checkpoints under other names; or go on from this checkpoint all "
+        "the same with trainer.resume_allow_changes=true"
+    )
+
+
+def lines_of(changes: Sequence[Change]) -> str:
+    """Return one indented line a change, each after a line feed."""
+    return "".join(f"\n  {change}" for change in changes)
+
+
+def describe_data(dataset: Dataset) -> str:
+    """Return the number of rows and a hash over their content in order: `1000 rows (3f2a90c41b7e)`."""
+    digest = hashlib.sha256()
+    for index in range(len(dataset)):
+        digest.update(json.dumps(dataset[index], skipkeys=True, default=_plain).encode() + b"\n")
+    return f"{len(dataset)} rows ({digest.hexdigest()[:12]})"
+
+
+def _plain(value: Any) -> Any:
+    """Content of a value that JSON does not know; of an object without any to see, its type."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if hasattr(value, "tolist"):  # NumPy, torch
+        return value.tolist()
+    return repr(value) if type(value).__repr__ is not object.__repr__ else type(value).__qualname__
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
