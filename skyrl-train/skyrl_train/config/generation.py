@@ -80,6 +80,10 @@ class GeneratorConfig(BaseConfig):
     """`host:port` of each server, with `generator.run_engines_locally=false`. `docs/engines.md` tells how to start
     them."""
 
+    remote_inference_engine_api_key_file: str | None = None
+    """A file whose one line is the key of these servers, sent with every request. null: the environment variable
+    `SKYRL_ENGINE_API_KEY`, if it is set. The key itself stands in no setting, so no log shows it."""
+
     model_name: str = reference("${trainer.policy.model.path}")
     """The engines' model."""
 

@@ -5,17 +5,20 @@ import itertools
 from functools import partial
 from typing import Any
 
+from pydantic import SecretStr
 from ray.util.placement_group import PlacementGroup
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from skyrl_train.config import SkyRLConfig
+from skyrl_train.config import GeneratorConfig, SkyRLConfig
 from skyrl_train.config.typed import nearest_name
+from skyrl_train.env_vars import engine_api_key
 from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, engine_actor
 from skyrl_train.inference_engines.remote.engine import RemoteInferenceEngine, check_server
+from skyrl_train.inference_engines.remote.key_guard import key_from_file
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.workers.actor_group import actor_options
 from skyrl_train.workers.placement import SHARE_OF_SHARED_GPU, gpus_of_engines
@@ -188,25 +191,48 @@ def _make_sglang_engine(**settings: Any) -> InferenceEngineInterface:
     return SGLangInferenceEngine(**settings)
 
 
+def remote_engine(
+    generator: GeneratorConfig, url: str, tokenizer: PreTrainedTokenizerBase, backend: str | None = None
+) -> RemoteInferenceEngine:
+    """A server started elsewhere, checked.
+
+    Args:
+        backend: `vllm` or `sglang`; anything else: the server says what it is.
+
+    Raises:
+        ConfigError: it is not the one that the settings need.
+        WorkerError: it cannot be reached, or does not answer.
+    """
+    engine = RemoteInferenceEngine(
+        url,
+        generator.model_name,
+        backend=backend if backend in ("vllm", "sglang") else None,
+        tokenizer=tokenizer,
+        request_timeout_seconds=generator.request_timeout_seconds,
+        control_timeout_seconds=generator.engine_control_timeout_seconds,
+        api_key=remote_api_key(generator),
+    )
+    check_server(engine, tokenizer)
+    return engine
+
+
+def remote_api_key(generator: GeneratorConfig) -> SecretStr | None:
+    """The key of servers started elsewhere: from the file of the settings, or from the environment."""
+    file = generator.remote_inference_engine_api_key_file
+    setting = "generator.remote_inference_engine_api_key_file"
+    key = engine_api_key() if file is None else key_from_file(file, setting)
+    return None if key is None else SecretStr(key)
+
+
 def _remote_engines(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> list[InferenceEngineInterface]:
     """The servers of `generator.remote_inference_engine_urls`, checked. Raises ConfigError where one does not fit."""
-    generator = cfg.generator
     engines: list[InferenceEngineInterface] = []
-    for url in generator.remote_inference_engine_urls:
+    for url in cfg.generator.remote_inference_engine_urls:
         try:
-            engine = RemoteInferenceEngine(
-                url,
-                generator.model_name,
-                backend=generator.backend if generator.backend in ("vllm", "sglang") else None,
-                tokenizer=tokenizer,
-                request_timeout_seconds=generator.request_timeout_seconds,
-                control_timeout_seconds=generator.engine_control_timeout_seconds,
-            )
+            engines.append(remote_engine(cfg.generator, url, tokenizer, cfg.generator.backend))
         except WorkerError as error:
             raise ConfigError(
                 f"generator.remote_inference_engine_urls: {error}\nStart the server (docs/engines.md tells how), or "
                 "correct its address"
             ) from error
-        check_server(engine, tokenizer)
-        engines.append(engine)
     return engines

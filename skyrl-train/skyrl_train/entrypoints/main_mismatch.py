@@ -35,11 +35,10 @@ from skyrl_train.config.document import field_meanings
 from skyrl_train.config.typed import expectation, reference
 from skyrl_train.config.validation import validate_generator_cfg
 from skyrl_train.dataset.dataset import PromptDataset
-from skyrl_train.entrypoints.engines import engine_factory
+from skyrl_train.entrypoints.engines import engine_factory, remote_engine
 from skyrl_train.errors import ConfigError, SkyRLError, WorkerError
 from skyrl_train.generators.sampling import get_sampling_params
 from skyrl_train.inference_engines.base import InferenceEngineInterface
-from skyrl_train.inference_engines.remote.engine import RemoteInferenceEngine, check_server
 from skyrl_train.mismatch.answers import SAMPLINGS, EngineAnswers, Questions, Sampling
 from skyrl_train.mismatch.cells import EngineName
 from skyrl_train.mismatch.page import as_markdown, as_plain
@@ -252,16 +251,7 @@ def _is_installed(backend: str) -> bool:
 def _remote(cfg: MismatchRunConfig, url: str) -> InferenceEngineInterface:
     generator = cfg.generator
     tokenizer = AutoTokenizer.from_pretrained(cfg.trainer.policy.model.path, trust_remote_code=True)
-    engine = RemoteInferenceEngine(
-        url,
-        generator.model_name,
-        backend=None if generator.backend in ("auto", "native") else generator.backend,
-        tokenizer=tokenizer,
-        request_timeout_seconds=generator.request_timeout_seconds,
-        control_timeout_seconds=generator.engine_control_timeout_seconds,
-    )
-    check_server(engine, tokenizer)
-    return engine
+    return remote_engine(generator, url, tokenizer, generator.backend)
 
 
 def _prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:

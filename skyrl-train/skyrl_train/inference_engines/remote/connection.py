@@ -8,10 +8,12 @@ It also makes a connection usable from any event loop.
 import asyncio
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import httpx
+from pydantic import SecretStr
 
 from skyrl_train.errors import ConfigError, WorkerError
 
@@ -40,6 +42,14 @@ class ServerRefused(ServerError):
     """The request is to blame: a status from 400 to 499."""
 
 
+def _no_entry(url: str, said: str, has_key: bool) -> ConfigError:
+    sent = "does not take the key that it was sent" if has_key else "asks for a key, and none is set"
+    return ConfigError(
+        f"the server at {url} {sent} (status 401: {said}). Put its key into a file and give the path as "
+        "generator.remote_inference_engine_api_key_file, or set SKYRL_ENGINE_API_KEY"
+    )
+
+
 def server_url(url: str) -> str:
     """`host:port` or a URL, as a URL without a slash at its end.
 
@@ -65,12 +75,18 @@ class ServerConnection:
         url: `host:port` or a URL
         timeout_seconds: the deadline of a call that names none
         timeout_setting: the setting it comes from, for the error's text
+        api_key: sent with every request
     """
 
     def __init__(
-        self, url: str, timeout_seconds: float, timeout_setting: str = "generator.engine_control_timeout_seconds"
+        self,
+        url: str,
+        timeout_seconds: float,
+        timeout_setting: str = "generator.engine_control_timeout_seconds",
+        api_key: SecretStr | None = None,
     ):
         self.url = server_url(url)
+        self._api_key = api_key
         self._timeout_seconds = timeout_seconds
         self._timeout_setting = timeout_setting
         self._shut = False
@@ -125,6 +141,8 @@ class ServerConnection:
                 f"the server at {self.url} ended the connection during {method} {path} "
                 f"({error or type(error).__name__}): did it die?"
             ) from None
+        if response.status_code == 401:
+            raise _no_entry(self.url, _error_text(response), self._api_key is not None)
         if response.status_code >= 400:
             kind = ServerRefused if response.status_code < 500 else ServerError
             raise kind(self.url, path, response.status_code, _error_text(response))
@@ -158,8 +176,19 @@ class ServerConnection:
             self._clients[loop] = httpx.AsyncClient(
                 transport=httpx.AsyncHTTPTransport(retries=1, limits=limits),  # retries connecting, nothing else
                 timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
+                headers=self._key_header(),
             )
         return self._clients[loop]
+
+    def _key_header(self) -> dict[str, str]:
+        return {} if self._api_key is None else {"Authorization": f"Bearer {self._api_key.get_secret_value()}"}
+
+    async def asks_for_key(self, path: str) -> bool:
+        """Whether `path` is closed to a request without a key."""
+        async with httpx.AsyncClient(timeout=_CONNECT_SECONDS) as stranger:
+            with suppress(httpx.TransportError):
+                return (await stranger.get(self.url + path)).status_code in (401, 403)
+        return True
 
     async def shut(self) -> None:
         """Ends every call under way, and lets no other begin."""

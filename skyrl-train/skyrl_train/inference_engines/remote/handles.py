@@ -29,6 +29,7 @@ class RemoteEngines:
                     "url": engine.url,
                     "model_name": engine.model_name,
                     "backend": engine.backend,
+                    "api_key": engine.api_key,
                     "control_timeout_seconds": engine.control_timeout_seconds,
                 }
             )

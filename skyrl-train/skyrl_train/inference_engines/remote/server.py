@@ -15,7 +15,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
+import httpx
 from loguru import logger
+from pydantic import SecretStr
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import ConfigError, UnsupportedByEngine
@@ -30,6 +32,7 @@ from skyrl_train.inference_engines.base import (
 from skyrl_train.inference_engines.gate import Gate
 from skyrl_train.inference_engines.native.requests import SamplingParams
 from skyrl_train.inference_engines.remote.connection import ServerConnection, ServerRefused, run_to_end
+from skyrl_train.inference_engines.remote.key_guard import is_loopback
 from skyrl_train.inference_engines.remote.protocol import ServerAnswer, ServerFacts, ServerProtocol
 from skyrl_train.inference_engines.remote.running_requests import RunningRequests
 from skyrl_train.inference_engines.remote.sglang import SGLangProtocol
@@ -57,6 +60,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         tokenizer: turns answers into text; None: for weights alone
         request_timeout_seconds: the deadline of one request
         control_timeout_seconds: the deadline of everything else
+        api_key: the server's key, if it has one
         protocol: made of a connection and the deadline of a request; None: by the kind of server
 
     Raises:
@@ -73,9 +77,11 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         tokenizer: PreTrainedTokenizerBase | None = None,
         request_timeout_seconds: float = 3600.0,
         control_timeout_seconds: float = 600.0,
+        api_key: SecretStr | None = None,
         protocol: Callable[[ServerConnection, float], ServerProtocol] | None = None,
     ):
-        self._server = ServerConnection(url, control_timeout_seconds)
+        self._server = ServerConnection(url, control_timeout_seconds, api_key=api_key)
+        self.api_key = api_key
         self.url = self._server.url
         self.model_name = model_name
         self.request_timeout_seconds = request_timeout_seconds
@@ -101,7 +107,9 @@ class RemoteInferenceEngine(InferenceEngineInterface):
                 protocol = _PROTOCOLS[backend or await kind_of_server(self._server)]
             self._protocol = protocol(self._server, request_timeout_seconds)
             try:
-                return await self._protocol.facts(), await self._protocol.weight_version()
+                facts = await self._protocol.facts(), await self._protocol.weight_version()
+                await self._warn_if_open()
+                return facts
             except (ServerRefused, KeyError, TypeError, ValueError) as error:
                 if isinstance(error, ConfigError):
                     raise
@@ -111,6 +119,19 @@ class RemoteInferenceEngine(InferenceEngineInterface):
                 ) from error
         finally:
             await self._server.close()
+
+    async def _warn_if_open(self) -> None:
+        """Say so where others than this run may control the server."""
+        if self.api_key is None:
+            is_open = not is_loopback(httpx.URL(self.url).host)
+        else:
+            is_open = not await self._server.asks_for_key("/server_info")
+        if is_open:
+            logger.warning(
+                f"the server at {self.url} asks nobody for a key at its control routes: whoever reaches it may call "
+                "any method of its workers. Start it as docs/engines.md tells (serve_vllm --api-key-file, sglang "
+                "--api-key)"
+            )
 
     @property
     def backend(self) -> Backend:

@@ -1,12 +1,11 @@
 """vLLM's routes (0.32). A server is started with
 
-    VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_USE_V2_MODEL_RUNNER=0 \
-        python -m vllm.entrypoints.openai.api_server --model MODEL --enable-scale-out \
-        --worker-extension-cls skyrl_train.inference_engines.vllm.worker_extension.WeightExtension
+    python -m skyrl_train.entrypoints.serve_vllm --model MODEL
 
-`--enable-scale-out` opens the route that takes and gives token ids, with the version of the weights that wrote each.
-The worker extension takes weights by every transport, reports what it holds, and makes log-probs those of
-logits / temperature; without it weights come as checkpoints only, and some settings of sampling are refused.
+which adds to vLLM's own server the worker extension, the control routes and `--enable-scale-out`: the route that takes
+and gives token ids, with the version of the weights that wrote each. The worker extension takes weights by every
+transport, reports what it holds, and makes log-probs those of logits / temperature; without it weights come as
+checkpoints only, and some settings of sampling are refused.
 """
 
 import math
@@ -14,11 +13,14 @@ import re
 from dataclasses import asdict
 from typing import Any
 
+import httpx
+
 from skyrl_train.errors import ConfigError, UnsupportedByEngine, WeightSyncError
 from skyrl_train.inference_engines.base import EngineInfo, Feature, PauseMode, StopReason
 from skyrl_train.inference_engines.native.requests import SamplingParams
 from skyrl_train.inference_engines.remote.connection import ServerError, ServerRefused
 from skyrl_train.inference_engines.remote.files import CheckpointFiles, adapter_fingerprints
+from skyrl_train.inference_engines.remote.key_guard import is_loopback
 from skyrl_train.inference_engines.remote.protocol import (
     ServerAnswer,
     ServerFacts,
@@ -28,11 +30,11 @@ from skyrl_train.inference_engines.remote.protocol import (
     vocabulary_of,
 )
 from skyrl_train.inference_engines.vllm.adapters import check_adapter
+from skyrl_train.inference_engines.vllm.arguments import EXTENSION
 from skyrl_train.inference_engines.vllm.sampling import SeedPair, http_sampling, seed_of
 from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
 
 _WORKER_ERROR = re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL)
-EXTENSION = "skyrl_train.inference_engines.vllm.worker_extension.WeightExtension"
 _STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -278,9 +280,6 @@ def _started_wrong(url: str, what: str, closed: str) -> ConfigError:
 
 
 def start_command(model: str, url: str) -> str:
-    port = url.rsplit(":", 1)[-1]
-    return (
-        "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_USE_V2_MODEL_RUNNER=0 "
-        f"python -m vllm.entrypoints.openai.api_server --model {model} --port {port if port.isdigit() else 8001} "
-        f"--enable-scale-out --worker-extension-cls {EXTENSION}"
-    )
+    address = httpx.URL(url)
+    listening = "" if is_loopback(address.host) else " --host 0.0.0.0 --api-key-file FILE"
+    return f"python -m skyrl_train.entrypoints.serve_vllm --model {model} --port {address.port or 8001}{listening}"

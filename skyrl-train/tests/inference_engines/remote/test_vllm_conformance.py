@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from server_process import ServerProcess
+from pydantic import SecretStr
+from server_process import KEY, ServerProcess
 from transformers import AutoTokenizer
 
 from skyrl_train.inference_engines.remote.engine import RemoteInferenceEngine
@@ -24,6 +25,7 @@ async def subject(vllm: ServerProcess, served_model: str) -> AsyncIterator[Engin
         tokenizer=AutoTokenizer.from_pretrained(served_model),
         request_timeout_seconds=240,
         control_timeout_seconds=120,
+        api_key=SecretStr(KEY),
     )
     subject = EngineUnderTest(engine, served_model, ways=WAYS)
     yield subject

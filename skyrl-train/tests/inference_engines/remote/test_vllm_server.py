@@ -4,10 +4,13 @@ import asyncio
 import pickle
 from collections.abc import AsyncIterator
 
+import httpx
+import psutil
 import pytest
 import pytest_asyncio
 import torch
-from server_process import ServerProcess
+from pydantic import SecretStr
+from server_process import KEY, ServerProcess
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.errors import ConfigError, UnsupportedByEngine
@@ -26,7 +29,11 @@ PROMPT = [5, 9, 13, 20]
 async def engine(vllm: ServerProcess, served_model: str) -> AsyncIterator[RemoteInferenceEngine]:
     tokenizer = AutoTokenizer.from_pretrained(served_model)
     engine = RemoteInferenceEngine(
-        f"127.0.0.1:{vllm.port}", served_model, tokenizer=tokenizer, control_timeout_seconds=120
+        f"127.0.0.1:{vllm.port}",
+        served_model,
+        tokenizer=tokenizer,
+        control_timeout_seconds=120,
+        api_key=SecretStr(KEY),
     )
     yield engine
     await engine.teardown()
@@ -47,13 +54,29 @@ async def test_the_server_describes_itself(engine: RemoteInferenceEngine, served
         await engine.sleep()
 
 
+async def test_the_server_is_closed_to_whoever_lacks_the_key(vllm: ServerProcess, served_model: str) -> None:
+    """Runs first of all that load the server; the other tests show that the key opens it."""
+    calls = [("/collective_rpc", {"method": "list_loras"}), ("/sleep", {}), ("/pause", {}), ("/v1/completions", {})]
+    async with httpx.AsyncClient(base_url=vllm.url) as stranger:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+            for path, body in calls:
+                assert (await stranger.post(path, json=body, headers=headers)).status_code == 401
+        assert (await stranger.get("/health")).status_code == 200
+    with pytest.raises(ConfigError, match=r"asks for a key.* generator.remote_inference_engine_api_key_file"):
+        RemoteInferenceEngine(vllm.url, served_model)
+    [listening] = {c.laddr.ip for c in psutil.Process(vllm.process.pid).net_connections() if c.laddr.port == vllm.port}
+    assert listening == "127.0.0.1"
+    assert KEY not in vllm.log_file.read_text()
+    assert not any(KEY in word for word in psutil.Process(vllm.process.pid).cmdline())
+
+
 async def test_the_server_is_the_one_for_its_model_and_not_for_another(
     engine: RemoteInferenceEngine, served_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(served_model)
     check_server(engine, tokenizer)
     other = make_tiny_model(tmp_path_factory.mktemp("other") / "small", tied=False)
-    stranger = RemoteInferenceEngine(engine.url, other, tokenizer=tokenizer)
+    stranger = RemoteInferenceEngine(engine.url, other, tokenizer=tokenizer, api_key=engine.api_key)
     with pytest.raises(ConfigError, match=f"serves {served_model}; generator.model_name is {other}"):
         check_server(stranger, tokenizer)
     await stranger.teardown()
@@ -110,7 +133,7 @@ async def test_another_process_learns_which_adapter_is_the_newest(
         adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(served_model), config)
         folders.append(str(tmp_path_factory.mktemp("adapter")))
         adapted.save_pretrained(folders[-1])
-    other = RemoteInferenceEngine(engine.url, served_model, control_timeout_seconds=120)
+    other = RemoteInferenceEngine(engine.url, served_model, control_timeout_seconds=120, api_key=engine.api_key)
     asked = InferenceEngineInput(prompt_token_ids=[PROMPT], sampling_params={"max_tokens": 3}, lora_name="policy")
     report = await other.load_lora(LoraLoadRequest(name="policy", path=folders[0], version=7))
     assert len(report.fingerprints) == 4  # A and B of two layers, as vLLM holds them

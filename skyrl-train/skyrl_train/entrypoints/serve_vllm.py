@@ -1,0 +1,62 @@
+"""`python -m skyrl_train.entrypoints.serve_vllm --model MODEL [--port PORT] [--api-key-file FILE] …`: a vLLM server as
+runs with `generator.run_engines_locally=false` need it. Further options are those of `vllm serve`.
+
+It has the worker extension for weights and log-probs and the control routes, and listens on loopback unless `--host`
+says otherwise. `/collective_rpc` calls any method of the workers, so on other addresses it needs a key: a file with one
+line, or the environment variable `SKYRL_ENGINE_API_KEY`; the trainer gives the same one
+(`generator.remote_inference_engine_api_key_file`).
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from skyrl_train.env_vars import ENGINE_API_KEY
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.remote.key_guard import GUARD, is_loopback, key_from_file
+from skyrl_train.inference_engines.vllm.arguments import EXTENSION
+
+_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the control routes
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `tempered_sampler.py` knows the sampler of the first one
+}
+
+
+def server_command(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """The command that serves, and its environment, which alone holds the key.
+
+    Raises:
+        ConfigError: an address that others reach, without a key.
+    """
+    parser = argparse.ArgumentParser(
+        prog="serve_vllm", description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1)")
+    parser.add_argument("--api-key-file", help="a file whose one line is the key that clients must send")
+    ours, others = parser.parse_known_args(arguments)
+    given = dict(environment) | _ENVIRONMENT
+    if ours.api_key_file is not None:
+        given[ENGINE_API_KEY] = key_from_file(ours.api_key_file, "--api-key-file")
+    if not is_loopback(ours.host) and not given.get(ENGINE_API_KEY):
+        raise ConfigError(
+            f"--host={ours.host} is reached from other machines, and whoever reaches the server could call any method "
+            "of its workers: give it a key by --api-key-file FILE (head -c 32 /dev/urandom | base64 > FILE), and the "
+            "trainer the same one by generator.remote_inference_engine_api_key_file=FILE"
+        )
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", ours.host]
+    command += ["--enable-scale-out", "--worker-extension-cls", EXTENSION, "--middleware", GUARD]
+    return command + others, given
+
+
+def main() -> None:
+    try:
+        command, environment = server_command(sys.argv[1:], os.environ)
+    except ConfigError as error:
+        sys.exit(f"ConfigError: {error}")
+    os.execve(command[0], command, environment)
+
+
+if __name__ == "__main__":
+    main()

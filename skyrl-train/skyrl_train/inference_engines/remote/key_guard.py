@@ -1,0 +1,78 @@
+"""The door of a rollout server: ASGI middleware that asks every request for the shared key.
+
+vLLM's own `--api-key` leaves its control routes open (`/collective_rpc`, `/sleep`, `/pause`, …), which call any method
+of the workers. A server takes this class by `--middleware`; `skyrl_train.entrypoints.serve_vllm` gives it to vLLM.
+"""
+
+import hmac
+import ipaddress
+import json
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.env_vars import ENGINE_API_KEY, engine_api_key
+from skyrl_train.errors import ConfigError
+
+GUARD = f"{__name__}.KeyGuard"
+_OPEN_TO_ALL = ("/health", "/ping")
+"""For whoever watches over processes; they tell nothing else."""
+_NO_KEY = (
+    f"this server was started without a key ({ENGINE_API_KEY}, or --api-key-file), so it answers its own machine only"
+)
+_WRONG_KEY = "the key is not the server's; send it as `Authorization: Bearer KEY`"
+
+
+class KeyGuard:
+    """Lets through who has the key of the environment variable; without one, who is on this machine."""
+
+    def __init__(self, app: Any):
+        self.app = app
+        key = engine_api_key()
+        self._expected = None if key is None else key.encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan" or scope["path"] in _OPEN_TO_ALL or self._is_let_in(scope):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await _refuse(send, _NO_KEY if self._expected is None else _WRONG_KEY)
+
+    def _is_let_in(self, scope: Any) -> bool:
+        if self._expected is None:
+            return scope.get("client") is not None and is_loopback(scope["client"][0])
+        scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._expected)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or a name for it, is this machine's own."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def key_from_file(path: str, setting: str) -> str:
+    """The key that is the one line of a file.
+
+    Args:
+        setting: what named the file.
+
+    Raises:
+        ConfigError: there is no such file, or no such line in it.
+    """
+    try:
+        words = Path(path).expanduser().read_text().split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{setting}={path} must be a file with a key in it: {type(error).__name__}") from None
+    if len(words) != 1 or not words[0].isascii() or not words[0].isprintable():
+        raise ConfigError(f"{setting}={path} must hold one line of printable ASCII without spaces: the key")
+    return words[0]
+
+
+async def _refuse(send: Any, message: str) -> None:
+    body = json.dumps({"error": {"message": message, "type": "authentication_error", "code": "invalid_api_key"}})
+    headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.body", "body": body.encode()})
