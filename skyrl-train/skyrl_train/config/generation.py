@@ -148,15 +148,17 @@ class GeneratorConfig(BaseConfig):
     the last weights that it sent here."""
 
     weight_sync_verification: Literal["sampled", "full", "off"] = "sampled"
-    """After each sync every engine reports a fingerprint of every tensor, which must be the trainer's. `sampled` reads
-    a part of each larger tensor, another one at each sync; `full` reads every byte."""
+    """After each sync every engine reports a fingerprint of every tensor, which must be the trainer's, and each of its
+    processes compares what its layers compute with. `sampled` reads a part of each larger tensor, another one at each
+    sync; `full` reads every byte."""
 
-    weight_sync_canary_interval: int = 10
+    weight_sync_canary_interval: int = 1
     """At the first sync and every so many after it, the log-probs of a few fixed tokens under engine and trainer are
     compared. 1: at every sync. 0: never."""
 
     weight_sync_canary_tolerance: float | None = None
-    """The largest mean difference of log-probs at the canary tokens. null: what `generator.model_dtype` allows."""
+    """The largest mean difference of log-probs at the canary tokens. null: ten times what the first syncs left, within
+    bounds of `generator.model_dtype`."""
 
     weight_sync_pause: Literal["keep", "wait", "abort"] = "keep"
     """What happens to running requests during a sync. `keep`: they stop where they are and go on under the new weights;

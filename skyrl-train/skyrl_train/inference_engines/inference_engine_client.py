@@ -305,4 +305,19 @@ def _common(reports: Sequence[WeightReport]) -> WeightReport:
         wrong = differences(first.fingerprints, report.fingerprints)
         if wrong:
             raise WeightSyncError(f"after version {first.version}, engine {index} differs from engine 0: {wrong}")
-    return first
+    processes = {
+        name: [
+            f"{process} of engine {index}"
+            for index, report in enumerate(reports)
+            for process in report.wrong.get(name, [])
+        ]
+        for report in reports
+        for name in report.wrong
+    }
+    return replace(
+        first,
+        wrong=processes,
+        received_only=list(dict.fromkeys(name for report in reports for name in report.received_only)),
+        held_bytes=sum(report.held_bytes for report in reports),
+        read_bytes=sum(report.read_bytes for report in reports),
+    )

@@ -1,7 +1,10 @@
 """The vocabulary of weight sync: what the trainer sends and what an engine receives. Knows neither of them."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+from skyrl_train.errors import WeightSyncError
 
 Transport = Literal["shared_memory", "cuda_ipc", "broadcast", "checkpoint"]
 """How bytes get to an engine. `shared_memory`: a segment that both processes map (one machine). `cuda_ipc`: the same
@@ -82,11 +85,65 @@ class LoraLoadRequest:
     version: int = 0
 
 
+@dataclass(kw_only=True)
+class ProcessReport:
+    """What one process of an engine holds after an update. Can travel as JSON."""
+
+    process: str
+    """Its name."""
+    fingerprints: dict[str, int]
+    """Of every tensor as it came."""
+    read: list[str] = field(default_factory=list)
+    """Tensors whose numbers were read from the layers of this process."""
+    wrong: list[str] = field(default_factory=list)
+    """Those of them that a layer computes otherwise with."""
+    held_bytes: int = 0
+    """Of the parts of tensors that can be read here."""
+    read_bytes: int = 0
+    """Those of them that were read this time."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightReport:
     """What an engine holds after an update."""
 
     version: int
     fingerprints: dict[str, int]
-    """Of every tensor of the update by its name (`skyrl_train.weight_sync.fingerprint.fingerprint_of`): read back from
-    the model where it can be, else as handed to the model's loader. Empty with verification off."""
+    """Of every tensor of the update by its name (`skyrl_train.weight_sync.fingerprint.fingerprint_of`), as the engine
+    holds it or, for those in `received_only` and of engines that divide or pack their weights, as it came. Empty with
+    verification off."""
+    wrong: dict[str, list[str]] = field(default_factory=dict)
+    """A tensor that the engine computes otherwise with, by what was read from its layers -> the processes that do."""
+    received_only: list[str] = field(default_factory=list)
+    """Tensors that nothing was read of once they had been handed to the engine."""
+    held_bytes: int = 0
+    """Of the weights that can be read from the engine's layers, over all processes."""
+    read_bytes: int = 0
+    """Those of them that were read this time."""
+
+    @classmethod
+    def of_processes(cls, version: int, reports: Sequence[ProcessReport]) -> "WeightReport":
+        """The report of an engine of several processes, each of which was given every tensor whole.
+
+        Raises:
+            WeightSyncError: two processes were given different bytes.
+        """
+        fingerprints: dict[str, int] = {}
+        wrong: dict[str, list[str]] = {}
+        for report in reports:
+            for name, value in report.fingerprints.items():
+                if fingerprints.setdefault(name, value) != value:
+                    raise WeightSyncError(
+                        f"{reports[0].process} and {report.process} were given other values of {name}"
+                    )
+            for name in report.wrong:
+                wrong.setdefault(name, []).append(report.process)
+        read = {name for report in reports for name in report.read}
+        return cls(
+            version=version,
+            fingerprints=fingerprints,
+            wrong=wrong,
+            received_only=[name for name in fingerprints if name not in read],
+            held_bytes=sum(report.held_bytes for report in reports),
+            read_bytes=sum(report.read_bytes for report in reports),
+        )

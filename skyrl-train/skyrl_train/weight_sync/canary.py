@@ -2,6 +2,7 @@
 that the engine computes with. Knows neither of them."""
 
 from collections.abc import Sequence
+from statistics import median
 
 import torch
 
@@ -10,9 +11,14 @@ from skyrl_train.errors import WeightSyncError
 NUM_CANARIES, CANARY_LENGTH = 4, 16
 
 TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
-"""The largest mean difference of log-probs [nats] that the number format explains. Random tokens have logits up to
-about 20 below the best, which bfloat16 (8 bits) rounds by up to 0.08 at each of several places. An output layer or a
-block that kept its old weights differs by whole nats."""
+"""The largest mean difference of log-probs [nats] that the number format explains, of any model. Random tokens have
+logits up to about 20 below the best, which bfloat16 (8 bits) rounds by up to 0.08 at each of several places. An output
+layer or a block that kept its random weights differs by whole nats."""
+
+FLOORS = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 0.02}
+"""What is allowed however small the measured difference is [nats]: a token that goes to another expert."""
+_NUM_MEASURED = 5
+_MARGIN = 10.0
 
 LogProbs = Sequence[Sequence[float]]
 """Of each canary's tokens but its first."""
@@ -33,6 +39,45 @@ def mean_difference(expected: LogProbs, found: LogProbs) -> float:
     return gap if gap == gap else float("inf")
 
 
+class CanaryTolerance:
+    """The largest mean difference of log-probs that a sync may leave: ten times that of the first syncs.
+
+    The first one, into random weights, may differ by what the number formats explain. The measure is the median of the
+    first few, relative to the size of the log-probs, which grow as a model becomes sure, and their rounding with them.
+    It stays as it was then: a difference that grows slowly is what a layer that is not updated looks like.
+
+    Args:
+        formats: number formats of trainer and engine.
+        fixed: holds instead (`generator.weight_sync_canary_tolerance`).
+    """
+
+    def __init__(self, formats: Sequence[str], fixed: float | None = None):
+        self._fixed = fixed
+        self._most = max(TOLERANCES[name] for name in formats)
+        self._least = max(FLOORS[name] for name in formats)
+        self._measured: list[float] = []
+
+    def now(self, expected: LogProbs) -> float:
+        """For these log-probs of the trainer [nats]."""
+        if self._fixed is not None:
+            return self._fixed
+        if not self._measured:
+            return self._most
+        measured = _MARGIN * median(self._measured) * _size(expected)
+        return min(self._most, max(self._least, measured))
+
+    def learn(self, gap: float, expected: LogProbs) -> None:
+        """Takes note of a sync that passed."""
+        if len(self._measured) < _NUM_MEASURED:
+            self._measured.append(gap / _size(expected))
+
+
+def _size(log_probs: LogProbs) -> float:
+    """Mean absolute value, not below 1 nat."""
+    values = [abs(value) for row in log_probs for value in row]
+    return max(1.0, sum(values) / max(1, len(values)))
+
+
 def check_canaries(expected: LogProbs, of_engines: Sequence[LogProbs], tolerance: float, version: int) -> float:
     """The largest `mean_difference` of an engine.
 
@@ -45,8 +90,9 @@ def check_canaries(expected: LogProbs, of_engines: Sequence[LogProbs], tolerance
             raise WeightSyncError(
                 f"after the sync of version {version}, engine {index} gives other log-probs than the trainer: they "
                 f"differ by {gap:.3g} on average over {sum(map(len, expected))} fixed tokens; "
-                f"generator.weight_sync_canary_tolerance allows {tolerance:g}. The fingerprints of the weights agreed, "
-                "so the engine computes with others than it was given (a layer that its loader left as it was), or in "
-                "another way: `python -m skyrl_train.entrypoints.main_mismatch` tells which"
+                f"{tolerance:.3g} is allowed (generator.weight_sync_canary_tolerance; null: ten times the difference "
+                "of the first syncs). The fingerprints of the weights agreed, so the engine computes with other "
+                "weights where they cannot be read (metric weight_sync/held_share), or in another way: "
+                "`python -m skyrl_train.entrypoints.main_mismatch` tells which"
             )
     return max(gaps, default=0.0)

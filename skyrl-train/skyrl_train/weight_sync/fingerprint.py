@@ -4,7 +4,9 @@ Equal bytes, dtype and shape give equal numbers on every device; different ones 
 bytes are hashed on the host: a GPU sends what is read of its tensors there, the samples of all tensors in one go.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 import torch
@@ -29,6 +31,24 @@ def num_turns(num_bytes: int) -> int:
     if num_bytes <= WHOLE_BYTES:
         return 1
     return min(MOST_TURNS, num_bytes // BLOCK_BYTES // _LEAST_BLOCKS)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Rows or columns of a matrix that are read at one version: all, or every n-th, others at the next version."""
+
+    version: int
+    verification: Verification
+
+    def of(self, length: int, num_bytes: int) -> slice:
+        """Those of `length`, of a matrix of `num_bytes`: 8 or more, else the share that `sampled` reads."""
+        turns = 1 if self.verification == "full" else min(num_turns(num_bytes), max(1, length // _LEAST_BLOCKS))
+        return slice(self.version % turns, None, turns)
+
+
+def num_bytes_read(num_bytes: int, verification: Verification) -> int:
+    """Bytes of a tensor that one fingerprint reads."""
+    return num_bytes if verification == "full" else num_bytes // num_turns(num_bytes)
 
 
 def fingerprint_of(tensor: torch.Tensor, version: int, verification: Verification) -> int:
@@ -75,7 +95,7 @@ def differences(expected: Mapping[str, int], report: Mapping[str, int]) -> str:
         "are missing": [name for name in expected if name not in report],
         "are not the trainer's": [name for name in report if name not in expected],
     }
-    return "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names)
+    return "; ".join(f"{len(names)} {kind}: {some_of(names)}" for kind, names in kinds.items() if names)
 
 
 def _sample(flat: torch.Tensor, version: int) -> torch.Tensor:
@@ -96,6 +116,7 @@ def _hash(header: bytes, parts: Iterable[torch.Tensor]) -> int:
     return state.intdigest() >> 1  # signed 64-bit integers can carry it
 
 
-def _some(names: list[str]) -> str:
+def some_of(names: Collection[str]) -> str:
+    """The first names, and how many more there are."""
     more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(islice(names, _MOST_NAMED)) + (f" and {more} more" if more > 0 else "")

@@ -13,13 +13,14 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import torch
+from loguru import logger
 
 from skyrl_train.errors import SkyRLError, WeightSyncError
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.broadcast import BroadcastWriter
 from skyrl_train.weight_sync.checkpoint import CheckpointWriter
 from skyrl_train.weight_sync.cuda_ipc import CudaIpcWriter
-from skyrl_train.weight_sync.fingerprint import Verification, differences, fingerprints_of
+from skyrl_train.weight_sync.fingerprint import Verification, differences, fingerprints_of, some_of
 from skyrl_train.weight_sync.payload import Bucket, Payload, num_bytes_of
 from skyrl_train.weight_sync.shared_memory import SharedMemoryWriter
 from skyrl_train.weight_sync.staging import CheckpointStage, DeltaStage, Stage
@@ -137,6 +138,8 @@ class WeightSender:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="weight-sync")
         self._transmission: Future[None] | None = None
         self._seconds: dict[str, float] = {}
+        self._sizes: dict[str, int] = {}  # bytes of the tensors of the last sync
+        self._received_only: set[str] | None = None  # what the log has said of the engines' reports
         self._held: int | None = None  # the version that every engine holds, as far as it is known
         self._stage = _stage(own_info)
         self._stage_seconds = 0.0
@@ -190,7 +193,8 @@ class WeightSender:
         if self._writer is not None:
             self._writer.finish(version)
         seconds = {f"{phase}_seconds": value for phase, value in self._seconds.items()}
-        return SyncResult(metrics=sums | seconds | {"send_seconds": perf_counter() - began}, reports=reports)
+        shares = {} if self._verification == "off" else self._shares_read(reports)
+        return SyncResult(metrics=sums | seconds | shares | {"send_seconds": perf_counter() - began}, reports=reports)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -224,6 +228,7 @@ class WeightSender:
         writer = self._writer
         assert writer is not None
         sums = {"bytes": 0.0, "payload_bytes": 0.0, "buckets": 0.0}
+        self._sizes = {}
         expected: dict[str, int] = {}
         receiving: list[Any] = []
         what = ""
@@ -237,11 +242,12 @@ class WeightSender:
             self._transmission = self._threads.submit(_transmit, writer, request)
             with self._timed("fingerprint"):
                 expected |= fingerprints_of(payload.bucket, version, self._verification)
-            sums["bytes"] += sum(map(num_bytes_of, payload.dtypes, payload.shapes))
+            self._sizes |= zip(payload.names, map(num_bytes_of, payload.dtypes, payload.shapes), strict=True)
             sums["payload_bytes"] += payload.num_bytes
             sums["buckets"] += 1
             del payload  # before the next is gathered
         self._wait_for_bucket(receiving, what)
+        sums["bytes"] = float(sum(self._sizes.values()))
         return sums, expected
 
     def _wait_for_bucket(self, receiving: list[Any], what: str) -> None:
@@ -272,13 +278,27 @@ class WeightSender:
             if report.version != version
             else f"engine {index}: {found}"
             for index, report in enumerate(reports)
-            if (found := differences(expected, report.fingerprints)) or report.version != version
+            if (found := _wrong_in(report, expected)) or report.version != version
         ]
         if wrong:
             raise WeightSyncError(
                 f"after the sync of version {version} engines hold other weights than the trainer. {'. '.join(wrong)}. "
                 "Do both load the same model, and does the engine compute in generator.model_dtype?"
             )
+
+    def _shares_read(self, reports: Sequence[WeightReport]) -> dict[str, float]:
+        """How much the proof has read, in the engine with the least: `held_share` of the bytes lie where their engine
+        can read what it computes with; of those, `read_share` were read at this sync."""
+        total = sum(self._sizes.values())
+        unread = [sum(self._sizes.get(name, 0) for name in report.received_only) for report in reports]
+        read = [report.read_bytes / report.held_bytes for report in reports if report.held_bytes]
+        shares = {"held_share": 1.0 - max(unread, default=0) / max(1, total)}
+        shares |= {"read_share": min(read)} if read else {}
+        received_only = {name for report in reports for name in report.received_only}
+        if received_only != self._received_only:
+            self._received_only = received_only
+            logger.info(_words_on(shares, received_only))
+        return shares
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -287,6 +307,29 @@ class WeightSender:
             yield
         finally:
             self._seconds[phase] += perf_counter() - began
+
+
+def _wrong_in(report: WeightReport, expected: dict[str, int]) -> str:
+    """What is wrong with an engine's weights, by the names of the tensors; empty if nothing is."""
+    computed = ""
+    if report.wrong:
+        processes = ", ".join(sorted({process for processes in report.wrong.values() for process in processes}))
+        computed = (
+            f"{some_of(report.wrong)} arrived, but {processes} computes with other numbers (or they are not finite)"
+        )
+    return "; ".join(filter(None, [differences(expected, report.fingerprints), computed]))
+
+
+def _words_on(shares: dict[str, float], received_only: set[str]) -> str:
+    words = f"proof of weight syncs: {shares['held_share']:.1%} of the bytes are read from what engines compute with"
+    if shares.get("read_share", 1.0) < 1:
+        words += f", {shares['read_share']:.1%} of them at this sync and others at the next ones"
+    if not received_only:
+        return words
+    return (
+        f"{words}. {len(received_only)} tensors ({some_of(sorted(received_only))}) are kept in a form that cannot be "
+        "read: they are proven as received, and by log-probs (generator.weight_sync_canary_interval)"
+    )
 
 
 def _transmit(writer: Writer, request: WeightUpdateRequest) -> None:

@@ -21,7 +21,7 @@ from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayEngine
 from skyrl_train.inference_engines.remote.engine import RemoteEngines
 from skyrl_train.utils.io import expand_path
 from skyrl_train.weight_sync.base import Encoding, LoraLoadRequest, Transport
-from skyrl_train.weight_sync.canary import TOLERANCES, LogProbs, canary_prompts, check_canaries
+from skyrl_train.weight_sync.canary import CanaryTolerance, LogProbs, canary_prompts, check_canaries
 from skyrl_train.weight_sync.fingerprint import differences
 from skyrl_train.weight_sync.plan import choose_transport, init_infos_for
 from skyrl_train.weight_sync.sender import EngineHandles
@@ -61,6 +61,8 @@ class WeightPublisher:
         self._infos: list[EngineInfo] = []
         self._node: str | None = None
         self._expected: LogProbs | None = None
+        formats = (cfg.generator.model_dtype, "bfloat16" if cfg.trainer.bf16 else "float32")
+        self._tolerance = CanaryTolerance(formats, cfg.generator.weight_sync_canary_tolerance)
         self._turn = asyncio.Lock()
         client.give_weights = self._give_weights
         if client.restart is not None:
@@ -125,7 +127,10 @@ class WeightPublisher:
         if self._expected is None:
             return {}
         found = await asyncio.gather(*(self._log_probs_of_engine(engine) for engine in self._client.engines))
-        return {"canary_gap": check_canaries(self._expected, found, self._tolerance(), self._version)}
+        tolerance = self._tolerance.now(self._expected)
+        gap = check_canaries(self._expected, found, tolerance, self._version)
+        self._tolerance.learn(gap, self._expected)
+        return {"canary_gap": gap, "canary_tolerance": tolerance}
 
     # ---- connections
 
@@ -235,13 +240,6 @@ class WeightPublisher:
     def _canaries_are_due(self) -> bool:
         interval = self._cfg.generator.weight_sync_canary_interval
         return interval > 0 and self._num_published % interval == 0
-
-    def _tolerance(self) -> float:
-        generator = self._cfg.generator
-        if generator.weight_sync_canary_tolerance is not None:
-            return generator.weight_sync_canary_tolerance
-        trainer = "bfloat16" if self._cfg.trainer.bf16 else "float32"
-        return max(TOLERANCES[generator.model_dtype], TOLERANCES[trainer])
 
     def _canaries(self) -> list[list[int]]:
         shortest = min(info.max_model_len for info in self._infos)

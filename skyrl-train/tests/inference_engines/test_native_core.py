@@ -11,8 +11,9 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.native import packed_linear
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.loading import load_model
-from skyrl_train.inference_engines.native.packed_linear import pack_linears
+from skyrl_train.inference_engines.native.packed_linear import can_pack, pack_linears, stale_copies
 from skyrl_train.inference_engines.native.requests import Completion, PromptScoring, Request, SamplingParams
+from skyrl_train.weight_sync.fingerprint import Sampling
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_window"]
 CPU = torch.device("cpu")
@@ -268,3 +269,18 @@ def test_weights_with_nan_fail_the_request_and_leave_nothing_behind(tiny_models,
 def test_an_unknown_dtype_is_a_config_error(tiny_models):
     with pytest.raises(ConfigError, match="dtype must be one of float32, bfloat16, float16; got 'int8'"):
         make_core(tiny_models("qwen3"), dtype="int8")
+
+
+@pytest.mark.skipif(not can_pack(), reason="this torch packs no linear layers")
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_copy_that_kept_old_weights_is_named(bias: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(packed_linear, "SMALLEST", 0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 24, bias=bias), torch.nn.Linear(24, 8, bias=bias))
+    pack_linears(model)
+    sampling = Sampling(1, "sampled")
+    assert stale_copies(model, sampling) == []
+    with torch.no_grad():
+        model[1].weight.view(torch.int32)[5, 7] += 1  # a neighbour of the number in float32
+    assert stale_copies(model, sampling) == ["1"]
+    pack_linears(model)
+    assert stale_copies(model, sampling) == []

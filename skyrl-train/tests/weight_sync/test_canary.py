@@ -5,7 +5,13 @@ import math
 import pytest
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.canary import CANARY_LENGTH, canary_prompts, check_canaries, mean_difference
+from skyrl_train.weight_sync.canary import (
+    CANARY_LENGTH,
+    CanaryTolerance,
+    canary_prompts,
+    check_canaries,
+    mean_difference,
+)
 
 
 def test_the_tokens_are_always_the_same_and_of_the_vocabulary():
@@ -39,5 +45,41 @@ def test_the_difference_is_a_mean_over_tokens(expected, found, difference):
 def test_the_engine_that_differs_is_named():
     good, bad = [[-1.0, -2.0]], [[-1.0, -4.4]]
     assert check_canaries(good, [good, good], tolerance=1e-3, version=7) == 0.0
-    with pytest.raises(WeightSyncError, match=r"version 7, engine 1 .* differ by 1.2 .* 2 fixed tokens.*allows 0.001"):
+    with pytest.raises(
+        WeightSyncError, match=r"version 7, engine 1 .* differ by 1.2 .* 2 fixed tokens.*0.001 is allowed"
+    ):
         check_canaries(good, [good, bad], tolerance=1e-3, version=7)
+
+
+LOG_PROBS = [[-4.0, -2.0], [-1.0, -5.0]]  # of mean size 3
+
+
+def test_tolerance_is_ten_times_the_gap_of_the_first_syncs():
+    tolerance = CanaryTolerance(["bfloat16", "float32"])
+    assert tolerance.now(LOG_PROBS) == 0.3  # nothing is measured: what bfloat16 explains
+    for gap in (0.003, 0.004, 0.0035):
+        tolerance.learn(gap, LOG_PROBS)
+    assert tolerance.now(LOG_PROBS) == pytest.approx(0.035)
+    assert tolerance.now([[-8.0, -4.0], [-2.0, -10.0]]) == pytest.approx(0.07)  # rounding grows with the numbers
+
+
+def test_tolerance_does_not_follow_a_gap_that_grows_slowly():
+    tolerance = CanaryTolerance(["bfloat16"])
+    for sync in range(100):
+        tolerance.learn(0.003 * 1.05**sync, LOG_PROBS)
+    assert tolerance.now(LOG_PROBS) == pytest.approx(10 * 0.003 * 1.05**2)
+
+
+@pytest.mark.parametrize(
+    "formats, gap, expected", [(["float32"], 1e-7, 1e-4), (["float32"], 5e-4, 1e-3), (["float32", "bfloat16"], 0, 0.02)]
+)
+def test_tolerance_stays_within_bounds_of_the_number_format(formats, gap, expected):
+    tolerance = CanaryTolerance(formats)
+    tolerance.learn(gap, LOG_PROBS)
+    assert tolerance.now(LOG_PROBS) == pytest.approx(expected)
+
+
+def test_a_tolerance_that_is_set_holds_from_the_first_sync():
+    tolerance = CanaryTolerance(["bfloat16"], fixed=0.5)
+    tolerance.learn(0.003, LOG_PROBS)
+    assert tolerance.now(LOG_PROBS) == 0.5

@@ -7,6 +7,9 @@ kernel at each call, which takes 15 to 25 us: longer than the whole default prod
 
 import torch
 
+from skyrl_train.weight_sync.fingerprint import Sampling
+from skyrl_train.weight_sync.one_hot import as_computed, columns_by_products
+
 SMALLEST = 128 * 1024
 """Weights of a layer from which on packing pays."""
 _ROWS_HINT = 64
@@ -30,6 +33,17 @@ class PackedForward:
         """Frees the copy."""
         self._packed = None
 
+    def holds_its_weights(self, sampling: Sampling) -> bool:
+        """Whether the sampled columns of the packed copy, read by products, are those of the layer's weight."""
+        weight = self._linear.weight.detach()
+        columns = sampling.of(weight.shape[1], weight.nbytes)
+        rows, width = weight.shape
+        held = columns_by_products(self._multiply, (rows, width), columns, weight.dtype, weight.device)
+        return torch.equal(held, as_computed(weight[:, columns].t()))
+
+    def _multiply(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(input, self._packed, None, "none", [], "")
+
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(input, self._packed, self._linear.bias, "none", [], "")
 
@@ -47,6 +61,15 @@ def pack_linears(model: torch.nn.Module) -> None:
             layer.forward.pack()
         elif type(layer) is torch.nn.Linear and _is_worth_it(layer.weight):
             layer.forward = PackedForward(layer)
+
+
+def stale_copies(model: torch.nn.Module, sampling: Sampling) -> list[str]:
+    """Names of the layers that do not multiply by their weights."""
+    return [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer.forward, PackedForward) and not layer.forward.holds_its_weights(sampling)
+    ]
 
 
 def _is_worth_it(weight: torch.Tensor) -> bool:

@@ -5,9 +5,9 @@ import time
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.inference_engines.native.packed_linear import drop_packed, pack_linears
+from skyrl_train.inference_engines.native.packed_linear import drop_packed, pack_linears, stale_copies
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
-from skyrl_train.weight_sync.fingerprint import Verification, fingerprints_of
+from skyrl_train.weight_sync.fingerprint import Sampling, Verification, fingerprints_of, num_bytes_read
 from skyrl_train.weight_sync.receiver import WeightReceiver
 
 
@@ -125,13 +125,24 @@ class EngineWeights:
             self._give_up(str(error))
             raise
         pack_linears(self._model)
-        held = [(name, parameter) for name, parameter in self._parameters.items() if name in self._written]
-        report = WeightReport(
-            version=version, fingerprints=fingerprints_of(held, version, self._init_info.verification)
-        )
+        report = self._report(version)
         self._written.clear()
         self._update_deadline, self._complete, self._failure = None, True, ""
         return report
+
+    def _report(self, version: int) -> WeightReport:
+        if self.verification == "off":
+            return WeightReport(version=version, fingerprints={})
+        held = [(name, parameter) for name, parameter in self._parameters.items() if name in self._written]
+        with torch.inference_mode():
+            stale = stale_copies(self._model, Sampling(version, self.verification))
+        return WeightReport(
+            version=version,
+            fingerprints=fingerprints_of(held, version, self.verification),
+            wrong={f"{name}.weight": ["the engine's packed copy"] for name in stale},
+            held_bytes=sum(parameter.nbytes for _, parameter in held),
+            read_bytes=sum(num_bytes_read(parameter.nbytes, self.verification) for _, parameter in held),
+        )
 
     def sleep(self, level: int) -> None:
         """1: to host memory (where they stay if they are there). 2: dropped."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from skyrl_train.errors import UnsupportedByEngine, WeightSyncError
-from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.fingerprint import Verification, fingerprints_of
 from skyrl_train.weight_sync.receiver import WeightReceiver
 
@@ -37,12 +37,13 @@ class CheckpointFiles:
         self._folder = Path(request.location).parent
         self._fingerprints |= fingerprints_of(bucket, request.version, self._verification)
 
-    def finish(self, version: int) -> tuple[Path, dict[str, int]]:
-        """The folder to load, and the fingerprints of what is in it."""
+    def finish(self, version: int) -> tuple[Path, WeightReport]:
+        """The folder to load, and a report of what is in it: nothing is read of what the server makes of it."""
         self._receiver.finish(version)
         if self._folder is None:
             raise WeightSyncError(f"the update to version {version} has no files")
-        return self._folder, self._fingerprints
+        report = WeightReport(version=version, fingerprints=self._fingerprints, received_only=list(self._fingerprints))
+        return self._folder, report
 
 
 def adapter_fingerprints(path: str, version: int, verification: Verification = "sampled") -> dict[str, int]:

@@ -11,7 +11,7 @@ from skyrl_train.inference_engines.base import EngineInfo, PauseMode, StopReason
 from skyrl_train.inference_engines.native.requests import SamplingParams
 from skyrl_train.inference_engines.remote.connection import ServerConnection
 from skyrl_train.inference_engines.vllm.sampling import SeedPair
-from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +101,8 @@ class ServerProtocol(ABC):
     async def update_weights(self, request: WeightUpdateRequest) -> None: ...
 
     @abstractmethod
-    async def finish_weights(self, version: int) -> dict[str, int]:
-        """Takes on `version`. Returns the fingerprint of every tensor of the update."""
+    async def finish_weights(self, version: int) -> WeightReport:
+        """Takes on `version`."""
 
     @abstractmethod
     async def load_adapter(self, name: str, path: str, version: int) -> dict[str, int]:

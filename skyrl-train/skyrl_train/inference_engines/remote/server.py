@@ -327,13 +327,13 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         await self._protocol.update_weights(request)
 
     async def finish_weight_update(self, version: int) -> WeightReport:
-        fingerprints = await self._protocol.finish_weights(version)
+        report = await self._protocol.finish_weights(version)
         self._version, self._update_is_open = version, False
         await self._protocol.reset_prefix_cache()
         if self._paused_for_update:
             self._paused_for_update = False
             await self.resume_generation()
-        return WeightReport(version=version, fingerprints=fingerprints)
+        return report
 
     async def weight_version(self) -> int:
         self._version = await self._protocol.weight_version()

@@ -28,7 +28,7 @@ from skyrl_train.inference_engines.remote.protocol import (
     vocabulary_of,
 )
 from skyrl_train.inference_engines.vllm.sampling import SeedPair
-from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 _STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -235,10 +235,10 @@ class SGLangProtocol(ServerProtocol):
             raise WeightSyncError("weights came before init_weight_update_communicator told where from")
         await asyncio.to_thread(self._files.add, request)
 
-    async def finish_weights(self, version: int) -> dict[str, int]:
+    async def finish_weights(self, version: int) -> WeightReport:
         if self._files is None:
             raise WeightSyncError("no weights have come: init_weight_update_communicator was not called")
-        folder, fingerprints = self._files.finish(version)
+        folder, report = self._files.finish(version)
         body = {"model_path": str(folder), "flush_cache": False, "weight_version": str(version)}
         try:
             await self.server.post("/update_weights_from_disk", body)
@@ -246,7 +246,7 @@ class SGLangProtocol(ServerProtocol):
             raise WeightSyncError(
                 f"the server at {self.server.url} did not take the checkpoint: {error.said}"
             ) from None
-        return fingerprints
+        return report
 
     # ---- adapters
 

@@ -32,7 +32,7 @@ from skyrl_train.inference_engines.remote.protocol import (
 from skyrl_train.inference_engines.vllm.adapters import check_adapter
 from skyrl_train.inference_engines.vllm.arguments import EXTENSION
 from skyrl_train.inference_engines.vllm.sampling import SeedPair, http_sampling, seed_of
-from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import ProcessReport, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 _WORKER_ERROR = re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL)
 _STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -204,16 +204,17 @@ class VLLMProtocol(ServerProtocol):
         else:
             self._files.add(request)
 
-    async def finish_weights(self, version: int) -> dict[str, int]:
+    async def finish_weights(self, version: int) -> WeightReport:
         if self._extended:
-            fingerprints = _same_everywhere(await self._workers("skyrl_finish", version), self.server.url)
+            processes = await self._workers("skyrl_finish", version)
+            report = WeightReport.of_processes(version, [ProcessReport(**fields) for fields in processes])
         elif self._files is None:
             raise WeightSyncError("no weights have come: init_weight_update_communicator was not called")
         else:
-            folder, fingerprints = self._files.finish(version)
+            folder, report = self._files.finish(version)
             await self._workers("reload_weights", weights_path=str(folder))
         await self.server.post("/update_weight_version", {"new_version": str(version)})
-        return fingerprints
+        return report
 
     async def _workers(self, method: str, *args: Any, timeout_seconds: float | None = None, **kwargs: Any) -> list[Any]:
         """Calls a method of every worker process."""

@@ -17,7 +17,7 @@ from skyrl_train.inference_engines.remote.connection import ServerConnection, Se
 from skyrl_train.inference_engines.remote.protocol import ServerFacts
 from skyrl_train.inference_engines.remote.sglang import SGLangProtocol
 from skyrl_train.inference_engines.sglang.weight_loader import NAME
-from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 
 class LocalSGLangProtocol(SGLangProtocol):
@@ -51,12 +51,12 @@ class LocalSGLangProtocol(SGLangProtocol):
             await self._begin()
         await self._order(None, do="update", request=request.to_json_dict())
 
-    async def finish_weights(self, version: int) -> dict[str, int]:
+    async def finish_weights(self, version: int) -> WeightReport:
         fingerprints = await self._order(None, do="finish", version=version)
         await self.server.post("/end_weight_update", {})
         body = {"new_version": str(version), "abort_all_requests": False}
         await self.server.post("/update_weight_version", body)
-        return fingerprints
+        return WeightReport(version=version, fingerprints=fingerprints, received_only=list(fingerprints))
 
     async def _begin(self) -> None:
         """Opens an update; one that failed before is still open."""

@@ -29,9 +29,15 @@ from skyrl_train.inference_engines.vllm.adapters import check_adapter
 from skyrl_train.inference_engines.vllm.answers import Answer, version_of
 from skyrl_train.inference_engines.vllm.arguments import engine_arguments, process_environment
 from skyrl_train.inference_engines.vllm.llm import LLMProcesses
-from skyrl_train.inference_engines.vllm.loaded_adapters import LoadedAdapters, merged_reports
+from skyrl_train.inference_engines.vllm.loaded_adapters import LoadedAdapters
 from skyrl_train.inference_engines.vllm.sampling import SeedPair, seed_of, split_seeds, vllm_sampling
-from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import (
+    LoraLoadRequest,
+    ProcessReport,
+    WeightReport,
+    WeightSyncInitInfo,
+    WeightUpdateRequest,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -390,12 +396,12 @@ class VLLMInferenceEngine(InferenceEngineInterface):
     async def _finish(self, version: int) -> WeightReport:
         async with self._turn:
             reports = await self._processes.weight_rpc("skyrl_finish", version)
-            fingerprints = merged_reports(reports)
+            report = WeightReport.of_processes(version, [ProcessReport(**fields) for fields in reports])
             await self._llm.update_weight_version(str(version))
             self._version, self._weights_complete = version, True
             self._gate.open("updating")
             await self._compute_if_open()
-        return WeightReport(version=version, fingerprints=fingerprints)
+        return report
 
     async def weight_version(self) -> int:
         self._processes.raise_if_dead()

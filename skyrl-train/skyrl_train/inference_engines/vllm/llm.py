@@ -96,8 +96,11 @@ class LLMProcesses:
     # ---- in the engine's loop
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every worker."""
-        return await self.llm.collective_rpc(method, args=args)
+        """Calls a method of every worker of every data-parallel replica. (vLLM's own `collective_rpc` calls them all as
+        well, but gives back the answers of the first replica alone.)"""
+        core: Any = self.llm.engine_core
+        replicas = await core.call_utility_all_async("collective_rpc", method, None, args, None)
+        return [answer for replica in replicas for answer in replica]
 
     async def weight_rpc(self, method: str, *args: Any) -> list[Any]:
         """`rpc`, where what a worker raises is a WeightSyncError with its words."""

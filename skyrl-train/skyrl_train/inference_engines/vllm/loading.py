@@ -1,4 +1,4 @@
-"""New weights into the model of a vLLM worker, and fingerprints of what it holds afterwards.
+"""New weights into the model of a vLLM worker, and a comparison with what it holds afterwards.
 
 Weights go through vLLM's layerwise reload: a layer is made anew in its checkpoint form, loaded, processed (packed for
 the CPU's kernels, quantized, ...) and copied to where it was, once all of its parts have come. So a bucket may end in
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.fingerprint import Verification, fingerprints_of
-
-NamedTensor = tuple[str, torch.Tensor]
+from skyrl_train.inference_engines.vllm.held_weights import HeldComparison, HeldWeights, NamedTensor
+from skyrl_train.weight_sync.base import ProcessReport
+from skyrl_train.weight_sync.fingerprint import Verification
 
 
 class ModelUpdate:
@@ -24,19 +24,19 @@ class ModelUpdate:
         vllm_config: `VllmConfig`.
         version: the update's.
         verification: how much of a tensor its fingerprint reads; `off`: none are made.
+        process: the name of this process in reports.
     """
 
-    def __init__(self, model: torch.nn.Module, vllm_config: Any, version: int, verification: Verification):
+    def __init__(
+        self, model: torch.nn.Module, vllm_config: Any, version: int, verification: Verification, process: str
+    ):
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._model = model
         self._config = vllm_config
         self._version = version
-        self._verification: Verification = verification
-        self._shapes: dict[str, torch.Size] = {}
-        self._handed: dict[str, int] = {}
-        self._readback = _ReadBack(model, vllm_config)
         self._tied = _tied_layers(model)
+        self._comparison = HeldComparison(HeldWeights(model, self._tied), process, version, verification)
         with self._vllm_context():
             initialize_layerwise_reload(model)
 
@@ -46,9 +46,7 @@ class ModelUpdate:
         Raises:
             WeightSyncError: the model has no such parameter, or another shape.
         """
-        self._shapes |= {name: tensor.shape for name, tensor in tensors}
-        unreadable = [(name, tensor) for name, tensor in tensors if not self._readback.can_read(name, tensor)]
-        self._handed |= fingerprints_of(unreadable, self._version, self._verification)
+        self._comparison.expect(tensors)
         try:
             with self._vllm_context(), torch.no_grad():
                 self._model.load_weights(iter(tensors))  # pyright: ignore[reportCallIssue]
@@ -60,14 +58,14 @@ class ModelUpdate:
             ) from error
         self._keep_buffered()
 
-    def finish(self, must_be_full: bool) -> dict[str, int]:
+    def finish(self, must_be_full: bool) -> ProcessReport:
         """Puts the new weights in place.
 
         Args:
             must_be_full: the weights before mean nothing (random, dropped), so every layer must have come.
 
         Returns:
-            A fingerprint of every tensor: read back from the model where it keeps the tensor, else as handed to it.
+            Fingerprints of the tensors as they came, and the names of those that the model computes otherwise with.
 
         Raises:
             WeightSyncError: a layer came in part, or not at all though it must; names it.
@@ -78,10 +76,7 @@ class ModelUpdate:
         with self._vllm_context(), torch.no_grad():
             finalize_layerwise_reload(self._model, self._config.model_config)
             self._tie_again()
-        if self._verification == "off":
-            return {}
-        held = [(name, self._readback.read(name, self._shapes)) for name in self._shapes if name not in self._handed]
-        return self._handed | fingerprints_of(held, self._version, self._verification)
+            return self._comparison.report()
 
     def abandon(self) -> None:
         """Makes the model whole again, of old and new layers: a later full update can come, generation must not."""
@@ -161,62 +156,3 @@ def _tied_layers(model: torch.nn.Module) -> list[tuple[Any, Any]]:
         if source is not layer:
             tied.append((layer, source))
     return tied
-
-
-class _ReadBack:
-    """Tensors by their checkpoint's names out of a model that keeps some of them side by side in one.
-
-    Only what is stored as in the checkpoint can be read: not quantized, not packed, not divided over processes.
-    """
-
-    def __init__(self, model: torch.nn.Module, vllm_config: Any):
-        parallel = vllm_config.parallel_config
-        plain = vllm_config.model_config.quantization is None and parallel.tensor_parallel_size == 1
-        self._model = model
-        self._stored = {name: (p.shape, p.dtype) for name, p in model.named_parameters() if p.numel()} if plain else {}
-        self._packed: dict[str, list[str]] = dict(getattr(model, "packed_modules_mapping", None) or {})
-
-    def can_read(self, name: str, tensor: torch.Tensor) -> bool:
-        stored_name, parts = self._place(name)
-        stored = self._stored.get(stored_name)
-        if stored is None or stored[1] != tensor.dtype or len(stored[0]) != tensor.dim():
-            return False
-        shape = stored[0]
-        if len(parts) == 1:
-            padded = "embed" in name or "lm_head" in name
-            return shape == tensor.shape or (padded and shape[1:] == tensor.shape[1:] and shape[0] > tensor.shape[0])
-        return shape[1:] == tensor.shape[1:] and shape[0] > tensor.shape[0]
-
-    def read(self, name: str, shapes: dict[str, torch.Size]) -> torch.Tensor:
-        """A view of the tensor in the model.
-
-        Raises:
-            WeightSyncError: its neighbours did not come with it, so that its place is not known.
-        """
-        stored_name, parts = self._place(name)
-        stored = self._model.get_parameter(stored_name)
-        start = 0
-        for part in parts:
-            if part == name:
-                return stored.detach()[start : start + shapes[name][0]]
-            if part not in shapes:
-                break
-            start += shapes[part][0]
-        raise WeightSyncError(f"{name} came without {parts[0]}, which vLLM keeps beside it; send them in one update")
-
-    def _place(self, name: str) -> tuple[str, list[str]]:
-        """The parameter that holds a tensor, and the names of the tensors in it, in their order."""
-        for packed, parts in self._packed.items():
-            for part in parts:
-                if f".{part}." in name and part != packed:
-                    return (
-                        self._as_stored(name.replace(f".{part}.", f".{packed}.")),
-                        [name.replace(f".{part}.", f".{other}.") for other in parts],
-                    )
-        return self._as_stored(name), [name]
-
-    def _as_stored(self, name: str) -> str:
-        """With adapters, vLLM moves a layer's own weight one level down."""
-        module, _, parameter = name.rpartition(".")
-        below = f"{module}.base_layer.{parameter}"
-        return below if below in self._stored else name

@@ -4,6 +4,7 @@ vLLM mixes this class into its worker (`--worker-extension-cls`); its methods ar
 HTTP by `/collective_rpc` (`VLLM_SERVER_DEV_MODE=1`) with arguments that JSON can carry.
 """
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,19 +83,21 @@ class WeightExtension:
         tensors = self._skyrl_receiver.receive(parsed)
         if self._skyrl_update is None:
             model = self.model_runner.get_model()
-            self._skyrl_update = ModelUpdate(model, self.vllm_config, parsed.version, self._skyrl_verification)
+            self._skyrl_update = ModelUpdate(
+                model, self.vllm_config, parsed.version, self._skyrl_verification, self._process_name()
+            )
         self._skyrl_update.load(tensors)
 
-    def skyrl_finish(self, version: int) -> dict[str, int]:
-        """Puts the new weights in place. Returns a fingerprint of every tensor by its name."""
+    def skyrl_finish(self, version: int) -> dict[str, Any]:
+        """Puts the new weights in place. Returns the fields of a `ProcessReport`."""
         if self._skyrl_receiver is None:
             raise WeightSyncError("no weights have come: skyrl_connect was not called")
         self._skyrl_receiver.finish(version)
         if self._skyrl_update is None:
-            return {}
-        fingerprints = self._skyrl_update.finish(must_be_full=not self._skyrl_weights_valid)
+            return {"process": self._process_name(), "fingerprints": {}}
+        report = self._skyrl_update.finish(must_be_full=not self._skyrl_weights_valid)
         self._skyrl_update, self._skyrl_weights_valid = None, True
-        return fingerprints
+        return asdict(report)
 
     def skyrl_drop_weights(self) -> None:
         """Declares the present weights worthless: the next update must be full."""
@@ -105,6 +108,9 @@ class WeightExtension:
         from skyrl_train.inference_engines.vllm.adapters import held_fingerprints
 
         return held_fingerprints(self.model_runner, lora_id, path, version, self._skyrl_verification)
+
+    def _process_name(self) -> str:
+        return f"process {self.rank} of replica {self.vllm_config.parallel_config.data_parallel_index}"
 
     def skyrl_release_cache(self) -> int:
         """Gives the memory of the key-value cache back to the machine; it comes back, zeroed, when it is written to.

@@ -1,0 +1,336 @@
+"""Layers of a vLLM model in this process: the part of a checkpoint's tensor that each holds, and its numbers, read from
+what the layer computes with.
+
+A table of vLLM's kinds of layers (linear, vocabulary, experts), not of models. Shards follow from the sizes and ranks
+that a layer declares; no loader is asked, so that a loader's mistake cannot hide itself. A kind that is not known here
+gives no regions: its tensors count as unread.
+
+A weight that is stored as in the checkpoint is read where it lies. A linear layer on a CPU multiplies by a packed copy
+that nothing else can read: its columns are the products with one-hot rows, which are exact in every float format
+(products with 1 and 0, summed with zeros).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from skyrl_train.weight_sync.fingerprint import Sampling
+from skyrl_train.weight_sync.one_hot import as_computed, columns_by_products
+
+Place = tuple[slice | int, ...]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of a checkpoint's tensor that a layer holds here.
+
+    Attributes:
+        layer: vLLM's.
+        parameter: of the layer.
+        source: where the part lies in the checkpoint's tensor.
+        held: where it lies in the parameter.
+        computed: read by products (of a matrix; `held` then has rows alone), else from the parameter.
+    """
+
+    layer: Any
+    parameter: str
+    source: Place
+    held: Place
+    computed: bool = False
+
+    def expected(self, tensor: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+        """The sample of the part, of a whole tensor as the trainer sent it, in the dtype of the layer."""
+        part = tensor[self.source]
+        if self.computed:
+            return as_computed(part[:, self._columns(sampling)].t().to(self.layer.weight.dtype))
+        return _rows(part, sampling).to(getattr(self.layer, self.parameter).dtype)
+
+    def num_bytes(self, tensor: torch.Tensor) -> int:
+        """Of the whole part in the dtype of the layer."""
+        return tensor[self.source].numel() * getattr(self.layer, self.parameter).itemsize
+
+    def _columns(self, sampling: Sampling) -> slice:
+        """The same for all parts of a layer, so that one product serves them."""
+        rows, columns = _matrix_shape(self.layer)
+        return sampling.of(columns, rows * columns * self.layer.weight.itemsize)
+
+
+class LayerReader:
+    """Reads regions as they are now. Regions of one layer should be read one after the other: what they have in common
+    is kept for the next."""
+
+    def __init__(self, sampling: Sampling):
+        self._sampling = sampling
+        self._key: tuple[int, str] | None = None
+        self._kept = torch.empty(0)
+
+    def held(self, region: Region) -> torch.Tensor:
+        """The counterpart of `Region.expected`."""
+        if region.computed:
+            columns = region._columns(self._sampling)
+            return self._keep(region, lambda: _columns_of(region.layer, columns))[:, region.held[0]]
+        stored = self._keep(region, lambda: _as_in_checkpoint(region.layer, region.parameter))
+        return _rows(stored[region.held], self._sampling)
+
+    def _keep(self, region: Region, read: Any) -> torch.Tensor:
+        key = (id(region.layer), region.parameter)
+        if self._key != key:
+            self._key, self._kept = key, read()
+        return self._kept
+
+
+def regions_in_layer(layer: torch.nn.Module, parameter: str, part: int | None, shape: torch.Size) -> list[Region]:
+    """The regions of a checkpoint's tensor of `shape` in a layer; none if they are not known.
+
+    Args:
+        part: which of the tensors that the layer keeps side by side this is (q, k, v; gate, up); None: all of them.
+    """
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    if isinstance(layer, LinearBase):
+        return _linear(layer, parameter, part, shape)
+    if isinstance(layer, VocabParallelEmbedding):
+        return _vocabulary(layer, parameter, shape)
+    stored = layer._parameters.get(parameter)
+    if stored is None or stored.shape != shape or part is not None:
+        return []
+    return [Region(layer, parameter, _whole(shape), _whole(shape))]
+
+
+def _whole(shape: torch.Size) -> Place:
+    return tuple(slice(0, size) for size in shape)
+
+
+# ---- linear layers
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """The rows of one of a layer's tensors that are here."""
+
+    start: int
+    size: int
+    of: int
+
+
+def _linear(layer: Any, parameter: str, part: int | None, shape: torch.Size) -> list[Region]:
+    shards, columns = _shards_of(layer)
+    picked = shards if part is None else shards[part : part + 1]
+    if sum(shard.of for shard in picked) != shape[0] or parameter not in ("weight", "bias"):
+        return []
+    if parameter == "weight" and (len(shape) != 2 or shape[1] != layer.input_size):
+        return []
+    held_start = sum(shard.size for shard in shards[: part or 0])
+    regions = []
+    source_start = 0
+    for shard in picked:
+        source = slice(source_start + shard.start, source_start + shard.start + shard.size)
+        held = slice(held_start, held_start + shard.size)
+        regions += _matrix(layer, source, columns, held) if parameter == "weight" else [_bias(layer, source, held)]
+        source_start += shard.of
+        held_start += shard.size
+    return regions
+
+
+def _shards_of(layer: Any) -> tuple[list[_Shard], slice]:
+    """Rows of each tensor that a linear layer keeps, and the columns of all; no rows if its kind is not known."""
+    from vllm.model_executor.layers import linear
+
+    rank, size = layer.tp_rank, layer.tp_size
+    all_columns = slice(0, layer.input_size)
+    if _loads_as(layer, linear.QKVParallelLinear):
+        copies = layer.num_kv_head_replicas  # of a key-value head, where there are fewer of them than processes
+        query, key, value = (
+            layer.num_heads * layer.head_size,
+            *(layer.num_kv_heads * head_size for head_size in (layer.head_size, layer.v_head_size)),
+        )
+        return [
+            _Shard(rank * query, query, size * query),
+            _Shard(rank // copies * key, key, size // copies * key),
+            _Shard(rank // copies * value, value, size // copies * value),
+        ], all_columns
+    if _loads_as(layer, linear.MergedColumnParallelLinear):
+        return [_Shard(rank * (rows // size), rows // size, rows) for rows in layer.output_sizes], all_columns
+    if _loads_as(layer, linear.ColumnParallelLinear):
+        rows = layer.output_size // size
+        return [_Shard(rank * rows, rows, layer.output_size)], all_columns
+    if _loads_as(layer, linear.RowParallelLinear):
+        width = layer.input_size // size
+        return [_Shard(0, layer.output_size, layer.output_size)], slice(rank * width, (rank + 1) * width)
+    if _loads_as(layer, linear.ReplicatedLinear):
+        return [_Shard(0, layer.output_size, layer.output_size)], all_columns
+    return [], all_columns
+
+
+def _loads_as(layer: Any, kind: type) -> bool:
+    """Whether a layer shards its weights by the rules of `kind`: one with a loader of its own has rules of its own."""
+    loaders = ("weight_loader", "weight_loader_v2")
+    return isinstance(layer, kind) and all(
+        getattr(type(layer), loader, None) is getattr(kind, loader, None) for loader in loaders
+    )
+
+
+def _matrix(layer: Any, rows: slice, columns: slice, held_rows: slice) -> list[Region]:
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    if not isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+        return []
+    if hasattr(layer, "cpu_linear") and not _looks_up(layer):
+        return [Region(layer, "weight", (rows, columns), (held_rows,), computed=True)]
+    if layer.weight.shape != _matrix_shape(layer):
+        return []  # swizzled for a kernel
+    return [Region(layer, "weight", (rows, columns), (held_rows, slice(0, columns.stop - columns.start)))]
+
+
+def _bias(layer: Any, rows: slice, held_rows: slice) -> Region:
+    return Region(layer, "bias", (rows,), (held_rows,))
+
+
+def _matrix_shape(layer: Any) -> tuple[int, int]:
+    """Of a layer's whole matrix in this process: outputs, inputs."""
+    if hasattr(layer, "num_embeddings_per_partition"):
+        return layer.num_embeddings_per_partition, layer.embedding_dim
+    shards, columns = _shards_of(layer)
+    return sum(shard.size for shard in shards), columns.stop - columns.start
+
+
+def _columns_of(layer: Any, columns: slice) -> torch.Tensor:
+    """Columns of the matrix that a layer multiplies by, one a row. [columns, outputs]"""
+    weight = layer.weight
+    return columns_by_products(
+        lambda rows: layer.quant_method.apply(layer, rows), _matrix_shape(layer), columns, weight.dtype, weight.device
+    )
+
+
+# ---- vocabularies
+
+
+def _vocabulary(layer: Any, parameter: str, shape: torch.Size) -> list[Region]:
+    shard = layer.shard_indices
+    if shard.added_vocab_end_index > shard.added_vocab_start_index or shape[0] != layer.org_vocab_size:
+        return []
+    rows = slice(shard.org_vocab_start_index, shard.org_vocab_end_index)
+    held = slice(0, rows.stop - rows.start)
+    if parameter == "bias":
+        return [_bias(layer, rows, held)]
+    if parameter != "weight" or shape[1:] != (layer.embedding_dim,):
+        return []
+    return _matrix(layer, rows, slice(0, layer.embedding_dim), held)
+
+
+def _looks_up(layer: Any) -> bool:
+    """A vocabulary that picks rows, where an LM head multiplies."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    return isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
+
+
+# ---- experts
+
+
+def regions_in_experts(layer: Any, kind: str, expert: int | None, shape: torch.Size) -> list[Region]:
+    """The regions of a tensor of `shape` in a layer of experts; none if they are not known or not here.
+
+    Args:
+        kind: `gate`, `up`, `gate_up` or `down`.
+        expert: None: the tensor stacks all of them.
+    """
+    experts = _experts_here(layer, expert, shape)
+    if experts is None or not _layout_is_known(layer):
+        return []
+    source_experts, held_experts = experts
+    config = layer.moe_config
+    *_, rows, columns = shape
+    size, rank = config.tp_size, config.tp_rank
+    if kind == "down":
+        width = columns // size
+        source = (slice(0, rows), slice(rank * width, (rank + 1) * width))
+        return [
+            Region(layer, "w2_weight", (*source_experts, *source), (*held_experts, slice(0, rows), slice(0, width)))
+        ]
+    halves = ("gate", "up") if kind == "gate_up" else (kind,)
+    height = rows // len(halves)
+    here = height // size
+    regions = []
+    for index, half in enumerate(halves):
+        start = index * height + rank * here
+        held_start = 0 if half == "gate" else layer.w13_weight.shape[1] // 2  # behind the padding of the gate's
+        regions.append(
+            Region(
+                layer,
+                "w13_weight",
+                (*source_experts, slice(start, start + here), slice(0, columns)),
+                (*held_experts, slice(held_start, held_start + here), slice(0, columns)),
+            )
+        )
+    return regions
+
+
+def _experts_here(layer: Any, expert: int | None, shape: torch.Size) -> tuple[Place, Place] | None:
+    """Where experts lie in the tensor (nothing for one expert's own), and here."""
+    config, manager = layer.moe_config, layer.expert_map_manager
+    if config.num_experts != config.num_logical_experts or manager.num_fused_shared_experts:
+        return None
+    here = manager.get_local_expert_ids()
+    if expert is not None:
+        if expert not in here or len(shape) != 2:
+            return None
+        local = manager.map_global_to_local(expert)
+        return (), (local,)
+    in_order = here == list(range(here[0], here[0] + len(here)))
+    if len(shape) != 3 or shape[0] != config.num_logical_experts or not in_order:
+        return None
+    return (slice(here[0], here[0] + len(here)),), (slice(0, len(here)),)
+
+
+def _layout_is_known(layer: Any) -> bool:
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    if not isinstance(layer.quant_method, UnquantizedFusedMoEMethod) or layer.is_fused_checkpoint_transposed:
+        return False
+    if not layer.moe_config.is_act_and_mul:
+        return False
+    backend = layer.quant_method.unquantized_backend.name
+    if backend == "CPU":
+        return not _experts_of(layer)._use_zentorch
+    return backend in ("TRITON", "BATCHED_TRITON")  # others shuffle
+
+
+def _experts_of(layer: Any) -> Any:
+    """What computes with a layer's experts."""
+    return layer.quant_method.moe_kernel.fused_experts
+
+
+def _as_in_checkpoint(layer: Any, parameter: str) -> torch.Tensor:
+    """A parameter in the order of a checkpoint. Experts on a CPU are packed in another one."""
+    stored = getattr(layer, parameter).detach()
+    if stored.dim() != 3 or stored.device.type != "cpu" or not hasattr(layer, "expert_map_manager"):
+        return stored
+    order = _packed_order(stored, _experts_of(layer).isa)
+    unpacked = torch.empty_like(stored).view(len(stored), -1)
+    unpacked[:, order] = stored.reshape(len(stored), -1)
+    return unpacked.view(stored.shape)
+
+
+def _packed_order(stored: torch.Tensor, isa: str) -> torch.Tensor:
+    """Which number of an expert's matrix lies at each place of the packed one: found by packing the digits of their
+    indices (to base 256, exact in every float format). [numbers of an expert]"""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    numbers = torch.arange(stored[0].numel())
+    order = torch.zeros_like(numbers)
+    for shift in range(0, max(1, int(numbers[-1]).bit_length()), 8):
+        digits = ((numbers >> shift) & 255).to(stored.dtype).view(1, *stored.shape[1:])
+        order += cpu_prepack_moe_weight(digits, isa).view(-1).long() << shift
+    return order
+
+
+def _rows(part: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The sample of a stored part: some of the rows of its matrices."""
+    if part.dim() < 2:
+        return part
+    picked = sampling.of(part.shape[-2], part.numel() * part.itemsize)
+    return part[..., picked, :]

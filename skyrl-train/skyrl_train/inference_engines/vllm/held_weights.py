@@ -1,0 +1,121 @@
+"""Comparison of the weights that a vLLM worker was sent with those that it computes with afterwards."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from skyrl_train.inference_engines.vllm.held_layers import LayerReader, Region, regions_in_experts, regions_in_layer
+from skyrl_train.weight_sync.base import ProcessReport
+from skyrl_train.weight_sync.fingerprint import Sampling, Verification, fingerprints_of
+
+NamedTensor = tuple[str, torch.Tensor]
+
+_EXPERTS = re.compile(r"(?P<layer>.*experts)\.(?:(?P<expert>\d+)\.)?(?P<kind>\w+?)(?:\.weight)?")
+_BASE = ".base_layer"
+
+
+class HeldWeights:
+    """The places of a checkpoint's tensors in a model.
+
+    Args:
+        tied: layers that share another one's weight: (layer, the other).
+    """
+
+    def __init__(self, model: Any, tied: Iterable[tuple[Any, Any]]):
+        self._layers = {name.replace(_BASE, ""): layer for name, layer in model.named_modules() if _has_own(layer)}
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        self._new_prefixes: dict[str, str | None] = dict(getattr(mapper, "orig_to_new_prefix", None) or {})
+        packed = dict(getattr(model, "packed_modules_mapping", None) or {})
+        self._parts = {part: (whole, index) for whole, parts in packed.items() for index, part in enumerate(parts)}
+        self._tied = list(tied)
+
+    def regions(self, name: str, shape: torch.Size) -> list[Region]:
+        """Where this process holds a tensor; none if it does not, or if the place is not known."""
+        return self._regions(name, shape) or self._regions(self._renamed(name), shape)
+
+    def _regions(self, name: str, shape: torch.Size) -> list[Region]:
+        if (experts := _EXPERTS.fullmatch(name)) and (found := self._in_experts(experts, shape)):
+            return found
+        path, _, parameter = name.rpartition(".")
+        layer, part = self._layers.get(path), None
+        if layer is None:
+            parent, _, last = path.rpartition(".")
+            whole, part = self._parts.get(last, (last, None))
+            layer = self._layers.get(f"{parent}.{whole}" if parent else whole)
+        if layer is None:
+            return []
+        found = regions_in_layer(layer, parameter, part, shape)
+        for other in [tied for tied, source in self._tied if source is layer and parameter == "weight"]:
+            shared = regions_in_layer(other, parameter, part, shape)
+            found = found + shared if shared else []  # one that cannot be read leaves the tensor unread
+        return found
+
+    def _in_experts(self, name: re.Match[str], shape: torch.Size) -> list[Region]:
+        path = name["layer"]
+        layer = self._layers.get(f"{path}.routed_experts") or self._layers.get(path)
+        if layer is None or not hasattr(layer, "expert_map_manager"):
+            return []
+        gate, up, down = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
+        kinds = {gate: "gate", up: "up", down: "down", "gate_up_proj": "gate_up", "w13": "gate_up"}
+        kind = kinds.get(name["kind"])
+        expert = None if name["expert"] is None else int(name["expert"])
+        return [] if kind is None else regions_in_experts(layer, kind, expert, shape)
+
+    def _renamed(self, name: str) -> str:
+        """As vLLM names it, by the prefixes that a model renames."""
+        for old, new in self._new_prefixes.items():
+            if name.startswith(old) and new is not None:
+                return name.replace(old, new, 1)
+        return name
+
+
+class HeldComparison:
+    """One update: `expect` what comes before it is handed to the model, then `report` what the model has made of it.
+
+    The expectation is a fingerprint of a sample of every region, in the numbers that the layer should compute with.
+    """
+
+    def __init__(self, weights: HeldWeights, process: str, version: int, verification: Verification):
+        self._weights = weights
+        self._sampling = Sampling(version, verification)
+        self._report = ProcessReport(process=process, fingerprints={})
+        self._expected: list[tuple[str, Region, int]] = []
+
+    def expect(self, tensors: list[NamedTensor]) -> None:
+        """Takes note of tensors as they came."""
+        version, verification = self._sampling.version, self._sampling.verification
+        self._report.fingerprints |= fingerprints_of(tensors, version, verification)
+        if verification == "off":
+            return
+        for name, tensor in tensors:
+            regions = self._weights.regions(name, tensor.shape)
+            for region in regions:
+                sample = region.expected(tensor, self._sampling)
+                self._expected.append((name, region, _fingerprint(sample)))
+                self._report.held_bytes += region.num_bytes(tensor)
+                self._report.read_bytes += sample.numel() * sample.itemsize
+            if regions:
+                self._report.read.append(name)
+
+    def report(self) -> ProcessReport:
+        """Reads every region from its layer."""
+        reader = LayerReader(self._sampling)
+        wrong = dict.fromkeys(
+            name
+            for name, region, expected in sorted(
+                self._expected, key=lambda entry: (id(entry[1].layer), entry[1].parameter)
+            )
+            if _fingerprint(reader.held(region)) != expected
+        )
+        self._report.wrong = [name for name in self._report.read if name in wrong]
+        return self._report
+
+
+def _fingerprint(sample: torch.Tensor) -> int:
+    return fingerprints_of([("", sample)], 0, "full")[""]
+
+
+def _has_own(layer: torch.nn.Module) -> bool:
+    return any(parameter is not None for parameter in layer._parameters.values())

@@ -1,0 +1,39 @@
+"""Reading a matrix that can only be multiplied by: a product with one-hot rows is a choice of its columns.
+
+Exact in every float format: each number is a product with 1, summed with products with 0.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+_ELEMENTS_AT_ONCE = 1 << 24
+"""Of one-hot rows and of their products."""
+_LEAST_CHUNK = 16
+
+
+def columns_by_products(
+    multiply: Callable[[torch.Tensor], torch.Tensor],
+    shape: tuple[int, int],
+    columns: slice,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Columns of a matrix W, one a row. [columns, outputs]
+
+    Args:
+        multiply: x -> x W^T.
+        shape: of W: outputs, inputs.
+    """
+    rows, width = shape
+    chunks = []
+    for picked in torch.arange(width)[columns].split(max(_LEAST_CHUNK, _ELEMENTS_AT_ONCE // max(shape))):
+        one_hot = torch.zeros(len(picked), width, dtype=dtype, device=device)
+        one_hot[torch.arange(len(picked)), picked] = 1
+        chunks.append(multiply(one_hot))
+    return as_computed(torch.cat(chunks)) if chunks else torch.empty(0, rows, dtype=dtype, device=device)
+
+
+def as_computed(values: torch.Tensor) -> torch.Tensor:
+    """Without what a product does not keep: the sign of zero, and numbers that are too small to be normal."""
+    return values.masked_fill(values.abs() < torch.finfo(values.dtype).tiny, 0.0)

@@ -1,0 +1,33 @@
+"""Columns of a matrix by products with one-hot rows."""
+
+import pytest
+import torch
+
+from skyrl_train.weight_sync.one_hot import columns_by_products
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_products_with_one_hot_rows_are_the_columns_bit_for_bit(dtype: torch.dtype):
+    weight = torch.randn(50, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = columns_by_products(lambda rows: rows @ weight.t(), (50, 70), slice(3, None, 8), dtype, CPU)
+    assert torch.equal(found, weight[:, 3::8].t())
+
+
+def test_zeros_with_a_sign_and_subnormal_numbers_count_as_zero():
+    weight = torch.tensor([[-0.0, 1e-40], [2.0, -3.0]])
+    found = columns_by_products(lambda rows: rows @ weight.t(), (2, 2), slice(None), torch.float32, CPU)
+    assert found.tolist() == [[0.0, 2.0], [0.0, -3.0]] and not found.signbit()[0, 0]
+
+
+def test_many_columns_are_read_in_pieces_of_bounded_size():
+    weight = torch.randn(3, 5000)
+    sizes = []
+
+    def multiply(rows: torch.Tensor) -> torch.Tensor:
+        sizes.append(rows.numel())
+        return rows @ weight.t()
+
+    assert torch.equal(columns_by_products(multiply, (3, 5000), slice(None), torch.float32, CPU), weight.t())
+    assert len(sizes) > 1 and max(sizes) <= 1 << 24
