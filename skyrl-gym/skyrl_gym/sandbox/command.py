@@ -20,6 +20,7 @@ from typing import IO, Protocol
 
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox.base import ExecResult, Limits, Outcome
+from skyrl_gym.sandbox.rlimits import default_signals
 
 CHUNK = 1 << 16
 END_SECONDS = 30.0
@@ -126,7 +127,7 @@ class Command:
                 for descriptor in (stdin, stdout, stderr):
                     os.fchown(descriptor, launch.owner, launch.owner)
             process = subprocess.Popen(
-                launch.argv,
+                [*default_signals(), *launch.argv],
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,

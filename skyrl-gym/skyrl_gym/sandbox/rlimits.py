@@ -1,8 +1,11 @@
-"""Limits that the kernel keeps for each process, and the surroundings a command starts with."""
+"""Limits that the kernel keeps for each process, and the surroundings that a command starts with."""
 
 import math
 import os
 import resource
+import signal
+import subprocess
+import sys
 from functools import cache
 
 from skyrl_gym.error import InfraError
@@ -20,6 +23,13 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "2",
 }
+RESET_SIGNALS = """
+import contextlib, os, signal, sys
+for number in signal.valid_signals():
+    with contextlib.suppress(OSError):
+        signal.signal(number, signal.SIG_DFL)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 FOLDERS = ("/usr/bin", "/bin", "/usr/local/bin", "/usr/sbin")
 PACKAGES = {"bwrap": "bubblewrap", "prlimit": "util-linux", "setpriv": "util-linux", "env": "coreutils"}
 
@@ -46,6 +56,27 @@ def rlimits(limits: Limits, processes: int | None = None) -> list[str]:
     if ceiling == resource.RLIM_INFINITY or cpu_seconds + 1 <= ceiling:
         argv.append(f"--cpu={cpu_seconds}:{cpu_seconds + 1}")
     return argv
+
+
+def default_signals() -> list[str]:
+    """Return arguments that start a command with default dispositions of all signals, if this process ignores any.
+
+    What is ignored is inherited: SIGHUP below `nohup`, SIGINT and SIGQUIT in the background of a shell.
+    """
+    with open("/proc/self/status") as file:
+        ignored = int(file.read().partition("SigIgn:")[2].split()[0], 16)
+    # `subprocess` resets these two, which Python ignores for itself.
+    for signal_number in (signal.SIGPIPE, signal.SIGXFSZ):
+        ignored &= ~(1 << (signal_number - 1))
+    return _signal_resetter() if ignored else []
+
+
+@cache
+def _signal_resetter() -> list[str]:
+    argv = [tool("env"), "--default-signal"]
+    known = subprocess.run([*argv, "true"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    # Coreutils before 8.31 do not know the option.
+    return argv if known.returncode == 0 else [sys.executable, "-I", "-S", "-c", RESET_SIGNALS]
 
 
 @cache

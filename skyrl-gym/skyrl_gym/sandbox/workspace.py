@@ -3,9 +3,7 @@
 import fcntl
 import glob
 import os
-import shutil
 import stat
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -13,12 +11,11 @@ from contextlib import contextmanager, suppress
 from functools import cache
 
 from skyrl_gym.error import InfraError
+from skyrl_gym.sandbox.deletion import CLOSE_SECONDS, FOLDER, delete_locked, open_folder
 
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 ENTRY_BYTES = 4096
 """What a file counts for beside its blocks, so that many empty ones are not free."""
 MAX_DEPTH = 64
-DELETE_SECONDS = 120
 PREFIX = "skyrl-sandbox-"
 SWEEP_SECONDS = 3600
 """How old a folder must be to be taken for left behind."""
@@ -101,11 +98,10 @@ class Workspace:
         return total
 
     def delete(self) -> None:
-        """Deletes everything, whatever was made of it. May be called more than once."""
+        """Deletes everything, whatever was made of it; what takes long, later. May be called more than once."""
         if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-        _delete(self.root)
+            lock, self._lock = self._lock, -1
+            delete_locked(self.root, lock, time.monotonic() + CLOSE_SECONDS)
 
     @contextmanager
     def _folder(self, folders: list[str], *, make: bool, path: str) -> Iterator[int]:
@@ -131,32 +127,22 @@ class Workspace:
             os.fchown(descriptor, self.owner, self.owner)
 
 
-def _delete(root: str) -> None:
-    with suppress(OSError, RecursionError):
-        shutil.rmtree(root)
-    if not os.path.lexists(root):
-        return
-    # Folders nested too deep for a recursion, or whose mode keeps us out.
-    for command in (["chmod", "-R", "u+rwx", "--", root], ["rm", "-rf", "--", root]):
-        subprocess.run(command, stderr=subprocess.DEVNULL, timeout=DELETE_SECONDS, check=False)
-    if os.path.lexists(root):
-        raise InfraError(f"the sandbox's folder {root} could not be deleted")
-
-
 @cache
 def _sweep() -> None:
     """Deletes folders of processes that were killed before they could: old ones that nobody holds a lock on. Once."""
+    deadline = time.monotonic() + CLOSE_SECONDS
     for path in glob.glob(os.path.join(tempfile.gettempdir(), f"{PREFIX}*")):
-        with suppress(OSError, InfraError, subprocess.TimeoutExpired):
+        with suppress(OSError, InfraError):
             about = os.lstat(path)
             if about.st_uid != os.geteuid() or time.time() - about.st_mtime < SWEEP_SECONDS:
                 continue
             lock = os.open(path, FOLDER)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _delete(path)
-            finally:
+            except OSError:
                 os.close(lock)
+                continue
+            delete_locked(path, lock, deadline)
 
 
 def path_parts(path: str) -> list[str]:
@@ -189,7 +175,7 @@ def _tree_bytes(descriptor: int, stop_above: int, depth: int) -> int:
                     if stat.S_ISDIR(about.st_mode):
                         if depth == 0:
                             return stop_above + 1
-                        inner = _open_folder(entry.name, descriptor, about.st_mode)
+                        inner = open_folder(entry.name, descriptor, about.st_mode)
                         total += _tree_bytes(inner, stop_above - total, depth - 1)
                 except OSError:
                     continue
@@ -198,15 +184,3 @@ def _tree_bytes(descriptor: int, stop_above: int, depth: int) -> int:
     finally:
         os.close(descriptor)
     return total
-
-
-def _open_folder(name: str, parent: int, mode: int) -> int:
-    """Opens a folder, also one whose mode keeps its owner, who may be us, from looking into it."""
-    if mode & stat.S_IRWXU == stat.S_IRWXU:
-        return os.open(name, FOLDER, dir_fd=parent)
-    closed = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-    try:
-        os.chmod(f"/proc/self/fd/{closed}", stat.S_IMODE(mode) | stat.S_IRWXU)
-        return os.open(f"/proc/self/fd/{closed}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    finally:
-        os.close(closed)

@@ -1,13 +1,15 @@
 """What the protocol promises, on every kind of sandbox that works here."""
 
 import os
+import signal
+import sys
 import threading
 import time
 
 import pytest
 
 from skyrl_gym.error import InfraError
-from skyrl_gym.sandbox import Limits, Sandbox, make_sandbox
+from skyrl_gym.sandbox import Limits, Sandbox, make_sandbox, rlimits
 
 ECHO = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=True)"
 ANSWERING = """
@@ -82,10 +84,30 @@ def test_exit_codes_pass(sandbox, code):
     assert sandbox.exec(["sh", "-c", f"exit {code}"]).returncode == code
 
 
-@pytest.mark.parametrize("signal", [1, 6, 9, 11, 15])
-def test_a_signal_is_a_negative_code(sandbox, signal):
-    result = sandbox.exec(python(sandbox, f"import os; os.kill(os.getpid(), {signal})"))
-    assert (result.outcome, result.returncode, result.stderr) == ("exited", -signal, "")
+@pytest.mark.parametrize("number", [1, 6, 9, 11, 15])
+def test_a_signal_is_a_negative_code(sandbox, number):
+    result = sandbox.exec(python(sandbox, f"import os; os.kill(os.getpid(), {number})"))
+    assert (result.outcome, result.returncode, result.stderr) == ("exited", -number, "")
+
+
+IGNORED = "import signal; print([s.name for s in signal.valid_signals() if signal.getsignal(s) == signal.SIG_IGN])"
+
+
+@pytest.mark.parametrize("with_new_env", [True, False], ids=["env", "an env that cannot reset signals"])
+def test_a_command_does_not_inherit_ignored_signals(sandbox, monkeypatch, with_new_env):
+    if not with_new_env:
+        reset = [sys.executable, "-I", "-S", "-c", rlimits.RESET_SIGNALS]
+        monkeypatch.setattr(rlimits, "_signal_resetter", lambda: reset)
+    kinds = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
+    before = {kind: signal.signal(kind, signal.SIG_IGN) for kind in kinds}
+    try:
+        killed = sandbox.exec(python(sandbox, "import os; os.kill(os.getpid(), 1)"))
+        ignored = sandbox.exec(python(sandbox, IGNORED))
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+    assert (killed.outcome, killed.returncode) == ("exited", -1)
+    assert ignored.stdout == "['SIGPIPE', 'SIGXFSZ']\n"  # as any Python has it
 
 
 def test_ten_megabytes_pass_through_without_a_deadlock(sandbox):

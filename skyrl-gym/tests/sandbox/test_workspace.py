@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_gym.error import InfraError
-from skyrl_gym.sandbox import command, make_sandbox, workspace
+from skyrl_gym.sandbox import command, deletion, make_sandbox, workspace
 from skyrl_gym.sandbox.workspace import ENTRY_BYTES, Workspace
 
 FORKED = """
@@ -85,6 +85,53 @@ def test_folders_of_killed_processes_are_deleted_by_a_later_one(place):
     Workspace().delete()
     assert sorted(place.iterdir()) == sorted([recent, Path(in_use.root)])
     in_use.delete()
+
+
+def fill(folder: str, depth: int = 200) -> None:
+    """Make a chain of folders longer than a path may be, others beside it, and modes that keep everyone out."""
+    chain = [os.open(folder, os.O_RDONLY)]
+    for _ in range(depth):
+        os.symlink("/nothing", "link", dir_fd=chain[-1])
+        os.mkdir("beside", mode=0, dir_fd=chain[-1])
+        os.mkdir("deeper" * 20, dir_fd=chain[-1])
+        chain.append(os.open("deeper" * 20, os.O_RDONLY, dir_fd=chain[-1]))
+    for descriptor in chain:
+        os.fchmod(descriptor, 0)
+        os.close(descriptor)
+
+
+def test_deep_and_closed_folders_are_deleted(place, monkeypatch):
+    monkeypatch.setattr(workspace, "CLOSE_SECONDS", 120.0)
+    made = Workspace()
+    fill(made.files)
+    made.delete()
+    assert list(place.iterdir()) == []
+
+
+def test_close_does_not_wait_for_folders_that_take_long_to_delete(place, monkeypatch):
+    made = Workspace()
+    fill(made.files)
+    monkeypatch.setattr(workspace, "CLOSE_SECONDS", 0.0)
+    made.delete()
+    made.delete()
+    assert list(place.iterdir()) == [Path(made.root)]  # as long as a thread deletes it
+    deletion.left_folders.wait()
+    assert list(place.iterdir()) == []
+
+
+def test_close_fails_by_name_when_too_many_folders_wait(place, monkeypatch):
+    monkeypatch.setattr(workspace, "CLOSE_SECONDS", 0.0)
+    monkeypatch.setattr(deletion, "MAX_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(deletion, "left_folders", deletion.LeftFolders(max_left=1))
+    first, second, third = (Workspace() for _ in range(3))
+    fill(first.files)
+    for number in range(3):
+        os.mkdir(os.path.join(second.files, str(number)))
+    first.delete()
+    with pytest.raises(InfraError, match="folders of sandboxes wait to be deleted"):
+        for left in (second, third):
+            left.delete()
+    deletion.left_folders.wait()
 
 
 @pytest.mark.parametrize("kind", ["local", "process"])
