@@ -5,13 +5,11 @@ The teacher is the reference model (`trainer.ref.model.path`); the settings that
 """
 
 import multiprocessing
-import sys
 
 import hydra
 from omegaconf import DictConfig
 
-from skyrl_train.entrypoints.main_base import BasePPOExp, config_dir, run_experiment, validate_cfg
-from skyrl_train.errors import SkyRLError
+from skyrl_train.entrypoints.main_base import BasePPOExp, config_dir, run_experiment
 from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
 from skyrl_train.generators.metrics import get_metrics_from_generator_output
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
@@ -46,11 +44,7 @@ class DistillationExp(BasePPOExp):
 
 @hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
 def main(cfg: DictConfig) -> None:
-    try:
-        typed = validate_cfg(cfg)
-    except SkyRLError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-    run_experiment(typed, DistillationExp)
+    run_experiment(cfg, DistillationExp)
 
 
 if __name__ == "__main__":

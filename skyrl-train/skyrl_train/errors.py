@@ -4,7 +4,7 @@ A wrong setting is a `ConfigError` before anything starts. What ends one rollout
 generator records on the trajectory (see `FailureKind`); what ends a run is one of the others.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 
 class SkyRLError(Exception):
@@ -52,6 +52,6 @@ class RolloutError(SkyRLError):
         super().__init__(message)
         self.kind: FailureKind = kind
 
-    def __reduce__(self) -> tuple[type["RolloutError"], tuple[FailureKind, str]]:
+    def __reduce__(self) -> tuple[type["RolloutError"], tuple[FailureKind, str], dict[str, Any]]:
         """Lets it travel between processes: an exception is rebuilt from its `args`, which lack the kind."""
-        return type(self), (self.kind, str(self))
+        return type(self), (self.kind, str(self)), self.__dict__

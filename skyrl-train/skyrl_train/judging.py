@@ -29,7 +29,8 @@ from skyrl_train.algorithms.off_policy import correct_off_policy, mismatch_metri
 from skyrl_train.algorithms.reduction import LossReduction, masked_mean, token_weights
 from skyrl_train.algorithms.sampling import overlong_penalty, zero_variance_rows
 from skyrl_train.config import AlgorithmConfig, SkyRLConfig
-from skyrl_train.training_batch import TrainingInputBatch
+from skyrl_train.errors import ConfigError
+from skyrl_train.training_batch import TrainingInputBatch, shape_of
 
 Metrics = dict[str, float]
 Judged = tuple[TrainingInputBatch, Metrics]
@@ -271,7 +272,7 @@ def _estimate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not len(rewards):
         return rewards, rewards
-    return AdvantageEstimatorRegistry.get(algorithm.advantage_estimator)(
+    returned = AdvantageEstimatorRegistry.get(algorithm.advantage_estimator)(
         token_level_rewards=rewards,
         response_mask=response_mask,
         action_mask=action_mask,
@@ -282,6 +283,14 @@ def _estimate(
         grpo_norm_by_std=algorithm.grpo_norm_by_std,
         gamma=algorithm.gamma,
         lambd=algorithm.lambd,
+    )
+    match returned:
+        case (torch.Tensor() as advantages, torch.Tensor() as returns):
+            if advantages.shape == returns.shape == rewards.shape:
+                return advantages, returns
+    raise ConfigError(
+        f"trainer.algorithm.advantage_estimator='{algorithm.advantage_estimator}' must return advantages and returns, "
+        f"two tensors {tuple(rewards.shape)}; got {shape_of(returned)}"
     )
 
 

@@ -15,6 +15,15 @@ import torch
 _NUMPY_KINDS = {torch.bfloat16: torch.int16}  # numpy has no bfloat16: its bytes travel as int16
 
 
+def shape_of(value: Any) -> str:
+    """Describe what a function returned, for the text of an error: `a tensor (4, 12)`, `(a tensor (4,), dict)`."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(shape_of, value))})"
+    return type(value).__name__
+
+
 class TensorBatch(dict[str, torch.Tensor | None]):
     """Tensors (or None) by name, all with the same first dimension, and `metadata` about the batch as a whole.
 

@@ -2,15 +2,13 @@
 trainer, which is the only process that needs it."""
 
 import multiprocessing
-import sys
 from typing import Any
 
 import hydra
 import torch
 from omegaconf import DictConfig
 
-from skyrl_train.entrypoints.main_base import config_dir, run_experiment, validate_cfg
-from skyrl_train.errors import SkyRLError
+from skyrl_train.entrypoints.main_base import config_dir, run_experiment
 from skyrl_train.utils.ppo_utils import register_advantage_estimator
 
 
@@ -26,11 +24,7 @@ def simple_baseline(
 
 @hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
 def main(cfg: DictConfig) -> None:
-    try:
-        typed = validate_cfg(cfg)
-    except SkyRLError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-    run_experiment(typed)
+    run_experiment(cfg)
 
 
 if __name__ == "__main__":

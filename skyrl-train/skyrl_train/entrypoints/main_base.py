@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import hydra
@@ -41,6 +42,7 @@ from skyrl_train.training_run import check_before_start, says_finished
 from skyrl_train.utils import initialize_ray
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train.utils.tracebacks import described, log_traceback
 from skyrl_train.utils.tracking import Tracking
 from skyrl_train.workers.placement import make_shared_placement_group
 
@@ -222,36 +224,55 @@ class Experiment(Protocol):
     def run(self) -> None: ...
 
 
-def run_experiment(cfg: SkyRLConfig, experiment: Callable[[SkyRLConfig], Experiment] = BasePPOExp) -> None:
-    """Starts Ray, runs the experiment in this process, stops Ray. What a person must mend ends it with a plain text.
+def run_experiment(
+    cfg: SkyRLConfig | DictConfig,
+    experiment: Callable[[SkyRLConfig], Experiment] = BasePPOExp,
+    validate: Callable[[SkyRLConfig | DictConfig], SkyRLConfig] = validate_cfg,
+) -> None:
+    """Check the settings, start Ray, run the experiment in this process, stop Ray.
 
+    Args:
+        cfg: typed, or as Hydra gives them.
+        experiment: makes what runs from typed settings.
+        validate: types and checks settings that come from Hydra.
+
+    What fails ends the process with exit code 1 and a plain text: for an error of ours its message, for any other
+    exception (of a user's code, say) its message and the user's frames. The whole traceback is in
+    `<run>/logs/trainer.log`.
     SIGINT and SIGTERM end it in order: nothing of it keeps running.
     """
-    configure_logging(RunFolder(cfg.trainer.run_dir).log_path("trainer"))
+    log_path: Path | None = None
     try:
-        prepared = experiment(cfg)  # what is wrong with settings or data is seen before Ray starts
+        configure_logging()
+        typed = cfg if isinstance(cfg, SkyRLConfig) else validate(cfg)
+        log_path = RunFolder(typed.trainer.run_dir).log_path("trainer")
+        configure_logging(log_path)
+        prepared = experiment(typed)  # what is wrong with settings or data is seen before Ray starts
         if prepared.is_finished():
             return
-        initialize_ray(cfg)
+        initialize_ray(typed)
         signal.signal(signal.SIGTERM, _interrupt)  # Ray's own handler aborts
         prepared.run()
     except SkyRLError as error:
-        logger.error(f"{type(error).__name__}: {error}")
+        if log_path is not None:
+            log_traceback(error)
+        notes: list[str] = getattr(error, "__notes__", [])
+        logger.error("{}", "\n".join([f"{type(error).__name__}: {error}", *notes]))
         sys.exit(1)
     except KeyboardInterrupt:
         logger.warning("told to stop; the same command goes on from the newest checkpoint, if there is one")
         sys.exit(128 + signal.SIGINT)
+    except Exception as error:  # a user's code may raise anything
+        log_traceback(error)
+        logger.error("{}\nwhole traceback: {}", described(error), log_path)
+        sys.exit(1)
     finally:
         ray.shutdown()
 
 
 @hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
 def main(cfg: DictConfig) -> None:
-    try:
-        typed = validate_cfg(cfg)
-    except SkyRLError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-    run_experiment(typed)
+    run_experiment(cfg)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """`python -m skyrl_train.entrypoints.main_generate key=value …`: evaluates a model; trains nothing."""
 
 import asyncio
-import sys
 
 import hydra
 from loguru import logger
@@ -13,7 +12,7 @@ from skyrl_train.dataset.dataloader import PromptDataLoader
 from skyrl_train.dataset.dataset import PromptDataset
 from skyrl_train.entrypoints.engines import start_engines
 from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
-from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.errors import ConfigError
 from skyrl_train.evaluate import evaluate
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 
@@ -72,11 +71,7 @@ class EvalOnlyEntrypoint(BasePPOExp):
 
 @hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
 def main(cfg: DictConfig) -> None:
-    try:
-        typed: SkyRLConfig = validate_generator_cfg(cfg)
-    except SkyRLError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-    run_experiment(typed, EvalOnlyEntrypoint)
+    run_experiment(cfg, EvalOnlyEntrypoint, validate_generator_cfg)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from skyrl_gym.episode import accepts_seed
 from skyrl_gym.error import InfraError
 from skyrl_train.errors import FailureKind, RolloutError
 from skyrl_train.types import ConversationType
+from skyrl_train.utils.tracebacks import last_place
 
 T = TypeVar("T")
 
@@ -208,7 +209,8 @@ class EnvironmentSession:
         except InfraError as error:
             raise self._fault("infrastructure", method, f"needs what does not work: {error}") from error
         except Exception as error:  # environments are users' code: whatever they raise ends this trajectory only
-            raise self._fault("environment", method, f"raised {type(error).__name__}: {error}") from error
+            what = f"raised {type(error).__name__}: {error}{last_place(error)}"
+            raise self._fault("environment", method, what) from error
 
     def _check_messages(self, method: str, messages: Any) -> None:
         if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):

@@ -40,6 +40,7 @@ from skyrl_train.generators.step_wise_dialogue import StepWiseDialogue
 from skyrl_train.generators.tokenization import ChatFormat, ChatTemplateError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.types import ConversationType
+from skyrl_train.utils.tracebacks import last_place, log_traceback
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -357,9 +358,10 @@ class SkyRLGymGenerator(GeneratorInterface):
 
 
 def _failure_of(error: Exception) -> Failure:
+    if error.__cause__ is not None or not isinstance(error, RolloutError):
+        log_traceback(error)
     if isinstance(error, RolloutError):
         return Failure(error.kind, str(error))
     if isinstance(error, ChatTemplateError):  # the messages are the environment's
         return Failure("environment", str(error))
-    logger.opt(exception=error).error("a rollout ended with an error that nothing else names")
-    return Failure("infrastructure", f"{type(error).__name__}: {error}")
+    return Failure("infrastructure", f"{type(error).__name__}: {error}{last_place(error)}")

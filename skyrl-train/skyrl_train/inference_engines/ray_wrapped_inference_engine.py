@@ -23,7 +23,7 @@ from skyrl_train.inference_engines.base import (
 )
 from skyrl_train.inference_engines.loop_thread import LoopThread
 from skyrl_train.utils.process_log import log_tail
-from skyrl_train.utils.ray_calls import Call, answer_of, wait_for_all
+from skyrl_train.utils.ray_calls import Call, answer_of, errors_for_caller, wait_for_all
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 _TEARDOWN_SECONDS = 10.0
@@ -79,19 +79,22 @@ class EngineProcess:
         prepare_process(log_file)
         with contextlib.suppress(PermissionError):  # it leads a group already
             os.setpgid(0, 0)  # what it starts can be found when it is dead itself
-        self._engine = make_engine()
+        with errors_for_caller():
+            self._engine = make_engine()
         self._loop = LoopThread("engine")
         self._check: asyncio.Task[None] | None = None
         self._progress = 0
         self._silent_since = 0.0
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        return await self._loop.call(self._engine.generate(input_batch))
+        with errors_for_caller():
+            return await self._loop.call(self._engine.generate(input_batch))
 
     @ray.method(concurrency_group=_CONTROL_GROUP)
     async def control(self, method: str, *args: Any) -> Any:
         """Calls any other method of the engine."""
-        return await self._loop.call(getattr(self._engine, method)(*args))
+        with errors_for_caller():
+            return await self._loop.call(getattr(self._engine, method)(*args))
 
     @ray.method(concurrency_group=_CONTROL_GROUP)
     async def check_health(self, patience_seconds: float) -> None:

@@ -6,10 +6,15 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from loguru import logger
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.utils.tracebacks import LOG_FILE_ONLY
+
+if TYPE_CHECKING:
+    from loguru import Record
 
 _LEVELS = ("TRACE", "DEBUG", "INFO", "SUCCESS", "WARNING", "ERROR", "CRITICAL")
 _FORMAT = "<dim>{time:HH:mm:ss}</dim> <level>{level: <7}</level> {message}"
@@ -69,13 +74,20 @@ def configure_logging(log_path: str | Path | None = None) -> None:
         log_path: also write every line there, without colours (appended): for the process that a person watches.
     """
     level = log_level()
+    is_shown = None if log_path is None else _is_for_the_console  # without a file everything is
     logger.remove()
-    logger.add(sys.stderr, level=level, format=_FORMAT)
+    # Without `diagnose`: it would write the values of variables, secrets among them.
+    logger.add(sys.stderr, level=level, format=_FORMAT, filter=is_shown, backtrace=False, diagnose=False)
     if log_path is not None:
-        logger.add(log_path, level=level, format="{time:YYYY-MM-DD HH:mm:ss} {level: <7} {message}", encoding="utf-8")
+        form = "{time:YYYY-MM-DD HH:mm:ss} {level: <7} {message}"
+        logger.add(log_path, level=level, format=form, encoding="utf-8", backtrace=False, diagnose=False)
     logging.basicConfig(handlers=[_ToLoguru()], level=logger.level(level).no, force=True)
     for name in _CHATTY_LIBRARIES:
         logging.getLogger(name).setLevel(logging.WARNING if level == "INFO" else logging.NOTSET)
+
+
+def _is_for_the_console(record: "Record") -> bool:
+    return LOG_FILE_ONLY not in record["extra"]
 
 
 class _ToLoguru(logging.Handler):

@@ -3,15 +3,18 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+import ray.cloudpickle as cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from skyrl_train.errors import SkyRLError, WeightSyncError, WorkerError
 from skyrl_train.utils.process_log import log_tail
+from skyrl_train.utils.tracebacks import described, keep_where_raised, log_traceback, where_raised
 
 PEER_GRACE_SECONDS = 3.0
 """A rank whose peer dies raises as well, and often first: so long its peers may show that the fault was theirs."""
@@ -39,8 +42,12 @@ class Call:
             if isinstance(cause, (WorkerError, WeightSyncError)):
                 return type(cause)(f"{self.process}: {cause}")
             if isinstance(cause, (SkyRLError, ValueError)):
+                cause.add_note(f"raised in {self.process}; whole traceback: {self.log_file}")
                 return cause
-            return WorkerError(f"{self.process} raised {type(cause).__name__}: {cause}\n{remark}{self.log()}")
+            raised = f"{self.process} raised {type(cause).__name__}: {cause}\n{remark}"
+            if where := where_raised(cause):  # as `errors_for_caller` found it
+                return WorkerError(f"{raised}{where}\nwhole traceback: {self.log_file}")
+            return WorkerError(raised + self.log())
         if isinstance(error, RayActorError):
             how = f"could not start: {_last_line(error)}" if error.actor_init_failed else f"died: {_first_line(error)}"
             return WorkerError(f"{self.process} {how}\n{self.log()}")
@@ -115,6 +122,29 @@ async def answer_of(call: Call, timeout_seconds: float, what_to_set: str) -> Any
 
 async def _as_coroutine(reference: Any) -> Any:
     return await reference
+
+
+@contextmanager
+def errors_for_caller() -> Iterator[None]:
+    """Let what is raised inside an actor reach its caller: the traceback in this process's log, the user's frames on
+    the exception, or all of it as text in place of an exception that does not survive pickling."""
+    try:
+        yield
+    except Exception as error:
+        log_traceback(error)
+        keep_where_raised(error)
+        if _survives_pickling(error):
+            raise
+        substitute = ValueError if isinstance(error, ValueError) else WorkerError
+        raise substitute(f"raised {described(error)}") from None
+
+
+def _survives_pickling(error: Exception) -> bool:
+    try:
+        arrived = cloudpickle.loads(cloudpickle.dumps(error))  # pyright: ignore[reportPrivateImportUsage]
+    except Exception:  # a user's exception may fail in any way here
+        return False
+    return isinstance(arrived, type(error)) and where_raised(arrived) == where_raised(error)
 
 
 def _failure_among_peers(failed: Call, error: RayError, others: Sequence[Call]) -> Exception:

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.env_vars import scheduling_timeout_seconds
 from skyrl_train.utils.process_log import capture_output, configure_logging
-from skyrl_train.utils.ray_calls import Call, answers_of
+from skyrl_train.utils.ray_calls import Call, answers_of, errors_for_caller
 from skyrl_train.workers.model_worker import ModelWorker, RankInfo
 
 ShardArgs = Sequence[tuple[Any, ...]]
@@ -24,14 +24,16 @@ class WorkerProcess:
 
     def __init__(self, worker_class: type[ModelWorker], args: tuple[Any, ...], log_file: str):
         prepare_process(log_file)
-        self._worker = worker_class(*args)
+        with errors_for_caller():
+            self._worker = worker_class(*args)
 
     def pid(self) -> int:
         return os.getpid()
 
     def call(self, method: str, *args: Any) -> Any:
         """`worker.method(*args)`. Groups call this; `ActorGroup`'s own methods name the method."""
-        return getattr(self._worker, method)(*args)
+        with errors_for_caller():
+            return getattr(self._worker, method)(*args)
 
     def call_in_turn(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
         """Several calls; the first that fails ends it."""

@@ -1,10 +1,10 @@
 """One rank of the policy: its loss, and its weights on their way out."""
 
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import add
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,12 @@ from skyrl_train.algorithms.kl import compute_approx_kl
 from skyrl_train.algorithms.losses import PolicyLoss, TokenSelector, importance_ratio
 from skyrl_train.algorithms.reduction import weighted_sum
 from skyrl_train.config import PolicyConfig, SkyRLConfig
+from skyrl_train.errors import ConfigError
 from skyrl_train.models.adapter_files import write_adapter_version
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.experts import RouterStatistics, auxiliary_loss
 from skyrl_train.models.scoring import ScoringModel
-from skyrl_train.training_batch import TrainingInputBatch, TrainingOutputBatch
+from skyrl_train.training_batch import TrainingInputBatch, TrainingOutputBatch, shape_of
 from skyrl_train.utils.io import expand_path
 from skyrl_train.weight_sync.base import WeightSyncInitInfo
 from skyrl_train.weight_sync.fingerprint import fingerprints_of
@@ -112,14 +113,10 @@ class PolicyWorker(LearnerWorker):
             if not micro_batch.is_filler:
                 self._old_log_probs[list(micro_batch.rows)] = old_log_probs.cpu()
         selected = {} if self._token_selector is None else {"selected_tokens": micro["selected_tokens"].to(self.device)}
-        policy_loss, loss_metrics = self._loss_fn(
+        returned = self._loss_fn(
             log_probs, old_log_probs, column("advantages"), algorithm, mask, column("rollout_logprobs"), **selected
         )
-        if policy_loss.shape != log_probs.shape:
-            raise ValueError(
-                f"the policy loss '{algorithm.policy_loss_type}' must return the loss of every token, "
-                f"{tuple(log_probs.shape)}; got {tuple(policy_loss.shape)}. The trainer reduces it (loss_reduction)."
-            )
+        policy_loss, loss_metrics = checked_loss(returned, algorithm.policy_loss_type, log_probs.shape)
         off_policy_weights = column("off_policy_weights")
         parts = {"policy_loss": policy_loss if off_policy_weights is None else policy_loss * off_policy_weights}
         base_log_probs = column("base_action_log_probs")
@@ -249,6 +246,26 @@ class PolicyWorker(LearnerWorker):
         """A rank that sends nothing takes part in the gathering of what rank 0 sends."""
         for _ in self._buckets():
             pass
+
+
+def checked_loss(returned: Any, name: str, shape: torch.Size) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """The loss of every token and its metrics, as a loss function must return them.
+
+    Raises:
+        ConfigError: it returned something else.
+    """
+    rule = f"trainer.algorithm.policy_loss_type='{name}' must return the loss of every token, {tuple(shape)}"
+    match returned:
+        case (torch.Tensor() as loss, Mapping() as metrics):
+            pass
+        case _:
+            raise ConfigError(f"{rule}, and a dict of metrics; got {shape_of(returned)}")
+    if loss.shape != shape:
+        raise ConfigError(f"{rule}; got {shape_of(loss)}. The trainer reduces it (trainer.algorithm.loss_reduction)")
+    for metric, values in metrics.items():
+        if not isinstance(values, torch.Tensor) or values.shape not in (shape, torch.Size()):
+            raise ConfigError(f"{rule}, and metrics that are tensors of this shape; '{metric}' is {shape_of(values)}")
+    return loss, metrics
 
 
 def _nothing_like(statistics: RouterStatistics) -> RouterStatistics:

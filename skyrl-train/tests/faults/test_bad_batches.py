@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from skyrl_train import judging
+from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
 from skyrl_train.config import SkyRLConfig, validate_cfg
 from skyrl_train.dataset.rollout_batch import rollout_batch
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput, TrajectoryID
 from skyrl_train.generators.batches import validate_generator_output
 from skyrl_train.generators.faults import LengthLimits
+from skyrl_train.workers.policy_worker import checked_loss
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,36 @@ def test_a_row_that_is_masked_entirely_counts_in_no_denominator():
     nothing, _ = judged(trajectories([1.0, 0.0], [2, 2], masks=[0, 0]))
     assert judging.loss_weights(nothing, [[0, 1]], "token_mean").sum() == 0
     assert torch.isfinite(nothing["advantages"]).all()
+
+
+@pytest.mark.parametrize(
+    "returned, got",
+    [
+        (torch.zeros(()), r"and a dict of metrics; got a tensor \(\)"),
+        (torch.zeros(2, 3), r"and a dict of metrics; got a tensor \(2, 3\)"),
+        ((torch.zeros(()), {}), r"; got a tensor \(\)\. The trainer reduces it \(trainer.algorithm.loss_reduction\)"),
+        ((torch.zeros(2, 3), {"clip": 0.5}), "metrics that are tensors of this shape; 'clip' is float"),
+        (None, "got NoneType"),
+    ],
+)
+def test_a_policy_loss_that_returns_something_else_is_told_what_to_return(returned: Any, got: str):
+    rule = r"trainer.algorithm.policy_loss_type='mine' must return the loss of every token, \(2, 3\)"
+    with pytest.raises(ConfigError, match=f"^{rule}.*{got}"):
+        checked_loss(returned, "mine", torch.Size((2, 3)))
+
+
+@pytest.mark.parametrize("returned", [torch.zeros(2), (torch.zeros(2), torch.zeros(2)), torch.zeros(2, 3), None])
+def test_an_estimator_that_returns_something_else_is_told_what_to_return(returned: Any):
+    AdvantageEstimatorRegistry.register("odd", lambda **_: returned)
+    try:
+        cfg = SkyRLConfig.from_dict({"trainer": {"algorithm": {"advantage_estimator": "odd"}}})
+        batch = rollout_batch(trajectories([1.0, 0.0], [2, 3]), ["q"] * 2, Padding(), step=1)  # type: ignore[arg-type]
+        with pytest.raises(
+            ConfigError, match=r"advantage_estimator='odd' must return advantages and returns, two tensor"
+        ):
+            judging.judge(batch, cfg, 0.0)
+    finally:
+        AdvantageEstimatorRegistry.unregister("odd")
 
 
 def test_a_step_in_which_everything_failed_says_so():

@@ -12,6 +12,7 @@ import ray
 
 from skyrl_train.errors import ConfigError, WeightSyncError, WorkerError
 from skyrl_train.utils.ray_calls import Call, answer_of, answers_of, wait_for_all
+from skyrl_train.workers.actor_group import WorkerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -84,6 +85,23 @@ def test_errors_come_through_and_say_where(actors: list[Any], raised: Exception,
         with pytest.raises(expected) as error:
             wait(call(actors[0].fail.remote(raised)))
         assert str(error.value).startswith(words)
+
+
+def test_an_exception_of_a_process_of_ours_names_its_line_and_its_log(ray_cpu: None, tmp_path: Path):
+    class Buggy:
+        def __init__(self, cfg: Any):
+            self.cfg = cfg
+
+        def learn(self, error: Exception) -> None:
+            raise error
+
+    worker: Any = ray.remote(WorkerProcess).options(num_cpus=0).remote(Buggy, (None,), str(tmp_path / "w.log"))
+    place = rf"{__file__}:\d+ in learn: raise error"
+    with pytest.raises(WorkerError, match=rf"^worker 0 raised KeyError: 'my bug'\n{place}\nwhole traceback: .*w.log$"):
+        wait_for_all([call(worker.call.remote("learn", KeyError("my bug")), log=tmp_path / "w.log")], 60)
+    assert "Traceback (most recent call last)" in (tmp_path / "w.log").read_text()
+    with pytest.raises(ConfigError, match=r"^no such loss\nraised in worker 0; whole traceback: .*w.log$"):
+        wait_for_all([call(worker.call.remote("learn", ConfigError("no such loss")), log=tmp_path / "w.log")], 60)
 
 
 def test_the_first_failure_does_not_wait_for_the_slow(actors: list[Any]):

@@ -35,8 +35,10 @@ async def test_an_environment_that_raises_costs_its_own_trajectory(game, say, ch
     extras = [bad(raises={method: RuntimeError("boom")}), GOOD]
     played = await game(characters, [[say("a")], [say("b")]], extras).play()
     output = played.output
-    message = f"environment 'scripted': {method} raised RuntimeError: boom"
-    assert output["failures"] == [Failure("environment", message), None]
+    failure, none = output["failures"]
+    assert (failure.kind, none) == ("environment", None)
+    assert failure.message.startswith(f"environment 'scripted': {method} raised RuntimeError: boom (/")
+    assert "conftest.py:" in failure.message and ': raise self.extras["raises"][method])' in failure.message
     assert output["stop_reasons"] == ["error", "stop"]
     assert output["rewards"][1] == [0.0, 1.0]
     assert set(output["rewards"][0]) == {0.0} and set(output["loss_masks"][0]) == {0}

@@ -10,7 +10,7 @@ from skyrl_gym.envs.rlm.env import RLMEnv
 from skyrl_train.config import ChatTemplateConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators import skyrl_gym_generator
-from skyrl_train.generators.base import Failure, GeneratorOutput, TrajectoryID
+from skyrl_train.generators.base import GeneratorOutput, TrajectoryID
 from skyrl_train.generators.batches import concatenate_generator_outputs, validate_generator_output
 from skyrl_train.generators.metrics import get_metrics_from_generator_output
 from skyrl_train.generators.step_wise import merge_steps, per_row, rows_of_trajectories, whole_trajectories
@@ -163,8 +163,10 @@ async def test_all_turns_of_a_failed_trajectory_are_masked_and_say_so(game, say,
     extras = [{"steps": [{"reward": 0.5, "says": "x"}]}, {"steps": [{"reward": 1.0}]}]
     played = await game(characters, [[say("a"), say("b")], [say("c")]], extras, settings=STEP_WISE).play()
     output = played.output
-    failure = Failure("environment", "environment 'scripted': step raised IndexError: list index out of range")
-    assert output["failures"] == [failure, failure, None]
+    failure, same, none = output["failures"]
+    assert failure == same and none is None
+    message = "environment 'scripted': step raised IndexError: list index out of range ("
+    assert failure.kind == "environment" and failure.message.startswith(message)
     assert texts(characters, output["response_ids"]) == ["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"]
     assert output["loss_masks"] == [[0, 0], [0, 0], [1, 1]]
     assert output["rewards"] == [[0.0, 0.0], [0.0, 0.0], [0.0, 1.0]]

@@ -5,7 +5,7 @@ from omegaconf import DictConfig
 
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
-from skyrl_train.entrypoints.main_base import config_dir, run_experiment, validate_cfg
+from skyrl_train.entrypoints.main_base import config_dir, run_experiment
 
 
 class LengthOfAnswer(BaseTextEnv):
@@ -21,7 +21,7 @@ class LengthOfAnswer(BaseTextEnv):
 @hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
 def main(cfg: DictConfig) -> None:
     skyrl_gym.register(id="length_of_answer", entry_point=LengthOfAnswer)
-    run_experiment(validate_cfg(cfg))
+    run_experiment(cfg)
 
 
 if __name__ == "__main__":

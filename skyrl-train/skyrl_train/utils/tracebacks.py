@@ -1,0 +1,97 @@
+"""Exceptions as text: the frames that are the user's for messages, the whole traceback for the process's log."""
+
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from loguru import logger
+
+LOG_FILE_ONLY = "log_file_only"
+"""Key in the `extra` of a log record that belongs into the process's log file, not on the console."""
+
+_OUR_PACKAGES = frozenset({"skyrl_train", "skyrl_gym", "skyrl_agent", "tx"})
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_MOST_FRAMES = 4
+_KEPT = "_where_raised"
+
+_logged_places: set[str] = set()
+
+
+def where_raised(error: BaseException, at_most: int = _MOST_FRAMES) -> str:
+    """Return the frames of `error` that lie in the user's code, outermost first, one a line: `FILE:LINE in FUNCTION:
+    CODE`. Where the user has no part in it, the frame that raised it.
+
+    An exception from another process has no frames: for it, what `keep_where_raised` kept there.
+    """
+    if kept := error.__dict__.get(_KEPT):
+        return kept
+    chain = list(_causes(error))
+    frames = next((frames for link in chain if (frames := [f for f in _frames(link) if _is_users(f[0])])), None)
+    if frames is None:
+        frames = next((frames[-1:] for link in chain if (frames := _frames(link))), [])
+    return "\n".join(_as_line(frame, line_number) for frame, line_number in frames[-at_most:])
+
+
+def keep_where_raised(error: BaseException) -> None:
+    """Attach `where_raised` to the exception, which loses its frames on the way to another process."""
+    error.__dict__[_KEPT] = where_raised(error)
+
+
+def last_place(error: BaseException) -> str:
+    """Return the innermost line of `where_raised` in brackets, for messages of one line; empty without a traceback."""
+    place = where_raised(error, at_most=1)
+    return f" ({place})" if place else ""
+
+
+def described(error: BaseException) -> str:
+    """Return the type, the message, `where_raised` and the exception's notes, for a person."""
+    lines = [f"{type(error).__name__}: {error}", where_raised(error), *getattr(error, "__notes__", [])]
+    return "\n".join(filter(None, lines))
+
+
+def log_traceback(error: BaseException) -> None:
+    """Write the whole traceback to this process's log file; for exceptions of one type from the same lines only the
+    first time, since a thousand rollouts may fail for one reason."""
+    place = f"{type(error).__name__} {where_raised(error)}"
+    if place in _logged_places:
+        return
+    _logged_places.add(place)
+    text = "".join(traceback.format_exception(error))
+    logger.bind(**{LOG_FILE_ONLY: True}).error("{}", text.rstrip())
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield `error` and what it came from; of a group, its first member."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        if isinstance(link, BaseExceptionGroup):
+            link = link.exceptions[0]
+        else:
+            link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
+    return list(traceback.walk_tb(error.__traceback__))
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Whether the code is neither a package of ours nor installed nor Python's own."""
+    module = frame.f_globals.get("__name__", "")
+    if module.partition(".")[0] in _OUR_PACKAGES:
+        return False
+    file = frame.f_code.co_filename
+    if file.startswith("<"):  # a notebook's cell or `python -c`; else generated or frozen code
+        return module == "__main__"
+    return not file.startswith(_STANDARD_LIBRARY) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
+
+
+def _as_line(frame: FrameType, line_number: int) -> str:
+    code = frame.f_code
+    [summary] = traceback.StackSummary.extract([(frame, line_number)])
+    place = f"{code.co_filename}:{line_number} in {code.co_name}"
+    return f"{place}: {summary.line}" if summary.line else place

@@ -1,0 +1,116 @@
+"""An exception of a user's code is reported with the user's own lines, and its whole traceback is in the log."""
+
+import json
+import pickle
+import sys
+from pathlib import Path
+
+from loguru import logger
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.errors import RolloutError, WorkerError
+from skyrl_train.utils.process_log import configure_logging
+from skyrl_train.utils.ray_calls import errors_for_caller
+from skyrl_train.utils.tracebacks import described, log_traceback, where_raised
+
+
+def raised(action, *args) -> Exception:
+    try:
+        action(*args)
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def mine(depth: int = 0) -> None:
+    if depth:
+        mine(depth - 1)
+    json.loads("no JSON")
+
+
+def line_of(code: str) -> int:
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, start=1) if line.strip() == code)
+
+
+def test_where_raised_has_the_users_frames_and_not_the_librarys():
+    error = raised(mine)
+    last = where_raised(error).splitlines()[-1]
+    number = line_of('json.loads("no JSON")')
+    assert last == f'{__file__}:{number} in mine: json.loads("no JSON")'
+    assert "json/decoder.py" not in where_raised(error)
+    assert described(error).startswith("JSONDecodeError: Expecting value")
+
+
+def test_where_raised_follows_the_cause_of_an_error_of_ours():
+    error = raised(SkyRLConfig.from_dict, {"trainer": {"run_di": 1}})
+    error.__traceback__ = None  # as one that an error of ours wraps and that has no frame of the user
+    error.__cause__ = raised(mine)
+    assert "in mine: json.loads" in where_raised(error)
+
+
+def test_where_raised_of_endless_recursion_is_short():
+    def again() -> None:
+        again()
+
+    assert len(where_raised(raised(again)).splitlines()) == 4
+
+
+def test_where_raised_without_user_frames_is_the_frame_that_raised():
+    namespace = {"__name__": "skyrl_train.something", "json": json}
+    exec(compile("def inner():\n    json.loads('x')", "/ours/something.py", "exec"), namespace)
+    error = raised(namespace["inner"])
+    assert error.__traceback__ is not None
+    error.__traceback__ = error.__traceback__.tb_next  # without this test's own frame
+    assert "raw_decode" in where_raised(error)
+
+
+def test_traceback_goes_to_the_log_file_once_and_not_to_the_console(tmp_path: Path, capfd):
+    try:
+        configure_logging(tmp_path / "trainer.log")
+        for _ in range(3):
+            log_traceback(raised(mine, 2))
+        logger.info("for both")
+    finally:
+        logger.remove()
+        logger.add(sys.stderr)
+    text = (tmp_path / "trainer.log").read_text()
+    assert text.count("Traceback (most recent call last)") == 1 and "json/decoder.py" in text and "for both" in text
+    console = capfd.readouterr().err
+    assert "Traceback" not in console and "for both" in console
+
+
+class NeedsTwo(Exception):
+    """Of a user: pickled with one argument, it cannot be made again."""
+
+    def __init__(self, first: str, second: str):
+        super().__init__(f"{first} {second}")
+
+
+def fail_by(error: Exception) -> None:
+    raise error
+
+
+def sent(action, *args) -> Exception:
+    """The exception that another process gets where this one raised."""
+
+    def act() -> None:
+        with errors_for_caller():
+            action(*args)
+
+    return pickle.loads(pickle.dumps(raised(act)))
+
+
+def test_frames_survive_the_way_to_another_process():
+    arrived = sent(fail_by, RolloutError("tool", "no server"))
+    assert isinstance(arrived, RolloutError) and (arrived.kind, str(arrived)) == ("tool", "no server")
+    assert arrived.__traceback__ is None and where_raised(arrived).endswith("in fail_by: raise error")
+
+
+def test_an_exception_that_does_not_survive_pickling_arrives_as_text():
+    unpicklable = sent(fail_by, NeedsTwo("two", "words"))
+    assert isinstance(unpicklable, WorkerError)
+    assert str(unpicklable).startswith("raised NeedsTwo: two words\n")
+    assert str(unpicklable).endswith("in fail_by: raise error")
+    forgetful = sent(mine)  # JSONDecodeError rebuilds itself without what was attached
+    assert type(forgetful) is ValueError and "in mine: json.loads" in str(forgetful)
