@@ -1,6 +1,8 @@
+import itertools
 import json
 import os
 import sqlite3
+from collections import Counter
 from contextlib import closing
 from unittest.mock import MagicMock, patch
 
@@ -15,6 +17,8 @@ from skyrl_gym.episode import run_episode
 from skyrl_gym.error import InfraError, TaskError
 from skyrl_gym.graders.results import Invalid, Score, Timeout, reward_of
 from skyrl_gym.graders.sql import grade_sql
+from skyrl_gym.graders.sql_rows import compare_bags
+from skyrl_gym.sandbox.sqlite import QueryTimeout
 from skyrl_gym.tools import SQLCodeExecutorToolGroup
 from skyrl_gym.tools.frame import Frame
 
@@ -78,6 +82,67 @@ def test_a_query_is_right_if_it_gives_the_gold_rows(db_file, predicted, value):
 def test_order_and_repetition_count_if_asked(db_file, predicted, value):
     grade = grade_sql(predicted, GOLD + ", name", db_file, ordered=True)
     assert isinstance(grade, Score) and grade.value == value
+
+
+@pytest.mark.parametrize(
+    "predicted, gold, skyrl, spider",
+    [
+        ("SELECT legs, name FROM animal", "SELECT name, legs FROM animal", 0, 1),  # columns in another order
+        ("SELECT legs FROM animal", "SELECT DISTINCT legs FROM animal", 1, 0),  # a row twice
+        ("SELECT DISTINCT legs FROM animal", "SELECT legs FROM animal", 1, 0),
+        ("SELECT name FROM animal ORDER BY name DESC", "SELECT name FROM animal ORDER BY name", 1, 0),
+        ("SELECT legs, name FROM animal ORDER BY name", "SELECT name, legs FROM animal ORDER BY name", 0, 1),
+        ("SELECT name FROM animal ORDER BY name DESC", "SELECT name FROM animal", 1, 1),
+        ("SELECT 2.0, 'a'", "SELECT 'a', 2", 0, 1),
+        ("SELECT '2'", "SELECT 2", 0, 0),
+        ("SELECT name, name FROM animal", "SELECT name, legs FROM animal", 0, 0),
+        ("SELECT name FROM animal", "SELECT name, legs FROM animal", 0, 0),
+        ("VALUES (1, 2), (4, 3)", "VALUES (1, 2), (3, 4)", 0, 0),  # each row turned by itself
+        ("VALUES (1, 2), (2, 1)", "VALUES (1, 1), (2, 2)", 0, 0),  # columns alike, rows not
+        ("VALUES (1, 1, 2), (3, 3, 4)", "VALUES (2, 1, 1), (4, 3, 3)", 0, 1),
+        ("SELECT name FROM animal WHERE 0", "SELECT name, legs FROM animal WHERE 0", 1, 1),  # nothing in both
+    ],
+)
+def test_two_rules_say_when_results_are_the_same(db_file, predicted, gold, skyrl, spider):
+    assert reward_of(grade_sql(predicted, gold, db_file)) == skyrl
+    assert reward_of(grade_sql(predicted, gold, db_file, rule="skyrl")) == skyrl
+    assert reward_of(grade_sql(predicted, gold, db_file, rule="spider")) == spider
+
+
+def tables(num_columns: int):
+    return st.lists(st.tuples(*[st.sampled_from([0, 1, 1.0, "1", None])] * num_columns), max_size=6)
+
+
+@given(st.integers(1, 4).flatmap(lambda width: st.tuples(tables(width), st.permutations(range(width)), tables(width))))
+def test_columns_in_any_order_are_found_as_by_trying_all_orders(drawn):
+    gold, order, other = drawn
+    turned = [tuple(row[index] for index in order) for row in reversed(gold)]
+    assert compare_bags(turned, gold, ordered=False, seconds=60).value == 1.0
+    by_trying = any(
+        Counter(tuple(row[index] for index in order) for row in other) == Counter(gold)
+        for order in itertools.permutations(range(len(order)))
+    )
+    assert compare_bags(other, gold, ordered=False, seconds=60).value == by_trying
+    in_order = Counter(zip(*other, strict=True)) == Counter(zip(*gold, strict=True)) and len(other) == len(gold)
+    assert compare_bags(other, gold, ordered=True, seconds=60).value == in_order
+
+
+def test_the_search_for_an_order_of_columns_ends():
+    # Rows of the identity matrix, turned: of 40! orders of columns every one is right, and none is if a row is doubled.
+    rows = [tuple(int(row == column) for column in range(40)) for row in range(40)]
+    assert compare_bags(rows[::-1], rows, ordered=False, seconds=60).value == 1.0
+    with pytest.raises(QueryTimeout):
+        compare_bags(rows, rows, ordered=False, seconds=-1.0)
+
+
+def test_the_first_row_of_another_result_ends_the_query():
+    def endless():
+        yield (2, 1)
+        while True:
+            yield (3, 1)
+
+    assert compare_bags(endless(), [(1, 2), (1, 3), (1, 4)], ordered=False, seconds=60).value == 0.0
+    assert compare_bags(itertools.repeat((2, 1)), [(1, 2), (1, 2)], ordered=False, seconds=60).value == 0.0
 
 
 def test_numbers_are_equal_as_numbers_and_text_is_not(db_file):
@@ -322,6 +387,19 @@ def test_order_counts_if_the_setting_says_so(db_path):
     extras = {"db_id": "zoo", "data": "spider", "reward_spec": {"ground_truth": GOLD}}
     strict = SQLEnv(Text2SQLEnvConfig(db_path=db_path, compare_order=True), extras)
     assert strict.step(backwards)["reward"] == 0.0
+
+
+def test_the_rule_is_a_setting(db_path):
+    gold = {"reward_spec": {"ground_truth": "SELECT name, legs FROM animal"}}
+    turned = "<think>t</think><solution>SELECT legs, name FROM animal</solution>"
+    assert make(db_path, **gold).step(turned)["reward"] == 0.0
+    extras = {"db_id": "zoo", "data": "spider"} | gold
+    env = skyrl_gym.make("text2sql", env_config={"db_path": db_path, "rule": "spider"}, extras=extras)
+    assert env.step(turned)["reward"] == 1.0
+    with pytest.raises(ValueError, match=r"text2sql\.rule must be one of skyrl, spider; got 'bird'"):
+        Text2SQLEnvConfig(rule="bird")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"compare_order is for text2sql\.rule=skyrl"):
+        Text2SQLEnvConfig(rule="spider", compare_order=True)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import gzip
 import hashlib
 import json
 import tarfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import skyrl_gym
+from skyrl_gym.graders.results import reward_of
+from skyrl_gym.graders.sql import grade_sql
 from skyrl_gym.sandbox.sqlite import read_rows
 
 Question = dict[str, Any]
@@ -83,16 +85,47 @@ def check(db_path: Path, questions: list[Question]) -> int:
     return num_compared
 
 
+def sample(questions: list[Question]) -> list[Question]:
+    return sorted(questions, key=lambda question: hashlib.sha1(question["id"].encode()).digest())[:150]
+
+
 @pytest.mark.slow
 def test_a_sample_of_spider_is_graded_right(db_path, questions):
     assert len(questions) == 6900
-    sample = sorted(questions, key=lambda question: hashlib.sha1(question["id"].encode()).digest())[:150]
-    assert check(db_path, sample) > 75
+    assert check(db_path, sample(questions)) > 75
 
 
 @pytest.mark.full
 def test_all_of_spider_is_graded_right(db_path, questions):
     assert check(db_path, questions) > 6800
+
+
+def check_rules(db_path: Path, questions: list[Question]) -> Counter[str]:
+    """Every question with its columns turned round, and with each row twice, by both rules. Counts the former's."""
+    rewards: Counter[str] = Counter()
+    for question in questions:
+        db_file = str(db_path / "databases" / question["db_path"])
+        gold, columns = question["query"].rstrip(" ;"), [f"c{number}" for number in range(question["n_cols"])]
+        rows = list(read_rows(db_file, gold))
+        turned = f"WITH gold({', '.join(columns)}) AS ({gold}) SELECT {', '.join(columns[::-1])} FROM gold"
+        same_set = {row[::-1] for row in rows} == set(rows)
+        assert reward_of(grade_sql(turned, gold, db_file)) == same_set, question["id"]
+        assert reward_of(grade_sql(turned, gold, db_file, rule="spider")) == 1.0, question["id"]
+        rewards["right by both" if same_set else "right by Spider's alone"] += 1
+        twice = f"SELECT * FROM ({gold}) UNION ALL SELECT * FROM ({gold})"
+        assert reward_of(grade_sql(twice, gold, db_file)) == 1.0, question["id"]
+        assert reward_of(grade_sql(twice, gold, db_file, rule="spider")) == 0.0, question["id"]
+    return rewards
+
+
+@pytest.mark.slow
+def test_the_two_rules_differ_in_columns_and_repetition(db_path, questions):
+    assert check_rules(db_path, sample(questions)) == {"right by both": 109, "right by Spider's alone": 41}
+
+
+@pytest.mark.full
+def test_the_two_rules_differ_in_columns_and_repetition_on_all_of_spider(db_path, questions):
+    assert check_rules(db_path, questions).total() == 6900
 
 
 @pytest.mark.slow

@@ -1,12 +1,15 @@
 """Grading of text-to-SQL: a query is right if it gives the rows that the gold query gives (execution match)."""
 
 import re
-from collections.abc import Generator
 from contextlib import closing
+from typing import Literal
 
 from skyrl_gym.error import TaskError
-from skyrl_gym.graders.results import Grade, InfraError, Invalid, Score, Timeout, reward_of
+from skyrl_gym.graders.results import Grade, InfraError, Invalid, Timeout, reward_of
+from skyrl_gym.graders.sql_rows import compare_bags, compare_lists, compare_sets
 from skyrl_gym.sandbox.sqlite import QueryError, QueryLimits, QueryTimeout, Row, read_rows
+
+Rule = Literal["skyrl", "spider"]
 
 QUERY_SECONDS = 30.0
 MAX_GOLD_ROWS = 1_000_000
@@ -15,6 +18,7 @@ _OPEN, _CLOSE = "<solution>", "</solution>"
 _THOUGHT_TAG = re.compile(r"<(/?)think>", re.IGNORECASE)
 _TAG_IN_SOLUTION = re.compile(r"</?(?:think|sql|observation)\b", re.IGNORECASE)
 _OBSERVATION_END = re.compile(r"</observation>", re.IGNORECASE)
+_ORDER_BY = re.compile(r"\border\s+by\b", re.IGNORECASE)
 _THOUGHT_BEGINS = re.compile(r"\s*<think>", re.IGNORECASE)
 
 
@@ -52,17 +56,34 @@ def _thoughts(text: str) -> list[str]:
     return thoughts
 
 
+def has_order(query: str) -> bool:
+    """Return whether a query has an ORDER BY, at any depth."""
+    return _ORDER_BY.search(query) is not None
+
+
 def grade_sql(
-    predicted: str, gold: str, db_file: str, *, ordered: bool = False, timeout: float = QUERY_SECONDS
+    predicted: str,
+    gold: str,
+    db_file: str,
+    *,
+    rule: Rule = "skyrl",
+    ordered: bool = False,
+    timeout: float = QUERY_SECONDS,
 ) -> Grade:
     """1 if both queries give the same rows on the database, else 0.
 
-    The order of columns counts; the order of rows and how often each comes do not, unless `ordered`. Values are equal
-    as Python's are: 2 and 2.0 are, '2' and 2 are not. Only the gold query's rows are held in memory: the first row that
-    is not among them ends the other.
+    Values are equal as Python's are: 2 and 2.0 are, '2' and 2 are not. Only as many rows as the gold query gives are
+    held in memory: the first row that is not among them ends the other query.
 
     Args:
-        timeout: Seconds for each of the two queries.
+        rule: What counts beside the values.
+            skyrl: SkyRL's. The order of columns counts; the order of rows and how often each comes do not, unless
+                `ordered`.
+            spider: that of Spider's test-suite evaluation (https://arxiv.org/abs/2010.02840, with `--keep_distinct`).
+                The order of columns does not count; how often each row comes does; the order of rows does if the gold
+                query has an ORDER BY.
+        ordered: Rows must come in the gold query's order, and as often.
+        timeout: Seconds for each of the two queries, and for finding an order of columns.
 
     Returns:
         `Score`; `Invalid` if the predicted query does not run, `Timeout` if it does not end; `InfraError` if the
@@ -75,7 +96,9 @@ def grade_sql(
     try:
         gold_rows = _gold_rows(gold, db_file, limits)
         with closing(read_rows(db_file, predicted, limits)) as rows:
-            return _compare_lists(rows, gold_rows) if ordered else _compare_sets(rows, gold_rows)
+            if rule == "spider":
+                return compare_bags(rows, gold_rows, ordered=ordered or has_order(gold), seconds=timeout)
+            return compare_lists(rows, gold_rows) if ordered else compare_sets(rows, gold_rows)
     except InfraError as failure:
         return failure
     except QueryTimeout:
@@ -99,30 +122,6 @@ def _gold_rows(gold: str, db_file: str, limits: QueryLimits) -> list[Row]:
             f"reward_spec.ground_truth must be a query that runs on {db_file}; {gold!r:.500} does not: {failure}"
         ) from failure
     return rows
-
-
-def _compare_sets(rows: Generator[Row, None, None], gold_rows: list[Row]) -> Score:
-    gold, found = set(gold_rows), set()
-    for row in rows:
-        if row not in gold:
-            return Score(0.0, details={"reason": f"a row that the gold query does not give: {row!r:.200}"})
-        found.add(row)
-    return _score(len(found), len(gold))
-
-
-def _compare_lists(rows: Generator[Row, None, None], gold: list[Row]) -> Score:
-    num_rows = 0
-    for row in rows:
-        if num_rows >= len(gold) or row != gold[num_rows]:
-            return Score(0.0, details={"reason": f"row {num_rows + 1} is not the gold query's: {row!r:.200}"})
-        num_rows += 1
-    return _score(num_rows, len(gold))
-
-
-def _score(found: int, wanted: int) -> Score:
-    if found == wanted:
-        return Score(1.0, details={"rows": wanted})
-    return Score(0.0, details={"reason": f"{found} of the gold query's {wanted} rows"})
 
 
 def compute_score_single(completion: str, reference: str, db_file: str) -> float:

@@ -1,10 +1,9 @@
 """Questions to a database, answered by a SQL query, as in SkyRL-SQL: the model may try queries before it settles."""
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from skyrl_gym.envs.base_text_env import (
     BaseTextEnv,
@@ -18,7 +17,7 @@ from skyrl_gym.envs.base_text_env import (
 )
 from skyrl_gym.error import InfraError, TaskError
 from skyrl_gym.graders.results import reward_of
-from skyrl_gym.graders.sql import grade_sql, verify_format_and_extract
+from skyrl_gym.graders.sql import Rule, grade_sql, has_order, verify_format_and_extract
 from skyrl_gym.tools.sql import SQLCodeExecutorToolGroup, database_file
 
 DEFAULT_MAX_TURNS = 5
@@ -31,8 +30,6 @@ DATABASE_FOLDERS = {
 }
 """Where below `db_path` the databases of each dataset are."""
 
-_ORDER_BY = re.compile(r"\border\s+by\b", re.IGNORECASE)
-
 
 @dataclass
 class Text2SQLEnvConfig:
@@ -40,14 +37,27 @@ class Text2SQLEnvConfig:
 
     db_path: str = "/home/ray/default/sql_data"
     """Folder with the databases: `spider/database/<db_id>/<db_id>.sqlite` and so on."""
+    rule: Rule = "skyrl"
+    """When two results are the same. skyrl: the same set of rows; the order of columns counts. spider: the same rows as
+    often, in any order of columns; in the gold query's order of rows if it has an ORDER BY."""
     compare_order: bool = False
-    """Rows must come in the gold query's order, and as often, if that query has an ORDER BY."""
+    """With rule=skyrl: rows must come in the gold query's order, and as often, if that query has an ORDER BY."""
+
+    def __post_init__(self) -> None:
+        if self.rule not in get_args(Rule):
+            raise ValueError(f"text2sql.rule must be one of {', '.join(get_args(Rule))}; got {self.rule!r}")
+        if self.compare_order and self.rule == "spider":
+            raise ValueError(
+                "text2sql.compare_order is for text2sql.rule=skyrl; rule=spider compares the order of rows wherever "
+                "the gold query has an ORDER BY: leave compare_order out"
+            )
 
 
 class SQLEnv(BaseTextEnv):
     """`<sql>query</sql>` is answered by a user message with the rows in an `<observation>`; a
-    `<solution>query</solution>` ends the episode. 1 if it gives the rows of the gold query, else 0; -1 if the episode
-    is not of the asked form (`skyrl_gym.graders.sql.verify_format_and_extract`), for one because it has no solution.
+    `<solution>query</solution>` ends the episode. 1 if it gives the rows of the gold query (see `rule`), else 0; -1 if
+    the episode is not of the asked form (`skyrl_gym.graders.sql.verify_format_and_extract`), for one because it has no
+    solution.
 
     The last of `max_turns` turns (from the extras, else 5) ends the episode in any case. Only what the model itself
     wrote is graded: of observations, the form check sees that they were there.
@@ -68,7 +78,8 @@ class SQLEnv(BaseTextEnv):
         self.max_turns = max_turns_of(extras, DEFAULT_MAX_TURNS)
         folder = str(Path(config.db_path) / _folder_of(self.task))
         self.db_file = _existing_database(folder, self.db_id)
-        self.ordered = config.compare_order and bool(_ORDER_BY.search(self.gold_sql))
+        self.rule: Rule = config.rule
+        self.ordered = config.compare_order and has_order(self.gold_sql)
         self.outcome_reward = 0.0
         self.solved = False
         self.valid_format = False
@@ -112,7 +123,7 @@ class SQLEnv(BaseTextEnv):
         self.valid_format, _, solution, _ = verify_format_and_extract(self._written())
         if solution is None:
             return INVALID_FORMAT_REWARD
-        grade = grade_sql(solution, self.gold_sql, self.db_file, ordered=self.ordered)
+        grade = grade_sql(solution, self.gold_sql, self.db_file, rule=self.rule, ordered=self.ordered)
         self.outcome_reward = reward_of(grade)
         return self.outcome_reward
 
