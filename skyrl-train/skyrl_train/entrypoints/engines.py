@@ -15,6 +15,7 @@ from skyrl_train.env_vars import engine_api_key
 from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
+from skyrl_train.inference_engines.native.architecture import check_architecture
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, engine_actor
 from skyrl_train.inference_engines.remote.engine import RemoteInferenceEngine, check_server
@@ -74,6 +75,9 @@ def check_engines(cfg: SkyRLConfig) -> None:
                     f"generator.engine_init_kwargs.{name} is no keyword of the native engine"
                     + (f"; did you mean {nearest}?" if nearest else f"; it has {', '.join(known)}")
                 )
+        check_architecture(
+            AutoConfig.from_pretrained(generator.model_name, trust_remote_code=True), generator.model_name
+        )
         return
     parallel = generator.inference_engine_tensor_parallel_size
     if parallel == 1:

@@ -69,6 +69,8 @@ def _problem(model: ScoringModel | ValueModel, attention: str | None = None) -> 
             return _unknown_parts(model) or _difference(model)
     except ValueError as error:  # transformers' or our attention does not know what the model asks for
         return str(error)
+    except Exception as error:  # whatever a model's code raises at a layout that it does not know
+        return f"its code fails there ({type(error).__name__}: {error})"
 
 
 @contextmanager

@@ -160,7 +160,7 @@ def native_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    native_step: AttentionStep,
+    native_step: AttentionStep | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -175,10 +175,13 @@ def native_attention(
         attention_mask: ignored; `native_step` says what is seen
     Returns: [B, T, H, D], and None for the attention weights
     Raises:
-        NotImplementedError: the model caps its attention logits or uses attention sinks.
+        NotImplementedError: the model caps its attention logits, uses attention sinks, or keeps keyword arguments from
+            its attention.
     """
+    if native_step is None:
+        raise NotImplementedError("the model's code does not pass keyword arguments on to its attention")
     if softcap is not None or s_aux is not None:
-        raise NotImplementedError("the native engine has no attention with capped logits or sinks; use another backend")
+        raise NotImplementedError("the native engine has no attention with capped logits or sinks")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     exact = query.device.type == "cpu" and query.dtype == torch.float32
     if native_step.is_decode:

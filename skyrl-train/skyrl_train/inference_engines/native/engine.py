@@ -37,6 +37,7 @@ from skyrl_train.inference_engines.native.lora import Lora
 from skyrl_train.inference_engines.native.lora_loading import read_lora
 from skyrl_train.inference_engines.native.mailbox import Mailbox
 from skyrl_train.inference_engines.native.requests import Completion, Request, SamplingParams
+from skyrl_train.inference_engines.native.trial import check_generation
 from skyrl_train.inference_engines.native.weights import EngineWeights
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
@@ -71,7 +72,8 @@ class _PendingBatch:
 
 
 class NativeInferenceEngine(InferenceEngineInterface):
-    """Generates with a transformers causal language model in this process, on a CPU or one CUDA device.
+    """Generates with a transformers causal language model in this process, on a CPU or one CUDA device. Before it is
+    ready it generates a few tokens, and refuses a model that it cannot run (ConfigError, with the backend that can).
 
     Differences from the interface, all of them additions: `seed` may be a list with one `[seed, index]` pair a request
     (so that a client can split a batch, or send an aborted request again, without changing what it draws);
@@ -153,6 +155,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
             if max_cache_gib is None
             else int(max_cache_gib * 2**30 / cache_bytes_of_token(model)),
         )
+        check_generation(self._core, model_path)
         self._max_lora_rank = max_lora_rank
         self._leaving: list[tuple[Lora, Future[None]]] = []
         self._weights = EngineWeights(model, self._device, update_timeout_seconds)

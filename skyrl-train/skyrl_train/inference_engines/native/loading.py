@@ -15,12 +15,12 @@ from transformers import (
 )
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.native.architecture import check_architecture
 from skyrl_train.inference_engines.native.attention import ATTENTION_NAME
 from skyrl_train.inference_engines.native.experts import use_native_experts
 from skyrl_train.inference_engines.native.packed_linear import pack_linears
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def load_model(
@@ -40,18 +40,13 @@ def load_model(
         shared_weights: parameters and buffers to use as they are, instead of reading those on disk
 
     Raises:
-        ConfigError: an unknown dtype, or a kind of layer whose state the engine's cache cannot hold.
+        ConfigError: an unknown dtype, or a model that the engine cannot run (`architecture.py`).
         ValueError: shared weights that are not the model's.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"the native engine's dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}")
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code, **(model_config_kwargs or {}))
-    other = set(getattr(config, "layer_types", None) or []) - _LAYER_TYPES
-    if other or getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(
-            f"the native engine runs decoders whose layers are {' or '.join(sorted(_LAYER_TYPES))}; {model_path} "
-            f"({config.model_type}) also has {', '.join(sorted(other)) or 'an encoder'}. Use another backend"
-        )
+    check_architecture(config, model_path)
     options: dict[str, Any] = {
         "dtype": _DTYPES[dtype],
         "attn_implementation": ATTENTION_NAME,

