@@ -28,7 +28,7 @@ LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in part
 
 SERVER = REPOSITORY / "skyrl-tx" / "tx"
 SERVER_LAYERS = [
-    {"tx.errors", "tx.tinker.types"},
+    {"tx.errors", "tx.tinker.types", "tx.tinker.file_limit"},
     {"tx.tinker.config", "tx.tinker.command_line", "tx.tinker.wire", "tx.tinker.base_model"},
     {"tx.tinker.storage"},
     {"tx.tinker.backends"},

@@ -207,7 +207,23 @@ def unknown_keys_are_let_in() -> None:
     from tx.tinker.http import auth
 
     around(auth, "key_of", lambda key_of, headers: key_of(headers) or "nothing")
-    around(auth.ApiKeys, "tenant_of", lambda tenant_of, self, key: tenant_of(self, key) or TENANTS[0])
+    first = auth.LOCAL._replace(tenant=TENANTS[0])
+    around(auth.ApiKeys, "holder_of", lambda holder_of, self, key: holder_of(self, key) or first)
+
+
+@fault(API, "tenants.")
+def announced_bodies_take_room() -> None:
+    """what a body announces counts as if it were there, and when the room is taken nobody's request gets in"""
+    from tx.tinker.http.bodies import Share
+
+    def check(original, self, num_bytes):
+        if self.intake.num_bytes.total() + num_bytes > self.intake.max_bytes:
+            self.intake.refuse(self.tenant, "requests are being read already")
+        self.intake.num_bytes[self.tenant] += num_bytes - self.num_bytes
+        self.num_bytes = num_bytes
+
+    around(Share, "check", check)
+    around(Share, "hold", lambda hold, self, num_bytes: None)
 
 
 # ---- checkpoints, sessions
@@ -257,6 +273,22 @@ def ended_sessions_beat() -> None:
         return {"type": "session_heartbeat"}
 
     around(Sessions, "heartbeat", heartbeat)
+
+
+@fault(API, "life_cycle.")
+def refused_heartbeats_end_sessions() -> None:
+    """a heartbeat that is refused ends the sessions of its tenant"""
+    import asyncio
+
+    from tx.tinker.desk.sessions import Sessions
+
+    ending = set()
+
+    def keep(original, self, tenant):
+        for session in [session for session in self._live.sessions.values() if session.tenant == tenant]:
+            ending.add(asyncio.ensure_future(self.end(session, "expired")))
+
+    around(Sessions, "keep", keep)
 
 
 # ---- refusals

@@ -58,7 +58,8 @@ def failing(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def wait_until_ready(server: ServerProcess) -> None:
     deadline = time.monotonic() + READY_SECONDS
-    while "tx_engine_ready 1.0" not in httpx.get(f"{server.url}/metrics", trust_env=False).text:
+    key = {"X-API-Key": server.key(TENANTS[0])}
+    while "tx_engine_ready 1.0" not in httpx.get(f"{server.url}/metrics", headers=key, trust_env=False).text:
         assert time.monotonic() < deadline, server.tail()
         time.sleep(0.2)
 

@@ -19,7 +19,13 @@ from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.folders import Folders
 from tx.tinker.storage.store import Store
 
-KEYS = {"anna": "tml-anna-key", "bela": "tml-bela-key", "stranger": "tml-strange-key", "nobody": ""}
+KEYS = {
+    "anna": "tml-anna-key",
+    "bela": "tml-bela-key",
+    "admin": "tml-admin-key",
+    "stranger": "tml-strange-key",
+    "nobody": "",
+}
 Served = Callable[..., Awaitable[httpx.AsyncClient]]
 
 
@@ -59,7 +65,7 @@ async def desk(config: EngineConfig) -> AsyncIterator[Desk]:
 
 @pytest.fixture
 async def served(config: EngineConfig, desk: Desk) -> AsyncIterator[Served]:
-    """Makes a client of the desk's application, which has keys for anna and bela if it is told whose client it is."""
+    """Makes a client of the desk's application, which has keys (of anna, bela, an admin) if it is told whose it is."""
     async with AsyncExitStack() as stack:
         apps: dict[bool, Any] = {}
 
@@ -68,7 +74,8 @@ async def served(config: EngineConfig, desk: Desk) -> AsyncIterator[Served]:
             facts = read_base_model(config.base_model)
             with_keys = whose is not None
             if with_keys not in apps or settings:
-                keys = ApiKeys([(name, KEYS[name]) for name in ("anna", "bela")] if with_keys else [])
+                of_tenants = [(name, KEYS[name]) for name in ("anna", "bela")]
+                keys = ApiKeys([*of_tenants, ("operator", KEYS["admin"], "admin")] if with_keys else [])
                 apps[with_keys] = create_app(desk, config.model_copy(update=settings), facts, folders, keys)
             headers = {"X-API-Key": KEYS[whose]} if whose not in (None, "nobody") else {}
             transport = httpx.ASGITransport(apps[with_keys])

@@ -48,11 +48,31 @@ def test_keys_of_the_environment_are_pairs():
     assert keys.tenant_of("tml-bela-key") == "bela"
 
 
+def test_a_key_may_have_the_role_of_an_admin(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("anna tml-anna-key\noperator tml-operator-key admin\nanna tml-anna-too admin\n")
+    text = "anna=tml-anna-key,operator:admin=tml-operator-key,anna:admin=tml-anna-too"
+    of_file, of_text = read_api_keys(config(api_keys_file=file), {}), read_api_keys(config(), {"TX_API_KEYS": text})
+    for keys in (of_file, of_text):
+        assert keys.holder_of("tml-anna-key") == ("anna", False)
+        assert keys.holder_of("tml-anna-too") == ("anna", True)
+        assert keys.holder_of("tml-operator-key") == ("operator", True)
+        assert keys.holder_of("tml-other-key") is None
+
+
+@pytest.mark.parametrize("text", ["anna:root=tml-anna-key", "anna:=tml-anna-key", "anna:admin:x=tml-anna-key"])
+def test_another_role_is_refused(text):
+    with pytest.raises(ConfigError, match="role of an API key of anna must be 'admin' or left out"):
+        read_api_keys(config(), {"TX_API_KEYS": text})
+
+
 @pytest.mark.parametrize(
     "lines, says",
     [
         ("anna", "line 1"),
         ("anna tml-a b", "line 1"),
+        ("anna tml-anna-key administrator", "NAME KEY admin"),
+        ("anna tml-anna-key\nanna tml-anna-key admin", "once is enough"),
         ("an/na tml-anna-key", "name of an API key"),
         ("anna short", "8 or more"),
         ("anna tml-same-key\nbela tml-same-key", "same API key"),

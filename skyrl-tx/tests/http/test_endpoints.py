@@ -181,13 +181,33 @@ async def test_with_keys_every_address_needs_one(served):
         assert "X-API-Key" in answer.json()["detail"]
     stranger = await served("stranger")
     assert "not known" in (await stranger.get("/api/v1/sessions")).json()["detail"]
-    assert (await nobody.get("/healthz")).status_code == 200  # on loopback
 
 
-async def test_beyond_loopback_status_pages_need_a_key_too(served):
-    for path in ("/healthz", "/metrics", "/status", "/api/v1/healthz"):
-        assert (await (await served("nobody", host="0.0.0.0")).get(path)).status_code == 401
-        assert (await (await served("anna", host="0.0.0.0")).get(path)).status_code == 200
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+async def test_health_is_open_and_status_pages_need_a_key(served, host):
+    nobody, anna = await served("nobody", host=host), await served("anna")
+    for path, without_key in (("/healthz", 200), ("/api/v1/healthz", 200), ("/metrics", 401), ("/status", 401)):
+        assert (await nobody.get(path)).status_code == without_key, path
+        assert (await anna.get(path)).status_code == 200, path
+
+
+async def test_a_key_sees_its_own_tenant_and_an_admins_key_all(served):
+    anna, bela, admin = await served("anna"), await served("bela"), await served("admin")
+    for client in (anna, bela):
+        await session_of(client)
+    metrics = {client: (await client.get("/metrics")).text for client in (anna, bela, admin)}
+    status = {client: (await client.get("/status")).text for client in (anna, bela, admin)}
+    for client, own, other in ((anna, "anna", "bela"), (bela, "bela", "anna")):
+        assert f'tx_sessions{{tenant="{own}"}} 1.0' in metrics[client] and "tx_engine_ready" in metrics[client]
+        assert f"<td>{own}</td>" in status[client] and "<h2>engine</h2>" in status[client]
+        assert other not in metrics[client] + status[client]
+        for of_all in ("tx_http_requests", "tx_connections", "open polls", "errors", "engine log"):
+            assert of_all not in metrics[client] + status[client]
+    for name in ("anna", "bela"):
+        assert f'tx_sessions{{tenant="{name}"}} 1.0' in metrics[admin]
+        assert f"<td>{name}</td>" in status[admin]
+    assert "tx_http_requests_total" in metrics[admin] and "tx_connections_limit" in metrics[admin]
+    assert "connections limit" in status[admin] and "<h2>errors</h2>" in status[admin]
 
 
 async def test_what_belongs_to_another_key_does_not_exist(served):

@@ -1,6 +1,15 @@
 """How many bytes of bodies are in memory together; and which requests are the same one."""
 
 import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import httpx
+import pytest
+
+from tx.errors import Busy
+from tx.tinker.http import bodies
+from tx.tinker.http.bodies import SMALL_BYTES, Intake
 
 JSON = {"content-type": "application/json"}
 SAMPLE = {"base_model": "tiny", "prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {"max_tokens": 1}}
@@ -23,13 +32,131 @@ async def test_bodies_of_all_clients_share_a_limit(served):
     await asyncio.wait_for(half_sent.wait(), 20)
     refused = await post(b"x" * 400_000)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    assert "requests of 700,000 bytes are being read already (--max-bodies-mb)" in refused.json()["detail"]
+    assert "requests of 700,000 bytes are being read already" in refused.json()["detail"]
+    assert "--max-bodies-mb" in refused.json()["detail"]
     small = await client.post("/api/v1/asample", json=SAMPLE)
     assert small.status_code == 200
     go_on.set()
     assert (await asyncio.wait_for(slow, 20)).status_code == 400
     assert (await post(b"x" * 400_000)).status_code == 400, "it is read, and no JSON"
     assert (await post(b"x" * 1_000_000)).status_code == 400, "all counts went down again"
+
+
+class Stalled:
+    """A body that begins, and goes on when it may."""
+
+    def __init__(self, first: bytes):
+        self.first, self.begun, self.may_go_on = first, asyncio.Event(), asyncio.Event()
+
+    async def __call__(self) -> AsyncIterator[bytes]:
+        yield self.first
+        self.begun.set()
+        await self.may_go_on.wait()
+
+
+async def test_uploads_that_stall_take_no_room_from_others(served):
+    anna, bela = await served("anna", max_bodies_mb=16), await served("bela")
+    session = (await bela.post("/api/v1/create_session", json={"tags": []})).json()["session_id"]
+    stalled = [Stalled(b"{") for _ in range(16)]
+    announced = JSON | {"content-length": str(1024 * 1024)}
+    uploads = [
+        asyncio.create_task(anna.post("/api/v1/forward_backward", content=each(), headers=announced))
+        for each in stalled
+    ]
+    await asyncio.wait_for(asyncio.gather(*(each.begun.wait() for each in stalled)), 20)
+    for client, status in ((bela, 200), (anna, 404)):  # the session is bela's
+        beat = await client.post("/api/v1/session_heartbeat", json={"session_id": session})
+        assert beat.status_code == status
+    large = await bela.post("/api/v1/forward_backward", content=b"x" * 400_000, headers=JSON)
+    assert large.status_code == 400, "it is read, and no JSON"
+    for each in stalled:
+        each.may_go_on.set()
+    await asyncio.gather(*uploads, return_exceptions=True)
+
+
+async def test_a_body_that_stalls_is_given_up(client, monkeypatch):
+    monkeypatch.setattr(bodies, "IDLE_SECONDS", 0.05)
+    answer = await client.post("/api/v1/forward_backward", content=Stalled(b"{")(), headers=JSON)
+    assert (answer.status_code, answer.headers["connection"]) == (408, "close")
+    assert "nothing of it came" in answer.json()["detail"]
+
+
+def held(intake: Intake, tenant: str, num_bytes: int) -> bool:
+    try:
+        intake.begin(tenant, "/x").hold(num_bytes)
+    except Busy:
+        return False
+    return True
+
+
+def test_a_tenant_may_hold_as_much_as_is_still_free():
+    intake = Intake(max_bytes=64 * SMALL_BYTES, max_requests=1000)
+    assert [held(intake, "anna", 16 * SMALL_BYTES) for _ in range(3)] == [True, True, False]
+    assert held(intake, "bela", 16 * SMALL_BYTES), "half of it is free"
+    assert not held(intake, "bela", 2 * SMALL_BYTES), "bela has as much as is free now"
+    assert held(intake, "cleo", 8 * SMALL_BYTES)
+    assert all(held(intake, tenant, SMALL_BYTES) for tenant in ("anna", "bela", "cleo") for _ in range(20))
+    assert intake.refusals == {"anna": 1, "bela": 1}
+
+
+def test_a_body_that_is_there_alone_is_let_in_whatever_its_size():
+    intake = Intake(max_bytes=1, max_requests=1000)
+    assert held(intake, "anna", 10**9)
+    assert not held(intake, "bela", 10**6)
+
+
+def test_requests_of_one_tenant_leave_room_for_those_of_others():
+    intake = Intake(max_bytes=1, max_requests=100)
+    assert sum(held(intake, "anna", 0) for _ in range(100)) == 75
+    assert sum(held(intake, "bela", 0) for _ in range(100)) == 38, "half of 75"
+    assert not held(intake, "anna", 0)
+    intake.begin("anna", "/api/v1/session_heartbeat")
+
+
+def test_what_ended_is_counted_no_more():
+    intake = Intake(max_bytes=100, max_requests=4)
+    for _ in range(10):
+        share = intake.begin("anna", "/x")
+        share.hold(60)
+        share.hold(100)
+        share.end()
+    assert not intake.num_bytes and not intake.num_requests
+
+
+@pytest.mark.parametrize("how", ["malformed", "stalled", "busy"])
+async def test_a_refused_heartbeat_ends_no_session_of_its_tenant(served, desk, monkeypatch, how: str):
+    anna, bela = await served("anna"), await served("bela")
+    made = [
+        (await each.post("/api/v1/create_session", json={"tags": []})).json()["session_id"] for each in (anna, bela)
+    ]
+    for session in desk._live.sessions.values():
+        session.last_heartbeat = time.monotonic() - 1000
+    assert {session.session_id for session in desk._sessions.expired(300)} == set(made)
+    refused = await REFUSED[how](anna, monkeypatch)
+    assert refused.status_code == {"malformed": 422, "stalled": 408, "busy": 429}[how]
+    assert [session.session_id for session in desk._sessions.expired(300)] == made[1:]
+
+
+async def _malformed(client: httpx.AsyncClient, _: pytest.MonkeyPatch) -> httpx.Response:
+    return await client.post("/api/v1/session_heartbeat", json={})
+
+
+async def _stalled(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> httpx.Response:
+    monkeypatch.setattr(bodies, "IDLE_SECONDS", 0.05)
+    return await client.post("/api/v1/session_heartbeat", content=Stalled(b"{")(), headers=JSON)
+
+
+async def _busy(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> httpx.Response:
+    monkeypatch.setattr(bodies, "FULL", 0.0)
+    monkeypatch.setattr(bodies, "CONTROL_PATHS", frozenset())
+    return await client.post("/api/v1/session_heartbeat", json={})
+
+
+REFUSED: dict[str, Callable[..., Awaitable[httpx.Response]]] = {
+    "malformed": _malformed,
+    "stalled": _stalled,
+    "busy": _busy,
+}
 
 
 async def test_a_sample_with_a_key_is_asked_once(served):

@@ -53,6 +53,18 @@ def unknown_session(world: World) -> None:
 
 
 @check
+def refused_heartbeat(world: World) -> None:
+    """a heartbeat that is refused ends nothing: the next one is welcome, and a model can be made"""
+    wire = world.wire
+    session = wire.session()
+    for body in (b"{", b"{}", b'{"session_id": 5}'):
+        answer = wire.post("session_heartbeat", content=body, headers={"Content-Type": "application/json"})
+        expect_refused(answer)
+    wire.answer("POST", "session_heartbeat", {"session_id": session, "type": "session_heartbeat"})
+    wire.unload(wire.result(wire.create_model(session))["model_id"])
+
+
+@check
 def ended_session_takes_no_model(world: World) -> None:
     """nothing is created in a session that is over"""
     session = world.wire.session()

@@ -1,5 +1,10 @@
 """What one key makes, another does not see, use or find out about."""
 
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
 import httpx
 
 from tx.contract.archive import archive_url
@@ -9,6 +14,7 @@ from tx.contract.wire import Wire, text_datum
 from tx.contract.world import World
 
 HIDDEN = (403, 404)
+STALLED, ANNOUNCED_BYTES = 16, 64 * 2**20
 
 
 def stranger(world: World) -> Wire:
@@ -144,6 +150,37 @@ def checkpoints_are_ones_own(world: World) -> None:
 def _loaded_anew(wire: Wire, path: str) -> httpx.Response:
     body = {"session_id": wire.session(), "model_seq_id": 0, "path": path, "optimizer": False, "type": "load_weights"}
     return wire.post("load_weights", body)
+
+
+@check
+def stalled_uploads(world: World) -> None:
+    """uploads of another tenant that stall are in nobody's way: heartbeats and passes are answered meanwhile"""
+    other, wire = stranger(world), world.wire
+    session, model = wire.session(), world.model()
+    begun, may_end = threading.Semaphore(0), threading.Event()
+
+    def content() -> Iterator[bytes]:
+        yield b"{"
+        begun.release()
+        may_end.wait(60)
+
+    def upload() -> None:
+        headers = {"Content-Type": "application/json", "Content-Length": str(ANNOUNCED_BYTES)}
+        with suppress(httpx.HTTPError):  # it ends sooner than it said
+            other.http.post(f"{other.base_url}/api/v1/forward_backward", content=content(), headers=headers)
+
+    with ThreadPoolExecutor(STALLED) as uploads:
+        try:
+            for _ in range(STALLED):
+                uploads.submit(upload)
+            for _ in range(STALLED):
+                expect(begun.acquire(timeout=30), "an upload could not begin")
+            beat = {"session_id": session, "type": "session_heartbeat"}
+            answer = wire.http.post(f"{wire.base_url}/api/v1/session_heartbeat", json=beat)
+            expect_equal(answer.status_code, 200, "heartbeat")
+            wire.result(wire.backward(model, 1, [text_datum(world.lesson)]))
+        finally:
+            may_end.set()
 
 
 @check

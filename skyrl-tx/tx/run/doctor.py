@@ -18,7 +18,9 @@ from tx.tinker.backends.build import check_backend
 from tx.tinker.base_model import read_base_model
 from tx.tinker.command_line import read_config
 from tx.tinker.config import EngineConfig
+from tx.tinker.file_limit import FEW, raise_file_limit
 from tx.tinker.http.api_keys import read_api_keys
+from tx.tinker.http.connections import limit_of_connections
 from tx.tinker.storage.folders import Folders
 from tx.tinker.storage.store import Store
 
@@ -67,6 +69,7 @@ def examine(config: EngineConfig) -> Iterator[Finding]:
     yield _found("checkpoints", lambda: _checkpoints(config))
     yield _found("database", lambda: _database(config))
     yield _disk(config)
+    yield _open_files()
     yield _sdk()
 
 
@@ -154,6 +157,14 @@ def _disk(config: EngineConfig) -> Finding:
     free = shutil.disk_usage(config.state_folder if config.state_folder.exists() else Path.home()).free / 2**30
     text = f"{free:,.1f} GiB free at the state folder"
     return Finding("disk", "ok", text) if free > LITTLE_DISK_GB else Finding("disk", "note", f"{text}: that is little")
+
+
+def _open_files() -> Finding:
+    files = raise_file_limit()
+    text = f"at most {files:,} at a time, so {limit_of_connections(files):,} connections"
+    if files >= FEW:
+        return Finding("open files", "ok", text)
+    return Finding("open files", "note", f"{text}; raise the hard limit (`ulimit -Hn`, systemd's LimitNOFILE)")
 
 
 def _sdk() -> Finding:

@@ -17,8 +17,10 @@ from tx.tinker.base_model import read_base_model
 from tx.tinker.command_line import read_config
 from tx.tinker.config import EngineConfig
 from tx.tinker.desk.desk import Desk
+from tx.tinker.file_limit import FEW, raise_file_limit
 from tx.tinker.http.api_keys import read_api_keys
 from tx.tinker.http.app import create_app
+from tx.tinker.http.connections import Connections, limit_of_connections
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.folders import Folders
 from tx.tinker.storage.store import Store
@@ -55,6 +57,7 @@ async def serve(config: EngineConfig) -> None:
     keys = read_api_keys(config)
     check_backend(config)
     facts = read_base_model(config.base_model)
+    connections = _connections()
     state = config.state_folder
     folders = Folders(config.checkpoints_base, state / "cache")
     listening = listen(config.host, config.port)
@@ -63,7 +66,7 @@ async def serve(config: EngineConfig) -> None:
         desk = Desk(config, facts, Store(config.store_url), Blobs(state / "blobs"), folders)
         await desk.start()
         try:
-            server = Server(create_app(desk, config, facts, folders, keys))
+            server = Server(create_app(desk, config, facts, folders, keys, connections), connections)
             gc.freeze()  # what is here now stays: later collections need not look at it
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(_stop_when_hopeless(server, desk))
@@ -73,6 +76,15 @@ async def serve(config: EngineConfig) -> None:
             await desk.close()
     if desk.hopeless.is_set():
         raise ConfigError("the engine cannot work with these settings; the log above has its reason")
+
+
+def _connections() -> Connections:
+    files = raise_file_limit()
+    connections = Connections(limit_of_connections(files))
+    logger.info("at most %d files are open at a time, so %d connections", files, connections.limit)
+    if files < FEW:
+        logger.warning("that is little for many clients: raise the hard limit (`ulimit -Hn`, systemd's LimitNOFILE)")
+    return connections
 
 
 async def _stop_when_hopeless(server: "Server", desk: Desk) -> None:
@@ -106,10 +118,11 @@ def listen(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """The web server, which says where it listens, and lets nobody wait while it closes."""
 
-    def __init__(self, app: FastAPI):
+    def __init__(self, app: FastAPI, connections: Connections):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=connections.protocol(),
                 lifespan="off",
                 log_config=None,
                 log_level="warning",

@@ -30,8 +30,9 @@ class EngineConfig(BaseModel):
     database_url: str | None = None
     """sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME; default sqlite in the state folder."""
     api_keys_file: Path | None = None
-    """Lines `NAME KEY`; requests without one of the keys are answered 401. Without a file TX_API_KEYS (`name=key,…`)
-    counts, and without both no keys are needed, which is allowed on loopback only."""
+    """Lines `NAME KEY`, or `NAME KEY admin` for a key that sees all tenants in `/metrics` and `/status`; requests
+    without one of the keys are answered 401. Without a file TX_API_KEYS (`name=key,…`, `name:admin=key`) counts, and
+    without both no keys are needed, which is allowed on loopback only."""
     session_timeout_sec: int = Field(default=300, ge=-1)
     """A session without heartbeat for so long ends, and its models are unloaded; -1: never."""
     session_cleanup_interval_sec: int = Field(default=60, ge=-1)
@@ -41,7 +42,8 @@ class EngineConfig(BaseModel):
     max_body_mb: int = Field(default=64, ge=1)
     """Larger requests are refused (413) before they are read."""
     max_bodies_mb: int = Field(default=1024, ge=1)
-    """Of requests that are being read or taken in, of all clients; above, 429."""
+    """Of requests that are being read or taken in, of all clients, counted as they arrive. A tenant may have as many as
+    are still free, so one alone half of it; above, 429. Bodies up to 64 KiB are always let in."""
     max_pending_per_tenant: int = Field(default=4096, ge=1)
     """Requests accepted and not done; above, 429."""
     max_sample_tokens_pending: int = Field(default=4_000_000, ge=1)

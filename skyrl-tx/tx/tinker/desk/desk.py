@@ -132,6 +132,11 @@ class Desk:
         """Raises RequestError 404 for an unknown session, 410 for one that ended."""
         return await self._sessions.heartbeat(tenant, session_id)
 
+    def keep_sessions(self, tenant: str) -> None:
+        """Let none of the tenant's sessions expire yet: something was asked and refused, maybe a heartbeat, and of
+        which session is not known."""
+        self._sessions.keep(tenant)
+
     async def finish_session(self, tenant: str, session_id: str) -> Answer:
         return await self._sessions.finish(tenant, session_id)
 

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 class Sessions:
     def __init__(self, store: Store, live: Live, orders: Orders, dispatch: Dispatch):
         self._store, self._live, self._orders, self._dispatch = store, live, orders, dispatch
+        self._refused_at: dict[str, float] = {}
+        """By tenant, the last time that something was refused unread."""
 
     async def create(self, tenant: str, request: schemas.CreateSessionRequest) -> dict[str, Any]:
         session_id, now = f"session_{secrets.token_hex(8)}", time.time()
@@ -52,6 +54,10 @@ class Sessions:
         session.touch()
         return {"type": "session_heartbeat"}
 
+    def keep(self, tenant: str) -> None:
+        """Count something refused unread as a heartbeat of each of the tenant's sessions."""
+        self._refused_at[tenant] = time.monotonic()
+
     async def finish(self, tenant: str, session_id: str) -> dict[str, Any]:
         """Ends it; one that has ended already is as it should be."""
         session = self._live.sessions.get(session_id)
@@ -75,7 +81,9 @@ class Sessions:
 
     def expired(self, timeout: float) -> list[Session]:
         oldest = time.monotonic() - timeout
-        return [s for s in self._live.sessions.values() if s.last_heartbeat < oldest and s.ending is None]
+        kept = {tenant for tenant, at in self._refused_at.items() if at >= oldest}
+        late = [s for s in self._live.sessions.values() if s.last_heartbeat < oldest and s.ending is None]
+        return [session for session in late if session.tenant not in kept]
 
     async def list(self, tenant: str, limit: int, offset: int) -> dict[str, Any]:
         newest_first = (

@@ -13,6 +13,7 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from starlette.datastructures import Headers
 
@@ -23,41 +24,68 @@ logger = logging.getLogger(__name__)
 
 ENV_VARIABLE = "TX_API_KEYS"
 LOCAL_TENANT = "local"
-"""Everybody, when no keys are set."""
 LOOPBACK_HOSTS = ("localhost", "::1")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MIN_KEY_LENGTH = 8
 
 
+ADMIN = "admin"
+"""The role of a key that sees what concerns all tenants."""
+
+
+class Holder(NamedTuple):
+    """Of a key."""
+
+    tenant: str
+    is_admin: bool
+
+
+LOCAL = Holder(LOCAL_TENANT, True)
+"""Everybody, when no keys are set."""
+
+
 class ApiKeys:
     """
     Args:
-        keys: pairs of a tenant's name and a key; a name may have several.
+        keys: a tenant's name, a key, and maybe its role, `admin`; a name may have several keys.
 
     Raises:
         ConfigError: a name or key that cannot be.
     """
 
-    def __init__(self, keys: Iterable[tuple[str, str]] = ()):
+    def __init__(self, keys: Iterable[tuple[str, ...]] = ()):
         self._salt = secrets.token_bytes(32)
-        self._tenants: dict[bytes, str] = {}
-        for name, key in keys:
+        self._holders: dict[bytes, Holder] = {}
+        for name, key, *roles in keys:
             if not _NAME.fullmatch(name):
                 raise ConfigError(f"name of an API key must be 1 to 64 letters, digits, '_', '.', '-'; got {name!r}")
             if len(key) < _MIN_KEY_LENGTH or not key.isascii() or any(c.isspace() for c in key):
                 raise ConfigError(f"API key of {name} must be {_MIN_KEY_LENGTH} or more ASCII characters, no spaces")
-            if self._tenants.setdefault(self._digest(key), name) != name:
-                raise ConfigError(f"{name} and {self.tenant_of(key)} have the same API key; each needs its own")
+            if roles not in ([], [ADMIN]):
+                raise ConfigError(
+                    f"role of an API key of {name} must be {ADMIN!r} or left out; got {' '.join(roles)!r}"
+                )
+            holder = Holder(name, bool(roles))
+            other = self._holders.setdefault(self._digest(key), holder)
+            if other.tenant != name:
+                raise ConfigError(f"{name} and {other.tenant} have the same API key; each needs its own")
+            if other != holder:
+                raise ConfigError(f"an API key of {name} is given with the role {ADMIN!r} and without; once is enough")
             if not key.startswith("tml-"):
                 logger.warning("the API key of %s does not begin with 'tml-', which the tinker SDK asks for", name)
 
     def __bool__(self) -> bool:
-        return bool(self._tenants)
+        return bool(self._holders)
 
-    def tenant_of(self, key: str) -> str | None:
+    def holder_of(self, key: str) -> Holder | None:
         """Whose key it is; None if nobody's. Its duration says nothing about the keys: they are compared by digests
         with a secret salt."""
-        return self._tenants.get(self._digest(key))
+        return self._holders.get(self._digest(key))
+
+    def tenant_of(self, key: str) -> str | None:
+        """The name alone."""
+        holder = self.holder_of(key)
+        return holder.tenant if holder else None
 
     def _digest(self, key: str) -> bytes:
         return hmac.digest(self._salt, key.encode(), hashlib.sha256)
@@ -102,7 +130,7 @@ def key_of(headers: Headers) -> str:
     return ""
 
 
-def _of_file(path: Path) -> list[tuple[str, str]]:
+def _of_file(path: Path) -> list[tuple[str, ...]]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -112,17 +140,21 @@ def _of_file(path: Path) -> list[tuple[str, str]]:
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        if len(words) != 2:
-            raise ConfigError(f"--api-keys-file: line {number} of {path} must be `NAME KEY`; it has {len(words)} words")
-        keys.append((words[0], words[1]))
+        if len(words) != 2 and words[2:] != [ADMIN]:
+            raise ConfigError(
+                f"--api-keys-file: line {number} of {path} must be `NAME KEY` or `NAME KEY {ADMIN}`; "
+                f"it has {len(words)} words"
+            )
+        keys.append(tuple(words))
     return keys
 
 
-def _of_text(text: str) -> list[tuple[str, str]]:
+def _of_text(text: str) -> list[tuple[str, ...]]:
     keys = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, key = part.partition("=")
         if not equals:
             raise ConfigError(f"{ENV_VARIABLE} must be name=key pairs separated by commas; a part has no '='")
-        keys.append((name, key))
+        name, *role = name.split(":")
+        keys.append((name, key, *role))
     return keys

@@ -7,9 +7,10 @@ from tx.tinker.base_model import BaseModelFacts
 from tx.tinker.config import EngineConfig
 from tx.tinker.desk.desk import Desk
 from tx.tinker.http import openapi, problems
-from tx.tinker.http.api_keys import ApiKeys, is_loopback, read_api_keys
-from tx.tinker.http.auth import STATUS_PAGES, Door
-from tx.tinker.http.bodies import Intake
+from tx.tinker.http.api_keys import ApiKeys, read_api_keys
+from tx.tinker.http.auth import OPEN_PATHS, Door
+from tx.tinker.http.bodies import Counted, Intake
+from tx.tinker.http.connections import Connections
 from tx.tinker.http.downloads import Downloads
 from tx.tinker.http.metrics import Measured, Metrics
 from tx.tinker.http.polls import OpenPolls
@@ -34,8 +35,16 @@ from tx.tinker.storage.folders import Folders
 API = "/api/v1"
 
 
+MANY_CONNECTIONS = 10_000
+
+
 def create_app(
-    desk: Desk, config: EngineConfig, facts: BaseModelFacts, folders: Folders, keys: ApiKeys | None = None
+    desk: Desk,
+    config: EngineConfig,
+    facts: BaseModelFacts,
+    folders: Folders,
+    keys: ApiKeys | None = None,
+    connections: Connections | None = None,
 ) -> FastAPI:
     """
     Args:
@@ -43,6 +52,7 @@ def create_app(
         facts: of the base model; its tokenizer is there for those who send text
         folders: of the checkpoints, for downloads
         keys: as the settings say if left out
+        connections: of the web server; none of its own (a test) counts as many
 
     Raises:
         ConfigError: API keys cannot be read, or the host asks for some and there are none.
@@ -58,8 +68,10 @@ def create_app(
     )
     state = app.state
     state.desk, state.config, state.folders = desk, config, folders
-    state.polls, state.errors, state.metrics = OpenPolls(), RecentErrors(), Metrics(desk)
-    state.rates = Rates()
+    connections = connections or Connections(MANY_CONNECTIONS)
+    intake = Intake(config.max_bodies_mb * 2**20, connections.limit)
+    state.polls, state.errors, state.rates = OpenPolls(), RecentErrors(), Rates()
+    state.connections, state.metrics = connections, Metrics(desk, connections, intake)
     state.texts = Texts(facts.folder)
     state.downloads = Downloads.with_secret_in(config.state_folder)
 
@@ -71,11 +83,10 @@ def create_app(
     app.include_router(server.pages)
 
     # The last one added is the outermost.
-    app.add_middleware(Intake, max_bytes=config.max_bodies_mb * 2**20)
-    open_paths = STATUS_PAGES if is_loopback(config.host) else ()
-    app.add_middleware(Door, keys=keys, open_paths=open_paths)
+    app.add_middleware(Counted, intake=intake)
+    app.add_middleware(Door, keys=keys)
     app.add_middleware(problems.Unforeseen)
     app.add_middleware(Measured, metrics=state.metrics)
     problems.install(app)
-    openapi.install(app, needs_keys=bool(keys), open_paths=open_paths)
+    openapi.install(app, needs_keys=bool(keys), open_paths=OPEN_PATHS)
     return app

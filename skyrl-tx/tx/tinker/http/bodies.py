@@ -4,15 +4,17 @@ Large ones are parsed in a thread, so that heartbeats of others need not wait.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tx.errors import Busy, RequestError
-from tx.tinker.http.scope import desk_of, tenant_of
+from tx.tinker.http.replies import busy
+from tx.tinker.http.scope import TENANT, desk_of, tenant_of
 from tx.tinker.wire.schemas import as_request_error
 from tx.tinker.wire.training_requests import find_address
 
@@ -23,6 +25,14 @@ THREAD_FROM_BYTES = 64 * 1024
 """Parsing so much takes about a millisecond; a smaller body is sooner parsed than handed to a thread."""
 BODY_SECONDS = 120.0
 """For all of a body to arrive."""
+IDLE_SECONDS = 30.0
+"""From one part of it to the next."""
+SMALL_BYTES = 64 * 1024
+"""A body up to this is taken in however much others send: heartbeats, polls, steps."""
+CONTROL_PATHS = frozenset({"/healthz", "/api/v1/healthz", "/api/v1/session_heartbeat"})
+"""Taken in however many requests are under way."""
+FULL = 0.75
+"""Of the requests there is room for; from here on a tenant has no more than an equal share."""
 RETRY_SECONDS = 1.0
 _SHARE = "tx.share"
 
@@ -39,39 +49,95 @@ class BodyTooLarge(RequestError):
 
 
 class Intake:
-    """Counts the bytes of bodies that are in memory, of all clients: from their first to their request's answer.
+    """Counts, by tenant, of what is being taken in: requests from their headers to their answer, and the bytes of their
+    bodies that have arrived.
 
     Args:
-        max_bytes: more are refused for a while; one body alone is always let in
+        max_bytes: of all bodies. A tenant may hold as many as are still free, so one alone takes half, and there is
+            always room for another's; a body that is there alone is let in whatever its size
+        max_requests: of all tenants together
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int):
-        self.app, self.max_bytes = app, max_bytes
-        self.num_bytes = 0
+    def __init__(self, max_bytes: int, max_requests: int):
+        self.max_bytes, self.max_requests = max_bytes, max_requests
+        self.num_bytes: Counter[str] = Counter()
+        self.num_requests: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        share = scope[_SHARE] = Share(self)
-        try:
-            await self.app(scope, receive, send)
-        finally:
-            self.num_bytes -= share.num_bytes
+    def metrics(self) -> dict[str, dict[str, int]]:
+        return {
+            "requests_under_way": dict(self.num_requests),
+            "body_bytes_under_way": dict(self.num_bytes),
+            "refused_at_intake_total": dict(self.refusals),
+        }
+
+    def refuse(self, tenant: str, why: str) -> NoReturn:
+        self.refusals[tenant] += 1
+        raise Busy(why, RETRY_SECONDS)
+
+    def begin(self, tenant: str, path: str) -> "Share":
+        """Count a request. Raises Busy for a tenant whose requests leave the others too little room."""
+        room, total = FULL * self.max_requests, self.num_requests.total()
+        share = room / len(self.num_requests.keys() | {tenant})
+        if path not in CONTROL_PATHS and total >= room and self.num_requests[tenant] >= share:
+            own = self.num_requests[tenant]
+            self.refuse(tenant, f"{own} requests of this tenant are under way, {total} of all; wait for some of them")
+        _add(self.num_requests, tenant, 1)
+        return Share(self, tenant)
 
 
 class Share:
     """One request's part of it."""
 
-    def __init__(self, intake: Intake):
-        self.intake, self.num_bytes = intake, 0
+    def __init__(self, intake: Intake, tenant: str):
+        self.intake, self.tenant, self.num_bytes = intake, tenant, 0
+
+    def check(self, num_bytes: int) -> None:
+        """Raise Busy if there is no room for so many bytes now."""
+        intake, more = self.intake, num_bytes - self.num_bytes
+        total, own = intake.num_bytes.total() + more, intake.num_bytes[self.tenant] + more
+        if num_bytes > SMALL_BYTES and total > num_bytes and own > intake.max_bytes - total:
+            intake.refuse(
+                self.tenant,
+                f"requests of {total - more:,} bytes are being read already, {own - more:,} of them of this tenant, "
+                "who may have as many as are still free (--max-bodies-mb); send this one again later",
+            )
 
     def hold(self, num_bytes: int) -> None:
-        """So many, from now on. Raises Busy if there is no room for them."""
-        others = self.intake.num_bytes - self.num_bytes
-        if others and others + num_bytes > self.intake.max_bytes:
-            raise Busy(
-                f"requests of {others:,} bytes are being read already (--max-bodies-mb); send this one again later",
-                RETRY_SECONDS,
-            )
-        self.intake.num_bytes, self.num_bytes = others + num_bytes, num_bytes
+        """Hold so many bytes, which have arrived. Raises Busy if there is no room for them."""
+        self.check(num_bytes)
+        _add(self.intake.num_bytes, self.tenant, num_bytes - self.num_bytes)
+        self.num_bytes = num_bytes
+
+    def end(self) -> None:
+        _add(self.intake.num_bytes, self.tenant, -self.num_bytes)
+        _add(self.intake.num_requests, self.tenant, -1)
+
+
+def _add(counts: Counter[str], tenant: str, number: int) -> None:
+    counts[tenant] += number
+    if not counts[tenant]:
+        del counts[tenant]
+
+
+class Counted:
+    """Middleware that has every request counted. Inside of the door, which knows whose it is. Pure ASGI."""
+
+    def __init__(self, app: ASGIApp, intake: Intake):
+        self.app, self.intake = app, intake
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant = scope[TENANT]
+        try:
+            share = scope[_SHARE] = self.intake.begin(tenant or "", scope["path"])
+        except Busy as error:
+            if tenant:
+                scope["app"].state.desk.keep_sessions(tenant)
+            return await busy(error)(scope, receive, send)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            share.end()
 
 
 def max_body_bytes(request: Request) -> int:
@@ -87,26 +153,29 @@ async def read_body(request: Request, max_bytes: int | None = None) -> bytes:
     Raises:
         BodyTooLarge: by its own account (before anything is read), or by what arrives.
         RequestError: it does not arrive in time.
-        Busy: all clients together send too much at the moment.
+        Busy: the tenant sends too much at the moment, for all that others send.
     """
     max_bytes = max_bytes or max_body_bytes(request)
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise BodyTooLarge(max_bytes)
     share: Share = request.scope[_SHARE]
-    share.hold(int(announced) if announced.isdecimal() else 0)
+    share.check(int(announced) if announced.isdecimal() else 0)
+    clock = asyncio.get_running_loop().time
     pieces: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(BODY_SECONDS), asyncio.timeout(IDLE_SECONDS) as idle:
             async for piece in request.stream():
+                idle.reschedule(clock() + IDLE_SECONDS)
                 size += len(piece)
                 if size > max_bytes:
                     raise BodyTooLarge(max_bytes)
-                share.hold(max(size, share.num_bytes))
+                share.hold(size)
                 pieces.append(piece)
     except TimeoutError:
-        raise RequestError(f"the request's body did not arrive within {BODY_SECONDS:.0f} s", 408) from None
+        late = f"nothing of it came for {IDLE_SECONDS:.0f} s" if idle.expired() else f"not within {BODY_SECONDS:.0f} s"
+        raise RequestError(f"the request's body did not arrive: {late}", 408) from None
     except ClientDisconnect:
         raise RequestError("the client went away while it sent", 400) from None
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)

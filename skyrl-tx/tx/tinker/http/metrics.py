@@ -1,4 +1,4 @@
-"""Numbers for Prometheus: of requests, counted here, and of everything behind the desk, asked for at each scrape."""
+"""Numbers for Prometheus: of requests, counted here, and of everything else, asked for at each scrape."""
 
 import time
 from collections.abc import Iterable
@@ -19,13 +19,18 @@ class CountsSomething(Protocol):
     def metrics(self) -> dict[str, Any]: ...
 
 
+PUBLIC = ("engine_ready", "engine_deaths_total")
+"""Numbers of the whole server that every tenant may see."""
+
+
 class Metrics:
     """
     Args:
-        desk: whose numbers go out with those of requests
+        sources: whose numbers go out with those of requests
     """
 
-    def __init__(self, desk: CountsSomething):
+    def __init__(self, *sources: CountsSomething):
+        self._sources = sources
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "tx_http_requests", "Requests answered", ["method", "route", "status"], registry=self.registry
@@ -37,7 +42,8 @@ class Metrics:
             buckets=BUCKETS,
             registry=self.registry,
         )
-        self.registry.register(_OfTheDesk(desk))
+        for source in sources:
+            self.registry.register(_Numbers(source))
 
     def record(self, method: str, route: str, status: int, seconds: float) -> None:
         self.requests.labels(method, route, str(status)).inc()
@@ -46,20 +52,36 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
+    def text_for(self, tenant: str) -> bytes:
+        """Return a tenant's own numbers, and the few that concern everybody."""
+        registry = CollectorRegistry()
+        for source in self._sources:
+            registry.register(_Numbers(source, tenant))
+        return generate_latest(registry)
 
-class _OfTheDesk(Collector):
+
+class _Numbers(Collector):
     """`name: number` becomes `tx_name`; `name: {tenant: number}` the same with a label. Names that end in `_total`
-    only grow."""
+    only grow.
 
-    def __init__(self, desk: CountsSomething):
-        self.desk = desk
+    Args:
+        tenant: whose numbers alone are shown, with those in `PUBLIC`; None: everybody's
+    """
+
+    def __init__(self, source: CountsSomething, tenant: str | None = None):
+        self.source, self.tenant = source, tenant
 
     def collect(self) -> Iterable[Metric]:
-        for name, value in self.desk.metrics().items():
+        for name, value in self.source.metrics().items():
             by_tenant = isinstance(value, dict)
+            if self.tenant is not None and not by_tenant and name not in PUBLIC:
+                continue
+            numbers: dict[str, float] = value if by_tenant else {"": value}
+            if by_tenant and self.tenant is not None:
+                numbers = {self.tenant: value.get(self.tenant, 0)}
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             family = kind(f"tx_{name}", name.replace("_", " "), labels=["tenant"] if by_tenant else [])
-            for label, number in value.items() if by_tenant else [("", value)]:
+            for label, number in numbers.items():
                 family.add_metric([label] if by_tenant else [], float(number))
             yield family
 

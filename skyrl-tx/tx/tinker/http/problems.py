@@ -6,7 +6,6 @@ pauses, except while polling for results, where they ask again at once; there th
 
 import asyncio
 import logging
-import math
 import secrets
 from typing import Any
 
@@ -20,7 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tx.errors import Busy, RequestError
 from tx.tinker.http.bodies import BodyTooLarge
-from tx.tinker.http.replies import TooLarge, problem
+from tx.tinker.http.replies import TooLarge, busy, problem, retry_after
+from tx.tinker.http.scope import TENANT, desk_of
 from tx.tinker.wire.schemas import explain
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Unforeseen:
 def _unforeseen(name: str, path: str) -> Response:
     text = f"error {name} in the server; its log has the details"
     if path in POLL_PATHS:
-        return problem(429, f"{text}; the result is kept, ask again", _retry_after(POLL_PAUSE_SECONDS))
+        return problem(429, f"{text}; the result is kept, ask again", retry_after(POLL_PAUSE_SECONDS))
     return problem(500, text)
 
 
@@ -77,12 +77,15 @@ async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     if isinstance(error, BodyTooLarge):
         return TooLarge(str(error))
-    return problem(error.status, str(error))
+    return problem(error.status, str(error), {"Connection": "close"} if error.status == 408 else None)
 
 
 async def _busy(request: Request, error: Exception) -> Response:
+    """Whatever was refused, and be it a heartbeat: whoever asks is there."""
     assert isinstance(error, Busy)
-    return problem(429, str(error), _retry_after(error.retry_after_seconds))
+    if tenant := request.scope[TENANT]:
+        desk_of(request).keep_sessions(tenant)
+    return busy(error)
 
 
 async def _wrong_parameters(request: Request, error: Exception) -> Response:
@@ -116,8 +119,3 @@ def _methods_of(request: Request) -> list[str]:
     """What may be done with the address; several routes may share it."""
     matching = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
     return sorted({method for route in matching for method in getattr(route, "methods", None) or ()})
-
-
-def _retry_after(seconds: float) -> dict[str, str]:
-    """`Retry-After` knows whole seconds only; the SDK reads the other first."""
-    return {"Retry-After": str(max(1, math.ceil(seconds))), "Retry-After-Ms": str(max(1, round(seconds * 1000)))}

@@ -1,12 +1,15 @@
 """What goes out: JSON, problems as `{"detail": text}`, and the refusal of bodies that are too large."""
 
 import asyncio
+import math
 from typing import Any
 
 import orjson
 from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from tx.errors import Busy
 
 DRAIN_SECONDS = 30.0
 
@@ -20,6 +23,16 @@ def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None
 def problem(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
     """A refusal that clients print as it is."""
     return as_json({"detail": text}, status, headers)
+
+
+def busy(error: Busy) -> Response:
+    """429, which clients try again."""
+    return problem(429, str(error), retry_after(error.retry_after_seconds))
+
+
+def retry_after(seconds: float) -> dict[str, str]:
+    """`Retry-After` knows whole seconds only; the SDK reads the other first."""
+    return {"Retry-After": str(max(1, math.ceil(seconds))), "Retry-After-Ms": str(max(1, round(seconds * 1000)))}
 
 
 class TooLarge(Response):

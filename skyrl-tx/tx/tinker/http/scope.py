@@ -6,10 +6,16 @@ from tx.tinker.desk.desk import Desk
 
 TENANT = "tx.tenant"
 """Where the tenant's name is in a request's scope; `auth` puts it there."""
+IS_ADMIN = "tx.is_admin"
+"""Beside it, whether the key sees what concerns all tenants."""
 
 
 def tenant_of(request: Request) -> str:
     return request.scope[TENANT]
+
+
+def is_admin(request: Request) -> bool:
+    return request.scope[IS_ADMIN]
 
 
 def desk_of(request: Request) -> Desk:

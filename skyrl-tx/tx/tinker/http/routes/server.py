@@ -12,7 +12,7 @@ from tx.tinker.http.bodies import read_json
 from tx.tinker.http.client_flags import client_flags, dynamic_flags
 from tx.tinker.http.openapi import described
 from tx.tinker.http.replies import as_json
-from tx.tinker.http.scope import desk_of
+from tx.tinker.http.scope import desk_of, is_admin, tenant_of
 from tx.tinker.http.status_page import status_page
 from tx.tinker.wire import schemas
 
@@ -55,18 +55,32 @@ async def telemetry(request: Request) -> Response:
 
 @pages.get("/metrics", responses={200: _TEXT}, response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    """Everybody's numbers for an admin's key, a tenant's own for another."""
+    numbers = request.app.state.metrics
+    text = numbers.text() if is_admin(request) else numbers.text_for(tenant_of(request))
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 @pages.get("/status", response_class=HTMLResponse)
 async def status(request: Request) -> Response:
+    """Everything for an admin's key, what is a tenant's own for another."""
+    sections = desk_of(request).status()
+    sections = _everything(request, sections) if is_admin(request) else _own(sections, tenant_of(request))
+    return HTMLResponse(status_page("tx", {"version": __version__} | sections))
+
+
+def _everything(request: Request, sections: dict[str, Any]) -> dict[str, Any]:
     state = request.app.state
-    sections: dict[str, Any] = {"version": __version__, "open_polls": len(state.polls)}
-    sections |= {
-        f"{name}_a_second": rate for name, rate in state.rates.look(_tokens(desk_of(request).metrics())).items()
-    }
-    sections |= desk_of(request).status() | {"errors": state.errors.rows()}
-    return HTMLResponse(status_page("tx", sections))
+    rates = state.rates.look(_tokens(desk_of(request).metrics()))
+    lines = {"open_polls": len(state.polls)} | {f"{name}_a_second": rate for name, rate in rates.items()}
+    lines |= state.connections.metrics()
+    return lines | sections | {"errors": state.errors.rows()}
+
+
+def _own(sections: dict[str, Any], tenant: str) -> dict[str, Any]:
+    engine = {name: sections["engine"][name] for name in ("state", "backend", "up_seconds", "deaths")}
+    tables = {name: [row for row in sections[name] if row["tenant"] == tenant] for name in ("models", "tenants")}
+    return {"engine": engine} | tables
 
 
 def _tokens(metrics: dict[str, Any]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
+from tx.errors import RequestError
 from tx.tinker.http import answers
 from tx.tinker.http.bodies import read_json
 from tx.tinker.http.openapi import described
@@ -16,7 +17,11 @@ _ENDED = {410: {"model": answers.Problem, "description": "The session has ended"
 
 @router.post("/session_heartbeat", **described(answers.Heartbeat, schemas.SessionHeartbeatRequest, also=_ENDED))
 async def session_heartbeat(request: Request) -> Response:
-    asked = await read_json(request, schemas.SessionHeartbeatRequest)
+    try:
+        asked = await read_json(request, schemas.SessionHeartbeatRequest)
+    except RequestError:  # the connection stalled, say
+        desk_of(request).keep_sessions(tenant_of(request))
+        raise
     return as_json(await desk_of(request).heartbeat(tenant_of(request), asked.session_id))
 
 

@@ -1,0 +1,22 @@
+"""How many files, sockets among them, this process may have open."""
+
+import resource
+
+MOST = 2**20
+"""More is not asked for: where the system sets no bound, some of its tables would."""
+FEW = 4096
+"""Fewer are few for a server: each result that is waited for is a connection."""
+
+
+def raise_file_limit() -> int:
+    """Raise the limit (`ulimit -n`) to what the system allows this process, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now, allowed = (MOST if each == resource.RLIM_INFINITY else each for each in (soft, hard))
+    wanted = min(allowed, MOST)
+    if now >= wanted:
+        return now
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (ValueError, OSError):  # macOS allows less than it says
+        return now
+    return wanted

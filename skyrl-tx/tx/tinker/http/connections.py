@@ -1,0 +1,137 @@
+"""Clients' connections: how long one may go without a whole request, and which one goes when there are too many.
+
+uvicorn itself has a time-out for the pause between two requests, which the next request's first byte ends.
+"""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+HEAD_SECONDS = 20.0
+"""From a connection's start, or a request's first byte, to the end of its headers."""
+REST_SECONDS = 120.0
+"""For the rest of a body that was answered (with a refusal, mostly) before all of it had arrived."""
+UNREAD_SECONDS = 60.0
+"""An answer of which nothing is read for so long is given up."""
+MAX_HEAD_BYTES = 64 * 1024
+RESERVED_FILES = 256
+"""For everything but clients: the database, payloads, the engine."""
+
+
+def limit_of_connections(files: int) -> int:
+    """Return how many connections there is room for, of so many files."""
+    return max(files - RESERVED_FILES, files // 2)
+
+
+class Connections:
+    """Registry of open connections.
+
+    Args:
+        limit: beyond it, a new connection takes the place of the one that has been without a request for longest
+    """
+
+    def __init__(self, limit: int, *, head_seconds: float = HEAD_SECONDS, unread_seconds: float = UNREAD_SECONDS):
+        self.limit, self.head_seconds, self.unread_seconds = limit, head_seconds, unread_seconds
+        self._open: set[_Timed] = set()
+        self._idle: dict[_Timed, None] = {}
+        """Those with no request under way; longest first."""
+        self.num_cut = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "connections": len(self),
+            "connections_limit": self.limit,
+            "connections_cut_total": self.num_cut,
+        }
+
+    def protocol(self) -> type[asyncio.Protocol]:
+        """Return uvicorn's HTTP protocol, whose connections are registered here and cut when they are late."""
+        return type("TimedConnection", (_Timed, AutoHTTPProtocol), {"registry": self})
+
+    def opened(self, connection: "_Timed") -> None:
+        self._open.add(connection)
+        self._idle[connection] = None
+        if len(self._open) > self.limit:
+            next(iter(self._idle)).cut()  # at least the new one is there
+
+    def serving(self, connection: "_Timed") -> None:
+        self._idle.pop(connection, None)
+
+    def idle(self, connection: "_Timed") -> None:
+        if connection in self._open:
+            self._idle[connection] = None
+
+    def closed(self, connection: "_Timed") -> None:
+        self._open.discard(connection)
+        self._idle.pop(connection, None)
+
+
+class _Timed(asyncio.Protocol):
+    """What a connection has beside uvicorn's protocol. It is *idle* until a request's headers are complete and again
+    once that is answered; in between, whoever reads the body keeps the time (`bodies`)."""
+
+    registry: Connections
+    transport: Any
+    loop: asyncio.AbstractEventLoop
+    cycle: Any
+    """Of uvicorn: the latest request and its answer."""
+    _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+    _head_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._late = self.loop.call_later(self.registry.head_seconds, self.cut)
+        self.registry.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_clocks()
+        self.registry.closed(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._late = _stopped(self._late)
+            self._head_bytes = 0
+            self.registry.serving(self)
+            return
+        is_rest = self.cycle is not None and self.cycle.more_body
+        if self._late is None:
+            self._late = self.loop.call_later(REST_SECONDS if is_rest else self.registry.head_seconds, self.cut)
+        if not is_rest:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.cut()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # pyright: ignore[reportAttributeAccessIssue]
+        if self.cycle.response_complete:  # else it begins with a request that came meanwhile
+            self.registry.idle(self)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.registry.unread_seconds, self.cut)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unread = _stopped(self._unread)
+
+    def cut(self) -> None:
+        """End the connection at once."""
+        self._stop_clocks()
+        self.registry.closed(self)
+        self.registry.num_cut += 1
+        self.transport.abort()
+
+    def _stop_clocks(self) -> None:
+        self._late, self._unread = _stopped(self._late), _stopped(self._unread)
+
+
+def _stopped(clock: asyncio.TimerHandle | None) -> None:
+    if clock is not None:
+        clock.cancel()
