@@ -1,6 +1,7 @@
 """Connections on loopback, to a web server without a desk behind it."""
 
 import asyncio
+import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 
@@ -8,6 +9,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from tx.tinker.file_limit import MOST, raise_file_limit
 from tx.tinker.http.connections import MAX_HEAD_BYTES, Connections, limit_of_connections
 
 HALF = b"POST /x HTTP/1.1\r\nHost: x\r\nX-"
@@ -155,3 +157,14 @@ async def test_a_connection_whose_answer_is_not_read_is_cut(serve, application):
 @pytest.mark.parametrize("files, expected", [(100, 50), (1024, 768), (20_000, 19_744)])
 def test_some_files_are_kept_for_other_things_than_connections(files: int, expected: int):
     assert limit_of_connections(files) == expected
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_the_system_allows():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, allowed), hard))
+        assert raise_file_limit() == allowed == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        assert raise_file_limit() == allowed, "once more changes nothing"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -44,7 +44,7 @@ class _SamplingBody(schemas.Body):
 
 class CompletionBody(_SamplingBody):
     prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int | None = Field(default=16, ge=0)
+    max_tokens: schemas.Index | None = 16
     logprobs: int | None = Field(default=None, ge=0, le=0)
     """0: those of the chosen tokens; others are not to be had."""
 
@@ -56,8 +56,8 @@ class ChatMessage(schemas.LenientBody):
 
 class ChatCompletionBody(_SamplingBody):
     messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, ge=0)
-    max_completion_tokens: int | None = Field(default=None, ge=0)
+    max_tokens: schemas.Index | None = None
+    max_completion_tokens: schemas.Index | None = None
     logprobs: bool = False
 
 
@@ -101,7 +101,8 @@ async def chat_completions(request: Request) -> Response:
     texts: Texts = request.app.state.texts
     messages = [message.model_dump() for message in asked.messages]
     prompt = await asyncio.to_thread(texts.encode_chat, messages)
-    output = await _sample(request, asked, prompt, asked.max_completion_tokens or asked.max_tokens)
+    most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    output = await _sample(request, asked, prompt, most)
     choices = []
     for sequence in output.sequences:
         choice = _choice(len(choices), sequence, asked.stop, texts)
