@@ -4,10 +4,12 @@ Only one answer of a response counts, the same one always, so that listing guess
 """
 
 import re
+from fractions import Fraction
 
 from skyrl_gym.graders.math_minerva import grade_minerva, grade_strict_box, normalize_final_answer
 from skyrl_gym.graders.math_pool import EquivalencePool, default_pool
 from skyrl_gym.graders.math_text import (
+    TEXT_COMMAND,
     clean,
     extract_number,
     first_boxed,
@@ -66,7 +68,8 @@ def grade_equivalence(answer: str, gold: str, *, question: str = "", pool: Equiv
     r"""1 if an answer means the same as the gold: `0.5` is `\frac{1}{2}`, `3+2x` is `2x+3`, `2,1` is `1,2`.
 
     What reads the same after `normalize_answer`, words and whole numbers are decided here; the rest by the math-verify
-    library in one of `pool`'s processes (those of `default_pool()` if None), within bounds of time and memory.
+    library in one of `pool`'s processes (those of `default_pool()` if None), within bounds of time and memory. A percent
+    sign that only one of the two has may be left out or worked out: `25\%` is `25` and `0.25`.
 
     An answer must be worked out, else a policy learns to put the question into the box. Invalid are, unless they read
     as the gold does:
@@ -91,27 +94,36 @@ def grade_equivalence(answer: str, gold: str, *, question: str = "", pool: Equiv
         return Score(1.0, readable)
     if _is_words(gold):
         return Score(float(_letters(answer) == _letters(gold)), readable)
-    expected = join_thousands(_TRAILING_UNITS.sub("", clean(gold)))
-    candidate = _without_names(join_thousands(clean(answer)), expected)
+    grade = _compare(answer, gold, question, pool)
+    if not _is_right(grade) and (other_reading := _with_percent_as_fraction(answer, gold)):
+        by_value = _compare(*other_reading, question, pool)
+        grade = by_value if _is_right(by_value) else grade
+    return Score(grade.value, readable) if isinstance(grade, Score) else grade
+
+
+def _compare(answer: str, gold: str, question: str, pool: EquivalencePool | None) -> Grade:
+    expected = _without_approximation(_without_unit(join_thousands(clean(gold))))
+    candidate = _without_names(_without_unit(join_thousands(clean(answer))), expected)
     if _read_the_same(candidate, expected):
-        return Score(1.0, readable)
+        return Score(1.0)
     if flaw := _flaw(candidate, expected, question):
         return Invalid(flaw)
     if _WHOLE.fullmatch(candidate) and _WHOLE.fullmatch(expected):
-        return Score(float(int(candidate) == int(expected)), readable)
-    grade = (pool or default_pool()).compare(candidate, expected)
-    return Score(grade.value, readable) if isinstance(grade, Score) else grade
+        return Score(float(int(candidate) == int(expected)))
+    return (pool or default_pool()).compare(candidate, expected)
+
+
+def _is_right(grade: Grade) -> bool:
+    return isinstance(grade, Score) and grade.value == 1.0
 
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,1000}")
 _PLAIN_NUMBER = re.compile(r"[+-]?(?:[0-9]*\.?[0-9]+|[0-9]*\\frac\{-?[0-9]+\}\{[0-9]+\}|[0-9]+/[0-9]+)")
-_WORD_GOLD = re.compile(
-    r"\\(?:text|textbf|textit|textrm|mbox|mathrm)\s*\{[^{}0-9]*\}|(?:[A-Z][a-z]{2}|[A-Za-z]{4})[A-Za-z ]*"
-)
+_WORD_GOLD = re.compile(rf"{TEXT_COMMAND}\s*\{{[^{{}}0-9]*\}}|(?:[A-Z][a-z]{{2}}|[A-Za-z]{{4}})[A-Za-z ]*")
 _SIDE_BY_SIDE = re.compile(r"(?<!_)[0-9] +[0-9]+(?![0-9]*/)")
 _SEVERAL = re.compile(r"[,;<>]|\b(?:or|and)\b|\\(?:lor|vee|wedge|land)(?![A-Za-z])")
 _TRAILING_WORDS = re.compile(r"(?<=[0-9])(?: +[A-Za-z]{2,})+$")
-_UNITS = re.compile(r"\\(?:text|textrm|mbox|mathrm|operatorname)\s*\{[^{}0-9]*\}(?:\^(?:\{[0-9]\}|[0-9]))?")
+_UNITS = re.compile(rf"(?:{TEXT_COMMAND}|\\operatorname)\s*\{{[^{{}}0-9]*\}}(?:\^(?:\{{[0-9]\}}|[0-9]))?")
 _TRAILING_UNITS = re.compile(rf"(?<=[0-9}}])\s*{_UNITS.pattern}$")
 _SCIENTIFIC = re.compile(r"(?:\\times|\\cdot|\*) *10 *\^ *(?:\{ *-?[0-9]+ *\}|[0-9])")
 _OPERATION = re.compile(r"[+*^!|]|(?<=[\w})]) *[-(]|\\(?!frac(?![A-Za-z]))[A-Za-z]+")
@@ -125,6 +137,9 @@ _RELATION_OR_COMMA = re.compile(rf"[,;]|\b(?:or|and)\b|{_RELATION.pattern}")
 _BASE = re.compile(r"(?<=[0-9])_(\{[^{}]*\}|.)")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _SYMBOL = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?")
+_APPROXIMATION = re.compile(r"(?:[A-Za-z](?:_(?:\w|\{\w+\}))?)?\s*(?:\\(?:approx|simeq)(?![A-Za-z])|≈)\s*")
+_PERCENT = re.compile(rf"\\?%|(?:{TEXT_COMMAND}\s*\{{\s*)?\bpercent\b(?:\s*\}})?")
+_MIXED_NUMBER = re.compile(r"([+-]?)([0-9]*)\\frac\{([0-9]+)\}\{([0-9]+)\}")
 
 
 def _read_the_same(answer: str, gold: str) -> bool:
@@ -142,10 +157,50 @@ def _letters(answer: str) -> str:
     return normalize_answer(answer).casefold().removeprefix("(").removesuffix(")")
 
 
+def _without_unit(text: str) -> str:
+    return _TRAILING_UNITS.sub("", text)
+
+
+def _without_approximation(text: str) -> str:
+    r"""11 of "\approx 11" and of "x \approx 11". The value before the sign counts where there is one."""
+    found = _APPROXIMATION.match(text)
+    return text[found.end() :] if found else text
+
+
+def _with_percent_as_fraction(answer: str, gold: str) -> tuple[str, str] | None:
+    r"""Answer and gold where only one of them has a percent sign, read as its value: 25\% is 1/4 as well as 25."""
+    fraction, gold_fraction = _percentage(answer), _percentage(gold)
+    if (fraction is None) == (gold_fraction is None):
+        return None
+    return (fraction or answer, gold_fraction or gold)
+
+
+def _percentage(text: str) -> str | None:
+    """The value of a lone percentage as a fraction, in LaTeX; None for all else."""
+    text = join_thousands(clean(_PERCENT.sub(" percent", text)))
+    text = _without_approximation(text[_end_of_last_equality(text) :].strip())
+    number = normalize_answer(text.removesuffix("percent"))
+    if not text.endswith("percent") or not _PLAIN_NUMBER.fullmatch(number):
+        return None
+    try:
+        value = _fraction(number) / 100
+    except (ValueError, ZeroDivisionError):
+        return None
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _fraction(number: str) -> Fraction:
+    """Raises ValueError, ZeroDivisionError."""
+    if mixed := _MIXED_NUMBER.fullmatch(number):
+        size = int(mixed[2] or 0) + Fraction(int(mixed[3]), int(mixed[4]))
+        return -size if mixed[1] == "-" else size
+    return Fraction(number)
+
+
 def _without_names(answer: str, gold: str) -> str:
     """5 of "area = 5 cm": what follows the last sign of equality, without words after a number. One value only."""
     if "=" not in gold and not _SEVERAL.search(answer):
-        answer = answer[_end_of_last_equality(answer) :].strip()
+        answer = _without_approximation(answer[_end_of_last_equality(answer) :].strip())
     return _TRAILING_WORDS.sub("", answer) if _PLAIN_NUMBER.fullmatch(normalize_answer(gold)) else answer
 
 

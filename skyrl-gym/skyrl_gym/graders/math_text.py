@@ -57,23 +57,30 @@ _NO_SPACE = re.compile(r"(?<!\\)\\[,!;:]")
 _WIDE_SPACE = re.compile(r"(?:\\q?quad(?![A-Za-z])|(?<!\\)\\ |~|\s)+")
 _DEGREES = re.compile(r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])|°")
 _FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+_THOUSANDS_COMMA = re.compile(r"(?<=\d)\s*,\s*\\!\s*(?=\d{3}(?!\d))")
+_PLUS_SIGN = re.compile(r"(?:^|(?<=[=(,\[]))\s*\+\s*(?=[\w.(\\])")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])|(?<![\d.])(?<![\d.] )\d{1,3}(?: \d{3})+(?! ?\d)")
 _MIXED = re.compile(r"(?<![\d./])(\d+) +(\d+)/(\d+)")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*(\d)")
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf)\s*\{([^{}]*)\}")
+TEXT_COMMAND = r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|mbox|hbox|mathrm)(?![A-Za-z])"
+"""Commands whose argument is text, such as a unit."""
+_TEXT = re.compile(rf"(?:{TEXT_COMMAND}|\\mathbf)\s*\{{([^{{}}]*)\}}")
+_TEXT_ALONE = re.compile(rf"\s*{TEXT_COMMAND}\s*\{{([^{{}}]*[0-9][^{{}}]*)\}}\s*")
 
 
 def clean(answer: str) -> str:
-    """An answer without what only makes it look better: delimiters, sizes, spaces, degree and percent signs.
+    """An answer without what only makes it look better: delimiters, sizes, spaces, degree and percent signs, a plus sign
+    before a number, a text command around all of it.
 
     "5 1/2" becomes a mixed number, lest it read as 51/2.
     """
-    text = answer.replace("−", "-").replace("{,}", ",")
+    text = _THOUSANDS_COMMA.sub(",", answer.replace("−", "-").replace("{,}", ","))
     text = _NO_SPACE.sub("", _SIZES.sub("", _DELIMITERS.sub("", text)))
     text = _DEGREES.sub("", _FRACTION.sub(r"\\frac", text)).replace("\\%", "").replace("%", "")
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", _WIDE_SPACE.sub(" ", text))
-    return text.strip().rstrip(".,;").strip()
+    text = _TEXT_ALONE.sub(r"\1", text) if _TEXT_ALONE.fullmatch(text) else text
+    return _PLUS_SIGN.sub("", text.strip()).rstrip(".,;").strip()
 
 
 def join_thousands(text: str) -> str:
