@@ -68,8 +68,8 @@ def grade_equivalence(answer: str, gold: str, *, question: str = "", pool: Equiv
     r"""1 if an answer means the same as the gold: `0.5` is `\frac{1}{2}`, `3+2x` is `2x+3`, `2,1` is `1,2`.
 
     What reads the same after `normalize_answer`, words and whole numbers are decided here; the rest by the math-verify
-    library in one of `pool`'s processes (those of `default_pool()` if None), within bounds of time and memory. A percent
-    sign that only one of the two has may be left out or worked out: `25\%` is `25` and `0.25`.
+    library in one of `pool`'s processes (those of `default_pool()` if None), within bounds of time and memory. A
+    percent sign that only one of the two has may be left out or worked out: `25\%` is `25` and `0.25`.
 
     An answer must be worked out, else a policy learns to put the question into the box. Invalid are, unless they read
     as the gold does:

@@ -70,8 +70,8 @@ _TEXT_ALONE = re.compile(rf"\s*{TEXT_COMMAND}\s*\{{([^{{}}]*[0-9][^{{}}]*)\}}\s*
 
 
 def clean(answer: str) -> str:
-    """An answer without what only makes it look better: delimiters, sizes, spaces, degree and percent signs, a plus sign
-    before a number, a text command around all of it.
+    """An answer without what only makes it look better: delimiters, sizes, spaces, degree and percent signs, a plus
+    sign before a number, a text command around all of it.
 
     "5 1/2" becomes a mixed number, lest it read as 51/2.
     """
