@@ -49,7 +49,7 @@ AGENT_LAYERS = [
     {"skyrl_agent.agents", "skyrl_agent.dispatcher"},
     {"skyrl_agent.runner", "skyrl_agent.training_rows", "skyrl_agent.records", "skyrl_agent.datasets"},
     {"skyrl_agent.auto", "skyrl_agent.view", "skyrl_agent.integrations", "skyrl_agent.services", "skyrl_agent.testing"}
-    | {"skyrl_agent.validate"},
+    | {"skyrl_agent.validate", "skyrl_agent.evaluate"},
 ]
 
 PUBLIC_NAMES = {

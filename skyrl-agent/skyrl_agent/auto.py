@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_agent.agents.mapping import AGENT_GENERATOR_REGISTRY, class_of_agent
-from skyrl_agent.config.task_file import load_task_file
+from skyrl_agent.config.task_file import TaskFile, load_task_file
 
 if TYPE_CHECKING:
     from skyrl_agent.runner import AgentRunner
@@ -38,4 +38,9 @@ class AutoAgentRunner:
         if infer_backend is not None:
             backend = {"infer_backend": infer_backend, "backend_config": dict(backend_config or {})}
             cfg = cfg.model_copy(update={"generator": cfg.generator.model_copy(update=backend)})
+        return cls.from_task_file(cfg, infer_engine, tokenizer)
+
+    @classmethod
+    def from_task_file(cls, cfg: TaskFile, infer_engine: Any, tokenizer: Any) -> "AgentRunner":
+        """As `from_task`, of a task file that is loaded already."""
         return class_of_agent(cfg.agent_cls, AGENT_GENERATOR_REGISTRY)(cfg, infer_engine, tokenizer)

@@ -2,7 +2,16 @@
 
 from skyrl_gym.error import InfraError
 
-__all__ = ["AgentError", "BackendError", "ConfigError", "InfraError", "StageTimeout", "TaskRowError"]
+__all__ = [
+    "AgentError",
+    "BackendError",
+    "BatchFailedError",
+    "ConfigError",
+    "InfraError",
+    "StageTimeout",
+    "TaskRowError",
+    "UnavailableError",
+]
 
 
 class AgentError(Exception):
@@ -21,6 +30,15 @@ class TaskRowError(AgentError, ValueError):
 
 class BackendError(AgentError):
     """The model's server refused a request for a reason that another try does not change."""
+
+
+class UnavailableError(AgentError):
+    """Something that a run needs does not answer or does not work here. Nothing was started. The text names each
+    setting that leads to it."""
+
+
+class BatchFailedError(AgentError):
+    """Every trajectory of a batch failed, so that there is no reward at all. The text names the commonest cause."""
 
 
 class StageTimeout(AgentError, TimeoutError):

@@ -6,14 +6,14 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from skyrl_agent.functional.utils import TrainingDatum, transitions_to_training_data
-from skyrl_agent.types import TrajectoryResult
+from skyrl_agent.types import Failure, ToolCallRecord, TrajectoryResult
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,9 @@ class TrajectoryFile:
     def __init__(self, path: str | Path, tokenizer: Any) -> None:
         self.path, self.tokenizer = Path(path).expanduser(), tokenizer
 
-    def append(self, result: TrajectoryResult, val_mode: bool = False) -> None:
+    def append(self, result: TrajectoryResult, val_mode: bool = False, position: int | None = None) -> None:
         """Adds a line. A disk that is full or away is logged; the trajectory itself is not lost by it."""
-        line = json.dumps(record_of(result, self.tokenizer, val_mode), ensure_ascii=False, default=str)
+        line = json.dumps(record_of(result, self.tokenizer, val_mode, position), ensure_ascii=False, default=str)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _append_line(self.path, line.encode("utf-8", "replace"))
@@ -50,11 +50,31 @@ def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
                 logger.warning("%s: line %d is not a whole row and is left out", path, number)
 
 
-def record_of(result: TrajectoryResult, tokenizer: Any, val_mode: bool = False) -> dict[str, Any]:
+def last_records(path: str | Path) -> dict[tuple[int, int], dict[str, Any]]:
+    """The last row of each trajectory of a file that has one batch, by (position, trajectory id)."""
+    records = (record for record in read_records(path) if record.get("position") is not None)
+    return {(record["position"], record["trajectory_id"]): record for record in records}
+
+
+def result_of(record: Mapping[str, Any]) -> TrajectoryResult:
+    """A row as a result again, without `transitions` and `state`."""
+    names = {field.name for field in fields(TrajectoryResult)} - {"failure", "tool_calls"}
+    failure = record["failure"]
+    return TrajectoryResult(
+        **{name: value for name, value in record.items() if name in names},
+        failure=None if failure is None else Failure(**failure),
+        tool_calls=[ToolCallRecord(**call) for call in record["tool_calls"]],
+    )
+
+
+def record_of(
+    result: TrajectoryResult, tokenizer: Any, val_mode: bool = False, position: int | None = None
+) -> dict[str, Any]:
     """JSON-ready: all of a result but `transitions` and `state`, and
 
     time    Unix seconds at its end
     val     of an evaluation batch
+    position  of its instance in the batch
     rows    [{prompt_ids, response_ids, mask, log_probs or null, prompt, spans}], what trains before any masking;
             spans are the response's text as [[written by the model, text], ...]
     """
@@ -63,6 +83,7 @@ def record_of(result: TrajectoryResult, tokenizer: Any, val_mode: bool = False) 
     return fields | {
         "time": time.time(),
         "val": val_mode,
+        "position": position,
         "failure": None if result.failure is None else asdict(result.failure),
         "tool_calls": [asdict(call) for call in result.tool_calls],
         "rows": [_row(datum, tokenizer) for datum in _data_of(result)],

@@ -3,7 +3,7 @@ them. Keeps nothing of a batch, so that several may run at the same time."""
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,12 +14,12 @@ from skyrl_agent.agents.trajectory import BaseTrajectory
 from skyrl_agent.config.configuration_utils import get_field_from_config
 from skyrl_agent.config.task_file import TaskFile, load_task_file
 from skyrl_agent.dispatcher.dispatch import Dispatch
-from skyrl_agent.errors import ConfigError, TaskRowError
+from skyrl_agent.errors import AgentError, ConfigError, InfraError, TaskRowError, UnavailableError
 from skyrl_agent.integrations.base import TrainingRows, get_backend
 from skyrl_agent.records import TrajectoryFile
 from skyrl_agent.tasks.base import BaseTask, Instance
-from skyrl_agent.training_rows import training_rows
-from skyrl_agent.types import Row, TrajectoryResult
+from skyrl_agent.training_rows import check_batch, training_rows
+from skyrl_agent.types import Probeable, Row, TrajectoryResult
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,13 @@ class AgentRunner:
         self.trajectory_cls: type[BaseTrajectory] = class_of_agent(cfg.agent_cls, AGENT_TRAJECTORY_REGISTRY)
         self.task = make_task(cfg)
         self.trajectory_cls.check(cfg, self.task)
+        for val_mode in (False, True):
+            self._dispatch(val_mode)
         self.backend = get_backend(cfg.generator.infer_backend)
         self.infer_engine = self.backend.make(
             infer_engine=infer_engine, tokenizer=tokenizer, cfg=cfg.generator.backend_config
         )
+        self._is_probed = False
         self.file = TrajectoryFile(cfg.output.trajectories, tokenizer) if cfg.output.trajectories else None
 
     @classmethod
@@ -63,8 +66,12 @@ class AgentRunner:
 
         Raises:
             TaskRowError: a row lacks something; nothing was started.
+            UnavailableError: as `probe`; nothing was started.
+            BatchFailedError: every trajectory failed.
         """
-        return self.backend.output_of(await self.rows(self.backend.rows_of(input_batch), val_mode))
+        rows = await self.rows(self.backend.rows_of(input_batch), val_mode)
+        check_batch(rows.failures, rows.in_baseline)
+        return self.backend.output_of(rows)
 
     async def stream(self, input_batch: Any, val_mode: bool = False) -> AsyncGenerator[Group]:
         """Groups as they complete. Leaving the loop early cancels what still runs."""
@@ -108,35 +115,93 @@ class AgentRunner:
 
         Raises:
             TaskRowError: a row lacks something; nothing was started.
+            UnavailableError: as `probe`; nothing was started.
+            ConfigError: of a setting that only a trajectory finds to be wrong. What runs is cancelled.
+        """
+        size = num_trajectories or self.num_trajectories(val_mode)
+        ended: dict[int, list[TrajectoryResult]] = {}
+        run = self.results(
+            rows, val_mode, num_trajectories=num_trajectories, sampling_params=sampling_params, metrics=metrics
+        )
+        async with aclosing(run) as results:
+            async for position, result in results:
+                group = ended.setdefault(position, [])
+                group.append(result)
+                if len(group) == size:
+                    yield Group(position, sorted(ended.pop(position), key=lambda result: result.trajectory_id))
+
+    async def results(
+        self,
+        rows: Sequence[Row],
+        val_mode: bool = False,
+        *,
+        num_trajectories: int | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        metrics: dict[str, float] | None = None,
+        skip: Collection[tuple[int, int]] = (),
+    ) -> AsyncGenerator[tuple[int, TrajectoryResult]]:
+        """(position of the instance, result) of each trajectory as it ends. `output.trajectories` has it by then.
+        Leaving the loop early cancels what still runs, and writes how far it came.
+
+        Args:
+            skip: (position, trajectory id) of trajectories that are not run.
+
+        Raises:
+            As `groups`.
         """
         instances = self.instances(rows)
+        if not self._is_probed:
+            await self.probe(instances)
         size = num_trajectories or self.num_trajectories(val_mode)
         params = {**(sampling_params or {}), **self.sampling_params(val_mode)}
-        trajectories = [
-            self._trajectory(instance, number, _with_own_seed(params, position, number), val_mode)
+        numbered = [
+            (position, self._trajectory(instance, number, _with_own_seed(params, position, number), val_mode))
             for position, instance in enumerate(instances)
             for number in range(size)
+            if (position, number) not in skip
         ]
-        position_of = {id(trajectory): index // size for index, trajectory in enumerate(trajectories)}
-        ended: dict[int, list[TrajectoryResult]] = {}
-        dispatch = Dispatch(
+        running = {id(trajectory): position for position, trajectory in numbered}
+        dispatch = self._dispatch(val_mode)
+        try:
+            trajectories = [trajectory for _, trajectory in numbered]
+            async with aclosing(dispatch.run(trajectories)) as run:  # pyright: ignore[reportArgumentType]
+                async for trajectory in run:
+                    position = running.pop(id(trajectory))
+                    result = replace(trajectory.result)  # what did not heed its cancellation may still write to it
+                    if self.file is not None:
+                        await asyncio.to_thread(self.file.append, result, val_mode, position)
+                    yield position, result
+        finally:
+            for position, trajectory in numbered:
+                is_cut_off = id(trajectory) in running and trajectory.result.stage_seconds  # none: it never began
+                if is_cut_off and self.file is not None:
+                    self.file.append(trajectory.result, val_mode, position)
+        if metrics is not None:
+            metrics |= dispatch.metrics()
+
+    async def probe(self, instances: Sequence[Instance] = ()) -> None:
+        """Check that the model, the tools, the judge and the runtimes of instances can be had. Runs make sure of it.
+
+        Raises:
+            UnavailableError: something cannot.
+        """
+        probes = self.trajectory_cls.probes(self.cfg, self.task, instances)
+        if isinstance(self.infer_engine, Probeable):
+            probes.append(self.infer_engine.probe())
+        errors = [error for error in await asyncio.gather(*probes, return_exceptions=True) if error is not None]
+        if unexpected := [error for error in errors if not isinstance(error, AgentError | InfraError)]:
+            raise unexpected[0]
+        if errors:
+            raise UnavailableError("; ".join(dict.fromkeys(map(str, errors))))
+        self._is_probed = True
+
+    def _dispatch(self, val_mode: bool) -> Dispatch:
+        return Dispatch(
             self.cfg.dispatcher,
             val_mode=val_mode,
             make_environment=self.task.make_environment,
             close_environment=self.task.close_environment,
         )
-        async with aclosing(dispatch.run(trajectories)) as run:  # pyright: ignore[reportArgumentType]
-            async for trajectory in run:
-                result = replace(trajectory.result)  # what did not heed its cancellation may still write to the other
-                if self.file is not None:
-                    await asyncio.to_thread(self.file.append, result, val_mode)
-                position = position_of[id(trajectory)]
-                group = ended.setdefault(position, [])
-                group.append(result)
-                if len(group) == size:
-                    yield Group(position, sorted(ended.pop(position), key=lambda result: result.trajectory_id))
-        if metrics is not None:
-            metrics |= dispatch.metrics()
 
     def num_trajectories(self, val_mode: bool) -> int:
         """Of each instance."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from skyrl_agent.errors import BatchFailedError
 from skyrl_agent.finish import CONTEXT_WINDOW_EXCEEDED, ENDINGS, ERROR_AGENT, ERROR_EVALUATION, Ending, ending_of
 from skyrl_agent.functional.utils import NOT_WRITTEN, TrainingDatum, transitions_to_training_data
 from skyrl_agent.integrations.base import TrainingRows
@@ -62,6 +63,21 @@ def training_rows(
         instance_ids=[trajectory.result.instance_id for trajectory in trajectories],
         trajectory_ids=[trajectory.result.trajectory_id for trajectory in trajectories],
     )
+
+
+def check_batch(failures: Sequence[Failure | None], in_baseline: Sequence[bool]) -> None:
+    """
+    Args:
+        failures, in_baseline: [T]
+
+    Raises:
+        BatchFailedError: there are trajectories, and none has a reward.
+    """
+    if any(in_baseline) or not in_baseline:
+        return
+    causes = Counter(f"{failure.stage}: {failure.message}" if failure else "no reason is known" for failure in failures)
+    cause, count = causes.most_common(1)[0]
+    raise BatchFailedError(f"all {len(in_baseline)} trajectories failed, {count} of them with the cause: {cause}")
 
 
 def trajectory_advantages(
@@ -173,14 +189,18 @@ def _column(rows: Sequence[TrainingDatum], name: str, not_written: float) -> lis
 
 
 def _metrics(trajectories: Sequence[_Trajectory], group_of: Sequence[int], profile_tools: bool) -> dict[str, float]:
-    """Under `rollout_metrics/`. Ratios are of all trajectories; rewards of those that have one."""
+    """Under `rollout_metrics/`. Ratios are of all trajectories; rewards of those that have one. There is no
+    mean of nothing."""
     solved: dict[int, list[bool]] = {}
     for group, trajectory in zip(group_of, trajectories, strict=True):
         if trajectory.in_baseline:
             solved.setdefault(group, []).append(trajectory.reward > 0)
     rewards = [trajectory.reward for trajectory in trajectories if trajectory.in_baseline]
     reasons = Counter(trajectory.ending.metric for trajectory in trajectories)
-    found = {ending.metric: reasons[ending.metric] / max(1, len(trajectories)) for ending in ENDINGS.values()}
+    num = len(trajectories)
+    found: dict[str, float | None] = {
+        ending.metric: reasons[ending.metric] / num if num else None for ending in ENDINGS.values()
+    }
     found |= {
         "avg_turn_assistant": _mean([_num_turns(trajectory.result) for trajectory in trajectories]),
         "num_all_resolved": sum(all(group) for group in solved.values()),
@@ -192,16 +212,16 @@ def _metrics(trajectories: Sequence[_Trajectory], group_of: Sequence[int], profi
     }
     if profile_tools:
         found |= _tool_metrics([trajectory.result for trajectory in trajectories])
-    return {f"rollout_metrics/{name}": float(value) for name, value in found.items()}
+    return {f"rollout_metrics/{name}": float(value) for name, value in found.items() if value is not None}
 
 
 def _num_turns(result: TrajectoryResult) -> int:
     return sum(message.get("role") == "assistant" for message in result.messages)
 
 
-def _tool_metrics(results: Sequence[TrajectoryResult]) -> dict[str, float]:
+def _tool_metrics(results: Sequence[TrajectoryResult]) -> dict[str, float | None]:
     names = Counter(call.name for result in results for call in result.tool_calls)
-    found = {f"tool_name/{name}": float(count) for name, count in names.items()}
+    found: dict[str, float | None] = {f"tool_name/{name}": float(count) for name, count in names.items()}
     for key, skipped in (("tool_calls", ()), ("tool_calls_no_finish", ("finish",))):
         counts = [sum(call.name not in skipped for call in result.tool_calls) for result in results]
         found |= {
@@ -213,5 +233,5 @@ def _tool_metrics(results: Sequence[TrajectoryResult]) -> dict[str, float]:
     return found
 
 
-def _mean(values: Sequence[Any]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def _mean(values: Sequence[Any]) -> float | None:
+    return sum(values) / len(values) if values else None

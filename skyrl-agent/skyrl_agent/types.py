@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NotRequired, Protocol, TypedDict
+from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
 
 Message = dict[str, Any]
 """An OpenAI chat message: `role`, `content`; an assistant's may have `tool_calls`, a tool's `name`, `tool_call_id`."""
@@ -37,6 +37,18 @@ class InferBackend(Protocol):
         Raises:
             InfraError: the server failed or did not answer in time.
             BackendError: it refused the request.
+        """
+        ...
+
+
+@runtime_checkable
+class Probeable(Protocol):
+    """Something that can be tried before a run, in seconds."""
+
+    async def probe(self) -> None:
+        """
+        Raises:
+            InfraError, ConfigError: it does not work; the text names the setting.
         """
         ...
 

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from skyrl_agent.records import read_records
+from skyrl_agent.records import last_records, read_records
 
 _WRITTEN, _GIVEN = "green", "dim"
 _WIDTH_PIPED = 200
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_PIPED, highlight=False)
     try:
-        records = list(enumerate(read_records(options.file)))
+        records = list(enumerate(last_records(options.file).values() if options.last else read_records(options.file)))
     except OSError as error:
         print(f"{options.file}: {error.strerror}", file=sys.stderr)
         return 1
@@ -123,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--instance", help="only of this instance id")
     parser.add_argument("--min-reward", type=float)
     parser.add_argument("--max-reward", type=float)
+    parser.add_argument("--last", action="store_true", help="of an evaluation: only the last try of each trajectory")
     parser.add_argument("--failed", action="store_true", help="only those that failed")
     return parser
 

@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,10 +12,14 @@ from skyrl_agent.agents.mapping import class_at
 from skyrl_agent.agents.trajectory import BaseTrajectory
 from skyrl_agent.config.task_file import TaskFile
 from skyrl_agent.errors import ConfigError
-from skyrl_agent.runtimes import make_runtime, spec_with
+from skyrl_agent.runtimes import check_runtime_section, make_runtime, probe_runtime, spec_with
 from skyrl_agent.runtimes.base import Runtime, RuntimeSpec
-from skyrl_agent.tasks.base import BaseTask, Judgement
+from skyrl_agent.tasks.base import BaseTask, Instance, Judgement
+from skyrl_agent.tools.base import BaseTool, make_tools
+from skyrl_agent.tools.in_runtime import RuntimeTool
 
+LENDS_NOTHING = ("async_pipeline", "async_batch", "async_batch_bounded")
+"""Types of dispatchers."""
 _GIVEN = ("traj_config", "infer_engine", "tokenizer", "tools", "runtime", "trajectory_id", "parent")
 """Parameters of an agent that are no keys of `agent_config`."""
 
@@ -37,7 +41,28 @@ class AgentTrajectory(BaseTrajectory):
                 hint = f"did you mean agent_config.{near[0]}?" if near else f"there are: {', '.join(known)}"
                 raise ConfigError(f"unknown key agent_config.{name}; {hint}")
         no_model: Any = None
-        agent_cls(cfg.generator, no_model, None, tools=agent_cls.tool_entries(cfg.tools, task), **cfg.agent_config)
+        tools = agent_cls.tool_entries(cfg.tools, task)
+        agent = agent_cls(cfg.generator, no_model, None, tools=tools, **cfg.agent_config)
+        check_runtime_section(cfg.runtime)
+        if type(task).runtime_spec is not BaseTask.runtime_spec:
+            return
+        if task.make_environment is not None and cfg.dispatcher.type in LENDS_NOTHING:
+            raise ConfigError(
+                f"task={cfg.task!r} works in environments that the dispatcher lends: set dispatcher.type to "
+                f"async_fix_pool; got {cfg.dispatcher.type}"
+            )
+        for tool in agent.toolbox.tools.values():
+            if isinstance(tool, RuntimeTool) and task.make_environment is None:
+                raise tool.without_runtime()
+
+    @classmethod
+    def probes(cls, cfg: TaskFile, task: BaseTask, instances: Sequence[Instance]) -> list[Coroutine[Any, Any, None]]:
+        probes = super().probes(cfg, task, instances)
+        probes += [_probe_tool(tool) for tool in make_tools(_agent_class(cfg).tool_entries(cfg.tools, task))]
+        spec = task.runtime_spec(instances[0]) if instances and task.make_environment is None else None
+        if spec is not None:
+            probes.append(_probe_runtime(spec_with(cfg.runtime, spec), task, instances[0]))
+        return probes
 
     async def initialize_trajectory(self) -> None:
         spec = self.task.runtime_spec(self.instance)
@@ -118,6 +143,24 @@ class AgentTrajectory(BaseTrajectory):
         if agent.sub_agents:
             result.state = {"sub_agents": [_told(sub_agent) for sub_agent in agent.sub_agents]}
             result.metrics["sub_agents"] = float(len(agent.sub_agents))
+
+
+async def _probe_tool(tool: BaseTool) -> None:
+    try:
+        await tool.probe()
+    finally:
+        await tool.close()
+
+
+async def _probe_runtime(spec: RuntimeSpec, task: BaseTask, instance: Instance) -> None:
+    await probe_runtime(spec)
+    if spec.kind == "local" or (spec.kind == "auto" and not (spec.url or spec.image)):  # others may take minutes
+        runtime = make_runtime(spec)
+        try:
+            await runtime.start()
+            await task.probe_runtime(instance, runtime)
+        finally:
+            await runtime.close()
 
 
 def _agent_class(cfg: TaskFile) -> type[Agent]:

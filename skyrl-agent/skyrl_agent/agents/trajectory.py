@@ -2,6 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from skyrl_agent.config.task_file import TaskFile
@@ -47,6 +48,12 @@ class BaseTrajectory(ABC):
     def check(cls, cfg: TaskFile, task: BaseTask) -> None:
         """Called once, before anything starts. Raises ConfigError for what a task file asks of the agent in vain."""
         return
+
+    @classmethod
+    def probes(cls, cfg: TaskFile, task: BaseTask, instances: Sequence[Instance]) -> list[Coroutine[Any, Any, None]]:
+        """Checks of what trajectories of these instances stand on, to be awaited before a run. Each may raise
+        InfraError."""
+        return [task.probe()]
 
     def blank_result(self) -> TrajectoryResult:
         return TrajectoryResult(

@@ -14,7 +14,7 @@ from skyrl_agent.dispatcher.progress import live_progress
 from skyrl_agent.dispatcher.registry import DISPATCHER_REGISTRY, run_registered
 from skyrl_agent.dispatcher.slots import Gate, Slots
 from skyrl_agent.dispatcher.waits import Overdue, before_deadline, to_the_end
-from skyrl_agent.errors import InfraError, StageTimeout
+from skyrl_agent.errors import ConfigError, InfraError, StageTimeout
 from skyrl_agent.types import Stage
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,9 @@ BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 1.0, 30.0
 class Dispatch:
     """One batch of trajectories, dispatched.
 
-    A failure ends its trajectory, never the batch: `trajectory.fail` is told. What fails by `InfraError` is tried
-    again; a trajectory that fails so in `generate` begins anew. `close` is called at the end of each in any case.
+    A failure ends its trajectory, never the batch: `trajectory.fail` is told. (A ConfigError ends both.) What fails by
+    `InfraError` is tried again; a trajectory that fails so in `generate` begins anew. `close` is called at the end of
+    each in any case.
 
     Each stage runs in an asyncio task of its own: what must be left in the task that entered it (anyio's cancel scopes)
     has to live within one stage. A stage that heeds no cancellation is left to itself, and may still write to its
@@ -74,6 +75,8 @@ class Dispatch:
 
     async def run(self, trajectories: Sequence[T]) -> AsyncGenerator[T, None]:
         """Yields each trajectory as it ends: its `result` set, itself closed. To be called once.
+
+        Raises ConfigError of a stage: it is the same for all trajectories.
 
         Leaving early (cancellation, or `aclose` of this generator: use `contextlib.aclosing`) cancels and closes
         what is left; their finish reason is `cancelled`.
@@ -127,6 +130,9 @@ class Dispatch:
                 life.place = self._pool.take()
             await self._pass_stages(life)
         except asyncio.CancelledError as error:
+            life.trajectory.fail(life.stage, error, life.attempts)
+            raise
+        except ConfigError as error:  # the same for all trajectories
             life.trajectory.fail(life.stage, error, life.attempts)
             raise
         except Exception as error:  # whatever it is, it is this trajectory's alone

@@ -18,7 +18,7 @@ from skyrl_agent.integrations.base import (
     read_settings,
     seed_of_turn,
 )
-from skyrl_agent.tools.async_service import AsyncService
+from skyrl_agent.tools.async_service import PROBE_RETRIES, PROBE_SECONDS, AsyncService
 from skyrl_agent.types import MetaInfo
 from skyrl_gym.services import Response, Retries
 
@@ -70,6 +70,31 @@ class OpenAIBackend:
             raise ConfigError(f"generator.backend_config.api_url={self.settings.api_url!r}: {error}") from None
         self._dialect: int | None = None
 
+    async def probe(self) -> None:
+        """Ask which models the server has. Raises InfraError if none answers, or not this model."""
+        where = f"generator.backend_config.api_url={self.settings.api_url}"
+        url = self.url.removesuffix("/completions") + "/models"
+        service = AsyncService(
+            url, headers=self._headers(), timeout=PROBE_SECONDS, retries=PROBE_RETRIES, passing=frozenset()
+        )
+        try:
+            response = await service.request(method="GET")
+        except InfraError as error:
+            raise InfraError(f"{where}: no server of the model answers: {error}") from error
+        finally:
+            await service.close()
+        if response.status in (401, 403):
+            raise InfraError(
+                f"{where}: HTTP {response.status}: the key in the environment variable "
+                f"{self.settings.api_key_env} (generator.backend_config.api_key_env) is not accepted"
+            )
+        models = _models(response)
+        if models and self.settings.model_name not in models:
+            raise InfraError(
+                f"generator.backend_config.model_name={self.settings.model_name!r} is not served at "
+                f"{self.settings.api_url}; there is {', '.join(models)}"
+            )
+
     async def async_generate_ids(
         self, *, input_ids: list[int], sampling_params: Mapping[str, Any], request_id: str
     ) -> tuple[str, MetaInfo]:
@@ -112,9 +137,11 @@ class OpenAIBackend:
 
     def _service(self) -> AsyncService:
         """One for each request: an answer takes far longer than a connection, and no connection outlives its loop."""
+        return AsyncService(self.url, headers=self._headers(), timeout=self.settings.timeout_seconds, retries=RETRIES)
+
+    def _headers(self) -> dict[str, str]:
         key = os.environ.get(self.settings.api_key_env)
-        headers = {"Authorization": f"Bearer {key.strip()}"} if key else {}
-        return AsyncService(self.url, headers=headers, timeout=self.settings.timeout_seconds, retries=RETRIES)
+        return {"Authorization": f"Bearer {key.strip()}"} if key else {}
 
     def _read(self, choice: Mapping[str, Any]) -> tuple[str, MetaInfo]:
         reason = {"length": "length", "abort": "abort"}.get(choice.get("finish_reason") or "stop", "stop")
@@ -130,6 +157,14 @@ class OpenAIBackend:
             logprobs=list(logprobs) if logprobs is not None and len(logprobs) == len(ids) else None,
             weight_versions=choice.get("weight_versions"),
         )
+
+
+def _models(response: Response) -> list[str]:
+    """Names of models that a server lists; none where it does not (not every one does)."""
+    try:
+        return [str(model["id"]) for model in json.loads(response.body)["data"]] if response.status == 200 else []
+    except (ValueError, KeyError, TypeError):
+        return []
 
 
 def _choice(response: Response) -> dict[str, Any]:

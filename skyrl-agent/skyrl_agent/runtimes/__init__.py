@@ -4,11 +4,21 @@ import os
 from dataclasses import replace
 
 from skyrl_agent.config.task_file import RuntimeSection
-from skyrl_agent.errors import ConfigError
+from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.runtimes.base import ExecResult, Limits, Runtime, RuntimeSpec, Snapshot
 from skyrl_agent.runtimes.host import HostRuntime
 
-__all__ = ["ExecResult", "Limits", "Runtime", "RuntimeSpec", "Snapshot", "make_runtime", "spec_with"]
+__all__ = [
+    "ExecResult",
+    "Limits",
+    "Runtime",
+    "RuntimeSpec",
+    "Snapshot",
+    "check_runtime_section",
+    "make_runtime",
+    "probe_runtime",
+    "spec_with",
+]
 
 
 def make_runtime(spec: RuntimeSpec) -> Runtime:
@@ -27,12 +37,36 @@ def make_runtime(spec: RuntimeSpec) -> Runtime:
     return HostRuntime(spec)
 
 
+def check_runtime_section(section: RuntimeSection) -> None:
+    """Raises ConfigError if no task's runtime could be made with it."""
+    make_runtime(spec_with(section, RuntimeSpec()))
+
+
+async def probe_runtime(spec: RuntimeSpec) -> None:
+    """Check within seconds that runtimes of a kind can be had: a server answers, a daemon runs, a sandbox works.
+
+    Raises:
+        ConfigError: as `make_runtime`.
+        InfraError: they cannot.
+    """
+    runtime = make_runtime(spec)
+    try:
+        await runtime.probe()
+    except InfraError as error:
+        named = f"runtime.url={spec.url}" if spec.url else f"runtime.kind={spec.kind}"
+        raise InfraError(f"{named}: {error}") from error
+
+
 def spec_with(section: RuntimeSection, spec: RuntimeSpec) -> RuntimeSpec:
     """A task's wishes with the task file's `runtime` laid over them.
 
     Raises:
-        ConfigError: `token_env` names a variable that is not set.
+        ConfigError: `token_env` names a variable that is not set; a url that the kind does not read.
     """
+    if section.url is not None and section.kind not in (None, "auto", "remote"):
+        raise ConfigError(
+            f"runtime.url={section.url!r} is read by kind remote alone; runtime.kind is {section.kind}: leave out one"
+        )
     given = {name: value for name in ("kind", "image", "url", "lease_seconds") if (value := getattr(section, name))}
     if section.token_env is not None:
         given["token"] = os.environ.get(section.token_env)

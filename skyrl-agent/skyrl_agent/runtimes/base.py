@@ -64,6 +64,10 @@ class Runtime(Protocol):
     python: str
     """A Python 3 interpreter, inside."""
 
+    async def probe(self) -> None:
+        """Check within seconds that it could be started. Raises InfraError."""
+        ...
+
     async def start(self) -> None: ...
 
     async def exec(

@@ -129,6 +129,11 @@ def docker(arguments: Sequence[str]) -> bytes:
     return ended.stdout
 
 
+def check_docker() -> None:
+    """Raises InfraError if no daemon answers."""
+    docker(["version", "--format", "{{.Server.Version}}"])
+
+
 def containers_of(lease_id: str) -> list[str]:
     return docker(["ps", "--all", "--quiet", "--filter", f"label={LABEL}={lease_id}"]).decode().split()
 

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes import heartbeat
 from skyrl_agent.runtimes.base import ExecResult, Limits, RuntimeSpec, Snapshot
-from skyrl_agent.runtimes.docker import DockerPlace
+from skyrl_agent.runtimes.docker import DockerPlace, check_docker
 from skyrl_agent.runtimes.leases import Lease
 from skyrl_agent.runtimes.local import LocalPlace, Place, ProcessPlace
 from skyrl_agent.runtimes.threads import in_thread
@@ -27,6 +27,7 @@ from skyrl_gym.sandbox.local import LocalSandbox
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+PROBE_SECONDS = 60.0
 CALL_SECONDS = 120.0
 """Of reading, writing and closing."""
 MARGIN_SECONDS = 60.0
@@ -57,6 +58,12 @@ def make_place(spec: RuntimeSpec) -> Place[Any]:
     return LocalPlace(spec.limits) if isinstance(found, LocalSandbox) else ProcessPlace(spec.limits)
 
 
+def check_place(spec: RuntimeSpec) -> None:
+    """Raises InfraError if that kind does not work on this machine."""
+    if isinstance(make_place(spec), DockerPlace):
+        check_docker()
+
+
 class HostRuntime:
     """A `Runtime`. Made by `make_runtime`."""
 
@@ -71,6 +78,9 @@ class HostRuntime:
         self._closed = False
         self._lock = threading.Lock()
         """Held by whichever thread uses the place."""
+
+    async def probe(self) -> None:
+        await in_thread(PROBE_SECONDS, check_place, self.spec)
 
     async def start(self) -> None:
         try:

@@ -37,6 +37,8 @@ REQUEST_SECONDS = 60.0
 """Of one attempt, beside what it waits on purpose."""
 RETRY_SECONDS = 60.0
 """How long a server may be away."""
+REFUSED_SECONDS = 5.0
+"""How long one may be away that has never answered."""
 FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 5.0
 MARGIN_SECONDS = 120.0
@@ -60,16 +62,34 @@ class RemoteRuntime:
             origin_of(url, "runtime.url")
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        self._url = f"{url.rstrip('/')}/runtimes/{self.id}"
+        self._server = url.rstrip("/")
+        self._url = f"{self._server}/runtimes/{self.id}"
+        self._is_known = False
+        """The server has answered."""
         self._client: httpx.AsyncClient | None = None
         self._heartbeat: asyncio.Task[None] | None = None
+
+    async def probe(self) -> None:
+        """Ask the server how it is. Raises InfraError if none answers, or what answers is none or refuses the token."""
+        async with self._new_client() as client:
+            deadline = time.monotonic() + REFUSED_SECONDS
+            while True:
+                try:
+                    answer = await client.get(f"{self._server}/health", timeout=REFUSED_SECONDS)
+                    break
+                except httpx.HTTPError as error:
+                    if time.monotonic() + FIRST_PAUSE_SECONDS > deadline:
+                        raise InfraError(_NO_ANSWER.format(_said(error))) from error
+                await asyncio.sleep(FIRST_PAUSE_SECONDS)
+        if answer.status_code in (401, 403):
+            raise InfraError(f"the server refuses: {answer.text:.300} (runtime.token_env names the token's variable)")
+        if not answer.is_success or "max_runtimes" not in answer.text:
+            raise InfraError(_NO_SERVER.format(f"GET /health: status {answer.status_code}: {answer.text:.100}"))
 
     async def start(self) -> None:
         if self._client is not None:
             raise InfraError(f"runtime {self.id} is started already")
-        headers = {b"Authorization": f"Bearer {self.spec.token}".encode()} if self.spec.token else {}
-        is_loopback = httpx.URL(self._url).host in LOOPBACK_NAMES  # which a proxy of the machine's does not know
-        self._client = httpx.AsyncClient(headers=headers, verify=_certificates(), trust_env=not is_loopback)
+        self._client = self._new_client()
         try:
             deadline = time.monotonic() + START_SECONDS
             self._heartbeat = asyncio.create_task(self._beat())  # now: the first answer may take longer than the lease
@@ -130,7 +150,8 @@ class RemoteRuntime:
         if heartbeat is not None:
             heartbeat.cancel()
         try:
-            await self._request("DELETE", retry_seconds=CANCEL_SECONDS)
+            if self._is_known:  # else it has nothing of ours
+                await self._request("DELETE", retry_seconds=CANCEL_SECONDS)
         except Exception as error:  # the server closes it when its lease ends
             logger.warning("runtime %s at %s could not be closed: %s", self.id, self.spec.url, error)
         finally:
@@ -142,6 +163,11 @@ class RemoteRuntime:
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
+
+    def _new_client(self) -> httpx.AsyncClient:
+        headers = {b"Authorization": f"Bearer {self.spec.token}".encode()} if self.spec.token else {}
+        is_loopback = httpx.URL(self._url).host in LOOPBACK_NAMES  # which a proxy of the machine's does not know
+        return httpx.AsyncClient(headers=headers, verify=_certificates(), trust_env=not is_loopback)
 
     def _wishes(self) -> NewRuntime:
         spec, snapshot = self.spec, self.spec.snapshot
@@ -188,24 +214,36 @@ class RemoteRuntime:
         """
         if self._client is None or self._client.is_closed:
             raise InfraError(f"runtime {self.id} is not started, or closed")
-        retry_seconds = RETRY_SECONDS if retry_seconds is None else retry_seconds
-        pause, deadline = FIRST_PAUSE_SECONDS, math.inf  # counted from the first failure, which may take long itself
+        most = RETRY_SECONDS if retry_seconds is None else retry_seconds
+        pause, limit, deadline = FIRST_PAUSE_SECONDS, math.inf, math.inf
         while True:
+            is_refused = False
             try:
                 answer = await self._client.request(
                     method, self._url + path, content=content, timeout=httpx.Timeout(REQUEST_SECONDS + wait, connect=10)
                 )
                 if answer.is_success:
+                    self._is_known = True
                     return answer.content
                 problem = _problem(answer)
+                if isinstance(problem, str) and answer.status_code not in _PASSING:
+                    raise InfraError(f"{self.spec.url}: {_NO_SERVER.format(problem)}")
             except httpx.HTTPError as error:
-                problem = f"{type(error).__name__}: {error}"
-            if isinstance(problem, Problem) and problem.kind != "full":
-                self._raise(problem)
-            deadline = min(deadline, time.monotonic() + retry_seconds)
+                problem = _said(error)
+                is_refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) and not self._is_known
+            if isinstance(problem, Problem):
+                self._is_known = True
+                if problem.kind != "full":
+                    self._raise(problem)
+                seconds, said = most, problem.message
+            else:
+                seconds, said = min(most, REFUSED_SECONDS if is_refused else RETRY_SECONDS), problem
+            if seconds != limit:  # counted from the first failure of its kind, which may take long itself
+                limit, deadline = seconds, time.monotonic() + seconds
+                if limit > 0:
+                    logger.warning("runtime server %s: %.200s; tried again for %g s", self.spec.url, said, limit)
             if time.monotonic() + pause > deadline:
-                said = problem.message if isinstance(problem, Problem) else problem
-                raise InfraError(f"the runtime server {self.spec.url} failed for {retry_seconds:g} s; last: {said}")
+                raise InfraError(f"the runtime server {self.spec.url} failed for {limit:g} s; last: {said}")
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
@@ -218,6 +256,16 @@ class RemoteRuntime:
 
 
 Answer = RuntimeState | CommandState
+
+
+_PASSING = (408, 425, 429, 500, 502, 503, 504)
+"""Statuses of what stands before a server that is away for a moment."""
+_NO_ANSWER = "no server answers: {}; start one there with `python -m skyrl_agent.services.runtime`"
+_NO_SERVER = "what answers there is no runtime server: {}"
+
+
+def _said(error: httpx.HTTPError) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _problem(answer: httpx.Response) -> Problem | str:

@@ -49,6 +49,16 @@ class BaseTask:
     def check_row(self, instance: Instance) -> None:
         """Raises TaskRowError before anything starts."""
 
+    async def probe(self) -> None:
+        """Check what judging stands on (a judge's server), before a run. Raises InfraError."""
+
+    async def probe_runtime(self, instance: Instance, runtime: Runtime) -> None:
+        """Check what judging needs inside a runtime, before a run. Raises InfraError.
+
+        Args:
+            runtime: a local one of `runtime_spec`.
+        """
+
     def get_instruction(self, instance: Instance) -> list[Message]:
         """The messages an agent starts from: usually a system message and the problem."""
         raise NotImplementedError

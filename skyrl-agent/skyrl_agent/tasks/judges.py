@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from skyrl_agent.errors import ConfigError
+from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.tasks.base import BaseTask
+from skyrl_agent.tools.async_service import AsyncService
 from skyrl_gym.graders.judge import Judge, JudgeSettings
 
 URL_VARIABLE = "STEM_LLM_JUDGE_URL"
@@ -55,6 +56,13 @@ class JudgedTask(BaseTask):
         self._judge_settings = judge
         if judge is not None:
             _ = self.judge
+
+    async def probe(self) -> None:
+        if "judge" in vars(self):  # made: the settings or a row ask for one
+            try:
+                await AsyncService(self.judge.url).probe()
+            except InfraError as error:
+                raise InfraError(f"task_config.judge: {error}; {URL_VARIABLE} may name a server too") from error
 
     @cached_property
     def judge(self) -> Judge:

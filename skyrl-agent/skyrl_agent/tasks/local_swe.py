@@ -27,7 +27,7 @@ from skyrl_agent.finish import NO_GIT_PATCH, ending_of
 from skyrl_agent.runtimes.base import Limits, Runtime, RuntimeSpec
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
 from skyrl_agent.tasks.changes import Changes, as_result, read_changes
-from skyrl_agent.tasks.tests_run import CollectionError, TestRun, pytest_arguments, run_tests
+from skyrl_agent.tasks.tests_run import CollectionError, TestRun, check_pytest, pytest_arguments, run_tests
 from skyrl_agent.types import Message, Row, TrajectoryResult
 from skyrl_gym.sandbox.workspace import path_parts
 
@@ -168,6 +168,10 @@ class LocalSWETask(BaseTask):
 
     def check_row(self, instance: Instance) -> None:
         read_problem(instance)
+
+    async def probe_runtime(self, instance: Instance, runtime: Runtime) -> None:
+        if pytest_arguments(read_problem(instance).test_cmd) is not None:
+            await check_pytest(runtime)
 
     def get_instruction(self, instance: Instance) -> list[Message]:
         problem = read_problem(instance)

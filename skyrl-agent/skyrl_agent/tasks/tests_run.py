@@ -153,6 +153,20 @@ def pytest_arguments(command: str) -> list[str] | None:
     return None
 
 
+async def check_pytest(runtime: Runtime) -> None:
+    """Raises InfraError if the interpreter that runs tests cannot import pytest."""
+    done = await runtime.exec([runtime.python, "-I", "-B", "-c", "import pytest"], env=ENVIRONMENT)
+    if not done.ok:
+        raise _without_pytest(runtime, _last_line(_tail(done)))
+
+
+def _without_pytest(runtime: Runtime, error: str) -> InfraError:
+    return InfraError(
+        f"pytest cannot be imported by {runtime.python}, which runs the tests: {error}. "
+        "Install it there (for a local sandbox: pip install 'skyrl-agent[swe]')"
+    )
+
+
 async def run_tests(runtime: Runtime, command: str, limits: Limits, untrusted: Collection[str] = ()) -> TestRun:
     """Run a test command to its end.
 
@@ -177,10 +191,7 @@ async def run_tests(runtime: Runtime, command: str, limits: Limits, untrusted: C
             f"{done.returncode}: {_last_line(_tail(done))!r}"
         )
     if "missing" in said:
-        raise InfraError(
-            f"pytest cannot be imported by {runtime.python}, which runs the tests: {said['missing']}. "
-            "Install it there (for a local sandbox: pip install 'skyrl-agent[swe]')"
-        )
+        raise _without_pytest(runtime, said["missing"])
     tests = said.get("tests", {})
     passed = done.ok and said.get("status") == 0 and "passed" in tests.values() and "failed" not in tests.values()
     output = _tail(replace(done, stdout="".join(x for x in done.stdout.splitlines(True) if secret not in x)))

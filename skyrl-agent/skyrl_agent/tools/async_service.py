@@ -25,6 +25,8 @@ from skyrl_gym.services import (
 T = TypeVar("T")
 
 RETRIES = Retries(attempts=5, first_wait=0.5, longest_wait=8.0, window=60.0)
+PROBE_RETRIES = Retries(attempts=3, first_wait=0.5, longest_wait=1.0, window=5.0)
+PROBE_SECONDS = 5.0
 
 
 class RefusedRequest(ValueError):
@@ -95,6 +97,16 @@ class AsyncService:
                         f"{self.url} failed {attempt} times in {elapsed:.1f} s; last: {fault.text}"
                     ) from fault
             await asyncio.sleep(wait)
+
+    async def probe(self) -> None:
+        """Check within seconds that a server answers, with whatever status. Raises InfraError if none does."""
+        service = AsyncService(
+            self.url, headers=self._headers, timeout=PROBE_SECONDS, retries=PROBE_RETRIES, passing=frozenset()
+        )
+        try:
+            await service.request(method="GET")
+        finally:
+            await service.close()
 
     async def _attempt(self, method: str, url: str, body: Any, params: Mapping[str, str] | None) -> Response:
         content = None if body is None else json.dumps(body).encode()  # ASCII: halves of characters pass

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.runtimes.base import Runtime
-from skyrl_agent.types import Message, Row
+from skyrl_agent.types import Message, Probeable, Row
 from skyrl_gym.tools.core import as_text, function_schema
 from skyrl_gym.tools.signature import ArgumentError, Signature, parse_docstring
 
@@ -78,6 +78,15 @@ class BaseTool:
 
     async def open(self, context: ToolContext) -> None:
         """Called once, before the first turn. Raises InfraError."""
+
+    async def probe(self) -> None:
+        """Check before a run that the tool's clients, which are attributes, reach their servers. Raises InfraError."""
+        for client in vars(self).values():
+            if isinstance(client, Probeable):
+                try:
+                    await client.probe()
+                except InfraError as error:
+                    raise InfraError(f"tools: {self.name}: {error}") from error
 
     async def close(self) -> None:
         """Gives resources back. May be called more than once; never raises."""

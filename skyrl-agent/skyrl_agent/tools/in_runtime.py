@@ -17,11 +17,14 @@ class RuntimeTool(BaseTool):
 
     def runtime_of(self, context: ToolContext) -> Runtime:
         if context.runtime is None:
-            raise ConfigError(
-                f"tools: {self.name} works in a runtime, and the task gives none; "
-                f"take a task that has one, or leave {self.name} out"
-            )
+            raise self.without_runtime()
         return context.runtime
+
+    def without_runtime(self) -> ConfigError:
+        return ConfigError(
+            f"tools: {self.name} works in a runtime, and the task gives none; "
+            f"take a task that has one, or leave {self.name} out"
+        )
 
 
 def within(runtime: Runtime, seconds: float) -> Limits:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from skyrl_agent.errors import InfraError
-from skyrl_agent.tools.async_service import AsyncService
+from skyrl_agent.tools.async_service import PROBE_RETRIES, AsyncService
 from skyrl_gym.services import Retries
 
 SERPER_URL = "https://google.serper.dev/search"
@@ -44,6 +44,9 @@ class _ServiceClient:
     async def close(self) -> None:
         await self.service.close()
 
+    async def probe(self) -> None:
+        await self.service.probe()
+
     def unreadable(self, answer: Any, failure: Exception) -> InfraError:
         return InfraError(f"{self.service.url}: an answer of unknown form ({failure!r}): {str(answer)[:300]}")
 
@@ -54,8 +57,21 @@ class RetrieverClient(_ServiceClient):
     def __init__(self, url: str, timeout: float = 30.0) -> None:
         super().__init__(AsyncService(url, timeout=timeout, retries=RETRIEVER_RETRIES))
 
+    async def probe(self) -> None:
+        """Ask a query: another server, or another of its paths, would answer something else."""
+        service = AsyncService(self.service.url, timeout=self.service.timeout, retries=PROBE_RETRIES)
+        try:
+            await self._search(service, "probe", 1)
+        except ValueError as error:
+            raise InfraError(f"{service.url} is no retrieval server: {error}") from error
+        finally:
+            await service.close()
+
     async def search(self, query: str, num: int) -> list[Hit]:
-        answer = await self.service.json({"queries": [query], "topk": num, "return_scores": True})
+        return await self._search(self.service, query, num)
+
+    async def _search(self, service: AsyncService, query: str, num: int) -> list[Hit]:
+        answer = await service.json({"queries": [query], "topk": num, "return_scores": True})
         try:
             (group,) = answer["result"]
             return [_document(item.get("document", item)) for item in group]

@@ -70,13 +70,11 @@ async def test_the_page_is_judged_not_the_word(browser):
     assert (rows.traj_rewards, rows.finish_reasons) == ([0.0], ["FINISH_TOOL"])
 
 
-async def test_without_browsers_to_lend_the_setting_is_named():
+def test_without_browsers_to_lend_the_setting_is_named():
     with pytest.raises(ConfigError, match=r"set dispatcher.type to async_fix_pool"):
         page_of(None)
-    agents = runner([call("finish", answer="sent")], type="async_pipeline", num_environments=None)
-    groups = [group async for group in agents.groups([ROW])]
-    failure = groups[0].results[0].failure
-    assert failure is not None and "dispatcher.type must be async_fix_pool" in failure.message
+    with pytest.raises(ConfigError, match=r"set dispatcher.type to async_fix_pool; got async_pipeline"):
+        runner([call("finish", answer="sent")], type="async_pipeline", num_environments=None)
 
 
 @pytest.mark.parametrize(

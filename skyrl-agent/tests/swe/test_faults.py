@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import tempfile
 import time
 
@@ -12,6 +11,7 @@ from skyrl_agent.finish import ERROR_AGENT, ERROR_EVALUATION, ERROR_RUNTIME, FIN
 from skyrl_agent.runtimes.leases import FOLDER_VARIABLE
 from skyrl_agent.training_rows import trajectory_advantages
 
+from ..tools_general.agent_web_server import web_server
 from .swe_faults import HANG, PLANS, STAGES, faulty_runner, processes_with, row
 
 EVERY_PLAN = pytest.mark.parametrize("plan", PLANS)
@@ -119,18 +119,15 @@ async def test_a_stream_left_early_leaves_nothing(plan):
 @pytest.mark.slow
 @EVERY_PLAN
 async def test_a_server_that_is_away_ends_the_batch(plan):
-    """The real backend, and a port where nobody listens."""
+    """The real backend, and a server that answered once."""
     from skyrl_agent.integrations.openai import OpenAIBackend
 
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     runner = faulty_runner(plan)
-    runner.infer_engine = OpenAIBackend(
-        infer_engine=None,
-        tokenizer=runner.tokenizer,
-        cfg={"model_name": "gone", "api_url": f"http://127.0.0.1:{port}"},
-    )
+    with web_server(lambda asked: (200, {"data": [{"id": "it"}]})) as server:
+        runner.infer_engine = OpenAIBackend(
+            infer_engine=None, tokenizer=runner.tokenizer, cfg={"model_name": "it", "api_url": server.url}
+        )
+        await runner.probe()
     rows = await runner.rows([row(), row()])
     assert rows.finish_reasons == ["error_runtime"] * 6
     assert not any(rows.in_baseline) and not any(map(any, rows.loss_masks))

@@ -202,6 +202,8 @@ def test_the_search_agent_runs_against_a_server(tmp_path, capsys):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
 
     def answer(asked):
+        if asked.method == "GET":
+            return 404, "no list of models"
         prompt = tokenizer.decode(asked.body["prompt"], skip_special_tokens=False)
         has_found = "Doc 1(Title:" in prompt
         text = call("finish", "answer", "Anna") if has_found else call("local_search", "query", "who painted it")
@@ -218,6 +220,7 @@ def test_the_search_agent_runs_against_a_server(tmp_path, capsys):
         (tmp_path / "task.yaml").write_text(text)
         for name, reward in (("train", 1.0), ("validation", 0.0)):
             arguments = [tmp_path / "task.yaml", tmp_path / f"{name}.parquet", "--tokenizer", tmp_path / "tokenizer"]
+            arguments += ["--output", tmp_path / f"{name}.jsonl"]
             load(EXAMPLES / "run_openai.py").main(list(map(str, arguments)))
             told = capsys.readouterr().out
             assert f"rollout_metrics/raw_reward: {reward:.3f}" in told

@@ -49,6 +49,8 @@ def web_server(answer: Callable[[Asked], Answer]) -> Iterator[WebServer]:
         def do_POST(self) -> None:
             self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
+        do_DELETE, do_PUT = do_GET, do_POST
+
         def answer(self, body: Any) -> None:
             request = Asked(self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, body)
             running.asked.append(request)

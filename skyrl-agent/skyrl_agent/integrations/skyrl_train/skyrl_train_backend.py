@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any
 
 from skyrl_agent.auto import AutoAgentRunner
-from skyrl_agent.errors import AgentError, BackendError, InfraError
+from skyrl_agent.errors import AgentError, BackendError, InfraError, UnavailableError
+from skyrl_agent.errors import ConfigError as AgentConfigError
 from skyrl_agent.integrations.base import (
     Backend,
     BackendSettings,
@@ -111,16 +113,26 @@ class SkyRLAgentGenerator(GeneratorInterface):
         self._check()
 
     def check_rows(self, rows: Sequence[Row], setting: str) -> None:
-        """Rows of a dataset, which a setting of the trainer names, before anything starts. Raises ConfigError."""
+        """Check rows of a dataset, which a setting of the trainer names, and what they need, before anything starts.
+
+        Raises:
+            ConfigError: the task cannot use a row, or a server, sandbox or daemon that it needs does not work.
+        """
         try:
-            self.runner.instances(rows)
+            instances = self.runner.instances(rows)
         except AgentError as error:
             raise ConfigError(f"{setting} does not fit generator.task={self.generator_cfg.task}: {error}") from error
+        try:
+            with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop of its own
+                thread.submit(asyncio.run, self.runner.probe(instances)).result()
+        except UnavailableError as error:
+            raise ConfigError(f"generator.task={self.generator_cfg.task}: {error}") from error
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         """
         Raises:
             TaskRowError: a row lacks a field; nothing was started.
+            ConfigError: a setting that only a trajectory finds to be wrong, or something needed does not answer.
             WorkerError: the engines died and will not come back.
         """
         ids = input_batch.get("trajectory_ids") or [
@@ -150,6 +162,8 @@ class SkyRLAgentGenerator(GeneratorInterface):
             if not task.done():
                 raise broken.result()
             return task.result()
+        except (AgentConfigError, UnavailableError) as error:
+            raise ConfigError(f"generator.task={self.generator_cfg.task}: {error}") from error
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

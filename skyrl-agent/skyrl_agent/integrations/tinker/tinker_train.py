@@ -23,7 +23,7 @@ from skyrl_agent.integrations.base import TrainingRows
 from skyrl_agent.integrations.tinker.settings import Config, read_config
 from skyrl_agent.integrations.tinker.tinker_backend import TinkerBackend, settled
 from skyrl_agent.runner import AgentRunner
-from skyrl_agent.training_rows import of_rows, trajectory_advantages
+from skyrl_agent.training_rows import check_batch, of_rows, trajectory_advantages
 from skyrl_agent.types import Row
 
 
@@ -32,6 +32,8 @@ async def train(config: Config) -> None:
 
     Raises:
         ConfigError, TaskRowError: settings or rows; nothing was started.
+        UnavailableError: what the task needs does not answer; nothing was started.
+        BatchFailedError: every trajectory of a step failed.
         BackendError: the server tells no log-probs.
     """
     rows = read_rows(config.dataset_file)
@@ -44,7 +46,7 @@ async def train(config: Config) -> None:
         config.skyrl_agent_task_yaml, None, client.get_tokenizer(), infer_backend="tinker"
     )
     assert isinstance(runner.infer_engine, TinkerBackend)
-    runner.instances([*rows, *eval_rows])
+    await runner.probe(runner.instances([*rows, *eval_rows]))
     log = Log(folder, config)
     adam = types.AdamParams(learning_rate=config.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
     for step in range(first_step, config.max_steps):
@@ -57,6 +59,7 @@ async def train(config: Config) -> None:
         sampled = await runner.rows(
             batch, num_trajectories=config.group_size, sampling_params={"seed": config.seed + step}
         )
+        check_batch(sampled.failures, sampled.in_baseline)
         data = training_data(sampled, config.normalize_advantages)
         if data:
             learnt = client.forward_backward(data, config.loss_fn, config.loss_fn_config or None)
@@ -178,7 +181,7 @@ class Log:
 
     def add(self, step: int, metrics: dict[str, float]) -> None:
         self._append("metrics.jsonl", {"step": step} | metrics)
-        reward, seconds = metrics["rollout_metrics/raw_reward"], metrics["time/step"]
+        reward, seconds = metrics.get("rollout_metrics/raw_reward", float("nan")), metrics["time/step"]
         print(f"step {step:4d}  reward {reward:.4f}  rows {metrics['train/rows']}  {seconds:.1f} s", flush=True)
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)

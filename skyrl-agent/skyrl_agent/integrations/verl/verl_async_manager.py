@@ -13,6 +13,7 @@ from skyrl_agent.auto import AutoAgentRunner
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.integrations.base import TrainingRows
 from skyrl_agent.integrations.verl.verl_backend import rows_of
+from skyrl_agent.training_rows import check_batch
 
 __all__ = ["SkyAgentLoopManager"]
 
@@ -34,10 +35,12 @@ class SkyAgentLoopManager:
         """
         Raises:
             ConfigError: a trajectory has several rows.
+            BatchFailedError: every trajectory failed.
         """
         val_mode = bool(prompts.meta_info.get("validate", False))
         size = self.rollout.val_kwargs.n if val_mode else self.rollout.n
         rows = await self.runner.rows(rows_of(prompts)[::size], val_mode, num_trajectories=size)
+        check_batch(rows.failures, rows.in_baseline)
         if max(rows.episode_nums) > 1:
             raise ConfigError(
                 "this task rewrites its history, so that a trajectory has several rows, of which verl takes one: train "

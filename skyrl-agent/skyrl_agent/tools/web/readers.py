@@ -136,6 +136,9 @@ class JinaReader:
             passing=PASSING_STATUSES - _FAULTS_OF_THE_PAGE,
         )
 
+    async def probe(self) -> None:
+        await self._service.probe()
+
     async def read(self, url: str) -> Page:
         if urlsplit(url).scheme not in ("http", "https"):
             raise PageError("only http and https addresses can be read")

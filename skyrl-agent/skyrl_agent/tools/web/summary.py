@@ -55,6 +55,9 @@ class ChatSummarizer:
         except (LookupError, TypeError) as failure:
             raise InfraError(f"{self._service.url}: not a chat completion: {str(answer)[:300]}") from failure
 
+    async def probe(self) -> None:
+        await self._service.probe()
+
     async def close(self) -> None:
         await self._service.close()
 

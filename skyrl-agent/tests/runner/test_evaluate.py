@@ -1,0 +1,172 @@
+"""`python -m skyrl_agent.evaluate`: what is finished is kept, what is cut off is no 0, the same command goes on."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from skyrl_agent.errors import BatchFailedError, ConfigError
+from skyrl_agent.evaluate import Evaluation, main, settings_of
+from skyrl_agent.records import read_records
+from skyrl_agent.testing import byte_tokenizer
+
+from ..tools_general.agent_web_server import unused_url, web_server
+
+
+@pytest.fixture
+def evaluation(runner, tmp_path):
+    """`evaluation(rows, settings)`: of one file."""
+
+    def make(rows: list[dict[str, Any]], settings: dict[str, Any] | None = None, **changes: Any) -> Evaluation:
+        path = tmp_path / "it.jsonl"
+        return Evaluation(runner(output={"trajectories": str(path)}, **changes), rows, path, settings or {"a": 1})
+
+    return make
+
+
+async def test_second_start_plays_only_what_is_missing_or_failed(evaluation):
+    rows = [{"number": 1}, {"number": 2, "judge": "away"}]
+    with evaluation(rows) as first:
+        await first.run()
+        assert str(first.summary()) == "2 of 4 trajectories are scored, 2 error_evaluation, 0 not begun"
+    rows = [{"number": 1}, {"number": 2}]
+    with evaluation([*rows, {"number": 3}]) as second:
+        await second.run()
+        assert second.summary().is_complete
+        assert second.summary().metrics["rollout_metrics/raw_reward"] == 1.0
+        assert len(second.runner.infer_engine.requests) == 4, "those of the first instance are not played again"
+    with evaluation(rows) as third:
+        await third.run()
+        assert (third.runner.infer_engine.requests, third.summary().num_scored) == ([], 4)
+
+
+async def test_cut_off_trajectory_is_written_and_is_no_score(evaluation):
+    rows = [{"number": 1}, {"number": 2, "seconds": 600}, {"number": 3}]
+    limits = {"max_parallel_agents": 1, "order": "instances"}
+    with evaluation(rows, dispatcher=limits) as first:
+        run = asyncio.create_task(first.run())
+        while len(first.results()) < 2:
+            await asyncio.sleep(0.01)
+        run.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await run
+        kinds = [(record["position"], record["finish_reason"], record["reward"]) for record in read_records(first.path)]
+        assert kinds[:2] == [(0, "FINISH", 1.0)] * 2
+        assert set(kinds[2:]) == {(1, "cancelled", None)}
+        assert first.summary().num_scored == 2
+        assert first.summary().metrics["rollout_metrics/raw_reward"] == 1.0
+        assert str(first.summary()).endswith("not begun")
+    rows[1]["seconds"] = 0
+    with evaluation(rows) as second:
+        await second.run()
+        assert second.summary().is_complete
+
+
+def test_other_settings_are_refused_with_their_difference(evaluation):
+    with evaluation([{"number": 1}], {"a": 1}) as first:
+        asyncio.run(first.run())
+    with pytest.raises(ConfigError, match=r"a is 2, but the trajectories in .*it.jsonl were made with 1"):
+        evaluation([{"number": 1}], {"a": 2})
+
+
+def test_file_has_one_writer(evaluation):
+    with evaluation([]), pytest.raises(ConfigError, match="another evaluation is writing it"):
+        evaluation([])
+
+
+def test_file_of_another_origin_is_refused(evaluation, tmp_path):
+    (tmp_path / "it.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="no evaluation made it"):
+        evaluation([])
+
+
+async def test_evaluation_ends_after_failures_in_a_row(evaluation):
+    rows = [{"number": number, "sandbox": "broken"} for number in range(100)]
+    with evaluation(rows, dispatcher={"max_parallel_agents": 2}) as it:
+        with pytest.raises(BatchFailedError, match=r"all 10 trajectories failed, 10 of them .* no sandbox"):
+            await it.run()
+        assert len(it.results()) < 200
+
+
+def test_settings_hold_what_trajectories_depend_on(task_file, tmp_path):
+    from skyrl_agent.config.task_file import load_task_file
+
+    (tmp_path / "rows.jsonl").write_text("{}")
+
+    def of(**changes: Any) -> dict[str, Any]:
+        return settings_of(load_task_file(task_file(**changes)), tmp_path / "rows.jsonl", "t")
+
+    before = of()
+    assert of(dispatcher={"max_parallel_agents": 3}, runtime={"kind": "local"}, output={"trajectories": "x"}) == before
+    assert of(generator={"max_iterations": 3}) == before | {"generator.max_iterations": 3}
+    (tmp_path / "rows.jsonl").write_text("{} ")
+    assert of()["rows"] != before["rows"]
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Any:
+    """`command(url)`: arguments of an evaluation of two rows with that server."""
+
+    def make(url: str) -> list[str]:
+        content = {
+            "task": "skyrl_agent.tasks.general_react.utils.GeneralReactTask",
+            "tools": ["finish"],
+            "generator": {"infer_backend": "openai_server", "backend_config": {"model_name": "m", "api_url": url}},
+        }
+        (tmp_path / "task.yaml").write_text(yaml.safe_dump(content))
+        rows = [{"prompt": q, "reward_model": {"ground_truth": "a"}, "data_source": "nq"} for q in ("quick", "slow")]
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+        files = [str(tmp_path / name) for name in ("task.yaml", "rows.jsonl", "tokenizer", "out.jsonl")]
+        return [files[0], files[1], "--tokenizer", files[2], "--output", files[3]]
+
+    return make
+
+
+def test_command_without_a_server_exits_with_two(command, capsys, tmp_path):
+    assert main(command(unused_url())) == 2
+    assert "UnavailableError: generator.backend_config.api_url=" in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_keeps_finished_and_unfinished_trajectories(command, tmp_path, capsys, number):
+    is_slow = True
+
+    def answer(asked: Any) -> Any:
+        if asked.method == "GET":
+            return 404, "no list"
+        prompt = byte_tokenizer().decode(asked.body["prompt"], skip_special_tokens=False)
+        if is_slow and "slow" in prompt:
+            while not (tmp_path / "out.jsonl").exists():  # the quick one has ended
+                if server.stopping.wait(0.02):
+                    return "drop"
+            os.kill(process.pid, number)
+            return "hang"
+        text = "<function=finish>\n<parameter=answer>a</parameter>\n</function>"
+        return 200, {"choices": [{"text": text, "finish_reason": "stop", "index": 0}], "usage": {}}
+
+    with web_server(answer) as server:
+        arguments = command(server.url)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "skyrl_agent.evaluate", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 128 + number, err
+        assert b"1 of 2 trajectories are scored, 1 cancelled, 0 not begun" in out
+        assert b"rollout_metrics/raw_reward: 1.000" in out
+        cut_off = list(read_records(tmp_path / "out.jsonl"))[-1]
+        assert (cut_off["finish_reason"], cut_off["reward"]) == ("cancelled", None)
+        assert [message["role"] for message in cut_off["messages"]] == ["system", "user"]
+        is_slow = False
+        assert main(arguments) == 0
+        assert "2 of 2 trajectories are scored, 0 not begun" in capsys.readouterr().out
