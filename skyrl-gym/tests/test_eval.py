@@ -16,7 +16,7 @@ import pytest
 from skyrl_gym.envs.arithmetic.problems import make_problems
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.error import Error, InfraError
-from skyrl_gym.eval import EvalSettings, evaluate, pass_at_k
+from skyrl_gym.eval import EvalSettings, Stopped, evaluate, pass_at_k
 from skyrl_gym.eval.__main__ import main
 from skyrl_gym.eval.endpoint import with_stop_string
 from skyrl_gym.eval.records import EpisodeFile, EpisodeRecord
@@ -207,6 +207,9 @@ def test_what_fails_is_counted_by_kind_and_never_as_zero(settings):
     assert again.reward.mean == pytest.approx(5 / 6)
 
 
+HANGS = threading.Event()
+
+
 class FaultyEnv(BaseTextEnv):
     """Fails in the way the row says."""
 
@@ -220,6 +223,7 @@ class FaultyEnv(BaseTextEnv):
         if self.fault == "bug":
             raise KeyError("oops")
         if self.fault == "hang":
+            HANGS.set()
             time.sleep(3600)
         reward = None if self.fault == "contract" else 1.0
         return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
@@ -239,6 +243,27 @@ def test_faults_of_environments_are_told_from_those_of_services(settings, tmp_pa
     assert found[2] == "DeadlineExceeded: did not return within 0.5 s"
     assert "finite number as reward" in found[3]
     assert found[4] is None
+
+
+def test_episode_whose_environment_hangs_is_written_as_far_as_it_came(settings, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "faulty", sys.modules[__name__])
+    monkeypatch.setattr("skyrl_gym.eval.runner.LEAVE_SECONDS", 0.1)
+    HANGS.clear()
+    data = tmp_path / "faults.jsonl"
+    data.write_text("".join(json.dumps({"prompt": fault, "fault": fault}) + "\n" for fault in ("none", "hang")))
+    path, main_thread = settings.output / "episodes.jsonl", threading.get_ident()
+
+    def interrupt():
+        while not (HANGS.is_set() and path.exists() and path.read_bytes()):
+            time.sleep(0.02)
+        signal.pthread_kill(main_thread, signal.SIGINT)
+
+    with ChatServer(lambda messages: "hm") as server, pytest.raises(Stopped) as stopped:
+        threading.Thread(target=interrupt, daemon=True).start()
+        evaluate(replace(settings, env="faulty:FaultyEnv", data=data, base_url=server.base_url))
+    assert (stopped.value.summary.num_scored, stopped.value.summary.failures) == (1, {"cancelled": 1})
+    cut_off = episodes(settings)[-1]
+    assert [message["content"] for message in cut_off["messages"]] == ["hang", "hm"]
 
 
 def test_several_turns_and_stop_strings(settings, tmp_path):
@@ -381,7 +406,8 @@ def test_a_killed_evaluation_goes_on_where_it_was(settings, rows):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_an_evaluation_soon_and_keeps_what_is_finished(settings, rows):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_an_evaluation_soon_and_keeps_finished_and_unfinished_episodes(settings, rows, number):
     """Even while the model takes its time."""
     served = threading.Semaphore(2)
     over = threading.Event()
@@ -394,18 +420,27 @@ def test_ctrl_c_ends_an_evaluation_soon_and_keeps_what_is_finished(settings, row
     with ChatServer(stuck) as server:
         command = [sys.executable, "-m", "skyrl_gym.eval", "--env", "arithmetic", "--base-url", server.base_url]
         command += ["--model", "adder", "--data", str(rows), "--output", str(settings.output), "--concurrency", "2"]
-        process = subprocess.Popen([*command, "--quiet"], stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen([*command, "--quiet"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         path = settings.output / "episodes.jsonl"
         give_up = time.monotonic() + 60
         while not (path.exists() and path.read_bytes().count(b"\n") == 2 and len(server.requests) == 4):
             assert time.monotonic() < give_up and process.poll() is None
             time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=20)
+        process.send_signal(number)
+        summary, said = process.communicate(timeout=20)
         over.set()
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert "run again to go on" in said and "Traceback" not in said
-    assert len(episodes(settings)) == 2
+    assert "2 of 6 scored" in summary
+    assert "cancelled           2, e.g. the evaluation was stopped" in summary
+    *finished, first, second = episodes(settings)
+    assert [each["failure"] for each in finished] == [None] * 2
+    for cut_off in (first, second):
+        assert (cut_off["failure"], cut_off["reward"], cut_off["success"]) == ("cancelled", None, None)
+        assert [message["role"] for message in cut_off["messages"]] == ["user"]
+    with ChatServer(right) as server:
+        assert evaluate(replace(settings, base_url=server.base_url)).is_complete
+        assert len(server.requests) == 4
 
 
 def test_two_evaluations_do_not_share_a_folder(settings):

@@ -4,7 +4,7 @@ From a shell: `python -m skyrl_gym.eval --env gsm8k --base-url URL --model NAME 
 """
 
 from skyrl_gym.eval.endpoint import ChatEndpoint, EndpointRefused, ModelError, Reply
-from skyrl_gym.eval.runner import evaluate
+from skyrl_gym.eval.runner import Stopped, evaluate
 from skyrl_gym.eval.settings import EvalSettings
 from skyrl_gym.eval.statistics import Estimate, pass_at_k
 from skyrl_gym.eval.summary import Summary
@@ -16,6 +16,7 @@ __all__ = [
     "EvalSettings",
     "ModelError",
     "Reply",
+    "Stopped",
     "Summary",
     "evaluate",
     "pass_at_k",

@@ -2,18 +2,20 @@
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from skyrl_gym.error import Error
-from skyrl_gym.eval.runner import evaluate
+from skyrl_gym.eval.runner import Stopped, evaluate
 from skyrl_gym.eval.settings import EvalSettings
 from skyrl_gym.eval.summary import table
 
 EPILOG = """Run the same command again to go on after an interruption, and to retry the episodes that failed. Exit code:
-0 if every episode is scored, 1 if some failed, 2 if the evaluation could not run."""
+0 if every episode is scored, 1 if some failed, 2 if the evaluation could not run, 130 or 143 if Ctrl-C or SIGTERM
+stopped it: unfinished episodes are then written as far as they came (`cancelled`), and never scored."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,15 +24,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_quiet = options.pop("quiet")
     if options["output"] is None:
         options["output"] = Path("eval") / f"{options['env']}-{options['model']}".replace("/", "_").replace(":", ".")
+    terminated: list[int] = []
+
+    def terminate(number: int, _: object) -> None:
+        if not terminated:  # another one must not interrupt what is written
+            terminated.append(number)
+            raise KeyboardInterrupt
+
+    handler = signal.signal(signal.SIGTERM, terminate)
     try:
         settings = EvalSettings(**options)
         summary = evaluate(settings, progress=not is_quiet)
     except (Error, OSError) as failure:
         print(f"{type(failure).__name__}: {failure}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        if isinstance(stop, Stopped):
+            print(table(stop.summary))
         print("\nstopped; what is finished is kept: run again to go on", file=sys.stderr)
-        return 130
+        return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
     print(table(summary))
     print(f"written to {settings.output}")
     return 0 if summary.is_complete else 1

@@ -10,9 +10,10 @@ from typing import Any, Literal, Self
 
 from skyrl_gym.error import Error
 
-FailureKind = Literal["infra", "model", "environment"]
+FailureKind = Literal["infra", "model", "environment", "cancelled"]
 """infra: the endpoint, or a service of the environment, did not work. model: the endpoint refused the conversation.
-environment: it raised something else, broke its promises, or did not come back."""
+environment: it raised something else, broke its promises, or did not come back. cancelled: the evaluation was stopped
+under it."""
 
 
 @dataclass(kw_only=True)

@@ -29,11 +29,20 @@ LEAVE_SECONDS = 5.0
 """How long episodes may take to end when an evaluation is stopped."""
 
 
+class Stopped(KeyboardInterrupt):
+    """An evaluation was interrupted; `summary` is what it has so far."""
+
+    def __init__(self, summary: Summary) -> None:
+        super().__init__()
+        self.summary = summary
+
+
 def evaluate(settings: EvalSettings, *, progress: bool = False) -> Summary:
     """Plays what `settings.output` does not have yet, and sums up all of it.
 
     Raises:
         Error: something is wrong with the settings, or the endpoint fails again and again; what is finished is kept.
+        Stopped: by a KeyboardInterrupt. What is finished is kept, and what is not is written as far as it came.
     """
     env_spec = spec_of(settings.env)
     try:
@@ -49,9 +58,25 @@ def evaluate(settings: EvalSettings, *, progress: bool = False) -> Summary:
                 settings, lambda config, extras: make(env_spec, env_config=config, extras=extras), tasks
             ) as crew:
                 bar = tqdm(total=len(wanted), initial=len(wanted) - len(missing), unit="episode", disable=not progress)
-                with bar:
-                    _collect(crew, missing, file, bar)
-        summary = summarize(settings, len(tasks), file.records.values())
+                try:
+                    with bar:
+                        _collect(crew, missing, file, bar)
+                except KeyboardInterrupt as interrupt:
+                    _write_rest(crew, file)
+                    raise Stopped(_write_summary(settings, len(tasks), file)) from interrupt
+                except BaseException:
+                    _write_rest(crew, file)
+                    raise
+        return _write_summary(settings, len(tasks), file)
+
+
+def _write_rest(crew: "_Crew", file: EpisodeFile) -> None:
+    for record in crew.stop():
+        file.add(record)
+
+
+def _write_summary(settings: EvalSettings, num_tasks: int, file: EpisodeFile) -> Summary:
+    summary = summarize(settings, num_tasks, file.records.values())
     (settings.output / "summary.json").write_text(json.dumps(summary.as_json(), indent=2, default=str) + "\n")
     return summary
 
@@ -112,6 +137,7 @@ class _Crew:
         self._waiting: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[EpisodeRecord | BaseException] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._playing: dict[tuple[int, int], _Player] = {}
         sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "max_tokens": settings.max_tokens}
         self.endpoint = ChatEndpoint(
             settings.base_url,
@@ -129,11 +155,27 @@ class _Crew:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end()
+        self.endpoint.close()
+
+    def _end(self) -> None:
         self.cancelled.set()
         leave_at = time.monotonic() + LEAVE_SECONDS
         for thread in self._threads:
             thread.join(max(leave_at - time.monotonic(), 0.0))
-        self.endpoint.close()
+
+    def stop(self) -> list[EpisodeRecord]:
+        """End what is played. Returns the records that `play` did not yield, those of unfinished episodes included."""
+        self._end()
+        found = []
+        while not self._finished.empty():
+            found.append(self._finished.get())
+        records = [record for record in found if isinstance(record, EpisodeRecord)]
+        ended = {record.key for record in records}
+        for key, player in list(self._playing.items()):  # their threads hang
+            if key not in ended:
+                records.append(_cut_off(EpisodeRecord(task=key[0], sample=key[1]), player))
+        return records
 
     def play(self, keys: list[tuple[int, int]]) -> Any:
         """Yields records as episodes end. Raises Error if the endpoint cannot be reached or refuses."""
@@ -161,21 +203,23 @@ class _Crew:
                 return
             try:
                 self._finished.put(self._episode(*key))
-            except Cancelled:
-                return
             except BaseException as error:  # carried to the main thread: going on is pointless
                 self._finished.put(error)
                 return
+            self._playing.pop(key, None)
 
     def _episode(self, task: int, sample: int) -> EpisodeRecord:
         record = EpisodeRecord(task=task, sample=sample)
         player = _Player(self.endpoint, _seed_of(self.settings.seed, task, sample))
+        self._playing[record.key] = player
         started = time.perf_counter()
         try:
             result = call_before_deadline(self.settings.episode_seconds, self._run, task, sample, player)
             self._fill(record, result)
-        except (Cancelled, EndpointRefused):
+        except EndpointRefused:
             raise
+        except Cancelled:
+            _cut_off(record, player)
         except Exception as error:  # environments are users' code: whatever they raise ends this episode only
             player.is_abandoned = True
             record.failure = _kind(error, player)
@@ -205,6 +249,13 @@ class _Crew:
         record.done = result.done
         record.truncated = result.truncated
         record.metrics = result.metrics
+
+
+def _cut_off(record: EpisodeRecord, player: _Player) -> EpisodeRecord:
+    """Record how far an episode came."""
+    player.is_abandoned = True
+    record.failure, record.error, record.messages = "cancelled", "the evaluation was stopped", player.messages
+    return record
 
 
 def _seed_of(seed: int | None, task: int, sample: int) -> int | None:
