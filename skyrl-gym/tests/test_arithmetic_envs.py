@@ -149,9 +149,9 @@ def test_a_long_wrong_answer_is_not_quoted_whole():
 def test_tags_that_stay_open_take_no_time():
     """A regular expression would try each of them to the end of the text: hours."""
     for env_id, tag in (("arithmetic", "<answer>"), ("calculator", "<calculator>")):
-        started = time.perf_counter()
+        started = time.process_time()
         make(env_id, "1").step(tag * 200_000)
-        assert time.perf_counter() - started < 2.0
+        assert time.process_time() - started < 2.0
 
 
 @pytest.mark.parametrize("env_id", ["arithmetic", "calculator", "multiply"])

@@ -236,9 +236,9 @@ def test_calls_beyond_a_hundred_are_one_complaint():
     ],
 )
 def test_long_nonsense_is_read_in_no_time(format, text):
-    started = time.perf_counter()
+    started = time.process_time()
     parse_tool_calls(text, format)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 class Shop(ToolGroup):

@@ -71,9 +71,9 @@ def test_what_a_stream_shows_is_the_beginning_of_what_the_answer_will_be(form, t
 
 
 def test_many_open_tags_are_read_in_linear_time():
-    started = time.perf_counter()
+    started = time.process_time()
     assert not HermesFormat().parse("<tool_call>" * 100_000).calls
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_the_format_follows_the_chat_template():
