@@ -25,8 +25,9 @@ class UnrewardedGenerator(SkyRLGymGenerator):
         if metadata is not None and metadata.training_phase == "eval":
             return output
         prompts = per_row(output, [str(index) for index in range(len(input_batch["prompts"]))])
-        scores = get_metrics_from_generator_output(output, prompts)
-        output["rollout_metrics"] = (output["rollout_metrics"] or {}) | {"environment/avg_score": scores["avg_score"]}
+        score = get_metrics_from_generator_output(output, prompts)["avg_score"]
+        if score is not None:
+            output["rollout_metrics"] = (output["rollout_metrics"] or {}) | {"environment/avg_score": score}
         output["rewards"] = [[0.0] * len(response) for response in output["response_ids"]]
         return output
 

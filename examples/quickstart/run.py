@@ -63,7 +63,9 @@ def show(run: Path, seconds: float) -> None:
     curve = save_learning_curve_png(run, run / "learning_curve.png")
     subprocess.run([sys.executable, "-m", "skyrl_train.report", str(run)], check=True)
     scores = {
-        row["step"]: row["eval/all/avg_score"] for row in RunFolder(run).read_metrics() if "eval/all/avg_score" in row
+        row["step"]: row["eval/all/avg_score"]
+        for row in RunFolder(run).read_metrics()
+        if row.get("eval/all/avg_score") is not None
     }
     first, last = min(scores), max(scores)
     for problem, before, after in changed_answers(run, first, last):

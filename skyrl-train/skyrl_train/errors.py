@@ -20,12 +20,21 @@ class DataError(SkyRLError, ValueError):
     """A dataset cannot be used: a missing column, an unreadable file, no row left after filtering."""
 
 
+class AllRolloutsFailedError(SkyRLError):
+    """Every rollout of a batch failed: there is nothing to learn from or to score. The text has the commonest cause."""
+
+
 class CheckpointError(SkyRLError):
     """A checkpoint cannot be written or read: a full disk, a missing or altered file."""
 
 
 class WorkerError(SkyRLError):
     """A process of ours died, raised, or did not answer before its deadline. The text carries the end of its log."""
+
+
+class NonFiniteUpdateError(SkyRLError):
+    """Optimizer steps were skipped one after the other because their gradients were not finite. The text says what was
+    not."""
 
 
 class WeightSyncError(SkyRLError):

@@ -12,7 +12,7 @@ from skyrl_train.generators.batches import (
     validate_generator_output,
 )
 from skyrl_train.generators.faults import LengthLimits
-from skyrl_train.generators.metrics import get_metrics_from_generator_output
+from skyrl_train.generators.metrics import check_not_all_failed, get_metrics_from_generator_output
 from skyrl_train.generators.rewards import total_reward
 from skyrl_train.generators.sampling import get_sampling_params
 from skyrl_train.generators.step_wise import per_row, whole_trajectories
@@ -34,7 +34,7 @@ async def evaluate(
     cfg: "SkyRLConfig",
     global_step: int | None,
     tokenizer: "PreTrainedTokenizerBase",
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """One pass over the evaluation set with `generator.eval_sampling_params`.
 
     With n = `generator.eval_n_samples_per_prompt`, for each data source (the rows' `data_source`) and for `all`:
@@ -42,6 +42,11 @@ async def evaluate(
     metrics as `eval/all/<name>`. With `trainer.dump_eval_results` every trajectory is written to a folder under
     `trainer.export_path`/dumped_evals; with `trainer.dump_trajectories`, token by token, to the run folder. Scores are
     of whole trajectories, whether turns are rows of their own or not.
+
+    A data source of which every trajectory failed has None for scores.
+
+    Raises:
+        AllRolloutsFailedError: every trajectory of the set failed (what they were is written nevertheless).
 
     Args:
         eval_dataloader: batches of dataset rows.
@@ -75,17 +80,19 @@ async def evaluate(
     if cfg.trainer.dump_trajectories and global_step is not None:
         rows = trajectory_rows(turns, per_row(turns, uids), tokenizer)
         RunFolder(cfg.trainer.run_dir).write_trajectories(global_step, "eval", rows)
+    what = "the evaluation failed, so there is no score"
+    check_not_all_failed(output.get("failures") or [None] * len(output["response_ids"]), what)
     return metrics
 
 
 def calculate_per_dataset_metrics(
     output: GeneratorOutput, uids: list[str], data_sources: list[str], n_samples_per_prompt: int
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """`eval/<source>/…` for each data source, and `eval/all/…`."""
     indices_of: defaultdict[str, list[int]] = defaultdict(list)
     for index, source in enumerate(data_sources):
         indices_of[source].append(index)
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float | None] = {}
     for source, indices in {**indices_of, "all": list(range(len(uids)))}.items():
         scores = get_metrics_from_generator_output(_scored_part(output, indices), [uids[i] for i in indices])
         metrics[f"eval/{source}/avg_score"] = scores["avg_score"]
@@ -117,7 +124,7 @@ def _dump(
     inputs: list[GeneratorInput],
     output: GeneratorOutput,
     sources: list[str],
-    metrics: dict[str, float],
+    metrics: dict[str, float | None],
 ) -> None:
     """One file of readable rows for each data source, and one with the metrics."""
     rows_of: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)

@@ -2,6 +2,7 @@
 learning, with the same losses' contract, checkpoints and metrics.
 """
 
+import asyncio
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from skyrl_train.workers.model_worker import RefWorker
 from skyrl_train.workers.placement import Placement
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.schedule import Schedule
+from skyrl_train.workers.skipped_updates import skipped_updates
 from skyrl_train.workers.step_metrics import step_metrics
 
 _NAMES = {"train/final_loss": "train/loss", "train/policy_lr": "train/lr", "train/policy_entropy": "train/entropy"}
@@ -62,6 +64,7 @@ class SupervisedTrainer(TrainingRun):
             takes_turns=cfg.trainer.placement.colocate_all,
             policy_and_ref_share=cfg.trainer.placement.colocate_policy_ref,
         )
+        self._skipped = skipped_updates("policy", cfg, section="train")
         self.policy_model: ActorGroup
         self.ref_model: ActorGroup | None = None
 
@@ -115,9 +118,8 @@ class SupervisedTrainer(TrainingRun):
     async def shutdown(self) -> None:
         """Sends what the trackers still hold, and ends the processes of this run. For a run that failed, too."""
         self.tracker.finish()
-        for group in (self.policy_model, self.ref_model):
-            if group is not None:
-                group.kill()
+        groups = [group for group in (self.policy_model, self.ref_model) if group is not None]
+        await asyncio.gather(*(group.shutdown() for group in groups))
 
     # ---- read
 
@@ -174,6 +176,7 @@ class SupervisedTrainer(TrainingRun):
         ):  # the first is the loss, the second says nothing
             del found[name]
         self.all_metrics |= {_NAMES.get(name, name): value for name, value in found.items()}
+        self.all_metrics |= self._skipped.count(learnt, batch, is_last_step=self.is_last_step())
         self.all_metrics["train/tokens"] = float(batch.tensor("attention_mask").sum())
         self.all_metrics["train/learnt_tokens"] = float(batch.tensor("loss_mask").sum())
 

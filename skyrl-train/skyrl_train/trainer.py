@@ -4,6 +4,7 @@ It moves batches between a generator, the models' workers and the engines. How a
 `generators`, what it is worth in `judging`, what is computed in `algorithms`, how a model is sharded in `workers`.
 """
 
+import asyncio
 import hashlib
 import shutil
 from collections.abc import Iterator, Sequence
@@ -48,6 +49,7 @@ from skyrl_train.workers.model_worker import RefWorker
 from skyrl_train.workers.placement import Placement
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.schedule import Schedule
+from skyrl_train.workers.skipped_updates import skipped_updates
 from skyrl_train.workers.step_metrics import first_ratio_metrics, step_metrics
 from skyrl_train.workers.weight_publisher import WeightPublisher
 
@@ -94,6 +96,7 @@ class RayPPOTrainer(TrainingRun):
         self._epochs_before = 0
         self._warned_of_negative_groups = False
         self.reward_kl_controller = _reward_kl_controller(cfg)
+        self._skipped = {name: skipped_updates(name, cfg) for name in ("policy", "critic")}
         self._build_dataloaders()
 
     def _build_dataloaders(self) -> None:
@@ -223,9 +226,7 @@ class RayPPOTrainer(TrainingRun):
     async def shutdown(self) -> None:
         """Sends what the trackers still hold, and ends the processes of this run. For a run that failed, too."""
         self.tracker.finish()
-        for group in self._groups:
-            group.kill()
-        await self.inference_engine_client.teardown()
+        await asyncio.gather(*(group.shutdown() for group in self._groups), self.inference_engine_client.teardown())
 
     # ---- answer
 
@@ -357,6 +358,7 @@ class RayPPOTrainer(TrainingRun):
             async with self.colocation.in_place_of_policy("critic"):
                 learnt = await learn(self.critic_model, schedule, batch, trainer.update_epochs_per_batch)
         self.all_metrics |= step_metrics("critic", learnt.losses, learnt.steps)
+        self.all_metrics |= self._skipped["critic"].count(learnt, batch, is_last_step=self.is_last_step())
 
     async def train_policy(self, batch: TrainingInputBatch) -> None:
         """The policy's optimizer steps: one for every mini-batch, `update_epochs_per_batch` times over."""
@@ -380,6 +382,7 @@ class RayPPOTrainer(TrainingRun):
             batch["action_log_probs"] = learnt.old_log_probs
             self.all_metrics |= judging.mismatch(batch)
         self.all_metrics |= step_metrics("policy", learnt.losses, learnt.steps)
+        self.all_metrics |= self._skipped["policy"].count(learnt, batch, is_last_step=self.is_last_step())
         tolerance = algorithm.first_ratio_tolerance or (0.2 if trainer.bf16 else 1e-4)
         self.all_metrics |= first_ratio_metrics(learnt.losses[0], tolerance)
         self.all_metrics["policy/response_length"] = (

@@ -40,7 +40,7 @@ class TrainingRun(ABC):
         self.checkpoints = CheckpointStore(cfg.trainer.ckpt_path, cfg.trainer.max_ckpts_to_keep)
         self.global_step = 0
         self.total_training_steps = 0
-        self.all_metrics: dict[str, float] = {}
+        self.all_metrics: dict[str, float | None] = {}
         self.all_timings: dict[str, float] = {}
 
     # ---- what a kind of training says of itself
@@ -85,6 +85,9 @@ class TrainingRun(ABC):
     def is_due(self, interval: int) -> bool:
         """Every `interval` steps and after the last one; never if the interval is not positive."""
         return interval > 0 and (self.global_step % interval == 0 or self.global_step == self.total_training_steps)
+
+    def is_last_step(self) -> bool:
+        return self.global_step == self.total_training_steps
 
     def timed(self, name: str) -> Timer:
         return Timer(name, self.all_timings)

@@ -233,6 +233,10 @@ class TrainerConfig(BaseConfig):
     dump_trajectories: bool = True
     """Write every training trajectory to the run folder, readable: tokens, log-probs, masks, rewards, versions."""
 
+    max_consecutive_skipped_updates: int | None = 10
+    """An optimizer step whose gradient is not finite is skipped; after so many in a row the run ends with an error that
+    says what was not finite. A run that ends without a single update is an error, too. null: no limit."""
+
     worker_timeout_seconds: float = 3600.0
     """The longest that one call to a training worker may take before the run ends with an error that names it."""
 

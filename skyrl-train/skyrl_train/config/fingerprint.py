@@ -37,7 +37,7 @@ OPERATIONAL = (
     "trainer.export_path", "trainer.hf_save_interval", "trainer.print_example_interval",
     "trainer.dump_data_batch", "trainer.dump_eval_results", "trainer.dump_trajectories",
     "trainer.eval_batch_size", "trainer.eval_before_train", "trainer.eval_interval",
-    "trainer.placement.", "trainer.worker_timeout_seconds",
+    "trainer.placement.", "trainer.worker_timeout_seconds", "trainer.max_consecutive_skipped_updates",
     "trainer.micro_train_batch_size_per_gpu", "trainer.micro_forward_batch_size_per_gpu",
     "trainer.max_tokens_per_microbatch", "trainer.logprobs_chunk_size",
     "trainer.gradient_checkpointing", "trainer.gradient_checkpointing_use_reentrant",

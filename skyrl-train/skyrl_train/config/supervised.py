@@ -110,7 +110,7 @@ _SHARED = (
     "eval_interval", "bf16", "flash_attn", "gradient_checkpointing", "gradient_checkpointing_use_reentrant",
     "project_name", "run_name", "run_dir", "logger", "ckpt_path", "ckpt_interval",
     "max_ckpts_to_keep", "resume_mode", "resume_path", "resume_allow_changes", "export_path",
-    "hf_save_interval", "worker_timeout_seconds",
+    "hf_save_interval", "worker_timeout_seconds", "max_consecutive_skipped_updates",
 )
 # fmt: on
 _OF_DEMONSTRATIONS = ("algorithm.loss_reduction", "algorithm.max_seq_len")

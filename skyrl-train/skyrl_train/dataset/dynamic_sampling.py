@@ -17,7 +17,7 @@ from skyrl_train.config import DynamicSamplingConfig
 from skyrl_train.errors import SkyRLError
 from skyrl_train.generators.base import GeneratorOutput
 from skyrl_train.generators.batches import concatenate_generator_outputs
-from skyrl_train.generators.metrics import get_metrics_from_generator_output
+from skyrl_train.generators.metrics import check_not_all_failed, get_metrics_from_generator_output
 from skyrl_train.generators.rewards import total_reward
 
 Sampled = tuple[GeneratorOutput, list[str]]
@@ -126,30 +126,40 @@ class _Tally:
 
     def __init__(self) -> None:
         self.num_batches = self.num_prompts = self.num_informative = self.last_informative = 0
+        self._num_scored = 0
         self._counts: dict[str, float] = {}
         self._reward = 0.0
 
     def add(self, sampled: Sampled, informative: Sampled) -> None:
         output, uids = sampled
+        what = "a batch that was sampled failed, so there is nothing to choose from"
+        check_not_all_failed(output.get("failures") or [], what)
         num_prompts = len(set(uids))
         self.num_batches += 1
         self.num_prompts += num_prompts
         self.last_informative = len(set(informative[1]))
         self.num_informative += self.last_informative
-        self._reward += num_prompts * get_metrics_from_generator_output(output, uids)["avg_score"]
+        score = get_metrics_from_generator_output(output, uids)["avg_score"]
+        if score is not None:
+            self._num_scored += num_prompts
+            self._reward += num_prompts * score
         for name, value in (output["rollout_metrics"] or {}).items():
             if name.startswith(_COUNTED):
                 self._counts[name] = self._counts.get(name, 0.0) + value
 
     def metrics(self, num_used: int) -> dict[str, float]:
         """`num_used`: informative prompts that are trained on."""
-        return self._counts | {
-            "generate/num_sampled_batches": float(self.num_batches),
-            "generate/num_sampled_prompts": float(self.num_prompts),
-            "generate/informative_share": self.num_informative / max(1, self.num_prompts),
-            "generate/num_unused_prompts": float(self.num_informative - num_used),
-            "reward/avg_raw_reward_of_all_sampled": self._reward / max(1, self.num_prompts),
-        }
+        scores = {"reward/avg_raw_reward_of_all_sampled": self._reward / self._num_scored} if self._num_scored else {}
+        return (
+            self._counts
+            | scores
+            | {
+                "generate/num_sampled_batches": float(self.num_batches),
+                "generate/num_sampled_prompts": float(self.num_prompts),
+                "generate/informative_share": self.num_informative / max(1, self.num_prompts),
+                "generate/num_unused_prompts": float(self.num_informative - num_used),
+            }
+        )
 
 
 def _joined(kept: Sequence[Sampled], num_prompts: int) -> Sampled:

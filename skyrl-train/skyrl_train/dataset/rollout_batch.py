@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from skyrl_train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
-from skyrl_train.errors import SkyRLError
 from skyrl_train.generators.base import GeneratorOutput
+from skyrl_train.generators.metrics import check_not_all_failed
 from skyrl_train.generators.rewards import reward_of_each_token
 from skyrl_train.training_batch import TrainingInputBatch
 
@@ -29,15 +29,10 @@ def rollout_batch(
         failed rollout). Where a row is a turn: metadata `trajectory_ids`, and the column `is_last_step` [B] bool.
 
     Raises:
-        SkyRLError: every rollout failed.
+        AllRolloutsFailedError: every rollout failed.
     """
     failures = output.get("failures") or [None] * len(uids)
-    first = failures[0]
-    if first is not None and all(failures):
-        raise SkyRLError(
-            f"all {len(failures)} rollouts of step {step} failed, so there is nothing to learn from. "
-            f"The first: {first.kind}: {first.message}"
-        )
+    check_not_all_failed(failures, f"step {step} failed, so there is nothing to learn from")
     sequences, attention_mask, response_mask, rewards, loss_mask, log_probs = (
         convert_prompts_responses_to_batch_tensors(
             tokenizer,

@@ -19,7 +19,7 @@ import ray
 from loguru import logger
 from omegaconf import DictConfig
 from ray.util.placement_group import PlacementGroup
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig, config_dir, get_config_as_yaml_str, register_config_store
 from skyrl_train.config.validation import validate_cfg, validate_environments
@@ -31,7 +31,8 @@ from skyrl_train.entrypoints.engines import (
     create_ray_wrapped_inference_engines_from_config,
     start_engines,
 )
-from skyrl_train.errors import DataError, SkyRLError
+from skyrl_train.entrypoints.model_files import check_models, load_tokenizer
+from skyrl_train.errors import ConfigError, DataError, SkyRLError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import InferenceEngineInterface
@@ -64,6 +65,7 @@ class BasePPOExp:
     def __init__(self, cfg: SkyRLConfig | DictConfig):
         self.cfg = self.validate(cfg)
         validate_environments(self.cfg)
+        check_models(self.cfg)
         check_engines(self.cfg)
         if self.cfg.generator.enable_http_endpoint:
             check_address(self.cfg.generator.http_endpoint_host, self.cfg.generator.http_endpoint_port)
@@ -93,15 +95,11 @@ class BasePPOExp:
         return get_config_as_yaml_str(cfg)
 
     def get_tokenizer(self, padding_side: str = "left") -> PreTrainedTokenizerBase:
-        tokenizer = AutoTokenizer.from_pretrained(
+        return load_tokenizer(
             self.cfg.trainer.policy.model.path,
-            trust_remote_code=True,
             use_fast=not self.cfg.trainer.disable_fast_tokenizer,
             padding_side=padding_side,
         )
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        return tokenizer
 
     def get_train_dataset(self) -> PromptDataset | None:
         """The prompts of `data.train_data`. Raises DataError if they do not fill one batch."""
@@ -224,6 +222,15 @@ class Experiment(Protocol):
     def run(self) -> None: ...
 
 
+def _begin_log(path: Path) -> None:
+    try:
+        configure_logging(path)
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.run_dir={path.parents[1]} cannot be written: {error}; give a folder that you may write to"
+        ) from error
+
+
 def run_experiment(
     cfg: SkyRLConfig | DictConfig,
     experiment: Callable[[SkyRLConfig], Experiment] = BasePPOExp,
@@ -246,7 +253,7 @@ def run_experiment(
         configure_logging()
         typed = cfg if isinstance(cfg, SkyRLConfig) else validate(cfg)
         log_path = RunFolder(typed.trainer.run_dir).log_path("trainer")
-        configure_logging(log_path)
+        _begin_log(log_path)
         prepared = experiment(typed)  # what is wrong with settings or data is seen before Ray starts
         if prepared.is_finished():
             return
@@ -254,7 +261,7 @@ def run_experiment(
         signal.signal(signal.SIGTERM, _interrupt)  # Ray's own handler aborts
         prepared.run()
     except SkyRLError as error:
-        if log_path is not None:
+        if log_path is not None and log_path.exists():
             log_traceback(error)
         notes: list[str] = getattr(error, "__notes__", [])
         logger.error("{}", "\n".join([f"{type(error).__name__}: {error}", *notes]))

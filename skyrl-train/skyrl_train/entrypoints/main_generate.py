@@ -41,7 +41,7 @@ class EvalOnlyEntrypoint(BasePPOExp):
         """Evaluates and logs the metrics."""
         asyncio.run(self.evaluate())
 
-    async def evaluate(self) -> dict[str, float]:
+    async def evaluate(self) -> dict[str, float | None]:
         """Scores the evaluation set; the metrics by name."""
         self.run_folder.write_config(self.get_cfg_as_str(self.cfg))
         tracker = self.get_tracker()
@@ -65,7 +65,8 @@ class EvalOnlyEntrypoint(BasePPOExp):
         tracker.finish()
         for name in sorted(metrics):
             if name.startswith("eval/") and not name.startswith("eval/all/generate"):
-                logger.info(f"{name} {metrics[name]:.4f}")
+                value = metrics[name]
+                logger.info(f"{name} {'none: every rollout failed' if value is None else format(value, '.4f')}")
         return metrics
 
 

@@ -5,13 +5,14 @@ import sys
 
 import hydra
 from omegaconf import DictConfig
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import config_dir, get_config_as_yaml_str, register_config_store
 from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig
 from skyrl_train.config.validation import validate_supervised_cfg
 from skyrl_train.dataset.supervised import SupervisedDataset
 from skyrl_train.entrypoints.main_base import run_experiment
+from skyrl_train.entrypoints.model_files import load_tokenizer
 from skyrl_train.errors import SkyRLError
 from skyrl_train.supervised import SupervisedTrainer
 from skyrl_train.training_run import check_before_start, says_finished
@@ -43,10 +44,7 @@ class SupervisedExp:
         self.eval_dataset = self.get_dataset(settings.data.val_data) if wants_eval else None
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        tokenizer = AutoTokenizer.from_pretrained(self.cfg.trainer.policy.model.path, trust_remote_code=True)
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        return tokenizer
+        return load_tokenizer(self.cfg.trainer.policy.model.path)
 
     def get_dataset(self, sources: list[str]) -> SupervisedDataset:
         with_pairs = isinstance(self.settings, PreferenceConfig)

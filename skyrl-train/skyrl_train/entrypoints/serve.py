@@ -14,12 +14,13 @@ import hydra
 import ray
 from loguru import logger
 from omegaconf import DictConfig
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig, config_dir, register_config_store
 from skyrl_train.config.validation import validate_generator_cfg
 from skyrl_train.entrypoints.endpoint import endpoint_of, listening
 from skyrl_train.entrypoints.engines import check_engines, start_engines
+from skyrl_train.entrypoints.model_files import load_tokenizer
 from skyrl_train.errors import SkyRLError
 from skyrl_train.inference_engines.openai_api.server import check_address
 from skyrl_train.utils import initialize_ray
@@ -61,8 +62,8 @@ def main(cfg: DictConfig) -> None:
         configure_logging(RunFolder(typed.trainer.run_dir).log_path("serve"))
         check_engines(typed)
         check_address(typed.generator.http_endpoint_host, typed.generator.http_endpoint_port)
-        tokenizer = AutoTokenizer.from_pretrained(
-            typed.generator.model_name, trust_remote_code=True, use_fast=not typed.trainer.disable_fast_tokenizer
+        tokenizer = load_tokenizer(
+            typed.generator.model_name, "generator.model_name", use_fast=not typed.trainer.disable_fast_tokenizer
         )
         if typed.generator.run_engines_locally:
             initialize_ray(typed)

@@ -86,9 +86,11 @@ class GeneratorOutput(TypedDict):
 
 
 class MetricsOutput(TypedDict):
-    avg_score: float
-    pass_at_n: float
-    mean_positive_reward: float
+    """Scores of a batch; None where every trajectory failed."""
+
+    avg_score: float | None
+    pass_at_n: float | None
+    mean_positive_reward: float | None
 
 
 class GeneratorInterface(ABC):

@@ -85,8 +85,9 @@ def _joined_metrics(generator_outputs: Sequence[GeneratorOutput]) -> dict[str, f
     weights: defaultdict[str, list[int]] = defaultdict(list)
     for output in generator_outputs:
         for key, value in (output["rollout_metrics"] or {}).items():
-            values[key].append(value)
-            weights[key].append(len(rows_of_trajectories(output)))
+            if value is not None:  # a generator of one's own may say so of the mean of nothing
+                values[key].append(value)
+                weights[key].append(len(rows_of_trajectories(output)))
     return {
         key: float(sum(numbers))
         if key.startswith("generate/num_")

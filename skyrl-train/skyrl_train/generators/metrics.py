@@ -8,7 +8,7 @@ from typing import Any, get_args
 import numpy as np
 
 from skyrl_gym.metrics import aggregate_for_environment
-from skyrl_train.errors import FailureKind
+from skyrl_train.errors import AllRolloutsFailedError, FailureKind
 from skyrl_train.generators.base import Failure, GeneratorOutput, MetricsOutput
 from skyrl_train.generators.rewards import total_reward
 from skyrl_train.generators.step_wise import rows_of_trajectories
@@ -26,7 +26,8 @@ def get_rollout_metrics(
     failures: Sequence[Failure | None] | None = None,
     turn_lengths: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, float]:
-    """Numbers about B trajectories, under `generate/` and, where the environments report any, `environment/`.
+    """Numbers about B trajectories, under `generate/` and, where the environments report any, `environment/`. What has
+    nothing to be the mean of (tokens of rewarded trajectories where none is) is absent.
 
     Args:
         responses: B lists of token ids, of whole trajectories.
@@ -41,23 +42,23 @@ def get_rollout_metrics(
     kept = [i for i, is_failed in enumerate(failed) if not is_failed]
     lengths = np.array([len(responses[i]) for i in kept], dtype=float)
     rewarded = np.array([total_reward(rewards[i]) != 0.0 for i in kept], dtype=bool)
-    metrics = {
-        "generate/min_num_tokens": float(lengths.min()) if kept else 0.0,
-        "generate/max_num_tokens": float(lengths.max(initial=0.0)),
+    found = {
+        "generate/min_num_tokens": float(lengths.min()) if kept else None,
+        "generate/max_num_tokens": float(lengths.max()) if kept else None,
         "generate/avg_num_tokens": _mean(lengths),
-        "generate/std_num_tokens": float(lengths.std()) if kept else 0.0,
+        "generate/std_num_tokens": float(lengths.std()) if kept else None,
         "generate/avg_tokens_non_zero_rewards": _mean(lengths[rewarded]),
         "generate/avg_tokens_zero_rewards": _mean(lengths[~rewarded]),
     }
+    if turn_lengths is not None:
+        found["generate/avg_num_turns"] = _mean(np.array([len(turn_lengths[i]) for i in kept], dtype=float))
+        lengths_of_turns = [length for i in kept for length in turn_lengths[i]]
+        found["generate/avg_tokens_per_turn"] = _mean(np.array(lengths_of_turns, dtype=float))
+    metrics = {name: value for name, value in found.items() if value is not None}
     if stop_reasons:
         counts = Counter(stop_reasons)
         for reason in sorted({"stop", "length", *counts}):
             metrics[f"generate/stop_reason/{reason}"] = counts[reason] / len(stop_reasons)
-    if turn_lengths is not None:
-        metrics |= {
-            "generate/avg_num_turns": _mean(np.array([len(turn_lengths[i]) for i in kept], dtype=float)),
-            "generate/avg_tokens_per_turn": _mean(np.array([length for i in kept for length in turn_lengths[i]])),
-        }
     if failures is not None:
         metrics |= failure_counts(failures)
     if env_metrics is not None and env_classes is not None:
@@ -69,6 +70,25 @@ def failure_counts(failures: Sequence[Failure | None]) -> dict[str, float]:
     """`generate/num_failed/<kind>` of B trajectories, for every kind there is."""
     counts = Counter(failure.kind for failure in failures if failure is not None)
     return {f"generate/num_failed/{kind}": float(counts[kind]) for kind in get_args(FailureKind)}
+
+
+def check_not_all_failed(failures: Sequence[Failure | None], what: str) -> None:
+    """
+    Args:
+        failures: of each trajectory.
+        what: the batch that they are of, and what it was for.
+
+    Raises:
+        AllRolloutsFailedError: none succeeded. The text has the commonest failure.
+    """
+    failed = [failure for failure in failures if failure is not None]
+    if not failed or len(failed) < len(failures):
+        return
+    [(commonest, count)] = Counter(failed).most_common(1)
+    share = "all with this cause" if count == len(failed) else f"{count} of them with this cause"
+    raise AllRolloutsFailedError(
+        f"all {len(failed)} rollouts of {what}; {share}: {commonest.kind}: {commonest.message}"
+    )
 
 
 def _environment_metrics(
@@ -92,7 +112,7 @@ def get_metrics_from_generator_output(generator_output: GeneratorOutput, uids: l
 
     `avg_score` is the mean of the trajectories' rewards (summed over tokens, and over rows where each turn has one of
     its own), `mean_positive_reward` the mean of their positive parts, `pass_at_n` the share of prompts of which a
-    sample has a reward above 0. All 0 if everything failed.
+    sample has a reward above 0. All None if everything failed.
 
     Args:
         uids: the prompt that each row answers.
@@ -117,5 +137,6 @@ def get_metrics_from_generator_output(generator_output: GeneratorOutput, uids: l
     )
 
 
-def _mean(values: np.ndarray[Any, Any]) -> float:
-    return float(values.mean()) if values.size else 0.0
+def _mean(values: np.ndarray[Any, Any]) -> float | None:
+    """The mean; of nothing, None."""
+    return float(values.mean()) if values.size else None

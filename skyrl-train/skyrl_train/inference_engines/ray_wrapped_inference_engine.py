@@ -23,7 +23,7 @@ from skyrl_train.inference_engines.base import (
 )
 from skyrl_train.inference_engines.loop_thread import LoopThread
 from skyrl_train.utils.process_log import log_tail
-from skyrl_train.utils.ray_calls import Call, answer_of, errors_for_caller, wait_for_all
+from skyrl_train.utils.ray_calls import Call, answer_of, end_actors, errors_for_caller, wait_for_all
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 _TEARDOWN_SECONDS = 10.0
@@ -239,7 +239,12 @@ class RayWrappedInferenceEngine(InferenceEngineInterface):
         """Lets the engine end in order, for a moment, and then ends whatever is left of it."""
         with contextlib.suppress(WorkerError):
             await answer_of(self.start("teardown"), _TEARDOWN_SECONDS, _CONTROL)
-        await asyncio.to_thread(self.kill)
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
+        """Ask the process to exit, wait, and kill whatever of it or its children is left."""
+        end_actors([self._actor])
+        self._kill_rest()
 
     def log(self) -> str:
         """The end of the process's log, with a headline."""
@@ -258,6 +263,9 @@ class RayWrappedInferenceEngine(InferenceEngineInterface):
     def kill(self) -> None:
         """Ends the engine's process and everything that it started, whatever state they are in."""
         ray.kill(self._actor)  # also one of which nothing is known yet
+        self._kill_rest()
+
+    def _kill_rest(self) -> None:
         if self._place is None:
             return
         if self._place.node == ray.get_runtime_context().get_node_id():

@@ -16,6 +16,9 @@ from skyrl_train.errors import SkyRLError, WeightSyncError, WorkerError
 from skyrl_train.utils.process_log import log_tail
 from skyrl_train.utils.tracebacks import described, keep_where_raised, log_traceback, where_raised
 
+EXIT_SECONDS = 10.0
+"""How long processes that are asked to exit may take."""
+
 PEER_GRACE_SECONDS = 3.0
 """A rank whose peer dies raises as well, and often first: so long its peers may show that the fault was theirs."""
 
@@ -122,6 +125,15 @@ async def answer_of(call: Call, timeout_seconds: float, what_to_set: str) -> Any
 
 async def _as_coroutine(reference: Any) -> Any:
     return await reference
+
+
+def end_actors(actors: Sequence[Any], timeout_seconds: float = EXIT_SECONDS) -> None:
+    """Ask actors to exit after what they are doing, wait, and kill those that have not in time. (Ray reports a killed
+    one on the console as if it had crashed.)"""
+    exits = {actor.__ray_terminate__.remote(): actor for actor in actors}
+    _, late = ray.wait(list(exits), num_returns=len(exits), timeout=timeout_seconds) if exits else ([], [])
+    for reference in late:
+        ray.kill(exits[reference])
 
 
 @contextmanager

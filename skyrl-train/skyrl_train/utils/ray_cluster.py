@@ -4,15 +4,23 @@ import os
 import sys
 
 import ray
+import torch
 
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.errors import ConfigError
 
 # Passed on to every process of a run, where set.
 _FORWARDED = ("WANDB_API_KEY", "WANDB_MODE", "HF_TOKEN", "HF_HOME", "HF_HUB_OFFLINE", "LOG_LEVEL", "OMP_NUM_THREADS")
 
+_NO_GPUS = "trainer.placement.device=cuda needs GPUs, and"
+_GPU_REMEDY = "set trainer.placement.device=cpu (or auto), or see INSTALL.md for torch with CUDA"
+
 
 def start_ray(cfg: SkyRLConfig) -> None:
     """Joins the cluster named by RAY_ADDRESS, or starts one on this machine with room for every process of the run.
+
+    Raises:
+        ConfigError: `trainer.placement.device=cuda`, and there are no GPUs.
 
     On one machine a CPU is only a place in the queue: two cores run a policy of two ranks, an engine and the trainer.
     """
@@ -25,11 +33,19 @@ def start_ray(cfg: SkyRLConfig) -> None:
         RAY_IGNORE_UNHANDLED_ERRORS="1",
     )
     runtime_env = {"env_vars": environment}
-    if os.environ.get("RAY_ADDRESS"):
+    wants_gpus = cfg.trainer.placement.device == "cuda"
+    if address := os.environ.get("RAY_ADDRESS"):
         ray.init(runtime_env=runtime_env)
+        if wants_gpus and not ray.cluster_resources().get("GPU"):
+            raise ConfigError(f"{_NO_GPUS} the Ray cluster at RAY_ADDRESS={address} has none: {_GPU_REMEDY}")
         return
+    if wants_gpus and not torch.cuda.is_available():
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        because = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES={hidden!r})"
+        raise ConfigError(f"{_NO_GPUS} torch finds none on this machine{because}: {_GPU_REMEDY}")
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of this machine alone, on loopback
     ray.init(
+        address="local",  # not a cluster that somebody else started on this machine
         num_cpus=max(os.cpu_count() or 1, num_processes(cfg)),
         include_dashboard=False,
         log_to_driver=False,  # every process of ours has a log file in the run folder

@@ -191,7 +191,7 @@ class _WandbBackend:
             ) from error
 
     def log(self, data: Mapping[str, Any], step: int, commit: bool) -> None:
-        self._run.log(dict(data), step=step, commit=commit)
+        self._run.log({name: value for name, value in data.items() if value is not None}, step=step, commit=commit)
 
     def finish(self) -> None:
         self._run.finish()

@@ -1,5 +1,6 @@
 """The ranks of one model, each in a Ray process of its own. What they compute is in the worker classes."""
 
+import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.env_vars import scheduling_timeout_seconds
 from skyrl_train.utils.process_log import capture_output, configure_logging
-from skyrl_train.utils.ray_calls import Call, answers_of, errors_for_caller
+from skyrl_train.utils.ray_calls import Call, answers_of, end_actors, errors_for_caller
 from skyrl_train.workers.model_worker import ModelWorker, RankInfo
 
 ShardArgs = Sequence[tuple[Any, ...]]
@@ -154,8 +155,12 @@ class ActorGroup:
         """Process ids on their machines, for whoever must look at or stop one."""
         return ray.get([actor.pid.remote() for actor in self._actors], timeout=scheduling_timeout_seconds())
 
+    async def shutdown(self) -> None:
+        """End the processes: in order where they answer, else by force."""
+        await asyncio.to_thread(end_actors, self._actors)
+
     def kill(self) -> None:
-        """Ends the processes at once."""
+        """End the processes at once."""
         for actor in self._actors:
             ray.kill(actor)
 

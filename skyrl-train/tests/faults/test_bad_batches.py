@@ -142,7 +142,9 @@ def test_an_estimator_that_returns_something_else_is_told_what_to_return(returne
 
 
 def test_a_step_in_which_everything_failed_says_so():
-    with pytest.raises(SkyRLError, match=r"all 2 rollouts of step 1 failed.*The first: reward: trajectory question_0"):
+    with pytest.raises(
+        SkyRLError, match=r"all 2 rollouts of step 1 failed.* 1 of them .*: reward: trajectory question_0"
+    ):
         judged(trajectories([math.nan, math.inf], [2, 2]))
 
 

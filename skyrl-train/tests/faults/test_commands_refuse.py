@@ -40,8 +40,10 @@ LONG_QUESTION = [{"role": "user", "content": "1" + "+1" * 60}]
             "all 4 prompts have more than trainer.max_prompt_length=40 tokens",
             marks=pytest.mark.full,
         ),
+        ("prompt", QUESTION, "trainer.policy.model.path=/nowhere", "model.path=/nowhere: there is no such folder"),
+        ("prompt", QUESTION, "trainer.run_dir=/dev/null/run", "trainer.run_dir=/dev/null/run cannot be written: "),
     ],
-    ids=["batch size", "environment", "column", "length"],
+    ids=["batch size", "environment", "column", "length", "model path", "run folder"],
 )
 def test_a_command_that_cannot_work(
     chat_model: str, tmp_path: Path, column: str, content: Any, setting: str, expected: str
@@ -51,7 +53,8 @@ def test_a_command_that_cannot_work(
     command = [sys.executable, "-m", "skyrl_train.entrypoints.main_base", f"trainer.policy.model.path={chat_model}"]
     command += [f"data.train_data=[{data}]", "data.val_data=[]", f"trainer.run_dir={tmp_path / 'run'}"]
     command += ["trainer.train_batch_size=4", "trainer.policy_mini_batch_size=4", "trainer.max_prompt_length=40"]
-    command += ["environment.env_class=multiply", setting]
+    command += ["environment.env_class=multiply", "generator.sampling_params.max_generate_length=16"]
+    command += ["generator.eval_sampling_params.max_generate_length=16", setting]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=dict(os.environ))
     said = ended.stdout + ended.stderr
     assert ended.returncode == 1, said

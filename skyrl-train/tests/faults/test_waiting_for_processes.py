@@ -1,17 +1,19 @@
 """Every wait for a process has a deadline, and its error is about the process that is to blame."""
 
 import asyncio
+import atexit
 import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
 from skyrl_train.errors import ConfigError, WeightSyncError, WorkerError
-from skyrl_train.utils.ray_calls import Call, answer_of, answers_of, wait_for_all
+from skyrl_train.utils.ray_calls import Call, answer_of, answers_of, end_actors, wait_for_all
 from skyrl_train.workers.actor_group import WorkerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -127,6 +129,28 @@ def test_a_death_outweighs_what_its_peers_raise(ray_cpu: None):
 def test_a_process_that_could_not_start_says_why(ray_cpu: None):
     with pytest.raises(WorkerError, match=r"^worker 0 could not start: RuntimeError: no model at that path"):
         wait_for_all([call(process("no model at that path").pid.remote())], 60)
+
+
+def test_actors_exit_in_order_and_one_that_is_busy_is_killed(ray_cpu: None, tmp_path: Path):
+    """Ray reports what is killed on the console as a crash; whoever exits in order also runs its exit handlers."""
+
+    class Leaves:
+        def write_at_exit(self, path: Path) -> int:
+            atexit.register(path.touch)
+            return os.getpid()
+
+        def sleep(self) -> None:
+            time.sleep(120)
+
+    make: Any = ray.remote(Leaves).options(num_cpus=0)
+    idle, busy = make.remote(), make.remote()
+    pids = ray.get([actor.write_at_exit.remote(tmp_path / name) for actor, name in ((idle, "idle"), (busy, "busy"))])
+    busy.sleep.remote()
+    end_actors([idle, busy], timeout_seconds=3.0)
+    psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=30)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert [path.name for path in tmp_path.iterdir()] == ["idle"]
+    end_actors([idle])  # gone already
 
 
 def test_a_cancelled_wait_leaves_no_thread_behind(actors: list[Any]):

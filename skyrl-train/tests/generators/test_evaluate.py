@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.errors import AllRolloutsFailedError
 from skyrl_train.evaluate import evaluate
 from skyrl_train.generators.base import Failure, GeneratorInterface, GeneratorOutput
 from skyrl_train.utils.run_folder import RunFolder
@@ -48,6 +49,18 @@ def config(tmp_path):
     config.generator.eval_n_samples_per_prompt = 2
     config.trainer.export_path = str(tmp_path)
     return config
+
+
+async def test_a_source_that_failed_has_no_score_and_a_set_that_failed_is_an_error(characters, config, tmp_path):
+    batch = rows(("math", [1.0, 0.0]), ("code", [None, None]))
+    metrics = await evaluate([batch], Grader(characters), config, global_step=3, tokenizer=characters)
+    assert (metrics["eval/code/avg_score"], metrics["eval/code/pass_at_2"]) == (None, None)
+    assert metrics["eval/all/avg_score"] == 0.5
+    failing = [rows(("code", [None, None])), rows(("code", [None, None]))]
+    failing[1][0]["uid"] = "1"
+    with pytest.raises(AllRolloutsFailedError, match=r"all 4 rollouts of the evaluation failed.*: tool: gone"):
+        await evaluate(failing, Grader(characters), config, global_step=4, tokenizer=characters)
+    assert (tmp_path / "dumped_evals" / "global_step_4_evals" / "code.jsonl").exists()
 
 
 async def test_scores_are_by_data_source_and_over_all(characters, config, tmp_path):

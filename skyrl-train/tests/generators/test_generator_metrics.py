@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.errors import AllRolloutsFailedError
 from skyrl_train.generators.base import Failure, GeneratorOutput
+from skyrl_train.generators.metrics import check_not_all_failed
 from skyrl_train.generators.utils import (
     concatenate_generator_outputs,
     get_metrics_from_generator_output,
@@ -51,7 +53,7 @@ def test_failed_trajectories_are_left_out_of_the_scores():
     scores = get_metrics_from_generator_output(output, ["a", "a", "b", "b"])
     assert scores == {"avg_score": 1.0, "pass_at_n": 1.0, "mean_positive_reward": 1.0}
     everything_failed = output_of([0.0], failures=[FAILED])
-    assert set(get_metrics_from_generator_output(everything_failed, ["a"]).values()) == {0.0}
+    assert set(get_metrics_from_generator_output(everything_failed, ["a"]).values()) == {None}
 
 
 @pytest.mark.parametrize("rewards, uids", [([], []), ([1.0], ["a", "b"])])
@@ -142,3 +144,19 @@ def test_a_prompt_stands_n_times_in_a_row():
     assert batch["env_classes"] == ["gsm8k", "gsm8k", "multiply", "multiply"]
     assert [t.to_string() for t in batch["trajectory_ids"]] == ["0_0", "0_1", "1_0", "1_1"]
     assert batch["batch_metadata"].global_step == 7
+
+
+def test_an_error_about_a_failed_batch_has_the_commonest_cause():
+    rare, common = Failure("tool", "no server"), Failure("environment", "my bug")
+    with pytest.raises(
+        AllRolloutsFailedError, match=r"all 3 rollouts of step 4 failed; 2 of them .*: environment: my bug$"
+    ):
+        check_not_all_failed([rare, common, common], "step 4 failed")
+    check_not_all_failed([rare, None], "step 4 failed")
+    check_not_all_failed([], "step 4 failed")
+
+
+def test_what_has_nothing_to_be_the_mean_of_is_absent():
+    metrics = get_rollout_metrics([[1, 2], [3]], [0.0, 0.0], failures=[None, FAILED])
+    assert metrics["generate/avg_tokens_zero_rewards"] == 2.0 and "generate/avg_tokens_non_zero_rewards" not in metrics
+    assert "generate/avg_num_tokens" not in get_rollout_metrics([[3]], [0.0], failures=[FAILED])

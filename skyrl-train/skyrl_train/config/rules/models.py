@@ -16,6 +16,7 @@ def check_models(config: SkyRLConfig) -> None:
             *(f"trainer.{model}.sequence_parallel_size" for model in ("policy", "critic", "ref")),
             "trainer.logprobs_chunk_size",
             "trainer.worker_timeout_seconds",
+            "trainer.max_consecutive_skipped_updates",
         ),
     )
     check_optimizer(trainer.policy.optimizer_config, "trainer.policy.optimizer_config")

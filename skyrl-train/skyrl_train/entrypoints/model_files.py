@@ -1,0 +1,121 @@
+"""Checks of what `*.model.path` names, before anything starts: configs and tokenizers, from folders or the hub."""
+
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.errors import ConfigError
+
+_TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "spiece", "sentencepiece", "tekken", "merges", "encoder")
+"""Beginnings of the names of a tokenizer's files. Without any, transformers makes an empty one of some models."""
+
+_HUB_HINT = (
+    "check its spelling, the network, HF_TOKEN (for models that ask for one) and HF_HUB_OFFLINE, or give a folder"
+)
+
+
+def check_models(cfg: SkyRLConfig) -> None:
+    """Check that the config of every model of the run can be read, and that answers fit the policy's context.
+
+    Raises:
+        ConfigError: a path that names no model, or answers longer than the context.
+    """
+    trainer = cfg.trainer
+    policy = model_config(trainer.policy.model.path, "trainer.policy.model.path")
+    if trainer.critic.model.path is not None:
+        model_config(trainer.critic.model.path, "trainer.critic.model.path")
+    if trainer.algorithm.uses_reference_model and trainer.ref.model.path is not None:
+        model_config(trainer.ref.model.path, "trainer.ref.model.path")
+    _check_lengths(cfg, policy)
+
+
+def model_config(path: str | None, setting: str) -> Any:
+    """Return the transformers config of the model at `path`, the value of `setting`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    _check_folder(path or "", setting)
+    try:
+        return AutoConfig.from_pretrained(path or "", trust_remote_code=True)
+    except Exception as error:  # a model may bring code of its own
+        raise ConfigError(_cannot_be_loaded(path or "", setting, "config", error)) from error
+
+
+def load_tokenizer(path: str | None, setting: str = "trainer.policy.model.path", **options: Any) -> Any:
+    """Return the tokenizer of the model at `path`, with a token to pad with.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    _check_folder(path or "", setting)
+    folder = Path(path or "")
+    if folder.is_dir() and not any(file.name.startswith(_TOKENIZER_FILES) for file in folder.iterdir()):
+        raise ConfigError(f"{setting}={path}: the folder has no tokenizer (tokenizer.json, or files of an older form)")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=True, **options)
+    except Exception as error:  # a model may bring code of its own
+        raise ConfigError(_cannot_be_loaded(path or "", setting, "tokenizer", error)) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _check_folder(path: str, setting: str) -> None:
+    folder = Path(path)
+    if folder.is_file():
+        raise ConfigError(f"{setting}={path} is a file; give the model's folder (with config.json), or a hub name")
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            content = ", ".join(sorted(child.name for child in folder.iterdir())[:8]) or "nothing"
+            raise ConfigError(f"{setting}={path} is no model: the folder has no config.json; it holds {content}")
+        return
+    if path.startswith(("/", ".", "~")) or (path.count("/") != 1 and "/" in path):
+        hint = "; ~ is not expanded here" if path.startswith("~") else ""
+        raise ConfigError(f"{setting}={path}: there is no such folder (looked for {folder.absolute()}{hint})")
+
+
+def _cannot_be_loaded(path: str, setting: str, what: str, error: Exception) -> str:
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if Path(path).is_dir():
+        return f"{setting}={path}: the {what} in this folder cannot be loaded: {reason}"
+    return f"{setting}={path} is no folder here, and cannot be loaded from the Hugging Face hub: {reason} {_HUB_HINT}"
+
+
+def _check_lengths(cfg: SkyRLConfig, policy: Any) -> None:
+    """The engine's context has room for a prompt and an answer of `max_generate_length`."""
+    generator, overrides = cfg.generator, cfg.trainer.policy.model_config_kwargs
+    limit, source = _context(generator.engine_init_kwargs, overrides, policy)
+    if limit is None or generator.task is not None:
+        return
+    sections = {"sampling_params": generator.sampling_params, "eval_sampling_params": generator.eval_sampling_params}
+    for name, sampling in sections.items():
+        length = sampling.max_generate_length
+        if length >= limit:
+            raise ConfigError(
+                f"generator.{name}.max_generate_length={length} must be below the model's context of {limit} tokens "
+                f"({source}), which holds the prompt, too; with trainer.max_prompt_length="
+                f"{cfg.trainer.max_prompt_length}, at most {max(1, limit - cfg.trainer.max_prompt_length)} always fit"
+            )
+        if generator.max_input_length + length > limit:
+            logger.warning(
+                f"generator.max_input_length={generator.max_input_length} and generator.{name}.max_generate_length="
+                f"{length} add up to more than the model's context of {limit} tokens ({source}): answers to long "
+                "prompts are cut short"
+            )
+
+
+def _context(engine: dict[str, Any], overrides: dict[str, Any], policy: Any) -> tuple[int | None, str]:
+    """The most tokens of prompt and answer, None if nothing tells, and where the number comes from."""
+    limit = engine.get("max_model_len")
+    if isinstance(limit, int) and limit > 0:  # else the engine tells what it may be
+        return limit, "generator.engine_init_kwargs.max_model_len"
+    text = policy.get_text_config()
+    limit = overrides.get("max_position_embeddings", getattr(text, "max_position_embeddings", None))
+    scaling = overrides.get("rope_scaling") or getattr(text, "rope_scaling", None) or {}
+    if limit is None or scaling.get("factor", 1) > 1:  # engines differ in what they make of a stretched context
+        return None, ""
+    return int(limit), "max_position_embeddings of its config"

@@ -1,0 +1,117 @@
+"""Optimizer steps that were skipped because their gradient was not finite: how many in a row, why, and when to stop."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from loguru import logger
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.errors import NonFiniteUpdateError
+from skyrl_train.training_batch import TrainingInputBatch
+from skyrl_train.workers.batch_calls import Learnt
+
+_COLUMNS = {
+    "rewards": "rewards (the environment, or the KL penalty)",
+    "advantages": "advantages (trainer.algorithm.advantage_estimator={estimator})",
+    "returns": "returns (trainer.algorithm.advantage_estimator={estimator})",
+    "action_log_probs": "log-probs of the policy (its weights)",
+    "base_action_log_probs": "log-probs of the reference model (its weights)",
+    "rollout_logprobs": "log-probs of the rollout engine",
+    "values": "values of the critic (its weights)",
+}
+"""What a batch brings to the workers, in the order in which one thing follows from another."""
+
+
+class SkippedUpdates:
+    """Counter of one model's skipped optimizer steps.
+
+    Args:
+        name: the model, in errors.
+        section: of its metrics.
+        limit: `trainer.max_consecutive_skipped_updates`; None for no limit.
+        estimator, loss: the settings of those names, for the text of an error.
+    """
+
+    def __init__(self, name: str, section: str, limit: int | None, *, estimator: str, loss: str):
+        self._name = name
+        self._section = section
+        self._limit = limit
+        self._estimator = estimator
+        self._loss = loss
+        self._num_in_a_row = 0
+        self._num_applied = 0
+
+    def count(self, learnt: Learnt, batch: TrainingInputBatch, *, is_last_step: bool) -> dict[str, float]:
+        """Count the optimizer steps of one training step. Returns: metrics.
+
+        Raises:
+            NonFiniteUpdateError: as many in a row as the limit allows were skipped, or the run ends without an update.
+        """
+        num_skipped, longest = 0, self._num_in_a_row
+        for step in learnt.steps:
+            is_skipped = step["skipped_updates"] > 0
+            num_skipped += is_skipped
+            self._num_in_a_row = self._num_in_a_row + 1 if is_skipped else 0
+            self._num_applied += not is_skipped
+            longest = max(longest, self._num_in_a_row)
+        if num_skipped:
+            self._tell(num_skipped, longest, self._not_finite(learnt, batch), is_last_step)
+        return {f"{self._section}/consecutive_skipped_updates": float(self._num_in_a_row)}
+
+    def _tell(self, num_skipped: int, longest: int, not_finite: str, is_last_step: bool) -> None:
+        why = f"because the gradient was not finite. Not finite in this step: {not_finite}"
+        if self._limit is not None and longest >= self._limit:
+            raise NonFiniteUpdateError(
+                f"{longest} optimizer steps of the {self._name} in a row were skipped "
+                f"(trainer.max_consecutive_skipped_updates={self._limit}) {why}"
+            )
+        if self._limit is not None and is_last_step and not self._num_applied:
+            raise NonFiniteUpdateError(f"the run ends without an update: all of the {self._name}'s were skipped {why}")
+        logger.warning(f"{num_skipped} optimizer steps of the {self._name} were skipped {why}")
+
+    def _not_finite(self, learnt: Learnt, batch: TrainingInputBatch) -> str:
+        """The first causes that are known: a loss of NaN advantages is NaN, and says nothing more."""
+        columns = [
+            text.format(estimator=self._estimator)
+            for name, text in _COLUMNS.items()
+            if batch.get(name) is not None and not _is_finite(batch, name)
+        ]
+        if columns:
+            return ", ".join(columns)
+        losses = _names_not_finite(sums for shards in learnt.losses for sums in shards)
+        if not losses:
+            return (
+                "the gradient alone, of a loss that is finite: weights or learning rate too large, or an operation "
+                "without a derivative there (0/0, sqrt of 0, log of 0)"
+            )
+        source = f" (trainer.algorithm.policy_loss_type={self._loss})" if "policy_loss" in losses else ""
+        return f"{', '.join(losses)}{source}"
+
+
+def skipped_updates(name: str, cfg: SkyRLConfig, *, section: str | None = None) -> SkippedUpdates:
+    """A counter for a run with these settings, whose metrics are under `section`, or else under the model's name."""
+    algorithm = cfg.trainer.algorithm
+    return SkippedUpdates(
+        name,
+        section or name,
+        cfg.trainer.max_consecutive_skipped_updates,
+        estimator=algorithm.advantage_estimator,
+        loss=algorithm.policy_loss_type,
+    )
+
+
+def _is_finite(batch: TrainingInputBatch, name: str) -> bool:
+    counts = batch.tensor("loss_mask") != 0
+    return bool(torch.isfinite(torch.where(counts, batch.tensor(name), 0.0)).all())
+
+
+def _names_not_finite(sums: Iterable[dict[str, float]]) -> Sequence[str]:
+    """Parts of the loss that are not finite, their sum left out."""
+    names = {
+        key.removeprefix("loss/")
+        for of_shard in sums
+        for key, value in of_shard.items()
+        if key.startswith("loss/") and not math.isfinite(value)
+    }
+    return sorted(names - {"final_loss"}) or sorted(names)

@@ -1,0 +1,74 @@
+"""A path that names no model, and answers that no context holds, are refused in one line before anything starts."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.entrypoints.model_files import check_models, load_tokenizer
+from skyrl_train.errors import ConfigError
+from skyrl_train.utils.ray_cluster import start_ray
+
+
+def config(path: str, sampling: dict[str, Any] | None = None, **generator: Any) -> SkyRLConfig:
+    generator["sampling_params"] = {"max_generate_length": 100} | (sampling or {})
+    trainer = {"policy": {"model": {"path": path}}, "max_prompt_length": 64, "algorithm": {"use_kl_loss": False}}
+    return SkyRLConfig.from_dict({"trainer": trainer, "generator": generator})
+
+
+@pytest.mark.parametrize(
+    "path, words",
+    [
+        ("/nowhere/model", "there is no such folder \\(looked for /nowhere/model"),
+        ("./a/b/c", "there is no such folder"),
+        ("{folder}/empty", "is no model: the folder has no config.json; it holds readme.md"),
+        ("{folder}/file.bin", "is a file; give the model's folder"),
+        ("{folder}/broken", "the config in this folder cannot be loaded: "),
+        ("nobody/no-such-model", "is no folder here, and cannot be loaded from the Hugging Face hub: .*HF_HUB_OFFLINE"),
+    ],
+)
+def test_a_path_without_a_model_is_told_in_one_line(path: str, words: str, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("empty", "broken"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "empty" / "readme.md").touch()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    (tmp_path / "file.bin").touch()
+    with pytest.raises(ConfigError, match=f"^trainer.policy.model.path=.*{words}") as error:
+        check_models(config(path.format(folder=tmp_path)))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_model_without_a_tokenizer_is_told_in_one_line(chat_model: str, tmp_path: Path):
+    shutil.copy(Path(chat_model) / "config.json", tmp_path)
+    with pytest.raises(ConfigError, match="the folder has no tokenizer"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"the tokenizer in this folder cannot be loaded: ") as error:
+        load_tokenizer(str(tmp_path))
+    assert len(str(error.value).splitlines()) == 1
+    assert load_tokenizer(chat_model).pad_token is not None
+
+
+def test_answers_longer_than_the_context_are_refused(chat_model: str):
+    check_models(config(chat_model, {"max_generate_length": 255}))  # 256 positions
+    rule = (
+        r"sampling_params.max_generate_length=300 must be below the model's context of 256 tokens .* at most 192 always"
+    )
+    with pytest.raises(ConfigError, match=rule):
+        check_models(config(chat_model, {"max_generate_length": 300}))
+    with pytest.raises(ConfigError, match=r"context of 90 tokens .generator.engine_init_kwargs.max_model_len"):
+        check_models(config(chat_model, engine_init_kwargs={"max_model_len": 90}))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_cuda_without_a_gpu_is_refused_before_ray_starts(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
+    cfg = SkyRLConfig.from_dict({"trainer": {"placement": {"device": "cuda"}}})
+    with pytest.raises(ConfigError, match=r"placement.device=cuda needs GPUs, and torch finds none on this machine"):
+        start_ray(cfg)
