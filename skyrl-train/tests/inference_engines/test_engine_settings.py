@@ -1,11 +1,13 @@
 """What is wrong with the settings of engines is said before anything starts."""
 
 import socket
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.rules.engines import check_engines as check_engine_rules
 from skyrl_train.entrypoints.engines import check_engines, start_engines
 from skyrl_train.errors import ConfigError
 
@@ -42,3 +44,31 @@ def test_a_server_that_is_not_there_is_named(tiny_model):
         settings = config(tiny_model, run_engines_locally=False, remote_inference_engine_urls=[url])
         with pytest.raises(ConfigError, match=rf"remote_inference_engine_urls: .*{url}(?s:.*)Start the server"):
             start_engines(settings, AutoTokenizer.from_pretrained(tiny_model))
+
+
+def rule_of(**generator: Any) -> None:
+    """The rules of engines alone: neither SGLang nor vLLM need be installed."""
+    check_engine_rules(SkyRLConfig.from_dict({"generator": generator}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"inference_engine_data_parallel_size": 2}, "generator.inference_engine_data_parallel_size=2 must be 1"),
+        ({"inference_engine_pipeline_parallel_size": 3}, "inference_engine_pipeline_parallel_size=3 must be 1"),
+        ({"engine_init_kwargs": {"dp_size": 2}}, "generator.engine_init_kwargs.dp_size=2 must be 1"),
+    ],
+)
+def test_sglang_of_several_groups_is_refused_at_the_start(settings: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=rf"{said} with generator.backend=sglang.*num_inference_engines"):
+        rule_of(backend="sglang", **settings)
+    rule_of(backend="sglang", inference_engine_tensor_parallel_size=2)
+    if "engine_init_kwargs" not in settings:
+        rule_of(backend="vllm", **settings)
+
+
+def test_speculative_decoding_is_refused_at_the_start():
+    asked = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+    with pytest.raises(ConfigError, match=r"engine_init_kwargs.speculative_config=.* without the temperature"):
+        rule_of(backend="vllm", engine_init_kwargs=asked)
+    rule_of(backend="vllm", engine_init_kwargs={"speculative_config": None})

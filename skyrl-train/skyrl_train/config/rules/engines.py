@@ -81,9 +81,38 @@ def check_engines(config: SkyRLConfig) -> None:
         f"generator.inference_engine_expert_parallel_size={experts} must be 1, or "
         f"generator.inference_engine_tensor_parallel_size x inference_engine_data_parallel_size = {copies}",
     )
+    if generator.run_engines_locally and generator.backend == "vllm":
+        _check_vllm(generator)
+    if generator.run_engines_locally and generator.backend == "sglang":
+        _check_sglang(generator)
     _check_weight_sync(config)
     if not generator.run_engines_locally:
         _check_remote(config)
+
+
+def _check_vllm(generator: GeneratorConfig) -> None:
+    speculative = generator.engine_init_kwargs.get("speculative_config")
+    require(
+        not speculative,
+        f"generator.engine_init_kwargs.speculative_config={speculative} is not supported: with speculative decoding "
+        "vLLM reports log softmax(logits), without the temperature, which training would take for the log-probs of the "
+        "policy; leave it out",
+    )
+
+
+def _check_sglang(generator: GeneratorConfig) -> None:
+    """SGLang hands weights to the processes of one tensor-parallel group alone."""
+    for kind, name in (("pipeline", "pp_size"), ("data", "dp_size")):
+        setting = f"generator.inference_engine_{kind}_parallel_size"
+        size = getattr(generator, f"inference_engine_{kind}_parallel_size")
+        if name in generator.engine_init_kwargs:
+            setting, size = f"generator.engine_init_kwargs.{name}", generator.engine_init_kwargs[name]
+        require(
+            size == 1,
+            f"{setting}={size} must be 1 with generator.backend=sglang: SGLang takes weights of a trainer in the "
+            "processes of one tensor-parallel group alone. Raise generator.num_inference_engines for copies of the "
+            "model, generator.inference_engine_tensor_parallel_size for a large one, or use generator.backend=vllm",
+        )
 
 
 def _check_weight_sync(config: SkyRLConfig) -> None:

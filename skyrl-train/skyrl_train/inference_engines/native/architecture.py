@@ -28,7 +28,7 @@ def check_architecture(config: Any, model_path: str) -> None:
         raise unfit(config, model_path, "it has an encoder, and the engine runs decoders")
     if cap := getattr(text, "attn_logit_softcapping", None):
         raise unfit(config, model_path, f"its attention caps scores (attn_logit_softcapping={cap})")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is not None and not model_class._supports_attention_backend:
         raise unfit(config, model_path, f"{model_class.__name__} of transformers takes no attention but its own")
 

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.inference_engines.native.architecture import unfit
+from skyrl_train.inference_engines.native.attention import ATTENTION_NAME
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.requests import Completion, Request, SamplingParams
 
@@ -64,10 +65,9 @@ def _difference(model: PreTrainedModel, completion: Completion) -> str | None:
 @torch.inference_mode()
 def _own_log_probs(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """By the attention of transformers, without our cache: log-prob of every token [L] but the first, [L - 1]."""
-    ours = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
     finally:
-        model.set_attn_implementation(ours)
+        model.set_attn_implementation(ATTENTION_NAME)
     return logits.float().log_softmax(-1).gather(1, ids[1:, None])[:, 0].cpu()

@@ -57,6 +57,12 @@ class VLLMProtocol(ServerProtocol):
             ) from error
         config, variables = said["vllm_config"], said["vllm_env"]
         model, parallel, lora = config["model_config"], config["parallel_config"], config["lora_config"]
+        if config.get("speculative_config"):
+            raise ConfigError(
+                f"generator.remote_inference_engine_urls: the server at {url} decodes speculatively, and vLLM then "
+                "reports log-probs without the temperature, which training would take for the policy's; start it "
+                f"without --speculative-config:\n{start_command(model['model'], url)}"
+            )
         models = (await self.server.get("/v1/models"))["data"]
         base = [entry for entry in models if entry.get("parent") is None]
         self._served_name = base[0]["id"]

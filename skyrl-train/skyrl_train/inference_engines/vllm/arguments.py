@@ -56,7 +56,8 @@ def engine_arguments(settings: EngineSettings) -> "AsyncEngineArgs":
         "enable_sleep_mode": settings.sleep_mode and settings.device.startswith("cuda"),
         "disable_log_stats": True,
     }
-    if settings.tensor_parallel_size * settings.pipeline_parallel_size > 1:
+    if settings.tensor_parallel_size * settings.pipeline_parallel_size * settings.data_parallel_size > 1:
+        # Else vLLM takes Ray's inside of an actor with a placement group; its workers then wait for GPUs of their own.
         ours["distributed_executor_backend"] = "mp"
     if settings.max_lora_rank:
         ours |= {

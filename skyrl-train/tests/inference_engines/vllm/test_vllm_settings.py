@@ -85,3 +85,14 @@ def test_an_adapter_of_the_head_is_refused_since_the_head_is_computed_without(tm
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     with pytest.raises(WeightSyncError, match="lm_head"):
         check_adapter(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "data"])
+def test_an_engine_of_several_processes_never_takes_the_executor_of_ray(four_heads: str, kind: str):
+    """vLLM's own choice inside of a Ray actor with a placement group."""
+    from skyrl_train.inference_engines.engine_settings import EngineSettings
+    from skyrl_train.inference_engines.vllm.arguments import engine_arguments
+
+    arguments = engine_arguments(EngineSettings(model_path=four_heads, **{f"{kind}_parallel_size": 2}))
+    assert arguments.distributed_executor_backend == "mp"
+    assert engine_arguments(EngineSettings(model_path=four_heads)).distributed_executor_backend is None
