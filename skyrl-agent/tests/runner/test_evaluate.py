@@ -17,6 +17,7 @@ from skyrl_agent.errors import BatchFailedError, ConfigError
 from skyrl_agent.evaluate import Evaluation, main, settings_of
 from skyrl_agent.records import read_records
 from skyrl_agent.testing import byte_tokenizer
+from skyrl_agent.view import main as view
 
 from ..tools_general.agent_web_server import unused_url, web_server
 
@@ -46,6 +47,16 @@ async def test_second_start_plays_only_what_is_missing_or_failed(evaluation):
     with evaluation(rows) as third:
         await third.run()
         assert (third.runner.infer_engine.requests, third.summary().num_scored) == ([], 4)
+
+
+async def test_view_shows_the_last_try_of_each_trajectory(evaluation, capsys):
+    for judge in ("away", "here"):
+        with evaluation([{"number": 1, "judge": judge}]) as it, contextlib.suppress(BatchFailedError):
+            await it.run()
+    assert view([str(it.path)]) == 0
+    assert "4 trajectories, mean reward 1 of 2; 2 error_evaluation, 2 FINISH" in capsys.readouterr().out
+    assert view([str(it.path), "--last"]) == 0
+    assert "2 trajectories, mean reward 1 of 2; 2 FINISH" in capsys.readouterr().out
 
 
 async def test_cut_off_trajectory_is_written_and_is_no_score(evaluation):
