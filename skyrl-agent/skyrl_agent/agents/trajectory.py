@@ -95,7 +95,7 @@ class BaseTrajectory(ABC):
         cancelled = isinstance(error, asyncio.CancelledError)
         infrastructure = cancelled or isinstance(error, InfraError | StageTimeout | OSError)
         kind = "infrastructure" if infrastructure else "reward" if stage == "evaluate" else "environment"
-        message = f"{type(error).__name__}: {error}"
+        message = "the run was stopped before it ended" if cancelled else f"{type(error).__name__}: {error}"
         self.result.failure = Failure(stage, kind, message, attempts)
         self.result.reward = None
         if cancelled:
