@@ -10,7 +10,7 @@ import math
 import pytest
 
 from skyrl_gym.error import TaskError
-from skyrl_gym.graders import Score
+from skyrl_gym.graders import Score, reward_of
 from skyrl_gym.graders.code import AssertTests, CodeSettings, grade_code, parse_tests
 from skyrl_gym.graders.code.answer_names import HELPERS, answer_names, needed_modules
 from skyrl_gym.graders.code.inside.names import ALIASES, BUILTINS, MODULES, STAR_MODULES
@@ -78,7 +78,7 @@ def test_the_row_alone_decides_which_functions_are_the_answers(tests, names):
         ({"tests": ["from math import gcd\nassert gcd(4, 6) == 2"]}, "no function that an answer could define"),
         ({"tests": ["def check(candidate):\n    assert candidate(1)"]}, "give the name .* as entry_point"),
         ({"tests": ["assert True"]}, "no function"),
-        ({"tests": ["assert half(2) == 1"], "prompt": "def half(x):\n    '''Half of it.'''"}, "no function"),
+        ({"tests": ["assert half(2) == 1"], "prompt": "def half(x):\n    return x / 2"}, "no function"),
     ],
 )
 def test_a_row_that_leaves_a_choice_is_refused_unless_it_names_the_function(row, says):
@@ -86,6 +86,12 @@ def test_a_row_that_leaves_a_choice_is_refused_unless_it_names_the_function(row,
         parse_tests(row)
     named = parse_tests(row | {"entry_point": "half"})
     assert isinstance(named, AssertTests) and named.answer_names == {"half"}
+
+
+def test_a_stub_of_the_prompt_is_a_function_asked_for():
+    prompt = 'def half(x):\n    return x / 2\n\ndef median(xs):\n    """The one in the middle."""\n'
+    check = "def check(candidate):\n    assert candidate([1, 2]) == half(3)\ncheck(median)"
+    assert answer_names([check], "", prompt, None) == {"median"}
 
 
 def test_a_function_named_as_one_in_the_standard_library_is_the_answers():
@@ -117,6 +123,14 @@ def test_an_empty_program_does_not_pass_where_python_gives_the_right_value():
     grade = grade_code("", tests, CodeSettings(partial_credit=True))
     assert isinstance(grade, Score) and grade.value == 0.0
     assert "name 'sqrt' is not defined" in grade.details["error"]
+
+
+@sandboxed
+def test_a_stub_of_the_prompt_passes_no_test():
+    tests = AssertTests(["assert median([]) is None"], prompt="def median(xs):\n    ...\n")
+    assert reward_of(grade_code("def median(xs): return None", tests)) == 1.0
+    for code in ("", "def mean(xs): return None"):
+        assert reward_of(grade_code(code, tests)) == 0.0
 
 
 @sandboxed

@@ -4,7 +4,7 @@ so that no answer can take the place of a function by which the tests judge it.
 A global name that the tests use and neither bind nor import may be the answer's, Python's, or that of a usual module
 (`skyrl_gym.graders.code.inside.names`). Without `entry_point` it is the answer's
 
-1. if it is nowhere else defined: `area` in `assert isclose(area(1), pi)`;
+1. if it is nowhere else defined, or only as a stub in the prompt: `area` in `assert isclose(area(1), pi)`;
 2. if it is the only function of a usual module, else the only built-in function, that an assertion calls without any
    name of the answer: `gcd` in `assert abs(gcd(12, 17)) == 1`. Conversions such as `list` and `abs` come last, and
    built-in names only in a row that has no other name of the answer;
@@ -63,16 +63,17 @@ def answer_names(tests: Sequence[str], setup: str, prompt: str, entry_point: str
     Raises:
         TaskError: the tests call nothing of the answer, or it cannot be decided which function is the answer's.
     """
-    statements = [each for source in (setup, *tests) for each in _statements(source)]
-    bound = {name for each in statements for name in each.bound}
-    bound |= {name for each in _statements(prompt) for name in each.bound}
-    modules = ALIASES.keys() | {name for each in statements for name in _attribute_bases(each.node) if name in MODULES}
-    free = {name for each in statements for name in each.used if not name.startswith("__")} - bound - modules
-    names = {name for name in free if _kind(name) == OWN}
+    free = _free_names((setup, *tests), prompt) - ALIASES.keys()
     if entry_point:
-        return frozenset(names | {entry_point})
+        return frozenset({name for name in free if _kind(name) == OWN} | {entry_point})
+    stubs = {node.name for node in _parse(prompt).body if isinstance(node, ast.FunctionDef) and _is_stub(node)}
+    statements = [_statement(node) for source in (setup, *tests) for node in _parse(source).body]
+    bound = {name for each in statements for name in each.bound}
+    modules = {name for each in statements for name in _attribute_bases(each.node) if name in MODULES}
+    free = (free | (stubs & {name for each in statements for name in each.used})) - bound - modules
+    names = {name for name in free if name in stubs or _kind(name) == OWN}
     names |= {name for name in _given_objects_of(names, statements) & free if _kind(name) == LIBRARY}
-    assertions = [each & free for each in _names_of_assertions(statements)]
+    assertions = [each & free for each in _names_of_assertions(statements, names)]
     if not any(assertions):
         assertions = [{name for each in statements for name in each.called} & free]
     for kind in (LIBRARY, BUILTIN, HELPER):
@@ -89,11 +90,28 @@ def answer_names(tests: Sequence[str], setup: str, prompt: str, entry_point: str
 
 def needed_modules(tests: Sequence[str], setup: str, prompt: str) -> list[str]:
     """Return the modules that the test code cannot do without: those imported outside of `try`, and known aliases."""
-    statements = [each for source in (prompt, setup, *tests) for each in _statements(source)]
-    bound = {name for each in statements for name in each.bound}
-    used = {name for each in statements for name in each.used}
-    needed = {ALIASES[name] for name in used - bound if name in ALIASES}
-    return sorted(needed.union(*(_imports(each.node) for each in statements)))
+    needed = {ALIASES[name] for name in _free_names((prompt, setup, *tests)) if name in ALIASES}
+    for source in (prompt, setup, *tests):
+        if "import" in source:
+            needed.update(_imports(_parse(source)))
+    return sorted(needed)
+
+
+def _free_names(sources: Sequence[str], before: str = "") -> set[str]:
+    """Return the global names, built-in ones too, that sources use and neither they nor the code before them bind."""
+    used, bound = set(), _global_names(before)[1]
+    for source in sources:
+        names = _global_names(source)
+        used |= names[0]
+        bound |= names[1]
+    return {name for name in used - bound if not name.startswith("__")}
+
+
+def _global_names(source: str) -> tuple[set[str], set[str]]:
+    try:
+        return global_names(source)
+    except (SyntaxError, ValueError, RecursionError) as failure:
+        raise _not_python(source, failure) from failure
 
 
 def _decide(assertions: list[set[str]], names: set[str], kind: int) -> set[str]:
@@ -119,12 +137,15 @@ def _kind(name: str) -> int:
     return LIBRARY if name in MODULES or usual_names([name]) else OWN
 
 
-def _statements(source: str) -> list[_Statement]:
-    """Raises TaskError for what is not Python code."""
+def _parse(source: str) -> ast.Module:
     try:
-        return [_statement(node) for node in ast.parse(source).body]
+        return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError) as failure:
-        raise TaskError(f"the tests of ground_truth must be Python code: {failure}; got {source!r:.200}") from failure
+        raise _not_python(source, failure) from failure
+
+
+def _not_python(source: str, failure: Exception) -> TaskError:
+    return TaskError(f"the tests of ground_truth must be Python code: {failure}; got {source!r:.200}")
 
 
 def _statement(node: ast.stmt) -> _Statement:
@@ -197,8 +218,16 @@ def _makes_object(node: ast.AST, names: set[str]) -> bool:
     )
 
 
-def _names_of_assertions(statements: list[_Statement]) -> Iterator[set[str]]:
-    """Yield for each assertion the names that it calls and those of the answer alone that it uses; also by way of the
+def _is_stub(function: ast.FunctionDef) -> bool:
+    """Return whether a function does nothing: it has a docstring, `pass` or `...`, or raises an error."""
+    return all(
+        isinstance(each, ast.Pass | ast.Raise) or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+        for each in function.body
+    )
+
+
+def _names_of_assertions(statements: list[_Statement], names_of_answer: set[str]) -> Iterator[set[str]]:
+    """Yield for each assertion the names that it calls and those of the answer that it uses; also by way of the
     variables and functions of the tests."""
     binding: defaultdict[str, list[_Statement]] = defaultdict(list)
     for each in statements:
@@ -213,7 +242,7 @@ def _names_of_assertions(statements: list[_Statement]) -> Iterator[set[str]]:
         names, pending, seen = set(), [statement], {id(statement)}
         while pending:
             each = pending.pop()
-            names |= each.called | {name for name in each.used if _kind(name) == OWN}
+            names |= each.called | (each.used & names_of_answer)
             behind = [other for name in each.used for other in binding[name] if id(other) not in seen]
             seen |= {id(other) for other in behind}
             pending += behind

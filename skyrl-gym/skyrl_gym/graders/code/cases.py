@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from skyrl_gym.error import TaskError
-from skyrl_gym.graders.code.answer_names import answer_names
+from skyrl_gym.graders.code.answer_names import answer_names, needed_modules
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ class AssertTests:
     def answer_names(self) -> frozenset[str]:
         """The names in the tests that are the answer's. Raises TaskError if that cannot be decided."""
         return answer_names(self.tests, self.setup, self.prompt, self.entry_point)
+
+    @cached_property
+    def needed_modules(self) -> list[str]:
+        """Modules that the tests cannot do without."""
+        return needed_modules(self.tests, self.setup, self.prompt)
 
 
 CodeTests = ProgramTests | FunctionTests | AssertTests

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from skyrl_gym.error import InfraError
-from skyrl_gym.graders.code.answer_names import needed_modules
 from skyrl_gym.graders.code.cases import AssertTests, Case, CodeTests, FunctionTests, ProgramTests, argument_lines
 from skyrl_gym.graders.code.channel import Channel, Ended, Late
 from skyrl_gym.graders.code.compare import same_json, same_output
@@ -141,7 +140,7 @@ class Answer:
             "setup": tests.setup,
             "entry_point": tests.entry_point,
             "answer_names": sorted(tests.answer_names),
-            "modules": needed_modules(tests.tests, tests.setup, tests.prompt),
+            "modules": tests.needed_modules,
             "tests": list(tests.tests[first:]),
         }
         try:

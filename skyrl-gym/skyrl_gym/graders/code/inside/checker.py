@@ -128,6 +128,8 @@ def main() -> None:
         scope.update(usual_names(unbound_names(start["before"])))
         exec(compile(start["before"], "prompt.py", "exec", dont_inherit=True), scope)
     scope.update(usual_names(used - bound - BUILTINS - scope.keys() - answer_names))
+    for name in answer_names & scope.keys():  # a stub of the prompt
+        del scope[name]
     own = link.names(answer_names)
     scope.update(own)
     if entry_point and entry_point not in own:
