@@ -8,11 +8,11 @@ import asyncio
 import multiprocessing
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import hydra
 import ray
@@ -31,7 +31,7 @@ from skyrl_train.entrypoints.engines import (
     create_ray_wrapped_inference_engines_from_config,
     start_engines,
 )
-from skyrl_train.entrypoints.model_files import check_models, load_tokenizer
+from skyrl_train.entrypoints.model_files import SAMPLING, check_models, load_tokenizer
 from skyrl_train.errors import ConfigError, DataError, SkyRLError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
@@ -62,10 +62,13 @@ class BasePPOExp:
         ConfigError: they cannot work together, or not with the checkpoint that they are to resume.
     """
 
+    sampling_sections: ClassVar[Sequence[str]] = SAMPLING
+    """Sections of `generator` by which it samples."""
+
     def __init__(self, cfg: SkyRLConfig | DictConfig):
         self.cfg = self.validate(cfg)
         validate_environments(self.cfg)
-        check_models(self.cfg)
+        check_models(self.cfg, self.sampling_sections)
         check_engines(self.cfg)
         if self.cfg.generator.enable_http_endpoint:
             check_address(self.cfg.generator.http_endpoint_host, self.cfg.generator.http_endpoint_port)

@@ -20,6 +20,8 @@ from skyrl_train.inference_engines.inference_engine_client import InferenceEngin
 class EvalOnlyEntrypoint(BasePPOExp):
     """Engines, a generator and the evaluation set."""
 
+    sampling_sections = ("eval_sampling_params",)
+
     @staticmethod
     def validate(cfg: SkyRLConfig | DictConfig) -> SkyRLConfig:
         return validate_generator_cfg(cfg)

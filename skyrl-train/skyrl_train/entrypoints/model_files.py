@@ -1,5 +1,6 @@
 """Checks of what `*.model.path` names, before anything starts: configs and tokenizers, from folders or the hub."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,15 @@ _HUB_HINT = (
 )
 
 
-def check_models(cfg: SkyRLConfig) -> None:
+SAMPLING = ("sampling_params", "eval_sampling_params")
+"""Sections of `generator` by which a training run samples."""
+
+
+def check_models(cfg: SkyRLConfig, sampling: Sequence[str] = SAMPLING) -> None:
     """Check that the config of every model of the run can be read, and that answers fit the policy's context.
+
+    Args:
+        sampling: the sections of `generator` by which the run samples.
 
     Raises:
         ConfigError: a path that names no model, or answers longer than the context.
@@ -29,7 +37,7 @@ def check_models(cfg: SkyRLConfig) -> None:
         model_config(trainer.critic.model.path, "trainer.critic.model.path")
     if trainer.algorithm.uses_reference_model and trainer.ref.model.path is not None:
         model_config(trainer.ref.model.path, "trainer.ref.model.path")
-    _check_lengths(cfg, policy)
+    _check_lengths(cfg, policy, sampling)
 
 
 def model_config(path: str | None, setting: str) -> Any:
@@ -85,15 +93,14 @@ def _cannot_be_loaded(path: str, setting: str, what: str, error: Exception) -> s
     return f"{setting}={path} is no folder here, and cannot be loaded from the Hugging Face hub: {reason} {_HUB_HINT}"
 
 
-def _check_lengths(cfg: SkyRLConfig, policy: Any) -> None:
+def _check_lengths(cfg: SkyRLConfig, policy: Any, sections: Sequence[str]) -> None:
     """The engine's context has room for a prompt and an answer of `max_generate_length`."""
     generator, overrides = cfg.generator, cfg.trainer.policy.model_config_kwargs
     limit, source = _context(generator.engine_init_kwargs, overrides, policy)
     if limit is None or generator.task is not None:
         return
-    sections = {"sampling_params": generator.sampling_params, "eval_sampling_params": generator.eval_sampling_params}
-    for name, sampling in sections.items():
-        length = sampling.max_generate_length
+    for name in sections:
+        length = getattr(generator, name).max_generate_length
         if length >= limit:
             raise ConfigError(
                 f"generator.{name}.max_generate_length={length} must be below the model's context of {limit} tokens "

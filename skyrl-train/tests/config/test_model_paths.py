@@ -61,6 +61,10 @@ def test_answers_longer_than_the_context_are_refused(chat_model: str):
     )
     with pytest.raises(ConfigError, match=rule):
         check_models(config(chat_model, {"max_generate_length": 300}))
+    short = {"max_generate_length": 100}
+    check_models(
+        config(chat_model, {"max_generate_length": 300}, eval_sampling_params=short), ("eval_sampling_params",)
+    )
     with pytest.raises(ConfigError, match=r"context of 90 tokens .generator.engine_init_kwargs.max_model_len"):
         check_models(config(chat_model, engine_init_kwargs={"max_model_len": 90}))
 
