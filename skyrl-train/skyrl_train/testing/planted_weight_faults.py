@@ -72,9 +72,19 @@ FAULTS: dict[str, Fault] = {
     "one_tensor_stale": _stale("layers.1.mlp.up_proj"),
     "everything_stale": _stale(""),
     "tied_head_stale": Fault(lambda new, old: new, lambda name: "embed_tokens" in name),
-    "packed_layer_stale": Fault(lambda new, old: new, lambda name: "layers.0.mlp.down_proj" in name),
+    "packed_layer_stale": Fault(lambda new, old: new, lambda name: "layers.0.self_attn.o_proj" in name),
 }
 """For models with tied embeddings, at least two layers and square key and value projections."""
+
+FAULTS_OF_EXPERTS: dict[str, Fault] = {
+    "experts_stale": _stale("layers.1.mlp.experts.down_proj"),
+    "experts_moved_by_one": _each("layers.0.mlp.experts.down_proj", lambda stack: stack.roll(1, dims=0)),
+    "gate_and_up_of_experts_swapped": _each(
+        "layers.0.mlp.experts.gate_up_proj", lambda stack: torch.cat(stack.chunk(2, dim=1)[::-1], dim=1)
+    ),
+    "router_stale": _stale("layers.1.mlp.gate."),
+}
+"""For mixtures whose experts are sent as stacks."""
 
 
 class FaultyWeightExtension(WeightExtension):
@@ -96,7 +106,7 @@ class FaultyWeightExtension(WeightExtension):
         def load_weights(tensors: Any) -> Any:
             new = {name: tensor.clone() for name, tensor in tensors}
             self._old, self._new = self._new, new
-            given = FAULTS[fault].change(new, self._old or new) if here and fault else new
+            given = (FAULTS | FAULTS_OF_EXPERTS)[fault].change(new, self._old or new) if here and fault else new
             return load(given.items())
 
         model.load_weights = load_weights
@@ -119,4 +129,4 @@ class FaultyWeightExtension(WeightExtension):
         super().skyrl_update(request)
 
     def _packed_layer(self) -> Any:
-        return self.model_runner.get_model().model.layers[0].mlp.down_proj
+        return self.model_runner.get_model().model.layers[0].self_attn.o_proj

@@ -231,6 +231,13 @@ def _looks_up(layer: Any) -> bool:
 # ---- experts
 
 
+def is_experts(layer: Any) -> bool:
+    """A layer that holds the weights of experts."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    return isinstance(layer, RoutedExperts)
+
+
 def regions_in_experts(layer: Any, kind: str, expert: int | None, shape: torch.Size) -> list[Region]:
     """The regions of a tensor of `shape` in a layer of experts; none if they are not known or not here.
 
@@ -257,7 +264,7 @@ def regions_in_experts(layer: Any, kind: str, expert: int | None, shape: torch.S
     regions = []
     for index, half in enumerate(halves):
         start = index * height + rank * here
-        held_start = 0 if half == "gate" else layer.w13_weight.shape[1] // 2  # behind the padding of the gate's
+        held_start = 0 if half == "gate" else _height_of_gate(layer)
         regions.append(
             Region(
                 layer,
@@ -286,6 +293,13 @@ def _experts_here(layer: Any, expert: int | None, shape: torch.Size) -> tuple[Pl
     return (slice(here[0], here[0] + len(here)),), (slice(0, len(here)),)
 
 
+def _height_of_gate(layer: Any) -> int:
+    """Rows before those of `up`, with padding. (While weights are loaded, the layer has its parameters without it.)"""
+    if layer.quant_method.unquantized_backend.name == "CPU":
+        return _experts_of(layer)._padded_intermediate_size(layer.moe_config)
+    return layer.w13_weight.shape[1] // 2
+
+
 def _layout_is_known(layer: Any) -> bool:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
@@ -307,7 +321,7 @@ def _experts_of(layer: Any) -> Any:
 def _as_in_checkpoint(layer: Any, parameter: str) -> torch.Tensor:
     """A parameter in the order of a checkpoint. Experts on a CPU are packed in another one."""
     stored = getattr(layer, parameter).detach()
-    if stored.dim() != 3 or stored.device.type != "cpu" or not hasattr(layer, "expert_map_manager"):
+    if stored.dim() != 3 or stored.device.type != "cpu" or not is_experts(layer):
         return stored
     order = _packed_order(stored, _experts_of(layer).isa)
     unpacked = torch.empty_like(stored).view(len(stored), -1)

@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 
-from skyrl_train.inference_engines.vllm.held_layers import LayerReader, Region, regions_in_experts, regions_in_layer
+from skyrl_train.inference_engines.vllm.held_layers import (
+    LayerReader,
+    Region,
+    is_experts,
+    regions_in_experts,
+    regions_in_layer,
+)
 from skyrl_train.weight_sync.base import ProcessReport
 from skyrl_train.weight_sync.fingerprint import Sampling, Verification, fingerprints_of
 
@@ -55,7 +61,7 @@ class HeldWeights:
     def _in_experts(self, name: re.Match[str], shape: torch.Size) -> list[Region]:
         path = name["layer"]
         layer = self._layers.get(f"{path}.routed_experts") or self._layers.get(path)
-        if layer is None or not hasattr(layer, "expert_map_manager"):
+        if layer is None or not is_experts(layer):
             return []
         gate, up, down = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
         kinds = {gate: "gate", up: "up", down: "down", "gate_up_proj": "gate_up", "w13": "gate_up"}

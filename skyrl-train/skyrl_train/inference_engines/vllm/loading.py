@@ -5,12 +5,14 @@ the CPU's kernels, quantized, ...) and copied to where it was, once all of its p
 the middle of a layer; what is left of it here is that layer.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from skyrl_train.errors import WeightSyncError
+from skyrl_train.inference_engines.vllm.held_layers import is_experts
 from skyrl_train.inference_engines.vllm.held_weights import HeldComparison, HeldWeights, NamedTensor
 from skyrl_train.weight_sync.base import ProcessReport
 from skyrl_train.weight_sync.fingerprint import Verification
@@ -48,7 +50,7 @@ class ModelUpdate:
         """
         self._comparison.expect(tensors)
         try:
-            with self._vllm_context(), torch.no_grad():
+            with self._vllm_context(), torch.no_grad(), _packing_experts(self._model):
                 self._model.load_weights(iter(tensors))  # pyright: ignore[reportCallIssue]
         except (ValueError, KeyError, AssertionError, RuntimeError) as error:
             names = ", ".join(name for name, _ in tensors)
@@ -74,7 +76,8 @@ class ModelUpdate:
 
         self._check_layers(must_be_full)
         with self._vllm_context(), torch.no_grad():
-            finalize_layerwise_reload(self._model, self._config.model_config)
+            with _packing_experts(self._model):
+                finalize_layerwise_reload(self._model, self._config.model_config)
             self._tie_again()
             return self._comparison.report()
 
@@ -86,7 +89,8 @@ class ModelUpdate:
             info.loaded_weights.clear()
             info.load_numel = 0
         with self._vllm_context(), torch.no_grad():
-            finalize_layerwise_reload(self._model, self._config.model_config)
+            with _packing_experts(self._model):
+                finalize_layerwise_reload(self._model, self._config.model_config)
             self._tie_again()
 
     def _vllm_context(self) -> Any:
@@ -135,6 +139,23 @@ class ModelUpdate:
         for layer, source in self._tied:
             layer.weight = source.weight
             layer.quant_method.process_weights_after_loading(layer)  # pyright: ignore
+
+
+@contextmanager
+def _packing_experts(model: torch.nn.Module) -> Iterator[None]:
+    """Has vLLM pack the experts that are loaded meanwhile for the CPU. It does so only where a layer has no kernel yet
+    (`unquantized_fused_moe_method.py`, `_setup_kernel`); a reload would leave them unpacked, and the layer compute
+    nonsense. So the layers have none meanwhile."""
+    methods: list[Any] = [layer.quant_method for layer in model.modules() if is_experts(layer)]
+    backends = [getattr(getattr(method, "unquantized_backend", None), "name", "") for method in methods]
+    kernels = [(method, method.moe_kernel) for method, name in zip(methods, backends, strict=True) if name == "CPU"]
+    for method, _ in kernels:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in kernels:
+            method.moe_kernel = kernel
 
 
 def _loads_nothing(layer: torch.nn.Module) -> bool:

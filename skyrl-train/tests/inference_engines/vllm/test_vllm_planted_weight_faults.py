@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.base import WeightReport
-from skyrl_train.weight_sync.canary import CanaryTolerance, canary_prompts, check_canaries
+from skyrl_train.weight_sync.canary import TOLERANCES, CanaryTolerance, canary_prompts, check_canaries, mean_difference
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,7 +27,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
     "DP2": ({"data_parallel_size": 2}, "process 0 of replica 1"),
 }
 """Settings, and the process that the faults are planted in: the last one."""
-DAILY = ("o_proj_skipped", "gate_and_up_swapped", "norm_skipped", "one_tensor_stale", "tied_head_stale")
+OF_MIXTURES = ("experts_stale", "experts_moved_by_one", "gate_and_up_of_experts_swapped", "router_stale")
+DAILY = ("o_proj_skipped", "norm_skipped", "tied_head_stale", "experts_stale", "gate_and_up_of_experts_swapped")
 
 
 def small_step(weights: dict[str, torch.Tensor], dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
@@ -76,10 +78,17 @@ class Syncs:
         call = self.engine._processes.weight_rpc("skyrl_plant", fault, [self.process])
         await self.engine._control(call, "skyrl_plant")
 
-    async def log_probs(self, prompts: list[list[int]]) -> list[list[float]]:
+    async def canaries(self) -> tuple[list[list[float]], list[list[float]]]:
+        """Log-probs of the trainer and of the engine."""
+        prompts = canary_prompts(vocab_size=64, max_length=1024)
+        with self.reference.holding(self.weights):
+            expected = [self.reference.prompt_log_probs(prompt).tolist() for prompt in prompts]
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         output = await self.engine.generate({"prompt_token_ids": prompts, "sampling_params": params})
-        return output.get("prompt_logprobs") or []
+        return expected, output.get("prompt_logprobs") or []
+
+    async def gap(self) -> float:
+        return mean_difference(*await self.canaries())
 
     async def __aenter__(self) -> "Syncs":
         return self
@@ -90,7 +99,7 @@ class Syncs:
 
 
 async def _expect_all_named(model: str, layout: str, dtype: str, faults: list[str]) -> None:
-    from skyrl_train.testing.planted_weight_faults import FAULTS
+    from skyrl_train.testing.planted_weight_faults import FAULTS, FAULTS_OF_EXPERTS
 
     unnamed = {}
     async with Syncs(model, layout, dtype) as syncs:
@@ -99,11 +108,12 @@ async def _expect_all_named(model: str, layout: str, dtype: str, faults: list[st
             report = await syncs.step()
             assert report.wrong == {} and report.received_only == []
             assert report.read_bytes == report.held_bytes > 0
+            assert await syncs.gap() < TOLERANCES[dtype]
         for fault in faults:
             await syncs.plant(fault)
             with pytest.raises(WeightSyncError) as raised:
                 await syncs.step()
-            concerned = [name for name in syncs.weights if FAULTS[fault].concerns(name)]
+            concerned = [name for name in syncs.weights if (FAULTS | FAULTS_OF_EXPERTS)[fault].concerns(name)]
             if not _names(str(raised.value), concerned, syncs.process):
                 unnamed[fault] = str(raised.value)
             await syncs.plant(None)
@@ -127,8 +137,38 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tied", tied=True)
 
 
-async def test_faults_in_one_of_two_processes_are_named_after_small_bfloat16_steps(model: str):
-    await _expect_all_named(model, "TP2", "bfloat16", list(DAILY))
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A mixture of four experts in two layers, with tied embeddings."""
+    from skyrl_train.testing.engine_conformance import make_tiny_model
+
+    folder = make_tiny_model(tmp_path_factory.mktemp("models") / "mixture", tied=True)
+    dense = AutoConfig.from_pretrained(folder)
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    config = Qwen3MoeConfig(
+        **{name: getattr(dense, name) for name in (*sizes, "vocab_size", "max_position_embeddings")},
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        initializer_range=0.12,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+async def test_faults_in_one_of_two_processes_are_named_after_small_bfloat16_steps_of_a_mixture(mixture: str):
+    await _expect_all_named(mixture, "TP2", "bfloat16", list(DAILY))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_every_planted_fault_of_experts_is_named(layout: str, mixture: str):
+    await _expect_all_named(mixture, layout, "float32", [*OF_MIXTURES, "everything_stale"])
 
 
 @pytest.mark.full
@@ -144,15 +184,12 @@ async def test_every_planted_fault_is_named(layout: str, dtype: str, model: str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_two_hundred_clean_syncs_raise_no_alarm(dtype: str, model: str):
     async with Syncs(model, "TP1", dtype) as syncs:
-        prompts = canary_prompts(vocab_size=64, max_length=1024)
         tolerance = CanaryTolerance([dtype])
-        gaps = []
+        gaps, expected = [], []
         for _ in range(200):
             report = await syncs.step()
             assert report.wrong == {}
-            with syncs.reference.holding(syncs.weights):
-                expected = [syncs.reference.prompt_log_probs(row).tolist() for row in prompts]
-            found = await syncs.log_probs(prompts)
+            expected, found = await syncs.canaries()
             gaps.append(check_canaries(expected, [found], tolerance.now(expected), syncs.version))
             tolerance.learn(gaps[-1], expected)
         print(f"{dtype}: gap {min(gaps):.2g} to {max(gaps):.2g}, allowed {tolerance.now(expected):.2g}")
