@@ -1,11 +1,13 @@
 """How many bytes of bodies are in memory together; and which requests are the same one."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 from tx.errors import Busy
 from tx.tinker.http import bodies
@@ -79,6 +81,41 @@ async def test_a_body_that_stalls_is_given_up(client, monkeypatch):
     answer = await client.post("/api/v1/forward_backward", content=Stalled(b"{")(), headers=JSON)
     assert (answer.status_code, answer.headers["connection"]) == (408, "close")
     assert "nothing of it came" in answer.json()["detail"]
+
+
+async def test_a_refused_body_is_looked_through_beside_the_event_loop(client, monkeypatch):
+    threads, find_address = [], bodies.find_address
+
+    def watched(*args):
+        threads.append(threading.get_ident())
+        return find_address(*args)
+
+    monkeypatch.setattr(bodies, "find_address", watched)
+    body = b'{"model_id": "m", "seq_id": 1, "forward_backward_input": {"data": [' + b"[]," * 100_000 + b"[]]}}"
+    answer = await client.post("/api/v1/forward_backward", content=body, headers=JSON)
+    assert answer.status_code == 400 and "data[0]" in answer.json()["detail"]
+    assert threads and threading.get_ident() not in threads
+
+
+async def test_of_a_tenant_one_large_body_is_parsed_at_a_time():
+    intake = Intake(max_bytes=1, max_requests=100)
+    begun, may_end = threading.Semaphore(0), threading.Event()
+
+    def parse() -> str:
+        begun.release()
+        assert may_end.wait(20)
+        return "parsed"
+
+    def parsing(tenant: str, parse: Callable[[], str]) -> asyncio.Task[str]:
+        request = Request({"type": "http", "tx.share": intake.begin(tenant, "/x")})
+        return asyncio.create_task(bodies.in_thread_if_large(request, SMALL_BYTES, parse))
+
+    annas = [parsing("anna", parse) for _ in range(3)]
+    assert await asyncio.to_thread(begun.acquire, timeout=20)
+    assert await asyncio.wait_for(parsing("bela", lambda: "bela's"), 20) == "bela's"
+    assert not begun.acquire(blocking=False), "a second one of anna has begun"
+    may_end.set()
+    assert await asyncio.wait_for(asyncio.gather(*annas), 20) == ["parsed"] * 3
 
 
 def held(intake: Intake, tenant: str, num_bytes: int) -> bool:

@@ -4,7 +4,7 @@ Large ones are parsed in a thread, so that heartbeats of others need not wait.
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
@@ -63,6 +63,7 @@ class Intake:
         self.num_bytes: Counter[str] = Counter()
         self.num_requests: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
+        self.parsing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def metrics(self) -> dict[str, dict[str, int]]:
         return {
@@ -181,9 +182,14 @@ async def read_body(request: Request, max_bytes: int | None = None) -> bytes:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-async def in_thread_if_large(size: int, parse: Callable[[], Result]) -> Result:
-    """What `parse` returns."""
-    return parse() if size < THREAD_FROM_BYTES else await asyncio.to_thread(parse)
+async def in_thread_if_large(request: Request, size: int, parse: Callable[[], Result]) -> Result:
+    """Return what `parse` does. Of a tenant only one large body is parsed at a time: threads, and turns of the
+    interpreter, are left for the others."""
+    if size < THREAD_FROM_BYTES:
+        return parse()
+    share: Share = request.scope[_SHARE]
+    async with share.intake.parsing[share.tenant]:
+        return await asyncio.to_thread(parse)
 
 
 async def read_json(request: Request, schema: type[Schema], max_bytes: int | None = None) -> Schema:
@@ -194,7 +200,7 @@ async def read_json(request: Request, schema: type[Schema], max_bytes: int | Non
     """
     require_content_type(request, "application/json")
     body = await read_body(request, max_bytes)
-    return await in_thread_if_large(len(body), lambda: parse_json(body, schema))
+    return await in_thread_if_large(request, len(body), lambda: parse_json(body, schema))
 
 
 async def read_json_in_order(request: Request, schema: type[Schema]) -> Schema:
@@ -203,7 +209,7 @@ async def read_json_in_order(request: Request, schema: type[Schema]) -> Schema:
     require_content_type(request, "application/json")
     body = await read_body(request)
     try:
-        return await in_thread_if_large(len(body), lambda: parse_json(body, schema))
+        return await in_thread_if_large(request, len(body), lambda: parse_json(body, schema))
     except RequestError as error:
         await use_up_place(request, body, error)
         raise
@@ -213,7 +219,10 @@ async def use_up_place(request: Request, body: bytes, error: RequestError) -> No
     """Tells the desk of a refused body whose model and seq can still be read."""
     headers = request.headers
     content_type, encoding = headers.get("content-type", ""), headers.get("content-encoding")
-    address = find_address(body, content_type, encoding, max_body_bytes(request))
+    max_bytes = max_body_bytes(request)
+    address = await in_thread_if_large(
+        request, len(body), lambda: find_address(body, content_type, encoding, max_bytes)
+    )
     if address is not None:
         await desk_of(request).refuse(tenant_of(request), address.model_id, address.seq, str(error))
 

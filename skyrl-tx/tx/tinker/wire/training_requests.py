@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
-import orjson
 import zstandard
 
 from tx.errors import RequestError
@@ -81,18 +80,20 @@ def find_address(body: bytes, content_type: str, content_encoding: str | None, m
             message = pb.ForwardBackwardRequest.FromString(body)
             model_id, seq = message.model_id, message.seq_id
         else:
-            fields = orjson.loads(body)
-            model_id, seq = fields.get("model_id"), fields.get("seq_id")
+            fields = msgspec.json.decode(body, type=_Addressed)
+            model_id, seq = fields.model_id, fields.seq_id
     except Exception:
         return None
-    if (
-        not isinstance(model_id, str)
-        or not _MODEL_ID.fullmatch(model_id)
-        or type(seq) is not int
-        or not 0 < seq <= MAX_SEQ
-    ):
+    if not _MODEL_ID.fullmatch(model_id) or not 0 < seq <= MAX_SEQ:
         return None
     return Address(model_id, seq)
+
+
+class _Addressed(msgspec.Struct):
+    """The rest of the body is passed over, of which nothing is made: that is many times faster."""
+
+    model_id: str
+    seq_id: int
 
 
 def unpack(body: bytes, content_encoding: str | None, max_bytes: int) -> bytes:

@@ -63,7 +63,7 @@ async def retrieve_future(request: Request) -> Response:
         return as_json({"error": result.error, "category": result.category or "unknown"})
     if asked.allow_metadata_only and result.size_bytes > METADATA_FIRST_FROM_BYTES:
         return as_json({"status": "complete_metadata", "response_payload_size": result.size_bytes})
-    return await _answer(result, PROTOBUF in request.headers.get("accept", ""))
+    return await _answer(request, result)
 
 
 def _try_again(result: TryAgain) -> Response:
@@ -74,13 +74,13 @@ def _try_again(result: TryAgain) -> Response:
     return as_json(body, 408)
 
 
-async def _answer(result: StoredResult, wants_protobuf: bool) -> Response:
+async def _answer(request: Request, result: StoredResult) -> Response:
     body = result.body or b"{}"
     read = AS_JSON.get(result.kind)
     if read is None:
         return Response(body, media_type="application/json")
-    if wants_protobuf:
+    if PROTOBUF in request.headers.get("accept", ""):
         return Response(body, media_type=PROTOBUF)
     return Response(
-        await in_thread_if_large(len(body), lambda: orjson.dumps(read(body))), media_type="application/json"
+        await in_thread_if_large(request, len(body), lambda: orjson.dumps(read(body))), media_type="application/json"
     )

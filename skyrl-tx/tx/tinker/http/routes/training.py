@@ -50,6 +50,7 @@ async def _train(request: Request, *, forward_only: bool) -> Response:
     content_type, encoding = request.headers["content-type"], request.headers.get("content-encoding")
     try:
         asked, payload = await in_thread_if_large(
+            request,
             len(body),
             lambda: read_training_body(
                 body,
