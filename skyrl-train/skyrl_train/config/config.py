@@ -176,7 +176,7 @@ class TrainerConfig(BaseConfig):
     """torch's older form of it."""
 
     disable_fast_tokenizer: bool = False
-    """Use the tokenizer's Python form."""
+    """Use the tokenizer's Python form. An error where the installed transformers has none."""
 
     project_name: str = "skyrl"
     """The tracker's name for a group of runs."""

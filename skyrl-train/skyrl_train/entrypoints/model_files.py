@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import transformers
 from loguru import logger
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -53,20 +54,30 @@ def model_config(path: str | None, setting: str) -> Any:
         raise ConfigError(_cannot_be_loaded(path or "", setting, "config", error)) from error
 
 
-def load_tokenizer(path: str | None, setting: str = "trainer.policy.model.path", **options: Any) -> Any:
+def load_tokenizer(
+    path: str | None, setting: str = "trainer.policy.model.path", *, use_fast: bool = True, **options: Any
+) -> Any:
     """Return the tokenizer of the model at `path`, with a token to pad with.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none; or without `use_fast`, there is no Python form of it (transformers then loads the
+            fast one without a word).
     """
     _check_folder(path or "", setting)
     folder = Path(path or "")
     if folder.is_dir() and not any(file.name.startswith(_TOKENIZER_FILES) for file in folder.iterdir()):
         raise ConfigError(f"{setting}={path}: the folder has no tokenizer (tokenizer.json, or files of an older form)")
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=True, **options)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=True, use_fast=use_fast, **options
+        )
     except Exception as error:  # a model may bring code of its own
         raise ConfigError(_cannot_be_loaded(path or "", setting, "tokenizer", error)) from error
+    if tokenizer.is_fast and not use_fast:
+        raise ConfigError(
+            f"trainer.disable_fast_tokenizer=true: transformers {transformers.__version__} has no Python form of "
+            f"{type(tokenizer).__name__}, the tokenizer of {path}; set it to false"
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

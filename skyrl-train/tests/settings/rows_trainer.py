@@ -1,0 +1,277 @@
+"""Rows for `data` and `trainer`, without `trainer.algorithm`."""
+
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from effects import (
+    Bench,
+    Experiment,
+    OneChoice,
+    Row,
+    Run,
+    See,
+    Settings,
+    error,
+    files,
+    model,
+    of_run,
+    start_error,
+    trajectories,
+    weights,
+)
+from torch import nn
+
+from skyrl_train.algorithms.losses import PolicyLossRegistry
+from skyrl_train.workers import learner
+from skyrl_train.workers.critic_worker import CriticWorker
+from skyrl_train.workers.policy_worker import PolicyWorker
+
+KL = {"trainer.algorithm.use_kl_loss": True, "trainer.algorithm.kl_loss_coef": 0.5}
+CRITIC = {"trainer.critic.model.path": "{model}", "trainer.algorithm.advantage_estimator": "gae"}
+THREE_STEPS = {"trainer.max_training_steps": 3}
+EVALUATION = {"data.val_data": ["{folder}/prompts.jsonl"], "trainer.eval_interval": 2}
+FROM_PATH = {"trainer.resume_mode": "from_path", "trainer.resume_path": "{ckpts}/global_step_2"}
+CHECKPOINTS = THREE_STEPS | {"trainer.ckpt_interval": 1}
+TWO_MINI_BATCHES = {"trainer.train_batch_size": 4}
+TWO_WORKERS = {"trainer.placement.policy_num_gpus_per_node": 2}
+
+
+def micro_batches(method: str) -> Any:
+    """The rows of every micro-batch that workers were given."""
+    return of_run(lambda run: [args[-1] for name, args in run.ray.calls if name == method])
+
+
+def quiet(see: See) -> See:
+    """Without the warning that a setting is unwise."""
+
+    def seen(bench: Bench, settings: Settings) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return see(bench, settings)
+
+    return seen
+
+
+def num_processes(bench: Bench, settings: Settings) -> Any:
+    """What each group of workers starts; they cannot meet in one process, and need not."""
+    run = bench.run(settings, steps=False)
+    return [(options, run.error[:40]) for options in run.ray.options]
+
+
+def shards(name: str) -> See:
+    """Data-parallel shares of a model."""
+
+    def seen(bench: Bench, settings: Settings) -> Any:
+        experiment = bench.run(settings, steps=False).experiment
+        assert experiment is not None and experiment.trainer is not None
+        return getattr(experiment.trainer, f"{name}_model").num_shards
+
+    return seen
+
+
+def built(name: str, see: Callable[[Any], Any]) -> See:
+    """A property of a model as a worker builds it, without a run (which may refuse it, or take long)."""
+
+    def seen(bench: Bench, settings: Settings) -> Any:
+        config = bench.config(settings)
+        worker: Any = CriticWorker(config, 1)
+        if name == "policy":
+            worker = PolicyWorker(config, PolicyLossRegistry.get("regular"), 1)
+        return see(worker.build(worker.settings.model.path, with_weights=True))
+
+    return seen
+
+
+def dropout(module: nn.Module) -> set[float]:
+    """(A run refuses it in adapters; supervised training does not.)"""
+    return {m.p for m in module.modules() if isinstance(m, nn.Dropout)}
+
+
+def moved_to_cpu(name: str) -> See:
+    """Whether optimizer state leaves the device with the model: here a device that only the worker believes in."""
+
+    def seen(bench: Bench, settings: Settings) -> Any:
+        worker = bench.run(settings).worker(name)
+        moved = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker, "device", torch.device("cuda"))
+            patch.setattr(learner, "move_optimizer_state", lambda optimizer, device: moved.append(str(device)))
+            worker.offload_to_cpu()
+        return moved
+
+    return seen
+
+
+def tracker(bench: Bench, settings: Settings) -> Any:
+    """What a tracking service is told; a stand-in for its package."""
+    told: list[Any] = []
+    package = ModuleType("swanlab")
+    vars(package)["init"] = lambda **given: told.append((given["project"], given["name"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "swanlab", package)
+        Experiment(bench.config(settings, bench.folder / "tracked")).get_tracker()
+    return told
+
+
+def resumed(bench: Bench, settings: Settings) -> Any:
+    """The steps of a run that finds the checkpoints of another one of two steps."""
+    first = bench.run({"trainer.max_training_steps": 2, "trainer.ckpt_interval": 1})
+    place = Path(tempfile.mkdtemp(dir=bench.folder)) / "ckpts"
+    shutil.copytree(first.folder / "run" / "ckpts", place)
+    own = {"trainer.max_training_steps": 3, "trainer.ckpt_path": str(place), **settings}
+    own = {
+        name: str(value).replace("{ckpts}", str(place)) if "resume" in name else value for name, value in own.items()
+    }
+    return [row["step"] for row in bench.run(own).metrics]
+
+
+def prompts(run: Run) -> Any:
+    return [row["prompt"] for row in run.trajectories]
+
+
+def fsdp(worker: Any) -> Any:
+    group = worker.model._get_fsdp_state()._fsdp_param_group
+    return type(group.offload_policy).__name__, group.post_forward_mesh_info is None
+
+
+def attention(worker: Any) -> Any:
+    return worker.transformer.config._attn_implementation, worker.model.packing
+
+
+def evaluated(run: Run) -> Any:
+    return [asked["prompts"] for asked in run.asked if asked["batch_metadata"].training_phase == "eval"]
+
+
+def evaluations(run: Run) -> Any:
+    return [len(asked["prompts"]) for asked in run.asked if asked["batch_metadata"].training_phase == "eval"]
+
+
+ROWS: list[Row | OneChoice] = [
+    Row("data.train_data", ["{folder}/other_prompts.jsonl"], trajectories),
+    Row("data.val_data", ["{folder}/other_prompts.jsonl"], of_run(evaluated), EVALUATION),
+    OneChoice("trainer.strategy", "megatron"),
+    OneChoice("trainer.sequence_parallel_backend", "ring"),
+    Row("trainer.seed", 7, of_run(prompts), {"generator.seed": 0}),
+    Row(
+        "trainer.epochs",
+        2,
+        of_run(lambda run: len(run.metrics)),
+        {"trainer.max_training_steps": None, "trainer.train_batch_size": 8},
+    ),
+    Row("trainer.max_training_steps", 2, of_run(lambda run: len(run.metrics))),
+    Row("trainer.train_batch_size", 4, of_run(lambda run: len(prompts(run)))),
+    Row("trainer.policy_mini_batch_size", 4, weights(), TWO_MINI_BATCHES),
+    Row("trainer.critic_mini_batch_size", 4, weights("critic"), TWO_MINI_BATCHES | CRITIC),
+    Row("trainer.update_epochs_per_batch", 2, weights()),
+    Row("trainer.micro_train_batch_size_per_gpu", 1, micro_batches("forward_backward")),
+    Row("trainer.micro_forward_batch_size_per_gpu", 1, micro_batches("forward"), KL),
+    Row("trainer.max_tokens_per_microbatch", 128, micro_batches("forward_backward")),
+    Row("trainer.use_sample_packing", False, model(attention)),
+    Row("trainer.logprobs_chunk_size", 8, model(lambda worker: worker.model.chunk_size)),
+    Row(
+        "trainer.update_ref_every_epoch",
+        True,
+        weights("ref"),
+        KL | {"trainer.max_training_steps": 2, "trainer.epochs": 2, "trainer.train_batch_size": 8},
+    ),
+    Row("trainer.max_prompt_length", 30, of_run(lambda run: len(run.experiment.train_dataset))),
+    Row("trainer.eval_batch_size", 3, of_run(evaluations), EVALUATION),
+    Row("trainer.eval_before_train", False, of_run(evaluations), EVALUATION),
+    Row("trainer.eval_interval", 1, of_run(evaluations), EVALUATION | THREE_STEPS),
+    Row("trainer.bf16", True, weights()),
+    Row("trainer.flash_attn", False, model(attention)),
+    Row("trainer.gradient_checkpointing", True, model(lambda worker: worker.transformer.is_gradient_checkpointing)),
+    Row(
+        "trainer.gradient_checkpointing_use_reentrant",
+        True,
+        quiet(model(lambda worker: worker.transformer.get_decoder().layers[0]._gradient_checkpointing_func.keywords)),
+        {"trainer.gradient_checkpointing": True},
+    ),
+    Row("trainer.run_dir", "{run}/../elsewhere", files),
+    Row(
+        "trainer.print_example_interval",
+        2,
+        of_run(lambda run: sum("response" in line for line in run.log)),
+        THREE_STEPS | {"trainer.print_example_interval": 1},
+    ),
+    Row("trainer.ckpt_path", "{run}/../elsewhere", files, CHECKPOINTS),
+    Row("trainer.ckpt_interval", 2, files, CHECKPOINTS),
+    Row("trainer.max_ckpts_to_keep", 1, files, CHECKPOINTS),
+    Row("trainer.export_path", "{run}/../elsewhere", files, {"trainer.hf_save_interval": 1}),
+    Row("trainer.hf_save_interval", 1, files),
+    Row("trainer.dump_data_batch", True, files),
+    Row("trainer.dump_eval_results", False, files, EVALUATION),
+    Row("trainer.dump_trajectories", False, files),
+    Row("trainer.worker_timeout_seconds", 1e-4, error),
+    Row("trainer.placement.device", "cuda", num_processes, {"trainer.placement.colocate_all": False}),
+    Row("trainer.placement.colocate_all", False, of_run(lambda run: [name for name, _ in run.ray.calls])),
+    Row(
+        "trainer.placement.colocate_policy_ref",
+        False,
+        of_run(lambda run: [name for name, _ in run.ray.calls]),
+        KL | {"trainer.placement.colocate_all": False},
+    ),
+    Row("trainer.placement.policy_num_nodes", 2, num_processes),
+    Row("trainer.placement.policy_num_gpus_per_node", 2, num_processes),
+    Row("trainer.placement.critic_num_nodes", 2, num_processes, CRITIC),
+    Row("trainer.placement.critic_num_gpus_per_node", 2, num_processes, CRITIC),
+    Row("trainer.placement.ref_num_nodes", 2, num_processes, KL),
+    Row("trainer.placement.ref_num_gpus_per_node", 2, num_processes, KL),
+    Row("trainer.policy.use_torch_compile", True, built("policy", lambda module: module.compile_scores)),
+]
+ROWS += [
+    Row("trainer.disable_fast_tokenizer", True, error),  # no tokenizer of transformers 5 that is at hand has two forms
+    Row("trainer.logger", "swanlab", tracker),
+    Row("trainer.project_name", "mine", tracker, {"trainer.logger": "swanlab"}),
+    Row("trainer.run_name", "mine", tracker, {"trainer.logger": "swanlab"}),
+    Row("trainer.resume_mode", "none", resumed),
+    Row("trainer.resume_path", "{ckpts}/global_step_1", resumed, FROM_PATH),
+]
+for name, needs in {"policy": {}, "critic": CRITIC, "ref": KL}.items():
+    section = f"trainer.{name}"
+    trained = name != "ref"
+    ROWS += [
+        Row(f"{section}.model.path", "{other_model}", weights(name), needs),
+        Row(
+            f"{section}.model_config_kwargs",
+            {"rms_norm_eps": 0.1},
+            weights("policy" if name == "ref" else name),
+            needs | {"trainer.update_epochs_per_batch": 2},
+        ),
+        Row(f"{section}.fsdp_config.cpu_offload", True, model(fsdp, name), needs),
+        Row(f"{section}.fsdp_config.reshard_after_forward", False, model(fsdp, name), needs),
+        Row(f"{section}.fsdp_config.fsdp_size", 2, start_error, needs),
+        Row(
+            f"{section}.sequence_parallel_size",
+            2,
+            shards(name),
+            needs | {f"trainer.placement.{name}_num_gpus_per_node": 2},
+        ),
+    ]
+    if trained:
+        lora, optimizer = f"{section}.model.lora", f"{section}.optimizer_config"
+        adapters = needs | {f"{lora}.rank": 4}
+        steps = needs | THREE_STEPS
+        ROWS += [
+            Row(f"{lora}.rank", 4, weights(name), needs),
+            Row(f"{lora}.dropout", 0.5, built(name, dropout), adapters),
+            Row(f"{lora}.alpha", 64, weights(name), adapters),
+            Row(f"{lora}.target_modules", ["q_proj"], weights(name), adapters),
+            Row(f"{lora}.exclude_modules", ["q_proj"], weights(name), adapters),
+            Row(f"{lora}.init_method", "gaussian", weights(name), adapters),
+            Row(f"{optimizer}.offload_after_step", False, moved_to_cpu(name), needs),
+            Row(f"{optimizer}.lr", 1e-3, weights(name), needs),
+            Row(f"{optimizer}.adam_betas", [0.5, 0.6], weights(name), steps),
+            Row(f"{optimizer}.weight_decay", 0.5, weights(name), needs),
+            Row(f"{optimizer}.max_grad_norm", 0.01, weights(name), steps),
+            Row(f"{optimizer}.num_warmup_steps", 2, weights(name), needs),
+            Row(f"{optimizer}.scheduler", "linear", weights(name), steps),
+        ]

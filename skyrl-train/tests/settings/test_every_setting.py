@@ -1,0 +1,54 @@
+"""Every setting of the reference page changes something that can be seen: one row a setting, in `rows_*.py`."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+import rows_algorithm
+import rows_generator
+import rows_trainer
+from effects import All, Bench, OneChoice, Row
+
+from skyrl_train.config.document import page
+from skyrl_train.errors import ConfigError
+
+ROWS = [*rows_trainer.ROWS, *rows_algorithm.ROWS, *rows_generator.ROWS]
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if isinstance(row, Row)], ids=lambda row: row.setting)
+def test_setting_has_an_effect(bench: Bench, row: Row) -> None:
+    given = {**row.given, row.setting: row.value}
+    before, after = (comparable(row.see(bench, settings)) for settings in (row.given, given))
+    assert all(b != a for b, a in zip(before, after, strict=True)), (
+        f"{row.setting}={row.value!r} changes nothing where it must"
+    )
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if isinstance(row, OneChoice)], ids=lambda row: row.setting)
+def test_setting_of_one_choice_refuses_others(bench: Bench, row: OneChoice) -> None:
+    with pytest.raises(ConfigError, match=row.setting):
+        bench.config({row.setting: row.value})
+
+
+def test_each_setting_has_one_row() -> None:
+    """A new setting brings its proof. (Sections of single environments are skyrl_gym's.)"""
+    supported, _ = page().split("## Not supported yet")
+    names = re.findall(r"^\| `([^`]+)` \|", supported, re.MULTILINE)
+    assert len(names) > 250
+    own = [name for name in names if not re.fullmatch(r"environment\.skyrl_gym\.\w+\.\w+", name)]
+    assert sorted(row.setting for row in ROWS) == sorted(own)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", [row for row in ROWS if isinstance(row, Row)], ids=lambda row: row.setting)
+def test_row_sees_nothing_where_its_setting_stays(bench: Bench, row: Row) -> None:
+    first = comparable(row.see(bench, row.given))
+    bench.forget()
+    assert comparable(row.see(bench, row.given)) == first
+
+
+def comparable(seen: Any) -> list[str]:
+    """The parts that must change."""
+    parts = seen.parts if isinstance(seen, All) else [seen]
+    return [json.dumps(part, sort_keys=True, default=repr) for part in parts]
