@@ -11,7 +11,7 @@ from rows_trainer import EVALUATION, evaluations, quiet
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.endpoint import endpoint_of
-from skyrl_train.entrypoints.engines import engine_factory
+from skyrl_train.entrypoints.engines import engine_factory, remote_api_key
 from skyrl_train.generators import skyrl_gym_generator
 from skyrl_train.inference_engines.engine_settings import EngineSettings
 from skyrl_train.inference_engines.sglang.arguments import server_arguments
@@ -115,6 +115,13 @@ def addresses(run: Any) -> Any:
     return [line.rpartition(":")[0] for line in run.log if "the engines are at" in line]
 
 
+def has_key(bench: Bench, settings: Settings) -> Any:
+    key = bench.folder / "key.txt"
+    key.write_text("a-key-of-some-length")
+    key.chmod(0o600)
+    return remote_api_key(bench.config(settings).generator) is not None
+
+
 def retries(bench: Bench, settings: Settings) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(skyrl_gym_generator, "RETRY_DELAY_SECONDS", 0.0)
@@ -130,6 +137,7 @@ ROWS = [
     Row("generator.backend", "sglang", lambda bench, given: str(engine_factory(bench.config(given), "cpu").func)),
     Row("generator.run_engines_locally", False, error, {**REMOTE, "generator.run_engines_locally": True}),
     Row("generator.remote_inference_engine_urls", ["127.0.0.1:2"], error, REMOTE),
+    Row("generator.remote_inference_engine_api_key_file", "{folder}/key.txt", has_key, REMOTE),
     Row("generator.model_name", "{other_model}", native),
     Row("generator.model_dtype", "bfloat16", trajectories),
     Row("generator.num_inference_engines", 2, of_run(lambda run: len(run.ray.options), steps=False)),

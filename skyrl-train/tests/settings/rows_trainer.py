@@ -128,9 +128,10 @@ def resumed(bench: Bench, settings: Settings) -> Any:
     shutil.copytree(first.folder / "run" / "ckpts", place)
     own = {"trainer.max_training_steps": 3, "trainer.ckpt_path": str(place), **settings}
     own = {
-        name: str(value).replace("{ckpts}", str(place)) if "resume" in name else value for name, value in own.items()
+        name: value.replace("{ckpts}", str(place)) if isinstance(value, str) else value for name, value in own.items()
     }
-    return [row["step"] for row in bench.run(own).metrics]
+    run = bench.run(own)
+    return [row["step"] for row in run.metrics], run.error[:30]
 
 
 def prompts(run: Run) -> Any:
@@ -233,6 +234,7 @@ ROWS += [
     Row("trainer.project_name", "mine", tracker, {"trainer.logger": "swanlab"}),
     Row("trainer.run_name", "mine", tracker, {"trainer.logger": "swanlab"}),
     Row("trainer.resume_mode", "none", resumed),
+    Row("trainer.resume_allow_changes", True, resumed, {"environment.env_class": "sometimes_toy"}),
     Row("trainer.resume_path", "{ckpts}/global_step_1", resumed, FROM_PATH),
 ]
 for name, needs in {"policy": {}, "critic": CRITIC, "ref": KL}.items():
