@@ -110,6 +110,20 @@ def moved_to_cpu(name: str) -> See:
     return seen
 
 
+class Diverged(PolicyWorker):
+    """Its gradients are not finite."""
+
+    def optim_step(self) -> dict[str, float]:
+        for weight in self.model.parameters():
+            if weight.grad is not None:
+                weight.grad.mul_(float("nan"))
+        return super().optim_step()
+
+
+def end_of_diverged_run(bench: Bench, settings: Settings) -> Any:
+    return bench.run({**settings, "trainer.update_epochs_per_batch": 3}, policy_worker=Diverged).error[:20]
+
+
 def tracker(bench: Bench, settings: Settings) -> Any:
     """What a tracking service is told; a stand-in for its package."""
     told: list[Any] = []
@@ -234,6 +248,7 @@ ROWS += [
     Row("trainer.project_name", "mine", tracker, {"trainer.logger": "swanlab"}),
     Row("trainer.run_name", "mine", tracker, {"trainer.logger": "swanlab"}),
     Row("trainer.resume_mode", "none", resumed),
+    Row("trainer.max_consecutive_skipped_updates", 2, end_of_diverged_run),
     Row("trainer.resume_allow_changes", True, resumed, {"environment.env_class": "sometimes_toy"}),
     Row("trainer.resume_path", "{ckpts}/global_step_1", resumed, FROM_PATH),
 ]
