@@ -1,6 +1,35 @@
 """What the environment sets, since it belongs to the cluster or is a secret. Imports nothing of ours."""
 
 import os
+from collections.abc import Mapping
+
+FORWARDED_PREFIXES = (
+    "NCCL_", "GLOO_", "UCX_", "FI_",
+    "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_",
+    "VLLM_", "SGLANG_", "SGL_",
+    "HF_", "TRANSFORMERS_",
+    "WANDB_", "MLFLOW_", "SWANLAB_",
+)  # fmt: skip
+"""Environment variables of the driver that every process of a run gets, on every node, by the beginnings of their
+names."""
+
+FORWARDED_NAMES = (
+    "LOG_LEVEL", "OMP_NUM_THREADS", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS",
+    "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
+)  # fmt: skip
+"""The same by whole names, the proxies also in lower case."""
+
+NOT_FORWARDED = ("VLLM_HOST_IP", "NCCL_HOSTID")
+"""Variables of those prefixes that say something of one machine."""
+
+
+def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the driver's environment that travel to every process of a run."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if (name.startswith(FORWARDED_PREFIXES) or name.upper() in FORWARDED_NAMES) and name not in NOT_FORWARDED
+    }
 
 
 def scheduling_timeout_seconds() -> float:

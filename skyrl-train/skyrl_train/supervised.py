@@ -23,6 +23,7 @@ from skyrl_train.workers.actor_group import ActorGroup
 from skyrl_train.workers.batch_calls import forward, learn
 from skyrl_train.workers.colocation import Colocation
 from skyrl_train.workers.model_worker import RefWorker
+from skyrl_train.workers.node_check import check_nodes
 from skyrl_train.workers.placement import Placement
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.schedule import Schedule
@@ -56,6 +57,7 @@ class SupervisedTrainer(TrainingRun):
             train_dataset, trainer.train_batch_size, shuffle=True, drop_last=True, seed=trainer.seed
         )
         self.train_dataset = train_dataset
+        self._data_sources = train_dataset.sources
         self.total_training_steps = num_training_steps(trainer, len(train_dataset))
         self.eval_dataset = eval_dataset
         self.placement = Placement(cfg, None)
@@ -113,6 +115,7 @@ class SupervisedTrainer(TrainingRun):
         if self.with_pairs:
             self.ref_model = self.placement.start_group("ref", RefWorker, (self.cfg,), self.run_folder)
             groups.append(self.ref_model)
+        await check_nodes(self.cfg, self._data_sources, self.run_folder.logs_folder)
         await self.colocation.start(groups)
 
     async def shutdown(self) -> None:

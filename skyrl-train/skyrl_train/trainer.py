@@ -46,6 +46,7 @@ from skyrl_train.workers.batch_calls import forward, learn
 from skyrl_train.workers.colocation import Colocation
 from skyrl_train.workers.critic_worker import CriticWorker
 from skyrl_train.workers.model_worker import RefWorker
+from skyrl_train.workers.node_check import check_nodes
 from skyrl_train.workers.placement import Placement
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.schedule import Schedule
@@ -192,6 +193,7 @@ class RayPPOTrainer(TrainingRun):
             self.critic_model = self.placement.start_group("critic", critic_worker, args, self.run_folder)
         if trainer.algorithm.uses_reference_model:
             self.ref_model = self.placement.start_group("ref", ref_worker, (self.cfg,), self.run_folder)
+        await check_nodes(self.cfg, [*self.cfg.data.train_data, *self.cfg.data.val_data], self.run_folder.logs_folder)
         await self.colocation.start(self._groups)
         self.publisher = WeightPublisher(
             self.cfg, self.policy_model, self.inference_engine_client, self.colocation, self.tokenizer

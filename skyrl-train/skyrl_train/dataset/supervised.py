@@ -54,6 +54,7 @@ class SupervisedDataset:
     ) -> None:
         if not sources:
             raise DataError("there is no dataset to read; set data.train_data to a list of files")
+        self.sources = list(sources)
         self._config = config
         self._encoder = Encoder(tokenizer, config)
         self._with_pairs = with_pairs

@@ -22,7 +22,7 @@ from skyrl_train.inference_engines.remote.engine import RemoteInferenceEngine, c
 from skyrl_train.inference_engines.remote.key_guard import key_from_file
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.workers.actor_group import actor_options
-from skyrl_train.workers.placement import SHARE_OF_SHARED_GPU, gpus_of_engines
+from skyrl_train.workers.placement import SHARE_OF_SHARED_GPU, bundles_of_engines, gpus_of_engines
 
 
 def start_engines(
@@ -103,6 +103,7 @@ class EngineStarter:
         self._device = cfg.trainer.placement.resolved_device()
         self._num_starts = itertools.count()
         self._gpus = gpus_of_engines(cfg, colocate_pg)
+        self._places, self._bundles = bundles_of_engines(cfg, colocate_pg)
 
     def start(self, index: int) -> RayWrappedInferenceEngine:
         """Engine `index`. Returns at once; calls wait until it is there."""
@@ -127,8 +128,8 @@ class EngineStarter:
         num_gpus = self._cfg.generator.engine_world_size
         shared_by_number = self._shared is not None and num_gpus > 1
         share = num_gpus if self._shared is None else 0 if shared_by_number else SHARE_OF_SHARED_GPU
-        bundle, gpu_ids = self._gpus[index] if self._gpus else (index, [])
-        options = actor_options(self._device, share, self._shared, bundle)
+        bundle, gpu_ids = self._gpus[index] if self._gpus else (self._bundles[index], [])
+        options = actor_options(self._device, share, self._places, bundle)
         if shared_by_number:
             options["runtime_env"] = {
                 "env_vars": {

@@ -7,10 +7,8 @@ import ray
 import torch
 
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.env_vars import forwarded_environment
 from skyrl_train.errors import ConfigError
-
-# Passed on to every process of a run, where set.
-_FORWARDED = ("WANDB_API_KEY", "WANDB_MODE", "HF_TOKEN", "HF_HOME", "HF_HUB_OFFLINE", "LOG_LEVEL", "OMP_NUM_THREADS")
 
 _NO_GPUS = "trainer.placement.device=cuda needs GPUs, and"
 _GPU_REMEDY = "set trainer.placement.device=cpu (or auto), or see INSTALL.md for torch with CUDA"
@@ -64,7 +62,7 @@ def num_processes(cfg: SkyRLConfig) -> int:
 
 def worker_environment() -> dict[str, str]:
     """Environment variables of every process of a run."""
-    environment = {name: os.environ[name] for name in _FORWARDED if name in os.environ}
+    environment = forwarded_environment(os.environ)
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment["TOKENIZERS_PARALLELISM"] = "false"
     # Modules that the driver can import, a user's environments among them, are importable everywhere.

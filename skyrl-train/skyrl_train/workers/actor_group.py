@@ -8,12 +8,13 @@ from typing import Any
 
 import ray
 import torch
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.env_vars import scheduling_timeout_seconds
 from skyrl_train.utils.process_log import capture_output, configure_logging
 from skyrl_train.utils.ray_calls import Call, answers_of, end_actors, errors_for_caller
+from skyrl_train.workers.bundles import nodes_of_bundles, order_by_node, reserve_bundles
 from skyrl_train.workers.model_worker import ModelWorker, RankInfo
 
 ShardArgs = Sequence[tuple[Any, ...]]
@@ -63,8 +64,15 @@ class ActorGroup:
         timeout_seconds: the deadline of every call.
         timeout_setting: where that comes from, for the text of an error.
         gpu_share: on CUDA, the part of a GPU each rank takes (less than 1 when it is shared).
-        placement_group: on CUDA, the GPUs that are shared; rank i takes bundle i.
+        placement_group: the GPUs that are shared, a bundle each. None: places of the group's own are reserved, all at
+            once. Either way the ranks take them node by node (see `bundles.py`).
+
+    Raises:
+        WorkerError: the cluster could not give all places in time.
     """
+
+    nodes: list[str]
+    """The node of each rank, by its id."""
 
     def __init__(
         self,
@@ -90,9 +98,15 @@ class ActorGroup:
         self._device = device
         self._deadline = timeout_seconds, timeout_setting
         self._log_files = [str(log_folder / f"{name}_{rank}.log") for rank in range(num_ranks)]
+        self._own_places = None
+        if placement_group is None:
+            placement_group = self._own_places = reserve_bundles(num_ranks, device, purpose=f"the ranks of {name}")
+        nodes = nodes_of_bundles(placement_group)
+        bundles = order_by_node(nodes)[:num_ranks]
+        self.nodes = [nodes[bundle] for bundle in bundles]
         self._actors = []
-        for rank, log_file in enumerate(self._log_files):
-            options = actor_options(device, gpu_share, placement_group, rank)
+        for bundle, log_file in zip(bundles, self._log_files, strict=True):
+            options = actor_options(device, gpu_share, placement_group, bundle)
             self._actors.append(ray.remote(WorkerProcess).options(**options).remote(worker_class, args, log_file))
 
     async def init_model(self) -> None:
@@ -156,13 +170,19 @@ class ActorGroup:
         return ray.get([actor.pid.remote() for actor in self._actors], timeout=scheduling_timeout_seconds())
 
     async def shutdown(self) -> None:
-        """End the processes: in order where they answer, else by force."""
+        """End the processes: in order where they answer, else by force. Their places are given back."""
         await asyncio.to_thread(end_actors, self._actors)
+        self._give_places_back()
 
     def kill(self) -> None:
-        """End the processes at once."""
+        """End the processes at once, and give their places back."""
         for actor in self._actors:
             ray.kill(actor)
+        self._give_places_back()
+
+    def _give_places_back(self) -> None:
+        if self._own_places is not None:
+            remove_placement_group(self._own_places)
 
 
 def actor_options(
@@ -173,7 +193,7 @@ def actor_options(
     if device == "cuda":
         options |= {"num_gpus": gpu_share}
     if placement_group is not None:
-        options["num_cpus"] = gpu_share
+        options["num_cpus"] = min(1.0, gpu_share)  # a bundle has one, whoever shares it and however many GPUs it has
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             placement_group=placement_group, placement_group_bundle_index=bundle_index
         )

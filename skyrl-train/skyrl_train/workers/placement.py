@@ -4,7 +4,8 @@
 from typing import Any, Literal
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from loguru import logger
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.config import SkyRLConfig
@@ -12,6 +13,7 @@ from skyrl_train.env_vars import scheduling_timeout_seconds
 from skyrl_train.errors import WorkerError
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.workers.actor_group import ActorGroup
+from skyrl_train.workers.bundles import groups_across_nodes, nodes_of_bundles, order_by_node, reserve_bundles
 from skyrl_train.workers.model_worker import ModelWorker
 
 SHARE_OF_SHARED_GPU = 0.2  # four kinds of process (policy, critic, ref, engine) fit on one GPU, with room for one more
@@ -25,15 +27,27 @@ def make_shared_placement_group(cfg: SkyRLConfig, timeout_seconds: float | None 
     """
     if not cfg.trainer.placement.colocate_all or cfg.trainer.placement.resolved_device() == "cpu":
         return None
-    timeout = scheduling_timeout_seconds() if timeout_seconds is None else timeout_seconds
     num_gpus = cfg.generator.num_inference_engines * cfg.generator.engine_world_size
-    group = placement_group([{"GPU": 1, "CPU": 1}] * num_gpus, strategy="PACK")
-    if not group.wait(timeout):
-        raise WorkerError(
-            f"{num_gpus} GPUs (generator.num_inference_engines x GPUs of each) did not become free within "
-            f"{timeout:g} s (SKYRL_RAY_PG_TIMEOUT_IN_S); the cluster has {ray.cluster_resources().get('GPU', 0):g}"
-        )
-    return group
+    purpose = "workers and engines (generator.num_inference_engines x GPUs of each)"
+    return reserve_bundles(num_gpus, "cuda", purpose=purpose, timeout_seconds=timeout_seconds)
+
+
+def bundles_of_engines(cfg: SkyRLConfig, shared: PlacementGroup | None) -> tuple[PlacementGroup | None, list[int]]:
+    """Return the placement group of the engines, and for each engine of one bundle the bundle that it takes: in a group
+    shared with workers that of the rank with its number, else one of a group of the engines' own. None on a CPU, where
+    an engine is one process and waits for nobody.
+
+    Raises:
+        WorkerError: the cluster could not give them in time.
+    """
+    if shared is not None:
+        return shared, order_by_node(nodes_of_bundles(shared))
+    count = cfg.generator.num_inference_engines
+    if cfg.trainer.placement.resolved_device() == "cpu":
+        return None, list(range(count))
+    purpose = "the engines (generator.num_inference_engines x GPUs of each)"
+    own = reserve_bundles(count, "cuda", num_devices=cfg.generator.engine_world_size, purpose=purpose)
+    return own, list(range(count))
 
 
 def gpus_of_engines(cfg: SkyRLConfig, shared: PlacementGroup | None) -> list[tuple[int, list[str]]]:
@@ -55,7 +69,8 @@ def gpus_of_engines(cfg: SkyRLConfig, shared: PlacementGroup | None) -> list[tup
         ],
         timeout=scheduling_timeout_seconds(),
     )
-    order = sorted(range(shared.bundle_count), key=where.__getitem__)  # bundles come in any order of nodes
+    nodes = list(dict.fromkeys(node for node, _ in where))  # as ranks take them
+    order = sorted(range(shared.bundle_count), key=lambda bundle: (nodes.index(where[bundle][0]), where[bundle][1]))
     engines = []
     for first in range(0, len(order), size):
         bundles = order[first : first + size]
@@ -95,7 +110,7 @@ class Placement:
             "critic": (trainer.placement.critic_world_size, trainer.critic),
             "ref": (trainer.placement.ref_world_size, trainer.ref),
         }[name]
-        return ActorGroup(
+        group = ActorGroup(
             name,
             worker_class,
             args,
@@ -106,4 +121,17 @@ class Placement:
             timeout_seconds=trainer.worker_timeout_seconds,
             gpu_share=1.0 if self._shared is None else SHARE_OF_SHARED_GPU,
             placement_group=self._shared,
+        )
+        _warn_of_groups_across_nodes(group, f"trainer.{name}.sequence_parallel_size", model.sequence_parallel_size)
+        _warn_of_groups_across_nodes(group, f"trainer.{name}.fsdp_config.fsdp_size", model.fsdp_config.fsdp_size)
+        return group
+
+
+def _warn_of_groups_across_nodes(group: ActorGroup, setting: str, size: int) -> None:
+    across = groups_across_nodes(group.nodes, size) if size > 1 else []
+    if across:
+        logger.warning(
+            f"{len(across)} of {group.num_ranks // size} groups of {setting}={size} ranks lie on several nodes (ranks "
+            f"{across[0].start} to {across[0].stop - 1}, for one), and traffic between nodes is slow: the number of "
+            "free places of each node should be a multiple of it"
         )

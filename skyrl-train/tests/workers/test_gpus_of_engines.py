@@ -12,7 +12,9 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import os
 import ray
+from ray.util.placement_group import remove_placement_group
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.errors import WorkerError
 from skyrl_train.entrypoints.engines import EngineStarter
 from skyrl_train.workers.placement import gpus_of_engines, make_shared_placement_group
 
@@ -33,6 +35,21 @@ assert sorted(options["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"].split("
 
 config.generator.inference_engine_tensor_parallel_size = 1
 assert gpus_of_engines(config, group) == [], "Ray gives an engine its part of one GPU itself"
+assert EngineStarter(config, group, weights_follow=True)._options(1)["num_cpus"] == 0.2
+
+remove_placement_group(group)
+config.trainer.placement.colocate_all = False
+config.generator.inference_engine_tensor_parallel_size = 2
+options = EngineStarter(config, None, weights_follow=True)._options(1)
+assert (options["num_gpus"], options["num_cpus"]) == (2, 1), options
+assert options["scheduling_strategy"].placement_group.bundle_specs == [{"CPU": 1, "GPU": 2}] * 2
+os.environ["SKYRL_RAY_PG_TIMEOUT_IN_S"] = "1"
+try:
+    EngineStarter(config, None, weights_follow=True)
+except WorkerError as error:
+    assert "4 GPUs for the engines" in str(error) and "the cluster has 4, of which 0 are free" in str(error), error
+else:
+    raise AssertionError("a second group of engines found places")
 print("well")
 """
 

@@ -1,0 +1,90 @@
+"""Gang scheduling: all places of a group are reserved at once, and taken node by node. Knows Ray, no models.
+
+Ray places the bundles of a placement group in any order over the nodes. Ranks whose neighbours matter (ranks of one
+sequence, of one copy of a sharded model) take them sorted by node.
+"""
+
+import uuid
+from collections.abc import Sequence
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+
+from skyrl_train.env_vars import scheduling_timeout_seconds
+from skyrl_train.errors import WorkerError
+
+
+def reserve_bundles(
+    count: int, device: str, *, num_devices: int = 1, purpose: str, timeout_seconds: float | None = None
+) -> PlacementGroup:
+    """Reserve `count` places at once, each a CPU and on CUDA `num_devices` GPUs of one node, on as few nodes as can be.
+
+    Args:
+        device: "cpu" or "cuda".
+        purpose: the name of the group and the settings that its size comes from, for errors.
+
+    Raises:
+        WorkerError: the cluster could not give all of them in time; none is kept then.
+    """
+    timeout = scheduling_timeout_seconds() if timeout_seconds is None else timeout_seconds
+    bundle = {"CPU": 1.0} if device == "cpu" else {"CPU": 1.0, "GPU": float(num_devices)}
+    group = placement_group([bundle] * count, strategy="PACK", name=f"{_name_prefix()}{uuid.uuid4().hex}")
+    if not group.wait(timeout):
+        remove_placement_group(group)
+        kind = "CPU" if device == "cpu" else "GPU"
+        asked = f"{count} CPUs" if device == "cpu" else f"{count * num_devices} GPUs"
+        raise WorkerError(
+            f"{asked} for {purpose} did not become free within {timeout:g} s (SKYRL_RAY_PG_TIMEOUT_IN_S); the "
+            f"cluster has {ray.cluster_resources().get(kind, 0):g}, of which "
+            f"{ray.available_resources().get(kind, 0):g} are free"
+        )
+    return group
+
+
+def nodes_of_bundles(group: PlacementGroup) -> list[str]:
+    """Return the id of the node of each bundle of a group that is placed."""
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    return [nodes[bundle] for bundle in range(group.bundle_count)]
+
+
+def nodes_of_run() -> list[str]:
+    """Return the ids of all nodes on which this run has reserved bundles."""
+    placed = [
+        entry["bundles_to_node_id"].values()
+        for entry in placement_group_table().values()
+        if entry["state"] == "CREATED" and entry["name"].startswith(_name_prefix())
+    ]
+    return sorted({node for nodes in placed for node in nodes})
+
+
+def _name_prefix() -> str:
+    """Beginning of the names of this run's placement groups; other runs may share the cluster."""
+    return f"skyrl-{ray.get_runtime_context().get_job_id()}-"
+
+
+def order_by_node(nodes: Sequence[str]) -> list[int]:
+    """Return the bundles in an order in which those of a node are neighbours: nodes in the order in which they first
+    appear, the bundles of a node by their index.
+
+    Args:
+        nodes: the node of each bundle.
+    """
+    first = {node: index for index, node in reversed(list(enumerate(nodes)))}
+    return sorted(range(len(nodes)), key=lambda bundle: (first[nodes[bundle]], bundle))
+
+
+def groups_across_nodes(nodes: Sequence[str], size: int) -> list[range]:
+    """Return the groups of `size` consecutive ranks that lie on several nodes though a node could have held them.
+
+    Args:
+        nodes: the node of each rank.
+    """
+    if size > max(list(nodes).count(node) for node in set(nodes)):
+        return []  # wider than any node: it was asked for so
+    groups = [range(first, first + size) for first in range(0, len(nodes), size)]
+    return [group for group in groups if len({nodes[rank] for rank in group}) > 1]

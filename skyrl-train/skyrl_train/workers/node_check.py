@@ -1,0 +1,207 @@
+"""Proof, before the first step, that all nodes of a run see the same files: run folder, models, data.
+
+The driver writes a token into each shared folder. A task on every node reads it, answers with a file beside it, and
+lists the model's files. On one node nothing is done.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from loguru import logger
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.env_vars import scheduling_timeout_seconds
+from skyrl_train.errors import ConfigError
+from skyrl_train.utils.io import expand_path, sha256_of
+from skyrl_train.utils.nodes import node_name
+from skyrl_train.utils.ray_calls import Call, answers_of
+from skyrl_train.workers.bundles import nodes_of_run
+
+Listing = dict[str, str]
+"""Files by name, each described by its size, the model's config.json by its hash as well."""
+
+_HASHED = "config.json"
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Paths to look at, by the setting that names each.
+
+    Args:
+        tokens: one file in each folder that the run writes into.
+        models: folders or files that processes on every node read.
+        data: files that the driver reads, and environments may.
+    """
+
+    tokens: dict[str, Path] = field(default_factory=dict)
+    models: dict[str, Path] = field(default_factory=dict)
+    data: dict[str, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """Paths as one node sees them: the text of each token (None: not there), the listing of each model and data file
+    (None: not there), and errors of writing the answers."""
+
+    node: str
+    tokens: dict[str, str | None]
+    models: dict[str, Listing | None]
+    data: dict[str, Listing | None]
+    write_errors: dict[str, str]
+
+
+async def check_nodes(cfg: SkyRLConfig, data: Sequence[str], log_folder: Path) -> None:
+    """Prove that every node on which this run has processes sees what the driver sees.
+
+    Args:
+        data: names of data sets; those that are no files here are not looked at.
+
+    Raises:
+        ConfigError: one does not. The text names node, setting and path.
+    """
+    own = ray.get_runtime_context().get_node_id()
+    names = {node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in ray.nodes()}
+    others = [node for node in nodes_of_run() if node != own]
+    if not others:
+        return
+    token = secrets.token_hex(8)
+    paths = paths_of(cfg, data, token)
+    for path in paths.tokens.values():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(token)
+    try:
+        calls = [
+            Call(
+                _view_on(node).remote(paths, node, names[node]),
+                f"the file check on node {names[node]}",
+                str(log_folder),
+            )
+            for node in others
+        ]
+        views = await answers_of(calls, scheduling_timeout_seconds(), "SKYRL_RAY_PG_TIMEOUT_IN_S")
+        here = view_of(paths, own, node_name())
+        problems = [
+            problem
+            for node, view in zip(others, views, strict=True)
+            for problem in problems_of(here, view, paths, node)
+        ]
+        remarks = [remark for view in views for remark in differences(here.data, view.data, paths.data, view.node)]
+    finally:
+        for path in paths.tokens.values():
+            for file in path.parent.glob(f"{path.name}*"):
+                file.unlink(missing_ok=True)
+    for remark in remarks:
+        logger.warning(f"{remark} (only the driver reads data, so this matters to environments alone)")
+    if problems:
+        raise ConfigError(
+            "the nodes of this run do not see the same files:\n  " + "\n  ".join(problems) + "\nPut the run folder and "
+            "the models on a file system that every node mounts under the same path"
+        )
+    logger.info(f"{len(others) + 1} nodes see the same run folder and models")
+
+
+def _view_on(node: str) -> Any:
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(view_of).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+
+
+def paths_of(cfg: SkyRLConfig, data: Sequence[str], token: str) -> Paths:
+    """Return the paths that all nodes must see alike, with a token's file name in each folder."""
+    trainer = cfg.trainer
+    folders = {
+        "trainer.run_dir": expand_path(trainer.run_dir),
+        "trainer.ckpt_path": expand_path(trainer.ckpt_path),
+        "trainer.export_path": expand_path(trainer.export_path),
+    }
+    if cfg.generator.weight_sync_strategy in ("checkpoint", "adapter"):
+        folders["generator.weight_sync_directory"] = expand_path(cfg.generator.weight_sync_directory)
+    outer = {
+        name: folder
+        for name, folder in folders.items()
+        if name == "trainer.run_dir" or not folder.is_relative_to(folders["trainer.run_dir"])
+    }
+    models = {"trainer.policy.model.path": trainer.policy.model.path}
+    if trainer.critic.model.path is not None:
+        models["trainer.critic.model.path"] = trainer.critic.model.path
+    if trainer.algorithm.uses_reference_model or trainer.algorithm.policy_loss_type == "dpo":
+        models["trainer.ref.model.path"] = trainer.ref.model.path
+    return Paths(
+        tokens={name: folder / f".node_check_{token}" for name, folder in outer.items()},
+        models={name: path for name, text in models.items() if (path := Path(text).expanduser().absolute()).exists()},
+        data={f"data {text}": path for text in data if (path := Path(text).expanduser().absolute()).is_file()},
+    )
+
+
+def view_of(paths: Paths, node_id: str, node: str) -> NodeView:
+    """Return what this machine sees, having answered each token that is there with a file beside it."""
+    tokens: dict[str, str | None] = {}
+    errors: dict[str, str] = {}
+    for name, path in paths.tokens.items():
+        tokens[name] = path.read_text() if path.is_file() else None
+        if tokens[name] is not None:
+            try:
+                answer_path(path, node_id).write_text("seen")
+            except OSError as error:
+                errors[name] = str(error)
+    models = {name: listing(path) for name, path in paths.models.items()}
+    return NodeView(node, tokens, models, {name: listing(path) for name, path in paths.data.items()}, errors)
+
+
+def answer_path(token_path: Path, node_id: str) -> Path:
+    """Return where a node answers a token."""
+    return token_path.with_name(f"{token_path.name}.{node_id}")
+
+
+def listing(path: Path) -> Listing | None:
+    """Return the files of a folder (or one file) with their sizes, None if there is no such path."""
+    if not path.exists():
+        return None
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    found = {
+        str(file.relative_to(path if path.is_dir() else path.parent)): f"{file.stat().st_size} bytes" for file in files
+    }
+    if _HASHED in found:
+        found[_HASHED] += f", sha256 {sha256_of(path / _HASHED)[:12]}"
+    return found
+
+
+def problems_of(here: NodeView, there: NodeView, paths: Paths, node_id: str) -> list[str]:
+    """Return what keeps a run from using a node, one line each.
+
+    Args:
+        here: the driver's view. It must see the node's answers as well.
+    """
+    problems = []
+    for name, path in paths.tokens.items():
+        if name in there.write_errors:
+            problems.append(f"node {there.node} cannot write into {name}={path.parent}: {there.write_errors[name]}")
+        elif there.tokens[name] != here.tokens[name] or not answer_path(path, node_id).is_file():
+            problems.append(
+                f"node {there.node} has another folder at {name}={path.parent} than node {here.node}, or none"
+            )
+    return problems + differences(here.models, there.models, paths.models, there.node)
+
+
+def differences(
+    here: Mapping[str, Listing | None], there: Mapping[str, Listing | None], paths: Mapping[str, Path], node: str
+) -> list[str]:
+    """Return one line for each path that a node does not see as the driver does."""
+    lines = []
+    for name, path in paths.items():
+        if there[name] is None:
+            lines.append(f"node {node} does not see {name}={path}")
+        elif there[name] != here[name]:
+            expected, found = here[name] or {}, there[name] or {}
+            other = [file for file in sorted(expected | found) if expected.get(file) != found.get(file)]
+            parts = [
+                f"{file}: {found.get(file, 'absent')} there, {expected.get(file, 'absent')} here" for file in other
+            ]
+            more = f" and {len(other) - _MOST_NAMED} more" if len(other) > _MOST_NAMED else ""
+            lines.append(f"node {node} sees other files at {name}={path}: {'; '.join(parts[:_MOST_NAMED])}{more}")
+    return lines

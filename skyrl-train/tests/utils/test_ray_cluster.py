@@ -1,0 +1,45 @@
+"""Environment variables that travel from the driver to every process of a run."""
+
+import re
+from pathlib import Path
+
+from skyrl_train.env_vars import FORWARDED_NAMES, FORWARDED_PREFIXES, NOT_FORWARDED, forwarded_environment
+from skyrl_train.utils.ray_cluster import worker_environment
+
+INSTALL = Path(__file__).parents[3] / "INSTALL.md"
+
+
+def test_settings_of_communication_and_engines_travel_and_facts_of_one_machine_do_not():
+    travel = {
+        "NCCL_SOCKET_IFNAME": "eth1",
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "VLLM_ATTENTION_BACKEND": "FLASH_ATTN",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "HF_TOKEN": "secret",
+        "WANDB_API_KEY": "secret",
+        "https_proxy": "http://proxy:3128",
+    }
+    stay = {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "VLLM_HOST_IP": "10.0.0.1",
+        "NCCL_HOSTID": "a",
+        "PATH": "/bin",
+        "HOSTNAME": "a",
+        "SKYRL_ENDPOINT_API_KEY": "secret",
+        "MY_NCCL_DEBUG": "INFO",
+    }
+    assert forwarded_environment(travel | stay) == travel
+
+
+def test_workers_get_what_travels(monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    environment = worker_environment()
+    assert environment["NCCL_DEBUG"] == "INFO"
+    assert environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_install_page_lists_what_travels():
+    [paragraph] = [part for part in INSTALL.read_text().split("\n\n") if part.startswith("Environment variables")]
+    named = set(re.findall(r"`([A-Z_]+)`", paragraph))
+    assert named == {*FORWARDED_PREFIXES, *FORWARDED_NAMES, *NOT_FORWARDED}
