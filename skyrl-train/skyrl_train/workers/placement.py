@@ -69,8 +69,8 @@ def gpus_of_engines(cfg: SkyRLConfig, shared: PlacementGroup | None) -> list[tup
         ],
         timeout=scheduling_timeout_seconds(),
     )
-    nodes = list(dict.fromkeys(node for node, _ in where))  # as ranks take them
-    order = sorted(range(shared.bundle_count), key=lambda bundle: (nodes.index(where[bundle][0]), where[bundle][1]))
+    in_order = list(dict.fromkeys(node for node, _ in where))  # as ranks take them
+    order = sorted(range(shared.bundle_count), key=lambda bundle: (in_order.index(where[bundle][0]), where[bundle][1]))
     engines = []
     for first in range(0, len(order), size):
         bundles = order[first : first + size]
