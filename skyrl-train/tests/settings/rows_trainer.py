@@ -121,7 +121,7 @@ class Diverged(PolicyWorker):
 
 
 def end_of_diverged_run(bench: Bench, settings: Settings) -> Any:
-    return bench.run({**settings, "trainer.update_epochs_per_batch": 3}, policy_worker=Diverged).error[:20]
+    return bench.run({**settings, "trainer.update_epochs_per_batch": 3}, policy_worker=Diverged).error[:60]
 
 
 def tracker(bench: Bench, settings: Settings) -> Any:
@@ -248,7 +248,7 @@ ROWS += [
     Row("trainer.project_name", "mine", tracker, {"trainer.logger": "swanlab"}),
     Row("trainer.run_name", "mine", tracker, {"trainer.logger": "swanlab"}),
     Row("trainer.resume_mode", "none", resumed),
-    Row("trainer.max_consecutive_skipped_updates", 2, end_of_diverged_run),
+    Row("trainer.max_consecutive_skipped_updates", 2, quiet(end_of_diverged_run)),
     Row("trainer.resume_allow_changes", True, resumed, {"environment.env_class": "sometimes_toy"}),
     Row("trainer.resume_path", "{ckpts}/global_step_1", resumed, FROM_PATH),
 ]
