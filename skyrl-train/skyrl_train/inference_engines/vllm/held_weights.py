@@ -13,6 +13,7 @@ from skyrl_train.inference_engines.vllm.held_layers import (
     regions_in_experts,
     regions_in_layer,
 )
+from skyrl_train.inference_engines.vllm.weight_names import WeightNames
 from skyrl_train.weight_sync.base import ProcessReport
 from skyrl_train.weight_sync.fingerprint import Sampling, Verification, fingerprints_of
 
@@ -31,6 +32,7 @@ class HeldWeights:
 
     def __init__(self, model: Any, tied: Iterable[tuple[Any, Any]]):
         self._layers = {name.replace(_BASE, ""): layer for name, layer in model.named_modules() if _has_own(layer)}
+        self._names = WeightNames(model)
         mapper = getattr(model, "hf_to_vllm_mapper", None)
         self._new_prefixes: dict[str, str | None] = dict(getattr(mapper, "orig_to_new_prefix", None) or {})
         packed = dict(getattr(model, "packed_modules_mapping", None) or {})
@@ -39,6 +41,7 @@ class HeldWeights:
 
     def regions(self, name: str, shape: torch.Size) -> list[Region]:
         """Where this process holds a tensor; none if it does not, or if the place is not known."""
+        name = self._names.of(name)
         return self._regions(name, shape) or self._regions(self._renamed(name), shape)
 
     def _regions(self, name: str, shape: torch.Size) -> list[Region]:

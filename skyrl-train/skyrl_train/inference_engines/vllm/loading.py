@@ -14,6 +14,7 @@ import torch
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.inference_engines.vllm.held_layers import is_experts
 from skyrl_train.inference_engines.vllm.held_weights import HeldComparison, HeldWeights, NamedTensor
+from skyrl_train.inference_engines.vllm.weight_names import WeightNames
 from skyrl_train.weight_sync.base import ProcessReport
 from skyrl_train.weight_sync.fingerprint import Verification
 
@@ -38,12 +39,13 @@ class ModelUpdate:
         self._config = vllm_config
         self._version = version
         self._tied = _tied_layers(model)
+        self._names = WeightNames(model)
         self._comparison = HeldComparison(HeldWeights(model, self._tied), process, version, verification)
         with self._vllm_context():
             initialize_layerwise_reload(model)
 
     def load(self, tensors: list[NamedTensor]) -> None:
-        """Hands tensors (in their checkpoint's names) to the model. They may be overwritten afterwards.
+        """Hands tensors (in the trainer's names) to the model. They may be overwritten afterwards.
 
         Raises:
             WeightSyncError: the model has no such parameter, or another shape.
@@ -51,7 +53,8 @@ class ModelUpdate:
         self._comparison.expect(tensors)
         try:
             with self._vllm_context(), torch.no_grad(), _packing_experts(self._model):
-                self._model.load_weights(iter(tensors))  # pyright: ignore[reportCallIssue]
+                given = (pair for name, tensor in tensors for pair in self._names.as_in_checkpoint(name, tensor))
+                self._model.load_weights(given)  # pyright: ignore[reportCallIssue]
         except (ValueError, KeyError, AssertionError, RuntimeError) as error:
             names = ", ".join(name for name, _ in tensors)
             raise WeightSyncError(

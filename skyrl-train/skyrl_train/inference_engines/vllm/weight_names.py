@@ -1,0 +1,51 @@
+"""Names of a model's tensors where the trainer (transformers 5) and vLLM differ.
+
+transformers renames and fuses experts when it loads a checkpoint: Mixtral's `block_sparse_moe.experts.0.w1.weight` and
+its like become one `mlp.experts.gate_up_proj`. vLLM keeps the checkpoint's names, and has a name of its own for fused
+experts. Which a model has is read from its layers, not from a table of models.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_THEIRS, _OURS = "block_sparse_moe", "mlp"
+
+
+class WeightNames:
+    """From the trainer's names to those that a vLLM model loads.
+
+    Args:
+        model: vLLM's.
+    """
+
+    def __init__(self, model: Any):
+        self._blocks = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in (_OURS, _THEIRS)}
+        self._split_experts = {
+            name.removesuffix(".routed_experts"): layer.ckpt_down_proj_name
+            for name, layer in model.named_modules()
+            if getattr(layer, "ckpt_gate_proj_name", None) == "w1"
+        }
+
+    def of(self, name: str) -> str:
+        """vLLM's name of the trainer's tensor `name`; the same where they do not differ."""
+        before, found, after = name.partition(f".{_OURS}.")
+        if not found or f"{before}.{_OURS}" in self._blocks or f"{before}.{_THEIRS}" not in self._blocks:
+            return name
+        path, _, kind = f"{before}.{_THEIRS}.{after}".rpartition(".")
+        if path in self._split_experts:
+            kind = {"gate_up_proj": "w13", "down_proj": self._split_experts[path]}.get(kind, kind)
+        return f"{path}.{kind}"
+
+    def as_in_checkpoint(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The trainer's tensor as the checkpoint has it: renamed, and fused experts one by one."""
+        renamed = self.of(name)
+        path, _, kind = renamed.rpartition(".")
+        if path not in self._split_experts or tensor.dim() != 3:
+            yield renamed, tensor
+            return
+        for expert, matrix in enumerate(tensor):
+            parts = zip(("w1", "w3"), matrix.chunk(2), strict=True) if kind == "w13" else [(kind, matrix)]
+            for part, values in parts:
+                yield f"{path}.{expert}.{part}.weight", values
