@@ -145,6 +145,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
 
     async def check_health(self) -> None:
         """Ask the process that schedules, which answers between two steps. Without a deadline: a step may be long."""
+        self._processes.raise_if_dead()
         await self._control(self._llm.is_paused(), "check_health", math.inf)
 
     def progress(self) -> int:
