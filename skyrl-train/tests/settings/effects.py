@@ -247,6 +247,7 @@ class Bench:
             "generator.model_dtype": "float32",
             "generator.n_samples_per_prompt": 3,
             "generator.sampling_params.max_generate_length": 6,
+            "generator.eval_sampling_params.max_generate_length": 6,
             "generator.weight_sync_canary_interval": 0,
         }
 

@@ -19,7 +19,7 @@ from skyrl_train.inference_engines.loop_thread import LoopThread
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import ProcessPlace, RayWrappedInferenceEngine
 from skyrl_train.testing.learning import _one_process_group
 from skyrl_train.utils import ray_calls
-from skyrl_train.workers import actor_group, model_worker
+from skyrl_train.workers import actor_group, bundles, model_worker, node_check
 from skyrl_train.workers.model_worker import ModelWorker
 
 
@@ -137,6 +137,35 @@ class LocalRay:
     def kill(self, actor: Actor) -> None:
         actor.end()
 
+    def get_runtime_context(self) -> "LocalRay":
+        return self
+
+    def get_job_id(self) -> str:
+        return "local"
+
+    def get_node_id(self) -> str:
+        return NODE
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return []
+
+
+NODE = "this node"
+
+
+class LocalPlacementGroup:
+    """Places that are free at once, on one node."""
+
+    def __init__(self, bundles: Sequence[dict[str, float]], strategy: str, name: str):
+        self.bundle_count = len(bundles)
+
+    def wait(self, timeout_seconds: float) -> bool:
+        return True
+
+
+def _placement_group_table(group: LocalPlacementGroup | None = None) -> dict[str, Any]:
+    return {} if group is None else {"bundles_to_node_id": dict.fromkeys(range(group.bundle_count), NODE)}
+
 
 class ActorClass:
     def __init__(self, ray: LocalRay, cls: Callable[..., Any]):
@@ -196,8 +225,12 @@ def local_ray() -> Iterator[LocalRay]:
     """Within, workers and engines are threads of this process, each group one rank."""
     ray = LocalRay()
     with pytest.MonkeyPatch.context() as patch, _one_process_group():
-        for module in (actor_group, ray_calls, ray_wrapped_inference_engine):
+        for module in (actor_group, bundles, node_check, ray_calls, ray_wrapped_inference_engine):
             patch.setattr(module, "ray", ray)
+        patch.setattr(bundles, "placement_group", LocalPlacementGroup)
+        patch.setattr(bundles, "placement_group_table", _placement_group_table)
+        for module in (actor_group, bundles):
+            patch.setattr(module, "remove_placement_group", lambda group: None)
         patch.setattr(actor_group, "prepare_process", lambda log_file: None)  # it redirects the process's output
         patch.setattr(
             engines, "engine_actor", lambda **options: ray.remote(partial(LocalEngine, ray)).options(**options)
