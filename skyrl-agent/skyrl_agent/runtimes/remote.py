@@ -150,8 +150,8 @@ class RemoteRuntime:
         if heartbeat is not None:
             heartbeat.cancel()
         try:
-            if self._is_known:  # else it has nothing of ours
-                await self._request("DELETE", retry_seconds=CANCEL_SECONDS)
+            # A server that has not answered may have been asked all the same; if it is not there, one try is enough.
+            await self._request("DELETE", retry_seconds=CANCEL_SECONDS if self._is_known else 0.0)
         except Exception as error:  # the server closes it when its lease ends
             logger.warning("runtime %s at %s could not be closed: %s", self.id, self.spec.url, error)
         finally:

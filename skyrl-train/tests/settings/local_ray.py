@@ -45,6 +45,7 @@ class Actor:
         self._is_worker = cls is actor_group.WorkerProcess
         self._thread = _WORKERS if self._is_worker else ThreadPoolExecutor(1)
         self._loop = LoopThread("actor")
+        self._has_ended = False
         # All models are loaded in one thread: meanwhile transformers changes classes that others use.
         self._object = _WORKERS.submit(cls, *args)
 
@@ -78,9 +79,18 @@ class Actor:
         return Reference(answer)
 
     def end(self) -> None:
-        if not self._is_worker:
+        """End thread and loop, whose file descriptors a test process would run out of. May be called more than once."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        if self._is_worker:
+            sender = None if self._object.exception() else getattr(self.worker, "_sender", None)
+            if sender is not None:  # a process that ends takes its shared memory along
+                sender.close()
+            self._loop.stop()
+        else:
+            self._thread.submit(self._loop.stop)  # after the calls that were made before
             self._thread.shutdown(wait=False)
-        self._loop.stop()
 
     @property
     def worker(self) -> ModelWorker:
@@ -237,4 +247,8 @@ def local_ray() -> Iterator[LocalRay]:
         )
         patch.setattr(RayWrappedInferenceEngine, "kill", lambda self: ray.kill(self._actor))
         patch.setattr(model_worker, "node_address", lambda: "127.0.0.1")
-        yield ray
+        try:
+            yield ray
+        finally:
+            for actor in ray.actors:
+                actor.end()
