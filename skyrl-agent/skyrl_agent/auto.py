@@ -42,5 +42,5 @@ class AutoAgentRunner:
 
     @classmethod
     def from_task_file(cls, cfg: TaskFile, infer_engine: Any, tokenizer: Any) -> "AgentRunner":
-        """As `from_task`, of a task file that is loaded already."""
+        """Build the runner of a task file that is loaded already; see `from_task`."""
         return class_of_agent(cfg.agent_cls, AGENT_GENERATOR_REGISTRY)(cfg, infer_engine, tokenizer)

@@ -248,7 +248,7 @@ def make_instances(cfg: TaskFile, task: BaseTask, rows: Sequence[Row]) -> list[I
 
 
 def make_instance(cfg: TaskFile, task: BaseTask, position: int, row: Row) -> Instance:
-    """As `make_instances`, of one row."""
+    """Build the instance of one row; see `make_instances`."""
 
     def field(key: str, default: Any) -> Any:
         path = getattr(cfg.data, key)

@@ -76,7 +76,7 @@ class Change:
 
     @property
     def is_defining(self) -> bool:
-        """Whether it makes another experiment."""
+        """True if the change makes another experiment."""
         return self.name == TRAINING_DATA or is_among(self.name, DEFINING)
 
     def __str__(self) -> str:

@@ -30,7 +30,7 @@ class TrainingRun(ABC):
     """
 
     train_dataset: Dataset | None
-    """What is learnt from; its content is a part of the provenance of checkpoints."""
+    """Training data; its content is a part of the provenance of checkpoints."""
 
     def __init__(self, cfg: SkyRLConfig, tracker: Tracking, tokenizer: PreTrainedTokenizerBase):
         self.cfg = cfg

@@ -38,7 +38,7 @@ REQUEST_SECONDS = 60.0
 RETRY_SECONDS = 60.0
 """How long a server may be away."""
 REFUSED_SECONDS = 5.0
-"""How long one may be away that has never answered."""
+"""Longest time without a connection to a server that has never answered."""
 FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 5.0
 MARGIN_SECONDS = 120.0

@@ -83,7 +83,7 @@ async def read_changes(runtime: Runtime, original: Mapping[str, str]) -> Changes
 
 
 def unified_diff(original: Mapping[str, str], files: Mapping[str, str | None], executable: Collection[str] = ()) -> str:
-    """As `git diff` writes it, without index lines; empty if nothing differs. Of `executable`, new files are so."""
+    """Return a diff in git's form, without index lines; empty if nothing differs. New files in `executable` are so."""
     changed = sorted(files.items())
     return "".join(_diff_of(path, original.get(path), new, 755 if path in executable else 644) for path, new in changed)
 

@@ -67,8 +67,8 @@ class Problem:
         return not is_test_file(path)
 
     def is_agents_matter(self, error: CollectionError) -> bool:
-        """Whether an agent could remove an error at collecting: not where a test file is no Python, or where a module
-        is missing that neither the project has nor the problem statement speaks of."""
+        """Return whether an agent could remove a collection error: not where a test file is no Python, or where a
+        module is missing that neither the project has nor the problem statement speaks of."""
         if error.module is not None:
             name = error.module.partition(".")[0]
             has_it = any(PurePosixPath(part).stem == name for path in self.files for part in PurePosixPath(path).parts)

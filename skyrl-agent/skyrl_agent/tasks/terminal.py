@@ -167,7 +167,7 @@ class TerminalTask(BaseTask):
         return await self.evaluate_result(result, instance, TrajectoryResult(), runtime)
 
     async def _effect(self, runtime: Runtime, command: str, name: str = "") -> tuple[list[str], str]:
-        """What a command prints, and the state of the files after it.
+        """Run a command. Returns its output, and the state of the files after it.
 
         Raises:
             TaskRowError: a command with a name, which is the row's, could not be started.

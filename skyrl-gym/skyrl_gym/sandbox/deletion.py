@@ -22,11 +22,11 @@ from skyrl_gym.error import InfraError
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 CLOSE_SECONDS = 2.0
-"""How long who closes a sandbox deletes its folder."""
+"""Longest time that closing a sandbox spends on the deletion of its folder."""
 MAX_LEFT = 64
-"""Folders that may wait for the thread; then who closes a sandbox waits too,"""
+"""Most folders in the queue of the thread; above, closing a sandbox waits for room."""
 MAX_WAIT_SECONDS = 120.0
-"""but not longer than this."""
+"""Longest wait for room in the queue."""
 
 
 def delete_locked(root: str, lock: int, deadline: float) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from skyrl_train.config.typed import is_among, leaves, to_dict
 
 PLACEHOLDER = "{fingerprint}"
-"""In a text setting, such as `trainer.run_name`: replaced by `settings_fingerprint`."""
+"""Text that `settings_fingerprint` replaces in a setting such as `trainer.run_name`."""
 
 # fmt: off
 DEFINING = (

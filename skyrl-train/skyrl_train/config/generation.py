@@ -178,7 +178,7 @@ class GeneratorConfig(BaseConfig):
     """The longest that a pause, a wake-up or one bucket of weights may take."""
 
     engine_health_interval_seconds: float = 10.0
-    """How often each engine is asked whether it is well. One that neither answers nor computes anything for three
+    """Seconds between two health checks of an engine. One that neither answers nor computes anything for three
     intervals counts as dead. 0: only failing requests tell."""
 
     enable_http_endpoint: bool = False

@@ -156,7 +156,7 @@ def setting_names(config_type: type, name: str = "") -> Iterator[str]:
 
 
 def is_among(name: str, names: Iterable[str]) -> bool:
-    """Whether a setting is one of `names`, or in a section that is named there with a dot at its end."""
+    """Return whether a setting is one of `names`, or in a section that is named there with a dot at its end."""
     return any(name == known or (known.endswith(".") and name.startswith(known)) for known in names)
 
 

@@ -181,7 +181,7 @@ class BasePPOExp:
         return listening(endpoint_of(self.cfg, client, self.tokenizer))
 
     def is_finished(self) -> bool:
-        """Whether a checkpoint of the last step is there; says so. A run without training data never is."""
+        """Return whether there is a checkpoint of the last step, and log it. A run without training data never is."""
         return self.train_dataset is not None and says_finished(self.cfg, len(self.train_dataset))
 
     def run(self) -> None:

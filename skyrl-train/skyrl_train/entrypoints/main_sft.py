@@ -51,7 +51,7 @@ class SupervisedExp:
         return SupervisedDataset(sources, self.tokenizer, self.settings.data, with_pairs=with_pairs)
 
     def is_finished(self) -> bool:
-        """Whether a checkpoint of the last step is there; says so."""
+        """Return whether there is a checkpoint of the last step, and log it."""
         return says_finished(self.cfg, len(self.train_dataset))
 
     def run(self) -> None:

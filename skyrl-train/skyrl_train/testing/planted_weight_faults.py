@@ -18,7 +18,7 @@ EXTENSION = f"{__name__}.FaultyWeightExtension"
 
 Weights = dict[str, torch.Tensor]
 Change = Callable[[Weights, Weights], Weights]
-"""What the loader gets: of the new weights and those of the sync before."""
+"""Fault: from the new weights and those of the sync before to the weights that the loader gets."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ FAULTS: dict[str, Fault] = {
     "tied_head_stale": Fault(lambda new, old: new, lambda name: "embed_tokens" in name),
     "packed_layer_stale": Fault(lambda new, old: new, lambda name: "layers.0.self_attn.o_proj" in name),
 }
-"""For models with tied embeddings, at least two layers and square key and value projections."""
+"""Faults for models with tied embeddings, at least two layers and square key and value projections."""
 
 FAULTS_OF_EXPERTS: dict[str, Fault] = {
     "experts_stale": _stale("layers.1.mlp.experts.down_proj"),
@@ -84,7 +84,7 @@ FAULTS_OF_EXPERTS: dict[str, Fault] = {
     ),
     "router_stale": _stale("layers.1.mlp.gate."),
 }
-"""For mixtures whose experts are sent as stacks."""
+"""Faults for mixtures whose experts are sent as stacks."""
 
 
 class FaultyWeightExtension(WeightExtension):

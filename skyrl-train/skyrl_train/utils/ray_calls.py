@@ -17,7 +17,7 @@ from skyrl_train.utils.process_log import log_tail
 from skyrl_train.utils.tracebacks import described, keep_where_raised, log_traceback, where_raised
 
 EXIT_SECONDS = 10.0
-"""How long processes that are asked to exit may take."""
+"""Deadline of processes that are asked to exit."""
 
 PEER_GRACE_SECONDS = 3.0
 """A rank whose peer dies raises as well, and often first: so long its peers may show that the fault was theirs."""

@@ -80,7 +80,7 @@ def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Whether the code is neither a package of ours nor installed nor Python's own."""
+    """Return whether the code is neither a package of ours nor installed nor Python's own."""
     module = frame.f_globals.get("__name__", "")
     if module.partition(".")[0] in _OUR_PACKAGES:
         return False

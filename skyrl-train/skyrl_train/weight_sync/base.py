@@ -87,20 +87,20 @@ class LoraLoadRequest:
 
 @dataclass(kw_only=True)
 class ProcessReport:
-    """What one process of an engine holds after an update. Can travel as JSON."""
+    """Weights of one process of an engine after an update. Can be sent as JSON."""
 
     process: str
     """Its name."""
     fingerprints: dict[str, int]
-    """Of every tensor as it came."""
+    """Fingerprints of all tensors as received."""
     read: list[str] = field(default_factory=list)
     """Tensors whose numbers were read from the layers of this process."""
     wrong: list[str] = field(default_factory=list)
-    """Those of them that a layer computes otherwise with."""
+    """Tensors in `read` whose numbers differ from those received."""
     held_bytes: int = 0
-    """Of the parts of tensors that can be read here."""
+    """Size of the parts of tensors that can be read in this process."""
     read_bytes: int = 0
-    """Those of them that were read this time."""
+    """Part of `held_bytes` that was read at this sync."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,17 +109,17 @@ class WeightReport:
 
     version: int
     fingerprints: dict[str, int]
-    """Of every tensor of the update by its name (`skyrl_train.weight_sync.fingerprint.fingerprint_of`), as the engine
-    holds it or, for those in `received_only` and of engines that divide or pack their weights, as it came. Empty with
-    verification off."""
+    """Fingerprint of every tensor of the update by its name (`skyrl_train.weight_sync.fingerprint.fingerprint_of`), as the
+    engine holds it or, for those in `received_only` and of engines that divide or pack their weights, as it came. Empty
+    with verification off."""
     wrong: dict[str, list[str]] = field(default_factory=dict)
     """A tensor that the engine computes otherwise with, by what was read from its layers -> the processes that do."""
     received_only: list[str] = field(default_factory=list)
     """Tensors that nothing was read of once they had been handed to the engine."""
     held_bytes: int = 0
-    """Of the weights that can be read from the engine's layers, over all processes."""
+    """Size of the weights that can be read from the engine's layers, over all processes."""
     read_bytes: int = 0
-    """Those of them that were read this time."""
+    """Part of `held_bytes` that was read at this sync."""
 
     @classmethod
     def of_processes(cls, version: int, reports: Sequence[ProcessReport]) -> "WeightReport":

@@ -16,7 +16,7 @@ logits up to about 20 below the best, which bfloat16 (8 bits) rounds by up to 0.
 layer or a block that kept its random weights differs by whole nats."""
 
 FLOORS = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 0.02}
-"""What is allowed however small the measured difference is [nats]: a token that goes to another expert."""
+"""Least tolerance, however small the measured difference [nats]: a token that goes to another expert."""
 _NUM_MEASURED = 5
 _MARGIN = 10.0
 
@@ -58,7 +58,7 @@ class CanaryTolerance:
         self._measured: list[float] = []
 
     def now(self, expected: LogProbs) -> float:
-        """For these log-probs of the trainer [nats]."""
+        """Return the tolerance for these log-probs of the trainer [nats]."""
         if self._fixed is not None:
             return self._fixed
         if not self._measured:

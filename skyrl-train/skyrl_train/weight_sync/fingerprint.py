@@ -41,7 +41,8 @@ class Sampling:
     verification: Verification
 
     def of(self, length: int, num_bytes: int) -> slice:
-        """Those of `length`, of a matrix of `num_bytes`: 8 or more, else the share that `sampled` reads."""
+        """Return the indices to read among `length`, of a matrix of `num_bytes`: 8 or more, else the share that
+        `sampled` reads."""
         turns = 1 if self.verification == "full" else min(num_turns(num_bytes), max(1, length // _LEAST_BLOCKS))
         return slice(self.version % turns, None, turns)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 _ELEMENTS_AT_ONCE = 1 << 24
-"""Of one-hot rows and of their products."""
+"""Most numbers of one-hot rows, and of their products, in memory."""
 _LEAST_CHUNK = 16
 
 

@@ -287,8 +287,8 @@ class WeightSender:
             )
 
     def _shares_read(self, reports: Sequence[WeightReport]) -> dict[str, float]:
-        """How much the proof has read, in the engine with the least: `held_share` of the bytes lie where their engine
-        can read what it computes with; of those, `read_share` were read at this sync."""
+        """Compute the shares that the proof has read, in the engine with the least: `held_share` of the bytes lie where
+        their engine can read what it computes with; of those, `read_share` were read at this sync."""
         total = sum(self._sizes.values())
         unread = [sum(self._sizes.get(name, 0) for name in report.received_only) for report in reports]
         read = [report.read_bytes / report.held_bytes for report in reports if report.held_bytes]
@@ -310,7 +310,7 @@ class WeightSender:
 
 
 def _wrong_in(report: WeightReport, expected: dict[str, int]) -> str:
-    """What is wrong with an engine's weights, by the names of the tensors; empty if nothing is."""
+    """Describe the errors in an engine's weights, by the names of the tensors; empty if there are none."""
     computed = ""
     if report.wrong:
         processes = ", ".join(sorted({process for processes in report.wrong.values() for process in processes}))

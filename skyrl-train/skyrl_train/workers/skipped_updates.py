@@ -20,7 +20,7 @@ _COLUMNS = {
     "rollout_logprobs": "log-probs of the rollout engine",
     "values": "values of the critic (its weights)",
 }
-"""What a batch brings to the workers, in the order in which one thing follows from another."""
+"""Columns of a batch in the order in which each is computed from those before."""
 
 
 class SkippedUpdates:

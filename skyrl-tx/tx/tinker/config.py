@@ -42,8 +42,8 @@ class EngineConfig(BaseModel):
     max_body_mb: int = Field(default=64, ge=1)
     """Larger requests are refused (413) before they are read."""
     max_bodies_mb: int = Field(default=1024, ge=1)
-    """Of requests that are being read or taken in, of all clients, counted as they arrive. A tenant may have as many as
-    are still free, so one alone half of it; above, 429. Bodies up to 64 KiB are always let in."""
+    """Most bytes of request bodies being read or parsed, of all clients, counted as they arrive. A tenant may have as
+    many as are still free, so one alone half of it; above, 429. Bodies up to 64 KiB are always let in."""
     max_pending_per_tenant: int = Field(default=4096, ge=1)
     """Requests accepted and not done; above, 429."""
     max_sample_tokens_pending: int = Field(default=4_000_000, ge=1)

@@ -1,4 +1,4 @@
-"""How many files, sockets among them, this process may have open."""
+"""Limit of open files, sockets included, of this process."""
 
 import resource
 

@@ -253,7 +253,7 @@ def _no_outcome(done: ExecResult, script: str) -> dict[str, str]:
 
 
 def _tests_not_run(done: ExecResult, command: str, outcomes: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
-    """As `local_swe.tests_not_run`."""
+    """Return the tests that did not run, with the obstacle; see `local_swe.tests_not_run`."""
     if done.outcome != "exited":
         return {}
     broken = [name for name, outcome in outcomes.items() if outcome == "ERROR" and "::" not in name]

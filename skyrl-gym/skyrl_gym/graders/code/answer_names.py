@@ -50,7 +50,7 @@ class _Statement:
     """Names that are called, or handed to a call, a variable or a collection."""
 
     asserts: bool
-    """Whether it asserts or raises anything; for a function: when it is called."""
+    """True if it asserts or raises anything; for a function: when it is called."""
 
     @property
     def is_definition(self) -> bool:

@@ -1,4 +1,4 @@
-"""Which models the native engine can run, as far as a config tells; and what runs the others."""
+"""Architectures that the native engine can run, as far as a config tells, and backends for the others."""
 
 from importlib.util import find_spec
 from pathlib import Path

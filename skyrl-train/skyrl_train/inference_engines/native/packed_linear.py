@@ -34,7 +34,7 @@ class PackedForward:
         self._packed = None
 
     def holds_its_weights(self, sampling: Sampling) -> bool:
-        """Whether the sampled columns of the packed copy, read by products, are those of the layer's weight."""
+        """Return whether the sampled columns of the packed copy, read by products, are those of the layer's weight."""
         weight = self._linear.weight.detach()
         columns = sampling.of(weight.shape[1], weight.nbytes)
         rows, width = weight.shape

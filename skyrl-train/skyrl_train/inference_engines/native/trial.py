@@ -50,7 +50,7 @@ def _completion(core: NativeEngineCore) -> Completion:
 
 
 def _difference(model: PreTrainedModel, completion: Completion) -> str | None:
-    """What is wrong with the log-probs of a completion; None for nothing."""
+    """Describe the error in the log-probs of a completion; None if there is none."""
     if completion.error is not None:  # weights that hold NaN: requests will say so, and an update may mend it
         return None
     ids = torch.tensor([*completion.request.prompt.tolist(), *completion.token_ids], device=model.device)
@@ -64,7 +64,7 @@ def _difference(model: PreTrainedModel, completion: Completion) -> str | None:
 
 @torch.inference_mode()
 def _own_log_probs(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """By the attention of transformers, without our cache: log-prob of every token [L] but the first, [L - 1]."""
+    """Compute the log-prob of every token [L] but the first, [L - 1], by transformers' attention, without our cache."""
     model.set_attn_implementation("eager")
     try:
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]

@@ -184,7 +184,7 @@ class ServerConnection:
         return {} if self._api_key is None else {"Authorization": f"Bearer {self._api_key.get_secret_value()}"}
 
     async def asks_for_key(self, path: str) -> bool:
-        """Whether `path` is closed to a request without a key."""
+        """Return whether `path` is closed to a request without a key."""
         async with httpx.AsyncClient(timeout=_CONNECT_SECONDS) as stranger:
             with suppress(httpx.TransportError):
                 return (await stranger.get(self.url + path)).status_code in (401, 403)

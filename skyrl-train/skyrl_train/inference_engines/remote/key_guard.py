@@ -15,7 +15,7 @@ from skyrl_train.errors import ConfigError
 
 GUARD = f"{__name__}.KeyGuard"
 _OPEN_TO_ALL = ("/health", "/ping")
-"""For whoever watches over processes; they tell nothing else."""
+"""Routes without a key: health checks of process supervisors, which disclose nothing else."""
 _NO_KEY = (
     f"this server was started without a key ({ENGINE_API_KEY}, or --api-key-file), so it answers its own machine only"
 )
@@ -46,7 +46,7 @@ class KeyGuard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or a name for it, is this machine's own."""
+    """Return whether an address, or a name for it, is this machine's own."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -47,7 +47,7 @@ class Region:
         return _rows(part, sampling).to(getattr(self.layer, self.parameter).dtype)
 
     def num_bytes(self, tensor: torch.Tensor) -> int:
-        """Of the whole part in the dtype of the layer."""
+        """Return the size of the whole part in the dtype of the layer."""
         return tensor[self.source].numel() * getattr(self.layer, self.parameter).itemsize
 
     def _columns(self, sampling: Sampling) -> slice:
@@ -165,7 +165,7 @@ def _shards_of(layer: Any) -> tuple[list[_Shard], slice]:
 
 
 def _loads_as(layer: Any, kind: type) -> bool:
-    """Whether a layer shards its weights by the rules of `kind`: one with a loader of its own has rules of its own."""
+    """Return whether a layer shards its weights as `kind` does; one with a loader of its own does not."""
     loaders = ("weight_loader", "weight_loader_v2")
     return isinstance(layer, kind) and all(
         getattr(type(layer), loader, None) is getattr(kind, loader, None) for loader in loaders
@@ -190,7 +190,7 @@ def _bias(layer: Any, rows: slice, held_rows: slice) -> Region:
 
 
 def _matrix_shape(layer: Any) -> tuple[int, int]:
-    """Of a layer's whole matrix in this process: outputs, inputs."""
+    """Return the shape of a layer's matrix in this process: outputs, inputs."""
     if hasattr(layer, "num_embeddings_per_partition"):
         return layer.num_embeddings_per_partition, layer.embedding_dim
     shards, columns = _shards_of(layer)
@@ -277,7 +277,7 @@ def regions_in_experts(layer: Any, kind: str, expert: int | None, shape: torch.S
 
 
 def _experts_here(layer: Any, expert: int | None, shape: torch.Size) -> tuple[Place, Place] | None:
-    """Where experts lie in the tensor (nothing for one expert's own), and here."""
+    """Locate this process's experts: their place in the tensor (empty for one expert's own), and in the layer."""
     config, manager = layer.moe_config, layer.expert_map_manager
     if config.num_experts != config.num_logical_experts or manager.num_fused_shared_experts:
         return None
@@ -314,7 +314,7 @@ def _layout_is_known(layer: Any) -> bool:
 
 
 def _experts_of(layer: Any) -> Any:
-    """What computes with a layer's experts."""
+    """Return the kernel that computes with a layer's experts."""
     return layer.quant_method.moe_kernel.fused_experts
 
 
@@ -330,7 +330,7 @@ def _as_in_checkpoint(layer: Any, parameter: str) -> torch.Tensor:
 
 
 def _packed_order(stored: torch.Tensor, isa: str) -> torch.Tensor:
-    """Which number of an expert's matrix lies at each place of the packed one: found by packing the digits of their
+    """Find the index in an expert's matrix of each number of the packed one, by packing the digits of their
     indices (to base 256, exact in every float format). [numbers of an expert]"""
     from vllm._custom_ops import cpu_prepack_moe_weight
 

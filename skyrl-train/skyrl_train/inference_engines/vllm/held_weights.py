@@ -40,7 +40,7 @@ class HeldWeights:
         self._tied = list(tied)
 
     def regions(self, name: str, shape: torch.Size) -> list[Region]:
-        """Where this process holds a tensor; none if it does not, or if the place is not known."""
+        """Return the regions in which this process holds a tensor; none if it does not, or if they are not known."""
         name = self._names.of(name)
         return self._regions(name, shape) or self._regions(self._renamed(name), shape)
 
@@ -73,7 +73,7 @@ class HeldWeights:
         return [] if kind is None else regions_in_experts(layer, kind, expert, shape)
 
     def _renamed(self, name: str) -> str:
-        """As vLLM names it, by the prefixes that a model renames."""
+        """Return vLLM's name of a tensor, by the prefixes that a model renames."""
         for old, new in self._new_prefixes.items():
             if name.startswith(old) and new is not None:
                 return name.replace(old, new, 1)

@@ -14,7 +14,7 @@ _THEIRS, _OURS = "block_sparse_moe", "mlp"
 
 
 class WeightNames:
-    """From the trainer's names to those that a vLLM model loads.
+    """Map from the trainer's tensor names to those that a vLLM model loads.
 
     Args:
         model: vLLM's.

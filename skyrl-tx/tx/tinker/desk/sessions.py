@@ -27,7 +27,7 @@ class Sessions:
     def __init__(self, store: Store, live: Live, orders: Orders, dispatch: Dispatch):
         self._store, self._live, self._orders, self._dispatch = store, live, orders, dispatch
         self._refused_at: dict[str, float] = {}
-        """By tenant, the last time that something was refused unread."""
+        """Last time that a request was refused unread, by tenant."""
 
     async def create(self, tenant: str, request: schemas.CreateSessionRequest) -> dict[str, Any]:
         session_id, now = f"session_{secrets.token_hex(8)}", time.time()

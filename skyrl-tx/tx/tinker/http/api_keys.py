@@ -34,7 +34,7 @@ ADMIN = "admin"
 
 
 class Holder(NamedTuple):
-    """Of a key."""
+    """Owner of a key."""
 
     tenant: str
     is_admin: bool

@@ -26,13 +26,13 @@ THREAD_FROM_BYTES = 64 * 1024
 BODY_SECONDS = 120.0
 """For all of a body to arrive."""
 IDLE_SECONDS = 30.0
-"""From one part of it to the next."""
+"""Longest time between two parts of a body."""
 SMALL_BYTES = 64 * 1024
 """A body up to this is taken in however much others send: heartbeats, polls, steps."""
 CONTROL_PATHS = frozenset({"/healthz", "/api/v1/healthz", "/api/v1/session_heartbeat"})
 """Taken in however many requests are under way."""
 FULL = 0.75
-"""Of the requests there is room for; from here on a tenant has no more than an equal share."""
+"""Share of the requests under way from which on a tenant has no more than an equal share."""
 RETRY_SECONDS = 1.0
 _SHARE = "tx.share"
 

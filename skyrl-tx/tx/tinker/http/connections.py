@@ -9,14 +9,14 @@ from typing import Any
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 HEAD_SECONDS = 20.0
-"""From a connection's start, or a request's first byte, to the end of its headers."""
+"""Longest time from a connection's start, or a request's first byte, to the end of its headers."""
 REST_SECONDS = 120.0
-"""For the rest of a body that was answered (with a refusal, mostly) before all of it had arrived."""
+"""Longest time for the rest of a body that was answered (with a refusal, mostly) before all of it had arrived."""
 UNREAD_SECONDS = 60.0
 """An answer of which nothing is read for so long is given up."""
 MAX_HEAD_BYTES = 64 * 1024
 RESERVED_FILES = 256
-"""For everything but clients: the database, payloads, the engine."""
+"""File descriptors kept for the database, payloads and the engine."""
 
 
 def limit_of_connections(files: int) -> int:
@@ -35,7 +35,7 @@ class Connections:
         self.limit, self.head_seconds, self.unread_seconds = limit, head_seconds, unread_seconds
         self._open: set[_Timed] = set()
         self._idle: dict[_Timed, None] = {}
-        """Those with no request under way; longest first."""
+        """Connections without a request under way, longest first."""
         self.num_cut = 0
 
     def __len__(self) -> int:
@@ -71,14 +71,14 @@ class Connections:
 
 
 class _Timed(asyncio.Protocol):
-    """What a connection has beside uvicorn's protocol. It is *idle* until a request's headers are complete and again
+    """Timers of a connection, beside uvicorn's protocol. It is *idle* until a request's headers are complete and again
     once that is answered; in between, whoever reads the body keeps the time (`bodies`)."""
 
     registry: Connections
     transport: Any
     loop: asyncio.AbstractEventLoop
     cycle: Any
-    """Of uvicorn: the latest request and its answer."""
+    """Latest request and its answer, as uvicorn holds them."""
     _late: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
     _head_bytes = 0
