@@ -109,7 +109,7 @@ class WeightReport:
 
     version: int
     fingerprints: dict[str, int]
-    """Fingerprint of every tensor of the update by its name (`skyrl_train.weight_sync.fingerprint.fingerprint_of`), as the
+    """Fingerprint of every tensor of the update by its name (`fingerprint.fingerprint_of`), as the
     engine holds it or, for those in `received_only` and of engines that divide or pack their weights, as it came. Empty
     with verification off."""
     wrong: dict[str, list[str]] = field(default_factory=dict)

@@ -38,8 +38,8 @@ class Text2SQLEnvConfig:
     db_path: str = "/home/ray/default/sql_data"
     """Folder with the databases: `spider/database/<db_id>/<db_id>.sqlite` and so on."""
     rule: Rule = "skyrl"
-    """Rule by which two results are equal. skyrl: the same set of rows; the order of columns counts. spider: the same rows
-    as often, in any order of columns; in the gold query's order of rows if it has an ORDER BY."""
+    """Rule by which two results are equal. skyrl: the same set of rows; the order of columns counts. spider: the same
+    rows as often, in any order of columns; in the gold query's order of rows if it has an ORDER BY."""
     compare_order: bool = False
     """Require the gold query's order of rows, and their number, if that query has an ORDER BY. Only with rule=skyrl."""
 
