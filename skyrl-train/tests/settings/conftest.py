@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode does not add this folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Bench"]:  # noqa: F821
     import torch.distributed as dist
     from effects import ENVIRONMENTS, Bench
