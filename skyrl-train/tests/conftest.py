@@ -1,6 +1,7 @@
 """Tiny real things that many tests use: a model, a Ray cluster, the folder of real data."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two threads of one process fight over two cores
@@ -42,6 +43,25 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     model = tiny_qwen3(hidden_size=32, vocab_size=len(tokenizer), max_position_embeddings=256)
     model.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def group_of_one() -> Iterator[None]:
+    """A process group that is this process alone, until the end of the file."""
+    import torch.distributed as dist
+
+    from skyrl_train.distributed.process_group import free_port, init_process_group
+
+    init_process_group(
+        rank=0,
+        world_size=1,
+        master_address="127.0.0.1",
+        master_port=free_port(),
+        device=torch.device("cpu"),
+        timeout_seconds=60,
+    )
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -297,12 +297,12 @@ def settings_of(
 
 def start(worker: ModelWorker) -> None:
     """Loads a worker's model, alone in its group. All workers of this process share one process group."""
-    with _one_process_group():
+    with one_process_group():
         worker.init_model(RankInfo())
 
 
 @contextmanager
-def _one_process_group() -> Iterator[None]:
+def one_process_group() -> Iterator[None]:
     """Within, a worker joins the group that is there, if there is one: each usually has a process of its own."""
     join: Callable[..., None] = model_worker.init_process_group
 

@@ -1,7 +1,7 @@
 """Optimizer steps of a worker against AdamW, clipping and schedules written out here, on one rank and on two."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.config import OptimizerConfig, SkyRLConfig
-from skyrl_train.distributed.process_group import free_port, init_process_group
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.workers.critic_worker import CriticWorker
 from skyrl_train.workers.learner import LearnerWorker
@@ -196,18 +195,9 @@ def failures_of_cases(path: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def workers(tiny_model: str) -> Iterator[Callable[[str], LearnerWorker]]:
-    """Workers by kind, in a process group that is this process alone."""
-    init_process_group(
-        rank=0,
-        world_size=1,
-        master_address="127.0.0.1",
-        master_port=free_port(),
-        device=torch.device("cpu"),
-        timeout_seconds=60.0,
-    )
-    yield cache(partial(loaded, path=tiny_model))
-    dist.destroy_process_group()
+def workers(tiny_model: str, group_of_one: None) -> Callable[[str], LearnerWorker]:
+    """Workers by kind, each the only rank of its model."""
+    return cache(partial(loaded, path=tiny_model))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from skyrl_train.distributed.process_group import free_port, init_process_group
 from skyrl_train.distributed.ulysses import SequenceParallel, make_sequence_parallel
 from skyrl_train.errors import ConfigError
 
@@ -137,20 +136,6 @@ def test_heads_that_do_not_divide_are_refused():
     OneOfTwo().check_heads(6)
     with pytest.raises(ConfigError, match=r"must divide the number of .* attention heads, 7"):
         OneOfTwo().check_heads(7)
-
-
-@pytest.fixture
-def group_of_one():
-    init_process_group(
-        rank=0,
-        world_size=1,
-        master_address="127.0.0.1",
-        master_port=free_port(),
-        device=torch.device("cpu"),
-        timeout_seconds=30,
-    )
-    yield
-    dist.destroy_process_group()
 
 
 def test_one_rank_shares_with_nobody_and_two_cannot_be_made_of_one(group_of_one):

@@ -1,16 +1,13 @@
 """A packed, chunked forward gives what the model's own forward gives to each row alone, in numbers and in gradients."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_train.config import FSDPConfig
 from skyrl_train.distributed.fsdp2 import full, shard_model
-from skyrl_train.distributed.process_group import free_port, init_process_group, make_mesh
+from skyrl_train.distributed.process_group import make_mesh
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.scoring import ScoringModel, TokenScores
@@ -163,15 +160,6 @@ def test_neither_all_logits_nor_a_mask_of_all_tokens_are_ever_made(watch_tensors
         model(sequences, mask, 48, 1.0, with_entropy=True).log_probs.sum().backward()
     assert made.largest <= num_tokens * 64  # the width of the MLP
     assert made.largest < num_tokens * words // 16
-
-
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    init_process_group(
-        rank=0, world_size=1, master_address="127.0.0.1", master_port=free_port(), device=CPU, timeout_seconds=30
-    )
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("packing", [True, False])

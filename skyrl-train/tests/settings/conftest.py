@@ -16,12 +16,12 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Bench"]:  # noq
 
     import skyrl_gym
     from skyrl_train.config import SkyRLConfig
-    from skyrl_train.testing.learning import _one_process_group
+    from skyrl_train.testing.learning import one_process_group
     from skyrl_train.workers.model_worker import ModelWorker, RankInfo
 
     for name, env in ENVIRONMENTS.items():
         skyrl_gym.register(id=name, entry_point=env)
-    with _one_process_group():  # before any worker: those of a group of two could not meet
+    with one_process_group():  # before any worker: those of a group of two could not meet
         ModelWorker(SkyRLConfig()).join(RankInfo())
     yield Bench(tmp_path_factory.mktemp("bench"))
     for name in ENVIRONMENTS:

@@ -17,7 +17,7 @@ from skyrl_train.entrypoints import engines
 from skyrl_train.inference_engines import ray_wrapped_inference_engine
 from skyrl_train.inference_engines.loop_thread import LoopThread
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import ProcessPlace, RayWrappedInferenceEngine
-from skyrl_train.testing.learning import _one_process_group
+from skyrl_train.testing.learning import one_process_group
 from skyrl_train.utils import ray_calls
 from skyrl_train.workers import actor_group, bundles, model_worker, node_check
 from skyrl_train.workers.model_worker import ModelWorker
@@ -234,7 +234,7 @@ class LocalEngine:
 def local_ray() -> Iterator[LocalRay]:
     """Within, workers and engines are threads of this process, each group one rank."""
     ray = LocalRay()
-    with pytest.MonkeyPatch.context() as patch, _one_process_group():
+    with pytest.MonkeyPatch.context() as patch, one_process_group():
         for module in (actor_group, bundles, node_check, ray_calls, ray_wrapped_inference_engine):
             patch.setattr(module, "ray", ray)
         patch.setattr(bundles, "placement_group", LocalPlacementGroup)

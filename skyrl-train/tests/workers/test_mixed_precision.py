@@ -1,27 +1,15 @@
 """bfloat16 is how it computes, not what it is: parameters, gradients and log-probs are float32."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from skyrl_train.config import FSDPConfig
 from skyrl_train.distributed.fsdp2 import full, shard_model
-from skyrl_train.distributed.process_group import free_port, init_process_group, make_mesh
+from skyrl_train.distributed.process_group import make_mesh
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.scoring import ScoringModel
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    init_process_group(
-        rank=0, world_size=1, master_address="127.0.0.1", master_port=free_port(), device=CPU, timeout_seconds=30
-    )
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
