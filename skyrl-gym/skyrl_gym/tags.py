@@ -2,6 +2,11 @@
 expression takes quadratic time there, and a model may write thirty thousand tokens of nothing else."""
 
 
+def has_tags(text: str, tag: str) -> bool:
+    """Return whether both `<tag>` and `</tag>` occur, in whatever order."""
+    return f"<{tag}>" in text and f"</{tag}>" in text
+
+
 def first_tagged(text: str, tag: str) -> str | None:
     """What the first `<tag>...</tag>` holds; None if there is none."""
     start = text.find(f"<{tag}>")

@@ -17,7 +17,7 @@ from skyrl_gym.envs.search.examples import make_examples
 from skyrl_gym.error import InfraError, TaskError
 from skyrl_gym.graders import qa
 from skyrl_gym.graders.results import reward_of
-from skyrl_gym.tags import first_tagged
+from skyrl_gym.tags import first_tagged, has_tags
 from skyrl_gym.tools.search import DEFAULT_RETRY_SECONDS, DEFAULT_SEARCH_URL, SearchToolGroup
 
 DEFAULT_MAX_TURNS = 2
@@ -73,7 +73,11 @@ class SearchEnv(BaseTextEnv):
         self.chat_history.append({"role": "assistant", "content": action})
         if self._is_done(action):
             return BaseTextEnvStepOutput(
-                observations=[], reward=self._get_reward(), done=True, metadata={}, truncated=not _has_answer(action)
+                observations=[],
+                reward=self._get_reward(),
+                done=True,
+                metadata={},
+                truncated=not has_tags(action, "answer"),
             )
         query = self._parse_action(action)
         observation = {"role": "user", "content": self._search(query)}
@@ -86,7 +90,7 @@ class SearchEnv(BaseTextEnv):
         return [first_tagged(action, "search")]
 
     def _is_done(self, action: str) -> bool:
-        return self.turns >= self.max_turns or _has_answer(action)
+        return self.turns >= self.max_turns or has_tags(action, "answer")
 
     def _search(self, query: list[str | None]) -> str:
         """What the model is told. A tool that fails on a query is no reason to end the episode."""
@@ -113,10 +117,6 @@ class SearchEnv(BaseTextEnv):
     def examples(cls) -> list[Example]:
         """They need a retrieval server over `skyrl_gym.envs.search.examples.EXAMPLE_DOCUMENTS`."""
         return make_examples()
-
-
-def _has_answer(action: str) -> bool:
-    return "<answer>" in action and "</answer>" in action
 
 
 def _accepted_answers(ground_truth: Any) -> list[str]:

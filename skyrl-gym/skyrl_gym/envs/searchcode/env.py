@@ -14,6 +14,7 @@ from skyrl_gym.envs.base_text_env import (
 )
 from skyrl_gym.graders import Invalid, reward_of
 from skyrl_gym.graders.math import grade_number
+from skyrl_gym.tags import has_tags
 from skyrl_gym.tools.calls import CallFormat, ToolCall, parse_tool_calls
 from skyrl_gym.tools.core import ToolGroup
 from skyrl_gym.tools.python import PythonCodeExecutorToolGroup
@@ -91,7 +92,11 @@ class SearchCodeEnv(BaseTextEnv):
         self.chat_history.append({"role": "assistant", "content": action})
         if self._is_done(action):
             return BaseTextEnvStepOutput(
-                observations=[], reward=self._get_reward(), done=True, metadata={}, truncated=not _has_solution(action)
+                observations=[],
+                reward=self._get_reward(),
+                done=True,
+                metadata={},
+                truncated=not has_tags(action, "solution"),
             )
         observations = self._answer_calls(action)
         self.chat_history += observations
@@ -100,7 +105,7 @@ class SearchCodeEnv(BaseTextEnv):
         )
 
     def _is_done(self, action: str) -> bool:
-        return self.turns >= self.max_turns or _has_solution(action)
+        return self.turns >= self.max_turns or has_tags(action, "solution")
 
     def _calls(self, action: str) -> list[ToolCall | Invalid]:
         calls = parse_tool_calls(action, self.format)
@@ -163,7 +168,3 @@ class SearchCodeEnv(BaseTextEnv):
         from skyrl_gym.envs.searchcode.examples import make_examples
 
         return make_examples()
-
-
-def _has_solution(action: str) -> bool:
-    return "<solution>" in action and "</solution>" in action

@@ -18,6 +18,7 @@ from skyrl_gym.envs.base_text_env import (
 from skyrl_gym.error import InfraError, TaskError
 from skyrl_gym.graders.results import reward_of
 from skyrl_gym.graders.sql import Rule, grade_sql, has_order, verify_format_and_extract
+from skyrl_gym.tags import has_tags
 from skyrl_gym.tools.sql import SQLCodeExecutorToolGroup, database_file
 
 DEFAULT_MAX_TURNS = 5
@@ -91,7 +92,7 @@ class SQLEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
         self.chat_history.append({"role": "assistant", "content": action})
-        self.solved = self.solved or _has_solution(action)
+        self.solved = self.solved or has_tags(action, "solution")
         if self.solved or self._is_done(action):
             return BaseTextEnvStepOutput(
                 observations=[], reward=self._get_reward(), done=True, metadata={}, truncated=not self.solved
@@ -108,7 +109,7 @@ class SQLEnv(BaseTextEnv):
         return self.tool_group.name, "sql", (self.db_id, query if end else None, self.max_turns - self.turns)
 
     def _is_done(self, action: str) -> bool:
-        return self.turns >= self.max_turns or _has_solution(action)
+        return self.turns >= self.max_turns or has_tags(action, "solution")
 
     def _run(self, tool_group: str, tool_name: str, tool_input: tuple[Any, ...]) -> str:
         """What the model is told. A tool that fails on a query is no reason to end the episode."""
@@ -142,10 +143,6 @@ class SQLEnv(BaseTextEnv):
         from skyrl_gym.envs.sql.examples import make_examples
 
         return make_examples()
-
-
-def _has_solution(action: str) -> bool:
-    return "<solution>" in action and "</solution>" in action
 
 
 def _query(ground_truth: Any) -> str:
