@@ -40,7 +40,7 @@ class GymnasiumView(gymnasium.Env[str, str]):
     Args:
         env_id: id of the environment, as `skyrl_gym.make` takes it.
         rows: dataset rows: a `prompt` and the columns that the environment reads. The environment's examples if None.
-        env_config: settings of the environment.
+        env_config: settings of the environment. They go before those of an example.
         render_mode: "ansi", with which `render` returns the conversation as text, or None.
     """
 
@@ -50,13 +50,13 @@ class GymnasiumView(gymnasium.Env[str, str]):
         self,
         env_id: str,
         rows: Sequence[Mapping[str, Any]] | None = None,
-        env_config: Any = None,
+        env_config: Mapping[str, Any] | None = None,
         render_mode: str | None = None,
     ) -> None:
         """Raises Error: no such environment, or there are neither rows nor examples."""
         self.env_id = env_id
         self.env_config = env_config
-        self.rows = list(rows) if rows is not None else _examples(env_id)
+        self.rows = list(rows) if rows is not None else _examples(env_id, env_config or {})
         if not self.rows:
             raise Error(f"{env_id} has no examples: give dataset rows, gymnasium.make({env_id!r}, rows=[...])")
         self.render_mode = render_mode
@@ -109,12 +109,12 @@ class GymnasiumView(gymnasium.Env[str, str]):
         return "\n".join(text_of(message) for message in messages), info | {"messages": list(messages)}
 
 
-def _examples(env_id: str) -> list[dict[str, Any]]:
+def _examples(env_id: str, env_config: Mapping[str, Any]) -> list[dict[str, Any]]:
     env_class = env_class_of(skyrl_gym.spec(env_id))
     if env_class is None or not issubclass(env_class, BaseTextEnv):
         return []
     return [
-        {"prompt": example.prompt, "env_config": dict(example.env_config) or None, **example.extras}
+        {"prompt": example.prompt, "env_config": {**example.env_config, **env_config}, **example.extras}
         for example in env_class.examples()
     ]
 

@@ -34,6 +34,14 @@ def test_gymnasium_imports_the_module_that_an_id_names():
     assert env.step("It is #### 6")[:4] == ("", 1.0, True, False)
 
 
+def test_settings_reach_an_environment_that_plays_its_examples():
+    env = gymnasium.make("skyrl_gym/text2sql", env_config={"rule": "spider"})
+    env.reset()
+    assert env.get_wrapper_attr("_episode").env.rule == "spider"
+    with pytest.raises(ValueError, match="no setting 'ruel'"):
+        gymnasium.make("skyrl_gym/text2sql", env_config={"ruel": "spider"}).reset()
+
+
 def test_seed_chooses_the_row():
     env = gymnasium.make("skyrl_gym/gsm8k", rows=ROWS)
     first = env.reset(seed=5)
