@@ -3,14 +3,14 @@ agent of a task file. `skyrl_train.entrypoints.main_base` does the same; this mo
 `loop` (leave one out), as published recipes name it."""
 
 import multiprocessing
-import sys
 
 import hydra
 from omegaconf import DictConfig
 
 from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry, rloo_advantages
+from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp, config_dir, run_experiment, validate_cfg
-from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.errors import ConfigError
 
 if "loop" not in AdvantageEstimatorRegistry:
     AdvantageEstimatorRegistry.register("loop", rloo_advantages)
@@ -20,15 +20,17 @@ class SkyRLAgentPPOExp(BasePPOExp):
     """An experiment whose generator is `generator.task`."""
 
 
+def validate_agent_cfg(cfg: SkyRLConfig | DictConfig) -> SkyRLConfig:
+    """Type and check settings; `generator.task` must name a task file."""
+    typed = validate_cfg(cfg)
+    if typed.generator.task is None:
+        raise ConfigError("generator.task is missing: name a task file")
+    return typed
+
+
 @hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
 def main(cfg: DictConfig) -> None:
-    try:
-        typed = validate_cfg(cfg)
-        if typed.generator.task is None:
-            raise ConfigError("generator.task is missing: name a task file")
-    except SkyRLError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-    run_experiment(typed, SkyRLAgentPPOExp)
+    run_experiment(cfg, SkyRLAgentPPOExp, validate_agent_cfg)
 
 
 if __name__ == "__main__":
