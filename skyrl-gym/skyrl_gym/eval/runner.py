@@ -54,25 +54,14 @@ def evaluate(settings: EvalSettings, *, progress: bool = False) -> Summary:
         wanted = [(task, sample) for sample in range(settings.num_samples) for task in range(len(tasks))]
         missing = [key for key in wanted if not file.is_finished(key)]
         if missing:
-            with _Crew(
-                settings, lambda config, extras: make(env_spec, env_config=config, extras=extras), tasks
-            ) as crew:
-                bar = tqdm(total=len(wanted), initial=len(wanted) - len(missing), unit="episode", disable=not progress)
-                try:
-                    with bar:
-                        _collect(crew, missing, file, bar)
-                except KeyboardInterrupt as interrupt:
-                    _write_rest(crew, file)
-                    raise Stopped(_write_summary(settings, len(tasks), file)) from interrupt
-                except BaseException:
-                    _write_rest(crew, file)
-                    raise
+            crew = _Crew(settings, lambda config, extras: make(env_spec, env_config=config, extras=extras), tasks)
+            bar = tqdm(total=len(wanted), initial=len(wanted) - len(missing), unit="episode", disable=not progress)
+            try:
+                with crew, bar:
+                    _collect(crew, missing, file, bar)
+            except KeyboardInterrupt as interrupt:
+                raise Stopped(_write_summary(settings, len(tasks), file)) from interrupt
         return _write_summary(settings, len(tasks), file)
-
-
-def _write_rest(crew: "_Crew", file: EpisodeFile) -> None:
-    for record in crew.stop():
-        file.add(record)
 
 
 def _write_summary(settings: EvalSettings, num_tasks: int, file: EpisodeFile) -> Summary:
@@ -82,7 +71,15 @@ def _write_summary(settings: EvalSettings, num_tasks: int, file: EpisodeFile) ->
 
 
 def _collect(crew: "_Crew", missing: list[tuple[int, int]], file: EpisodeFile, bar: Any) -> None:
-    """Writes records as they come. Raises what makes going on pointless."""
+    """Write records as they come, and in the end those of episodes cut off. Raises what makes going on pointless."""
+    try:
+        _collect_finished(crew, missing, file, bar)
+    finally:
+        for record in crew.stop():
+            file.add(record)
+
+
+def _collect_finished(crew: "_Crew", missing: list[tuple[int, int]], file: EpisodeFile, bar: Any) -> None:
     patience = max(10, 2 * crew.settings.concurrency)
     infra_in_a_row = num_failed = num_right = num_scored = 0
     for record in crew.play(missing):
@@ -155,18 +152,14 @@ class _Crew:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
         self.endpoint.close()
 
-    def _end(self) -> None:
+    def stop(self) -> list[EpisodeRecord]:
+        """End what is played. Returns the records that `play` did not yield, those of unfinished episodes included."""
         self.cancelled.set()
         leave_at = time.monotonic() + LEAVE_SECONDS
         for thread in self._threads:
             thread.join(max(leave_at - time.monotonic(), 0.0))
-
-    def stop(self) -> list[EpisodeRecord]:
-        """End what is played. Returns the records that `play` did not yield, those of unfinished episodes included."""
-        self._end()
         found = []
         while not self._finished.empty():
             found.append(self._finished.get())
