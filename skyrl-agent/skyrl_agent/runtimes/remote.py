@@ -215,7 +215,7 @@ class RemoteRuntime:
         if self._client is None or self._client.is_closed:
             raise InfraError(f"runtime {self.id} is not started, or closed")
         most = RETRY_SECONDS if retry_seconds is None else retry_seconds
-        pause, limit, deadline = FIRST_PAUSE_SECONDS, math.inf, math.inf
+        pause, limit, deadline, last_deadline = FIRST_PAUSE_SECONDS, math.inf, math.inf, math.inf
         while True:
             is_refused = False
             try:
@@ -238,8 +238,10 @@ class RemoteRuntime:
                 seconds, said = most, problem.message
             else:
                 seconds, said = min(most, REFUSED_SECONDS if is_refused else RETRY_SECONDS), problem
-            if seconds != limit:  # counted from the first failure of its kind, which may take long itself
-                limit, deadline = seconds, time.monotonic() + seconds
+            now = time.monotonic()  # time counts from the first failure, which may take long itself
+            last_deadline = min(last_deadline, now + most)
+            if seconds != limit:  # another kind of failure
+                limit, deadline = seconds, min(now + seconds, last_deadline)
                 if limit > 0:
                     logger.warning("runtime server %s: %.200s; tried again for %g s", self.spec.url, said, limit)
             if time.monotonic() + pause > deadline:

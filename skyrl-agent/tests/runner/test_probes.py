@@ -1,5 +1,7 @@
 """A run that lacks something says so before anything starts; a batch of failures alone is an error."""
 
+import asyncio
+import itertools
 import time
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 from skyrl_agent.config.task_file import read_task
 from skyrl_agent.errors import BatchFailedError, ConfigError, InfraError, UnavailableError
 from skyrl_agent.runner import AgentRunner
-from skyrl_agent.runtimes import RuntimeSpec, make_runtime
+from skyrl_agent.runtimes import RuntimeSpec, make_runtime, remote
 from skyrl_agent.testing import byte_tokenizer
 
 from ..tools_general.agent_web_server import unused_url, web_server
@@ -111,6 +113,19 @@ async def test_runtime_of_a_wrong_url_fails_in_seconds(answer):
         with pytest.raises(InfraError, match=r"failed for 5 s; last: ConnectError|answer"):
             await runtime.start()
     assert time.monotonic() - began < 60
+
+
+async def test_runtime_server_that_fails_in_turns_is_given_up(monkeypatch):
+    for name in ("FIRST_PAUSE_SECONDS", "LONGEST_PAUSE_SECONDS", "CANCEL_SECONDS"):
+        monkeypatch.setattr(remote, name, 0.05)
+    monkeypatch.setattr(remote, "START_SECONDS", 1.0)
+    monkeypatch.setattr(remote, "RETRY_SECONDS", 0.9)
+    replies = itertools.cycle([(503, "no"), (503, {"kind": "full", "message": "no room"})])
+    with web_server(lambda asked: next(replies)) as server:
+        runtime = make_runtime(RuntimeSpec(kind="remote", url=server.url))
+        async with asyncio.timeout(30):
+            with pytest.raises(InfraError, match=r"the runtime server .* failed for"):
+                await runtime.start()
 
 
 @pytest.mark.parametrize(
