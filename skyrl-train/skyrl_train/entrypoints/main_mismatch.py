@@ -26,7 +26,7 @@ from typing import Any, Literal, cast, get_type_hints
 import hydra
 from loguru import logger
 from omegaconf import DictConfig
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig, config_dir, register_config_store
 from skyrl_train.config.base import BaseConfig
@@ -36,6 +36,7 @@ from skyrl_train.config.typed import expectation, reference
 from skyrl_train.config.validation import validate_generator_cfg
 from skyrl_train.dataset.dataset import PromptDataset
 from skyrl_train.entrypoints.engines import engine_factory, remote_engine
+from skyrl_train.entrypoints.model_files import load_tokenizer, model_config
 from skyrl_train.errors import ConfigError, SkyRLError, WorkerError
 from skyrl_train.generators.sampling import get_sampling_params
 from skyrl_train.inference_engines.base import InferenceEngineInterface
@@ -142,8 +143,7 @@ def validated(cfg: DictConfig | MismatchRunConfig) -> MismatchRunConfig:
 
 def measure(cfg: MismatchRunConfig) -> tuple[Report, PreTrainedTokenizerBase]:
     """Starts one engine after the other, and compares."""
-    path = cfg.trainer.policy.model.path
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
+    tokenizer = load_tokenizer(cfg.trainer.policy.model.path)
     samplings = samplings_of(cfg)
     questions = Questions(
         prompts=prompts_of(cfg, tokenizer),
@@ -157,7 +157,7 @@ def measure(cfg: MismatchRunConfig) -> tuple[Report, PreTrainedTokenizerBase]:
     logs = RunFolder(cfg.trainer.run_dir).logs_folder
     said: list[tuple[EngineName, EngineAnswers]] = []
     failed: list[tuple[str, str]] = []
-    for name, make_engine in engines_of(cfg, questions, tokenizer):
+    for name, make_engine in engines_of(cfg, questions):
         logger.info(f"asking {name}")
         log_path = logs / f"mismatch_{str(name).replace(' ', '_').replace('/', '_')}.log"
         try:
@@ -210,9 +210,7 @@ def prompts_of(cfg: MismatchRunConfig, tokenizer: PreTrainedTokenizerBase) -> li
     return prompts
 
 
-def engines_of(
-    cfg: MismatchRunConfig, questions: Questions, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[EngineName, MakeEngine]]:
+def engines_of(cfg: MismatchRunConfig, questions: Questions) -> Iterator[tuple[EngineName, MakeEngine]]:
     """Every engine that is to be asked, and what makes it in its process."""
     generator = cfg.generator
     if not generator.run_engines_locally:
@@ -250,8 +248,7 @@ def _is_installed(backend: str) -> bool:
 
 def _remote(cfg: MismatchRunConfig, url: str) -> InferenceEngineInterface:
     generator = cfg.generator
-    tokenizer = AutoTokenizer.from_pretrained(cfg.trainer.policy.model.path, trust_remote_code=True)
-    return remote_engine(generator, url, tokenizer, generator.backend)
+    return remote_engine(generator, url, load_tokenizer(cfg.trainer.policy.model.path), generator.backend)
 
 
 def _prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
@@ -263,7 +260,7 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any
 
 
 def _text_config(cfg: MismatchRunConfig) -> Any:
-    return AutoConfig.from_pretrained(cfg.trainer.policy.model.path, trust_remote_code=True).get_text_config()
+    return model_config(cfg.trainer.policy.model.path, "trainer.policy.model.path").get_text_config()
 
 
 def publish(report: Report, cfg: MismatchRunConfig, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -41,30 +41,30 @@ def check_models(cfg: SkyRLConfig, sampling: Sequence[str] = SAMPLING) -> None:
     _check_lengths(cfg, policy, sampling)
 
 
-def model_config(path: str | None, setting: str) -> Any:
+def model_config(path: str, setting: str) -> Any:
     """Return the transformers config of the model at `path`, the value of `setting`.
 
     Raises:
         ConfigError: there is none.
     """
-    _check_folder(path or "", setting)
+    _check_folder(path, setting)
     try:
-        return AutoConfig.from_pretrained(path or "", trust_remote_code=True)
+        return AutoConfig.from_pretrained(path, trust_remote_code=True)
     except Exception as error:  # a model may bring code of its own
-        raise ConfigError(_cannot_be_loaded(path or "", setting, "config", error)) from error
+        raise ConfigError(_cannot_be_loaded(path, setting, "config", error)) from error
 
 
 def load_tokenizer(
-    path: str | None, setting: str = "trainer.policy.model.path", *, use_fast: bool = True, **options: Any
-) -> Any:
+    path: str, setting: str = "trainer.policy.model.path", *, use_fast: bool = True, **options: Any
+) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the model at `path`, with a token to pad with.
 
     Raises:
         ConfigError: there is none; or without `use_fast`, there is no Python form of it (transformers then loads the
             fast one without a word).
     """
-    _check_folder(path or "", setting)
-    folder = Path(path or "")
+    _check_folder(path, setting)
+    folder = Path(path)
     if folder.is_dir() and not any(file.name.startswith(_TOKENIZER_FILES) for file in folder.iterdir()):
         raise ConfigError(f"{setting}={path}: the folder has no tokenizer (tokenizer.json, or files of an older form)")
     try:
@@ -72,7 +72,7 @@ def load_tokenizer(
             path, trust_remote_code=True, use_fast=use_fast, **options
         )
     except Exception as error:  # a model may bring code of its own
-        raise ConfigError(_cannot_be_loaded(path or "", setting, "tokenizer", error)) from error
+        raise ConfigError(_cannot_be_loaded(path, setting, "tokenizer", error)) from error
     if tokenizer.is_fast and not use_fast:
         raise ConfigError(
             f"trainer.disable_fast_tokenizer=true: transformers {transformers.__version__} has no Python form of "

@@ -15,6 +15,7 @@ from skyrl_train.entrypoints.main_mismatch import (
     MismatchConfig,
     MismatchRunConfig,
     help_text,
+    measure,
     prompts_of,
     samplings_of,
     validated,
@@ -128,3 +129,9 @@ def test_the_help_names_every_setting_with_its_meaning():
     for name in vars(MismatchConfig()):
         assert f"mismatch.{name}=" in text
     assert "The command ends with exit code 1" in text
+
+
+def test_a_path_without_a_model_is_refused_in_one_line():
+    cfg = validated(MismatchRunConfig.from_dict({"trainer": {"policy": {"model": {"path": "/nowhere/model"}}}}))
+    with pytest.raises(ConfigError, match=r"^trainer.policy.model.path=/nowhere/model: there is no such folder"):
+        measure(cfg)
