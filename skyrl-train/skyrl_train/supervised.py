@@ -224,7 +224,9 @@ class SupervisedTrainer(TrainingRun):
         return [self.policy_model]
 
     def state(self) -> dict[str, Any]:
-        return {"dataloader": self.dataloader.state_dict()}
+        return {"dataloader": self.dataloader.state_dict(), "skipped_updates": self._skipped.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.dataloader.load_state_dict(state["dataloader"])
+        if "skipped_updates" in state:  # an earlier release kept none
+            self._skipped.load_state(state["skipped_updates"])

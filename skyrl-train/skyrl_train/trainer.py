@@ -412,12 +412,18 @@ class RayPPOTrainer(TrainingRun):
         return [group for group in self._groups if group is not self.ref_model]
 
     def state(self) -> dict[str, Any]:
-        """Where in the data the run is, and the KL controller's coefficient."""
-        return {"dataloader": self.train_dataloader.state_dict(), "reward_kl_coef": self.reward_kl_controller.value}
+        """Where in the data the run is, the KL controller's coefficient, and the counts of skipped updates."""
+        return {
+            "dataloader": self.train_dataloader.state_dict(),
+            "reward_kl_coef": self.reward_kl_controller.value,
+            "skipped_updates": {name: counter.state() for name, counter in self._skipped.items()},
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.train_dataloader.load_state_dict(state["dataloader"])
         self.reward_kl_controller.value = state["reward_kl_coef"]
+        for name, counts in state.get("skipped_updates", {}).items():  # an earlier release kept none
+            self._skipped[name].load_state(counts)
 
     async def save_more(self, folder: Path) -> None:
         """The reference model, where it has moved on."""

@@ -42,6 +42,14 @@ class SkippedUpdates:
         self._num_in_a_row = 0
         self._num_applied = 0
 
+    def state(self) -> dict[str, int]:
+        """Return what the counts of a resumed run begin with."""
+        return {"num_in_a_row": self._num_in_a_row, "num_applied": self._num_applied}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Take up what `state` gave."""
+        self._num_in_a_row, self._num_applied = state["num_in_a_row"], state["num_applied"]
+
     def count(self, learnt: Learnt, batch: TrainingInputBatch, *, is_last_step: bool) -> dict[str, float]:
         """Count the optimizer steps of one training step. Returns: metrics.
 

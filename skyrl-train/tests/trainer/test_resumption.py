@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from loguru import logger
 
 from skyrl_train.checkpoints import CheckpointStore
@@ -14,7 +15,9 @@ from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.entrypoints.main_generate import EvalOnlyEntrypoint
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.provenance import Provenance, changes_between, describe_data
+from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import check_resumption, num_training_steps
+from skyrl_train.workers.batch_calls import Learnt
 
 Changes = dict[str, Any]
 Make = Callable[[Path, Changes], SkyRLConfig]
@@ -168,3 +171,21 @@ def test_description_of_data_depends_on_content_and_order_alone():
 def test_number_of_training_steps(settings: Make, tmp_path: Path, num_rows, epochs, most, expected):
     trainer = settings(tmp_path, {"trainer": {"epochs": epochs, "max_training_steps": most}}).trainer
     assert num_training_steps(trainer, num_rows) == expected
+
+
+def test_state_of_a_checkpoint_has_the_counts_of_skipped_updates(settings: Make, tmp_path: Path):
+    """Without them a resumed run whose last update is skipped would end as one that never made any."""
+    experiment = BasePPOExp(settings(tmp_path, {}))
+
+    def trainer() -> Any:
+        with_nothing = dict.fromkeys(("tracker", "inference_engine_client", "generator", "colocate_pg"))
+        given = {"tokenizer": experiment.tokenizer, "train_dataset": experiment.train_dataset, "eval_dataset": None}
+        return experiment.get_trainer(cfg=experiment.cfg, **given, **with_nothing)
+
+    first, resumed = trainer(), trainer()
+    steps = [{"skipped_updates": 0.0}, {"skipped_updates": 1.0}]
+    batch = TrainingInputBatch(loss_mask=torch.ones(1, 1))
+    first._skipped["policy"].count(Learnt([], steps, None), batch, is_last_step=False)
+    resumed.load_state(json.loads(json.dumps(first.state())))
+    found = resumed._skipped["policy"].count(Learnt([], steps[1:], None), batch, is_last_step=True)
+    assert found == {"policy/consecutive_skipped_updates": 2.0}

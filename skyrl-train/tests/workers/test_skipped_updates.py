@@ -75,3 +75,14 @@ def test_a_run_without_a_single_update_is_an_error():
     updates.count(learnt(False), batch(), is_last_step=False)
     updates.count(learnt(True), batch(), is_last_step=True)
     counter(limit=None).count(learnt(*[True] * 50), batch(), is_last_step=True)
+
+
+def test_a_resumed_run_goes_on_counting():
+    before, resumed = counter(limit=3), counter(limit=3)
+    before.count(learnt(False, True, True), batch(), is_last_step=False)
+    resumed.load_state(before.state())
+    with pytest.raises(NonFiniteUpdateError, match=r"^3 optimizer steps of the policy in a row"):
+        resumed.count(learnt(True), batch(), is_last_step=False)
+    resumed = counter(limit=10)
+    resumed.load_state(before.state())
+    resumed.count(learnt(True), batch(), is_last_step=True)  # an earlier process made an update
