@@ -99,7 +99,7 @@ async def test_connections_without_a_whole_head_are_cut_and_those_being_served_a
             trickling[1].write(b"a")
         await asyncio.sleep(0.02)
     assert [await is_cut(each) for each in (silent, half, trickling)] == [True, True, True]
-    assert (len(connections), connections.num_cut) == (1, 3)
+    assert (connections.num_open, connections.num_cut) == (1, 3)
     application.may_answer.set()
     assert (await answer(served)).startswith(b"HTTP/1.1 200")
 
@@ -114,7 +114,7 @@ async def test_a_half_sent_head_after_an_answer_is_cut_too(serve, application):
     await answer(stream)
     stream[1].write(HALF)
     assert await is_cut(stream)
-    await until(lambda: len(connections) == 0)
+    await until(lambda: connections.num_open == 0)
 
 
 async def test_a_head_without_end_is_cut(serve):
@@ -132,11 +132,11 @@ async def test_beyond_the_limit_the_connection_longest_without_a_request_goes(se
     served = await connect(WHOLE)
     await until(lambda: application.num_begun == 1)
     first, second = await connect(HALF), await connect(HALF)
-    await until(lambda: len(connections) == 3)
+    await until(lambda: connections.num_open == 3)
     late = await connect(WHOLE)
     await until(lambda: application.num_begun == 2)
     assert await is_cut(first)
-    assert (len(connections), connections.num_cut) == (3, 1)
+    assert (connections.num_open, connections.num_cut) == (3, 1)
     application.may_answer.set()
     for stream in (served, late):
         assert b"200 OK" in await answer(stream)

@@ -8,8 +8,12 @@ import re
 import httpx
 import pytest
 
+from tx.tinker.base_model import read_base_model
 from tx.tinker.http import answers
+from tx.tinker.http.app import create_app
+from tx.tinker.http.connections import Connections
 from tx.tinker.http.routes import futures
+from tx.tinker.storage.folders import Folders
 
 JSON = {"content-type": "application/json"}
 
@@ -208,6 +212,14 @@ async def test_a_key_sees_its_own_tenant_and_an_admins_key_all(served):
         assert f"<td>{name}</td>" in status[admin]
     assert "tx_http_requests_total" in metrics[admin] and "tx_connections_limit" in metrics[admin]
     assert "connections limit" in status[admin] and "<h2>errors</h2>" in status[admin]
+
+
+async def test_metrics_and_limits_are_of_the_web_servers_own_connections(config, desk):
+    folders = Folders(config.checkpoints_base, config.state_folder / "cache")
+    app = create_app(desk, config, read_base_model(config.base_model), folders, connections=Connections(4))
+    assert app.state.connections.limit == 4, "there are none yet: a server that has just started"
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000") as client:
+        assert "tx_connections_limit 4.0" in (await client.get("/metrics")).text
 
 
 async def test_what_belongs_to_another_key_does_not_exist(served):

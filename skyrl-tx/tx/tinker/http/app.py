@@ -33,8 +33,6 @@ from tx.tinker.http.texts import Texts
 from tx.tinker.storage.folders import Folders
 
 API = "/api/v1"
-
-
 MANY_CONNECTIONS = 10_000
 
 
@@ -68,7 +66,8 @@ def create_app(
     )
     state = app.state
     state.desk, state.config, state.folders = desk, config, folders
-    connections = connections or Connections(MANY_CONNECTIONS)
+    if connections is None:
+        connections = Connections(MANY_CONNECTIONS)
     intake = Intake(config.max_bodies_mb * 2**20, connections.limit)
     state.polls, state.errors, state.rates = OpenPolls(), RecentErrors(), Rates()
     state.connections, state.metrics = connections, Metrics(desk, connections, intake)

@@ -38,12 +38,13 @@ class Connections:
         """Connections without a request under way, longest first."""
         self.num_cut = 0
 
-    def __len__(self) -> int:
+    @property
+    def num_open(self) -> int:
         return len(self._open)
 
     def metrics(self) -> dict[str, float]:
         return {
-            "connections": len(self),
+            "connections": self.num_open,
             "connections_limit": self.limit,
             "connections_cut_total": self.num_cut,
         }
