@@ -20,6 +20,7 @@ LAYERS = [
     {"weight_sync"},
     {"inference_engines"},
     {"generators", "workers"},
+    {"orchestration"},
     {"dataset", "evaluate", "checkpoints", "provenance", "judging", "mismatch", "step_plan", "supervised"}
     | {"trainer", "training_run"},
     {"entrypoints", "report", "testing"},

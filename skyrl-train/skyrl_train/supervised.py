@@ -16,19 +16,19 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.dataloader import PromptDataLoader
 from skyrl_train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 from skyrl_train.dataset.supervised import Item, SupervisedDataset
+from skyrl_train.orchestration.actor_group import ActorGroup
+from skyrl_train.orchestration.batch_calls import forward, learn
+from skyrl_train.orchestration.colocation import Colocation
+from skyrl_train.orchestration.node_check import check_nodes
+from skyrl_train.orchestration.placement import Placement
+from skyrl_train.orchestration.schedule import Schedule
+from skyrl_train.orchestration.skipped_updates import skipped_updates
+from skyrl_train.orchestration.step_metrics import step_metrics
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun, num_training_steps
 from skyrl_train.utils.tracking import Tracking
-from skyrl_train.workers.actor_group import ActorGroup
-from skyrl_train.workers.batch_calls import forward, learn
-from skyrl_train.workers.colocation import Colocation
 from skyrl_train.workers.model_worker import RefWorker
-from skyrl_train.workers.node_check import check_nodes
-from skyrl_train.workers.placement import Placement
 from skyrl_train.workers.policy_worker import PolicyWorker
-from skyrl_train.workers.schedule import Schedule
-from skyrl_train.workers.skipped_updates import skipped_updates
-from skyrl_train.workers.step_metrics import step_metrics
 
 _NAMES = {"train/final_loss": "train/loss", "train/policy_lr": "train/lr", "train/policy_entropy": "train/entropy"}
 

@@ -35,24 +35,24 @@ from skyrl_train.generators.utils import (
     validate_generator_output,
 )
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
+from skyrl_train.orchestration.actor_group import ActorGroup
+from skyrl_train.orchestration.batch_calls import forward, learn
+from skyrl_train.orchestration.colocation import Colocation
+from skyrl_train.orchestration.node_check import check_nodes
+from skyrl_train.orchestration.placement import Placement
+from skyrl_train.orchestration.schedule import Schedule
+from skyrl_train.orchestration.skipped_updates import skipped_updates
+from skyrl_train.orchestration.step_metrics import first_ratio_metrics, step_metrics
+from skyrl_train.orchestration.weight_publisher import WeightPublisher
 from skyrl_train.step_plan import ModelShape, model_shape, needs_old_log_probs, step_plan
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun, num_training_steps
 from skyrl_train.utils.io import expand_path
 from skyrl_train.utils.logging_utils import log_example
 from skyrl_train.utils.tracking import Tracking
-from skyrl_train.workers.actor_group import ActorGroup
-from skyrl_train.workers.batch_calls import forward, learn
-from skyrl_train.workers.colocation import Colocation
 from skyrl_train.workers.critic_worker import CriticWorker
 from skyrl_train.workers.model_worker import RefWorker
-from skyrl_train.workers.node_check import check_nodes
-from skyrl_train.workers.placement import Placement
 from skyrl_train.workers.policy_worker import PolicyWorker
-from skyrl_train.workers.schedule import Schedule
-from skyrl_train.workers.skipped_updates import skipped_updates
-from skyrl_train.workers.step_metrics import first_ratio_metrics, step_metrics
-from skyrl_train.workers.weight_publisher import WeightPublisher
 
 
 class RayPPOTrainer(TrainingRun):

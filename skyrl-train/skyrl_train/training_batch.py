@@ -6,6 +6,7 @@ Knows nothing of what the tensors mean, of Ray or of devices beyond `to`.
 import builtins
 import pickle
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -202,3 +203,14 @@ class TrainingInputBatch(TensorBatch):
 
 class TrainingOutputBatch(TensorBatch):
     """What a forward pass gives back: `output` [B, R]."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that are computed in one forward."""
+
+    rows: tuple[int, ...]
+    """Positions among the rows that the shard was given."""
+
+    is_filler: bool = False
+    """Computed only so that all ranks take the same number of forwards. Counts nothing."""

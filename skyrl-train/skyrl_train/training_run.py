@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.checkpoints import CheckpointStore, check_all_seen, extract_step_from_path
 from skyrl_train.config import SkyRLConfig, TrainerConfig
 from skyrl_train.dataset.dataloader import Dataset
+from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.provenance import Change, Provenance, changes_between, check_changes, lines_of
 from skyrl_train.utils.io import expand_path, write_atomically
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.timer import Timer
 from skyrl_train.utils.tracking import Tracking
-from skyrl_train.workers.actor_group import ActorGroup
 
 
 class TrainingRun(ABC):

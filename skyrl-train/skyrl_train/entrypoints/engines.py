@@ -20,9 +20,9 @@ from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, engine_actor
 from skyrl_train.inference_engines.remote.engine import RemoteInferenceEngine, check_server
 from skyrl_train.inference_engines.remote.key_guard import key_from_file
+from skyrl_train.orchestration.actor_group import actor_options
+from skyrl_train.orchestration.placement import SHARE_OF_SHARED_GPU, bundles_of_engines, gpus_of_engines
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train.workers.actor_group import actor_options
-from skyrl_train.workers.placement import SHARE_OF_SHARED_GPU, bundles_of_engines, gpus_of_engines
 
 
 def start_engines(

@@ -38,6 +38,7 @@ from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.openai_api.server import check_address
+from skyrl_train.orchestration.placement import make_shared_placement_group
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.training_run import check_before_start, says_finished
 from skyrl_train.utils import initialize_ray
@@ -45,7 +46,6 @@ from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.tracebacks import described, log_traceback
 from skyrl_train.utils.tracking import Tracking
-from skyrl_train.workers.placement import make_shared_placement_group
 
 __all__ = ["BasePPOExp", "config_dir", "create_ray_wrapped_inference_engines_from_config", "main", "validate_cfg"]
 

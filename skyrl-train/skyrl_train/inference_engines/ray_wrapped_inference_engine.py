@@ -74,7 +74,7 @@ class EngineProcess:
     """
 
     def __init__(self, make_engine: Callable[[], InferenceEngineInterface], log_file: str):
-        from skyrl_train.workers.actor_group import prepare_process
+        from skyrl_train.orchestration.actor_group import prepare_process
 
         prepare_process(log_file)
         with contextlib.suppress(PermissionError):  # it leads a group already

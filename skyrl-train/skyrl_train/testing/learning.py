@@ -25,6 +25,7 @@ from skyrl_train.algorithms.losses import PolicyLossRegistry, TokenSelectorRegis
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 from skyrl_train.judging import judge, loss_weights, mini_batches_of_prompts
+from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.testing.tasks import Task
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.workers import model_worker
@@ -32,7 +33,6 @@ from skyrl_train.workers.critic_worker import CriticWorker
 from skyrl_train.workers.learner import LearnerWorker, MetricSums
 from skyrl_train.workers.model_worker import ModelWorker, RankInfo, RefWorker
 from skyrl_train.workers.policy_worker import PolicyWorker
-from skyrl_train.workers.schedule import Schedule
 
 
 @dataclass

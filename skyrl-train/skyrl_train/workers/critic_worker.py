@@ -10,9 +10,8 @@ from skyrl_train.algorithms.reduction import weighted_sum
 from skyrl_train.config import CriticConfig
 from skyrl_train.distributed.fsdp2 import full
 from skyrl_train.models.value_model import ValueModel, load_value_model
-from skyrl_train.training_batch import TrainingInputBatch
+from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.workers.learner import LearnerWorker, MetricSums
-from skyrl_train.workers.schedule import MicroBatch
 
 
 class CriticWorker(LearnerWorker):

@@ -15,10 +15,9 @@ from skyrl_train.config import CriticConfig, PolicyConfig, SkyRLConfig
 from skyrl_train.distributed.fsdp2 import clip_grad_norm, move_optimizer_state
 from skyrl_train.models.adapter_files import save_adapter
 from skyrl_train.models.lora import add_adapters, exported_parameters
-from skyrl_train.training_batch import TrainingInputBatch
+from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.workers.model_files import WrittenFiles, read_state, replacing, write_state
 from skyrl_train.workers.model_worker import ModelWorker
-from skyrl_train.workers.schedule import MicroBatch
 
 MetricSums = dict[str, float]
 """Of a part of a mini-batch: `loss/<name>` are parts of the loss (already weighted), `token/<name>` are sums over the

@@ -16,8 +16,7 @@ from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.scoring import ScoringModel, TokenScores
 from skyrl_train.models.scoring_check import check_scoring
 from skyrl_train.models.value_model import ValueModel
-from skyrl_train.training_batch import TrainingInputBatch, TrainingOutputBatch
-from skyrl_train.workers.schedule import MicroBatch
+from skyrl_train.training_batch import MicroBatch, TrainingInputBatch, TrainingOutputBatch
 
 
 @dataclass(frozen=True, kw_only=True)

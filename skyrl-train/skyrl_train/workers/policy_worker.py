@@ -19,13 +19,12 @@ from skyrl_train.models.adapter_files import write_adapter_version
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.experts import RouterStatistics, auxiliary_loss
 from skyrl_train.models.scoring import ScoringModel
-from skyrl_train.training_batch import TrainingInputBatch, TrainingOutputBatch, shape_of
+from skyrl_train.training_batch import MicroBatch, TrainingInputBatch, TrainingOutputBatch, shape_of
 from skyrl_train.utils.io import expand_path
 from skyrl_train.weight_sync.base import WeightSyncInitInfo
 from skyrl_train.weight_sync.fingerprint import fingerprints_of
 from skyrl_train.weight_sync.sender import Bucket, EngineHandles, WeightSender, buckets_of, needs_staging
 from skyrl_train.workers.learner import LearnerWorker, MetricSums
-from skyrl_train.workers.schedule import MicroBatch
 
 
 class PolicyWorker(LearnerWorker):

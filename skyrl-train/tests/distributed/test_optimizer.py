@@ -14,11 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.config import OptimizerConfig, SkyRLConfig
-from skyrl_train.training_batch import TrainingInputBatch
+from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.workers.critic_worker import CriticWorker
 from skyrl_train.workers.learner import LearnerWorker
 from skyrl_train.workers.policy_worker import PolicyWorker
-from skyrl_train.workers.schedule import MicroBatch
 
 NUM_STEPS = 6
 GRADIENT_NORMS = (1.0, 0.01, 20.0, 0.1, 3.0, 0.3)

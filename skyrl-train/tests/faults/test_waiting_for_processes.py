@@ -13,8 +13,8 @@ import pytest
 import ray
 
 from skyrl_train.errors import ConfigError, WeightSyncError, WorkerError
+from skyrl_train.orchestration.actor_group import WorkerProcess
 from skyrl_train.utils.ray_calls import Call, answer_of, answers_of, end_actors, wait_for_all
-from skyrl_train.workers.actor_group import WorkerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -10,9 +10,9 @@ import pytest
 
 from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
 from skyrl_train.algorithms.losses import WITHOUT_ADVANTAGES, PolicyLossRegistry
+from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.testing.learning import Apprentice, Episode, learn
 from skyrl_train.testing.tasks import Bandit, Copy, CreditOverTurns, Sort, Task, ToolUse
-from skyrl_train.workers.schedule import Schedule
 
 ESTIMATORS = AdvantageEstimatorRegistry.list_available()
 LOSSES = [name for name in PolicyLossRegistry.list_available() if name not in WITHOUT_ADVANTAGES]

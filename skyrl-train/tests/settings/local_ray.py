@@ -17,9 +17,10 @@ from skyrl_train.entrypoints import engines
 from skyrl_train.inference_engines import ray_wrapped_inference_engine
 from skyrl_train.inference_engines.loop_thread import LoopThread
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import ProcessPlace, RayWrappedInferenceEngine
+from skyrl_train.orchestration import actor_group, bundles, node_check
 from skyrl_train.testing.learning import one_process_group
 from skyrl_train.utils import ray_calls
-from skyrl_train.workers import actor_group, bundles, model_worker, node_check
+from skyrl_train.workers import model_worker
 from skyrl_train.workers.model_worker import ModelWorker
 
 

@@ -14,10 +14,10 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.entrypoints.main_generate import EvalOnlyEntrypoint
 from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.orchestration.batch_calls import Learnt
 from skyrl_train.provenance import Provenance, changes_between, describe_data
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import check_resumption, num_training_steps
-from skyrl_train.workers.batch_calls import Learnt
 
 Changes = dict[str, Any]
 Make = Callable[[Path, Changes], SkyRLConfig]

@@ -5,7 +5,7 @@ import math
 import pytest
 from loguru import logger
 
-from skyrl_train.workers.step_metrics import first_ratio_metrics, step_metrics
+from skyrl_train.orchestration.step_metrics import first_ratio_metrics, step_metrics
 
 
 def test_losses_are_sums_over_shards_and_token_numbers_means_over_tokens():

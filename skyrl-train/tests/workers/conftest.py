@@ -13,12 +13,12 @@ from ray import cloudpickle
 from skyrl_train.algorithms.losses import PolicyLossRegistry, TokenSelectorRegistry
 from skyrl_train.algorithms.reduction import token_weights
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.orchestration.actor_group import ActorGroup
+from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.training_batch import TrainingInputBatch, TrainingOutputBatch
-from skyrl_train.workers.actor_group import ActorGroup
 from skyrl_train.workers.critic_worker import CriticWorker
 from skyrl_train.workers.learner import LearnerWorker, MetricSums, joined
 from skyrl_train.workers.policy_worker import PolicyWorker
-from skyrl_train.workers.schedule import Schedule
 
 NUM_PROMPT, NUM_RESPONSE = 6, 7
 

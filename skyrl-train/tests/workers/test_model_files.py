@@ -13,14 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.distributed.fsdp2 import move_optimizer_state
-from skyrl_train.training_batch import TrainingInputBatch
-from skyrl_train.workers.actor_group import ActorGroup
+from skyrl_train.orchestration.actor_group import ActorGroup
+from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.workers.critic_worker import CriticWorker
 from skyrl_train.workers.learner import LearnerWorker
 from skyrl_train.workers.model_files import replacing
 from skyrl_train.workers.model_worker import ModelWorker, RankInfo, RefWorker
 from skyrl_train.workers.policy_worker import PolicyWorker
-from skyrl_train.workers.schedule import MicroBatch
 
 Start = Callable[[ModelWorker], Any]
 

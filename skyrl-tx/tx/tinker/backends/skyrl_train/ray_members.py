@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from skyrl_train.errors import WorkerError
-from skyrl_train.workers.actor_group import ActorGroup
+from skyrl_train.orchestration.actor_group import ActorGroup
 from tx.tinker.backends.base import BackendLost
 from tx.tinker.backends.torch.group import Members
 from tx.tinker.backends.torch.member import Member

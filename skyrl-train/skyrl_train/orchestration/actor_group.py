@@ -12,9 +12,9 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.env_vars import scheduling_timeout_seconds
+from skyrl_train.orchestration.bundles import nodes_of_bundles, order_by_node, reserve_bundles
 from skyrl_train.utils.process_log import capture_output, configure_logging
 from skyrl_train.utils.ray_calls import Call, answers_of, end_actors, errors_for_caller
-from skyrl_train.workers.bundles import nodes_of_bundles, order_by_node, reserve_bundles
 from skyrl_train.workers.model_worker import ModelWorker, RankInfo
 
 ShardArgs = Sequence[tuple[Any, ...]]

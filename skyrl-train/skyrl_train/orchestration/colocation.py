@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
-from skyrl_train.workers.colocation_protocol import (
+from skyrl_train.orchestration.colocation_protocol import (
     ALL_SHARE,
     ALONE_AWAKE,
     EMPTY,

@@ -17,10 +17,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.env_vars import scheduling_timeout_seconds
 from skyrl_train.errors import ConfigError
+from skyrl_train.orchestration.bundles import nodes_of_run
 from skyrl_train.utils.io import expand_path, sha256_of
 from skyrl_train.utils.nodes import node_name
 from skyrl_train.utils.ray_calls import Call, answers_of
-from skyrl_train.workers.bundles import nodes_of_run
 
 Listing = dict[str, str]
 """Files by name, each described by its size, the model's config.json by its hash as well."""

@@ -8,9 +8,9 @@ import torch
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import NonFiniteUpdateError
+from skyrl_train.orchestration.batch_calls import Learnt
+from skyrl_train.orchestration.skipped_updates import SkippedUpdates, skipped_updates
 from skyrl_train.training_batch import TrainingInputBatch
-from skyrl_train.workers.batch_calls import Learnt
-from skyrl_train.workers.skipped_updates import SkippedUpdates, skipped_updates
 
 MASK = torch.tensor([[1.0, 1.0, 0.0]])
 

@@ -9,8 +9,8 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from skyrl_train.errors import WorkerError
-from skyrl_train.workers.actor_group import ActorGroup
-from skyrl_train.workers.bundles import groups_across_nodes, nodes_of_run, order_by_node, reserve_bundles
+from skyrl_train.orchestration.actor_group import ActorGroup
+from skyrl_train.orchestration.bundles import groups_across_nodes, nodes_of_run, order_by_node, reserve_bundles
 
 
 def shuffled_nodes(num_nodes: int, per_node: int, seed: int) -> list[str]:

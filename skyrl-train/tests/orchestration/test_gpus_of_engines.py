@@ -16,7 +16,7 @@ from ray.util.placement_group import remove_placement_group
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WorkerError
 from skyrl_train.entrypoints.engines import EngineStarter
-from skyrl_train.workers.placement import gpus_of_engines, make_shared_placement_group
+from skyrl_train.orchestration.placement import gpus_of_engines, make_shared_placement_group
 
 os.environ |= dict(RAY_ENABLE_UV_RUN_RUNTIME_ENV="0", RAY_AUTH_MODE="disabled")
 ray.init(num_cpus=4, num_gpus=4, include_dashboard=False, logging_level="ERROR")

@@ -7,26 +7,14 @@ divides a micro-batch in two or, if it has none to divide, computes a *filler*, 
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-from skyrl_train.training_batch import TensorBatch, TrainingInputBatch
+from skyrl_train.training_batch import MicroBatch, TensorBatch, TrainingInputBatch
 
 Unit = tuple[int, ...]
 """Rows of the batch that stay together: one, or a pair."""
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Rows that are computed in one forward."""
-
-    rows: tuple[int, ...]
-    """Positions among the rows that the shard was given."""
-
-    is_filler: bool = False
-    """Computed only so that all ranks take the same number of forwards. Counts nothing."""
 
 
 class Schedule:

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
+from skyrl_train.orchestration.actor_group import ActorGroup
+from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.training_batch import TrainingInputBatch
-from skyrl_train.workers.actor_group import ActorGroup
 from skyrl_train.workers.learner import MetricSums
-from skyrl_train.workers.schedule import Schedule
 
 INPUTS = {
     "policy": (

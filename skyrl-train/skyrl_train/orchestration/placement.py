@@ -11,9 +11,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.env_vars import scheduling_timeout_seconds
 from skyrl_train.errors import WorkerError
+from skyrl_train.orchestration.actor_group import ActorGroup
+from skyrl_train.orchestration.bundles import groups_across_nodes, nodes_of_bundles, order_by_node, reserve_bundles
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train.workers.actor_group import ActorGroup
-from skyrl_train.workers.bundles import groups_across_nodes, nodes_of_bundles, order_by_node, reserve_bundles
 from skyrl_train.workers.model_worker import ModelWorker
 
 SHARE_OF_SHARED_GPU = 0.2  # four kinds of process (policy, critic, ref, engine) fit on one GPU, with room for one more

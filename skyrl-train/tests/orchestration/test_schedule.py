@@ -7,8 +7,8 @@ from itertools import chain
 import pytest
 import torch
 
-from skyrl_train.training_batch import TensorBatch, TrainingInputBatch
-from skyrl_train.workers.schedule import MicroBatch, Schedule
+from skyrl_train.orchestration.schedule import Schedule
+from skyrl_train.training_batch import MicroBatch, TensorBatch, TrainingInputBatch
 
 
 def counted_rows(schedule: Schedule) -> list[list[list[list[int]]]]:

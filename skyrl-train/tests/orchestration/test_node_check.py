@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.workers.node_check import Paths, answer_path, differences, paths_of, problems_of, view_of
+from skyrl_train.orchestration.node_check import Paths, answer_path, differences, paths_of, problems_of, view_of
 
 
 def node(root: Path, *, token: str | None = "token", weights: int = 10, config: str = "{}") -> Paths:
@@ -116,8 +116,8 @@ import ray
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.utils.ray_cluster import worker_environment
-from skyrl_train.workers.bundles import nodes_of_bundles, reserve_bundles
-from skyrl_train.workers.node_check import check_nodes
+from skyrl_train.orchestration.bundles import nodes_of_bundles, reserve_bundles
+from skyrl_train.orchestration.node_check import check_nodes
 
 folder = Path(sys.argv[1])
 for name in ("runs", "runs of the other node"):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.workers.colocation import Colocation
-from skyrl_train.workers.colocation_protocol import (
+from skyrl_train.orchestration.colocation import Colocation
+from skyrl_train.orchestration.colocation_protocol import (
     ALL_SHARE,
     ALONE_AWAKE,
     EMPTY,

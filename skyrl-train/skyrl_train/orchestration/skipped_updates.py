@@ -8,8 +8,8 @@ from loguru import logger
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import NonFiniteUpdateError
+from skyrl_train.orchestration.batch_calls import Learnt
 from skyrl_train.training_batch import TrainingInputBatch
-from skyrl_train.workers.batch_calls import Learnt
 
 _COLUMNS = {
     "rewards": "rewards (the environment, or the KL penalty)",

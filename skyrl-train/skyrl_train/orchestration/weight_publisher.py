@@ -19,14 +19,14 @@ from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput,
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayEngines, RayWrappedInferenceEngine
 from skyrl_train.inference_engines.remote.engine import RemoteEngines
+from skyrl_train.orchestration.actor_group import ActorGroup
+from skyrl_train.orchestration.colocation import Colocation
 from skyrl_train.utils.io import expand_path
 from skyrl_train.weight_sync.base import Encoding, LoraLoadRequest, Transport
 from skyrl_train.weight_sync.canary import CanaryTolerance, LogProbs, canary_prompts, check_canaries
 from skyrl_train.weight_sync.fingerprint import differences
 from skyrl_train.weight_sync.plan import choose_transport, init_infos_for
 from skyrl_train.weight_sync.sender import EngineHandles
-from skyrl_train.workers.actor_group import ActorGroup
-from skyrl_train.workers.colocation import Colocation
 
 ADAPTER = "policy"
 """The name under which engines hold the policy's adapters."""
