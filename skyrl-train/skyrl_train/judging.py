@@ -15,8 +15,6 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from skyrl_train.algorithms.advantages import (
-    NEEDS_GROUPS,
-    READS_ONE_TOKEN,
     AdvantageEstimatorRegistry,
     group_numbers,
     negative_groups,
@@ -123,7 +121,7 @@ def leave_out_uninformative(
     uids = batch.metadata["uids"]
     left_out_B = torch.zeros(len(batch), dtype=torch.bool)
     metrics: Metrics = {}
-    if algorithm.advantage_estimator in NEEDS_GROUPS:
+    if AdvantageEstimatorRegistry.requirements(algorithm.advantage_estimator).groups:
         left_out_B |= _lone_rows(batch)
         metrics["loss/num_lone_samples"] = float(len(_prompts_of(uids, left_out_B)))
     if algorithm.zero_variance_filter:
@@ -166,7 +164,8 @@ def add_advantages(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> Jud
     judged = batch.rows(valid_B)
     names = [name for name, is_valid in zip(_trajectories(batch), valid_B.tolist(), strict=True) if is_valid]
     uids = [uid for uid, is_valid in zip(batch.metadata["uids"], valid_B.tolist(), strict=True) if is_valid]
-    if "trajectory_ids" in batch.metadata and algorithm.advantage_estimator not in READS_ONE_TOKEN:
+    requires = AdvantageEstimatorRegistry.requirements(algorithm.advantage_estimator)
+    if "trajectory_ids" in batch.metadata and not requires.single_tokens:
         values = _by_trajectory(judged, algorithm, names, uids)
     else:
         values = _by_token(judged, algorithm, uids)
@@ -181,11 +180,16 @@ def add_advantages(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> Jud
         "loss/avg_raw_advantages_abs": masked_mean(advantages.abs(), mask).item(),
         "loss/share_of_rows_trained": _mean((mask != 0).any(dim=-1).float()),
     }
-    if algorithm.advantage_estimator == "maxrl":
-        metrics["loss/maxrl_negative_groups"] = float(
+    if requires.nonnegative_scores:
+        metrics[negative_groups_metric(algorithm)] = float(
             negative_groups(judged.tensor("rewards"), judged.tensor("response_mask"), uids)
         )
     return _with(batch, advantages=advantages, returns=returns), metrics
+
+
+def negative_groups_metric(algorithm: AlgorithmConfig) -> str:
+    """Return the name of the metric that counts groups with a negative mean score."""
+    return f"loss/{algorithm.advantage_estimator}_negative_groups"
 
 
 def mini_batches_of_prompts(uids: Sequence[Hashable], prompts_each: int) -> list[list[int]]:

@@ -335,11 +335,13 @@ class RayPPOTrainer(TrainingRun):
         batch, metrics = judging.judge(batch, self.cfg, self.reward_kl_controller.value)
         if "loss/avg_kl" in metrics:
             self.reward_kl_controller.update(metrics["loss/avg_kl"], n_steps=sum(batch.metadata["valid"]))
-        if metrics.get("loss/maxrl_negative_groups") and not self._warned_of_negative_groups:
+        metric = judging.negative_groups_metric(self.cfg.trainer.algorithm)
+        if metrics.get(metric) and not self._warned_of_negative_groups:
             self._warned_of_negative_groups = True
+            estimator = self.cfg.trainer.algorithm.advantage_estimator
             logger.warning(
-                "some prompts have a negative mean reward, of which trainer.algorithm.advantage_estimator=maxrl can "
-                "say nothing: their advantages are 0 (see loss/maxrl_negative_groups). Give rewards of 0 and above"
+                f"some prompts have a negative mean reward, of which trainer.algorithm.advantage_estimator={estimator} "
+                f"can say nothing: their advantages are 0 (see {metric}). Give rewards of 0 and above"
             )
         self.all_metrics |= metrics
         return batch

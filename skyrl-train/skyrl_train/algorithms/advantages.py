@@ -11,12 +11,17 @@ Shapes: B sequences, T response tokens, G groups (the samples of one prompt), K 
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from skyrl_train.algorithms.registry import Registry
+from skyrl_train.config.requirements import (
+    AdvantageEstimatorRegistry,
+    EstimatorRequirements,
+    register_advantage_estimator,
+)
 
 AdvantageEstimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """Called with keywords alone: `token_level_rewards` [B, T], `response_mask` [B, T], `action_mask` [B, T], `index` (B
@@ -24,20 +29,19 @@ group names), `turns` [B, T] int64 (the number of the turn a token belongs to), 
 (AlgorithmConfig), `grpo_norm_by_std`, `gamma`, `lambd`; takes what it needs, and `**_`. Returns advantages and returns,
 both [B, T]."""
 
-AdvantageEstimatorRegistry: Registry[AdvantageEstimator] = Registry("advantage estimator")
-register_advantage_estimator = AdvantageEstimatorRegistry.decorator
+__all__ = [
+    "AdvantageEstimator",
+    "AdvantageEstimatorRegistry",
+    "EstimatorRequirements",
+    "group_means",
+    "group_numbers",
+    "negative_groups",
+    "normalize_advantages",
+    "register_advantage_estimator",
+    "turn_numbers",
+]
 
-NEEDS_CRITIC = frozenset({"gae"})
-"""Estimators that read `values`."""
-
-NEEDS_WHOLE_TRAJECTORIES = frozenset({"gae", "reinforce++"})
-"""Estimators of every token from the rewards after it: a row must be a whole trajectory, not one of its steps."""
-
-NEEDS_GROUPS = frozenset({"grpo", "rloo", "maxrl", "reinforce++_baseline", "turn_grpo"})
-"""Estimators that compare the samples of a prompt, so that one sample a prompt teaches nothing (or has no baseline)."""
-
-READS_ONE_TOKEN = frozenset({"token_reward"})
-"""Estimators to which neither the rest of a trajectory nor other trajectories matter."""
+_GROUPS = EstimatorRequirements(critic=False, groups=True)
 
 _EPSILON = 1e-6
 _ROWS = 128
@@ -48,7 +52,7 @@ _SMALLEST_DISCOUNT = 1e-12  # what 0 is taken for: the recursion divides by it
 # ---- one advantage a sequence, from its group
 
 
-@register_advantage_estimator("grpo")
+@register_advantage_estimator("grpo", requires=_GROUPS)
 def grpo_advantages(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -77,7 +81,7 @@ def grpo_advantages(
     return _of_every_token(centred_B, response_mask, token_level_rewards)
 
 
-@register_advantage_estimator("rloo")
+@register_advantage_estimator("rloo", requires=_GROUPS)
 def rloo_advantages(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +102,9 @@ def rloo_advantages(
     return _of_every_token((scores_B - mean_G[group_B]) * scale_G[group_B], response_mask, token_level_rewards)
 
 
-@register_advantage_estimator("maxrl")
+@register_advantage_estimator(
+    "maxrl", requires=EstimatorRequirements(critic=False, groups=True, nonnegative_scores=True)
+)
 def maxrl_advantages(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +133,7 @@ def negative_groups(token_level_rewards: torch.Tensor, response_mask: torch.Tens
     return int((group_means(scores_B, group_B, counts_B)[0] < 0).sum())
 
 
-@register_advantage_estimator("reinforce++_baseline")
+@register_advantage_estimator("reinforce++_baseline", requires=_GROUPS)
 def reinforce_baseline_advantages(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -170,7 +176,7 @@ def turn_numbers(action_mask: torch.Tensor) -> torch.Tensor:
     return (begins.cumsum(dim=1).long() - 1).clamp_(min=0)
 
 
-@register_advantage_estimator("turn_grpo")
+@register_advantage_estimator("turn_grpo", requires=replace(_GROUPS, single_turns=True))
 def turn_grpo_advantages(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -216,7 +222,7 @@ def turn_grpo_advantages(
     return advantages, returns
 
 
-@register_advantage_estimator("token_reward")
+@register_advantage_estimator("token_reward", requires=EstimatorRequirements(critic=False, single_tokens=True))
 def token_reward_advantages(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,7 +238,7 @@ def token_reward_advantages(
     return advantages, advantages
 
 
-@register_advantage_estimator("reinforce++")
+@register_advantage_estimator("reinforce++", requires=EstimatorRequirements(critic=False, whole_trajectories=True))
 def reinforce_advantages(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -256,7 +262,7 @@ def reinforce_advantages(
     return normalize_advantages(returns, action_mask), returns
 
 
-@register_advantage_estimator("gae")
+@register_advantage_estimator("gae", requires=EstimatorRequirements(critic=True, whole_trajectories=True))
 def gae_advantages(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from skyrl_train.config.base import BaseConfig
+from skyrl_train.config.requirements import PolicyLossRegistry
 
 
 @dataclass(kw_only=True)
@@ -286,4 +287,5 @@ class AlgorithmConfig(BaseConfig):
     @property
     def uses_reference_model(self) -> bool:
         """Whether a reference model is loaded at all."""
-        return self.use_kl_loss or self.use_kl_in_reward or self.policy_loss_type == "dpo"
+        loss = PolicyLossRegistry.requirements(self.policy_loss_type)
+        return self.use_kl_loss or self.use_kl_in_reward or loss.reference_model

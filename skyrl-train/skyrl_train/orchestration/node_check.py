@@ -129,7 +129,7 @@ def paths_of(cfg: SkyRLConfig, data: Sequence[str], token: str) -> Paths:
     models = {"trainer.policy.model.path": trainer.policy.model.path}
     if trainer.critic.model.path is not None:
         models["trainer.critic.model.path"] = trainer.critic.model.path
-    if trainer.algorithm.uses_reference_model or trainer.algorithm.policy_loss_type == "dpo":
+    if trainer.algorithm.uses_reference_model:
         models["trainer.ref.model.path"] = trainer.ref.model.path
     return Paths(
         tokens={name: folder / f".node_check_{token}" for name, folder in outer.items()},

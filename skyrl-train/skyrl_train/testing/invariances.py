@@ -16,8 +16,6 @@ from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
 from skyrl_train.algorithms.critic_loss import critic_loss
 from skyrl_train.algorithms.kl import KLEstimator, compute_approx_kl
 from skyrl_train.algorithms.losses import (
-    NEEDS_PAIRS,
-    WITHOUT_ADVANTAGES,
     PolicyLossRegistry,
     TokenSelectorRegistry,
 )
@@ -84,8 +82,8 @@ def check_everything_registered(
             PolicyLossRegistry.get(name),
             config,
             TokenSelectorRegistry.get(name) if name in selectors else None,
-            reads_advantages=name not in WITHOUT_ADVANTAGES,
-            rows_per_unit=2 if name in NEEDS_PAIRS else 1,
+            reads_advantages=PolicyLossRegistry.requirements(name).advantages,
+            rows_per_unit=2 if PolicyLossRegistry.requirements(name).pairs else 1,
         )
         run(name, check)
     for name in AdvantageEstimatorRegistry.list_available():

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from skyrl_train.algorithms.advantages import NEEDS_CRITIC
+from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
 from skyrl_train.algorithms.losses import PolicyLossRegistry, TokenSelectorRegistry
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
@@ -111,7 +111,7 @@ class Apprentice:
 
     @property
     def _needs_critic(self) -> bool:
-        return self.cfg.trainer.algorithm.advantage_estimator in NEEDS_CRITIC
+        return AdvantageEstimatorRegistry.requirements(self.cfg.trainer.algorithm.advantage_estimator).critic is True
 
     # ---- one step, as the trainer takes it
 

@@ -3,12 +3,14 @@ registries."""
 
 from skyrl_train.algorithms.advantages import (
     AdvantageEstimatorRegistry,
+    EstimatorRequirements,
     normalize_advantages,
     register_advantage_estimator,
 )
 from skyrl_train.algorithms.critic_loss import critic_loss
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController, compute_approx_kl
 from skyrl_train.algorithms.losses import (
+    LossRequirements,
     PolicyLossRegistry,
     TokenSelectorRegistry,
     importance_ratio,
@@ -23,7 +25,9 @@ __all__ = [
     "AdaptiveKLController",
     "AdvantageEstimatorRegistry",
     "Correction",
+    "EstimatorRequirements",
     "FixedKLController",
+    "LossRequirements",
     "PolicyLossRegistry",
     "TokenSelectorRegistry",
     "compute_approx_kl",

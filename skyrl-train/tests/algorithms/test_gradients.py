@@ -8,7 +8,6 @@ import torch
 from skyrl_train.algorithms.critic_loss import critic_loss
 from skyrl_train.algorithms.kl import KLEstimator, compute_approx_kl
 from skyrl_train.algorithms.losses import (
-    WITHOUT_ADVANTAGES,
     PolicyLossRegistry,
     TokenSelectorRegistry,
     importance_ratio,
@@ -184,7 +183,7 @@ def test_gradcheck_of_the_critic():
     assert torch.autograd.gradcheck(error, (batch.log_probs.clone().requires_grad_(),))
 
 
-@pytest.mark.parametrize("name", sorted(set(OURS) - WITHOUT_ADVANTAGES))
+@pytest.mark.parametrize("name", [name for name in OURS if PolicyLossRegistry.requirements(name).advantages])
 def test_on_policy_the_gradient_is_the_policy_gradient(name: str):
     """Whatever a loss does away from ratio 1: there, d loss / d log pi = -A of each token; but Clip-Cov takes its
     chosen tokens out even then."""

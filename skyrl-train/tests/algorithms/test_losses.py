@@ -7,9 +7,6 @@ import pytest
 import torch
 
 from skyrl_train.algorithms.losses import (
-    NEEDS_PAIRS,
-    NEEDS_ROLLOUT_LOG_PROBS,
-    WITHOUT_ADVANTAGES,
     PolicyLossRegistry,
     TokenSelectorRegistry,
     ppo_policy_loss,
@@ -121,12 +118,13 @@ OURS = [
 
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("absent", ["advantages", "rollout_logprobs"])
-def test_the_sets_say_what_a_loss_can_do_without(name: str, absent: str):
+def test_requirements_name_the_columns_a_loss_cannot_do_without(name: str, absent: str):
     columns: dict[str, Any] = dict.fromkeys(("log_probs", "old_log_probs", "advantages", "loss_mask"), torch.ones(2, 1))
     columns |= {"rollout_logprobs": torch.ones(2, 1), absent: None}
     if name in TokenSelectorRegistry:
         columns["selected_tokens"] = torch.zeros(2, 1, dtype=torch.bool)
-    needs = name not in WITHOUT_ADVANTAGES if absent == "advantages" else name in NEEDS_ROLLOUT_LOG_PROBS
+    requires = PolicyLossRegistry.requirements(name)
+    needs = requires.advantages if absent == "advantages" else requires.rollout_log_probs
     if needs:
         with pytest.raises((AttributeError, ValueError)):
             PolicyLossRegistry.get(name)(config=AlgorithmConfig(), **columns)
@@ -135,7 +133,7 @@ def test_the_sets_say_what_a_loss_can_do_without(name: str, absent: str):
         assert torch.isfinite(loss).all()
 
 
-@pytest.mark.parametrize("name", sorted(set(OURS) - NEEDS_PAIRS))
+@pytest.mark.parametrize("name", [name for name in OURS if not PolicyLossRegistry.requirements(name).pairs])
 def test_a_sequence_has_the_same_loss_in_any_company_at_any_width(name: str):
     """So no split into micro-batches or over ranks can change it, and neither can padding."""
     generator = torch.Generator().manual_seed(0)

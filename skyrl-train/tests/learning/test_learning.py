@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
-from skyrl_train.algorithms.losses import WITHOUT_ADVANTAGES, PolicyLossRegistry
+from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.testing.learning import Apprentice, Episode, learn
 from skyrl_train.testing.tasks import Bandit, Copy, CreditOverTurns, Sort, Task, ToolUse
 
 ESTIMATORS = AdvantageEstimatorRegistry.list_available()
-LOSSES = [name for name in PolicyLossRegistry.list_available() if name not in WITHOUT_ADVANTAGES]
+LOSSES = [name for name in PolicyLossRegistry.list_available() if PolicyLossRegistry.requirements(name).advantages]
 SEEDS = (0, 1, 2)
 OTHER_SEEDS = [pytest.param(seed, marks=pytest.mark.full) for seed in SEEDS[1:]]
 

@@ -4,6 +4,7 @@ Most are caught by a number and not by learning: a policy learns in spite of a g
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -100,13 +101,14 @@ def gradient_norm(apprentice: Apprentice, *, advantage: float = 1.0, batch: Any 
 
 
 def sign_of_the_advantage(plant: pytest.MonkeyPatch) -> None:
-    right = AdvantageEstimatorRegistry.get("grpo")
+    registration = AdvantageEstimatorRegistry.registration("grpo")
+    right = registration.entry
 
     def turned_round(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         values, returns = right(**given)
         return -values, returns
 
-    plant.setitem(AdvantageEstimatorRegistry._functions, "grpo", turned_round)
+    plant.setitem(AdvantageEstimatorRegistry._registrations, "grpo", replace(registration, entry=turned_round))
 
 
 def mask_shifted_by_one(plant: pytest.MonkeyPatch) -> None:

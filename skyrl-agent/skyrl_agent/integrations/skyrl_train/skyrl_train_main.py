@@ -7,13 +7,13 @@ import multiprocessing
 import hydra
 from omegaconf import DictConfig
 
-from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry, rloo_advantages
+from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry, EstimatorRequirements, rloo_advantages
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp, config_dir, run_experiment, validate_cfg
 from skyrl_train.errors import ConfigError
 
 if "loop" not in AdvantageEstimatorRegistry:
-    AdvantageEstimatorRegistry.register("loop", rloo_advantages)
+    AdvantageEstimatorRegistry.register("loop", rloo_advantages, requires=EstimatorRequirements(critic=False))
 
 
 class SkyRLAgentPPOExp(BasePPOExp):

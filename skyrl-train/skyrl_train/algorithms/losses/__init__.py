@@ -1,10 +1,11 @@
-"""Policy losses by name, and what each needs beyond log-probs and advantages.
+"""Policy losses. Importing this package registers them, each with its requirements.
 
 A module for each kind: `surrogates` (importance-weighted policy gradients), `covariance` (some tokens of the mini-batch
 apart), `rollout` (against the policy that wrote the tokens), `supervised` and `preference` (no rewards at all).
 """
 
 from skyrl_train.algorithms.losses.contract import (
+    LossRequirements,
     PolicyLoss,
     PolicyLossRegistry,
     TokenSelector,
@@ -30,19 +31,8 @@ from skyrl_train.algorithms.losses.surrogates import (
     sapo_policy_loss,
 )
 
-NEEDS_ROLLOUT_LOG_PROBS = {"rollout_is", "dppo", "decoupled_ppo"}
-"""Losses that compare with the engine's log-probs themselves: they need them, and exclude a second correction."""
-
-NEEDS_PAIRS = {"dpo"}
-"""Losses of pairs: rows 2k (chosen) and 2k + 1 (rejected) of every micro-batch belong together."""
-
-WITHOUT_ADVANTAGES = {"cross_entropy", "dpo"}
-"""Losses that do not read advantages."""
-
 __all__ = [
-    "NEEDS_PAIRS",
-    "NEEDS_ROLLOUT_LOG_PROBS",
-    "WITHOUT_ADVANTAGES",
+    "LossRequirements",
     "PolicyLoss",
     "PolicyLossRegistry",
     "TokenSelector",

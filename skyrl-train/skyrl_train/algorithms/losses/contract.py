@@ -1,4 +1,4 @@
-"""What a policy loss is, and the two registries: losses, and choices of tokens that need the whole mini-batch.
+"""Signatures of policy losses and of the token selectors that choose over the whole mini-batch.
 
 A loss is per token, so that reducing it over a mini-batch is one place's business (`reduction.py`) and no split into
 micro-batches or over ranks can change it. A loss of whole sequences or pairs keeps to that: it gives each of its tokens
@@ -10,14 +10,20 @@ from collections.abc import Callable, Mapping
 import torch
 
 from skyrl_train.algorithms.masking import kept
-from skyrl_train.algorithms.registry import Registry
+from skyrl_train.config.requirements import (
+    LossRequirements,
+    PolicyLossRegistry,
+    TokenSelectorRegistry,
+    register_policy_loss,
+    register_token_selector,
+)
 
 PolicyLoss = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 """Called with `log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs`, all tensors [B, T] but the
 AlgorithmConfig; returns the loss of every token [B, T] and metrics by name, each a tensor [B, T] that is averaged over
 the tokens of the mini-batch. `rollout_logprobs` is None where the engine reported none, `advantages` where the loss is
-one of `WITHOUT_ADVANTAGES`. A loss with a token selector of the same name gets one more keyword, `selected_tokens`
-[B, T] bool."""
+registered with `LossRequirements(advantages=False)`. A loss with a token selector of the same name gets one more
+keyword, `selected_tokens` [B, T] bool."""
 
 TokenSelector = Callable[..., torch.Tensor]
 """Called with `log_probs, old_log_probs, advantages, loss_mask, noise, config`, all tensors [B, T] but the
@@ -25,11 +31,18 @@ AlgorithmConfig, over all rows of a mini-batch on all ranks, before its gradient
 the loss of the same name treats apart [B, T] bool. `noise` is uniform in (0, 1), for random draws and ties, and travels
 with its row, so that the choice does not depend on the order of rows. Values outside `loss_mask` may be anything."""
 
-PolicyLossRegistry: Registry[PolicyLoss] = Registry("policy loss")
-register_policy_loss = PolicyLossRegistry.decorator
-
-TokenSelectorRegistry: Registry[TokenSelector] = Registry("token selector")
-register_token_selector = TokenSelectorRegistry.decorator
+__all__ = [
+    "LOG_RATIO_BOUND",
+    "LossRequirements",
+    "PolicyLoss",
+    "PolicyLossRegistry",
+    "TokenSelector",
+    "TokenSelectorRegistry",
+    "importance_ratio",
+    "register_policy_loss",
+    "register_token_selector",
+    "required_rollout_logprobs",
+]
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are kept within +- this before they are exponentiated: e^20 is large enough. Beyond it a ratio is constant

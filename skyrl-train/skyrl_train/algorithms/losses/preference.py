@@ -5,12 +5,12 @@ Shapes: B sequences (pairs side by side), T response tokens, P = B / 2 pairs.
 
 import torch
 
-from skyrl_train.algorithms.losses.contract import register_policy_loss
+from skyrl_train.algorithms.losses.contract import LossRequirements, register_policy_loss
 from skyrl_train.algorithms.masking import kept
 from skyrl_train.config import AlgorithmConfig
 
 
-@register_policy_loss("dpo")
+@register_policy_loss("dpo", requires=LossRequirements(advantages=False, pairs=True, reference_model=True))
 def dpo_loss(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,

@@ -7,6 +7,7 @@ whatever stands there) and metrics [B, T].
 import torch
 
 from skyrl_train.algorithms.losses.contract import (
+    LossRequirements,
     importance_ratio,
     register_policy_loss,
     required_rollout_logprobs,
@@ -15,8 +16,10 @@ from skyrl_train.algorithms.losses.surrogates import clipped_surrogate
 from skyrl_train.algorithms.masking import kept
 from skyrl_train.config import AlgorithmConfig
 
+_ROLLOUT_LOG_PROBS = LossRequirements(rollout_log_probs=True)
 
-@register_policy_loss("rollout_is")
+
+@register_policy_loss("rollout_is", requires=_ROLLOUT_LOG_PROBS)
 def rollout_is_policy_loss(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
@@ -43,7 +46,7 @@ def rollout_is_policy_loss(
     return loss, {"clip_ratio": (~inside).float(), "ratio": ratio}
 
 
-@register_policy_loss("dppo")
+@register_policy_loss("dppo", requires=_ROLLOUT_LOG_PROBS)
 def dppo_policy_loss(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
@@ -89,7 +92,7 @@ def _binary_divergence(log_probs: torch.Tensor, rollout_logprobs: torch.Tensor, 
     return log_mu.exp() * (log_mu - log_p) + others
 
 
-@register_policy_loss("decoupled_ppo")
+@register_policy_loss("decoupled_ppo", requires=_ROLLOUT_LOG_PROBS)
 def decoupled_ppo_policy_loss(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,

@@ -5,12 +5,12 @@ Shapes: B sequences, T response tokens.
 
 import torch
 
-from skyrl_train.algorithms.losses.contract import register_policy_loss
+from skyrl_train.algorithms.losses.contract import LossRequirements, register_policy_loss
 from skyrl_train.algorithms.masking import kept
 from skyrl_train.config import AlgorithmConfig
 
 
-@register_policy_loss("cross_entropy")
+@register_policy_loss("cross_entropy", requires=LossRequirements(advantages=False))
 def cross_entropy_loss(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor | None,

@@ -6,7 +6,12 @@ whatever stands there) and metrics [B, T].
 
 import torch
 
-from skyrl_train.algorithms.losses.contract import LOG_RATIO_BOUND, importance_ratio, register_policy_loss
+from skyrl_train.algorithms.losses.contract import (
+    LOG_RATIO_BOUND,
+    LossRequirements,
+    importance_ratio,
+    register_policy_loss,
+)
 from skyrl_train.algorithms.masking import kept
 from skyrl_train.config import AlgorithmConfig
 
@@ -47,7 +52,7 @@ def clipped_surrogate(
     return torch.maximum(plain, clipped), metrics
 
 
-@register_policy_loss("dual_clip")
+@register_policy_loss("dual_clip", requires=LossRequirements(above=(("clip_ratio_c", 1.0),)))
 def dual_clip_policy_loss(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,

@@ -4,6 +4,7 @@ import warnings
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.requirements import AdvantageEstimatorRegistry, PolicyLossRegistry, TokenSelectorRegistry
 from skyrl_train.config.rules.checks import check_not_negative, check_order, check_positive, check_shares, require
 
 _NAME = "trainer.algorithm"
@@ -97,10 +98,13 @@ def _check_numbers(config: SkyRLConfig) -> None:
         algorithm.eps_clip_low < 1,
         f"{_NAME}.eps_clip_low={algorithm.eps_clip_low} must be below 1: the ratio is clipped at 1 - this",
     )
-    require(
-        algorithm.policy_loss_type != "dual_clip" or algorithm.clip_ratio_c > 1,
-        f"{_NAME}.clip_ratio_c={algorithm.clip_ratio_c} must be above 1: the dual clip bounds ratios above it",
-    )
+    for setting, bound in PolicyLossRegistry.requirements(algorithm.policy_loss_type).above:
+        value = getattr(algorithm, setting)
+        require(
+            value > bound,
+            f"{_NAME}.{setting}={value} must be above {bound:g} with {_NAME}.policy_loss_type="
+            f"{algorithm.policy_loss_type}",
+        )
 
 
 def _check_kl(config: SkyRLConfig) -> None:
@@ -118,9 +122,6 @@ def _check_kl(config: SkyRLConfig) -> None:
 
 
 def _check_registered(config: SkyRLConfig) -> None:
-    from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
-    from skyrl_train.algorithms.losses import PolicyLossRegistry
-
     algorithm = config.trainer.algorithm
     for setting, name, registry, register in (
         ("advantage_estimator", algorithm.advantage_estimator, AdvantageEstimatorRegistry, "advantage_estimator"),
@@ -135,79 +136,79 @@ def _check_registered(config: SkyRLConfig) -> None:
 
 
 def _check_estimator(config: SkyRLConfig) -> None:
-    from skyrl_train.algorithms.advantages import (
-        NEEDS_CRITIC,
-        NEEDS_GROUPS,
-        NEEDS_WHOLE_TRAJECTORIES,
-        AdvantageEstimatorRegistry,
-    )
-
     algorithm, generator = config.trainer.algorithm, config.generator
     estimator, critic = algorithm.advantage_estimator, config.trainer.critic.model.path
+    requires = AdvantageEstimatorRegistry.requirements(estimator)
+    chosen = f"{_NAME}.advantage_estimator={estimator}"
     require(
-        estimator not in NEEDS_CRITIC or critic is not None,
-        f"{_NAME}.advantage_estimator={estimator} needs a critic; give trainer.critic.model.path (often the policy's "
-        "model)",
-    )
-    is_ours = AdvantageEstimatorRegistry.get(estimator).__module__.startswith("skyrl_train.")
-    require(
-        critic is None or estimator in NEEDS_CRITIC or not is_ours,
-        f"trainer.critic.model.path={critic} would train a critic that {_NAME}.advantage_estimator={estimator} does "
-        f"not read; leave it out, or use {' or '.join(sorted(NEEDS_CRITIC))}",
+        not requires.critic or critic is not None,
+        f"{chosen} needs a critic; give trainer.critic.model.path (often the policy's model)",
     )
     require(
-        estimator not in NEEDS_GROUPS or generator.n_samples_per_prompt > 1,
-        f"{_NAME}.advantage_estimator={estimator} compares the answers to one prompt, and "
+        critic is None or requires.critic is not False,
+        f"trainer.critic.model.path={critic} would train a critic that {chosen} does not read; leave it out, or use "
+        f"{' or '.join(_estimators_with_critic())}",
+    )
+    require(
+        not requires.groups or generator.n_samples_per_prompt > 1,
+        f"{chosen} compares the answers to one prompt, and "
         f"generator.n_samples_per_prompt={generator.n_samples_per_prompt} leaves nothing to compare; sample at least "
         "2, or use reinforce++ or gae",
     )
     require(
-        estimator not in NEEDS_WHOLE_TRAJECTORIES or not generator.has_rows_of_steps,
-        f"{_NAME}.advantage_estimator={estimator} goes through a trajectory token by token, and "
-        f"{_steps(generator)} divides trajectories into rows; use another estimator, or whole trajectories",
+        not requires.whole_trajectories or not generator.has_rows_of_steps,
+        f"{chosen} goes through a trajectory token by token, and {_steps(generator)} divides trajectories into rows; "
+        "use another estimator, or whole trajectories",
     )
     require(
-        estimator != "turn_grpo" or not generator.merge_stepwise_output,
-        f"{_NAME}.advantage_estimator=turn_grpo compares turn with turn, and generator.merge_stepwise_output=true "
-        "joins several in a row; set the latter to false",
+        not requires.single_turns or not generator.merge_stepwise_output,
+        f"{chosen} compares turn with turn, and generator.merge_stepwise_output=true joins several in a row; set the "
+        "latter to false",
     )
     require(
-        estimator != "maxrl" or not algorithm.use_kl_in_reward,
-        f"{_NAME}.advantage_estimator=maxrl divides by the mean reward of a prompt, which "
-        f"{_NAME}.use_kl_in_reward=true can make negative; use use_kl_loss instead",
+        not requires.nonnegative_scores or not algorithm.use_kl_in_reward,
+        f"{chosen} divides by the mean reward of a prompt, which {_NAME}.use_kl_in_reward=true can make negative; use "
+        "use_kl_loss instead",
     )
     require(
-        estimator != "maxrl" or algorithm.overlong_buffer.len is None,
-        f"{_NAME}.advantage_estimator=maxrl divides by the mean reward of a prompt, which the penalty of "
+        not requires.nonnegative_scores or algorithm.overlong_buffer.len is None,
+        f"{chosen} divides by the mean reward of a prompt, which the penalty of "
         f"{_NAME}.overlong_buffer.len={algorithm.overlong_buffer.len} can make negative; leave the penalty out",
     )
 
 
-def _check_loss(config: SkyRLConfig) -> None:
-    from skyrl_train.algorithms.losses import NEEDS_PAIRS, NEEDS_ROLLOUT_LOG_PROBS, WITHOUT_ADVANTAGES
+def _estimators_with_critic() -> list[str]:
+    registrations = AdvantageEstimatorRegistry.registrations()
+    return sorted(name for name, registration in registrations.items() if registration.requires.critic)
 
-    loss = config.trainer.algorithm.policy_loss_type
+
+def _check_loss(config: SkyRLConfig) -> None:
+    algorithm = config.trainer.algorithm
+    requires = PolicyLossRegistry.requirements(algorithm.policy_loss_type)
+    chosen = f"{_NAME}.policy_loss_type={algorithm.policy_loss_type}"
     require(
-        loss not in NEEDS_PAIRS,
-        f"{_NAME}.policy_loss_type={loss} is for preference pairs; train on them with "
-        "python -m skyrl_train.entrypoints.main_dpo",
+        not requires.pairs,
+        f"{chosen} is for preference pairs; train on them with python -m skyrl_train.entrypoints.main_dpo",
     )
     require(
-        loss not in WITHOUT_ADVANTAGES,
-        f"{_NAME}.policy_loss_type={loss} does not read advantages, so rewards would teach nothing; use "
-        "importance_sampling for the plain policy gradient, or python -m skyrl_train.entrypoints.main_sft for "
-        "demonstrations",
+        requires.advantages,
+        f"{chosen} does not read advantages, so rewards would teach nothing; use importance_sampling for the plain "
+        "policy gradient, or python -m skyrl_train.entrypoints.main_sft for demonstrations",
     )
     require(
-        loss not in NEEDS_ROLLOUT_LOG_PROBS or config.generator.sampling_params.logprobs is not None,
-        f"{_NAME}.policy_loss_type={loss} compares with the engine's log-probs, and "
-        "generator.sampling_params.logprobs=null keeps none; set it to 0",
+        not requires.rollout_log_probs or config.generator.sampling_params.logprobs is not None,
+        f"{chosen} compares with the engine's log-probs, and generator.sampling_params.logprobs=null keeps none; set "
+        "it to 0",
+    )
+    reductions = requires.loss_reductions
+    require(
+        reductions is None or algorithm.loss_reduction in reductions,
+        f"{chosen} is defined with {_NAME}.loss_reduction={' or '.join(reductions or ())}; got "
+        f"{algorithm.loss_reduction}",
     )
 
 
 def _check_off_policy_correction(config: SkyRLConfig) -> None:
-    from skyrl_train.algorithms.losses import NEEDS_ROLLOUT_LOG_PROBS, TokenSelectorRegistry
-
     algorithm = config.trainer.algorithm
     correction, loss = algorithm.off_policy_correction, algorithm.policy_loss_type
     require(
@@ -218,12 +219,12 @@ def _check_off_policy_correction(config: SkyRLConfig) -> None:
     if correction.tis_ratio_type is None:
         return
     require(
-        loss not in NEEDS_ROLLOUT_LOG_PROBS,
+        not PolicyLossRegistry.requirements(loss).rollout_log_probs,
         f"{_CORRECTION}.tis_ratio_type={correction.tis_ratio_type} and {_NAME}.policy_loss_type={loss} would both "
         "correct for the policy that wrote the tokens; set tis_ratio_type=null",
     )
     require(
-        loss not in TokenSelectorRegistry.list_available(),
+        loss not in TokenSelectorRegistry,
         f"{_CORRECTION}.tis_ratio_type={correction.tis_ratio_type} is not defined with "
         f"{_NAME}.policy_loss_type={loss}, which chooses tokens by unweighted covariances; "
         "set tis_ratio_type=null (masks may stay)",

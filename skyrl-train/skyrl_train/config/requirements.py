@@ -1,0 +1,74 @@
+"""Requirements of policy losses and advantage estimators, and the registries that hold them.
+
+Data beside a registration: the rules of a run, the step plan and the trainer read them, and know no name of a loss or
+an estimator. The functions themselves are in `skyrl_train.algorithms`, which registers them here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_train.config.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossRequirements:
+    """Requirements of a policy loss beyond log-probs and advantages."""
+
+    rollout_log_probs: bool = False
+    """Compares with the engine's log-probs itself: needs them, and excludes a second correction."""
+
+    advantages: bool = True
+    """Reads advantages. False: rewards cannot train with it."""
+
+    pairs: bool = False
+    """Rows 2k (chosen) and 2k + 1 (rejected) of every micro-batch belong together."""
+
+    reference_model: bool = False
+    """`old_log_probs` are the reference model's."""
+
+    loss_reductions: tuple[str, ...] | None = None
+    """Choices of `loss_reduction` that the loss is defined with; None: all."""
+
+    above: tuple[tuple[str, float], ...] = ()
+    """(setting of `trainer.algorithm`, the number that it must be above)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatorRequirements:
+    """Requirements of an advantage estimator."""
+
+    critic: bool | None = None
+    """True: needs the critic's `values`. False: does not read them, so that a critic would train in vain. None: works
+    with and without."""
+
+    groups: bool = False
+    """Compares the samples of a prompt: one sample a prompt teaches nothing (or has no baseline)."""
+
+    whole_trajectories: bool = False
+    """Goes from each token to the rewards after it: a row must be a whole trajectory, not one of its steps."""
+
+    single_turns: bool = False
+    """Compares turn with turn: a row may not join several."""
+
+    single_tokens: bool = False
+    """Reads of a token its own reward alone: neither the rest of a trajectory nor other trajectories matter."""
+
+    nonnegative_scores: bool = False
+    """Divides by the mean score of a prompt: nothing may make scores negative. Groups with a negative mean are counted
+    (`loss/<name>_negative_groups`)."""
+
+
+PolicyLossRegistry: Registry[Callable[..., Any], LossRequirements] = Registry(
+    "policy loss", LossRequirements, ("skyrl_train.algorithms.losses",)
+)
+TokenSelectorRegistry: Registry[Callable[..., Any], None] = Registry(
+    "token selector", lambda: None, ("skyrl_train.algorithms.losses",)
+)
+AdvantageEstimatorRegistry: Registry[Callable[..., Any], EstimatorRequirements] = Registry(
+    "advantage estimator", EstimatorRequirements, ("skyrl_train.algorithms.advantages",)
+)
+
+register_policy_loss = PolicyLossRegistry.decorator
+register_token_selector = TokenSelectorRegistry.decorator
+register_advantage_estimator = AdvantageEstimatorRegistry.decorator
