@@ -95,12 +95,20 @@ PUBLIC_NAMES = {
 }
 
 
+ENTRY_POINTS = ["main_base", "main_generate", "main_sft", "main_dpo", "serve"]
+
+
 def part_of(module: str) -> str:
     return module.split(".")[1]
 
 
 def imports_of(path: Path, package: str = "skyrl_train") -> set[str]:
-    """Modules of a package that a file imports when it is imported (not those it imports later, inside functions)."""
+    """Modules of a package that a file imports when it is imported."""
+    return {name for name in all_imports_of(path) if name.startswith(f"{package}.")}
+
+
+def all_imports_of(path: Path) -> set[str]:
+    """Modules that a file imports when it is imported (not those it imports later, inside functions)."""
     found = set()
     pending: list[ast.AST] = list(ast.parse(path.read_text()).body)
     while pending:
@@ -114,7 +122,7 @@ def imports_of(path: Path, package: str = "skyrl_train") -> set[str]:
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         pending += list(ast.iter_child_nodes(node))
-    return {name for name in found if name.startswith(f"{package}.")}
+    return found
 
 
 def test_imports_point_down():
@@ -197,6 +205,22 @@ def test_no_module_imports_itself_in_a_circle():
 
     for name in graph:
         visit(name, ())
+
+
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
+def test_entry_points_import_no_ray(entry_point):
+    """A run in one process (`trainer.placement.launcher=inline`) has no use for it."""
+    pending, seen = [f"skyrl_train.entrypoints.{entry_point}"], set()
+    while pending:
+        module = pending.pop()
+        path = PACKAGE.parent.joinpath(*module.split("."))
+        file = path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
+        if module in seen or not file.exists():
+            continue
+        seen.add(module)
+        assert "ray" not in {name.partition(".")[0] for name in all_imports_of(file)}, f"{module} imports ray"
+        pending += imports_of(file)
+    assert len(seen) > 100
 
 
 @pytest.mark.parametrize("module", ["skyrl_train.config", "skyrl_train.algorithms.losses"])

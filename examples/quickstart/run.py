@@ -1,9 +1,12 @@
 """The quickstart: a model that has never seen a sum learns to add, on two cores, and shows its learning curve.
 
-    python examples/quickstart/run.py [--task arithmetic|calculator] [--seed 0] [--output FOLDER] [key=value ...]
+    python examples/quickstart/run.py [--task arithmetic|calculator] [--seed 0] [--launcher inline|ray]
+                                      [--output FOLDER] [key=value ...]
 
 Makes a tiny model and its tokenizer, warms it up on demonstrations that mix right and wrong ways, and trains it with
-GRPO by `run_<task>.sh`, a script like that of any other run. What follows the options goes to that script.
+GRPO by `run_<task>.sh`, a script like that of any other run. What follows the options goes to that script. With
+`--launcher inline` trainer, policy and engine are one process, which is faster for a model so small; with
+`--launcher ray` they are four, as in a run of any size: the trainer, two ranks of the policy, the engine.
 """
 
 import argparse
@@ -20,18 +23,25 @@ from skyrl_train.utils.run_folder import RunFolder
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 
+LAUNCHERS = {
+    "inline": ["trainer.placement.launcher=inline", "trainer.placement.policy_num_gpus_per_node=1"],
+    "ray": [],
+}
+"""Settings of each launcher on top of the scripts', which are made for Ray."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=["arithmetic", "calculator"], default="arithmetic")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--launcher", choices=["inline", "ray"], default="inline")
     parser.add_argument("--output", type=Path, help="where everything goes; default: runs/quickstart-TASK-SEED")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings for the trainer")
     options = parser.parse_args()
     folder = (options.output or REPOSITORY / "runs" / f"quickstart-{options.task}-{options.seed}").resolve()
     started = time.perf_counter()
     prepare(folder, options.task, options.seed)
-    train(folder, options.task, options.seed, options.overrides)
+    train(folder, options.task, options.seed, [*LAUNCHERS[options.launcher], *options.overrides])
     show(folder / "run", time.perf_counter() - started)
 
 
@@ -46,7 +56,7 @@ def prepare(folder: Path, task: str, seed: int) -> None:
 
 
 def train(folder: Path, task: str, seed: int, overrides: list[str]) -> None:
-    """GRPO, in processes of its own. A run that was stopped goes on where it was."""
+    """GRPO, in a process of its own or several. A run that was stopped goes on where it was."""
     environment = {
         "PYTHON": sys.executable,
         "MODEL": str(folder / "model"),

@@ -19,7 +19,6 @@ from skyrl_train.dataset.supervised import Item, SupervisedDataset
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.batch_calls import forward, learn
 from skyrl_train.orchestration.colocation import Colocation
-from skyrl_train.orchestration.node_check import check_nodes
 from skyrl_train.orchestration.placement import Placement
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.orchestration.skipped_updates import skipped_updates
@@ -115,7 +114,7 @@ class SupervisedTrainer(TrainingRun):
         if self.with_pairs:
             self.ref_model = self.placement.start_group("ref", RefWorker, (self.cfg,), self.run_folder)
             groups.append(self.ref_model)
-        await check_nodes(self.cfg, self._data_sources, self.run_folder.logs_folder)
+        await self.placement.check_files(self._data_sources, self.run_folder)
         await self.colocation.start(groups)
 
     async def shutdown(self) -> None:

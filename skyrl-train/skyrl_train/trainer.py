@@ -38,7 +38,6 @@ from skyrl_train.inference_engines.inference_engine_client import InferenceEngin
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.batch_calls import forward, learn
 from skyrl_train.orchestration.colocation import Colocation
-from skyrl_train.orchestration.node_check import check_nodes
 from skyrl_train.orchestration.placement import Placement
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.orchestration.skipped_updates import skipped_updates
@@ -193,7 +192,7 @@ class RayPPOTrainer(TrainingRun):
             self.critic_model = self.placement.start_group("critic", critic_worker, args, self.run_folder)
         if trainer.algorithm.uses_reference_model:
             self.ref_model = self.placement.start_group("ref", ref_worker, (self.cfg,), self.run_folder)
-        await check_nodes(self.cfg, [*self.cfg.data.train_data, *self.cfg.data.val_data], self.run_folder.logs_folder)
+        await self.placement.check_files([*self.cfg.data.train_data, *self.cfg.data.val_data], self.run_folder)
         await self.colocation.start(self._groups)
         self.publisher = WeightPublisher(
             self.cfg, self.policy_model, self.inference_engine_client, self.colocation, self.tokenizer

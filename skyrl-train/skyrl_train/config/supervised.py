@@ -103,7 +103,8 @@ def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
 
 # fmt: off
 _SHARED = (
-    "placement.device", "placement.policy_num_nodes", "placement.policy_num_gpus_per_node", "strategy", "policy.",
+    "placement.launcher", "placement.device", "placement.policy_num_nodes", "placement.policy_num_gpus_per_node",
+    "strategy", "policy.",
     "seed", "epochs", "max_training_steps", "train_batch_size",
     "micro_train_batch_size_per_gpu", "max_tokens_per_microbatch",
     "use_sample_packing", "logprobs_chunk_size", "sequence_parallel_backend", "eval_batch_size", "eval_before_train",

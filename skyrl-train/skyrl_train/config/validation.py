@@ -15,6 +15,7 @@ from skyrl_train.config.rules.checks import check_positive, require
 from skyrl_train.config.rules.engines import check_backend, check_engines
 from skyrl_train.config.rules.environments import validate_environments
 from skyrl_train.config.rules.generation import check_generation
+from skyrl_train.config.rules.launcher import check_cluster, check_inline_engines, check_ranks
 from skyrl_train.config.rules.models import check_adapters, check_division, check_models, check_optimizer
 from skyrl_train.config.rules.run import check_checkpoints, check_loggers, check_paths
 from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig, check_read
@@ -59,6 +60,7 @@ def validate_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") -> SkyRLCo
     check_models(config)
     validate_batch_sizes(config)
     check_algorithm(config)
+    check_ranks(config)
     return config
 
 
@@ -71,6 +73,8 @@ def validate_generator_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") 
     check_paths(config)
     check_generation(config)
     check_engines(config)
+    check_cluster(config)
+    check_inline_engines(config)
     check_loggers(config)
     return config
 
@@ -107,6 +111,8 @@ def validate_supervised_cfg(cfg: "Mapping[str, Any] | DictConfig", config_type: 
     with_pairs = isinstance(settings, PreferenceConfig)  # the reference must see what the policy sees
     check_adapters(trainer.policy.model.lora, "trainer.policy.model.lora", dropout_allowed=not with_pairs)
     check_division(trainer.policy, "policy", trainer.placement.policy_world_size)
+    check_cluster(config)
+    check_ranks(config)
     if with_pairs:
         check_division(trainer.ref, "ref", trainer.placement.ref_world_size)
     return settings
@@ -122,5 +128,6 @@ def _resolve_automatic_choices(config: SkyRLConfig) -> None:
     config.trainer.placement.device = device
     check_backend(config.generator)
     if config.generator.run_engines_locally:
-        config.generator.backend = config.generator.resolved_backend(device)
+        inline = config.trainer.placement.launcher == "inline"
+        config.generator.backend = config.generator.resolved_backend("cpu" if inline else device)
     config.generator.weight_sync_backend = config.generator.resolved_weight_sync_backend(device)

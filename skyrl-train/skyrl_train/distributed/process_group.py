@@ -23,17 +23,23 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def node_address() -> str:
-    """This machine's address as its peers see it."""
-    import ray
-
-    return ray.util.get_node_ip_address()
-
-
 def init_process_group(
     *, rank: int, world_size: int, master_address: str, master_port: int, device: torch.device, timeout_seconds: float
 ) -> None:
-    """Joins the default process group; every later collective ends within `timeout_seconds` or raises."""
+    """Join the default process group; every later collective ends within `timeout_seconds` or raises.
+
+    A process has one default group. Models of one rank each may live in one process and then share the group that is
+    this process alone.
+
+    Raises:
+        RuntimeError: this process is in a group already, and one of them has several ranks.
+    """
+    if dist.is_initialized():
+        if world_size != 1 or dist.get_world_size() != 1:
+            raise RuntimeError(
+                f"rank {rank} of {world_size} cannot join a group: its process is in one of {dist.get_world_size()}"
+            )
+        return
     os.environ.update(
         MASTER_ADDR=master_address, MASTER_PORT=str(master_port), RANK=str(rank), WORLD_SIZE=str(world_size)
     )

@@ -1,12 +1,10 @@
 """Settings to rollout engines: which class, in which process, on which GPUs. No other place knows concrete ones."""
 
 import inspect
-import itertools
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
-from ray.util.placement_group import PlacementGroup
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from skyrl_train.config import GeneratorConfig, SkyRLConfig
@@ -14,21 +12,22 @@ from skyrl_train.config.typed import nearest_name
 from skyrl_train.env_vars import engine_api_key
 from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
+from skyrl_train.inference_engines.engine_handle import EngineHandle
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.native.architecture import check_architecture
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, engine_actor
 from skyrl_train.inference_engines.remote.engine import RemoteInferenceEngine, check_server
 from skyrl_train.inference_engines.remote.key_guard import key_from_file
-from skyrl_train.orchestration.actor_group import actor_options
-from skyrl_train.orchestration.placement import SHARE_OF_SHARED_GPU, bundles_of_engines, gpus_of_engines
-from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train.orchestration.placement import make_launcher
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
 
 
 def start_engines(
     cfg: SkyRLConfig,
     tokenizer: PreTrainedTokenizerBase,
-    colocate_pg: PlacementGroup | None = None,
+    colocate_pg: "PlacementGroup | None" = None,
     *,
     weights_follow: bool = False,
 ) -> InferenceEngineClient:
@@ -50,8 +49,8 @@ def start_engines(
 
 
 def create_ray_wrapped_inference_engines_from_config(
-    cfg: SkyRLConfig, colocate_pg: PlacementGroup | None, tokenizer: PreTrainedTokenizerBase
-) -> list[RayWrappedInferenceEngine]:
+    cfg: SkyRLConfig, colocate_pg: "PlacementGroup | None", tokenizer: PreTrainedTokenizerBase
+) -> list[EngineHandle]:
     """`generator.num_inference_engines` engines with the model's own weights, and nobody who starts them again."""
     starter = EngineStarter(cfg, colocate_pg, weights_follow=False)
     return [starter.start(index) for index in range(cfg.generator.num_inference_engines)]
@@ -93,51 +92,15 @@ def check_engines(cfg: SkyRLConfig) -> None:
 
 
 class EngineStarter:
-    """Starts engines, each in a Ray process that logs to the run folder; the same again in place of one that died."""
+    """Starts engines of the settings; the same again in place of one that died."""
 
-    def __init__(self, cfg: SkyRLConfig, colocate_pg: PlacementGroup | None, *, weights_follow: bool):
-        self._cfg = cfg
-        self._shared = colocate_pg
-        self._weights_follow = weights_follow
-        self._logs = RunFolder(cfg.trainer.run_dir).logs_folder
-        self._device = cfg.trainer.placement.resolved_device()
-        self._num_starts = itertools.count()
-        self._gpus = gpus_of_engines(cfg, colocate_pg)
-        self._places, self._bundles = bundles_of_engines(cfg, colocate_pg)
+    def __init__(self, cfg: SkyRLConfig, colocate_pg: "PlacementGroup | None", *, weights_follow: bool):
+        self._launcher = make_launcher(cfg, colocate_pg)
+        self._factory = engine_factory(cfg, cfg.trainer.placement.resolved_device(), weights_follow=weights_follow)
 
-    def start(self, index: int) -> RayWrappedInferenceEngine:
+    def start(self, index: int) -> EngineHandle:
         """Engine `index`. Returns at once; calls wait until it is there."""
-        number = next(self._num_starts)
-        again = f"_start_{number}" if number >= self._cfg.generator.num_inference_engines else ""
-        log_file = str(self._logs / f"engine_{index}{again}.log")
-        process = engine_actor(**self._options(index))
-        actor = process.remote(engine_factory(self._cfg, self._device, weights_follow=self._weights_follow), log_file)
-        generator = self._cfg.generator
-        return RayWrappedInferenceEngine(
-            actor,
-            f"engine {index}",
-            log_file,
-            generator.request_timeout_seconds,
-            control_timeout_seconds=generator.engine_control_timeout_seconds,
-            start_timeout_seconds=generator.engine_start_timeout_seconds,
-        )
-
-    def _options(self, index: int) -> dict[str, Any]:
-        """Ray's options. An engine of several GPUs that it shares with workers sees them by their numbers: Ray can give
-        a process a part of one GPU, or several whole ones, not parts of several."""
-        num_gpus = self._cfg.generator.engine_world_size
-        shared_by_number = self._shared is not None and num_gpus > 1
-        share = num_gpus if self._shared is None else 0 if shared_by_number else SHARE_OF_SHARED_GPU
-        bundle, gpu_ids = self._gpus[index] if self._gpus else (self._bundles[index], [])
-        options = actor_options(self._device, share, self._places, bundle)
-        if shared_by_number:
-            options["runtime_env"] = {
-                "env_vars": {
-                    "CUDA_VISIBLE_DEVICES": ",".join(gpu_ids),
-                    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-                }
-            }
-        return options
+        return self._launcher.start_engine(index, self._factory)
 
 
 def engine_factory(cfg: SkyRLConfig, device: str, *, weights_follow: bool = False) -> partial[InferenceEngineInterface]:

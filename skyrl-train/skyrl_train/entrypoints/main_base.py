@@ -12,13 +12,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import hydra
-import ray
 from loguru import logger
 from omegaconf import DictConfig
-from ray.util.placement_group import PlacementGroup
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig, config_dir, get_config_as_yaml_str, register_config_store
@@ -41,11 +39,14 @@ from skyrl_train.inference_engines.openai_api.server import check_address
 from skyrl_train.orchestration.placement import make_shared_placement_group
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.training_run import check_before_start, says_finished
-from skyrl_train.utils import initialize_ray
+from skyrl_train.utils import initialize_ray, shutdown_ray
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.tracebacks import described, log_traceback
 from skyrl_train.utils.tracking import Tracking
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
 
 __all__ = ["BasePPOExp", "config_dir", "create_ray_wrapped_inference_engines_from_config", "main", "validate_cfg"]
 
@@ -84,7 +85,7 @@ class BasePPOExp:
             check_before_start(self.cfg, self.train_dataset)
 
     @cached_property
-    def colocate_pg(self) -> PlacementGroup | None:
+    def colocate_pg(self) -> "PlacementGroup | None":
         """`get_colocate_pg`, asked when Ray runs: settings and data are checked without it, and sooner."""
         return self.get_colocate_pg()
 
@@ -119,7 +120,7 @@ class BasePPOExp:
             return None
         return PromptDataset(self.cfg.data.val_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
 
-    def get_colocate_pg(self, timeout: float | None = None) -> PlacementGroup | None:
+    def get_colocate_pg(self, timeout: float | None = None) -> "PlacementGroup | None":
         return make_shared_placement_group(self.cfg, timeout)
 
     def get_inference_client(self) -> InferenceEngineClient:
@@ -161,7 +162,7 @@ class BasePPOExp:
         eval_dataset: PromptDataset | None,
         inference_engine_client: InferenceEngineClient,
         generator: GeneratorInterface,
-        colocate_pg: PlacementGroup | None,
+        colocate_pg: "PlacementGroup | None",
     ) -> RayPPOTrainer:
         return RayPPOTrainer(
             cfg=cfg,
@@ -239,7 +240,7 @@ def run_experiment(
     experiment: Callable[[SkyRLConfig], Experiment] = BasePPOExp,
     validate: Callable[[SkyRLConfig | DictConfig], SkyRLConfig] = validate_cfg,
 ) -> None:
-    """Check the settings, start Ray, run the experiment in this process, stop Ray.
+    """Check the settings, start Ray (unless `trainer.placement.launcher=inline`), run the experiment, stop Ray.
 
     Args:
         cfg: typed, or as Hydra gives them.
@@ -277,7 +278,7 @@ def run_experiment(
         logger.error("{}\nwhole traceback: {}", described(error), log_path)
         sys.exit(1)
     finally:
-        ray.shutdown()
+        shutdown_ray()
 
 
 @hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)

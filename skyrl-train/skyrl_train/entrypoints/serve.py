@@ -11,7 +11,6 @@ import signal
 import sys
 
 import hydra
-import ray
 from loguru import logger
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +22,7 @@ from skyrl_train.entrypoints.engines import check_engines, start_engines
 from skyrl_train.entrypoints.model_files import load_tokenizer
 from skyrl_train.errors import SkyRLError
 from skyrl_train.inference_engines.openai_api.server import check_address
-from skyrl_train.utils import initialize_ray
+from skyrl_train.utils import initialize_ray, shutdown_ray
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import RunFolder
 
@@ -71,7 +70,7 @@ def main(cfg: DictConfig) -> None:
     except SkyRLError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     finally:
-        ray.shutdown()
+        shutdown_ray()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -41,9 +42,13 @@ class LoopThread:
                 raise LoopStopped from None
             raise
 
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Start it from any thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def call_from_thread(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Blocks until it is done."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        return self.submit(coroutine).result()
 
     def stop(self, timeout_seconds: float = 10.0) -> None:
         """Ends the thread; what still runs in it is cancelled."""

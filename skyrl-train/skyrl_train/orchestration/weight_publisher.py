@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WeightSyncError, WorkerError
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineInterface
+from skyrl_train.inference_engines.engine_handle import EngineHandle, LocalEngines
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
-from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayEngines, RayWrappedInferenceEngine
 from skyrl_train.inference_engines.remote.engine import RemoteEngines
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.colocation import Colocation
@@ -167,7 +167,7 @@ class WeightPublisher:
     def _handles(self, engines: Sequence[InferenceEngineInterface]) -> EngineHandles:
         if not self._cfg.generator.run_engines_locally:
             return RemoteEngines(engines)
-        return RayEngines([engine for engine in engines if isinstance(engine, RayWrappedInferenceEngine)])
+        return LocalEngines([engine for engine in engines if isinstance(engine, EngineHandle)])
 
     def _transport(self) -> tuple[Transport, Encoding]:
         generator, placement = self._cfg.generator, self._cfg.trainer.placement
@@ -178,6 +178,7 @@ class WeightPublisher:
             remote=not generator.run_engines_locally,
             same_node=self._is_on_one_node(self._infos),
             one_device=placement.policy_world_size == 1,
+            one_process=placement.launcher == "inline" and generator.run_engines_locally,
         )
 
     def _is_on_one_node(self, infos: Sequence[EngineInfo]) -> bool:

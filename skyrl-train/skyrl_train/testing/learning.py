@@ -9,15 +9,13 @@ Shapes: B rows, T prompt and response columns, R response columns.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
@@ -28,7 +26,6 @@ from skyrl_train.judging import judge, loss_weights, mini_batches_of_prompts
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.testing.tasks import Task
 from skyrl_train.training_batch import TrainingInputBatch
-from skyrl_train.workers import model_worker
 from skyrl_train.workers.critic_worker import CriticWorker
 from skyrl_train.workers.learner import LearnerWorker, MetricSums
 from skyrl_train.workers.model_worker import ModelWorker, RankInfo, RefWorker
@@ -297,21 +294,4 @@ def settings_of(
 
 def start(worker: ModelWorker) -> None:
     """Loads a worker's model, alone in its group. All workers of this process share one process group."""
-    with one_process_group():
-        worker.init_model(RankInfo())
-
-
-@contextmanager
-def one_process_group() -> Iterator[None]:
-    """Within, a worker joins the group that is there, if there is one: each usually has a process of its own."""
-    join: Callable[..., None] = model_worker.init_process_group
-
-    def join_once(**group: Any) -> None:
-        if not dist.is_initialized():
-            join(**group)
-
-    model_worker.init_process_group = join_once
-    try:
-        yield
-    finally:
-        model_worker.init_process_group = join
+    worker.init_model(RankInfo())

@@ -22,6 +22,8 @@ _CHATTY_LIBRARIES = ("httpx", "httpcore", "urllib3", "filelock", "fsspec", "matp
 """They tell about every request or file at INFO: heard from WARNING on, unless the level asks for more than INFO."""
 _TAIL_BYTES = 256 * 1024
 
+_own_log = "its standard error"
+
 
 def capture_output(path: str | Path) -> None:
     """Sends this process's standard output and error to a file from here on, line by line, appended to what is there.
@@ -73,7 +75,10 @@ def configure_logging(log_path: str | Path | None = None) -> None:
     Args:
         log_path: also write every line there, without colours (appended): for the process that a person watches.
     """
+    global _own_log
     level = log_level()
+    if log_path is not None:
+        _own_log = str(log_path)
     is_shown = None if log_path is None else _is_for_the_console  # without a file everything is
     logger.remove()
     # Without `diagnose`: it would write the values of variables, secrets among them.
@@ -84,6 +89,11 @@ def configure_logging(log_path: str | Path | None = None) -> None:
     logging.basicConfig(handlers=[_ToLoguru()], level=logger.level(level).no, force=True)
     for name in _CHATTY_LIBRARIES:
         logging.getLogger(name).setLevel(logging.WARNING if level == "INFO" else logging.NOTSET)
+
+
+def own_log() -> str:
+    """Return where this process logs, for the text of an error."""
+    return _own_log
 
 
 def _is_for_the_console(record: "Record") -> bool:

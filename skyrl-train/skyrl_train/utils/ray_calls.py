@@ -12,8 +12,8 @@ import ray
 import ray.cloudpickle as cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from skyrl_train.errors import SkyRLError, WeightSyncError, WorkerError
-from skyrl_train.utils.process_log import log_tail
+from skyrl_train.errors import SkyRLError, WorkerError
+from skyrl_train.utils.call_errors import end_of_log, failure_of, timed_out
 from skyrl_train.utils.tracebacks import described, keep_where_raised, log_traceback, where_raised
 
 EXIT_SECONDS = 10.0
@@ -23,7 +23,6 @@ PEER_GRACE_SECONDS = 3.0
 """A rank whose peer dies raises as well, and often first: so long its peers may show that the fault was theirs."""
 
 _POLL_SECONDS = 0.5
-_MOST_LOGS_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -41,16 +40,7 @@ class Call:
             remark: a line about the circumstances, for errors that are not ours.
         """
         if isinstance(error, RayTaskError):
-            cause = error.cause
-            if isinstance(cause, (WorkerError, WeightSyncError)):
-                return type(cause)(f"{self.process}: {cause}")
-            if isinstance(cause, (SkyRLError, ValueError)):
-                cause.add_note(f"raised in {self.process}; whole traceback: {self.log_file}")
-                return cause
-            raised = f"{self.process} raised {type(cause).__name__}: {cause}\n{remark}"
-            if where := where_raised(cause):  # as `errors_for_caller` found it
-                return WorkerError(f"{raised}{where}\nwhole traceback: {self.log_file}")
-            return WorkerError(raised + self.log())
+            return failure_of(error.cause, self.process, self.log_file, remark)
         if isinstance(error, RayActorError):
             how = f"could not start: {_last_line(error)}" if error.actor_init_failed else f"died: {_first_line(error)}"
             return WorkerError(f"{self.process} {how}\n{self.log()}")
@@ -58,11 +48,11 @@ class Call:
 
     def timed_out(self, timeout_seconds: float, what_to_set: str) -> WorkerError:
         """The error for a call that was not answered before its deadline."""
-        return _timed_out([self], timeout_seconds, what_to_set)
+        return timed_out([(self.process, self.log_file)], timeout_seconds, what_to_set)
 
     def log(self) -> str:
         """The end of the process's log, with a headline."""
-        return f"--- end of {self.log_file}:\n{log_tail(self.log_file)}"
+        return end_of_log(self.log_file)
 
 
 def wait_for_all(
@@ -90,7 +80,8 @@ def wait_for_all(
         if given_up is not None and given_up.is_set():
             raise WorkerError("the wait was given up")
         if not done and not remaining:
-            raise _timed_out([by_reference[reference] for reference in pending], timeout_seconds, what_to_set)
+            silent = [by_reference[reference] for reference in pending]
+            raise timed_out([(call.process, call.log_file) for call in silent], timeout_seconds, what_to_set)
         for reference in done:
             call = by_reference[reference]
             try:
@@ -178,15 +169,6 @@ def _failure_among_peers(failed: Call, error: RayError, others: Sequence[Call]) 
                 continue  # one more that lost its peer: the first stands for all
     silent = _names(pending.values())
     return failed.failure(error, f"(no answer yet from {silent})\n" if silent else "")
-
-
-def _timed_out(calls: Sequence[Call], timeout_seconds: float, what_to_set: str) -> WorkerError:
-    silent = list({call.process: call for call in calls}.values())
-    logs = "\n".join(call.log() for call in silent[:_MOST_LOGS_SHOWN])
-    return WorkerError(
-        f"{_names(calls)} did not answer within {timeout_seconds:g} s ({what_to_set}); "
-        f"stuck, or waiting for a peer that is?\n{logs}"
-    )
 
 
 def _names(calls: Iterable[Call]) -> str:

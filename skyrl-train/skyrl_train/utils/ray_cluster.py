@@ -4,14 +4,12 @@ import os
 import sys
 
 import ray
-import torch
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.env_vars import forwarded_environment
 from skyrl_train.errors import ConfigError
-
-_NO_GPUS = "trainer.placement.device=cuda needs GPUs, and"
-_GPU_REMEDY = "set trainer.placement.device=cpu (or auto), or see INSTALL.md for torch with CUDA"
+from skyrl_train.utils.gpus import GPU_REMEDY, NO_GPUS, check_gpus_here
+from skyrl_train.utils.nodes import set_node_address
 
 
 def start_ray(cfg: SkyRLConfig) -> None:
@@ -34,13 +32,12 @@ def start_ray(cfg: SkyRLConfig) -> None:
     wants_gpus = cfg.trainer.placement.device == "cuda"
     if address := os.environ.get("RAY_ADDRESS"):
         ray.init(runtime_env=runtime_env)
+        set_node_address(ray.util.get_node_ip_address())
         if wants_gpus and not ray.cluster_resources().get("GPU"):
-            raise ConfigError(f"{_NO_GPUS} the Ray cluster at RAY_ADDRESS={address} has none: {_GPU_REMEDY}")
+            raise ConfigError(f"{NO_GPUS} the Ray cluster at RAY_ADDRESS={address} has none: {GPU_REMEDY}")
         return
-    if wants_gpus and not torch.cuda.is_available():
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        because = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES={hidden!r})"
-        raise ConfigError(f"{_NO_GPUS} torch finds none on this machine{because}: {_GPU_REMEDY}")
+    if wants_gpus:
+        check_gpus_here()
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of this machine alone, on loopback
     ray.init(
         address="local",  # not a cluster that somebody else started on this machine

@@ -32,6 +32,7 @@ def choose_transport(
     remote: bool,
     same_node: bool,
     one_device: bool = True,
+    one_process: bool = False,
 ) -> tuple[Transport, Encoding]:
     """The way that `generator.weight_sync_strategy` means here.
 
@@ -41,6 +42,8 @@ def choose_transport(
         remote: the engines were started elsewhere (generator.run_engines_locally=false).
         same_node: workers and engines are known to be on one machine.
         one_device: what they share is one GPU; memory of one cannot be opened from another.
+        one_process: workers and engines are objects of one process (trainer.placement.launcher=inline), which cannot
+            open its own GPU memory by a handle, nor be two ranks of NCCL on one GPU.
 
     Raises:
         ConfigError: it cannot work here.
@@ -49,9 +52,9 @@ def choose_transport(
         case "adapter":
             raise ValueError("adapters are files that engines load; they take no transport")
         case "auto":
-            return _best(colocated, device, remote, same_node, one_device), "full"
+            return _best(colocated, device, remote, same_node, one_device, one_process), "full"
         case "delta":
-            transport = _best(colocated, device, remote, same_node, one_device)
+            transport = _best(colocated, device, remote, same_node, one_device, one_process)
             # The encoding is made from host memory, where the last weights are kept.
             return ("shared_memory" if transport == "cuda_ipc" else transport), "delta"
         case "shared_memory" if not same_node:
@@ -114,10 +117,12 @@ def init_infos_for(
 
 
 def _best(
-    colocated: bool, device: Literal["cpu", "cuda"], remote: bool, same_node: bool, one_device: bool
+    colocated: bool, device: Literal["cpu", "cuda"], remote: bool, same_node: bool, one_device: bool, one_process: bool
 ) -> Transport:
     if remote:
         return "checkpoint"
+    if one_process:
+        return "shared_memory"
     if colocated and same_node:
         return "cuda_ipc" if device == "cuda" and one_device else "shared_memory"
     return "broadcast"

@@ -5,18 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from skyrl_train.config import CriticConfig, PolicyConfig, RefConfig, SkyRLConfig
 from skyrl_train.distributed.fsdp2 import load_whole_state, shard_model
-from skyrl_train.distributed.process_group import free_port, init_process_group, make_mesh, node_address
+from skyrl_train.distributed.process_group import free_port, init_process_group, make_mesh
 from skyrl_train.distributed.ulysses import SequenceParallel, make_sequence_parallel
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.scoring import ScoringModel, TokenScores
 from skyrl_train.models.scoring_check import check_scoring
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch, TrainingOutputBatch
+from skyrl_train.utils.nodes import node_address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +154,7 @@ class ModelWorker:
             self.model.to(self.device)
 
     def teardown(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        """Give back what does not end with the worker's last reference."""
 
 
 class RefWorker(ModelWorker):

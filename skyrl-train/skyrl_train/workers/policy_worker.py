@@ -229,6 +229,12 @@ class PolicyWorker(LearnerWorker):
         scores = self.model(sequences, torch.ones_like(sequences), sequences.shape[1] - 1, 1.0, with_entropy=False)
         return scores.log_probs.float().tolist()
 
+    def teardown(self) -> None:
+        """Close the sender, which holds memory that engines read."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
     @property
     def _bucket_bytes(self) -> int:
         return int(self.cfg.generator.weight_transfer_threshold_cuda_ipc_GB * 1e9)

@@ -1,4 +1,4 @@
-"""A tiny run of the real thing: a two-layer model that writes characters, real Ray processes, the real trainer."""
+"""A tiny run of the real thing: a two-layer model that writes characters, in this process or in those of Ray."""
 
 import contextlib
 import itertools
@@ -170,10 +170,7 @@ def settings(model: str, run_dir: Path, num_prompts: int, changes: dict[str, dic
 StartRun = Callable[..., AbstractAsyncContextManager[ScriptedTrainer]]
 
 
-@pytest.fixture(scope="session")
-def start_run(ray_cpu: None, environments: None, chat_model: str) -> StartRun:
-    """`async with start_run(folder, script, **changes) as trainer`: a run with its processes up, gone afterwards."""
-
+def make_start_run(model: str, launcher: str) -> StartRun:
     @contextlib.asynccontextmanager
     async def start(
         folder: Path,
@@ -182,7 +179,8 @@ def start_run(ray_cpu: None, environments: None, chat_model: str) -> StartRun:
         **changes: dict[str, Any],
     ) -> AsyncIterator[ScriptedTrainer]:
         write_prompts(folder / "prompts.jsonl", script[0])
-        cfg = settings(chat_model, folder, len(script[0]), changes)
+        with_launcher = merged({"trainer": {"placement": {"launcher": launcher}}}, changes)
+        cfg = settings(model, folder, len(script[0]), with_launcher)
         trainer = await experiment(cfg)._setup_trainer()
         assert isinstance(trainer, ScriptedTrainer)
         trainer.script = script
@@ -193,6 +191,18 @@ def start_run(ray_cpu: None, environments: None, chat_model: str) -> StartRun:
             await trainer.shutdown()
 
     return start
+
+
+@pytest.fixture(scope="session")
+def start_run(environments: None, chat_model: str) -> StartRun:
+    """`async with start_run(folder, script, **changes) as trainer`: a run with its models up, in this process."""
+    return make_start_run(chat_model, "inline")
+
+
+@pytest.fixture(scope="session")
+def start_run_with_ray(ray_cpu: None, environments: None, chat_model: str) -> StartRun:
+    """The same with its processes up, gone afterwards: for tests that harm processes."""
+    return make_start_run(chat_model, "ray")
 
 
 @pytest.fixture(scope="session", name="prompt")

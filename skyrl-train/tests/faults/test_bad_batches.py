@@ -172,7 +172,6 @@ class Careless(GeneratorInterface):
         return output
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_careless_generator_costs_its_own_samples_and_nothing_else(
     start_run, scripted_experiment, prompt, tmp_path: Path

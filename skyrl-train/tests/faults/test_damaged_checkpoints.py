@@ -11,7 +11,7 @@ import pytest
 from skyrl_train.checkpoints import list_checkpoint_dirs, verify
 from skyrl_train.errors import CheckpointError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture

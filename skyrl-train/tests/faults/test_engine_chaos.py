@@ -60,11 +60,11 @@ def script(prompt: Callable[..., Any]) -> list[list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(start_run, prompt, tmp_path_factory) -> Path:
+def undisturbed(start_run_with_ray, prompt, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
 
     async def run() -> None:
-        async with start_run(folder, script(prompt), trainer=OWN_DEVICES, generator=GENERATOR) as trainer:
+        async with start_run_with_ray(folder, script(prompt), trainer=OWN_DEVICES, generator=GENERATOR) as trainer:
             await trainer.train()
 
     asyncio.run(run())
@@ -116,12 +116,12 @@ def killer(trainer: Any, index: int, number: signal.Signals = signal.SIGKILL) ->
     ],
 )
 async def test_a_run_outlives_an_engine(
-    when, colocate_all, start_run, scripted_experiment, prompt, undisturbed, tmp_path: Path
+    when, colocate_all, start_run_with_ray, scripted_experiment, prompt, undisturbed, tmp_path: Path
 ):
     """Every answer is there once, with the very tokens and log-probs of a run that nobody disturbed."""
     placement = LEARNS | {"placement": {"colocate_all": colocate_all}}
     own = {"experiment": with_slow_weights(scripted_experiment)} if when == "during a sync" else {}
-    async with start_run(tmp_path, script(prompt), trainer=placement, generator=GENERATOR, **own) as trainer:
+    async with start_run_with_ray(tmp_path, script(prompt), trainer=placement, generator=GENERATOR, **own) as trainer:
         client = trainer.inference_engine_client
         if when == "while it generates":
             at(trainer, "generate_once", killer(trainer, 1), seconds=0.3)
@@ -137,9 +137,9 @@ async def test_a_run_outlives_an_engine(
 
 
 @pytest.mark.full
-async def test_the_run_ends_when_restarts_are_spent(start_run, prompt, tmp_path: Path):
+async def test_the_run_ends_when_restarts_are_spent(start_run_with_ray, prompt, tmp_path: Path):
     once_only = GENERATOR | {"max_engine_restarts": 0}
-    async with start_run(tmp_path, script(prompt), trainer=OWN_DEVICES, generator=once_only) as trainer:
+    async with start_run_with_ray(tmp_path, script(prompt), trainer=OWN_DEVICES, generator=once_only) as trainer:
         at(trainer, "generate_once", killer(trainer, 1), seconds=0.3)
         with pytest.raises(WorkerError, match=r"(?s)engine 1 died.*generator.max_engine_restarts=0.*engine_1.log"):
             await trainer.train()
@@ -183,10 +183,12 @@ def lying(make_engine: Callable[[], Any], lie: str) -> InferenceEngineInterface:
 
 
 @asynccontextmanager
-async def run_with_a_liar(start_run: Any, lie: str, monkeypatch: Any, *args: Any, **changes: Any) -> AsyncIterator[Any]:
+async def run_with_a_liar(
+    start_run_with_ray: Any, lie: str, monkeypatch: Any, *args: Any, **changes: Any
+) -> AsyncIterator[Any]:
     factory = entry.engine_factory
     monkeypatch.setattr(entry, "engine_factory", lambda *a, **k: partial(lying, factory(*a, **k), lie))
-    async with start_run(*args, **changes) as trainer:
+    async with start_run_with_ray(*args, **changes) as trainer:
         yield trainer
 
 
@@ -200,7 +202,7 @@ async def run_with_a_liar(start_run: Any, lie: str, monkeypatch: Any, *args: Any
     ],
 )
 async def test_an_engine_that_has_not_the_weights_ends_the_run(
-    lie, message, start_run, prompt, monkeypatch, tmp_path: Path
+    lie, message, start_run_with_ray, prompt, monkeypatch, tmp_path: Path
 ):
     trainer_changes: dict[str, Any] = {**LEARNS, "placement": {"colocate_all": lie != "swaps two tensors"}}
     generator = GENERATOR | {"num_inference_engines": 1, "weight_transfer_threshold_cuda_ipc_GB": 4e-5}
@@ -208,7 +210,7 @@ async def test_an_engine_that_has_not_the_weights_ends_the_run(
         trainer_changes["policy"] = {"model": {"lora": {"rank": 4}}, "optimizer_config": {"lr": 1e-2}}
         generator |= {"weight_sync_strategy": "adapter"}
     async with run_with_a_liar(
-        start_run, lie, monkeypatch, tmp_path, script(prompt), trainer=trainer_changes, generator=generator
+        start_run_with_ray, lie, monkeypatch, tmp_path, script(prompt), trainer=trainer_changes, generator=generator
     ) as trainer:
         with pytest.raises(WeightSyncError, match=message):
             await trainer.train()

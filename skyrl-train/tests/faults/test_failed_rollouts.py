@@ -7,7 +7,7 @@ import pytest
 
 from skyrl_train.errors import SkyRLError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 
 async def test_a_step_survives_every_way_to_fail(start_run, prompt, tmp_path: Path):

@@ -47,11 +47,11 @@ def before(trainer: Any, method: str, action: Callable[[], Any]) -> None:
     setattr(trainer, method, both)
 
 
-async def test_a_policy_rank_killed_in_the_middle_of_a_step(start_run, prompt, tmp_path: Path):
+async def test_a_policy_rank_killed_in_the_middle_of_a_step(start_run_with_ray, prompt, tmp_path: Path):
     """The other rank raises, too, and first: its peer hung up. The error is about the one that died."""
-    async with start_run(tmp_path, [[prompt("works")] * 2], trainer=TWO_RANKS | LEARNS_FOR_MINUTES) as trainer:
+    async with start_run_with_ray(tmp_path, [[prompt("works")] * 2], trainer=TWO_RANKS | LEARNS_FOR_MINUTES) as trainer:
         later: list[Later] = []
-        victim = trainer.policy_model.pids()[1]
+        victim = trainer.policy_model.ranks.pids()[1]
         before(trainer, "train_policy", lambda: later.append(Later(victim, signal.SIGKILL, 1.0)))
         with pytest.raises(WorkerError) as error:
             await trainer.train()
@@ -60,11 +60,11 @@ async def test_a_policy_rank_killed_in_the_middle_of_a_step(start_run, prompt, t
         assert f"end of {tmp_path / 'logs' / 'policy_1.log'}:\n=== process {victim} started" in str(error.value)
 
 
-async def test_a_policy_rank_that_hangs(start_run, prompt, tmp_path: Path):
+async def test_a_policy_rank_that_hangs(start_run_with_ray, prompt, tmp_path: Path):
     changes = TWO_RANKS | LEARNS_FOR_MINUTES | {"worker_timeout_seconds": 12}
-    async with start_run(tmp_path, [[prompt("works")] * 2], trainer=changes) as trainer:
+    async with start_run_with_ray(tmp_path, [[prompt("works")] * 2], trainer=changes) as trainer:
         later: list[Later] = []
-        victim = trainer.policy_model.pids()[1]
+        victim = trainer.policy_model.ranks.pids()[1]
         before(trainer, "train_policy", lambda: later.append(Later(victim, signal.SIGSTOP, 1.0)))
         # Either our deadline passes first, or that of the other rank, which waits for this one.
         expected = "did not answer within 12 s .trainer.worker_timeout_seconds|no answer yet from policy worker 1"
@@ -75,10 +75,10 @@ async def test_a_policy_rank_that_hangs(start_run, prompt, tmp_path: Path):
 
 
 @pytest.mark.full
-async def test_an_engine_that_hangs_costs_its_rollouts_a_deadline(start_run, prompt, tmp_path: Path):
+async def test_an_engine_that_hangs_costs_its_rollouts_a_deadline(start_run_with_ray, prompt, tmp_path: Path):
     changes = WRITES_FOR_SECONDS | {"request_timeout_seconds": 2, "max_rollout_retries": 1}
     own_cores = {"placement": {"colocate_all": False}}
-    async with start_run(tmp_path, [[prompt("works")]], trainer=own_cores, generator=changes) as trainer:
+    async with start_run_with_ray(tmp_path, [[prompt("works")]], trainer=own_cores, generator=changes) as trainer:
         victim = trainer.inference_engine_client.engines[0].pid()
         before(trainer, "generate", lambda: os.kill(victim, signal.SIGSTOP))
         began = time.monotonic()
@@ -88,12 +88,12 @@ async def test_an_engine_that_hangs_costs_its_rollouts_a_deadline(start_run, pro
         assert time.monotonic() - began < 60
 
 
-async def test_an_engine_that_cannot_start(start_run, prompt, tmp_path: Path):
+async def test_an_engine_that_cannot_start(start_run_with_ray, prompt, tmp_path: Path):
     """The trainer would meet it in a process group, and does not wait there for ten minutes."""
     began = time.monotonic()
     changes = {"placement": {"colocate_all": False}}
     nonsense = {"engine_init_kwargs": {"max_model_len": -9}}
-    async with start_run(tmp_path, [[prompt("works")]], trainer=changes, generator=nonsense) as trainer:
+    async with start_run_with_ray(tmp_path, [[prompt("works")]], trainer=changes, generator=nonsense) as trainer:
         with pytest.raises(WorkerError, match=r"engine 0 could not start: .*max_model_len must be from 2"):
             await trainer.train()
     assert time.monotonic() - began < 100

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from skyrl_train.errors import ConfigError, WeightSyncError, WorkerError
-from skyrl_train.orchestration.actor_group import WorkerProcess
+from skyrl_train.orchestration.ray_launcher import WorkerProcess
 from skyrl_train.utils.ray_calls import Call, answer_of, answers_of, end_actors, wait_for_all
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -98,12 +98,16 @@ def test_an_exception_of_a_process_of_ours_names_its_line_and_its_log(ray_cpu: N
             raise error
 
     worker: Any = ray.remote(WorkerProcess).options(num_cpus=0).remote(Buggy, (None,), str(tmp_path / "w.log"))
+
+    def learn(error: Exception) -> Call:
+        return call(worker.call_in_turn.remote([("learn", (error,))]), log=tmp_path / "w.log")
+
     place = rf"{__file__}:\d+ in learn: raise error"
     with pytest.raises(WorkerError, match=rf"^worker 0 raised KeyError: 'my bug'\n{place}\nwhole traceback: .*w.log$"):
-        wait_for_all([call(worker.call.remote("learn", KeyError("my bug")), log=tmp_path / "w.log")], 60)
+        wait_for_all([learn(KeyError("my bug"))], 60)
     assert "Traceback (most recent call last)" in (tmp_path / "w.log").read_text()
     with pytest.raises(ConfigError, match=r"^no such loss\nraised in worker 0; whole traceback: .*w.log$"):
-        wait_for_all([call(worker.call.remote("learn", ConfigError("no such loss")), log=tmp_path / "w.log")], 60)
+        wait_for_all([learn(ConfigError("no such loss"))], 60)
 
 
 def test_the_first_failure_does_not_wait_for_the_slow(actors: list[Any]):

@@ -2,15 +2,14 @@
 
 import random
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
 from skyrl_train.errors import WorkerError
-from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.bundles import groups_across_nodes, nodes_of_run, order_by_node, reserve_bundles
+from skyrl_train.orchestration.ray_launcher import RayRanks
 
 
 def shuffled_nodes(num_nodes: int, per_node: int, seed: int) -> list[str]:
@@ -57,9 +56,8 @@ def test_ranks_get_all_places_or_none_and_give_them_back(ray_cpu: None, tmp_path
     with pytest.raises(WorkerError, match=rf"{asked} CPUs for the ranks of policy did not become free within 0.5 s"):
         reserve_bundles(asked, "cpu", purpose="the ranks of policy", timeout_seconds=0.5)
     assert num_groups_with_places() == before
-    places = {"num_ranks": 3, "device": "cpu", "log_folder": tmp_path, "timeout_seconds": 60.0}
-    group = ActorGroup("policy", cast(Any, dict), (), **places)
+    ranks = RayRanks("policy", dict, (), num_ranks=3, device="cpu", log_folder=tmp_path)
     assert num_groups_with_places() == before + 1
-    assert group.nodes == nodes_of_run() * 3
-    group.kill()
+    assert ranks.nodes == nodes_of_run() * 3
+    ranks.kill()
     assert num_groups_with_places() == before

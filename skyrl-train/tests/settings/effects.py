@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from local_ray import LocalRay, local_ray
 from loguru import logger
+from recording import Record, recording
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.error import InfraError
@@ -147,7 +147,7 @@ class Run:
 
     folder: Path
     experiment: Experiment | None
-    ray: LocalRay
+    record: Record
     log: list[str]
     error: str
 
@@ -185,9 +185,8 @@ class Run:
 
     def worker(self, name: str) -> Any:
         """The policy's, the critic's or the reference's only rank."""
-        assert self.experiment is not None and self.experiment.trainer is not None, self.error
-        group = getattr(self.experiment.trainer, f"{name}_model")
-        return group._actors[0].worker
+        assert name in self.record.workers, self.error
+        return self.record.workers[name]
 
 
 class Bench:
@@ -231,6 +230,7 @@ class Bench:
             "trainer.policy.optimizer_config.lr": 1e-2,
             "trainer.critic.optimizer_config.lr": 1e-2,
             "trainer.placement.device": "cpu",
+            "trainer.placement.launcher": "inline",
             "trainer.bf16": False,
             "trainer.gradient_checkpointing": False,
             "trainer.train_batch_size": 2,
@@ -295,8 +295,8 @@ class Bench:
         log: list[str] = []
         sink = logger.add(lambda message: log.append(message.record["message"]), level="INFO")
         experiment, error = None, ""
-        with local_ray() as ray:
-            ray.num_to_die = int(dies)
+        with recording() as record:
+            record.num_to_die = int(dies)
             try:
                 experiment = Experiment(self.config(settings, folder / "run"))
                 experiment.policy_worker = policy_worker
@@ -309,7 +309,7 @@ class Bench:
             finally:
                 with suppress(ValueError):  # whoever configures logging removes it
                     logger.remove(sink)
-        return Run(folder, experiment, ray, log, error)
+        return Run(folder, experiment, record, log, error)
 
 
 async def _start(experiment: Experiment) -> None:

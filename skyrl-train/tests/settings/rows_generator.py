@@ -95,7 +95,7 @@ def _vllm_modules() -> dict[str, ModuleType]:
 def connection(bench: Bench, settings: Settings) -> Any:
     """What workers and engines are told of the way that weights take; whether they can meet in one process or not."""
     run = bench.run(settings)
-    [infos] = [args[1] for name, args in run.ray.calls if name == "connect_engines"][:1]
+    [infos] = [args[1] for name, args in run.record.calls if name == "connect_engines"][:1]
     return [
         (info.transport, info.encoding, info.backend, info.directory.replace(str(run.folder), ""), info.verification)
         for info in infos
@@ -140,7 +140,7 @@ ROWS = [
     Row("generator.remote_inference_engine_api_key_file", "{folder}/key.txt", has_key, REMOTE),
     Row("generator.model_name", "{other_model}", native),
     Row("generator.model_dtype", "bfloat16", trajectories),
-    Row("generator.num_inference_engines", 2, of_run(lambda run: len(run.ray.options), steps=False)),
+    Row("generator.num_inference_engines", 2, of_run(lambda run: run.record.num_engines, steps=False)),
     Row("generator.inference_engine_tensor_parallel_size", 2, vllm_and_sglang),
     Row("generator.inference_engine_pipeline_parallel_size", 2, vllm_and_sglang),
     Row("generator.inference_engine_data_parallel_size", 2, vllm_and_sglang),
@@ -177,16 +177,16 @@ ROWS = [
     Row(
         "generator.weight_sync_pause",
         "wait",
-        of_run(lambda run: [args for name, args in run.ray.calls if name == "pause_generation"]),
+        of_run(lambda run: [args for name, args in run.record.calls if name == "pause_generation"]),
     ),
-    Row("generator.max_requests_per_engine", 1, of_run(lambda run: run.ray.most_requests)),
+    Row("generator.max_requests_per_engine", 1, of_run(lambda run: run.record.most_requests)),
     Row("generator.max_engine_restarts", 0, restarts),
     Row("generator.engine_start_timeout_seconds", 1e-6, error),
     Row("generator.engine_control_timeout_seconds", 1e-6, error),
     Row(
         "generator.engine_health_interval_seconds",
         0.001,
-        of_run(lambda run: any(name == "check_health" for name, _ in run.ray.calls)),
+        of_run(lambda run: any(name == "check_health" for name, _ in run.record.calls)),
     ),
     Row(
         "generator.enable_http_endpoint",

@@ -41,12 +41,12 @@ EVALUATION = {"data.val_data": ["{folder}/prompts.jsonl"], "trainer.eval_interva
 FROM_PATH = {"trainer.resume_mode": "from_path", "trainer.resume_path": "{ckpts}/global_step_2"}
 CHECKPOINTS = THREE_STEPS | {"trainer.ckpt_interval": 1}
 TWO_MINI_BATCHES = {"trainer.train_batch_size": 4}
-TWO_WORKERS = {"trainer.placement.policy_num_gpus_per_node": 2}
+UNDER_RAY = {"trainer.placement.launcher": "ray"}
 
 
 def micro_batches(method: str) -> Any:
     """The rows of every micro-batch that workers were given."""
-    return of_run(lambda run: [args[-1] for name, args in run.ray.calls if name == method])
+    return of_run(lambda run: [args[-1] for name, args in run.record.calls if name == method])
 
 
 def quiet(see: See) -> See:
@@ -61,16 +61,15 @@ def quiet(see: See) -> See:
 
 
 def num_processes(bench: Bench, settings: Settings) -> Any:
-    """What each group of workers starts; they cannot meet in one process, and need not."""
-    run = bench.run(settings, steps=False)
-    return [(options, run.error[:40]) for options in run.ray.options]
+    """How many processes each group of workers asks Ray for, and on which device."""
+    return bench.run({**settings, **UNDER_RAY}, steps=False).record.groups
 
 
 def shards(name: str) -> See:
     """Data-parallel shares of a model."""
 
     def seen(bench: Bench, settings: Settings) -> Any:
-        experiment = bench.run(settings, steps=False).experiment
+        experiment = bench.run({**settings, **UNDER_RAY}, steps=False).experiment
         assert experiment is not None and experiment.trainer is not None
         return getattr(experiment.trainer, f"{name}_model").num_shards
 
@@ -226,12 +225,13 @@ ROWS: list[Row | OneChoice] = [
     Row("trainer.dump_eval_results", False, files, EVALUATION),
     Row("trainer.dump_trajectories", False, files),
     Row("trainer.worker_timeout_seconds", 1e-4, error),
+    Row("trainer.placement.launcher", "ray", of_run(lambda run: run.record.launchers)),
     Row("trainer.placement.device", "cuda", num_processes, {"trainer.placement.colocate_all": False}),
-    Row("trainer.placement.colocate_all", False, of_run(lambda run: [name for name, _ in run.ray.calls])),
+    Row("trainer.placement.colocate_all", False, of_run(lambda run: [name for name, _ in run.record.calls])),
     Row(
         "trainer.placement.colocate_policy_ref",
         False,
-        of_run(lambda run: [name for name, _ in run.ray.calls]),
+        of_run(lambda run: [name for name, _ in run.record.calls]),
         KL | {"trainer.placement.colocate_all": False},
     ),
     Row("trainer.placement.policy_num_nodes", 2, num_processes),

@@ -14,6 +14,7 @@ from skyrl_train.algorithms.losses import PolicyLossRegistry, TokenSelectorRegis
 from skyrl_train.algorithms.reduction import token_weights
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.orchestration.actor_group import ActorGroup
+from skyrl_train.orchestration.ray_launcher import RayRanks
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.training_batch import TrainingInputBatch, TrainingOutputBatch
 from skyrl_train.workers.critic_worker import CriticWorker
@@ -75,15 +76,11 @@ class Learners:
         key = kind, num_ranks, settings.sequence_parallel_size
         if key not in self.groups:
             worker: type[LearnerWorker] = PolicyAgain if kind == "policy" else CriticAgain
+            name = "_".join(map(str, key))
+            args = (cfg, PolicyLossRegistry.get("regular"), 10) if kind == "policy" else (cfg, 10)
+            ranks = RayRanks(name, worker, args, num_ranks=num_ranks, device="cpu", log_folder=self.folder)
             self.groups[key] = ActorGroup(
-                "_".join(map(str, key)),
-                worker,
-                (cfg, PolicyLossRegistry.get("regular"), 10) if kind == "policy" else (cfg, 10),
-                num_ranks=num_ranks,
-                ranks_per_shard=settings.sequence_parallel_size,
-                device="cpu",
-                log_folder=self.folder,
-                timeout_seconds=120,
+                name, ranks, ranks_per_shard=settings.sequence_parallel_size, device="cpu", timeout_seconds=120
             )
             await self.groups[key].init_model()
         await self.groups[key].call_all("begin_again", cfg)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.distributed.fsdp2 import move_optimizer_state
 from skyrl_train.orchestration.actor_group import ActorGroup
+from skyrl_train.orchestration.ray_launcher import RayRanks
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.workers.critic_worker import CriticWorker
 from skyrl_train.workers.learner import LearnerWorker
@@ -103,9 +104,8 @@ def test_the_reference_becomes_the_policy_as_it_is(start, ray_cpu, config, ragge
     assert torch.equal(scores(ref, batch), expected)
 
     async def scored_by_two() -> torch.Tensor:
-        group = ActorGroup(
-            "ref", RefWorker, (cfg,), num_ranks=2, device="cpu", log_folder=tmp_path, timeout_seconds=120
-        )
+        ranks = RayRanks("ref", RefWorker, (cfg,), num_ranks=2, device="cpu", log_folder=tmp_path)
+        group = ActorGroup("ref", ranks, device="cpu", timeout_seconds=120)
         try:
             await group.init_model()
             await group.call_all("load_weights", str(tmp_path / "policy"))

@@ -2,10 +2,11 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from skyrl_train.errors import WorkerError
 from skyrl_train.orchestration.actor_group import ActorGroup
+from skyrl_train.orchestration.ray_launcher import RayRanks
 from tx.tinker.backends.base import BackendLost
 from tx.tinker.backends.torch.group import Members
 from tx.tinker.backends.torch.member import Member
@@ -39,11 +40,15 @@ class RayMembers(Members):
         self._runner = asyncio.Runner()
         self._group = ActorGroup(
             "training",
-            cast(Any, Member),
-            (str(base_model_folder), training_settings, timeout_seconds),
-            num_ranks=num_processes,
+            RayRanks(
+                "training",
+                Member,
+                (str(base_model_folder), training_settings, timeout_seconds),
+                num_ranks=num_processes,
+                device=device,
+                log_folder=log_folder,
+            ),
             device=device,
-            log_folder=log_folder,
             timeout_seconds=timeout_seconds,
             timeout_setting="backend_config.process_timeout_seconds",
         )

@@ -18,7 +18,8 @@ import torch
 from loguru import logger
 from torch.distributed.tensor import DTensor
 
-from skyrl_train.distributed.process_group import free_port, init_process_group, make_mesh, node_address
+from skyrl_train.distributed.process_group import free_port, init_process_group, make_mesh
+from skyrl_train.utils.nodes import node_address
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.workers.model_worker import RankInfo
 from tx.tinker.backends.base import Failure

@@ -1,0 +1,61 @@
+"""Rules of `trainer.placement.launcher=inline`: what one process without Ray cannot hold is refused by name."""
+
+import os
+
+from skyrl_train.config.config import SkyRLConfig
+from skyrl_train.config.rules.checks import require, value_of
+
+_INLINE = "trainer.placement.launcher=inline"
+_USE_RAY = "use trainer.placement.launcher=ray"
+
+
+def check_cluster(config: SkyRLConfig) -> None:
+    """No cluster is named that the launcher would not join."""
+    if config.trainer.placement.launcher != "inline":
+        return
+    address = os.environ.get("RAY_ADDRESS")
+    require(
+        not address,
+        f"RAY_ADDRESS={address} names a Ray cluster, which {_INLINE} does not join: unset the variable, or {_USE_RAY}",
+    )
+
+
+def check_inline_engines(config: SkyRLConfig) -> None:
+    """The engines of the run fit into one process."""
+    generator = config.generator
+    if config.trainer.placement.launcher != "inline" or not generator.run_engines_locally:
+        return
+    require(
+        generator.backend == "native",
+        f"generator.backend={generator.backend} runs in processes of its own, which {_INLINE} does not start; use "
+        "generator.backend=native, or start the server and name it in generator.remote_inference_engine_urls with "
+        f"generator.run_engines_locally=false, or {_USE_RAY}",
+    )
+    strategy, backend = generator.weight_sync_strategy, generator.weight_sync_backend
+    require(
+        strategy != "cuda_ipc",
+        f"generator.weight_sync_strategy=cuda_ipc hands memory to another process, and {_INLINE} has one; use auto",
+    )
+    require(
+        not (strategy == "broadcast" and backend == "nccl"),
+        f"generator.weight_sync_strategy=broadcast with generator.weight_sync_backend={backend} needs a GPU for each "
+        f"side, and {_INLINE} has one for both; use generator.weight_sync_strategy=auto",
+    )
+
+
+def check_ranks(config: SkyRLConfig) -> None:
+    """No model of the run has more ranks than the launcher starts."""
+    if config.trainer.placement.launcher != "inline":
+        return
+    models = ["policy"]
+    models += ["critic"] if config.trainer.critic.model.path is not None else []
+    models += ["ref"] if config.trainer.algorithm.uses_reference_model else []
+    for model in models:
+        for count in ("num_nodes", "num_gpus_per_node"):
+            name = f"trainer.placement.{model}_{count}"
+            value = value_of(config, name)
+            require(
+                value == 1,
+                f"{name}={value} must be 1 with {_INLINE}, where a model has one rank, in the process that starts the "
+                f"run; leave it out, or {_USE_RAY}",
+            )

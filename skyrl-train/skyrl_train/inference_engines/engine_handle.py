@@ -1,0 +1,209 @@
+"""Engines that this run starts: the engine in its own event loop, and the handle that looks like it from outside.
+
+Where the engine lives is for subclasses to know: a Ray process (`ray_wrapped_inference_engine`) or this process
+(`inline_engine`). Either way every call has a deadline, and an error names the engine.
+"""
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from skyrl_train.errors import WorkerError
+from skyrl_train.inference_engines.base import (
+    EngineInfo,
+    InferenceEngineInput,
+    InferenceEngineInterface,
+    InferenceEngineOutput,
+    PauseMode,
+)
+from skyrl_train.inference_engines.loop_thread import LoopThread
+from skyrl_train.utils.call_errors import end_of_log
+from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
+
+CONTROL = "generator.engine_control_timeout_seconds"
+REQUEST = "generator.request_timeout_seconds"
+START = "generator.engine_start_timeout_seconds"
+
+TEARDOWN_SECONDS = 10.0
+"""How long an engine may take to end in order before it is killed."""
+
+_ANSWER_SECONDS = 1.0
+"""How long a health check waits for an engine before it says that the engine is busy."""
+
+MakeEngine = Callable[[], InferenceEngineInterface]
+
+
+class EngineHost:
+    """An engine with an event loop of its own, whichever loops its callers have.
+
+    Args:
+        make_engine: creates the engine, here.
+    """
+
+    def __init__(self, make_engine: MakeEngine):
+        self._engine = make_engine()
+        self._loop = LoopThread("engine")
+        self._check: asyncio.Task[None] | None = None
+        self._progress = 0
+        self._silent_since = 0.0
+
+    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        return await self._loop.call(self._engine.generate(input_batch))
+
+    async def control(self, method: str, *args: Any) -> Any:
+        """Call any other method of the engine."""
+        return await self._loop.call(getattr(self._engine, method)(*args))
+
+    async def check_health(self, patience_seconds: float) -> None:
+        """Return if the engine is well, or busy: not answering yet, for less than `patience_seconds` since it was last
+        seen to make progress.
+
+        Raises:
+            WorkerError: the engine has failed or hangs.
+        """
+        now, progress = asyncio.get_running_loop().time(), self._engine.progress()
+        if self._check is None or self._check.get_loop() is not asyncio.get_running_loop():
+            self._check = asyncio.ensure_future(self._loop.call(self._engine.check_health()))
+            self._silent_since = now
+        if progress != self._progress:
+            self._progress, self._silent_since = progress, now
+        check = self._check
+        await asyncio.wait({check}, timeout=_ANSWER_SECONDS)
+        if check.done():
+            self._check = None
+            return check.result()
+        if now - self._silent_since > patience_seconds:
+            raise WorkerError(
+                f"the engine hangs: it neither answered nor computed anything for {patience_seconds:g} s ({CONTROL})"
+            )
+
+    def stop(self) -> None:
+        """End the event loop; what still runs in it is cancelled."""
+        self._loop.stop()
+
+
+class EngineHandle(InferenceEngineInterface):
+    """An engine that this run has started, behind calls with deadlines.
+
+    Args:
+        name: in logs and errors.
+        log_file: where the engine's process writes.
+        request_timeout_seconds: `generator.request_timeout_seconds`.
+        control_timeout_seconds: `generator.engine_control_timeout_seconds`; None: as for requests.
+        start_timeout_seconds: `generator.engine_start_timeout_seconds`, for the first call; None: as for control calls.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        log_file: str,
+        request_timeout_seconds: float,
+        control_timeout_seconds: float | None = None,
+        start_timeout_seconds: float | None = None,
+    ):
+        self._name = name
+        self._log_file = log_file
+        self._request_timeout_seconds = request_timeout_seconds
+        self.control_timeout_seconds = control_timeout_seconds or request_timeout_seconds
+        self._start_timeout_seconds = start_timeout_seconds or self.control_timeout_seconds
+        self._num_answers = 0
+
+    # ---- where the engine lives
+
+    @abstractmethod
+    def start(self, method: str, *args: Any) -> Any:
+        """Start a control call, from any thread. `wait_for_all` and `_answer` wait for it."""
+
+    @abstractmethod
+    def wait_for_all(self, calls: Sequence[Any], timeout_seconds: float) -> list[Any]:
+        """Block until calls of this and other engines of its kind are answered; the answers, in order.
+
+        Raises:
+            WorkerError: an engine failed, or the deadline passed.
+        """
+
+    @abstractmethod
+    async def _answer(self, call: Any, timeout_seconds: float, setting: str) -> Any:
+        """The answer of one started call. Raises WorkerError after the deadline, which comes from `setting`."""
+
+    @abstractmethod
+    async def _started(self) -> None:
+        """Wait for the engine's start, which may take longer than what is asked of it afterwards."""
+
+    # ---- the interface
+
+    async def _control(self, method: str, *args: Any) -> Any:
+        await self._started()
+        return await self._answer(self.start(method, *args), self.control_timeout_seconds, CONTROL)
+
+    async def describe(self) -> EngineInfo:
+        return await self._control("describe")
+
+    def progress(self) -> int:
+        return self._num_answers
+
+    async def pause_generation(self, mode: PauseMode = "keep") -> None:
+        if mode != "wait":
+            return await self._control("pause_generation", mode)
+        await self._started()  # the requests that it waits for have their own deadline
+        timeout = max(self._request_timeout_seconds, self.control_timeout_seconds)
+        await self._answer(self.start("pause_generation", mode), timeout, REQUEST)
+
+    async def resume_generation(self) -> None:
+        await self._control("resume_generation")
+
+    async def abort_generation(self) -> None:
+        await self._control("abort_generation")
+
+    async def sleep(self, level: int = 1) -> None:
+        await self._control("sleep", level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        await self._control("wake_up", tags)
+
+    async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None:
+        await self._control("init_weight_update_communicator", init_info)
+
+    async def update_named_weights(self, request: WeightUpdateRequest) -> None:
+        await self._control("update_named_weights", request)
+
+    async def finish_weight_update(self, version: int) -> WeightReport:
+        return await self._control("finish_weight_update", version)
+
+    async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
+        return await self._control("load_lora", request)
+
+    async def unload_lora(self, name: str) -> None:
+        await self._control("unload_lora", name)
+
+    async def weight_version(self) -> int:
+        return await self._control("weight_version")
+
+    async def reset_prefix_cache(self) -> None:
+        await self._control("reset_prefix_cache")
+
+    def log(self) -> str:
+        """The end of the log of the engine's process, with a headline."""
+        return end_of_log(self._log_file)
+
+
+class LocalEngines:
+    """All engines of the run, for the weight sender beside the policy (`skyrl_train.weight_sync.sender.EngineHandles`).
+
+    Args:
+        engines: of one kind.
+    """
+
+    def __init__(self, engines: Sequence[EngineHandle]):
+        self._engines = list(engines)
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        return [engine.start(method, *args) for engine in self._engines]
+
+    def call_each(self, method: str, args: Sequence[Any]) -> list[Any]:
+        return [engine.start(method, arg) for engine, arg in zip(self._engines, args, strict=True)]
+
+    def wait(self, calls: list[Any]) -> list[Any]:
+        timeout = max(engine.control_timeout_seconds for engine in self._engines)
+        return self._engines[0].wait_for_all(calls, timeout)

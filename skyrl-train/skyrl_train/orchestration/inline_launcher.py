@@ -1,0 +1,202 @@
+"""`trainer.placement.launcher=inline`: the workers and engines of a run as objects of this process. Knows no Ray.
+
+All models are loaded, and compute what trains them, in one thread of the process: transformers changes classes while it
+loads, and torch plans the collectives of a sharded model once a thread. Every worker has random numbers of its own, as
+if it had a process. An engine generates in its own thread.
+"""
+
+import asyncio
+import functools
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.inference_engines.engine_handle import EngineHost, MakeEngine
+from skyrl_train.inference_engines.inline_engine import InlineEngine
+from skyrl_train.orchestration.launcher import Calls, MakeWorker
+from skyrl_train.utils.call_errors import failure_of, timed_out
+from skyrl_train.utils.process_log import own_log
+from skyrl_train.utils.random_state import RandomState
+from skyrl_train.utils.tracebacks import log_traceback
+
+T = TypeVar("T")
+
+EXIT_SECONDS = 10.0
+"""How long the end of a run waits for a worker that still computes."""
+
+
+class ModelThread:
+    """Runs functions one after the other in a thread. It is a daemon: a worker stopped at a breakpoint does not keep
+    the process from ending."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="models", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._queue.get()()
+
+    def submit(self, function: Callable[[], T]) -> "Future[T]":
+        """Run `function` when its turn comes, unless the future is cancelled before."""
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = function()
+            except BaseException as error:  # a SystemExit in a worker, say, is its caller's affair
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._queue.put(work)
+        return future
+
+
+@functools.cache
+def model_thread() -> ModelThread:
+    """The thread of all models of this process."""
+    return ModelThread()
+
+
+class SharedProcessGroup:
+    """torch.distributed's default group of this process, which all of its workers share: the first of them makes it,
+    and it ends with the last, unless it was there before."""
+
+    def __init__(self) -> None:
+        self._num_users = 0
+        self._is_foreign = False
+
+    def enter(self) -> None:
+        """Count one worker more."""
+        if not self._num_users:
+            self._is_foreign = dist.is_initialized()
+        self._num_users += 1
+
+    def leave(self) -> None:
+        """Count one worker less."""
+        self._num_users -= 1
+        if not self._num_users and not self._is_foreign and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+_PROCESS_GROUP = SharedProcessGroup()
+
+
+class InlineRank:
+    """The only rank of a group: a worker in this process. A call that passes its deadline ends the run, though the
+    thread of models may go on with it.
+
+    Args:
+        name: of the group, in errors.
+        make_worker, args: what makes the worker.
+        device: `cpu` or `cuda`.
+    """
+
+    num_ranks = 1
+
+    def __init__(self, name: str, make_worker: MakeWorker, args: tuple[Any, ...], device: str):
+        self._name = f"{name} worker 0"
+        self._random = RandomState(device)
+        self._has_ended = False
+        self._worker: Any = None
+        self._start = model_thread().submit(lambda: self._make(make_worker, args))
+
+    def _make(self, make_worker: MakeWorker, args: tuple[Any, ...]) -> None:
+        _PROCESS_GROUP.enter()
+        with self._random.swapped_in():
+            self._worker = make_worker(*args)
+
+    async def call(self, calls: Sequence[Calls], timeout_seconds: float, timeout_setting: str) -> list[list[Any]]:
+        [own] = calls
+        deadline = asyncio.timeout(timeout_seconds)
+        try:
+            async with deadline:
+                await asyncio.shield(asyncio.wrap_future(self._start))
+                return [await asyncio.wrap_future(model_thread().submit(lambda: self._call_in_turn(own)))]
+        except Exception as error:
+            if deadline.expired():
+                raise timed_out([(self._name, own_log())], timeout_seconds, timeout_setting) from None
+            log_traceback(error)
+            raise failure_of(error, self._name, own_log()) from error
+
+    def _call_in_turn(self, calls: Calls) -> list[Any]:
+        with self._random.swapped_in():
+            return [getattr(self._worker, method)(*args) for method, args in calls]
+
+    async def shutdown(self) -> None:
+        """Let go of the worker and its model when it has finished what it computes, which is waited for a moment."""
+        ending = asyncio.wrap_future(self._end())
+        try:
+            await asyncio.wait_for(asyncio.shield(ending), EXIT_SECONDS)
+        except TimeoutError:
+            logger.warning(f"{self._name} still computes after {EXIT_SECONDS:g} s, and ends with this process")
+
+    def kill(self) -> None:
+        """Let go of the worker when it has finished what it computes."""
+        self._end()
+
+    def _end(self) -> "Future[None]":
+        def end() -> None:
+            if self._has_ended:
+                return
+            self._has_ended = True
+            if self._worker is not None:
+                self._worker.teardown()
+            self._worker = None
+            _PROCESS_GROUP.leave()
+
+        return model_thread().submit(end)
+
+
+class InlineLauncher:
+    """Objects of this process, on a CPU or its first GPU."""
+
+    def __init__(self, cfg: SkyRLConfig):
+        self._cfg = cfg
+        self._device = cfg.trainer.placement.resolved_device()
+        # As in a process that Ray starts: several threads for each product change its bits.
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+    def start_ranks(
+        self,
+        name: str,
+        make_worker: MakeWorker,
+        args: tuple[Any, ...],
+        *,
+        num_ranks: int,
+        device: str,
+        log_folder: Path,
+    ) -> InlineRank:
+        if num_ranks != 1:
+            raise ValueError(f"{num_ranks} ranks of {name} do not fit into one process")
+        return InlineRank(name, make_worker, args, device)
+
+    def start_engine(self, index: int, make_engine: MakeEngine) -> InlineEngine:
+        def make() -> EngineHost:
+            with RandomState(self._device).swapped_in():
+                return EngineHost(make_engine)
+
+        generator = self._cfg.generator
+        return InlineEngine(
+            model_thread().submit(make),
+            f"engine {index}",
+            own_log(),
+            generator.request_timeout_seconds,
+            control_timeout_seconds=generator.engine_control_timeout_seconds,
+            start_timeout_seconds=generator.engine_start_timeout_seconds,
+        )
+
+    async def check_files(self, cfg: SkyRLConfig, data: Sequence[str], log_folder: Path) -> None:
+        """There is one machine."""

@@ -1,0 +1,46 @@
+"""Errors of a call to a worker or an engine, as its caller raises them: they name the one that was called."""
+
+from skyrl_train.errors import SkyRLError, WeightSyncError, WorkerError
+from skyrl_train.utils.process_log import log_tail
+from skyrl_train.utils.tracebacks import where_raised
+
+_MOST_LOGS_SHOWN = 3
+
+
+def failure_of(cause: BaseException, process: str, log_file: str, remark: str = "") -> Exception:
+    """Return what to raise for `cause`, which a call to `process` raised. Errors of ours come through.
+
+    Args:
+        process: a worker or engine, such as `policy worker 0`.
+        log_file: where the whole traceback is.
+        remark: a line about the circumstances, for errors that are not ours.
+    """
+    if isinstance(cause, (WorkerError, WeightSyncError)):
+        return type(cause)(f"{process}: {cause}")
+    if isinstance(cause, (SkyRLError, ValueError)):
+        cause.add_note(f"raised in {process}; whole traceback: {log_file}")
+        return cause
+    raised = f"{process} raised {type(cause).__name__}: {cause}\n{remark}"
+    if where := where_raised(cause):
+        return WorkerError(f"{raised}{where}\nwhole traceback: {log_file}")
+    return WorkerError(raised + end_of_log(log_file))
+
+
+def timed_out(processes: list[tuple[str, str]], timeout_seconds: float, setting: str) -> WorkerError:
+    """Return the error for calls that were not answered in time.
+
+    Args:
+        processes: names and log files of those that did not answer.
+        setting: where the deadline comes from.
+    """
+    silent = dict(processes)
+    logs = "\n".join(end_of_log(log_file) for log_file in list(silent.values())[:_MOST_LOGS_SHOWN])
+    return WorkerError(
+        f"{', '.join(silent)} did not answer within {timeout_seconds:g} s ({setting}); "
+        f"stuck, or waiting for a peer that is?\n{logs}"
+    )
+
+
+def end_of_log(log_file: str) -> str:
+    """Return the last lines of a process's log, with a headline."""
+    return f"--- end of {log_file}:\n{log_tail(log_file)}"

@@ -1,0 +1,43 @@
+"""The random numbers of torch as one of several workers of a process sees them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class RandomState:
+    """State of torch's global generators that belongs to one worker: as in a process of its own, it begins with torch's
+    default seed, and what others draw does not change it.
+
+    Args:
+        device: `cpu` or `cuda`, where the worker computes.
+    """
+
+    def __init__(self, device: str):
+        self._on_cuda = device == "cuda"
+        self._own = self._fresh()
+
+    def _fresh(self) -> list[torch.Tensor]:
+        devices = ["cpu", "cuda"] if self._on_cuda else ["cpu"]
+        return [torch.Generator(device).get_state() for device in devices]
+
+    def _get(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self._on_cuda else [])]
+
+    def _set(self, states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self._on_cuda:
+            torch.cuda.set_rng_state(states[1])
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Within, the global generators go on from this state; afterwards from where they were before. The generators
+        are the process's: no other thread may draw from them meanwhile."""
+        outside = self._get()
+        self._set(self._own)
+        try:
+            yield
+        finally:
+            self._own = self._get()
+            self._set(outside)

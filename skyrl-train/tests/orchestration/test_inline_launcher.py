@@ -1,0 +1,202 @@
+"""Workers and engines as objects of this process: rules of the settings, random numbers, one process group."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from skyrl_train.config import SkyRLConfig, validate_cfg, validate_generator_cfg
+from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig
+from skyrl_train.config.validation import validate_supervised_cfg
+from skyrl_train.errors import ConfigError, WorkerError
+from skyrl_train.orchestration.inline_launcher import InlineRank
+from skyrl_train.utils.random_state import RandomState
+from skyrl_train.weight_sync.plan import choose_transport
+
+
+def settings(**sections: Any) -> dict[str, Any]:
+    """Settings of an inline run on a CPU; `placement` is a part of the trainer's."""
+    placement = {"launcher": "inline", "device": "cpu", **sections.pop("placement", {})}
+    trainer = {"placement": placement, **sections.pop("trainer", {})}
+    return {"trainer": trainer, **sections}
+
+
+CRITIC = {"critic": {"model": {"path": "m"}}, "algorithm": {"advantage_estimator": "gae"}}
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"placement": {"policy_num_gpus_per_node": 2}}, r"policy_num_gpus_per_node=2 must be 1 with .*=inline"),
+        ({"placement": {"policy_num_nodes": 2}}, r"policy_num_nodes=2 must be 1 .*use trainer.placement.launcher=ray"),
+        ({"placement": {"ref_num_nodes": 3}}, r"ref_num_nodes=3 must be 1"),
+        ({"placement": {"critic_num_gpus_per_node": 2}, "trainer": CRITIC}, r"critic_num_gpus_per_node=2 must be 1"),
+        (
+            {"generator": {"weight_sync_strategy": "cuda_ipc"}, "placement": {"device": "cuda"}},
+            r"cuda_ipc hands memory",
+        ),
+        (
+            {
+                "generator": {"weight_sync_strategy": "broadcast", "weight_sync_backend": "nccl"},
+                "placement": {"device": "cuda"},
+            },
+            r"weight_sync_strategy=broadcast with .*=nccl needs a GPU for each side",
+        ),
+    ],
+)
+def test_settings_of_several_processes_are_refused(changes: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words):
+        validate_cfg(SkyRLConfig.from_dict(settings(**changes)))
+
+
+def test_engines_with_processes_of_their_own_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("skyrl_train.config.rules.engines.find_spec", lambda name: True)  # as if installed
+    for backend in ("vllm", "sglang"):
+        with pytest.raises(ConfigError, match=rf"generator.backend={backend} runs in processes of its own.*native"):
+            validate_generator_cfg(settings(generator={"backend": backend}))
+    elsewhere = {"run_engines_locally": False, "remote_inference_engine_urls": ["127.0.0.1:8000"], "backend": "vllm"}
+    validate_generator_cfg(settings(generator=elsewhere, placement={"colocate_all": False}))
+
+
+def test_auto_means_the_native_engine_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("skyrl_train.config.generation.find_spec", lambda name: True)
+    assert validate_cfg(settings(placement={"device": "cuda"})).generator.backend == "native"
+
+
+def test_ray_cluster_beside_inline_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    for validate in (validate_cfg, validate_generator_cfg):
+        with pytest.raises(ConfigError, match=r"RAY_ADDRESS=10.0.0.1:6379 names a Ray cluster"):
+            validate(settings())
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS"):
+        validate_supervised_cfg({**settings(), "data": {"train_data": ["x"]}}, SupervisedConfig)
+
+
+@pytest.mark.parametrize(
+    "config_type, setting", [(SupervisedConfig, "policy_num_gpus_per_node"), (PreferenceConfig, "ref_num_nodes")]
+)
+def test_supervised_training_on_several_ranks_is_refused(config_type: type[SupervisedConfig], setting: str):
+    data = {"train_data": ["x"]}
+    validate_supervised_cfg({**settings(), "data": data}, config_type)
+    with pytest.raises(ConfigError, match=rf"trainer.placement.{setting}=2 must be 1"):
+        validate_supervised_cfg({**settings(placement={setting: 2}), "data": data}, config_type)
+
+
+@pytest.mark.parametrize("device, colocated", [("cpu", True), ("cpu", False), ("cuda", True), ("cuda", False)])
+def test_weights_stay_in_the_process(device: Any, colocated: bool):
+    where: dict[str, Any] = {"colocated": colocated, "device": device, "remote": False, "same_node": True}
+    assert choose_transport("auto", **where, one_process=True) == ("shared_memory", "full")
+    assert choose_transport("delta", **where, one_process=True) == ("shared_memory", "delta")
+
+
+# ---- workers
+
+
+class Draws:
+    """A worker that draws from torch's global generator."""
+
+    def __init__(self, seed: int | None = None):
+        if seed is not None:
+            torch.manual_seed(seed)
+
+    def draw(self) -> float:
+        return torch.rand(()).item()
+
+    def initial_seed(self) -> int:
+        return torch.initial_seed()
+
+    def fail(self) -> None:
+        raise RuntimeError("out of luck")
+
+    def teardown(self) -> None: ...
+
+
+async def answer(rank: InlineRank, *methods: str) -> list[Any]:
+    [answers] = await rank.call([[(method, ()) for method in methods]], 60.0, "some.setting")
+    return answers
+
+
+async def test_each_worker_has_random_numbers_of_its_own():
+    torch.manual_seed(3)
+    expected = [torch.rand(()).item() for _ in range(4)]
+    torch.manual_seed(3)
+    first, second = InlineRank("policy", Draws, (3,), "cpu"), InlineRank("critic", Draws, (3,), "cpu")
+    drawn = [await answer(first, "draw"), await answer(second, "draw", "draw"), await answer(first, "draw", "draw")]
+    assert drawn == [expected[:1], expected[:2], expected[1:3]]
+    assert torch.rand(()).item() == expected[0], "the driver's are not touched"
+    assert await answer(first, "initial_seed") == [3]
+    await asyncio.gather(first.shutdown(), second.shutdown())
+
+
+async def test_worker_begins_with_the_random_numbers_of_a_new_process():
+    """Whatever this process has drawn before."""
+    torch.manual_seed(11)
+    rank = InlineRank("policy", Draws, (), "cpu")
+    fresh = torch.Generator()
+    assert await answer(rank, "draw") == [torch.rand((), generator=fresh).item()]
+    assert await answer(rank, "initial_seed") == [fresh.initial_seed()]
+    await rank.shutdown()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_random_numbers_of_a_gpu_are_swapped_too():
+    torch.cuda.manual_seed(1)
+    outside = torch.cuda.get_rng_state()
+    own = RandomState("cuda")
+    with own.swapped_in():
+        first = torch.rand(3, device="cuda")
+    assert torch.equal(torch.cuda.get_rng_state(), outside)
+    fresh = torch.Generator("cuda")
+    assert torch.equal(first, torch.rand(3, device="cuda", generator=fresh))
+
+
+async def test_failed_call_names_the_worker_and_leaves_it_usable():
+    rank = InlineRank("policy", Draws, (3,), "cpu")
+    with pytest.raises(WorkerError, match=r"^policy worker 0 raised RuntimeError: out of luck\n.*in fail: raise"):
+        await answer(rank, "fail")
+    assert len(await answer(rank, "draw")) == 1
+    await rank.shutdown()
+    cannot = InlineRank("critic", Draws, ("no seed",), "cpu")
+    with pytest.raises(ValueError, match=r"no seed") as error:
+        await answer(cannot, "draw")
+    assert error.value.__notes__[0].startswith("raised in critic worker 0; whole traceback: ")
+    await cannot.shutdown()
+
+
+class Joins(Draws):
+    """A worker that joins the process group of its one rank."""
+
+    def join(self) -> int:
+        from skyrl_train.distributed.process_group import free_port, init_process_group
+
+        init_process_group(
+            rank=0,
+            world_size=1,
+            master_address="127.0.0.1",
+            master_port=free_port(),
+            device=torch.device("cpu"),
+            timeout_seconds=60.0,
+        )
+        return dist.get_world_size()
+
+
+async def test_workers_share_one_process_group_which_ends_with_the_last():
+    assert not dist.is_initialized()
+    ranks = [InlineRank(name, Joins, (), "cpu") for name in ("policy", "ref")]
+    for rank in ranks:
+        assert await answer(rank, "join") == [1]
+    await ranks[0].shutdown()
+    assert dist.is_initialized(), "the other still computes"
+    await ranks[1].shutdown()
+    assert not dist.is_initialized()
+
+
+async def test_group_of_somebody_else_is_left_alone(group_of_one: None, tmp_path: Path):
+    rank = InlineRank("policy", Joins, (), "cpu")
+    assert await answer(rank, "join") == [1]
+    await rank.shutdown()
+    assert dist.is_initialized()

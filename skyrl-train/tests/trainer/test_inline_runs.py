@@ -1,0 +1,169 @@
+"""`trainer.placement.launcher=inline`: the same run in one process, without Ray."""
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import skyrl_gym
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_train.algorithms.losses import PolicyLossRegistry
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.entrypoints.main_base import BasePPOExp
+from skyrl_train.errors import WorkerError
+from skyrl_train.utils.run_folder import RunFolder
+
+INLINE = {"trainer": {"placement": {"launcher": "inline"}}}
+MODELS = {
+    "trainer": {
+        # Adapters and the value head are initialized from each worker's own random numbers.
+        "policy": {"model": {"lora": {"rank": 4}}},
+        "algorithm": {
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.1,
+            "advantage_estimator": "gae",
+        },
+        "critic_mini_batch_size": 2,
+        "hf_save_interval": 2,
+        "gradient_checkpointing": False,
+    },
+    "generator": {"num_inference_engines": 2},
+}
+
+
+def result_of(cfg: SkyRLConfig) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """The metrics of each step without times, and the weights that the run exported."""
+    folder = RunFolder(cfg.trainer.run_dir)
+    steps = [
+        {
+            name: value
+            for name, value in row.items()
+            if name != "time" and "seconds" not in name and "timing" not in name
+        }
+        for row in folder.read_metrics()
+    ]
+    weights = {
+        f"{file.parent.name}/{name}": tensor
+        for file in sorted(folder.path.rglob("exports/*/*/model.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+    return steps, weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes", [{"trainer": {"hf_save_interval": 2}}, MODELS], ids=["policy", "critic, reference, adapters"]
+)
+def test_inline_run_equals_the_run_under_ray_to_the_bit(
+    changes: dict[str, Any], settings: Any, merged: Any, run: Any, chat_model: str, tmp_path: Path
+):
+    if changes is MODELS:
+        changes = merged(changes, {"trainer": {"critic": {"model": {"path": chat_model}}}})
+    under_ray = settings(tmp_path / "ray", changes)
+    run(under_ray)
+    inline = settings(tmp_path / "inline", merged(changes, INLINE))
+    state = torch.get_rng_state()
+    BasePPOExp(inline).run()
+    assert torch.equal(torch.get_rng_state(), state), "the driver's random numbers are its own"
+    (expected, weights), (steps, own_weights) = result_of(under_ray), result_of(inline)
+    assert len(steps) == 2 and len(weights) > 10
+    assert steps == expected
+    assert weights.keys() == own_weights.keys()
+    assert all(torch.equal(own_weights[name], tensor) for name, tensor in weights.items())
+
+
+class Stops(BaseTextEnv):
+    """Has a breakpoint where it computes the reward."""
+
+    def __init__(self, env_config: Any = None, extras: Any = None):
+        super().__init__()
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        reward = len(set(action)) / max(1, len(action))
+        breakpoint()
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
+
+
+def loss_that_stops(log_probs: Any, old_log_probs: Any, advantages: Any, *_: Any) -> Any:
+    """The policy gradient, with a breakpoint."""
+    loss = -log_probs * advantages
+    breakpoint()
+    return loss, {}
+
+
+def loss_that_fails(*_: Any) -> Any:
+    raise KeyError("my bug")
+
+
+@contextmanager
+def policy_loss(name: str, loss: Any) -> Iterator[dict[str, Any]]:
+    """Settings with a registered loss of a user's own."""
+    PolicyLossRegistry.register(name, loss)
+    try:
+        yield {"trainer": {**INLINE["trainer"], "algorithm": {"policy_loss_type": name}}}
+    finally:
+        PolicyLossRegistry.unregister(name)
+
+
+def test_breakpoints_in_reward_and_loss_stop_in_this_process(
+    settings: Any, merged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[tuple[str, Any]] = []
+
+    def hook() -> None:
+        frame = sys._getframe(1)
+        seen.append((frame.f_code.co_name, frame.f_locals.get("reward", frame.f_locals.get("loss"))))
+
+    monkeypatch.setattr(sys, "breakpointhook", hook)
+    skyrl_gym.register(id="stops", entry_point=Stops)
+    try:
+        with policy_loss("stops", loss_that_stops) as changes:
+            one_step = {"environment": {"env_class": "stops"}, "trainer": {"max_training_steps": 1}}
+            BasePPOExp(settings(tmp_path, merged(changes, one_step))).run()
+    finally:
+        skyrl_gym.deregister("stops")
+    names = [name for name, _ in seen]
+    assert names == ["step"] * 16 + ["loss_that_stops"] * 4, "4 x 4 answers; two optimizer steps of two micro-batches"
+    assert all(0 < reward <= 1 for name, reward in seen if name == "step")
+    assert all(loss.requires_grad for name, loss in seen if name == "loss_that_stops")
+
+
+def test_error_in_a_users_loss_names_worker_and_line(settings: Any, tmp_path: Path):
+    with policy_loss("fails", loss_that_fails) as changes, pytest.raises(WorkerError) as error:
+        BasePPOExp(settings(tmp_path, changes)).run()
+    place = re.escape(str(Path(__file__))) + r":\d+ in loss_that_fails: raise KeyError"
+    assert re.match(rf"policy worker 0 raised KeyError: 'my bug'\n{place}", str(error.value))
+
+
+def test_call_past_its_deadline_ends_the_run(settings: Any, merged: Any, tmp_path: Path):
+    at_once = {"trainer": {"worker_timeout_seconds": 1e-4}}
+    with pytest.raises(
+        WorkerError, match=r"policy worker 0 did not answer within 0.0001 s .trainer.worker_timeout_sec"
+    ):
+        BasePPOExp(settings(tmp_path, merged(INLINE, at_once))).run()
+
+
+def test_resumed_inline_run_equals_one_that_was_never_stopped(
+    settings: Any, merged: Any, chat_model: str, tmp_path: Path
+):
+    models = merged(merged(MODELS, INLINE), {"trainer": {"critic": {"model": {"path": chat_model}}}})
+    changes = merged(models, {"trainer": {"ckpt_interval": 1, "hf_save_interval": 3}})
+
+    def run(folder: str, num_steps: int) -> Any:
+        cfg = settings(tmp_path / folder, merged(changes, {"trainer": {"max_training_steps": num_steps}}))
+        BasePPOExp(cfg).run()
+        return result_of(cfg)
+
+    expected, weights = run("whole", 3)
+    run("stopped", 1)
+    torch.manual_seed(7)  # another process begins with other random numbers
+    steps, own_weights = run("stopped", 3)
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert steps == expected
+    assert all(torch.equal(own_weights[f"{name}"], tensor) for name, tensor in weights.items())
