@@ -174,8 +174,9 @@ def test_a_hopeless_log_prob_keeps_every_number_finite(kind):
 
 def test_mismatch_by_hand():
     """Two tokens of ratio 4 and 1/2 (a third is masked): log-ratios 2 ln 2 and -ln 2."""
-    old = torch.tensor([[math.log(4.0), -math.log(2.0), NAN]])
-    metrics = mismatch_metrics(old, torch.tensor([[0.0, 0.0, 5.0]]), torch.tensor([[1, 1, 0]]))
+    rollout = torch.tensor([[-3.0, -5.0, 5.0]])
+    old = rollout + torch.tensor([[math.log(4.0), -math.log(2.0), NAN]])
+    metrics = mismatch_metrics(old, rollout, torch.tensor([[1, 1, 0]]))
     expected = {
         "logprobs_abs_diff_mean": 1.5 * math.log(2),
         "logprobs_abs_diff_max": 2 * math.log(2),

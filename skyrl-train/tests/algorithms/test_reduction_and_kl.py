@@ -193,6 +193,14 @@ def test_the_adaptive_controller_steers_to_its_target():
     assert controller.value == pytest.approx(0.1 * (1 + 0.2 * 50 / 100))
     controller.update(current=0.9, n_steps=100)
     assert controller.value == pytest.approx(0.11 * 0.9)
+    controller.update(current=0.1, n_steps=100)  # far below the target: the error is clipped to -0.2
+    assert controller.value == pytest.approx(0.11 * 0.9 * 0.8)
     fixed = FixedKLController(0.1)
     fixed.update(5.0, 10)
     assert fixed.value == 0.1
+
+
+@pytest.mark.parametrize("horizon", [0, -1])
+def test_adaptive_controller_refuses_a_horizon_below_one(horizon: int):
+    with pytest.raises(ValueError, match=f"must be positive; got {horizon}"):
+        AdaptiveKLController(0.1, target=1.0, horizon=horizon)

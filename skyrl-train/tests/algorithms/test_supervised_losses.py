@@ -67,6 +67,13 @@ def test_a_hopeless_margin_stays_finite(margin, loss):
     assert drift.grad is not None and torch.isfinite(drift.grad).all()
 
 
+@pytest.mark.parametrize(("margin", "accuracy"), [(0.25, 1.0), (0.0, 0.0), (-0.25, 0.0)])
+def test_dpo_accuracy_counts_pairs_whose_chosen_answer_is_ahead(margin, accuracy):
+    metrics = dpo(torch.tensor([[margin], [-margin]]), None)[1]  # beta 0.5: the margin is half the difference
+    assert metrics["dpo_margin"].tolist() == [[margin], [margin]]
+    assert metrics["dpo_accuracy"].tolist() == [[accuracy], [accuracy]]
+
+
 def test_half_a_pair_compares_nothing():
     mask = MASK.clone()
     mask[1] = 0
