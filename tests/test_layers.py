@@ -19,6 +19,7 @@ LAYERS = [
     {"models", "distributed"},
     {"weight_sync"},
     {"inference_engines"},
+    {"rollouts"},
     {"generators", "workers"},
     {"orchestration"},
     {"dataset", "evaluate", "checkpoints", "provenance", "judging", "mismatch", "step_plan", "supervised"}

@@ -5,31 +5,30 @@ The teacher is the reference model (`trainer.ref.model.path`); the settings that
 """
 
 import multiprocessing
+from dataclasses import replace
 
 import hydra
 from omegaconf import DictConfig
 
 from skyrl_train.entrypoints.main_base import BasePPOExp, config_dir, run_experiment
-from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
-from skyrl_train.generators.metrics import get_metrics_from_generator_output
+from skyrl_train.generators.base import GeneratorInput
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
-from skyrl_train.generators.step_wise import per_row
+from skyrl_train.rollouts.filters import map_trajectories, without_rewards
+from skyrl_train.rollouts.metrics import scores_of_groups
+from skyrl_train.rollouts.types import RolloutBatch
 
 
 class UnrewardedGenerator(SkyRLGymGenerator):
     """Trajectories for training have reward 0 everywhere; what they would have earned is `environment/avg_score`."""
 
-    async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
-        output = await super().generate(input_batch, disable_tqdm)
+    async def generate_groups(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> RolloutBatch:
+        rollouts = await super().generate_groups(input_batch, disable_tqdm)
         metadata = input_batch.get("batch_metadata")
         if metadata is not None and metadata.training_phase == "eval":
-            return output
-        prompts = per_row(output, [str(index) for index in range(len(input_batch["prompts"]))])
-        score = get_metrics_from_generator_output(output, prompts)["avg_score"]
-        if score is not None:
-            output["rollout_metrics"] = (output["rollout_metrics"] or {}) | {"environment/avg_score": score}
-        output["rewards"] = [[0.0] * len(response) for response in output["response_ids"]]
-        return output
+            return rollouts
+        score = scores_of_groups(rollouts.groups)["avg_score"]
+        earned = {} if score is None else {"environment/avg_score": score}
+        return replace(map_trajectories(rollouts, without_rewards), metrics=rollouts.metrics | earned)
 
 
 class DistillationExp(BasePPOExp):

@@ -2,21 +2,17 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput
-from skyrl_train.generators.batches import (
-    concatenate_generator_outputs,
-    prepare_generator_input,
-    validate_generator_output,
-)
-from skyrl_train.generators.faults import LengthLimits
-from skyrl_train.generators.metrics import check_not_all_failed, get_metrics_from_generator_output
-from skyrl_train.generators.rewards import total_reward
+from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, request_rollouts
+from skyrl_train.generators.inputs import prepare_generator_input
 from skyrl_train.generators.sampling import get_sampling_params
-from skyrl_train.generators.step_wise import per_row, whole_trajectories
-from skyrl_train.generators.trajectory_rows import trajectory_rows
+from skyrl_train.rollouts.faults import LengthLimits, record_faults
+from skyrl_train.rollouts.joining import whole_sample
+from skyrl_train.rollouts.metrics import check_not_all_failed, concatenate, scores_of_groups
+from skyrl_train.rollouts.trajectory_rows import trajectory_rows
+from skyrl_train.rollouts.types import Trajectory, TrajectoryGroup, grouped
 from skyrl_train.utils.io import expand_path, write_atomically
 from skyrl_train.utils.run_folder import RunFolder
 
@@ -53,9 +49,10 @@ async def evaluate(
         global_step: the trainer's step, part of the sampling seed and of the folder's name; None without a trainer.
     """
     limits = LengthLimits.of(cfg.generator, cfg.generator.eval_sampling_params)
-    inputs, outputs, uids = [], [], []
+    requests: list[GeneratorInput] = []
+    batches = []
     for rows in eval_dataloader:
-        generator_input, batch_uids = prepare_generator_input(
+        request, _ = prepare_generator_input(
             rows,
             cfg.generator.eval_n_samples_per_prompt,
             get_sampling_params(cfg.generator.eval_sampling_params),
@@ -63,38 +60,38 @@ async def evaluate(
             "eval",
             global_step,
         )
-        output = await generator.generate(generator_input)
-        validate_generator_output(len(generator_input["prompts"]), output, limits)
-        inputs.append(generator_input)
-        outputs.append(output)
-        uids += batch_uids
-    turns = concatenate_generator_outputs(outputs)
-    output = whole_trajectories(turns)
-    sources = [sanitize_data_source(extras.get("data_source")) for extras in _extras(inputs)]
-    metrics = calculate_per_dataset_metrics(output, uids, sources, cfg.generator.eval_n_samples_per_prompt)
-    metrics |= {f"eval/all/{name}": value for name, value in (output["rollout_metrics"] or {}).items()}
+        requests.append(request)
+        batches.append(record_faults(await request_rollouts(generator, request), limits))
+    rollouts = concatenate(batches)
+    sources = [sanitize_data_source(extras.get("data_source")) for extras in _extras(requests)]
+    metrics = calculate_per_dataset_metrics(rollouts.groups, sources, cfg.generator.eval_n_samples_per_prompt)
+    metrics |= {f"eval/all/{name}": value for name, value in rollouts.metrics.items()}
     if cfg.trainer.dump_eval_results:
         name = "eval_only" if global_step is None else f"global_step_{global_step}_evals"
         folder = expand_path(cfg.trainer.export_path) / "dumped_evals" / name
-        _dump(folder, tokenizer, inputs, output, sources, metrics)
+        _dump(folder, tokenizer, requests, rollouts.trajectories, sources, metrics)
     if cfg.trainer.dump_trajectories and global_step is not None:
-        rows = trajectory_rows(turns, per_row(turns, uids), tokenizer)
+        rows = trajectory_rows(rollouts.groups, tokenizer)
         RunFolder(cfg.trainer.run_dir).write_trajectories(global_step, "eval", rows)
-    what = "the evaluation failed, so there is no score"
-    check_not_all_failed(output.get("failures") or [None] * len(output["response_ids"]), what)
+    check_not_all_failed(rollouts.trajectories, "the evaluation failed, so there is no score")
     return metrics
 
 
 def calculate_per_dataset_metrics(
-    output: GeneratorOutput, uids: list[str], data_sources: list[str], n_samples_per_prompt: int
+    groups: Sequence[TrajectoryGroup], data_sources: Sequence[str], n_samples_per_prompt: int
 ) -> dict[str, float | None]:
-    """`eval/<source>/…` for each data source, and `eval/all/…`."""
-    indices_of: defaultdict[str, list[int]] = defaultdict(list)
-    for index, source in enumerate(data_sources):
-        indices_of[source].append(index)
+    """Compute `eval/<source>/…` for each data source, and `eval/all/…`.
+
+    Args:
+        data_sources: of each trajectory.
+    """
+    owners = [(group.uid, trajectory) for group in groups for trajectory in group.trajectories]
+    members: defaultdict[str, list[tuple[str, Trajectory]]] = defaultdict(list)
+    for owner, source in zip(owners, data_sources, strict=True):
+        members[source].append(owner)
     metrics: dict[str, float | None] = {}
-    for source, indices in {**indices_of, "all": list(range(len(uids)))}.items():
-        scores = get_metrics_from_generator_output(_scored_part(output, indices), [uids[i] for i in indices])
+    for source, own in {**members, "all": owners}.items():
+        scores = scores_of_groups(grouped([trajectory for _, trajectory in own], [uid for uid, _ in own]))
         metrics[f"eval/{source}/avg_score"] = scores["avg_score"]
         metrics[f"eval/{source}/pass_at_{n_samples_per_prompt}"] = scores["pass_at_n"]
         metrics[f"eval/{source}/mean_positive_reward"] = scores["mean_positive_reward"]
@@ -106,40 +103,31 @@ def sanitize_data_source(data_source: str | None) -> str:
     return "unknown" if data_source is None else str(data_source).replace("/", "_")
 
 
-def _scored_part(output: GeneratorOutput, indices: list[int]) -> GeneratorOutput:
-    """Some trajectories of an output: of each column those entries."""
-    columns = {
-        key: [column[i] for i in indices] if isinstance(column, list) else column for key, column in output.items()
-    }
-    return GeneratorOutput(**columns)  # pyright: ignore[reportArgumentType]
-
-
-def _extras(inputs: list[GeneratorInput]) -> list[dict[str, Any]]:
-    return [extras for generator_input in inputs for extras in generator_input.get("env_extras") or []]
+def _extras(requests: list[GeneratorInput]) -> list[dict[str, Any]]:
+    return [extras for request in requests for extras in request.get("env_extras") or []]
 
 
 def _dump(
     folder: "Path",
     tokenizer: "PreTrainedTokenizerBase",
-    inputs: list[GeneratorInput],
-    output: GeneratorOutput,
+    requests: list[GeneratorInput],
+    trajectories: list[Trajectory],
     sources: list[str],
     metrics: dict[str, float | None],
 ) -> None:
-    """One file of readable rows for each data source, and one with the metrics."""
+    """Write one file of readable rows for each data source, and one with the metrics."""
     rows_of: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    env_classes = [env_class for generator_input in inputs for env_class in generator_input["env_classes"]]
-    stop_reasons = output["stop_reasons"] or [None] * len(sources)
-    failures = output.get("failures") or [None] * len(sources)
-    for i, extras in enumerate(_extras(inputs)):
-        failure = failures[i]
-        rows_of[sources[i]].append(
+    env_classes = [env_class for request in requests for env_class in request["env_classes"]]
+    columns = zip(_extras(requests), env_classes, sources, trajectories, strict=True)
+    for extras, env_class, source, trajectory in columns:
+        sample, failure = whole_sample(trajectory), trajectory.failure
+        rows_of[source].append(
             {
-                "input_prompt": tokenizer.decode(output["prompt_token_ids"][i]),
-                "output_response": tokenizer.decode(output["response_ids"][i]),
-                "score": total_reward(output["rewards"][i]),
-                "stop_reason": stop_reasons[i],
-                "env_class": env_classes[i],
+                "input_prompt": tokenizer.decode(sample.prompt_ids),
+                "output_response": tokenizer.decode(sample.response_ids),
+                "score": trajectory.reward,
+                "stop_reason": trajectory.stop_reason,
+                "env_class": env_class,
                 "env_extras": extras,
                 "data_source": extras.get("data_source"),
                 "failure": None if failure is None else f"{failure.kind}: {failure.message}",

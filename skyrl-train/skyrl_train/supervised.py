@@ -14,7 +14,6 @@ from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.algorithms.reduction import token_weights
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.dataloader import PromptDataLoader
-from skyrl_train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 from skyrl_train.dataset.supervised import Item, SupervisedDataset
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.batch_calls import forward, learn
@@ -23,6 +22,7 @@ from skyrl_train.orchestration.placement import Placement
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.orchestration.skipped_updates import skipped_updates
 from skyrl_train.orchestration.step_metrics import step_metrics
+from skyrl_train.rollouts.padding import convert_prompts_responses_to_batch_tensors
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun, num_training_steps
 from skyrl_train.utils.tracking import Tracking

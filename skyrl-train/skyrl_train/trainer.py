@@ -7,7 +7,7 @@ It moves batches between a generator, the models' workers and the engines. How a
 import asyncio
 import hashlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,19 +21,10 @@ from skyrl_train.algorithms.losses import PolicyLossRegistry, TokenSelectorRegis
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.dataloader import PromptDataLoader
 from skyrl_train.dataset.dataset import PromptDataset
-from skyrl_train.dataset.dynamic_sampling import Sampled, sample_batch, told_apart
-from skyrl_train.dataset.rollout_batch import rollout_batch
 from skyrl_train.evaluate import evaluate
-from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput
-from skyrl_train.generators.faults import LengthLimits
-from skyrl_train.generators.step_wise import per_row
-from skyrl_train.generators.trajectory_rows import trajectory_rows
-from skyrl_train.generators.utils import (
-    get_metrics_from_generator_output,
-    get_sampling_params,
-    prepare_generator_input,
-    validate_generator_output,
-)
+from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, request_rollouts
+from skyrl_train.generators.inputs import prepare_generator_input
+from skyrl_train.generators.sampling import get_sampling_params
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.batch_calls import forward, learn
@@ -43,6 +34,12 @@ from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.orchestration.skipped_updates import skipped_updates
 from skyrl_train.orchestration.step_metrics import first_ratio_metrics, step_metrics
 from skyrl_train.orchestration.weight_publisher import WeightPublisher
+from skyrl_train.rollouts.collate import collate
+from skyrl_train.rollouts.dynamic_sampling import sample_batch, with_unique_uids
+from skyrl_train.rollouts.faults import LengthLimits, record_faults
+from skyrl_train.rollouts.metrics import scores_of_groups
+from skyrl_train.rollouts.trajectory_rows import trajectory_rows
+from skyrl_train.rollouts.types import RolloutBatch
 from skyrl_train.step_plan import ModelShape, model_shape, needs_old_log_probs, step_plan
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun, num_training_steps
@@ -121,8 +118,8 @@ class RayPPOTrainer(TrainingRun):
             self.global_step += 1
             with self.timed("step"):
                 with self.timed("generate"):
-                    trajectories, uids = await self.generate(prompts)
-                batch = self.convert_to_training_input(trajectories, uids)
+                    rollouts = await self.generate(prompts)
+                batch = self.convert_to_training_input(rollouts)
                 with self.timed("fwd_logprobs_values_reward"):
                     batch = await self.fwd_logprobs_values_reward(batch)
                 with self.timed("compute_advantages_and_returns"):
@@ -231,33 +228,30 @@ class RayPPOTrainer(TrainingRun):
 
     # ---- answer
 
-    async def generate(self, prompts: list[dict[str, Any]]) -> Sampled:
-        """`n_samples_per_prompt` trajectories for each prompt (or for others instead, by dynamic sampling), and the
-        prompt's uid for each row."""
+    async def generate(self, prompts: list[dict[str, Any]]) -> RolloutBatch:
+        """Return `n_samples_per_prompt` trajectories for each prompt (or for others instead, by dynamic sampling)."""
         seen: set[str] = set()
 
-        async def ask(num_batches_before: int) -> Sampled:
+        async def request(num_batches_before: int) -> RolloutBatch:
             rows = prompts if num_batches_before == 0 else self.train_dataloader.next_batch()
-            return await self.generate_once(told_apart(rows, seen) if dynamic.type else rows)
+            return await self.generate_once(with_unique_uids(rows, seen) if dynamic.type else rows)
 
         dynamic = self.cfg.trainer.algorithm.dynamic_sampling
-        output, uids, metrics = await sample_batch(ask, dynamic, len(prompts), self.dice("dynamic_sampling"))
+        rollouts = await sample_batch(request, dynamic, len(prompts), self.step_generator("dynamic_sampling"))
         await self.colocation.after_generating()
-        self._record(output, uids, metrics)
-        return output, uids
+        self._record(rollouts)
+        return rollouts
 
-    async def generate_once(self, prompts: list[dict[str, Any]]) -> Sampled:
-        """What the generator makes of these prompts, checked. With step-wise trajectories a row is a turn."""
-        generator_input, uids = self.generator_input(prompts)
+    async def generate_once(self, prompts: list[dict[str, Any]]) -> RolloutBatch:
+        """Return the generator's trajectories for these prompts, checked."""
         self.colocation.check("generate")
-        output = await self.generator.generate(generator_input)
         generator = self.cfg.generator
-        validate_generator_output(len(uids), output, LengthLimits.of(generator, generator.sampling_params))
-        return output, per_row(output, uids)
+        rollouts = await request_rollouts(self.generator, self.generator_input(prompts))
+        return record_faults(rollouts, LengthLimits.of(generator, generator.sampling_params))
 
-    def generator_input(self, prompts: list[dict[str, Any]]) -> tuple[GeneratorInput, list[str]]:
+    def generator_input(self, prompts: list[dict[str, Any]]) -> GeneratorInput:
         generator = self.cfg.generator
-        return prepare_generator_input(
+        generator_input, _ = prepare_generator_input(
             prompts,
             generator.n_samples_per_prompt,
             get_sampling_params(generator.sampling_params),
@@ -265,30 +259,32 @@ class RayPPOTrainer(TrainingRun):
             "train",
             self.global_step,
         )
+        return generator_input
 
-    def _record(self, output: GeneratorOutput, uids: list[str], sampling: dict[str, float]) -> None:
-        """Metrics of the rollouts, the trajectories on disk, and now and then one on the console."""
+    def _record(self, rollouts: RolloutBatch) -> None:
+        """Keep metrics of the rollouts, write the trajectories to disk, and now and then show one on the console."""
         n = self.cfg.generator.n_samples_per_prompt
-        rewards = get_metrics_from_generator_output(output, uids)
-        self.all_metrics |= (output["rollout_metrics"] or {}) | sampling | self.inference_engine_client.take_metrics()
+        rewards = scores_of_groups(rollouts.groups)
+        self.all_metrics |= rollouts.metrics | self.inference_engine_client.take_metrics()
         self.all_metrics |= {
             f"reward/avg_pass_at_{n}": rewards["pass_at_n"],
             "reward/avg_raw_reward": rewards["avg_score"],
             "reward/mean_positive_reward": rewards["mean_positive_reward"],
         }
         if self.cfg.trainer.dump_trajectories:
-            rows = trajectory_rows(output, uids, self.tokenizer)
+            rows = trajectory_rows(rollouts.groups, self.tokenizer)
             self.run_folder.write_trajectories(self.global_step, "train", rows)
         interval = self.cfg.trainer.print_example_interval
         if interval > 0 and (self.global_step - 1) % interval == 0:
-            prompt, response = (self.tokenizer.decode(output[key][0]) for key in ("prompt_token_ids", "response_ids"))
-            log_example(logger, prompt, response, output["rewards"][0])
+            _, _, sample = next(rollouts.rows())
+            prompt, response = (self.tokenizer.decode(ids) for ids in (sample.prompt_ids, sample.response_ids))
+            log_example(logger, prompt, response, sample.rewards)
 
     # ---- judge
 
-    def convert_to_training_input(self, output: GeneratorOutput, uids: Sequence[str]) -> TrainingInputBatch:
-        """Trajectories as padded tensors (see `rollout_batch`)."""
-        return rollout_batch(output, uids, self.tokenizer, self.global_step)
+    def convert_to_training_input(self, rollouts: RolloutBatch) -> TrainingInputBatch:
+        """Return trajectories as padded tensors (see `collate`)."""
+        return collate(rollouts, self.tokenizer, self.global_step)
 
     async def fwd_logprobs_values_reward(self, batch: TrainingInputBatch) -> TrainingInputBatch:
         """Adds `base_action_log_probs` (the reference), `values` (the critic) and `action_log_probs` (the policy before
@@ -371,7 +367,8 @@ class RayPPOTrainer(TrainingRun):
             batch, mini_batches, algorithm.loss_reduction, algorithm.max_seq_len
         )
         if algorithm.policy_loss_type in TokenSelectorRegistry:
-            batch["token_noise"] = torch.rand(batch.tensor("loss_mask").shape, generator=self.dice("token_noise"))
+            noise = self.step_generator("token_noise")
+            batch["token_noise"] = torch.rand(batch.tensor("loss_mask").shape, generator=noise)
         if trainer.dump_data_batch:
             folder = expand_path(trainer.export_path) / "dumped_data"
             folder.mkdir(parents=True, exist_ok=True)
@@ -392,8 +389,8 @@ class RayPPOTrainer(TrainingRun):
             batch.tensor("response_mask").sum(dim=-1).mean(dtype=torch.float).item()
         )
 
-    def dice(self, purpose: str) -> torch.Generator:
-        """Random numbers of this step for one purpose: the same in a run that was resumed."""
+    def step_generator(self, purpose: str) -> torch.Generator:
+        """Return the random numbers of this step for one purpose: the same in a run that was resumed."""
         digest = hashlib.sha256(f"{self.cfg.trainer.seed}/{self.global_step}/{purpose}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 

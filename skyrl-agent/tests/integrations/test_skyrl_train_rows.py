@@ -12,16 +12,18 @@ from skyrl_agent.integrations.skyrl_train.skyrl_train_backend import (
     SkyRLBackend,
     generator_output,
     instance_rows,
+    rollout_batch,
 )
 from skyrl_agent.training_rows import of_rows, training_rows, trajectory_advantages
 from skyrl_agent.types import Failure, TrajectoryResult
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.dataset.rollout_batch import rollout_batch
 from skyrl_train.errors import WorkerError
 from skyrl_train.generators.base import GeneratorInput, TrajectoryID
-from skyrl_train.generators.batches import prepare_generator_input, validate_generator_output
-from skyrl_train.generators.step_wise import per_row
+from skyrl_train.generators.inputs import prepare_generator_input
 from skyrl_train.judging import judge
+from skyrl_train.rollouts.adapter import to_generator_output, to_rollout_batch
+from skyrl_train.rollouts.collate import collate
+from skyrl_train.rollouts.faults import record_faults
 
 
 def result(reward: float | None, *turns: tuple[list[int], list[int]], reason: str = "FINISH") -> TrajectoryResult:
@@ -50,12 +52,12 @@ GROUPS = [
 def test_rows_pass_the_trainers_checks_and_get_each_trajectorys_advantage():
     rows = training_rows(GROUPS, 100)
     ids = [TrajectoryID(uid, n) for uid in ("0", "1") for n in range(3)]
-    output = generator_output(rows, ids)
-    validate_generator_output(6, output)
-    assert output["is_last_step"] == [True, False, True, True, True, True, True]
-    assert output["rewards"] == [1.0, 0.0, 0.0, 0.0, 0.5, 0.25, 1.0]
-    uids = per_row(output, [trajectory_id.instance_id for trajectory_id in ids])
-    batch = rollout_batch(output, uids, SimpleNamespace(pad_token_id=0), step=1)  # type: ignore[arg-type]
+    rollouts = rollout_batch(rows, ids)
+    assert record_faults(rollouts) == rollouts
+    assert to_rollout_batch(to_generator_output(rollouts), ids) == rollouts
+    assert [len(trajectory.samples) for trajectory in rollouts.trajectories] == [1, 2, 1, 1, 1, 1]
+    assert [sample.reward for *_, sample in rollouts.rows()] == [1.0, 0.0, 0.0, 0.0, 0.5, 0.25, 1.0]
+    batch = collate(rollouts, SimpleNamespace(pad_token_id=0), step=1)  # type: ignore[arg-type]
     cfg = SkyRLConfig.from_dict({"trainer": {"algorithm": {"advantage_estimator": "rloo", "use_kl_loss": False}}})
     judged, metrics = judge(batch, cfg, 0.0)
     found = [row[0].item() for row in judged.tensor("advantages")]

@@ -1,34 +1,19 @@
 """Which rollouts are worth training on: groups without a difference, dynamic sampling, answers near the length limit.
 
-Decisions only: every function says which rows, the trainer moves them. A rollout that failed has no reward (None, or a
-number that is not finite) and is judged as if it had never been sampled.
+Decisions only: the functions return which groups or rows, `rollouts` and the trainer act on it. A rollout that failed
+has no reward (None, or a number that is not finite) and is judged as if it had never been sampled.
 
 Shapes: B rollouts, G groups (the rollouts of one prompt).
 """
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from skyrl_train.algorithms.advantages import group_numbers
 
 _TOLERANCE = 1e-6
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Rows to go on with, group after group, in the order in which groups first appear."""
-
-    rows: list[int]
-    """Rows of what was judged. A row may be there more than once (`replace_uninformative`)."""
-
-    uids: list[Hashable]
-    """The group of each of them from now on. The copy of a group is a group of its own, under the uid whose place it
-    takes: so its advantages are those of the original, and there are as many prompts as before."""
-
-    num_groups: int
 
 
 def informative_groups(
@@ -54,43 +39,25 @@ def zero_variance_rows(
     return torch.tensor([not judged[uid] for uid in uids], dtype=torch.bool)
 
 
-def keep_informative(
-    rewards: Sequence[float | None],
-    uids: Sequence[Hashable],
-    max_groups: int | None = None,
-    tolerance: float = _TOLERANCE,
-) -> Selection:
-    """Dynamic sampling by `filter` (DAPO, https://arxiv.org/abs/2503.14476, section 3.2): the rows of informative
-    groups, of the first `max_groups` such groups if there are more (null: all).
-
-    Whoever collects over several batches hands in everything collected so far: what was kept once is kept again. A
-    prompt that comes twice under one uid is one group.
-    """
-    return _selection(uids, [(uid, uid) for uid in informative_groups(rewards, uids, tolerance)[:max_groups]])
-
-
-def replace_uninformative(
-    rewards: Sequence[float | None],
-    uids: Sequence[Hashable],
-    min_replace_ratio: float,
-    generator: torch.Generator,
-    tolerance: float = _TOLERANCE,
-) -> Selection | None:
+def draw_replacements(
+    informative: Sequence[bool], min_replace_ratio: float, generator: torch.Generator
+) -> list[int] | None:
     """Dynamic sampling by `replace`: every group that is not informative gives its place to a copy of one that is,
     drawn at random (with replacement).
 
     Args:
+        informative: [G], whether each group is.
         generator: of the draws; nothing else is random, so the same state gives the same batch.
 
     Returns:
-        None if not more than `min_replace_ratio` of the groups are informative: the batch should be sampled anew.
+        [G] the group that fills each place; None if not more than `min_replace_ratio` of the groups are informative:
+        the batch should be sampled anew.
     """
-    judged = _judged(rewards, uids, tolerance)
-    good = [uid for uid, is_informative in judged.items() if is_informative]
-    if len(good) <= min_replace_ratio * len(judged):
+    good = [number for number, is_informative in enumerate(informative) if is_informative]
+    if len(good) <= min_replace_ratio * len(informative):
         return None
-    draws = iter(torch.randint(len(good), (len(judged) - len(good),), generator=generator).tolist())
-    return _selection(uids, [(uid, uid if judged[uid] else good[next(draws)]) for uid in judged])
+    draws = iter(torch.randint(len(good), (len(informative) - len(good),), generator=generator).tolist())
+    return [number if is_informative else good[next(draws)] for number, is_informative in enumerate(informative)]
 
 
 def overlong_penalty(lengths: torch.Tensor, limit: int, buffer_len: int, factor: float) -> torch.Tensor:
@@ -130,12 +97,3 @@ def _judged(rewards: Sequence[float | None], uids: Sequence[Hashable], tolerance
     squares_G = nothing_G.scatter_add(0, group_B, (scores_B - mean_G[group_B]).square())
     std_G = (squares_G / size_G.clamp(min=1)).sqrt()
     return dict(zip(names, ((std_G > tolerance) | (size_G == 1)).tolist(), strict=True))
-
-
-def _selection(uids: Sequence[Hashable], places: Sequence[tuple[Hashable, Hashable]]) -> Selection:
-    """The rows that fill `places`: pairs of a uid and of the group whose rows stand under it."""
-    rows_of: dict[Hashable, list[int]] = {}
-    for row, uid in enumerate(uids):
-        rows_of.setdefault(uid, []).append(row)
-    filled = [(row, uid) for uid, source in places for row in rows_of[source]]
-    return Selection([row for row, _ in filled], [uid for _, uid in filled], len(places))

@@ -1,10 +1,12 @@
-"""What a generator is: prompts in, trajectories out, in the same order. Knows no engine and no environment."""
+"""Interface of generators: prompts in, trajectories out, in the same order. Knows no engine and no environment."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal, NotRequired, TypedDict
 
-from skyrl_train.errors import FailureKind
+from skyrl_train.rollouts.adapter import GeneratorOutput, to_rollout_batch
+from skyrl_train.rollouts.metrics import MetricsOutput
+from skyrl_train.rollouts.types import Failure, RolloutBatch, TrajectoryID
 from skyrl_train.types import ConversationType, MessageType
 
 __all__ = [
@@ -23,30 +25,11 @@ TrainingPhase = Literal["train", "eval"]
 
 
 @dataclass(frozen=True)
-class TrajectoryID:
-    """Which sample of which prompt."""
-
-    instance_id: str
-    repetition_id: int
-
-    def to_string(self) -> str:
-        return f"{self.instance_id}_{self.repetition_id}"
-
-
-@dataclass(frozen=True)
 class BatchMetadata:
     """When a batch was asked for. `global_step` seeds its sampling, so that a resumed run samples the same."""
 
     global_step: int | None
     training_phase: TrainingPhase
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a trajectory failed, for masking, metrics and the reader of the trajectories file."""
-
-    kind: FailureKind
-    message: str
 
 
 class GeneratorInput(TypedDict):
@@ -60,41 +43,37 @@ class GeneratorInput(TypedDict):
     batch_metadata: NotRequired[BatchMetadata | None]
 
 
-class GeneratorOutput(TypedDict):
-    """B trajectories, in the order of the input. With `is_last_step`: B turns of them, in the same order and in that of
-    the turns.
+class GeneratorInterface(ABC):
+    """Turns prompts into trajectories. A failed rollout is data: it never ends the batch.
 
-    `response_ids` is everything after the prompt (what the model and the environment wrote); `loss_masks` is 1 on the
-    tokens the model wrote. Rewards are one float a trajectory, or one a response token.
+    A generator of one's own implements `generate`. One that also implements `generate_groups` spares the way over
+    columns. The trainer asks by `request_rollouts`.
     """
 
-    prompt_token_ids: list[list[int]]
-    response_ids: list[list[int]]
-    rewards: list[float] | list[list[float]]
-    loss_masks: list[list[int]]
-    stop_reasons: list[str] | None
-    rollout_metrics: dict[str, float] | None
-    rollout_logprobs: list[list[float]] | None
-    trajectory_ids: NotRequired[list[TrajectoryID] | None]
-    is_last_step: NotRequired[list[bool] | None]
-    """Step-wise: every turn is a row of its own, and this is True on the last of its trajectory. Rows of a trajectory
-    have the same `trajectory_ids`, stop reason and failure."""
-    weight_versions: NotRequired[list[list[int]] | None]
-    """Version of the weights that wrote each response token; -1 on tokens the model did not write."""
-    failures: NotRequired[list[Failure | None] | None]
-    """None for a trajectory that ended as it should. A failed one has loss mask 0 and enters no baseline."""
-
-
-class MetricsOutput(TypedDict):
-    """Scores of a batch; None where every trajectory failed."""
-
-    avg_score: float | None
-    pass_at_n: float | None
-    mean_positive_reward: float | None
-
-
-class GeneratorInterface(ABC):
-    """Turns prompts into trajectories. A failed rollout is data: it never ends the batch."""
-
     @abstractmethod
-    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput: ...
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        """Return one trajectory for each prompt, in the order of the prompts, as columns."""
+
+    async def generate_groups(self, input_batch: GeneratorInput) -> RolloutBatch:
+        """Return one trajectory for each prompt, in the order of the prompts, in groups of one prompt each.
+
+        Raises:
+            RuntimeError, ValueError: the columns that `generate` returned do not fit together, or not the input.
+        """
+        return to_rollout_batch(await self.generate(input_batch), trajectory_ids_of(input_batch))
+
+
+async def request_rollouts(generator: GeneratorInterface, input_batch: GeneratorInput) -> RolloutBatch:
+    """Ask a generator for trajectory groups, by whichever of `generate` and `generate_groups` the class nearest to it
+    defines: a subclass that overrides one of them is never passed by."""
+    for cls in type(generator).__mro__:
+        if "generate_groups" in vars(cls):
+            return await generator.generate_groups(input_batch)
+        if "generate" in vars(cls):
+            return await GeneratorInterface.generate_groups(generator, input_batch)
+    raise TypeError(f"{type(generator).__name__} is no generator: it has neither `generate` nor `generate_groups`")
+
+
+def trajectory_ids_of(input_batch: GeneratorInput) -> list[TrajectoryID]:
+    """Return the sample asked for in each place of an input; where it names none, each place is a prompt of its own."""
+    return input_batch.get("trajectory_ids") or [TrajectoryID(str(i), 0) for i in range(len(input_batch["prompts"]))]

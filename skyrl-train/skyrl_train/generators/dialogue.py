@@ -14,10 +14,8 @@ from skyrl_train.errors import RolloutError
 from skyrl_train.generators.environment import StepResult
 from skyrl_train.generators.rewards import TurnReward, token_rewards
 from skyrl_train.generators.tokenization import ChatFormat
+from skyrl_train.rollouts.types import NO_VERSION, TrainingSample
 from skyrl_train.types import ConversationType
-
-NOT_WRITTEN = -1
-"""Weight version of a token that the model did not write."""
 
 
 @dataclass(frozen=True)
@@ -43,34 +41,35 @@ class ResponseTokens:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def add_written(self, ids: list[int], logprobs: list[float] | None, weight_versions: list[int]) -> None:
-        """Tokens of the model."""
+    def append_generated(self, ids: list[int], logprobs: list[float] | None, weight_versions: list[int]) -> None:
+        """Append tokens of the model."""
         self.ids += ids
         self.loss_mask += [1] * len(ids)
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
         self.weight_versions += weight_versions
 
-    def add_given(self, ids: list[int]) -> None:
-        """Tokens of the environment, of the template, or of ours."""
+    def append_context(self, ids: list[int]) -> None:
+        """Append tokens of the environment, of the template, or of ours."""
         self.ids += ids
         self.loss_mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
-        self.weight_versions += [NOT_WRITTEN] * len(ids)
+        self.weight_versions += [NO_VERSION] * len(ids)
 
     def cut(self, length: int) -> None:
         """Keeps the first `length` tokens."""
         for tokens in (self.ids, self.loss_mask, self.logprobs, self.weight_versions):
             del tokens[length:]
 
-
-@dataclass(frozen=True)
-class FinishedTokens:
-    """A training sample: the tokens of a trajectory, or of one of its turns. `rewards` is one a response token. There
-    is at least one response token."""
-
-    prompt_ids: list[int]
-    response: ResponseTokens
-    rewards: list[float]
+    def as_sample(self, prompt_ids: list[int], turn_rewards: list[TurnReward]) -> TrainingSample:
+        """Return the training sample of this response to a prompt. There is at least one token."""
+        return TrainingSample(
+            prompt_ids=prompt_ids,
+            response_ids=self.ids,
+            loss_mask=self.loss_mask,
+            rewards=token_rewards(len(self), turn_rewards),
+            log_probs=self.logprobs,
+            weight_versions=self.weight_versions,
+        )
 
 
 class Dialogue(ABC):
@@ -97,17 +96,17 @@ class Dialogue(ABC):
         """Takes what the environment made of that answer."""
 
     @abstractmethod
-    def finish(self, stop_reason: str) -> list[FinishedTokens]:
+    def finish(self, stop_reason: str) -> list[TrainingSample]:
         """The training samples: one, with the tokens up to the last answer (what an environment said after it was never
         read by the model), or one a turn. There is at least one."""
 
-    def abandon(self) -> list[FinishedTokens]:
-        """What there is of a trajectory that failed: nothing of it trains, no token has a reward."""
+    def to_failed_samples(self) -> list[TrainingSample]:
+        """Return the tokens so far of a trajectory that failed: nothing of it trains, no token has a reward."""
         response = self._partial_response()
         if not response.ids:
-            response.add_given([self.chat.eos_token_id])
+            response.append_context([self.chat.eos_token_id])
         response.loss_mask = [0] * len(response)
-        return [FinishedTokens(self.prompt_ids, response, [0.0] * len(response))]
+        return [response.as_sample(self.prompt_ids, [])]
 
     def _partial_response(self) -> ResponseTokens:
         return ResponseTokens()
@@ -131,14 +130,14 @@ class TokenDialogue(Dialogue):
 
     def add_answer(self, answer: Answer) -> None:
         self._turn_start = len(self.response)
-        self.response.add_written(answer.token_ids, answer.logprobs, answer.weight_versions)
+        self.response.append_generated(answer.token_ids, answer.logprobs, answer.weight_versions)
         self._turn_end = len(self.response)
 
-    def finish(self, stop_reason: str) -> list[FinishedTokens]:
+    def finish(self, stop_reason: str) -> list[TrainingSample]:
         self.response.cut(self._turn_end)
         if not self.response.ids:
-            self.response.add_given([self.chat.eos_token_id])
-        return [FinishedTokens(self.prompt_ids, self.response, token_rewards(len(self.response), self.turn_rewards))]
+            self.response.append_context([self.chat.eos_token_id])
+        return [self.response.as_sample(self.prompt_ids, self.turn_rewards)]
 
     def _partial_response(self) -> ResponseTokens:
         self.response.cut(self._turn_end)
@@ -156,10 +155,10 @@ class TokenDialogue(Dialogue):
         kept = self._tokens_of_beginning(answer, text)
         if kept is not None:
             logprobs = None if answer.logprobs is None else answer.logprobs[:kept]
-            self.response.add_written(answer.token_ids[:kept], logprobs, answer.weight_versions[:kept])
+            self.response.append_generated(answer.token_ids[:kept], logprobs, answer.weight_versions[:kept])
         else:
             _warn_of_encoded_action()
-            self.response.add_given(self.chat.encode(text))
+            self.response.append_context(self.chat.encode(text))
         self._turn_end = len(self.response)
 
     def _tokens_of_beginning(self, answer: Answer, text: str) -> int | None:
@@ -195,13 +194,13 @@ class ConversationDialogue(TokenDialogue):
         text = answer.text if step.postprocessed_action is None else step.postprocessed_action
         self.turn_rewards.append(TurnReward(self._last_written_token(), step.reward))
         if self.stop_strings and text.endswith(self.stop_strings) and not self._ends_with_eos():
-            self.response.add_given([self.chat.eos_token_id])
+            self.response.append_context([self.chat.eos_token_id])
             self._turn_end = len(self.response)
         if not step.done:
             # An answer that was cut short still has to be closed before the next message opens.
             cut_short = answer.stop_reason == "length" or step.postprocessed_action is not None
             closed = self._ends_with_eos() or not cut_short
-            self.response.add_given(self.chat.continuation_ids(step.observations, answer_is_closed=closed))
+            self.response.append_context(self.chat.continuation_ids(step.observations, answer_is_closed=closed))
 
     def _ends_with_eos(self) -> bool:
         return self._turn_end > self._turn_start and self.response.ids[self._turn_end - 1] == self.chat.eos_token_id
@@ -219,13 +218,13 @@ class SingleMessageDialogue(TokenDialogue):
         self.turn_rewards.append(TurnReward(self._last_written_token(), step.reward))
         if not step.done:
             for message in step.observations:
-                self.response.add_given(self.chat.encode(message["content"]))
+                self.response.append_context(self.chat.encode(message["content"]))
 
-    def finish(self, stop_reason: str) -> list[FinishedTokens]:
+    def finish(self, stop_reason: str) -> list[TrainingSample]:
         """As the base class; a message that came to its end is closed, by us if the model did not (loss mask 0)."""
         self.response.cut(self._turn_end)
         if stop_reason != "length" and self.response.ids[-1:] != [self.chat.eos_token_id]:
-            self.response.add_given([self.chat.eos_token_id])
+            self.response.append_context([self.chat.eos_token_id])
             self._turn_end = len(self.response)
         return super().finish(stop_reason)
 
@@ -269,15 +268,15 @@ class RetokenizedDialogue(Dialogue):
         self.turns[-1] = (answer, step.reward)
         self.messages += step.observations
 
-    def finish(self, stop_reason: str) -> list[FinishedTokens]:
+    def finish(self, stop_reason: str) -> list[TrainingSample]:
         response, turn_rewards = ResponseTokens(), []
         if self.turns:
             ids, assistant_mask = self._rendered()
-            response.add_given(ids)
+            response.append_context(ids)
             turn_rewards = self._mark_answers(response, assistant_mask)
         else:
-            response.add_given([self.chat.eos_token_id])
-        return [FinishedTokens(self.prompt_ids, response, token_rewards(len(response), turn_rewards))]
+            response.append_context([self.chat.eos_token_id])
+        return [response.as_sample(self.prompt_ids, turn_rewards)]
 
     def _rendered(self) -> tuple[list[int], list[int]]:
         """Ids and assistant mask of everything after the prompt."""
@@ -304,7 +303,7 @@ class RetokenizedDialogue(Dialogue):
             wrote_end = answer.token_ids[-1:] == [eos]
             written_end = end - 1 if response.ids[end - 1] == eos and not wrote_end else end
             num_written = written_end - start
-            version = answer.weight_versions[-1] if answer.weight_versions else NOT_WRITTEN
+            version = answer.weight_versions[-1] if answer.weight_versions else NO_VERSION
             response.loss_mask[start:written_end] = [1] * num_written
             response.weight_versions[start:written_end] = [version] * num_written
             turn_rewards.append(TurnReward(max(written_end, start + 1) - 1, reward))

@@ -1,4 +1,4 @@
-"""Where rewards stand on tokens, and which trajectories train. Pure functions of lists."""
+"""Rewards of turns as rewards of tokens, and overlong filtering of columns. Pure functions of lists."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,26 +22,6 @@ def token_rewards(num_tokens: int, turn_rewards: Sequence[TurnReward]) -> list[f
     for turn in turn_rewards:
         rewards[min(max(turn.token_index, 0), num_tokens - 1)] += turn.reward
     return rewards
-
-
-def reward_of_each_token(reward: float | Sequence[float], num_tokens: int) -> list[float]:
-    """A response's reward as one a token: a single one stands on the last token."""
-    if isinstance(reward, Sequence):
-        return list(reward)
-    return [0.0] * (num_tokens - 1) + [float(reward)] if num_tokens else []
-
-
-def total_reward(reward: float | Sequence[float]) -> float:
-    """A trajectory's reward: the sum over its tokens, if it is given for each."""
-    return float(sum(reward)) if isinstance(reward, Sequence) else float(reward)
-
-
-def zero_reward_on_non_stop(rewards: list[list[float]], stop_reasons: list[str]) -> list[list[float]]:
-    """Only trajectories that ended by themselves (`stop`) keep their rewards."""
-    return [
-        reward if stop_reason == "stop" else [0.0] * len(reward)
-        for reward, stop_reason in zip(rewards, stop_reasons, strict=True)
-    ]
 
 
 def apply_overlong_filtering(loss_masks: list[list[int]], stop_reasons: list[str]) -> list[list[int]]:

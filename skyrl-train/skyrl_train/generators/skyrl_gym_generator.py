@@ -1,10 +1,10 @@
-"""Many trajectories at a time, in environments of skyrl_gym: retries what the infrastructure failed, records what
-failed otherwise, and puts the results into one output."""
+"""Generator of many trajectories at a time, in environments of skyrl_gym: retries attempts that the infrastructure
+failed, records other failures, and returns trajectory groups."""
 
 import asyncio
 import copy
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,24 +21,26 @@ from skyrl_train.generators.base import (
     GeneratorInterface,
     GeneratorOutput,
     TrajectoryID,
+    trajectory_ids_of,
 )
 from skyrl_train.generators.chat_templates import get_custom_chat_template
 from skyrl_train.generators.dialogue import (
     Answer,
     ConversationDialogue,
     Dialogue,
-    FinishedTokens,
     RetokenizedDialogue,
     SingleMessageDialogue,
 )
 from skyrl_train.generators.environment import DaemonThreads, EnvironmentSession
-from skyrl_train.generators.metrics import get_rollout_metrics
-from skyrl_train.generators.rewards import apply_overlong_filtering, zero_reward_on_non_stop
 from skyrl_train.generators.sampling import episode_seed, get_sampling_params, request_seed
-from skyrl_train.generators.step_wise import merge_steps, whole_trajectories
 from skyrl_train.generators.step_wise_dialogue import StepWiseDialogue
 from skyrl_train.generators.tokenization import ChatFormat, ChatTemplateError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
+from skyrl_train.rollouts.adapter import to_generator_output
+from skyrl_train.rollouts.filters import map_trajectories, mask_overlong, zero_reward_on_non_stop
+from skyrl_train.rollouts.joining import merge_appending_turns
+from skyrl_train.rollouts.metrics import rollout_metrics
+from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, grouped
 from skyrl_train.types import ConversationType
 from skyrl_train.utils.tracebacks import last_place, log_traceback
 
@@ -61,20 +63,6 @@ class RolloutRequest:
     sampling_params: dict[str, Any]
     trajectory_id: TrajectoryID
     metadata: BatchMetadata | None
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """One trajectory as it ended: a training sample, or one for each turn. A failed one has loss mask 0, reward 0 and
-    stop reason `error`."""
-
-    samples: list[FinishedTokens]
-    stop_reason: str
-    turn_lengths: list[int]
-    """How many tokens the model wrote in each turn."""
-    env_metrics: dict[str, Any] = field(default_factory=dict)
-    failure: Failure | None = None
-    num_retries: int = 0
 
 
 class SkyRLGymGenerator(GeneratorInterface):
@@ -121,8 +109,13 @@ class SkyRLGymGenerator(GeneratorInterface):
             )
 
     async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
-        """One trajectory for each prompt, in the order of the prompts; with `step_wise_trajectories` a row for each of
-        its turns. A trajectory that fails is in the output with what failed; it ends neither the batch nor the others.
+        """Return the groups of `generate_groups` as columns; with `step_wise_trajectories` a turn is a row."""
+        return to_generator_output(await self.generate_groups(input_batch, disable_tqdm))
+
+    async def generate_groups(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> RolloutBatch:
+        """Return one trajectory for each prompt, in the order of the prompts; with `step_wise_trajectories` its turns
+        are samples of their own. A trajectory that fails is in the batch with what failed; it ends neither the batch
+        nor the others.
 
         Raises:
             ConfigError: an environment id that is not registered, or log-probs asked for where the conversation is
@@ -138,34 +131,32 @@ class SkyRLGymGenerator(GeneratorInterface):
             mininterval=1.0,
         ) as progress:
 
-            async def one(request: RolloutRequest) -> Rollout:
-                rollout = await self._rollout(request)
+            async def roll_out_one(request: RolloutRequest) -> Trajectory:
+                trajectory = await self._trajectory(request)
                 progress.update()
-                return rollout
+                return trajectory
 
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(one(request)) for request in requests]
+                    tasks = [group.create_task(roll_out_one(request)) for request in requests]
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
-        rollouts = [task.result() for task in tasks]
-        self._log_failures(rollouts)
-        return self._output(requests, rollouts, with_trajectory_ids=bool(input_batch.get("trajectory_ids")))
+        return self._batch([task.result() for task in tasks])
 
     # -- one trajectory
 
-    async def _rollout(self, request: RolloutRequest) -> Rollout:
-        """A trajectory, begun again from its prompt with a fresh environment when the infrastructure failed."""
+    async def _trajectory(self, request: RolloutRequest) -> Trajectory:
+        """Return a trajectory, begun again from its prompt with a fresh environment when the infrastructure failed."""
         retries = 0
         while True:
-            rollout = await self._attempt(request, retries)
-            failure = rollout.failure
+            trajectory = await self._attempt(request, retries)
+            failure = trajectory.failure
             if failure is None or failure.kind != "infrastructure" or retries >= self.generator_cfg.max_rollout_retries:
-                return rollout
+                return trajectory
             await asyncio.sleep(RETRY_DELAY_SECONDS * 2**retries)
             retries += 1
 
-    async def _attempt(self, request: RolloutRequest, num_retries: int) -> Rollout:
+    async def _attempt(self, request: RolloutRequest, num_retries: int) -> Trajectory:
         dialogue = self._new_dialogue(request)
         extras = request.env_extras | {"max_turns": self.generator_cfg.max_turns}
         env_config = self.skyrl_gym_cfg.env_config(request.env_class)
@@ -187,9 +178,18 @@ class SkyRLGymGenerator(GeneratorInterface):
             except RolloutError as error:
                 failure = failure or _failure_of(error)
         if failure is not None or samples is None:
-            samples, stop_reason, env_metrics = dialogue.abandon(), "error", {}
-        samples = [self._bounded(request, sample) for sample in samples]
-        return Rollout(samples, stop_reason, turn_lengths, env_metrics, failure, num_retries)
+            samples, stop_reason, env_metrics = dialogue.to_failed_samples(), "error", {}
+        return Trajectory(
+            id=request.trajectory_id,
+            samples=[self._bounded(request, sample) for sample in samples],
+            stop_reason=stop_reason,
+            failure=failure,
+            is_step_wise=self.generator_cfg.step_wise_trajectories,
+            env_class=request.env_class,
+            env_metrics=env_metrics,
+            turn_lengths=turn_lengths,
+            num_retries=num_retries,
+        )
 
     async def _talk(
         self, request: RolloutRequest, env: EnvironmentSession, dialogue: Dialogue, turn_lengths: list[int]
@@ -234,23 +234,28 @@ class SkyRLGymGenerator(GeneratorInterface):
             return StepWiseDialogue(self.chat, conversation, renders_anew=self.custom_chat_template is not None)
         return RetokenizedDialogue(self.chat) if self.retokenizes else conversation()
 
-    def _bounded(self, request: RolloutRequest, tokens: FinishedTokens) -> FinishedTokens:
-        """A prompt that is over the limit trained nothing: it is cut, so that it does not make the whole batch wide.
-        One whose environment never started is that of the dataset."""
-        prompt_ids = tokens.prompt_ids
+    def _bounded(self, request: RolloutRequest, sample: TrainingSample) -> TrainingSample:
+        """Cut a prompt that is over the limit (nothing of it trains), so that it does not make the whole batch wide;
+        take the dataset's prompt where the environment never started; leave out log-probs that nobody asked for."""
+        prompt_ids = sample.prompt_ids
         if not prompt_ids:
             try:
                 prompt_ids = self.chat.ids(request.prompt, add_generation_prompt=True)
             except ChatTemplateError:  # already the trajectory's failure
                 prompt_ids = [self.chat.eos_token_id]
-        return FinishedTokens(prompt_ids[: self.generator_cfg.max_input_length], tokens.response, tokens.rewards)
+        has_log_probs = request.sampling_params.get("logprobs") is not None
+        return replace(
+            sample,
+            prompt_ids=prompt_ids[: self.generator_cfg.max_input_length],
+            log_probs=sample.log_probs if has_log_probs else None,
+        )
 
     # -- a batch
 
     def _requests(self, input_batch: GeneratorInput) -> list[RolloutRequest]:
         num_prompts = len(input_batch["prompts"])
         params = input_batch.get("sampling_params") or get_sampling_params(self.generator_cfg.sampling_params)
-        ids = input_batch.get("trajectory_ids") or [TrajectoryID(str(i), 0) for i in range(num_prompts)]
+        ids = trajectory_ids_of(input_batch)
         extras = input_batch.get("env_extras") or [{} for _ in range(num_prompts)]
         self._check_env_classes(input_batch["env_classes"])
         if self.retokenizes and params.get("logprobs") is not None:
@@ -262,64 +267,26 @@ class SkyRLGymGenerator(GeneratorInterface):
             for prompt, env_class, extra, trajectory_id in columns
         ]
 
-    def _output(
-        self, requests: list[RolloutRequest], rollouts: list[Rollout], with_trajectory_ids: bool
-    ) -> GeneratorOutput:
+    def _batch(self, trajectories: list[Trajectory]) -> RolloutBatch:
+        """Return trajectories in groups. Their metrics are computed before settings take rewards or tokens away."""
         cfg = self.generator_cfg
-        step_wise = cfg.step_wise_trajectories
-        # of each row: its trajectory's request and rollout, and its own tokens
-        rows = [
-            (request, rollout, sample)
-            for request, rollout in zip(requests, rollouts, strict=True)
-            for sample in rollout.samples
-        ]
-        asked_for_logprobs = bool(requests) and requests[0].sampling_params.get("logprobs") is not None
-        output = GeneratorOutput(
-            prompt_token_ids=[sample.prompt_ids for _, _, sample in rows],
-            response_ids=[sample.response.ids for _, _, sample in rows],
-            rewards=[sample.rewards for _, _, sample in rows],
-            loss_masks=[sample.response.loss_mask for _, _, sample in rows],
-            stop_reasons=[rollout.stop_reason for _, rollout, _ in rows],
-            rollout_metrics=None,
-            rollout_logprobs=[sample.response.logprobs for _, _, sample in rows] if asked_for_logprobs else None,
-            trajectory_ids=[request.trajectory_id for request, _, _ in rows]
-            if with_trajectory_ids or step_wise
-            else None,
-            is_last_step=[sample is rollout.samples[-1] for _, rollout, sample in rows] if step_wise else None,
-            weight_versions=[sample.response.weight_versions for _, _, sample in rows],
-            failures=[rollout.failure for _, rollout, _ in rows],
-        )
-        output["rollout_metrics"] = self._metrics(requests, rollouts, output)
-        stop_reasons = [rollout.stop_reason for _, rollout, _ in rows]
+        self._log_failures(trajectories)
+        batch = RolloutBatch(grouped(trajectories), rollout_metrics(trajectories))
         if cfg.zero_reward_on_non_stop:
-            output["rewards"] = zero_reward_on_non_stop([sample.rewards for _, _, sample in rows], stop_reasons)
+            batch = map_trajectories(batch, zero_reward_on_non_stop)
         if cfg.apply_overlong_filtering:
-            output["loss_masks"] = apply_overlong_filtering(output["loss_masks"], stop_reasons)
-        return merge_steps(output) if cfg.merge_stepwise_output else output
+            batch = map_trajectories(batch, mask_overlong)
+        if cfg.merge_stepwise_output:
+            batch = map_trajectories(batch, merge_appending_turns)
+        return batch
 
-    def _metrics(
-        self, requests: list[RolloutRequest], rollouts: list[Rollout], output: GeneratorOutput
-    ) -> dict[str, float]:
-        """Of whole trajectories, however many rows they have."""
-        trajectories = whole_trajectories(output)
-        metrics = get_rollout_metrics(
-            trajectories["response_ids"],
-            trajectories["rewards"],
-            [rollout.env_metrics for rollout in rollouts],
-            [request.env_class for request in requests],
-            stop_reasons=[rollout.stop_reason for rollout in rollouts],
-            failures=[rollout.failure for rollout in rollouts],
-            turn_lengths=[rollout.turn_lengths for rollout in rollouts],
-        )
-        return metrics | {"generate/num_retries": float(sum(rollout.num_retries for rollout in rollouts))}
-
-    def _log_failures(self, rollouts: list[Rollout]) -> None:
-        failures = [rollout.failure for rollout in rollouts if rollout.failure is not None]
+    def _log_failures(self, trajectories: list[Trajectory]) -> None:
+        failures = [trajectory.failure for trajectory in trajectories if trajectory.failure is not None]
         if failures:
             counts = ", ".join(f"{count} {kind}" for kind, count in Counter(f.kind for f in failures).items())
             logger.warning(
                 "{} of {} trajectories of {} failed ({}); the first: {}",
-                len(failures), len(rollouts), self.model_name, counts, failures[0].message,
+                len(failures), len(trajectories), self.model_name, counts, failures[0].message,
             )  # fmt: skip
 
     # -- what is checked before anything is generated

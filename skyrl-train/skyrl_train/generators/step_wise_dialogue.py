@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from skyrl_train.generators.dialogue import Answer, ConversationDialogue, Dialogue, FinishedTokens
+from skyrl_train.generators.dialogue import Answer, ConversationDialogue, Dialogue
 from skyrl_train.generators.environment import StepResult
 from skyrl_train.generators.tokenization import ChatFormat
+from skyrl_train.rollouts.types import TrainingSample
 from skyrl_train.types import ConversationType
 
 
@@ -55,11 +56,11 @@ class StepWiseDialogue(Dialogue):
             self._current = self._new_turn()
             self._current.prompt_ids = self._prompt_ids() if anew else turn.input_ids()
 
-    def finish(self, stop_reason: str) -> list[FinishedTokens]:
+    def finish(self, stop_reason: str) -> list[TrainingSample]:
         return [sample for turn in self._turns() for sample in turn.finish(stop_reason)]
 
-    def abandon(self) -> list[FinishedTokens]:
-        return [sample for turn in self._turns() for sample in turn.abandon()]
+    def to_failed_samples(self) -> list[TrainingSample]:
+        return [sample for turn in self._turns() for sample in turn.to_failed_samples()]
 
     def _turns(self) -> list[ConversationDialogue]:
         """Those with an answer; if there is none, the one that was to have the first."""

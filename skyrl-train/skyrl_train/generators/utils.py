@@ -1,12 +1,7 @@
 """A door to what lives beside it, under the name that users' code imports."""
 
-from skyrl_train.generators.batches import (
-    concatenate_generator_outputs,
-    prepare_generator_input,
-    validate_generator_output,
-)
 from skyrl_train.generators.chat_templates import CUSTOM_CHAT_TEMPLATES, get_custom_chat_template
-from skyrl_train.generators.metrics import get_metrics_from_generator_output, get_rollout_metrics
+from skyrl_train.generators.inputs import prepare_generator_input
 from skyrl_train.generators.rewards import apply_overlong_filtering
 from skyrl_train.generators.sampling import get_sampling_params
 from skyrl_train.generators.tokenization import (
@@ -14,6 +9,12 @@ from skyrl_train.generators.tokenization import (
     get_generation_prompt_ids,
     get_response_ids_and_loss_mask_from_messages,
 )
+from skyrl_train.rollouts.adapter import (
+    concatenate_generator_outputs,
+    get_metrics_from_generator_output,
+    validate_generator_output,
+)
+from skyrl_train.rollouts.metrics import get_rollout_metrics
 
 __all__ = [
     "CUSTOM_CHAT_TEMPLATES",

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
 from skyrl_train.algorithms.losses import PolicyLossRegistry, TokenSelectorRegistry
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 from skyrl_train.judging import judge, loss_weights, mini_batches_of_prompts
 from skyrl_train.orchestration.schedule import Schedule
+from skyrl_train.rollouts.padding import convert_prompts_responses_to_batch_tensors
 from skyrl_train.testing.tasks import Task
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.workers.critic_worker import CriticWorker

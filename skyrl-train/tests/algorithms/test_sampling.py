@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from skyrl_train.algorithms.sampling import (
-    Selection,
+    draw_replacements,
     informative_groups,
-    keep_informative,
     overlong_penalty,
-    replace_uninformative,
     zero_variance_rows,
 )
 
@@ -51,52 +49,34 @@ def test_a_failed_rollout_has_no_say(failed):
     assert zero_variance_rows(rewards, uids).tolist() == [True] * 3 + [False] * 3 + [True]
 
 
-def test_filtering_keeps_whole_groups_in_order():
-    assert keep_informative(REWARDS, UIDS) == Selection([0, 1, 4, 5], list("aacc"), 2)
-    assert keep_informative(REWARDS, UIDS, max_groups=1) == Selection([0, 1], ["a", "a"], 1)
-    assert keep_informative([1.0, 1.0], ["a", "a"]) == Selection([], [], 0)
-    assert keep_informative([], []) == Selection([], [], 0)
-
-
-def test_filtering_keeps_what_it_kept_before():
-    """Collecting over batches: what is left of the first, with the second behind it."""
-    first = keep_informative(REWARDS, UIDS)
-    rewards = [REWARDS[row] for row in first.rows] + [3.0, 3.0, 3.0, 4.0]
-    assert keep_informative(rewards, [*first.uids, *"ddee"], max_groups=3) == Selection(
-        [0, 1, 2, 3, 6, 7], list("aaccee"), 3
-    )
-
-
 def test_rows_of_a_group_need_not_be_neighbours():
-    assert keep_informative([1.0, 5.0, 0.0, 5.0], ["a", "b", "a", "b"]).rows == [0, 2]
+    assert informative_groups([1.0, 5.0, 0.0, 5.0], ["a", "b", "a", "b"]) == ["a"]
 
 
 def test_a_bad_group_gives_its_place_to_a_copy_of_a_good_one():
-    selection = replace_uninformative(REWARDS, UIDS, 0.3, generator())
-    assert selection is not None
-    assert selection.uids == UIDS  # the copy stands under the uid of the group it replaces
-    assert selection.rows[:2] == [0, 1] and selection.rows[4:] == [4, 5]
-    assert selection.rows[2:4] in ([0, 1], [4, 5])
+    sources = draw_replacements([True, False, True], 0.3, generator())
+    assert sources is not None
+    assert (sources[0], sources[2]) == (0, 2)
+    assert sources[1] in (0, 2)
 
 
 def test_replacements_are_drawn_from_all_good_groups_and_from_the_generator_alone():
     drawn = []
     for seed in range(20):
-        selection, again = (replace_uninformative(REWARDS, UIDS, 0.3, generator(seed)) for _ in range(2))
-        assert selection is not None and selection == again
-        drawn.append(selection.rows[2])
-    assert set(drawn) == {0, 4}
+        sources, again = (draw_replacements([True, False, True], 0.3, generator(seed)) for _ in range(2))
+        assert sources is not None and sources == again
+        drawn.append(sources[1])
+    assert set(drawn) == {0, 2}
 
 
 def test_too_few_good_groups_are_refused():
-    assert replace_uninformative(REWARDS, UIDS, 2 / 3, generator()) is None  # 2 of 3 is not more than 2/3
-    assert replace_uninformative(REWARDS, UIDS, 0.6, generator()) is not None
-    assert replace_uninformative([1.0, 1.0], ["a", "a"], 0.0, generator()) is None
+    assert draw_replacements([True, False, True], 2 / 3, generator()) is None  # 2 of 3 is not more than 2/3
+    assert draw_replacements([True, False, True], 0.6, generator()) is not None
+    assert draw_replacements([False], 0.0, generator()) is None
 
 
 def test_nothing_changes_where_all_groups_are_good():
-    selection = replace_uninformative([1.0, 0.0, 0.0, 2.0], list("aabb"), 0.3, generator())
-    assert selection == Selection([0, 1, 2, 3], list("aabb"), 2)
+    assert draw_replacements([True, True], 0.3, generator()) == [0, 1]
 
 
 def test_every_rollout_needs_a_reward():

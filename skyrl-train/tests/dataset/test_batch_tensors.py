@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from skyrl_train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
+from skyrl_train.rollouts.padding import convert_prompts_responses_to_batch_tensors
 
 
 class Padding:

@@ -11,11 +11,11 @@ import torch
 from skyrl_train import judging
 from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
 from skyrl_train.config import SkyRLConfig, validate_cfg
-from skyrl_train.dataset.rollout_batch import rollout_batch
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput, TrajectoryID
-from skyrl_train.generators.batches import validate_generator_output
-from skyrl_train.generators.faults import LengthLimits
+from skyrl_train.rollouts.collate import collate
+from skyrl_train.rollouts.faults import LengthLimits, record_faults
+from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup
 from skyrl_train.workers.policy_worker import checked_loss
 
 
@@ -47,42 +47,42 @@ class Padding:
     pad_token_id = 0
 
 
-def trajectories(rewards: list[float], lengths: list[int], masks: list[int] | None = None) -> GeneratorOutput:
+def answers(rewards: list[float], lengths: list[int], masks: list[int] | None = None) -> RolloutBatch:
     """Answers to one prompt."""
-    masks = masks or [1] * len(rewards)
-    return GeneratorOutput(
-        prompt_token_ids=[[5, 6] for _ in rewards],
-        response_ids=[[7] * length for length in lengths],
-        rewards=list(rewards),
-        loss_masks=[[mask] * length for mask, length in zip(masks, lengths, strict=True)],
-        stop_reasons=["stop"] * len(rewards),
-        rollout_metrics={},
-        rollout_logprobs=None,
-        trajectory_ids=[TrajectoryID("question", number) for number in range(len(rewards))],
-    )
+    columns = enumerate(zip(rewards, lengths, masks or [1] * len(rewards), strict=True))
+    trajectories = [
+        Trajectory(
+            TrajectoryID("question", number),
+            [TrainingSample([5, 6], [7] * length, [mask] * length, [0.0] * (length - 1) + [reward])],
+            "stop",
+        )
+        for number, (reward, length, mask) in columns
+    ]
+    return RolloutBatch([TrajectoryGroup("question", trajectories)])
 
 
-def judged(output: GeneratorOutput) -> tuple[Any, dict[str, float]]:
-    """The batch that a training step makes of them, with limits of 4 tokens a prompt and 8 an answer."""
+def checked(batch: RolloutBatch) -> RolloutBatch:
+    """Return the batch as the trainer takes it, with limits of 4 tokens a prompt and 8 an answer."""
+    return record_faults(batch, LengthLimits(max_input_length=4, max_generate_length=8, one_answer_a_sample=True))
+
+
+def prepared(batch: RolloutBatch) -> tuple[Any, dict[str, float]]:
+    """Return the batch that a training step makes of them."""
     cfg = SkyRLConfig.from_dict({"trainer": {"algorithm": {"grpo_norm_by_std": False}}})
-    limits = LengthLimits(max_input_length=4, max_generate_length=8, one_answer_a_row=True)
-    validate_generator_output(len(output["response_ids"]), output, limits)
-    batch = rollout_batch(output, ["question"] * len(output["response_ids"]), Padding(), step=1)  # type: ignore[arg-type]
-    return judging.judge(batch, cfg, 0.0)
+    return judging.judge(collate(batch, Padding(), step=1), cfg, 0.0)  # type: ignore[arg-type]
 
 
-def failure_of(output: GeneratorOutput, row: int) -> tuple[str, str]:
-    failures = output.get("failures")
-    failure = None if failures is None else failures[row]
+def failure_of(batch: RolloutBatch, number: int) -> tuple[str, str]:
+    failure = batch.trajectories[number].failure
     assert failure is not None
     return failure.kind, failure.message
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
 def test_a_reward_that_is_no_number_is_recorded_and_enters_no_baseline(reward: float):
-    output = trajectories([1.0, 0.0, reward], [2, 2, 2])
-    batch, _ = judged(output)
-    assert failure_of(output, 2) == (
+    rollouts = checked(answers([1.0, 0.0, reward], [2, 2, 2]))
+    batch, _ = prepared(rollouts)
+    assert failure_of(rollouts, 2) == (
         "reward",
         f"trajectory question_2 must have finite numbers as rewards; got {reward!r}",
     )
@@ -91,9 +91,9 @@ def test_a_reward_that_is_no_number_is_recorded_and_enters_no_baseline(reward: f
 
 
 def test_a_response_over_the_limit_is_recorded_and_cut():
-    output = trajectories([1.0, 0.0, 1.0], [2, 2, 5000])
-    batch, _ = judged(output)
-    kind, message = failure_of(output, 2)
+    rollouts = checked(answers([1.0, 0.0, 1.0], [2, 2, 5000]))
+    batch, _ = prepared(rollouts)
+    kind, message = failure_of(rollouts, 2)
     assert kind == "infrastructure"
     assert message.startswith("trajectory question_2 has a response of 5000 tokens; max_generate_length is 8")
     assert batch["advantages"][:, 0].tolist() == [0.5, -0.5, 0.0]
@@ -102,11 +102,11 @@ def test_a_response_over_the_limit_is_recorded_and_cut():
 
 def test_a_row_that_is_masked_entirely_counts_in_no_denominator():
     """Its reward is a reward, as of an answer that was cut off (`apply_overlong_filtering`)."""
-    batch, metrics = judged(trajectories([1.0, 0.0, 0.5], [2, 2, 2], masks=[1, 1, 0]))
+    batch, metrics = prepared(answers([1.0, 0.0, 0.5], [2, 2, 2], masks=[1, 1, 0]))
     weights = judging.loss_weights(batch, [[0, 1, 2]], "sequence_mean")
     assert weights.sum(dim=1).tolist() == [0.5, 0.5, 0.0]
     assert metrics["loss/share_of_rows_trained"] == pytest.approx(2 / 3)
-    nothing, _ = judged(trajectories([1.0, 0.0], [2, 2], masks=[0, 0]))
+    nothing, _ = prepared(answers([1.0, 0.0], [2, 2], masks=[0, 0]))
     assert judging.loss_weights(nothing, [[0, 1]], "token_mean").sum() == 0
     assert torch.isfinite(nothing["advantages"]).all()
 
@@ -132,7 +132,7 @@ def test_an_estimator_that_returns_something_else_is_told_what_to_return(returne
     AdvantageEstimatorRegistry.register("odd", lambda **_: returned)
     try:
         cfg = SkyRLConfig.from_dict({"trainer": {"algorithm": {"advantage_estimator": "odd"}}})
-        batch = rollout_batch(trajectories([1.0, 0.0], [2, 3]), ["q"] * 2, Padding(), step=1)  # type: ignore[arg-type]
+        batch = collate(answers([1.0, 0.0], [2, 3]), Padding(), step=1)  # type: ignore[arg-type]
         with pytest.raises(
             ConfigError, match=r"advantage_estimator='odd' must return advantages and returns, two tensor"
         ):
@@ -145,7 +145,7 @@ def test_a_step_in_which_everything_failed_says_so():
     with pytest.raises(
         SkyRLError, match=r"all 2 rollouts of step 1 failed.* 1 of them .*: reward: trajectory question_0"
     ):
-        judged(trajectories([math.nan, math.inf], [2, 2]))
+        prepared(checked(answers([math.nan, math.inf], [2, 2])))
 
 
 class Careless(GeneratorInterface):

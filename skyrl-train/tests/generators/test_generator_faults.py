@@ -7,12 +7,11 @@ import pytest
 
 from skyrl_train.config import GeneratorConfig, SamplingParams
 from skyrl_train.generators.base import Failure, GeneratorOutput, TrajectoryID
-from skyrl_train.generators.batches import validate_generator_output
-from skyrl_train.generators.faults import TEMPLATE_TOKENS, LengthLimits
-from skyrl_train.generators.metrics import get_metrics_from_generator_output
+from skyrl_train.rollouts.adapter import get_metrics_from_generator_output, to_generator_output, to_rollout_batch
+from skyrl_train.rollouts.faults import TEMPLATE_TOKENS, LengthLimits, record_faults
 
 NAN = math.nan
-LIMITS = LengthLimits(max_input_length=4, max_generate_length=3, one_answer_a_row=True)
+LIMITS = LengthLimits(max_input_length=4, max_generate_length=3, one_answer_a_sample=True)
 LONGEST = 3 + TEMPLATE_TOKENS
 
 
@@ -30,6 +29,12 @@ def two(**changes) -> Any:
         "weight_versions": [[7, 7], [7, 7]],
     }
     return GeneratorOutput(**(made | changes))
+
+
+def checked(output: Any, limits: LengthLimits | None = None, num_trajectories: int = 2) -> Any:
+    """Return the output as the trainer takes it, in columns again."""
+    prompts = [TrajectoryID("p", number) for number in range(num_trajectories)]
+    return to_generator_output(record_faults(to_rollout_batch(output, prompts), limits))
 
 
 @pytest.mark.parametrize(
@@ -54,11 +59,10 @@ def two(**changes) -> Any:
     ids=["nan", "inf", "none", "log-prob", "empty", "long prompt"],
 )
 def test_a_bad_trajectory_is_named_and_trains_nothing(changes, failure):
-    output = two(**changes)
-    validate_generator_output(2, output, LIMITS)
+    output = checked(two(**changes), LIMITS)
     assert output["failures"] == [Failure(failure.kind, f"trajectory p_0 {failure.message}"), None]
     assert output["loss_masks"] == [[0, 0], [1, 1]]
-    assert output["rewards"][0] in (0.0, [0.0, 0.0])
+    assert output["rewards"][0] == [0.0, 0.0]
     assert output["stop_reasons"] == ["error", "stop"]
     assert output["rollout_logprobs"] == [[0.0, 0.0], [-1.0, -2.0]]
     assert 1 <= len(output["prompt_token_ids"][0]) <= 4
@@ -79,12 +83,9 @@ def with_response(length: int, **changes) -> Any:
 
 
 def test_a_response_over_the_limit_is_cut_and_trains_nothing():
-    output = with_response(LONGEST)
-    validate_generator_output(2, output, LIMITS)
-    assert output.get("failures") is None
+    assert checked(with_response(LONGEST), LIMITS)["failures"] == [None, None]
 
-    output = with_response(LONGEST + 1)
-    validate_generator_output(2, output, LIMITS)
+    output = checked(with_response(LONGEST + 1), LIMITS)
     assert output["failures"][0].message.startswith(
         "trajectory p_0 has a response of 20 tokens; max_generate_length is 3"
     )
@@ -94,9 +95,8 @@ def test_a_response_over_the_limit_is_cut_and_trains_nothing():
 
 
 def test_an_empty_response_becomes_a_token_that_trains_nothing():
-    output = with_response(0, rewards=[1.0, 0.5])
-    validate_generator_output(2, output)
-    assert (output["response_ids"][0], output["loss_masks"][0], output["rewards"][0]) == ([0], [0], 0.0)
+    output = checked(with_response(0, rewards=[1.0, 0.5]))
+    assert (output["response_ids"][0], output["loss_masks"][0], output["rewards"][0]) == ([0], [0], [0.0])
 
 
 def test_a_conversation_may_be_as_long_as_its_last_input_and_answer():
@@ -116,16 +116,15 @@ def test_a_conversation_may_be_as_long_as_its_last_input_and_answer():
 
 
 def test_a_log_prob_of_a_token_that_does_not_train_may_be_anything():
-    output = two(rollout_logprobs=[[-1.0, NAN], [-1.0, -2.0]], loss_masks=[[1, 0], [1, 1]])
-    validate_generator_output(2, output, LIMITS)
-    assert output.get("failures") is None
+    output = checked(two(rollout_logprobs=[[-1.0, NAN], [-1.0, -2.0]], loss_masks=[[1, 0], [1, 1]]), LIMITS)
+    assert output["failures"] == [None, None]
 
 
 def test_one_bad_turn_fails_all_turns_of_its_trajectory():
     output = two(
         rewards=[[0.0, 1.0], [0.0, NAN]], trajectory_ids=[TrajectoryID("p", 0)] * 2, is_last_step=[False, True]
     )
-    validate_generator_output(1, output)
+    output = checked(output, num_trajectories=1)
     failure = Failure("reward", "trajectory p_0 must have finite numbers as rewards; got nan")
     assert output["failures"] == [failure, failure]
     assert output["loss_masks"] == [[0, 0], [0, 0]]
@@ -134,7 +133,6 @@ def test_one_bad_turn_fails_all_turns_of_its_trajectory():
 
 def test_a_trajectory_that_failed_before_keeps_its_failure():
     earlier = Failure("tool", "no search server")
-    output = two(rewards=[[0.0, NAN], [0.0, 0.5]], failures=[earlier, None])
-    validate_generator_output(2, output)
+    output = checked(two(rewards=[[0.0, NAN], [0.0, 0.5]], failures=[earlier, None]))
     assert output["failures"] == [earlier, None]
     assert output["rewards"][0] == [0.0, 0.0]

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import AllRolloutsFailedError
-from skyrl_train.generators.base import Failure, GeneratorOutput
-from skyrl_train.generators.metrics import check_not_all_failed
+from skyrl_train.generators.base import Failure, GeneratorOutput, TrajectoryID
 from skyrl_train.generators.utils import (
     concatenate_generator_outputs,
     get_metrics_from_generator_output,
@@ -15,6 +14,9 @@ from skyrl_train.generators.utils import (
     prepare_generator_input,
     validate_generator_output,
 )
+from skyrl_train.rollouts.collate import collate
+from skyrl_train.rollouts.metrics import check_not_all_failed
+from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup
 
 FAILED = Failure("tool", "no search server")
 
@@ -110,9 +112,17 @@ def test_outputs_are_joined_in_their_order_and_their_metrics_computed_anew():
     assert joined["rollout_metrics"]["generate/num_retries"] == 3.0
 
 
-def test_outputs_with_and_without_log_probs_are_not_joined():
-    with pytest.raises(ValueError, match=r"rollout_logprobs is missing in number \[1\]"):
-        concatenate_generator_outputs([output_of([[1.0]], rollout_logprobs=[[-1.0]]), output_of([[1.0]])])
+def test_samples_with_and_without_log_probs_do_not_make_a_batch():
+    samples = [TrainingSample([1], [5], [1], [0.0], log_probs) for log_probs in ([-1.0], None)]
+    trajectories = [Trajectory(TrajectoryID("p", n), [sample]) for n, sample in enumerate(samples)]
+    with pytest.raises(ValueError, match="1 of 2 samples have log-probs"):
+        collate(RolloutBatch([TrajectoryGroup("p", trajectories)]), Padding(), step=1)  # type: ignore[arg-type]
+
+
+class Padding:
+    """All of a tokenizer that a batch needs."""
+
+    pad_token_id = 0
 
 
 @pytest.mark.parametrize(
@@ -147,12 +157,15 @@ def test_a_prompt_stands_n_times_in_a_row():
 
 
 def test_an_error_about_a_failed_batch_has_the_commonest_cause():
+    def failed_by(*failures: Failure | None) -> list[Trajectory]:
+        return [Trajectory(TrajectoryID("p", n), [], failure=failure) for n, failure in enumerate(failures)]
+
     rare, common = Failure("tool", "no server"), Failure("environment", "my bug")
     with pytest.raises(
         AllRolloutsFailedError, match=r"all 3 rollouts of step 4 failed; 2 of them .*: environment: my bug$"
     ):
-        check_not_all_failed([rare, common, common], "step 4 failed")
-    check_not_all_failed([rare, None], "step 4 failed")
+        check_not_all_failed(failed_by(rare, common, common), "step 4 failed")
+    check_not_all_failed(failed_by(rare, None), "step 4 failed")
     check_not_all_failed([], "step 4 failed")
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.config import GeneratorConfig, SamplingParams, SkyRLGymConfig
-from skyrl_train.generators.batches import prepare_generator_input
+from skyrl_train.generators.inputs import prepare_generator_input
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 

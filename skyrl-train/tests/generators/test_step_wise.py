@@ -1,5 +1,6 @@
 """Turns as training samples of their own: what each row is, and that nothing else changes by it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,17 @@ from skyrl_train.config import ChatTemplateConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators import skyrl_gym_generator
 from skyrl_train.generators.base import GeneratorOutput, TrajectoryID
-from skyrl_train.generators.batches import concatenate_generator_outputs, validate_generator_output
-from skyrl_train.generators.metrics import get_metrics_from_generator_output
-from skyrl_train.generators.step_wise import merge_steps, per_row, rows_of_trajectories, whole_trajectories
-from skyrl_train.generators.trajectory_rows import trajectory_rows
+from skyrl_train.rollouts.adapter import (
+    concatenate_generator_outputs,
+    get_metrics_from_generator_output,
+    to_generator_output,
+    to_rollout_batch,
+)
+from skyrl_train.rollouts.faults import record_faults
+from skyrl_train.rollouts.filters import map_trajectories
+from skyrl_train.rollouts.joining import merge_appending_turns, whole_sample
+from skyrl_train.rollouts.trajectory_rows import trajectory_rows
+from skyrl_train.rollouts.types import RolloutBatch
 
 STEP_WISE = {"step_wise_trajectories": True}
 MERGED = STEP_WISE | {"merge_stepwise_output": True}
@@ -23,6 +31,24 @@ TOKEN_COLUMNS = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "r
 
 def texts(tokenizer, column) -> list[str]:
     return [tokenizer.decode(ids) for ids in column]
+
+
+def groups_of(output: GeneratorOutput, num_trajectories: int = 2) -> RolloutBatch:
+    """Return an output of one prompt as groups."""
+    return to_rollout_batch(output, [TrajectoryID("a", number) for number in range(num_trajectories)])
+
+
+def merged_turns(output: GeneratorOutput, num_trajectories: int = 2) -> GeneratorOutput:
+    return to_generator_output(map_trajectories(groups_of(output, num_trajectories), merge_appending_turns))
+
+
+def whole_trajectories(output: GeneratorOutput, num_trajectories: int = 2) -> GeneratorOutput:
+    """Return an output with one row a trajectory."""
+    batch = map_trajectories(
+        groups_of(output, num_trajectories),
+        lambda each: replace(each, samples=[whole_sample(each)], is_step_wise=False),
+    )
+    return to_generator_output(batch)
 
 
 def columns(output: GeneratorOutput, *names: str) -> dict[str, Any]:
@@ -132,17 +158,17 @@ async def test_joined_turns_are_the_conversation_as_it_is_without_them(game, say
     has_failed = name == "failed in the second turn"
     assert [failure is not None for failure in normal["failures"] or []] == [has_failed, False][: len(answers)]
     assert columns(merged) == columns(normal)
-    assert columns(whole_trajectories(turns)) == columns(normal)
+    assert columns(whole_trajectories(turns, len(answers))) == columns(normal)
     assert merged["is_last_step"] == [True] * len(answers)
     assert turns["rollout_metrics"] == merged["rollout_metrics"] == normal["rollout_metrics"]
-    uids = ["p"] * len(answers)
-    scores = get_metrics_from_generator_output(normal, uids)
-    assert get_metrics_from_generator_output(merged, uids) == scores
-    assert get_metrics_from_generator_output(turns, per_row(turns, uids)) == scores
+    scores = get_metrics_from_generator_output(normal, ["p"] * len(answers))
+    for output in (merged, turns):
+        assert get_metrics_from_generator_output(output, ["p"] * len(output["response_ids"])) == scores
     joined = [concatenate_generator_outputs([output, renamed(output)]) for output in (normal, turns, merged)]
     assert joined[0]["rollout_metrics"] == joined[1]["rollout_metrics"] == joined[2]["rollout_metrics"]
     for output in (turns, merged):
-        validate_generator_output(len(answers), output)
+        batch = groups_of(output, len(answers))
+        assert record_faults(batch) == batch
 
 
 def renamed(output: Any) -> GeneratorOutput:
@@ -322,7 +348,7 @@ def steps_output(**changes) -> GeneratorOutput:
 
 
 def test_turns_are_joined_as_long_as_each_begins_with_the_one_before():
-    merged: Any = merge_steps(steps_output())
+    merged: Any = merged_turns(steps_output())
     assert columns(merged, *TOKEN_COLUMNS) == {
         "prompt_token_ids": [[1, 2], [1, 2, 5], [4]],
         "response_ids": [[3, 9, 8, 5, 6], [7], [3, 3]],
@@ -333,26 +359,25 @@ def test_turns_are_joined_as_long_as_each_begins_with_the_one_before():
     }
     assert merged["is_last_step"] == [False, True, True]
     assert merged["trajectory_ids"] == [TrajectoryID("a", 0)] * 2 + [TrajectoryID("a", 1)]
-    assert merge_steps(merged) == merged
-    assert [list(rows) for rows in rows_of_trajectories(merged)] == [[0, 1], [2]]
+    assert merged_turns(merged) == merged
+    assert [len(each.samples) for each in groups_of(merged).trajectories] == [2, 1]
 
 
 def test_the_reward_of_a_turn_given_as_one_number_stands_on_its_last_token():
-    merged = merge_steps(steps_output(rewards=[0.5, 1.0, 2.0, 4.0]))
+    merged = merged_turns(steps_output(rewards=[0.5, 1.0, 2.0, 4.0]))
     assert merged["rewards"] == [[0.5, 0.0, 0.0, 0.0, 1.0], [2.0], [0.0, 4.0]]
 
 
 def test_joining_leaves_what_it_was_given_as_it_was():
     output = steps_output()
-    merge_steps(output)
+    merged_turns(output)
     assert output == steps_output()
 
 
-def test_an_output_without_steps_is_left_alone():
-    output = steps_output(is_last_step=None)
-    assert merge_steps(output) is output
-    assert whole_trajectories(output) is output
-    assert per_row(output, ["p", "q", "r", "s"]) == ["p", "q", "r", "s"]
+def test_a_trajectory_of_one_sample_is_left_alone():
+    for trajectory in groups_of(steps_output(is_last_step=None), 4).trajectories:
+        assert merge_appending_turns(trajectory) is trajectory
+        assert whole_sample(trajectory) is trajectory.samples[0]
 
 
 def test_scores_are_of_trajectories():
@@ -365,12 +390,8 @@ def test_scores_are_of_trajectories():
     assert scores == {"avg_score": -0.25, "pass_at_n": 0.0, "mean_positive_reward": 0.0}
 
 
-def test_a_prompts_uid_is_that_of_all_its_rows():
-    assert per_row(steps_output(), ["p", "q"]) == ["p", "p", "p", "q"]
-
-
 def test_the_trajectories_file_shows_the_turns(characters):
-    rows = trajectory_rows(steps_output(), ["a"] * 4, characters)
+    rows = trajectory_rows(groups_of(steps_output()).groups, characters)
     assert [(row["sample"], row["step"], row["is_last_step"], row["reward"]) for row in rows] == [
         (0, 0, False, 0.5),
         (0, 1, False, 1.0),
@@ -398,4 +419,4 @@ def test_the_trajectories_file_shows_the_turns(characters):
 def test_rows_that_do_not_stand_together_are_refused(changes, message):
     num_prompts = 3 if "differ" in message else 2
     with pytest.raises(ValueError, match=message):
-        validate_generator_output(num_prompts, steps_output(**changes))
+        groups_of(steps_output(**changes), num_prompts)

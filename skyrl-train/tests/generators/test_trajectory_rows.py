@@ -4,8 +4,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_train.generators.base import Failure, GeneratorOutput, TrajectoryID
-from skyrl_train.generators.trajectory_rows import trajectory_rows
+from skyrl_train.rollouts.trajectory_rows import trajectory_rows
+from skyrl_train.rollouts.types import Failure, TrainingSample, Trajectory, TrajectoryGroup, TrajectoryID
 from skyrl_train.utils.run_folder import RunFolder
 
 
@@ -24,24 +24,19 @@ def symbols() -> PreTrainedTokenizerFast:
     return tokenizer_of(SYMBOLS, decoders.Fuse())
 
 
-def output(**changes) -> GeneratorOutput:
+def groups(answered: TrainingSample | None = None) -> list[TrajectoryGroup]:
     """`1+2=` answered with `3<eos>` and with a failure."""
-    made = GeneratorOutput(
-        prompt_token_ids=[[1, 10, 2, 11], [1, 10, 2, 11]],
-        response_ids=[[3, 12], []],
-        rewards=[[0.25, 0.75], []],
-        loss_masks=[[1, 1], []],
-        stop_reasons=["stop", "error"],
-        rollout_metrics=None,
-        rollout_logprobs=[[-0.5, -0.10000000149011612], []],
-        weight_versions=[[7, 8], []],
-        failures=[None, Failure("tool", "timed out")],
-    )
-    return GeneratorOutput(**(made | changes))
+    sample = TrainingSample([1, 10, 2, 11], [3, 12], [1, 1], [0.25, 0.75], [-0.5, -0.10000000149011612], [7, 8])
+    empty = TrainingSample([1, 10, 2, 11], [], [], [], [], [])
+    trajectories = [
+        Trajectory(TrajectoryID("a", 0), [answered or sample], "stop"),
+        Trajectory(TrajectoryID("a", 1), [empty], "error", Failure("tool", "timed out")),
+    ]
+    return [TrajectoryGroup("a", trajectories)]
 
 
 def test_a_row_says_what_was_asked_answered_and_earned(symbols):
-    row, _ = trajectory_rows(output(), ["a", "a"], symbols)
+    row, _ = trajectory_rows(groups(), symbols)
     assert row == {
         "uid": "a",
         "sample": 0,
@@ -63,46 +58,30 @@ def test_a_row_says_what_was_asked_answered_and_earned(symbols):
 
 
 def test_a_failed_trajectory_is_a_row_too(symbols):
-    _, row = trajectory_rows(output(), ["a", "a"], symbols)
+    _, row = trajectory_rows(groups(), symbols)
     assert (row["sample"], row["response"], row["reward"], row["tokens"]["text"]) == (1, "", 0, [])
     assert row["failure"] == {"kind": "tool", "message": "timed out"}
 
 
-def test_the_reward_of_a_response_stands_on_its_last_token(symbols):
-    rows = trajectory_rows(output(rewards=[2.0, 0.0]), ["a", "b"], symbols)
-    assert [row["reward"] for row in rows] == [2.0, 0.0]
-    assert [row["tokens"]["rewards"] for row in rows] == [[0.0, 2.0], []]
-
-
-def test_sample_numbers_come_from_the_trajectory_ids_if_there_are_any(symbols):
-    ids = [TrajectoryID("a", 4), TrajectoryID("a", 2)]
-    rows = trajectory_rows(output(trajectory_ids=ids, is_last_step=[False, True]), ["a", "a"], symbols)
-    assert [(row["sample"], row["is_last_step"]) for row in rows] == [(4, False), (2, True)]
+def test_turns_of_a_trajectory_are_rows_with_their_step(symbols):
+    turns = [TrainingSample([1], [3], [1], [reward]) for reward in (0.5, 2.0)]
+    [group] = [TrajectoryGroup("b#2", [Trajectory(TrajectoryID("b", 4), turns, "stop", is_step_wise=True)])]
+    rows = trajectory_rows([group], symbols)
+    found = [(row["uid"], row["sample"], row["step"], row["is_last_step"], row["reward"]) for row in rows]
+    assert found == [("b#2", 4, 0, False, 0.5), ("b#2", 4, 1, True, 2.0)]
 
 
 def test_what_a_generator_does_not_report_is_null(symbols):
-    bare = output(stop_reasons=None, rollout_logprobs=None, weight_versions=None, failures=None)
-    row, _ = trajectory_rows(bare, ["a", "a"], symbols)
+    trajectory = Trajectory(TrajectoryID("a", 0), [TrainingSample([1], [3], [1], [1.0])])
+    [row] = trajectory_rows([TrajectoryGroup("a", [trajectory])], symbols)
     assert (
         row["stop_reason"] is row["failure"] is row["tokens"]["log_probs"] is row["tokens"]["weight_versions"] is None
     )
 
 
-def test_conversations_are_kept_if_given(symbols):
-    conversation = [{"role": "user", "content": "1+2="}]
-    row, _ = trajectory_rows(output(), ["a", "a"], symbols, prompts=[conversation, conversation])
-    assert row["messages"] == conversation
-
-
-def test_lists_of_different_lengths_are_an_error(symbols):
-    with pytest.raises(ValueError, match="zip"):
-        trajectory_rows(output(), ["a"], symbols)
-
-
 def token_texts(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
-    made = output(response_ids=[ids], prompt_token_ids=[[0]], rewards=[0.0], loss_masks=[[1] * len(ids)])
-    made["rollout_logprobs"] = made["stop_reasons"] = made["weight_versions"] = made["failures"] = None
-    [row] = trajectory_rows(made, ["a"], tokenizer)
+    trajectory = Trajectory(TrajectoryID("a", 0), [TrainingSample([0], ids, [1] * len(ids), [0.0] * len(ids))])
+    [row] = trajectory_rows([TrajectoryGroup("a", [trajectory])], tokenizer)
     return row["tokens"]["text"]
 
 
@@ -119,7 +98,7 @@ def test_the_space_before_a_sentencepiece_word_is_kept():
 
 
 def test_rows_go_to_disk_and_back(symbols, tmp_path):
-    rows = trajectory_rows(output(), ["a", "a"], symbols)
+    rows = trajectory_rows(groups(), symbols)
     run = RunFolder(tmp_path)
     run.write_trajectories(1, "train", rows)
     assert run.read_trajectories(1, "train") == json.loads(json.dumps(rows))

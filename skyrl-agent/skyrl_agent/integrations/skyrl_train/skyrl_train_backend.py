@@ -27,11 +27,13 @@ from skyrl_train.generators.base import (
     GeneratorInterface,
     GeneratorOutput,
     TrajectoryID,
+    trajectory_ids_of,
 )
-from skyrl_train.generators.metrics import get_rollout_metrics
 from skyrl_train.generators.sampling import episode_seed
-from skyrl_train.generators.step_wise import whole_trajectories
 from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineInterface
+from skyrl_train.rollouts.adapter import to_generator_output
+from skyrl_train.rollouts.metrics import token_metrics
+from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, grouped
 
 __all__ = ["BACKEND", "SkyRLAgentGenerator", "SkyRLBackend"]
 
@@ -129,15 +131,18 @@ class SkyRLAgentGenerator(GeneratorInterface):
             raise ConfigError(f"generator.task={self.generator_cfg.task}: {error}") from error
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        """
+        """Return the groups of `generate_groups` as columns."""
+        return to_generator_output(await self.generate_groups(input_batch))
+
+    async def generate_groups(self, input_batch: GeneratorInput) -> RolloutBatch:
+        """Run the agent on each prompt.
+
         Raises:
             TaskRowError: a row lacks a field; nothing was started.
             ConfigError: a setting that only a trajectory finds to be wrong, or something needed does not answer.
             WorkerError: the engines died and will not come back.
         """
-        ids = input_batch.get("trajectory_ids") or [
-            TrajectoryID(str(number), 0) for number in range(len(input_batch["prompts"]))
-        ]
+        ids = trajectory_ids_of(input_batch)
         metadata = input_batch.get("batch_metadata")
         seed = episode_seed(self.generator_cfg.seed, metadata, TrajectoryID("agents", 0))
         work = self.runner.rows(
@@ -146,7 +151,7 @@ class SkyRLAgentGenerator(GeneratorInterface):
             num_trajectories=_samples_each(ids),
             sampling_params={**(input_batch.get("sampling_params") or {}), "seed": seed},
         )
-        return generator_output(await self._unless_engines_break(work), ids)
+        return rollout_batch(await self._unless_engines_break(work), ids)
 
     async def _unless_engines_break(self, work: Any) -> TrainingRows:
         """Trajectories whose engines are gone would fail one after the other, however long their tools still take."""
@@ -192,7 +197,7 @@ class SkyRLAgentGenerator(GeneratorInterface):
 def instance_rows(batch: GeneratorInput) -> list[Row]:
     """One row an instance, with the `prompt` and the `env_class` that the dataset took out of it."""
     num = len(batch["prompts"])
-    ids = batch.get("trajectory_ids") or [TrajectoryID(str(number), 0) for number in range(num)]
+    ids = trajectory_ids_of(batch)
     extras = batch.get("env_extras") or [{} for _ in range(num)]
     firsts = [next(group)[0] for _, group in groupby(enumerate(ids), key=lambda item: item[1].instance_id)]
     return [{**(extras[i] or {}), "prompt": batch["prompts"][i], "env_class": batch["env_classes"][i]} for i in firsts]
@@ -205,34 +210,41 @@ def _samples_each(ids: Sequence[TrajectoryID]) -> int:
     return counts.pop()
 
 
-def generator_output(rows: TrainingRows, ids: Sequence[TrajectoryID] | None = None) -> GeneratorOutput:
-    """Rows in the step-wise form (`is_last_step`), whatever their number.
+def rollout_batch(rows: TrainingRows, ids: Sequence[TrajectoryID] | None = None) -> RolloutBatch:
+    """Return training rows as step-wise trajectories, whatever their number of rows.
 
     Args:
         ids: [T]; none: of the rows' instance and trajectory.
     """
     if ids is None:
         ids = [TrajectoryID(str(group), n) for group, n in zip(rows.groups, rows.trajectory_ids, strict=True)]
-    failures = [_failure(rows, number) for number in range(len(rows.finish_reasons))]
-    owners = rows.row_trajectory
-    output = GeneratorOutput(
-        prompt_token_ids=rows.prompt_token_ids,
-        response_ids=rows.response_ids,
-        rewards=[r if last else 0.0 for r, last in zip(rows.rewards, rows.is_last_episode, strict=True)],
-        loss_masks=rows.loss_masks,
-        stop_reasons=[rows.finish_reasons[number] for number in owners],
-        rollout_metrics=None,
-        rollout_logprobs=rows.rollout_logprobs,
-        trajectory_ids=[ids[number] for number in owners],
-        is_last_step=rows.is_last_episode,
-        weight_versions=rows.weight_versions,
-        failures=[failures[number] for number in owners],
+    samples: list[list[TrainingSample]] = [[] for _ in ids]
+    for row, number in enumerate(rows.row_trajectory):
+        samples[number].append(_sample(rows, row))
+    trajectories = [
+        Trajectory(id_, samples[number], rows.finish_reasons[number], _failure(rows, number), is_step_wise=True)
+        for number, id_ in enumerate(ids)
+    ]
+    return RolloutBatch(grouped(trajectories), rows.rollout_metrics | token_metrics(trajectories))
+
+
+def _sample(rows: TrainingRows, row: int) -> TrainingSample:
+    """Return one row; the trajectory's reward stands on the last token of its last row."""
+    response = rows.response_ids[row]
+    reward = rows.rewards[row] if rows.is_last_episode[row] else 0.0
+    return TrainingSample(
+        prompt_ids=rows.prompt_token_ids[row],
+        response_ids=response,
+        loss_mask=rows.loss_masks[row],
+        rewards=[0.0] * (len(response) - 1) + [float(reward)],
+        log_probs=None if rows.rollout_logprobs is None else rows.rollout_logprobs[row],
+        weight_versions=None if rows.weight_versions is None else rows.weight_versions[row],
     )
-    whole = whole_trajectories(output)
-    output["rollout_metrics"] = rows.rollout_metrics | get_rollout_metrics(
-        whole["response_ids"], whole["rewards"], stop_reasons=rows.finish_reasons, failures=failures
-    )
-    return output
+
+
+def generator_output(rows: TrainingRows) -> GeneratorOutput:
+    """Return training rows as the columns that `AgentRunner.run` gives for this backend."""
+    return to_generator_output(rollout_batch(rows))
 
 
 def _failure(rows: TrainingRows, number: int) -> Failure | None:

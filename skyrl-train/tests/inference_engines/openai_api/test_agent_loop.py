@@ -5,9 +5,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.generators.base import TrajectoryID
-from skyrl_train.generators.recorded import recorded_output
+from skyrl_train.generators.recorded import recorded_groups
 from skyrl_train.inference_engines.native.loading import load_tokenizer
 from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
+from skyrl_train.rollouts.adapter import to_generator_output
 
 from .conftest import ANSWER, CALL, FAREWELL, client_of, run_agent, serving
 
@@ -23,7 +24,7 @@ async def test_an_agents_conversation_becomes_one_sample_with_the_models_own_tok
 
     turns = recorder.take("episode-7")
     assert [len(turn.messages or []) for turn in turns] == [1, 3, 5]
-    output = recorded_output([turns], [1.0], [TrajectoryID("prompt", 0)], temperature=0.0)
+    output = to_generator_output(recorded_groups([turns], [1.0], [TrajectoryID("prompt", 0)], temperature=0.0))
 
     [prompt], [response] = output["prompt_token_ids"], output["response_ids"]
     [mask], [log_probs] = output["loss_masks"], output["rollout_logprobs"]
@@ -60,7 +61,7 @@ async def test_a_history_that_the_agent_rewrote_begins_a_new_row(tool_engine, to
             model="tiny", messages=history, max_tokens=5, seed=1, extra_headers=session
         )
         assert server.frontend.take_metrics()["endpoint/rendered_turns"] == 1
-    output = recorded_output([recorder.take("s")], [1.0], [TrajectoryID("prompt", 0)])
+    output = to_generator_output(recorded_groups([recorder.take("s")], [1.0], [TrajectoryID("prompt", 0)]))
     assert len(output["response_ids"]) == 2
     assert output["is_last_step"] == [False, True]
     assert [sum(reward) for reward in output["rewards"]] == [0.0, 1.0]
@@ -77,13 +78,13 @@ async def test_turns_of_another_temperature_do_not_train(chat_engine, chat_model
                 temperature=temperature,
                 extra_body={"session_id": 5},
             )
-    output = recorded_output([recorder.take(5)], [1.0], [TrajectoryID("p", 0)], temperature=1.0)
+    output = to_generator_output(recorded_groups([recorder.take(5)], [1.0], [TrajectoryID("p", 0)], temperature=1.0))
     assert output["loss_masks"] == [[1, 1, 1], [0, 0, 0]]
     assert output["rollout_metrics"]["recorded/turns_of_other_temperature"] == 1
 
 
 def test_an_agent_that_asked_nothing_is_a_failure_and_trains_nothing():
-    output = recorded_output([[]], [1.0], [TrajectoryID("p", 0)])
+    output = to_generator_output(recorded_groups([[]], [1.0], [TrajectoryID("p", 0)]))
     assert output["loss_masks"] == [[0]]
     assert output["failures"][0].kind == "infrastructure"
     assert output["rewards"] == [[0.0]]

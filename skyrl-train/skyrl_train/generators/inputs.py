@@ -1,0 +1,33 @@
+"""Dataset rows to the input of a generator."""
+
+from typing import Any
+
+from skyrl_train.generators.base import BatchMetadata, GeneratorInput, TrainingPhase, TrajectoryID
+
+
+def prepare_generator_input(
+    prompts: list[dict[str, Any]],
+    n_samples_per_prompt: int,
+    sampling_params: dict[str, Any] | None,
+    default_env_class: str | None,
+    training_phase: TrainingPhase,
+    global_step: int | None,
+) -> tuple[GeneratorInput, list[str]]:
+    """Make the input of a generator from dataset rows (`prompt`, `env_class`, `env_extras`, `uid`).
+
+    Every prompt stands `n_samples_per_prompt` times in a row.
+
+    Returns:
+        The input, and the uid of the prompt behind each of its entries.
+    """
+    samples = [(row, repetition) for row in prompts for repetition in range(n_samples_per_prompt)]
+    uids = [row["uid"] for row, _ in samples]
+    generator_input = GeneratorInput(
+        prompts=[row["prompt"] for row, _ in samples],
+        env_classes=[row["env_class"] or default_env_class or "" for row, _ in samples],
+        env_extras=[row["env_extras"] for row, _ in samples],
+        sampling_params=sampling_params,
+        trajectory_ids=[TrajectoryID(row["uid"], repetition) for row, repetition in samples],
+        batch_metadata=BatchMetadata(global_step=global_step, training_phase=training_phase),
+    )
+    return generator_input, uids

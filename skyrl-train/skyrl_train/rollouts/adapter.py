@@ -1,0 +1,211 @@
+"""The public border: `GeneratorOutput`, columns of parallel lists, to trajectory groups and back."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NotRequired, TypedDict
+
+from skyrl_train.rollouts.metrics import MetricsOutput, concatenate, scores_of_groups
+from skyrl_train.rollouts.types import (
+    Failure,
+    RolloutBatch,
+    TrainingSample,
+    Trajectory,
+    TrajectoryID,
+    grouped,
+)
+
+
+class GeneratorOutput(TypedDict):
+    """B trajectories, in the order of the input. With `is_last_step`: B turns of them, in the same order and in that of
+    the turns.
+
+    `response_ids` is everything after the prompt (what the model and the environment wrote); `loss_masks` is 1 on the
+    tokens the model wrote. Rewards are one float a trajectory, or one a response token.
+    """
+
+    prompt_token_ids: list[list[int]]
+    response_ids: list[list[int]]
+    rewards: list[float] | list[list[float]]
+    loss_masks: list[list[int]]
+    stop_reasons: list[str] | None
+    rollout_metrics: dict[str, float] | None
+    rollout_logprobs: list[list[float]] | None
+    trajectory_ids: NotRequired[list[TrajectoryID] | None]
+    is_last_step: NotRequired[list[bool] | None]
+    """Step-wise: every turn is a row of its own, and this is True on the last of its trajectory. Rows of a trajectory
+    have the same `trajectory_ids`, stop reason and failure."""
+    weight_versions: NotRequired[list[list[int]] | None]
+    """Version of the weights that wrote each response token; -1 on tokens the model did not write."""
+    failures: NotRequired[list[Failure | None] | None]
+    """None for a trajectory that ended as it should. A failed one has loss mask 0 and enters no baseline."""
+
+
+def to_rollout_batch(output: GeneratorOutput, prompts: Sequence[TrajectoryID]) -> RolloutBatch:
+    """Return a generator's columns as groups.
+
+    Args:
+        prompts: the sample asked for in each place of the input; the instance names the prompt.
+
+    Raises:
+        RuntimeError: there is no response at all.
+        ValueError: lists that belong together differ in length, rows of one trajectory do not stand together, or there
+            are not as many trajectories as prompts.
+    """
+    _check_columns(output, len(prompts))
+    failures = output.get("failures") or [None] * len(output["response_ids"])
+    stop_reasons = output["stop_reasons"] or [None] * len(output["response_ids"])
+    ids, is_step_wise = output.get("trajectory_ids"), output.get("is_last_step") is not None
+    trajectories = [
+        Trajectory(
+            id=prompt if ids is None else ids[rows[-1]],
+            samples=[_sample(output, row) for row in rows],
+            stop_reason=stop_reasons[rows[-1]],
+            failure=next((failures[row] for row in rows if failures[row] is not None), None),
+            is_step_wise=is_step_wise,
+        )
+        for prompt, rows in zip(prompts, _rows_of_trajectories(output), strict=True)
+    ]
+    uids = [prompt.instance_id for prompt in prompts]
+    return RolloutBatch(grouped(trajectories, uids), dict(output["rollout_metrics"] or {}))
+
+
+def to_generator_output(batch: RolloutBatch) -> GeneratorOutput:
+    """Return groups as the columns that users' code reads."""
+    rows = list(batch.rows())
+    samples = [sample for *_, sample in rows]
+    is_step_wise = any(trajectory.is_step_wise for _, trajectory, _ in rows)
+    log_probs = [sample.log_probs for sample in samples if sample.log_probs is not None]
+    versions = [sample.weight_versions for sample in samples if sample.weight_versions is not None]
+    stop_reasons = [trajectory.stop_reason for _, trajectory, _ in rows if trajectory.stop_reason is not None]
+    return GeneratorOutput(
+        prompt_token_ids=[sample.prompt_ids for sample in samples],
+        response_ids=[sample.response_ids for sample in samples],
+        rewards=[sample.rewards for sample in samples],
+        loss_masks=[sample.loss_mask for sample in samples],
+        stop_reasons=stop_reasons if len(stop_reasons) == len(rows) else None,
+        rollout_metrics=batch.metrics,
+        rollout_logprobs=log_probs if len(log_probs) == len(samples) else None,
+        trajectory_ids=[trajectory.id for _, trajectory, _ in rows],
+        is_last_step=[sample is trajectory.samples[-1] for _, trajectory, sample in rows] if is_step_wise else None,
+        weight_versions=versions if len(versions) == len(samples) else None,
+        failures=[trajectory.failure for _, trajectory, _ in rows],
+    )
+
+
+def _sample(output: GeneratorOutput, row: int) -> TrainingSample:
+    response, reward = output["response_ids"][row], output["rewards"][row]
+    log_probs, versions = output["rollout_logprobs"], output.get("weight_versions")
+    # A single reward stands on the last token. It may be no number at all: `record_faults` finds that.
+    one_a_token = reward if isinstance(reward, list) else ([0.0] * (len(response) - 1) + [reward])[: len(response)]
+    return TrainingSample(
+        prompt_ids=output["prompt_token_ids"][row],
+        response_ids=response,
+        loss_mask=output["loss_masks"][row],
+        rewards=one_a_token,
+        log_probs=None if log_probs is None else log_probs[row],
+        weight_versions=None if versions is None else versions[row],
+    )
+
+
+def _rows_of_trajectories(output: GeneratorOutput) -> Iterator[range]:
+    """Yield the rows of each trajectory, in order."""
+    last_steps = output.get("is_last_step") or [True] * len(output["response_ids"])
+    ends = [row + 1 for row, is_last in enumerate(last_steps) if is_last]
+    return (range(start, end) for start, end in pairwise([0, *ends]))
+
+
+def _check_columns(output: GeneratorOutput, num_prompts: int) -> None:
+    responses = output["response_ids"]
+    if not responses:
+        raise RuntimeError("No outputs generated")
+    num_trajectories = sum(1 for _ in _rows_of_trajectories(output))
+    if num_trajectories != num_prompts:
+        raise ValueError(f"Mismatch between prompts ({num_prompts}) and responses ({num_trajectories})")
+    for key, column in output.items():
+        if isinstance(column, list) and len(column) != len(responses):
+            raise ValueError(
+                f"Generator output {key} length must be equal to response_ids length: {len(column)} != {len(responses)}"
+            )
+    _check_steps(output)
+    _check_token_columns(output)
+
+
+def _check_steps(output: GeneratorOutput) -> None:
+    """Check that the rows of a trajectory stand together, and that `is_last_step` is True on the last."""
+    last_steps, ids = output.get("is_last_step"), output.get("trajectory_ids")
+    if last_steps is None:
+        return
+    if ids is None:
+        raise ValueError("is_last_step needs trajectory_ids: they say which rows belong together")
+    for row, is_last in enumerate(last_steps):
+        ends = row + 1 == len(ids) or ids[row + 1] != ids[row]
+        if ends != is_last:
+            raise ValueError(
+                f"is_last_step is {is_last} in row {row} of trajectory {ids[row].to_string()}; it must be True in the "
+                "last row of a trajectory and nowhere else, and the rows of a trajectory must stand together"
+            )
+    if len(set(ids)) != sum(last_steps):
+        raise ValueError("the rows of a trajectory must stand together, and trajectory_ids must differ between them")
+
+
+def _check_token_columns(output: GeneratorOutput) -> None:
+    lengths = [len(ids) for ids in output["response_ids"]]
+    columns: dict[str, Any] = {
+        "loss masks": output["loss_masks"],
+        "rollout logprobs": output["rollout_logprobs"],
+        "weight versions": output.get("weight_versions"),
+    }
+    for name, column in columns.items():
+        for i, values in enumerate(column or []):
+            if len(values) != lengths[i]:
+                raise ValueError(
+                    f"Response ids and {name} must have the same length; trajectory {i}: {lengths[i]} and {len(values)}"
+                )
+    per_token = [isinstance(reward, list) for reward in output["rewards"]]
+    if any(per_token) != all(per_token):
+        raise ValueError("rewards must be `List[float]` or `List[List[float]]`, not some of each")
+    for i, reward in enumerate(output["rewards"]):
+        if isinstance(reward, list) and len(reward) != lengths[i]:
+            raise ValueError(
+                "Token rewards and response ids must have the same length; "
+                f"trajectory {i}: {len(reward)} and {lengths[i]}"
+            )
+
+
+# ---- columns to columns, for users' generators
+
+
+def concatenate_generator_outputs(generator_outputs: Sequence[GeneratorOutput]) -> GeneratorOutput:
+    """Return several outputs as one, in their order; their metrics as `metrics.concatenate` joins them."""
+    batches = [to_rollout_batch(output, _own_ids(output)) for output in generator_outputs]
+    return to_generator_output(concatenate(batches))
+
+
+def get_metrics_from_generator_output(generator_output: GeneratorOutput, uids: Sequence[str]) -> MetricsOutput:
+    """Compute the scores of the trajectories (`metrics.scores_of_groups`).
+
+    Args:
+        uids: the prompt of each row.
+
+    Raises:
+        ValueError: no rows, or not one uid for each.
+    """
+    rewards = generator_output["rewards"]
+    if len(rewards) != len(uids):
+        raise ValueError(f"there must be one uid a row; got {len(uids)} uids for {len(rewards)} rows")
+    if not rewards:
+        raise ValueError("there are no trajectories to score: rewards is empty")
+    prompts = [TrajectoryID(uids[rows.start], 0) for rows in _rows_of_trajectories(generator_output)]
+    return scores_of_groups(to_rollout_batch(generator_output, prompts).groups)
+
+
+def validate_generator_output(num_prompts: int, generator_output: GeneratorOutput) -> None:
+    """Check that the columns fit together and the number of prompts; raises as `to_rollout_batch`."""
+    _check_columns(generator_output, num_prompts)
+
+
+def _own_ids(output: GeneratorOutput) -> list[TrajectoryID]:
+    """Return an id for each trajectory of an output that may name none."""
+    ids = output.get("trajectory_ids")
+    rows = list(_rows_of_trajectories(output))
+    return [TrajectoryID(str(number), 0) if ids is None else ids[own[-1]] for number, own in enumerate(rows)]

@@ -1,0 +1,138 @@
+"""Dynamic sampling: batches of prompts are sampled until one is full of prompts whose answers differ in reward (DAPO,
+https://arxiv.org/abs/2503.14476, section 3.2).
+
+Which groups are informative is decided in `filters`. Nothing of it outlives a step: groups that were sampled and not
+used are counted and dropped.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from loguru import logger
+
+from skyrl_train.algorithms.sampling import draw_replacements
+from skyrl_train.config import DynamicSamplingConfig
+from skyrl_train.errors import SkyRLError
+from skyrl_train.rollouts.filters import is_informative, with_uid
+from skyrl_train.rollouts.metrics import check_not_all_failed, concatenate, scores_of_groups
+from skyrl_train.rollouts.types import RolloutBatch, TrajectoryGroup
+
+_SETTING = "trainer.algorithm.dynamic_sampling"
+_COUNTED = ("generate/num_failed/", "generate/num_retries")
+
+
+async def sample_batch(
+    request: Callable[[int], Awaitable[RolloutBatch]],
+    settings: DynamicSamplingConfig,
+    num_prompts: int,
+    generator: torch.Generator,
+) -> RolloutBatch:
+    """Sample until a batch is full.
+
+    Args:
+        request: samples one more batch of prompts; gets the number of batches sampled before.
+        num_prompts: of a full batch.
+        generator: of the draws of `replace`.
+
+    Returns:
+        The groups to train on. `generate/` metrics are of these groups, but failures and retries, which are counted
+        over all that was sampled; metrics of the sampling itself are added.
+
+    Raises:
+        SkyRLError: `max_sample_batches` batches did not fill one.
+    """
+    if settings.type is None:
+        return await request(0)
+    kept: list[RolloutBatch] = []
+    tally = _Tally()
+    while settings.max_sample_batches <= 0 or tally.num_batches < settings.max_sample_batches:
+        sampled = await request(tally.num_batches)
+        informative = [is_informative(group) for group in sampled.groups]
+        tally.add(sampled, sum(informative))
+        if settings.type == "filter":
+            groups = [group for group, keep in zip(sampled.groups, informative, strict=True) if keep]
+            kept += [replace(sampled, groups=groups)] if groups else []
+            if tally.num_informative >= num_prompts:
+                full = concatenate(kept)
+                return RolloutBatch(full.groups[:num_prompts], full.metrics | tally.metrics(num_prompts))
+        else:
+            sources = draw_replacements(informative, settings.min_replace_ratio, generator)
+            if sources is not None:
+                return RolloutBatch(
+                    _replaced(sampled.groups, sources), sampled.metrics | tally.metrics(tally.last_informative)
+                )
+        logger.info(
+            f"dynamic sampling: {tally.num_informative} of {tally.num_prompts} prompts sampled for this step have "
+            "answers that differ in reward; sampling another batch"
+        )
+    raise SkyRLError(
+        f"{_SETTING}.type={settings.type} did not fill a batch of {num_prompts} prompts: {tally.num_batches} batches "
+        f"({_SETTING}.max_sample_batches={settings.max_sample_batches}) of {tally.num_prompts} prompts in all gave "
+        f"{tally.num_informative} whose answers differ in reward. The problems are too easy or too hard for this "
+        "policy: change the data, raise generator.n_samples_per_prompt or max_sample_batches, or lower "
+        "trainer.train_batch_size"
+        + ("" if settings.type == "filter" else f" or min_replace_ratio (now {settings.min_replace_ratio})")
+    )
+
+
+def with_unique_uids(prompts: Sequence[dict[str, Any]], seen: set[str]) -> list[dict[str, Any]]:
+    """Return the prompts, with another uid where one was seen before in this step: a prompt that comes again (when an
+    epoch ends within the step) is another group, with answers of its own. Adds the uids to `seen`."""
+    rows = []
+    for row in prompts:
+        uid, number = row["uid"], 1
+        while uid in seen:
+            number += 1
+            uid = f"{row['uid']}#{number}"
+        seen.add(uid)
+        rows.append(row | {"uid": uid})
+    return rows
+
+
+def _replaced(groups: Sequence[TrajectoryGroup], sources: Sequence[int]) -> list[TrajectoryGroup]:
+    """Return the groups with `sources[place]` in each place, under the uid of the place: a copy is a group of its own,
+    so its advantages are those of the original, and there are as many prompts as before."""
+    return [with_uid(groups[source], group.uid) for group, source in zip(groups, sources, strict=True)]
+
+
+class _Tally:
+    """Counts of what was sampled for one step."""
+
+    def __init__(self) -> None:
+        self.num_batches = self.num_prompts = self.num_informative = self.last_informative = 0
+        self._num_scored = 0
+        self._counts: dict[str, float] = {}
+        self._reward = 0.0
+
+    def add(self, sampled: RolloutBatch, num_informative: int) -> None:
+        check_not_all_failed(
+            sampled.trajectories, "a batch that was sampled failed, so there is nothing to choose from"
+        )
+        num_prompts = len(sampled.groups)
+        self.num_batches += 1
+        self.num_prompts += num_prompts
+        self.last_informative = num_informative
+        self.num_informative += num_informative
+        score = scores_of_groups(sampled.groups)["avg_score"]
+        if score is not None:
+            self._num_scored += num_prompts
+            self._reward += num_prompts * score
+        for name, value in sampled.metrics.items():
+            if name.startswith(_COUNTED):
+                self._counts[name] = self._counts.get(name, 0.0) + value
+
+    def metrics(self, num_used: int) -> dict[str, float]:
+        """`num_used`: informative prompts that are trained on."""
+        scores = {"reward/avg_raw_reward_of_all_sampled": self._reward / self._num_scored} if self._num_scored else {}
+        return (
+            self._counts
+            | scores
+            | {
+                "generate/num_sampled_batches": float(self.num_batches),
+                "generate/num_sampled_prompts": float(self.num_prompts),
+                "generate/informative_share": self.num_informative / max(1, self.num_prompts),
+                "generate/num_unused_prompts": float(self.num_informative - num_used),
+            }
+        )

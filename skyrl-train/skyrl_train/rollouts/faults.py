@@ -1,0 +1,136 @@
+"""Faults of a generator in single trajectories: named, and recorded on them as failures, so that they train nothing and
+the batch goes on. Meant for users' own generators, judges and remote engines."""
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import TYPE_CHECKING
+
+from loguru import logger
+
+from skyrl_train.errors import FailureKind
+from skyrl_train.rollouts.filters import map_samples, map_trajectories, to_failed_sample
+from skyrl_train.rollouts.metrics import failure_counts
+from skyrl_train.rollouts.types import Failure, RolloutBatch, TrainingSample, Trajectory
+
+if TYPE_CHECKING:
+    from skyrl_train.config import GeneratorConfig, SamplingParams
+
+TEMPLATE_TOKENS = 16
+"""Around an answer, a chat template's header and closing tokens may come on top of the declared limits."""
+
+
+@dataclass(frozen=True)
+class LengthLimits:
+    """The most tokens of the samples of a batch: a longer one could cost the whole step its memory.
+
+    Args:
+        max_input_length: of a prompt.
+        max_generate_length: of one answer.
+        one_answer_a_sample: every response is one answer. Otherwise a response is a conversation, which may be as long
+            as the last turn's input and its answer.
+    """
+
+    max_input_length: int
+    max_generate_length: int
+    one_answer_a_sample: bool
+
+    @classmethod
+    def of(cls, generator: "GeneratorConfig", sampling: "SamplingParams") -> "LengthLimits | None":
+        """Return the limits that `generator` declares; None with a task file, which has limits of its own.
+
+        Args:
+            sampling: its `sampling_params` or its `eval_sampling_params`.
+        """
+        if generator.task is not None:
+            return None
+        turns_are_samples = generator.step_wise_trajectories and not generator.merge_stepwise_output
+        return cls(
+            max_input_length=generator.max_input_length,
+            max_generate_length=sampling.max_generate_length,
+            one_answer_a_sample=generator.max_turns == 1 or turns_are_samples,
+        )
+
+    def max_response_length(self, num_prompt_tokens: int) -> int:
+        """Return the most tokens of a response to a prompt of so many."""
+        longest_answer = self.max_generate_length + TEMPLATE_TOKENS
+        if self.one_answer_a_sample:
+            return longest_answer
+        return max(0, self.max_input_length - num_prompt_tokens) + longest_answer
+
+    def broken_rule(self, num_prompt_tokens: int, num_response_tokens: int) -> str | None:
+        """Return in words which limit a sample of so many tokens is over."""
+        if num_prompt_tokens > self.max_input_length:
+            return f"has a prompt of {num_prompt_tokens} tokens; generator.max_input_length is {self.max_input_length}"
+        if num_response_tokens <= self.max_response_length(num_prompt_tokens):
+            return None
+        rule = f"has a response of {num_response_tokens} tokens; max_generate_length is {self.max_generate_length}"
+        if self.one_answer_a_sample:
+            return f"{rule}, and generator.max_turns or step_wise_trajectories say that a response is one answer"
+        return f"{rule}, generator.max_input_length {self.max_input_length}, its prompt has {num_prompt_tokens}"
+
+
+def record_faults(batch: RolloutBatch, limits: LengthLimits | None = None) -> RolloutBatch:
+    """Turn trajectories that break a rule into failed ones, cut to the limits. The rules: a prompt and a response have
+    tokens, rewards and log-probs are finite numbers, and the limits hold. Trajectories that have failed already keep
+    their failure.
+    """
+    checked = map_trajectories(batch, lambda trajectory: _checked(trajectory, limits))
+    before, after = batch.trajectories, checked.trajectories
+    broken = [new for old, new in zip(before, after, strict=True) if new is not old]
+    if broken:
+        first = broken[0].failure
+        assert first is not None
+        logger.warning("{} trajectories broke a rule and train nothing; the first: {}", len(broken), first.message)
+        checked = replace(checked, metrics=checked.metrics | failure_counts(after))
+    if not any(any(sample.loss_mask) for _, _, sample in checked.rows()):
+        logger.warning("the loss mask of every trajectory of this batch is zero: nothing will be learned from it")
+    return checked
+
+
+def _checked(trajectory: Trajectory, limits: LengthLimits | None) -> Trajectory:
+    """Return the very same trajectory, or a failed one if one of its samples breaks a rule."""
+    faults = (_fault(sample, limits) for sample in trajectory.samples)
+    fault = next((fault for fault in faults if fault is not None), None)
+    if fault is None:
+        return trajectory
+    kind, rule = fault
+    failure = trajectory.failure or Failure(kind, f"trajectory {trajectory.id.to_string()} {rule}")
+    failed = map_samples(trajectory, lambda sample: to_failed_sample(_cut(sample, limits)))
+    return replace(failed, failure=failure, stop_reason="error")
+
+
+def _fault(sample: TrainingSample, limits: LengthLimits | None) -> tuple[FailureKind, str] | None:
+    """Return kind and text of the first rule that a sample breaks."""
+    num_prompt, num_response = len(sample.prompt_ids), len(sample.response_ids)
+    if not num_prompt or not num_response:
+        rule = f"must have a prompt and a response; they are of {num_prompt} and {num_response} tokens"
+    elif (odd := _first_odd(sample.rewards)) is not None:
+        return "reward", f"must have finite numbers as rewards; got {odd}"
+    elif sample.log_probs is not None and (odd := _first_odd(sample.log_probs, sample.loss_mask)) is not None:
+        rule = f"must have finite numbers as log-probs; got {odd}"
+    elif limits is None or (rule := limits.broken_rule(num_prompt, num_response)) is None:
+        return None
+    return "infrastructure", rule
+
+
+def _first_odd(values: Sequence[float], mask: Sequence[int] | None = None) -> str | None:
+    """Return the first value (where the mask is not 0) that is no finite number."""
+    with contextlib.suppress(TypeError):  # a value that is no number at all: it is found below
+        if math.isfinite(sum(values)):
+            return None
+    for value, counts in zip(values, mask or [1] * len(values), strict=True):
+        if counts and not (isinstance(value, Real) and math.isfinite(value)):
+            return repr(value)
+    return None
+
+
+def _cut(sample: TrainingSample, limits: LengthLimits | None) -> TrainingSample:
+    """Return tokens of a faulty sample that fit into a batch: at least one (id 0) of each part, at most the limits."""
+    prompt, response = sample.prompt_ids or [0], sample.response_ids or [0]
+    if limits is not None:
+        prompt = prompt[: limits.max_input_length]
+        response = response[: limits.max_response_length(len(prompt))]
+    return replace(sample, prompt_ids=prompt, response_ids=response)

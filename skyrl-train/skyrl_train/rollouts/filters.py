@@ -1,0 +1,77 @@
+"""Filters: functions of a trajectory or of a group that decide what of it trains. They return new ones."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from skyrl_train.algorithms.sampling import informative_groups
+from skyrl_train.rollouts.types import NO_VERSION, RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup
+
+
+def map_trajectories(batch: RolloutBatch, function: Callable[[Trajectory], Trajectory]) -> RolloutBatch:
+    """Return the batch with every trajectory replaced by what the function makes of it."""
+    groups = [replace(group, trajectories=[function(each) for each in group.trajectories]) for group in batch.groups]
+    return replace(batch, groups=groups)
+
+
+def map_samples(trajectory: Trajectory, function: Callable[[TrainingSample], TrainingSample]) -> Trajectory:
+    return replace(trajectory, samples=[function(sample) for sample in trajectory.samples])
+
+
+# ---- of a trajectory
+
+
+def without_rewards(trajectory: Trajectory) -> Trajectory:
+    """Return the trajectory with reward 0 on every token."""
+    return map_samples(trajectory, lambda sample: replace(sample, rewards=[0.0] * len(sample.rewards)))
+
+
+def zero_reward_on_non_stop(trajectory: Trajectory) -> Trajectory:
+    """Take the rewards of a trajectory that did not end by itself (`stop`): `generator.zero_reward_on_non_stop`."""
+    return trajectory if trajectory.stop_reason == "stop" else without_rewards(trajectory)
+
+
+def mask_overlong(trajectory: Trajectory) -> Trajectory:
+    """Take a trajectory that ran out of length out of the loss (DAPO's overlong filtering,
+    https://arxiv.org/abs/2503.14476): `generator.apply_overlong_filtering`.
+
+    Decided by the stop reason: one that was ended by its environment without an end-of-sequence token stays, one that
+    was cut off just behind such a token does not.
+    """
+    if trajectory.stop_reason != "length":
+        return trajectory
+    return map_samples(trajectory, lambda sample: replace(sample, loss_mask=[0] * len(sample.loss_mask)))
+
+
+def to_failed_sample(sample: TrainingSample) -> TrainingSample:
+    """Return the tokens of a sample as those of a failed trajectory: no token trains or has a reward."""
+    length = len(sample.response_ids)
+    return TrainingSample(
+        prompt_ids=sample.prompt_ids,
+        response_ids=sample.response_ids,
+        loss_mask=[0] * length,
+        rewards=[0.0] * length,
+        log_probs=None if sample.log_probs is None else [0.0] * length,
+        weight_versions=None if sample.weight_versions is None else [NO_VERSION] * length,
+    )
+
+
+# ---- of a group
+
+
+def scores(group: TrajectoryGroup) -> list[float | None]:
+    """Return the reward of each trajectory; None for a failed one, and for the last of a group whose others failed:
+    nothing is left to compare it with."""
+    num_valid = sum(trajectory.failure is None for trajectory in group.trajectories)
+    too_few = num_valid < min(2, len(group.trajectories))
+    return [None if too_few or each.failure is not None else each.reward for each in group.trajectories]
+
+
+def is_informative(group: TrajectoryGroup) -> bool:
+    """Whether the rewards of a group differ, so that it teaches something (see `algorithms.sampling`)."""
+    return bool(informative_groups(scores(group), [group.uid] * len(group.trajectories)))
+
+
+def with_uid(group: TrajectoryGroup, uid: str) -> TrajectoryGroup:
+    """Return the group under another uid, which its trajectories are named after."""
+    trajectories = [replace(each, id=replace(each.id, instance_id=uid)) for each in group.trajectories]
+    return TrajectoryGroup(uid, trajectories)

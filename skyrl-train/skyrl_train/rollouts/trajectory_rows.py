@@ -1,0 +1,117 @@
+"""Trajectories as rows a person can read: what `RunFolder.write_trajectories` keeps and the report shows."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from skyrl_train.rollouts.types import Failure, TrainingSample, Trajectory, TrajectoryGroup
+
+_REPLACEMENT = "\ufffd"
+_MAX_TOKENS_OF_A_CHARACTER = 4
+_SENTENCEPIECE_SPACE = "\u2581"
+
+
+class Detokenizer(Protocol):
+    """The part of a tokenizer that this module needs; those of transformers have it."""
+
+    def decode(self, token_ids: Any, /, *, skip_special_tokens: bool = False) -> Any: ...
+
+    def convert_ids_to_tokens(self, ids: Any, /) -> Any: ...
+
+
+def trajectory_rows(groups: Sequence[TrajectoryGroup], tokenizer: Detokenizer) -> list[dict[str, Any]]:
+    """Return one JSON-ready row a trajectory (or a turn, with step-wise trajectories), in order:
+
+    uid, sample         which prompt, and which of its samples
+    prompt, response    text as the model saw and wrote it, special tokens included
+    reward              the sum over the row
+    stop_reason, failure ({kind, message} or null)
+    prompt_ids
+    tokens              of the response, one entry each: text, ids, loss_mask, log_probs (or null), rewards,
+                        weight_versions (or null)
+    step, is_last_step  with step-wise trajectories: which row of its trajectory it is, from 0
+    """
+    pieces = _TokenTexts(tokenizer)
+    return [
+        _row(group, trajectory, step, sample, tokenizer, pieces)
+        for group in groups
+        for trajectory in group.trajectories
+        for step, sample in enumerate(trajectory.samples)
+    ]
+
+
+def _row(
+    group: TrajectoryGroup,
+    trajectory: Trajectory,
+    step: int,
+    sample: TrainingSample,
+    tokenizer: Detokenizer,
+    pieces: "_TokenTexts",
+) -> dict[str, Any]:
+    log_probs = sample.log_probs
+    row: dict[str, Any] = {
+        "uid": group.uid,
+        "sample": trajectory.id.repetition_id,
+        "prompt": tokenizer.decode(sample.prompt_ids, skip_special_tokens=False),
+        "response": tokenizer.decode(sample.response_ids, skip_special_tokens=False),
+        "reward": sample.reward,
+        "stop_reason": trajectory.stop_reason,
+        "failure": _failure_row(trajectory.failure),
+        "prompt_ids": list(sample.prompt_ids),
+        "tokens": {
+            "text": pieces.of(sample.response_ids),
+            "ids": list(sample.response_ids),
+            "loss_mask": list(sample.loss_mask),
+            "log_probs": None if log_probs is None else [_short(value) for value in log_probs],
+            "rewards": list(sample.rewards),
+            "weight_versions": sample.weight_versions,
+        },
+    }
+    if trajectory.is_step_wise:
+        row |= {"step": step, "is_last_step": sample is trajectory.samples[-1]}
+    return row
+
+
+class _TokenTexts:
+    """The text of each token, such that they join to (nearly) the decoded text. Remembers every token it has seen."""
+
+    def __init__(self, tokenizer: Detokenizer):
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def of(self, ids: Sequence[int]) -> list[str]:
+        """One text a token. A character made of several tokens (an emoji, say) stands on the last of them."""
+        texts = [self._text(token) for token in ids]
+        index = 0
+        while index < len(texts):
+            if _REPLACEMENT in texts[index]:
+                index = self._join_character(ids, texts, index)
+            index += 1
+        return texts
+
+    def _text(self, token: int) -> str:
+        if token not in self._known:
+            text = self._tokenizer.decode([token], skip_special_tokens=False)
+            name = self._tokenizer.convert_ids_to_tokens(token)
+            # SentencePiece decoders drop the space before the first word, and here every token is a first one.
+            if isinstance(name, str) and name.startswith(_SENTENCEPIECE_SPACE) and not text.startswith(" "):
+                text = " " + text
+            self._known[token] = text
+        return self._known[token]
+
+    def _join_character(self, ids: Sequence[int], texts: list[str], start: int) -> int:
+        """Puts the character whose first bytes are token `start` onto its last token; returns that token's index."""
+        for end in range(start + 2, min(start + _MAX_TOKENS_OF_A_CHARACTER, len(ids)) + 1):
+            joined = self._tokenizer.decode(list(ids[start:end]), skip_special_tokens=False)
+            if _REPLACEMENT not in joined:
+                texts[start:end] = [""] * (end - start - 1) + [joined]
+                return end - 1
+        return start
+
+
+def _failure_row(failure: Failure | None) -> dict[str, str] | None:
+    return None if failure is None else {"kind": failure.kind, "message": failure.message}
+
+
+def _short(value: float) -> float:
+    """A float32 in as few digits as say exactly which one it is."""
+    return float(f"{value:.9g}")
