@@ -22,8 +22,9 @@ def test_the_tokens_are_always_the_same_and_of_the_vocabulary():
     assert len({tuple(prompt) for prompt in prompts}) == len(prompts)
 
 
-def test_they_fit_a_short_context_with_room_for_an_answer():
-    assert {len(prompt) for prompt in canary_prompts(vocab_size=50, max_length=9)} == {8}
+@pytest.mark.parametrize(("max_length", "length"), [(9, 8), (3, 2), (1, 2)])  # two tokens: one that has a log-prob
+def test_they_fit_a_short_context_with_room_for_an_answer(max_length: int, length: int):
+    assert {len(prompt) for prompt in canary_prompts(vocab_size=50, max_length=max_length)} == {length}
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,14 @@ def test_tolerance_is_ten_times_the_gap_of_the_first_syncs():
         tolerance.learn(gap, LOG_PROBS)
     assert tolerance.now(LOG_PROBS) == pytest.approx(0.035)
     assert tolerance.now([[-8.0, -4.0], [-2.0, -10.0]]) == pytest.approx(0.07)  # rounding grows with the numbers
+
+
+def test_tolerance_counts_log_probs_near_zero_as_one_nat():
+    """A model that is sure of every token: rounding does not shrink with its log-probs."""
+    tolerance = CanaryTolerance(["bfloat16"])
+    tolerance.learn(0.003, [[-0.1, -0.3]])
+    assert tolerance.now([[-0.1, -0.3]]) == tolerance.now([[0.0]]) == pytest.approx(0.03)
+    assert tolerance.now([[-1.5, -1.5]]) == pytest.approx(0.045)
 
 
 def test_tolerance_does_not_follow_a_gap_that_grows_slowly():

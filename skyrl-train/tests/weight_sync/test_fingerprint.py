@@ -8,9 +8,11 @@ from skyrl_train.weight_sync.fingerprint import (
     BLOCK_BYTES,
     MOST_TURNS,
     WHOLE_BYTES,
+    Verification,
     differences,
     fingerprint_of,
     fingerprints_of,
+    num_bytes_read,
     num_turns,
 )
 
@@ -45,6 +47,19 @@ def test_a_small_tensor_is_hashed_whole_with_its_dtype_and_shape():
 )
 def test_how_many_versions_it_takes_to_read_a_tensor_whole(num_bytes: int, turns: int):
     assert num_turns(num_bytes) == turns
+
+
+@pytest.mark.parametrize(
+    "num_bytes, verification, read",
+    [
+        (100 * BLOCK_BYTES, "full", 100 * BLOCK_BYTES),
+        (100 * BLOCK_BYTES, "sampled", 34_133),  # a twelfth, rounded down
+        (WHOLE_BYTES, "sampled", WHOLE_BYTES),
+    ],
+)
+def test_num_bytes_read_is_the_share_of_one_version(num_bytes: int, verification: Verification, read: int):
+    found = num_bytes_read(num_bytes, verification)
+    assert found == read and isinstance(found, int)
 
 
 @pytest.mark.parametrize("byte", [0, 1, BLOCK_BYTES, 777_777, 2 * 1024 * 1024 - 1])

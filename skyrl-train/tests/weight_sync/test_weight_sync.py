@@ -3,7 +3,8 @@
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from skyrl_train.distributed.process_group import free_port
 from skyrl_train.errors import WeightSyncError, WorkerError
 from skyrl_train.testing.weight_holders import CPU, HolderInfo, WeightHolder
-from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.broadcast import BroadcastGroup
 from skyrl_train.weight_sync.payload import Payload, split_bytes
 from skyrl_train.weight_sync.plan import init_infos_for
@@ -244,6 +245,35 @@ def test_metrics_tell_where_the_time_went(connect):
     phases = {name for name in metrics if name.endswith("_seconds")}
     assert phases == {f"{p}_seconds" for p in ("stage", "write", "wait", "fingerprint", "finish", "send")}
     assert metrics["stage_seconds"] > 0 and metrics["send_seconds"] > metrics["finish_seconds"] > 0
+
+
+class PartlyRead(WeightHolder):
+    """An engine that reads `read_bytes` of the `held_bytes` of its weights, and nothing of `received_only`."""
+
+    def __init__(self, held_bytes: int, read_bytes: int, received_only: Sequence[str] = ()):
+        super().__init__((name, torch.zeros_like(tensor)) for name, tensor in parameters())
+        self._read = {"held_bytes": held_bytes, "read_bytes": read_bytes, "received_only": list(received_only)}
+
+    def finish_weight_update(self, version: int) -> WeightReport:
+        return replace(super().finish_weight_update(version), **self._read)
+
+
+def shares_of(connect: Any, *engines: WeightHolder, verification: str = "sampled") -> dict[str, Any]:
+    metrics = connect(WAYS[0], *engines, verification=verification).send([at_version(1)], 1).metrics
+    return {name: pytest.approx(value) for name, value in metrics.items() if name.endswith("_share")}
+
+
+def test_shares_read_are_those_of_the_engine_that_reads_least(connect):
+    """Of 68 bytes the second engine cannot read the 24 of `last`, and reads 11 of the other 44 at this sync."""
+    engines = PartlyRead(68, 34), PartlyRead(44, 11, ["last"])
+    assert shares_of(connect, *engines) == {"held_share": 44 / 68, "read_share": 0.25}
+
+
+def test_engine_that_can_read_nothing_has_no_read_share(connect):
+    nothing = PartlyRead(0, 0, ["first", "scalar", "last"])
+    assert shares_of(connect, nothing) == {"held_share": 0.0}
+    assert shares_of(connect, nothing, PartlyRead(68, 68)) == {"held_share": 0.0, "read_share": 1.0}
+    assert shares_of(connect, nothing, verification="off") == {}
 
 
 def test_an_engine_of_several_processes_takes_several_ranks(tmp_path):
