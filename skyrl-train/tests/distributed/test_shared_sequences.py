@@ -15,7 +15,6 @@ from skyrl_train.distributed.ulysses import SequenceParallel, make_sequence_para
 from skyrl_train.models.lora import adapters_of, add_adapters, exported_parameters
 from skyrl_train.models.scoring import ScoringModel
 
-pytestmark = pytest.mark.slow
 NUM_PROMPT, NUM_RESPONSE = 4, 5
 
 

@@ -46,7 +46,6 @@ def attention_of_ranks(size: int, num_heads: int, num_kv_heads: int) -> dict[str
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_ranks, size, num_heads, num_kv_heads, own_heads",
     [
@@ -88,7 +87,6 @@ def there_and_back() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return answers
 
 
-@pytest.mark.slow
 def test_a_rank_gets_its_head_of_all_tokens_and_gives_it_back_in_any_dtype(run_on_ranks):
     for rank, answers in enumerate(run_on_ranks(2, there_and_back)):
         for dtype, (heads, difference) in zip(DTYPES, answers, strict=True):
@@ -111,7 +109,6 @@ def shared_weight() -> tuple[float, float, float]:
     return loss.item(), weight.grad.item(), total.item()
 
 
-@pytest.mark.slow
 def test_ranks_gradients_of_a_shared_weight_add_up_to_the_weights(run_on_ranks):
     assert run_on_ranks(2, shared_weight) == [
         (96.0, 12.0, 32.0),  # 3 (10 1 + 1 2 + 5 4); 10 1 + 1 2; and both

@@ -83,7 +83,7 @@ def settings(chat_model: str, prompts: str, environments: None) -> Callable[[Pat
         "environment": {"env_class": "many_different_characters"},
         "trainer": {
             "policy": {"model": {"path": chat_model}, "optimizer_config": {"lr": 1e-3}},
-            "placement": {"device": "cpu"},
+            "placement": {"device": "cpu", "launcher": "inline"},
             "bf16": False,
             "train_batch_size": 4,
             "policy_mini_batch_size": 2,
@@ -109,10 +109,12 @@ def settings(chat_model: str, prompts: str, environments: None) -> Callable[[Pat
 
 
 @pytest.fixture(scope="session")
-def run(ray_cpu: None) -> Callable[[SkyRLConfig], list[dict[str, float]]]:
-    """`run(cfg)`: trains to the end; the metrics of each step."""
+def run(request: pytest.FixtureRequest) -> Callable[[SkyRLConfig], list[dict[str, float]]]:
+    """`run(cfg)`: trains to the end; the metrics of each step. Ray starts when a run first asks for it."""
 
     def train(cfg: SkyRLConfig) -> list[dict[str, float]]:
+        if cfg.trainer.placement.launcher == "ray":
+            request.getfixturevalue("ray_cpu")
         BasePPOExp(cfg).run()
         return RunFolder(cfg.trainer.run_dir).read_metrics()
 

@@ -1,5 +1,5 @@
 """Whole runs of algorithms that need more than GRPO does: a critic, dynamic sampling, corrections, turns as samples, a
-reference that moves on. Real processes, a two-layer model, two steps."""
+reference that moves on. A two-layer model, two steps; with several ranks in processes of Ray."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForC
 from skyrl_train.errors import SkyRLError
 from skyrl_train.utils.run_folder import RunFolder
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
+
+RAY = {"launcher": "ray"}
 
 PPO = {"advantage_estimator": "gae", "lambd": 0.95, "value_clip": 0.5}
 
@@ -29,13 +31,14 @@ def assert_learns(steps: list[dict[str, float]], num_steps: int = 2) -> None:
         assert row["policy/rollout_train_ess"] > 0.999
 
 
+@pytest.mark.slow
 def test_ppo_with_a_critic_on_two_ranks_each_packed_by_tokens(chat_model, settings, run, tmp_path: Path):
     """Three prompts of five samples: 15 rows, which divide by nothing here."""
     changes: dict[str, Any] = {
         "trainer": {
             "algorithm": PPO | {"loss_reduction": "prompt_mean"},
             "critic": {"model": {"path": chat_model}, "optimizer_config": {"lr": 1e-3}},
-            "placement": {"policy_num_gpus_per_node": 2, "critic_num_gpus_per_node": 2},
+            "placement": RAY | {"policy_num_gpus_per_node": 2, "critic_num_gpus_per_node": 2},
             "train_batch_size": 3,
             "policy_mini_batch_size": 1,
             "critic_mini_batch_size": 3,
@@ -56,6 +59,7 @@ def test_ppo_with_a_critic_on_two_ranks_each_packed_by_tokens(chat_model, settin
     assert any(name.endswith("value_head.weight") for name in exported)
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_with_a_loss_that_chooses_tokens_and_kl_in_the_reward(settings, run, tmp_path: Path):
     changes: dict[str, Any] = {
         "trainer": {
@@ -66,7 +70,7 @@ def test_dynamic_sampling_with_a_loss_that_chooses_tokens_and_kl_in_the_reward(s
                 "use_kl_in_reward": True,
                 "kl_ctrl": {"type": "adaptive", "horizon": 100},
             },
-            "placement": {"policy_num_gpus_per_node": 2},
+            "placement": RAY | {"policy_num_gpus_per_node": 2},
         },
         # answers of one or two characters are all different: half of the groups teach nothing
         "generator": {"n_samples_per_prompt": 2, "sampling_params": {"max_generate_length": 3}},
@@ -117,7 +121,7 @@ def test_adapters_with_a_correction_for_the_engine(settings, run, tmp_path: Path
     assert (folder / "model.safetensors").exists() and (folder / "adapter" / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.parametrize("merge", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("merge", [False, True])
 def test_turns_as_samples(merge: bool, settings, run, tmp_path: Path):
     """Trajectories of one to three turns: the number of rows is what it happens to be."""
     changes: dict[str, Any] = {
@@ -137,7 +141,6 @@ def test_turns_as_samples(merge: bool, settings, run, tmp_path: Path):
     assert (len(rows) == 16) if merge else (len(rows) > 16)
 
 
-@pytest.mark.full
 def test_the_reference_becomes_the_policy_after_every_epoch_but_the_last(settings, run, tmp_path: Path):
     """Eight prompts a step are two steps an epoch. Just after an update the reference is what the engines hold, so the
     divergence of the first optimizer step is 0; it grows from there."""
@@ -164,7 +167,7 @@ def test_the_reference_becomes_the_policy_after_every_epoch_but_the_last(setting
 @pytest.mark.full
 def test_ranks_that_share_sequences_take_the_step_that_one_takes(settings, run, merged, tmp_path: Path):
     one: dict[str, Any] = {"trainer": {"max_training_steps": 1, "algorithm": {"use_entropy_loss": True}}}
-    two = {"trainer": {"placement": {"policy_num_gpus_per_node": 2}, "policy": {"sequence_parallel_size": 2}}}
+    two = {"trainer": {"placement": RAY | {"policy_num_gpus_per_node": 2}, "policy": {"sequence_parallel_size": 2}}}
     alone = run(settings(tmp_path / "alone", one))
     shared = run(settings(tmp_path / "shared", merged(one, two)))
     assert_learns(shared, num_steps=1)
@@ -172,6 +175,7 @@ def test_ranks_that_share_sequences_take_the_step_that_one_takes(settings, run, 
         assert shared[0][name] == pytest.approx(alone[0][name], rel=1e-4), name
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_is_trained_and_its_balance_is_seen(chat_model, settings, run, tmp_path: Path):
     folder = str(tmp_path / "experts")
     AutoTokenizer.from_pretrained(chat_model).save_pretrained(folder)
@@ -195,7 +199,7 @@ def test_a_mixture_of_experts_is_trained_and_its_balance_is_seen(chat_model, set
     torch.manual_seed(0)
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     changes: dict[str, Any] = {
-        "trainer": {"policy": {"model": {"path": folder}}, "placement": {"policy_num_gpus_per_node": 2}}
+        "trainer": {"policy": {"model": {"path": folder}}, "placement": RAY | {"policy_num_gpus_per_node": 2}}
     }
     steps = run(settings(tmp_path / "run", changes))
     assert_learns(steps)

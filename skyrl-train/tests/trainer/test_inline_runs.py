@@ -65,7 +65,7 @@ def test_inline_run_equals_the_run_under_ray_to_the_bit(
 ):
     if changes is MODELS:
         changes = merged(changes, {"trainer": {"critic": {"model": {"path": chat_model}}}})
-    under_ray = settings(tmp_path / "ray", changes)
+    under_ray = settings(tmp_path / "ray", merged(changes, {"trainer": {"placement": {"launcher": "ray"}}}))
     run(under_ray)
     inline = settings(tmp_path / "inline", merged(changes, INLINE))
     state = torch.get_rng_state()

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 CONVERSATIONS = {
     "environment": {"env_class": "up_to_three_turns"},
     "generator": {"max_turns": 3, "max_input_length": 120},

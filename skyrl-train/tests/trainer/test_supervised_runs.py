@@ -1,4 +1,4 @@
-"""Supervised training with real processes: demonstrations are learnt, pairs told apart, a run goes on exactly."""
+"""Supervised training: demonstrations are learnt, pairs told apart, a run goes on exactly."""
 
 import json
 import math
@@ -12,8 +12,6 @@ from safetensors.torch import load_file
 from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig
 from skyrl_train.config.validation import validate_supervised_cfg
 from skyrl_train.entrypoints.main_sft import SupervisedExp
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +43,19 @@ def written(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]
 
 
 def run(config_type: type[SupervisedConfig], path: str, data: str, run_dir: Path, **trainer: Any) -> list[dict]:
-    """Runs with some settings; every logged step."""
+    """Runs with some settings, in processes if there are several ranks; every logged step."""
+    ranks = trainer.pop("ranks", 1)
     policy = {"model": {"path": path, **trainer.pop("model", {})}, "optimizer_config": {"lr": trainer.pop("lr", 1e-2)}}
     settings = {
         "data": {"train_data": [data], "val_data": [data], "max_length": 64},
         "trainer": {
             "run_dir": str(run_dir),
             "policy": policy,
-            "placement": {"device": "cpu", "policy_num_gpus_per_node": trainer.pop("ranks", 1)},
+            "placement": {
+                "device": "cpu",
+                "launcher": "ray" if ranks > 1 else "inline",
+                "policy_num_gpus_per_node": ranks,
+            },
             "bf16": False,
             "epochs": 100,
             "max_training_steps": 4,
@@ -71,7 +74,7 @@ def column(steps: list[dict], name: str) -> list[float]:
     return [step[name] for step in steps if name in step]
 
 
-def test_demonstrations_are_learnt(chat_model, demonstrations, ray_cpu, tmp_path):
+def test_demonstrations_are_learnt(chat_model, demonstrations, tmp_path):
     steps = run(
         SupervisedConfig, chat_model, demonstrations, tmp_path, max_training_steps=150, max_tokens_per_microbatch=256
     )
@@ -92,7 +95,7 @@ def test_ranks_and_packing_change_nothing(chat_model, demonstrations, ray_cpu, t
         assert column(divided, name) == pytest.approx(column(plain, name), rel=1e-4), name
 
 
-def test_a_run_goes_on_exactly_where_it_stopped(chat_model, demonstrations, ray_cpu, tmp_path):
+def test_a_run_goes_on_exactly_where_it_stopped(chat_model, demonstrations, tmp_path):
     whole = run(SupervisedConfig, chat_model, demonstrations, tmp_path / "whole", max_training_steps=6)
     first = dict(max_training_steps=6, ckpt_interval=3)
     run(SupervisedConfig, chat_model, demonstrations, tmp_path / "halves", **{**first, "max_training_steps": 3})
@@ -101,6 +104,7 @@ def test_a_run_goes_on_exactly_where_it_stopped(chat_model, demonstrations, ray_
     assert column(halves, "train/grad_norm") == column(whole, "train/grad_norm")
 
 
+@pytest.mark.slow
 def test_pairs_are_told_apart(chat_model, preferences, ray_cpu, tmp_path):
     steps = run(PreferenceConfig, chat_model, preferences, tmp_path, lr=1e-3, max_training_steps=20, ranks=2)
     assert column(steps, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-5)  # policy = reference: no preference
@@ -110,8 +114,7 @@ def test_pairs_are_told_apart(chat_model, preferences, ray_cpu, tmp_path):
     assert column(steps, "eval/accuracy")[-1] == 1.0
 
 
-@pytest.mark.full
-def test_adapters_alone_are_trained_and_exported_merged(chat_model, demonstrations, ray_cpu, tmp_path):
+def test_adapters_alone_are_trained_and_exported_merged(chat_model, demonstrations, tmp_path):
     steps = run(
         SupervisedConfig, chat_model, demonstrations, tmp_path, max_training_steps=20, hf_save_interval=100,
         model={"lora": {"rank": 4, "alpha": 8}},

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 OWN_DEVICES = {"placement": {"colocate_all": False}}
 LORA = {"policy": {"model": {"lora": {"rank": 4}}, "optimizer_config": {"lr": 1e-2}}}
 
@@ -11,18 +9,21 @@ LORA = {"policy": {"model": {"lora": {"rank": 4}}, "optimizer_config": {"lr": 1e
 @pytest.mark.parametrize(
     "strategy, trainer",
     [
-        pytest.param("delta", {}, marks=pytest.mark.full),
+        ("delta", {}),
         ("delta", OWN_DEVICES),
-        pytest.param("checkpoint", OWN_DEVICES, marks=pytest.mark.full),
+        ("broadcast", OWN_DEVICES),
+        ("checkpoint", OWN_DEVICES),
         ("adapter", LORA),
-        pytest.param("adapter", LORA | OWN_DEVICES, marks=pytest.mark.full),
-        pytest.param("auto", LORA, marks=pytest.mark.full),  # merged
+        ("adapter", LORA | OWN_DEVICES),
+        ("auto", LORA),  # merged
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value) or "colocated",
 )
-def test_engines_follow_the_policy(strategy, trainer, settings, run, tmp_path):
+@pytest.mark.parametrize("launcher", ["inline", pytest.param("ray", marks=pytest.mark.full)])
+def test_engines_follow_the_policy(launcher, strategy, trainer, settings, merged, run, tmp_path):
     generator = {"weight_sync_strategy": strategy, "weight_sync_canary_interval": 1, "weight_sync_verification": "full"}
-    steps = run(settings(tmp_path, {"trainer": trainer, "generator": generator}))
+    where = {"trainer": {"placement": {"launcher": launcher}}}
+    steps = run(settings(tmp_path, merged({"trainer": trainer, "generator": generator}, where)))
     assert [row["step"] for row in steps] == [1, 2]
     for row in steps:
         assert row["policy/grad_norm"] > 0

@@ -1,4 +1,4 @@
-"""The whole loop in its variants, with real processes: placements, KL terms, precisions, resumed on other ranks."""
+"""The whole loop in its variants: placements (with real processes), KL terms, precisions, resumed on other ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,12 @@ from skyrl_train.entrypoints.main_generate import EvalOnlyEntrypoint
 from skyrl_train.training_batch import TensorBatch
 from skyrl_train.utils.run_folder import RunFolder
 
-pytestmark = pytest.mark.slow
-
-
-TWO_RANKS = {"trainer": {"placement": {"policy_num_gpus_per_node": 2}}}
+RAY = {"launcher": "ray"}
+TWO_RANKS = {"trainer": {"placement": RAY | {"policy_num_gpus_per_node": 2}}}
 VARIANTS = {
     "weights broadcast to two engines, reference model in the loss, recomputed activations": {
         "trainer": {
-            "placement": {"colocate_all": False},
+            "placement": RAY | {"colocate_all": False},
             "algorithm": {"use_kl_loss": True, "kl_loss_coef": 0.1, "use_entropy_loss": True},
             "gradient_checkpointing": True,
         },
@@ -52,8 +50,12 @@ VARIANTS = {
 }
 
 
+MARKS = {"weights broadcast": pytest.mark.slow, "replicas of": pytest.mark.full, "bfloat16": ()}
+
+
 @pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=pytest.mark.full if "replicas" in name else ()) for name in VARIANTS]
+    "variant",
+    [pytest.param(name, marks=mark) for name in VARIANTS for begin, mark in MARKS.items() if name.startswith(begin)],
 )
 def test_every_way_to_run_learns_and_agrees_with_its_engines(variant, settings, run, tmp_path):
     cfg = settings(tmp_path, VARIANTS[variant])
@@ -86,12 +88,13 @@ def test_every_way_to_run_learns_and_agrees_with_its_engines(variant, settings, 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("launcher", ["ray", "inline"])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_the_same_run_on_a_gpu(bf16, settings, run, tmp_path):
+def test_the_same_run_on_a_gpu(bf16, launcher, settings, run, tmp_path):
     """Policy, reference and engine take turns on one device; float32 and bfloat16."""
     on_gpu = {
         "trainer": {
-            "placement": {"device": "cuda"},
+            "placement": {"device": "cuda", "launcher": launcher},
             "bf16": bf16,
             "algorithm": {"use_kl_loss": True, "kl_loss_coef": 0.1},
             "ckpt_interval": 1,
@@ -106,13 +109,14 @@ def test_the_same_run_on_a_gpu(bf16, settings, run, tmp_path):
         assert row["policy/rollout_train_logprobs_abs_diff_max"] < (0.2 if bf16 else 1e-3)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks(settings, run, merged, tmp_path):
     every_step: dict[str, Any] = {"trainer": {"ckpt_interval": 1, "hf_save_interval": 3, "max_training_steps": 3}}
     whole = settings(tmp_path / "whole", merged(every_step, TWO_RANKS))
     expected = run(whole)
     first = merged(every_step, {**TWO_RANKS, "trainer": TWO_RANKS["trainer"] | {"max_training_steps": 2}})
     run(settings(tmp_path / "moved", first))
-    resumed = run(settings(tmp_path / "moved", every_step))  # one rank now
+    resumed = run(settings(tmp_path / "moved", every_step))  # one rank now, and no Ray
     assert [row["step"] for row in resumed] == [1, 2, 3]
     for name in ("policy/grad_norm", "policy/final_loss", "policy/policy_entropy", "reward/avg_raw_reward"):
         assert resumed[2][name] == pytest.approx(expected[2][name], rel=1e-3, abs=1e-5), name
@@ -122,7 +126,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(settings, run, merged, tmp_p
         torch.testing.assert_close(weight, weights[name], atol=1e-4, rtol=0)
 
 
-def test_evaluation_alone_gives_pass_at_k_and_files(settings, prompts, ray_cpu, tmp_path):
+def test_evaluation_alone_gives_pass_at_k_and_files(settings, prompts, tmp_path):
     cfg = settings(
         tmp_path,
         {

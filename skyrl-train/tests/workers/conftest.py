@@ -14,8 +14,8 @@ from skyrl_train.algorithms.losses import PolicyLossRegistry, TokenSelectorRegis
 from skyrl_train.algorithms.reduction import token_weights
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.orchestration.actor_group import ActorGroup
-from skyrl_train.orchestration.ray_launcher import RayRanks
 from skyrl_train.orchestration.schedule import Schedule
+from skyrl_train.testing.rank_processes import ForkedRanks
 from skyrl_train.training_batch import TrainingInputBatch, TrainingOutputBatch
 from skyrl_train.workers.critic_worker import CriticWorker
 from skyrl_train.workers.learner import LearnerWorker, MetricSums, joined
@@ -78,7 +78,7 @@ class Learners:
             worker: type[LearnerWorker] = PolicyAgain if kind == "policy" else CriticAgain
             name = "_".join(map(str, key))
             args = (cfg, PolicyLossRegistry.get("regular"), 10) if kind == "policy" else (cfg, 10)
-            ranks = RayRanks(name, worker, args, num_ranks=num_ranks, device="cpu", log_folder=self.folder)
+            ranks = ForkedRanks(name, worker, args, num_ranks=num_ranks, log_folder=self.folder)
             self.groups[key] = ActorGroup(
                 name, ranks, ranks_per_shard=settings.sequence_parallel_size, device="cpu", timeout_seconds=120
             )
@@ -151,7 +151,7 @@ def add_judgement(kind: str, cfg: SkyRLConfig, batch: TrainingInputBatch, before
 
 
 @pytest.fixture(scope="module")
-def learners(ray_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learners]:
+def learners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learners]:
     """Takes optimizer steps on any number of ranks."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import a test
     learners = Learners(tmp_path_factory.mktemp("learners"))

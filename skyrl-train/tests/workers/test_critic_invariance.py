@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytestmark = pytest.mark.slow
-
 SPLITS = (
     (1, dict(micro_size=8)),
     (1, dict(micro_size=2, use_sample_packing=False)),

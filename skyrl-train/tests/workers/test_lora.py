@@ -117,7 +117,6 @@ def test_in_bfloat16_adapters_are_float32_and_learn_nearly_the_same(with_lora, s
     assert {tensor.dtype for tensor in snapshot(worker, trained=True).values()} == {torch.float32}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["policy", "critic"])
 def test_no_division_over_ranks_changes_the_step(learners, with_lora, ragged_batch, kind):
     batch = ragged_batch()

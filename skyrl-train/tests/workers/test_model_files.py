@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.distributed.fsdp2 import move_optimizer_state
 from skyrl_train.orchestration.actor_group import ActorGroup
-from skyrl_train.orchestration.ray_launcher import RayRanks
+from skyrl_train.testing.rank_processes import ForkedRanks
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.workers.critic_worker import CriticWorker
 from skyrl_train.workers.learner import LearnerWorker
@@ -74,7 +74,6 @@ def test_policy_and_reference_score_under_the_temperature_of_sampling(start, con
     torch.testing.assert_close(scores(ref, batch)[written], expected[written], atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["policy", "critic"])
 def test_two_ranks_hold_the_bits_that_rank_0_read(learners, config, tiny_model, kind):
     async def weights() -> dict[str, torch.Tensor]:
@@ -91,8 +90,7 @@ def test_two_ranks_hold_the_bits_that_rank_0_read(learners, config, tiny_model, 
     assert all(torch.equal(names[name], tensor) for name, tensor in stored.items())
 
 
-@pytest.mark.slow
-def test_the_reference_becomes_the_policy_as_it_is(start, ray_cpu, config, ragged_batch, chat_model, tmp_path):
+def test_the_reference_becomes_the_policy_as_it_is(start, config, ragged_batch, chat_model, tmp_path):
     cfg, batch = config(), ragged_batch(4)
     policy = start(make_policy(cfg))
     learn(policy, batch)
@@ -104,7 +102,7 @@ def test_the_reference_becomes_the_policy_as_it_is(start, ray_cpu, config, ragge
     assert torch.equal(scores(ref, batch), expected)
 
     async def scored_by_two() -> torch.Tensor:
-        ranks = RayRanks("ref", RefWorker, (cfg,), num_ranks=2, device="cpu", log_folder=tmp_path)
+        ranks = ForkedRanks("ref", RefWorker, (cfg,), num_ranks=2, log_folder=tmp_path)
         group = ActorGroup("ref", ranks, device="cpu", timeout_seconds=120)
         try:
             await group.init_model()
@@ -233,7 +231,7 @@ def test_offloading_between_steps_changes_nothing_on_a_cpu(start, config, ragged
 def test_offloading_frees_a_gpu_and_changes_nothing(config, ragged_batch):
     batch = ragged_batch(4)
     worker = make_policy(config())
-    worker.init_model(RankInfo(device="cuda"))
+    worker.init_model(RankInfo(device="cuda:0"))
     try:
         learn(worker, batch)
         before, used = scores(worker, batch), torch.cuda.memory_allocated()
@@ -245,4 +243,4 @@ def test_offloading_frees_a_gpu_and_changes_nothing(config, ragged_batch):
         assert torch.equal(scores(worker, batch), before)
         learn(worker, batch)
     finally:
-        worker.teardown()
+        dist.destroy_process_group()

@@ -8,8 +8,6 @@ import torch
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.training_batch import TrainingInputBatch
 
-pytestmark = pytest.mark.slow
-
 SPLITS = {
     f"{num_ranks} x {micro_size}, {'packed' if packing else 'padded'}": (
         num_ranks,

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytestmark = pytest.mark.slow
-
 
 def steps_of(learners, config, batch, kind, layouts, **settings):
     """The same step on so many ranks, of which so many share each sequence."""
