@@ -57,7 +57,7 @@ def _environments() -> list[str]:
 def _sections(config_type: type, name: str, defaults: dict[str, Any]) -> list[str]:
     """The tables of one dataclass and of those inside of it."""
     own, inner = [], []
-    hints = get_type_hints(config_type)
+    hints = get_type_hints(config_type, include_extras=True)
     meanings = field_meanings(config_type)
     for field in fields(config_type):
         full_name = join(name, field.name)

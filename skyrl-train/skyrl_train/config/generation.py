@@ -1,11 +1,11 @@
 """Settings of how answers are made: engines, sampling, turns."""
 
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from skyrl_train.config.base import BaseConfig
-from skyrl_train.config.typed import reference
+from skyrl_train.config.engine_kinds import automatic_backend, backend_choices
+from skyrl_train.config.typed import Choices, reference
 
 Device = Literal["cpu", "cuda"]
 
@@ -68,7 +68,7 @@ class GeneratorConfig(BaseConfig):
     lengths and chat template are then the file's, and a trajectory may have several rows (see
     `generator.step_wise_trajectories`)."""
 
-    backend: Literal["auto", "native", "vllm", "sglang"] = "auto"
+    backend: Annotated[str, Choices(backend_choices)] = "auto"
     """Rollout engine. `native` runs transformers models in our own loop, on CPU and CUDA; `vllm` and `sglang` are
     extras. `auto`: vllm on CUDA if it is installed, else native; for servers started elsewhere: what they say they are.
     """
@@ -257,11 +257,9 @@ class GeneratorConfig(BaseConfig):
         copies = self.inference_engine_tensor_parallel_size * self.inference_engine_data_parallel_size
         return copies * self.inference_engine_pipeline_parallel_size
 
-    def resolved_backend(self, device: Device) -> Literal["native", "vllm", "sglang"]:
+    def resolved_backend(self, device: Device) -> str:
         """`backend` with `auto` answered for engines that this run starts on `device`."""
-        if self.backend != "auto":
-            return self.backend
-        return "vllm" if device == "cuda" and find_spec("vllm") is not None else "native"
+        return automatic_backend(device) if self.backend == "auto" else self.backend
 
     def resolved_weight_sync_backend(self, device: Device) -> Literal["nccl", "gloo"]:
         """`weight_sync_backend` with `auto` answered for models on `device`."""

@@ -116,7 +116,11 @@ class Registry(Generic[Entry, Requirements]):
         return name in self._registrations
 
     def _load(self) -> None:
-        # A provider that registers while it is imported comes here again: its import then returns at once.
-        for module in self._providers:
-            import_module(module)
-        self._providers = ()
+        # Emptied first: a provider registers while it is imported, and so comes here again.
+        providers, self._providers = self._providers, ()
+        try:
+            for module in providers:
+                import_module(module)
+        except BaseException:
+            self._providers = providers
+            raise

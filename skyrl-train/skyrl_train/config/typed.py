@@ -6,9 +6,9 @@ Knows dataclasses and annotations, no particular setting. `name` is always the s
 import dataclasses
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from skyrl_train.config.not_yet_supported import NOT_YET_SUPPORTED_VALUES, reason_not_supported
 from skyrl_train.errors import ConfigError
@@ -17,6 +17,17 @@ T = TypeVar("T")
 
 REST = {"rest": True}
 """Metadata of a dict field that takes every section its dataclass does not declare, and vanishes in `to_dict`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """Mark of a text setting that is one of some names: `Annotated[str, Choices(names)]`.
+
+    Like `Literal`, for names that a registry knows.
+    """
+
+    names: Callable[[], Iterable[str]]
+
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _NUMBER_TYPES = (int, float)
@@ -35,7 +46,7 @@ def build(config_type: type[T], values: Mapping[str, Any], name: str = "", root:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{name} is a section of settings; got {values!r}")
     root = root or config_type
-    hints = get_type_hints(config_type)
+    hints = get_type_hints(config_type, include_extras=True)
     declared = {field.name for field in dataclasses.fields(config_type) if not _is_rest(field)}  # type: ignore[arg-type]
     rest = next((field.name for field in dataclasses.fields(config_type) if _is_rest(field)), None)  # type: ignore[arg-type]
     arguments: dict[str, Any] = {}
@@ -57,6 +68,8 @@ def typed_value(annotation: Any, value: Any, name: str, root: type) -> Any:
     if annotation is Any or (isinstance(value, str) and _REFERENCE.search(value)):
         return value  # a reference gets its type when `resolve_references` knows what it stands for
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _typed_choice(annotation, value, name, root)
     if origin in (Union, types.UnionType):
         return _typed_member(annotation, value, name, root)
     if origin is Literal and isinstance(value, str) and value in arguments:
@@ -77,6 +90,15 @@ def typed_value(annotation: Any, value: Any, name: str, root: type) -> Any:
     if annotation is type(None) and value is None:
         return None
     raise _wrong_value(annotation, value, name)
+
+
+def _typed_choice(annotation: Any, value: Any, name: str, root: type) -> Any:
+    """Return `value` as the annotated type, if it is one of the names of its `Choices`."""
+    base, *marks = get_args(annotation)
+    for mark in marks:
+        if isinstance(mark, Choices) and value not in mark.names():
+            raise _wrong_value(annotation, value, name)
+    return typed_value(base, value, name, root)
 
 
 def _typed_member(annotation: Any, value: Any, name: str, root: type) -> Any:
@@ -116,7 +138,7 @@ def resolve_references(config: Any) -> None:
     for name, section, field in leaves(config):
         before = getattr(section, field.name)
         if isinstance(before, str) and _REFERENCE.search(before):
-            annotation = get_type_hints(type(section))[field.name]
+            annotation = get_type_hints(type(section), include_extras=True)[field.name]
             setattr(section, field.name, typed_value(annotation, value_of(name, ()), name, root))
 
 
@@ -207,6 +229,9 @@ def expectation(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return " or ".join(expectation(member) for member in arguments)
+    if origin is Annotated:
+        choices = [mark for mark in arguments[1:] if isinstance(mark, Choices)]
+        return "one of " + ", ".join(choices[0].names()) if choices else expectation(arguments[0])
     if origin is Literal:
         return "one of " + ", ".join(str(choice) for choice in arguments)
     if origin is list:

@@ -1,21 +1,18 @@
-"""Settings to rollout engines: which class, in which process, on which GPUs. No other place knows concrete ones."""
+"""Settings to rollout engines: in which process, on which GPUs. Which class, `EngineRegistry` says."""
 
-import inspect
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import GeneratorConfig, SkyRLConfig
-from skyrl_train.config.typed import nearest_name
+from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.env_vars import engine_api_key
 from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.engine_handle import EngineHandle
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
-from skyrl_train.inference_engines.native.architecture import check_architecture
-from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.remote.engine import RemoteInferenceEngine, check_server
 from skyrl_train.inference_engines.remote.key_guard import key_from_file
 from skyrl_train.orchestration.placement import make_launcher
@@ -57,7 +54,7 @@ def create_ray_wrapped_inference_engines_from_config(
 
 
 def check_engines(cfg: SkyRLConfig) -> None:
-    """What can be known of the engines before anything starts: further keywords of our own, how the model divides.
+    """Check what can be known of the engines before anything starts: keywords, whether they can run the model.
 
     Raises:
         ConfigError: an unknown keyword, or a model that cannot be divided so.
@@ -65,30 +62,7 @@ def check_engines(cfg: SkyRLConfig) -> None:
     generator = cfg.generator
     if not generator.run_engines_locally:
         return
-    if generator.backend == "native":
-        known = list(inspect.signature(NativeInferenceEngine).parameters)
-        for name in generator.engine_init_kwargs:
-            if name not in known:
-                nearest = nearest_name(name, known)
-                raise ConfigError(
-                    f"generator.engine_init_kwargs.{name} is no keyword of the native engine"
-                    + (f"; did you mean {nearest}?" if nearest else f"; it has {', '.join(known)}")
-                )
-        check_architecture(
-            AutoConfig.from_pretrained(generator.model_name, trust_remote_code=True), generator.model_name
-        )
-        return
-    parallel = generator.inference_engine_tensor_parallel_size
-    if parallel == 1:
-        return
-    config = AutoConfig.from_pretrained(generator.model_name, trust_remote_code=True).get_text_config()
-    heads = config.num_attention_heads
-    if heads % parallel:
-        divisors = [size for size in range(1, heads + 1) if heads % size == 0]
-        raise ConfigError(
-            f"generator.inference_engine_tensor_parallel_size={parallel} must divide the {heads} attention heads of "
-            f"{generator.model_name}; it may be {', '.join(map(str, divisors))}"
-        )
+    EngineRegistry.requirements(generator.backend).check_model(generator)
 
 
 class EngineStarter:
@@ -104,7 +78,7 @@ class EngineStarter:
 
 
 def engine_factory(cfg: SkyRLConfig, device: str, *, weights_follow: bool = False) -> partial[InferenceEngineInterface]:
-    """What makes one engine, in whichever process it will live."""
+    """Return what builds one engine, in whichever process it is called."""
     generator = cfg.generator
     adapters_alone = generator.weight_sync_strategy == "adapter"
     settings: dict[str, Any] = dict(
@@ -118,45 +92,8 @@ def engine_factory(cfg: SkyRLConfig, device: str, *, weights_follow: bool = Fals
     )
     if adapters_alone:
         settings["max_lora_rank"] = cfg.trainer.policy.model.lora.rank
-    if generator.backend == "native":
-        return partial(_make_native_engine, **(settings | generator.engine_init_kwargs))
-    settings |= dict(
-        tensor_parallel_size=generator.inference_engine_tensor_parallel_size,
-        pipeline_parallel_size=generator.inference_engine_pipeline_parallel_size,
-        data_parallel_size=generator.inference_engine_data_parallel_size,
-        expert_parallel_size=generator.inference_engine_expert_parallel_size,
-        max_num_batched_tokens=generator.max_num_batched_tokens,
-        gpu_memory_utilization=generator.gpu_memory_utilization,
-        enforce_eager=generator.enforce_eager,
-        enable_prefix_caching=generator.enable_prefix_caching,
-        enable_chunked_prefill=generator.enable_chunked_prefill,
-        fully_sharded_loras=generator.fully_sharded_loras,
-        sleep_mode=device == "cuda" and cfg.trainer.placement.colocate_all,
-        control_timeout_seconds=generator.engine_control_timeout_seconds,
-    )
-    if generator.backend == "vllm":
-        return partial(_make_vllm_engine, **(settings | generator.engine_init_kwargs))
-    settings |= dict(
-        start_timeout_seconds=generator.engine_start_timeout_seconds,
-        request_timeout_seconds=generator.request_timeout_seconds,
-    )
-    return partial(_make_sglang_engine, **(settings | generator.engine_init_kwargs))
-
-
-def _make_native_engine(**settings: Any) -> InferenceEngineInterface:
-    return NativeInferenceEngine(**settings)
-
-
-def _make_vllm_engine(**settings: Any) -> InferenceEngineInterface:
-    from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine  # an extra
-
-    return VLLMInferenceEngine(**settings)
-
-
-def _make_sglang_engine(**settings: Any) -> InferenceEngineInterface:
-    from skyrl_train.inference_engines.sglang.engine import SGLangInferenceEngine  # an extra
-
-    return SGLangInferenceEngine(**settings)
+    settings |= EngineRegistry.requirements(generator.backend).keywords(cfg, device)
+    return partial(EngineRegistry.get(generator.backend), **(settings | generator.engine_init_kwargs))
 
 
 def remote_engine(
@@ -165,7 +102,7 @@ def remote_engine(
     """A server started elsewhere, checked.
 
     Args:
-        backend: `vllm` or `sglang`; anything else: the server says what it is.
+        backend: the kind of server (`vllm`, `sglang`); None or `auto`: the server says what it is.
 
     Raises:
         ConfigError: it is not the one that the settings need.
@@ -174,7 +111,7 @@ def remote_engine(
     engine = RemoteInferenceEngine(
         url,
         generator.model_name,
-        backend=backend if backend in ("vllm", "sglang") else None,
+        backend=None if backend == "auto" else backend,
         tokenizer=tokenizer,
         request_timeout_seconds=generator.request_timeout_seconds,
         control_timeout_seconds=generator.engine_control_timeout_seconds,

@@ -20,8 +20,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from importlib.util import find_spec
-from typing import Any, Literal, cast, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import hydra
 from loguru import logger
@@ -32,7 +31,8 @@ from skyrl_train.config import SkyRLConfig, config_dir, register_config_store
 from skyrl_train.config.base import BaseConfig
 from skyrl_train.config.config import DataConfig, get_config_as_dict
 from skyrl_train.config.document import field_meanings
-from skyrl_train.config.typed import expectation, reference
+from skyrl_train.config.engine_kinds import EngineRegistry
+from skyrl_train.config.typed import Choices, expectation, reference
 from skyrl_train.config.validation import validate_generator_cfg
 from skyrl_train.dataset.dataset import PromptDataset
 from skyrl_train.entrypoints.engines import engine_factory, remote_engine
@@ -49,7 +49,7 @@ from skyrl_train.utils.io import expand_path, write_atomically
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import RunFolder
 
-Backend = Literal["native", "vllm", "sglang"]
+Backend = Annotated[str, Choices(EngineRegistry.registrations)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 _SEQUENCES_AT_A_TIME = 64
@@ -135,7 +135,7 @@ def validated(cfg: DictConfig | MismatchRunConfig) -> MismatchRunConfig:
             f"mismatch.samplings has {unknown[0]!r}; there are {', '.join([OWN_SAMPLING, *SAMPLINGS])}. For another "
             "one set generator.sampling_params"
         )
-    missing = [name for name in settings.engines or () if name != "native" and find_spec(name) is None]
+    missing = [name for name in settings.engines or () if not EngineRegistry.requirements(name).is_installed]
     if missing and typed.generator.run_engines_locally:
         raise ConfigError(f"mismatch.engines has {missing[0]}, which is not installed; INSTALL.md says how to")
     return typed
@@ -218,9 +218,10 @@ def engines_of(cfg: MismatchRunConfig, questions: Questions) -> Iterator[tuple[E
             yield EngineName(backend="server", dtype=None, url=url), partial(_remote, cfg, url)
         return
     device = cfg.trainer.placement.resolved_device()
-    for backend in cfg.mismatch.engines or [name for name in ("native", "vllm", "sglang") if _is_installed(name)]:
+    for backend in cfg.mismatch.engines or _installed_engines():
         for dtype in cfg.mismatch.dtypes:
-            for attention in cfg.mismatch.attention if backend != "native" else ["default"]:
+            has_choice = EngineRegistry.requirements(backend).attention_choice
+            for attention in cfg.mismatch.attention if has_choice else ["default"]:
                 name = EngineName(backend=backend, dtype=dtype, attention=attention)
                 yield name, engine_factory(_settings_of(cfg, name, questions), device)
 
@@ -236,14 +237,14 @@ def _settings_of(cfg: MismatchRunConfig, name: EngineName, questions: Questions)
     longest = max(max(map(len, questions.prompts)) + questions.max_tokens, 32)  # fixed tokens have fewer
     context = getattr(_text_config(cfg), "max_position_embeddings", None) or longest
     generator.engine_init_kwargs = {"max_model_len": min(longest, context)} | kwargs
-    generator.backend = cast(Backend, name.backend)
+    generator.backend = name.backend
     generator.model_dtype = cast(Dtype, name.dtype)
     generator.max_num_seqs = min(generator.max_num_seqs, _SEQUENCES_AT_A_TIME)
     return own
 
 
-def _is_installed(backend: str) -> bool:
-    return backend == "native" or find_spec(backend) is not None
+def _installed_engines() -> list[str]:
+    return [name for name, entry in EngineRegistry.registrations().items() if entry.requires.is_installed]
 
 
 def _remote(cfg: MismatchRunConfig, url: str) -> InferenceEngineInterface:
@@ -291,7 +292,8 @@ def publish(report: Report, cfg: MismatchRunConfig, tokenizer: PreTrainedTokeniz
 
 def help_text() -> str:
     """This command and its own settings."""
-    hints, meanings, defaults = get_type_hints(MismatchConfig), field_meanings(MismatchConfig), asdict(MismatchConfig())
+    hints = get_type_hints(MismatchConfig, include_extras=True)
+    meanings, defaults = field_meanings(MismatchConfig), asdict(MismatchConfig())
     lines = [
         f"  mismatch.{setting.name}={json.dumps(defaults[setting.name])}  ({expectation(hints[setting.name])})\n"
         f"      {meanings[setting.name]}"

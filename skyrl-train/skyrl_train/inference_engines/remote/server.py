@@ -13,13 +13,14 @@ import hashlib
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import httpx
 from loguru import logger
 from pydantic import SecretStr
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.errors import ConfigError, UnsupportedByEngine
 from skyrl_train.inference_engines.base import (
     EngineInfo,
@@ -35,18 +36,14 @@ from skyrl_train.inference_engines.remote.connection import ServerConnection, Se
 from skyrl_train.inference_engines.remote.key_guard import is_loopback
 from skyrl_train.inference_engines.remote.protocol import ServerAnswer, ServerFacts, ServerProtocol
 from skyrl_train.inference_engines.remote.running_requests import RunningRequests
-from skyrl_train.inference_engines.remote.sglang import SGLangProtocol
-from skyrl_train.inference_engines.remote.vllm import VLLMProtocol
 from skyrl_train.inference_engines.vllm.sampling import SeedPair, split_seeds
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 T = TypeVar("T")
-Backend = Literal["vllm", "sglang"]
 
 _PAUSE_MODES = ("keep", "wait", "abort")
 _WAKE_TAGS = ("weights", "kv_cache")
 _LATE_SECONDS, _LATE_TRIES = 0.5, 20
-_PROTOCOLS: dict[Backend, type[ServerProtocol]] = {"vllm": VLLMProtocol, "sglang": SGLangProtocol}
 
 
 class RemoteInferenceEngine(InferenceEngineInterface):
@@ -73,7 +70,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         url: str,
         model_name: str,
         *,
-        backend: Backend | None = None,
+        backend: str | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         request_timeout_seconds: float = 3600.0,
         control_timeout_seconds: float = 600.0,
@@ -98,13 +95,13 @@ class RemoteInferenceEngine(InferenceEngineInterface):
 
     async def _meet(
         self,
-        backend: Backend | None,
+        backend: str | None,
         protocol: Callable[[ServerConnection, float], ServerProtocol] | None,
         request_timeout_seconds: float,
     ) -> tuple[ServerFacts, int]:
         try:
             if protocol is None:
-                protocol = _PROTOCOLS[backend or await kind_of_server(self._server)]
+                protocol = _server_protocols()[backend or await kind_of_server(self._server)]
             self._protocol = protocol(self._server, request_timeout_seconds)
             try:
                 facts = await self._protocol.facts(), await self._protocol.weight_version()
@@ -134,8 +131,14 @@ class RemoteInferenceEngine(InferenceEngineInterface):
             )
 
     @property
-    def backend(self) -> Backend:
-        return "sglang" if self._facts.info.backend == "sglang" else "vllm"
+    def backend(self) -> str:
+        """The registered name of this kind of server."""
+        return self._facts.info.backend
+
+    @property
+    def protocol(self) -> ServerProtocol:
+        """The routes of this kind of server."""
+        return self._protocol
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -391,11 +394,11 @@ class RemoteInferenceEngine(InferenceEngineInterface):
             raise UnsupportedByEngine(f"{feature}: {why}")
 
 
-async def kind_of_server(server: ServerConnection) -> Backend:
-    """Which of the two it is.
+async def kind_of_server(server: ServerConnection) -> str:
+    """Ask a server for its kind. Returns: the name under which the kind is registered.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: it is of no registered kind.
         WorkerError: it cannot be reached.
     """
     said: dict[str, Any] = {}
@@ -406,14 +409,22 @@ async def kind_of_server(server: ServerConnection) -> Backend:
             continue
         if isinstance(answer, dict):
             said |= answer
-    if "model_path" in said:
-        return "sglang"
-    if "version" in said:
-        return "vllm"
+    for name, protocol in _server_protocols().items():
+        if protocol.recognizes(said):
+            return name
     raise ConfigError(
         f"generator.remote_inference_engine_urls: {server.url} answers, but is neither a vLLM nor an SGLang server "
         "(no /version, no /model_info); is it the right port?"
     )
+
+
+def _server_protocols() -> dict[str, type[ServerProtocol]]:
+    """Return the protocol of each kind of engine that can be a server started elsewhere."""
+    return {
+        name: registration.requires.server_protocol()
+        for name, registration in EngineRegistry.registrations().items()
+        if registration.requires.server_protocol is not None
+    }
 
 
 def _name_at_server(adapter: str, version: int) -> str:

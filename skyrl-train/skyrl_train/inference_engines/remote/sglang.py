@@ -38,8 +38,18 @@ class SGLangProtocol(ServerProtocol):
     _vocab_size = 0
     _seeds_work = False
     _warned = False
+    tokenizer_option = "--tokenizer-path"
     aborts_while_paused = False
     _files: CheckpointFiles | None = None
+
+    @staticmethod
+    def recognizes(said: dict[str, Any]) -> bool:
+        return "model_path" in said
+
+    @staticmethod
+    def start_command(model: str, url: str) -> str:
+        port = url.rsplit(":", 1)[-1]
+        return f"python -m sglang.launch_server --model-path {model} --port {port if port.isdigit() else 8001}"
 
     async def facts(self) -> ServerFacts:
         said = await self.server.get("/server_info")
@@ -277,8 +287,3 @@ def _length_to_stop(ids: list[int], params: SamplingParams) -> int:
 
 def _is_penalized(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.min_tokens > 0
-
-
-def start_command(model: str, url: str) -> str:
-    port = url.rsplit(":", 1)[-1]
-    return f"python -m sglang.launch_server --model-path {model} --port {port if port.isdigit() else 8001}"

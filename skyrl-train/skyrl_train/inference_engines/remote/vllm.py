@@ -44,6 +44,14 @@ class VLLMProtocol(ServerProtocol):
     _log_prob_mode = "raw_logprobs"
     _files: CheckpointFiles | None = None
 
+    @staticmethod
+    def recognizes(said: dict[str, Any]) -> bool:
+        return "version" in said and "model_path" not in said
+
+    @staticmethod
+    def start_command(model: str, url: str) -> str:
+        return start_command(model, url)
+
     async def facts(self) -> ServerFacts:
         url = self.server.url
         try:

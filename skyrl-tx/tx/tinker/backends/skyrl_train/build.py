@@ -8,6 +8,7 @@ import ray
 from transformers import AutoTokenizer
 
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.entrypoints.engines import check_engines, start_engines
 from skyrl_train.utils.ray_cluster import start_ray
 from skyrl_train.utils.run_folder import RunFolder
@@ -69,7 +70,7 @@ def _training(settings: SkyRLTrainSettings, engines: SkyRLConfig, base_model: Pa
 
 def _takes_head(engines: SkyRLConfig) -> bool:
     """Whether the engines compute adapters of the output layer."""
-    return engines.generator.backend == "native"
+    return EngineRegistry.requirements(engines.generator.backend).output_layer_adapters
 
 
 class SamplingWithRay(EngineSampling):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from skyrl_train.config import GeneratorConfig, PlacementConfig, SkyRLConfig, validate_generator_cfg
+from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.config.rules.engines import check_backend
 from skyrl_train.config.typed import build
 from skyrl_train.errors import ConfigError as TrainerConfigError
@@ -125,10 +126,8 @@ class SkyRLTrainSettings:
         return defaults | {"weight_sync_strategy": "adapter"} | dict(self.generator)
 
     def _room_for_adapters(self, backend: str) -> dict[str, Any]:
-        if backend == "native":
-            return {"max_loras": self.max_loaded_adapters}
-        # One that is put out may answer for a moment yet, and vLLM's last slot stays empty on a CPU.
-        return {"max_loras_per_batch" if backend == "sglang" else "max_loras": self.max_loaded_adapters + 2}
+        keyword, spare = EngineRegistry.requirements(backend).adapter_slots
+        return {keyword: self.max_loaded_adapters + spare}
 
 
 def known_settings() -> list[str]:

@@ -1,0 +1,102 @@
+"""Kinds of rollout engine: the registry that `generator.backend` is checked against, and what each kind declares.
+
+Each kind is declared in `inference_engines/<kind>/registration.py`, which imports neither its library nor torch. So
+the settings are checked, and an engine is chosen, where none of the libraries is installed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from skyrl_train.config.registry import Registry
+
+if TYPE_CHECKING:
+    from skyrl_train.config.config import SkyRLConfig
+    from skyrl_train.config.generation import GeneratorConfig
+
+
+def _accept(_: Any) -> None:
+    """Check nothing."""
+
+
+def _no_keywords(_cfg: "SkyRLConfig", _device: str) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineTraits:
+    """Static facts of a kind of engine, known before one is started."""
+
+    library: str | None = None
+    """Package that must be installed; None: no other than the trainer's own."""
+
+    install_hint: str = "see INSTALL.md"
+    """Addition to "scripts/setup.sh --extra <name>" in the error where it is not installed."""
+
+    automatic: Mapping[str, int] = field(default_factory=dict)
+    """Device -> rank with which `generator.backend=auto` takes this kind there, the highest of those installed. A
+    device that is missing: never."""
+
+    unread_settings: tuple[str, ...] = ()
+    """Settings of `generator.*` that it does not read: they may not be changed."""
+
+    is_in_process: bool = False
+    """Runs in the process that builds it, and starts none: it fits `trainer.placement.launcher=inline`."""
+
+    server_protocol: Callable[[], Any] | None = None
+    """Returns the `ServerProtocol` of servers of this kind started elsewhere (`generator.run_engines_locally=false`);
+    None: such an engine runs inside of a run alone."""
+
+    attention_choice: bool = False
+    """Has a keyword `attention_backend`."""
+
+    output_layer_adapters: bool = False
+    """Computes adapters of the output layer."""
+
+    adapter_slots: tuple[str, int] = ("max_loras", 0)
+    """(keyword for the number of adapters loaded at a time, slots needed beyond those in use)."""
+
+    keywords: Callable[["SkyRLConfig", str], dict[str, Any]] = _no_keywords
+    """(settings, device) -> keywords of the builder beyond those that every kind takes."""
+
+    check_settings: Callable[["GeneratorConfig"], None] = _accept
+    """Rules of its own between settings. Raises ConfigError."""
+
+    check_model: Callable[["GeneratorConfig"], None] = _accept
+    """Whether it can run the model, from the model's configuration file. Raises ConfigError."""
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether its library is there."""
+        return self.library is None or find_spec(self.library) is not None
+
+
+EngineRegistry: Registry[Callable[..., Any], EngineTraits] = Registry(
+    "rollout engine",
+    EngineTraits,
+    (
+        "skyrl_train.inference_engines.native.registration",
+        "skyrl_train.inference_engines.vllm.registration",
+        "skyrl_train.inference_engines.sglang.registration",
+    ),
+)
+"""Name -> builder, which is called with keywords in the process that the engine will live in, and imports its library
+there."""
+
+register_engine = EngineRegistry.decorator
+
+
+def backend_choices() -> list[str]:
+    """Return what `generator.backend` may be."""
+    return ["auto", *EngineRegistry.registrations()]
+
+
+def automatic_backend(device: str) -> str:
+    """Return the kind that `generator.backend=auto` means on `device`."""
+    ranks = {
+        name: registration.requires.automatic[device]
+        for name, registration in EngineRegistry.registrations().items()
+        if device in registration.requires.automatic and registration.requires.is_installed
+    }
+    return max(ranks, key=lambda name: ranks[name])

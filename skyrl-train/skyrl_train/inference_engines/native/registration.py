@@ -1,0 +1,52 @@
+"""Declaration of the native engine: transformers models in our own loop, in one process."""
+
+import inspect
+from typing import Any
+
+from skyrl_train.config.engine_kinds import EngineTraits, register_engine
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.typed import nearest_name
+from skyrl_train.errors import ConfigError
+
+
+def _check_model(generator: GeneratorConfig) -> None:
+    """Raises ConfigError on an unknown keyword, or a model that this engine cannot compute."""
+    from transformers import AutoConfig
+
+    from skyrl_train.inference_engines.native.architecture import check_architecture
+    from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+
+    known = list(inspect.signature(NativeInferenceEngine).parameters)
+    for name in generator.engine_init_kwargs:
+        if name not in known:
+            nearest = nearest_name(name, known)
+            raise ConfigError(
+                f"generator.engine_init_kwargs.{name} is no keyword of the native engine"
+                + (f"; did you mean {nearest}?" if nearest else f"; it has {', '.join(known)}")
+            )
+    check_architecture(AutoConfig.from_pretrained(generator.model_name, trust_remote_code=True), generator.model_name)
+
+
+@register_engine(
+    "native",
+    requires=EngineTraits(
+        automatic={"cpu": 0, "cuda": 0},
+        unread_settings=(
+            *(f"inference_engine_{kind}_parallel_size" for kind in ("tensor", "pipeline", "data", "expert")),
+            "max_num_batched_tokens",
+            "gpu_memory_utilization",
+            "enforce_eager",
+            "enable_prefix_caching",
+            "enable_chunked_prefill",
+            "fully_sharded_loras",
+        ),
+        is_in_process=True,
+        output_layer_adapters=True,
+        check_model=_check_model,
+    ),
+)
+def make_native_engine(**keywords: Any) -> Any:
+    """Build the engine."""
+    from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+
+    return NativeInferenceEngine(**keywords)

@@ -1,0 +1,100 @@
+"""A rollout engine of one's own: its file, and the line that registers it."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from skyrl_train.config import SkyRLConfig, validate_cfg
+from skyrl_train.config.engine_kinds import EngineRegistry, EngineTraits, register_engine
+from skyrl_train.entrypoints.engines import check_engines, engine_factory
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.base import InferenceEngineInput
+from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
+from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+
+
+class ShortEngine(NativeInferenceEngine):
+    """An engine that writes at most `longest` tokens a request."""
+
+    def __init__(self, *, longest: int, **keywords: Any):
+        super().__init__(**keywords)
+        self._longest = longest
+
+    async def generate(self, input_batch: InferenceEngineInput) -> Any:
+        params = dict(input_batch.get("sampling_params") or {})
+        params["max_tokens"] = min(params.get("max_tokens", self._longest), self._longest)
+        return await super().generate({**input_batch, "sampling_params": params})
+
+
+def even_number_of_sequences(generator: Any) -> None:
+    if generator.max_num_seqs % 2:
+        raise ConfigError(f"generator.max_num_seqs={generator.max_num_seqs} must be even with generator.backend=short")
+
+
+@pytest.fixture
+def short_engine() -> Iterator[None]:
+    """The one place: its declaration beside it."""
+    register_engine(
+        "short",
+        requires=EngineTraits(
+            unread_settings=("gpu_memory_utilization",),
+            keywords=lambda cfg, device: {"longest": cfg.generator.max_turns + 1},
+            check_settings=even_number_of_sequences,
+        ),
+    )(ShortEngine)
+    yield
+    EngineRegistry.unregister("short")
+
+
+def settings(model: str, **generator: Any) -> SkyRLConfig:
+    own = {"backend": "short", "model_dtype": "float32", "max_num_seqs": 4}
+    return SkyRLConfig.from_dict(
+        {
+            "trainer": {"policy": {"model": {"path": model}}, "placement": {"device": "cpu"}},
+            "generator": own | generator,
+        }
+    )
+
+
+@pytest.mark.usefixtures("short_engine")
+def test_own_engine_generates_for_the_client_by_its_registration_alone(tiny_model: str):
+    cfg = validate_cfg(settings(tiny_model))
+    assert cfg.generator.backend == "short"
+    check_engines(cfg)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+
+    async def answers() -> Any:
+        client = InferenceEngineClient([engine_factory(cfg, "cpu")()], tokenizer, cfg)
+        try:
+            prompts = [[1, 2, 3], [4, 5]]
+            return await client.generate(
+                InferenceEngineInput(
+                    prompt_token_ids=prompts, sampling_params={"max_tokens": 8, "ignore_eos": True, "logprobs": 0}
+                )
+            )
+        finally:
+            await client.teardown()
+
+    output = asyncio.run(answers())
+    assert [len(ids) for ids in output["response_ids"]] == [2, 2]
+    assert all(len(values) == 2 for values in output["response_logprobs"])
+
+
+@pytest.mark.usefixtures("short_engine")
+def test_own_engines_rules_are_checked_with_those_of_a_run(tiny_model: str):
+    with pytest.raises(ConfigError, match=r"max_num_seqs=3 must be even with generator.backend=short"):
+        validate_cfg(settings(tiny_model, max_num_seqs=3))
+    with pytest.raises(
+        ConfigError, match=r"gpu_memory_utilization=0.5 is not read by generator.backend=short; use .*vllm"
+    ):
+        validate_cfg(settings(tiny_model, gpu_memory_utilization=0.5))
+    with pytest.raises(ConfigError, match=r"backend=short runs inside of this run; .* use vllm, sglang or auto"):
+        validate_cfg(settings(tiny_model, run_engines_locally=False, remote_inference_engine_urls=["a:1"]))
+
+
+def test_engine_that_is_not_registered_is_refused_with_the_names_that_are(tiny_model: str):
+    with pytest.raises(ConfigError, match=r"generator.backend must be one of auto, native, vllm, sglang; got 'short'"):
+        settings(tiny_model)
