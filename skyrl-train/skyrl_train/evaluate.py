@@ -59,6 +59,7 @@ async def evaluate(
             cfg.environment.env_class,
             "eval",
             global_step,
+            sampling_seed=global_step,
         )
         requests.append(request)
         batches.append(record_faults(await request_rollouts(generator, request), limits))

@@ -37,7 +37,7 @@ from skyrl_train.orchestration.weight_publisher import WeightPublisher
 from skyrl_train.rollouts.collate import collate
 from skyrl_train.rollouts.dynamic_sampling import sample_batch, with_unique_uids
 from skyrl_train.rollouts.faults import LengthLimits, record_faults
-from skyrl_train.rollouts.metrics import scores_of_groups
+from skyrl_train.rollouts.metrics import scores_of_groups, version_lag_metrics
 from skyrl_train.rollouts.trajectory_rows import trajectory_rows
 from skyrl_train.rollouts.types import RolloutBatch
 from skyrl_train.step_plan import ModelShape, model_shape, needs_old_log_probs, step_plan
@@ -90,6 +90,8 @@ class RayPPOTrainer(TrainingRun):
         self.publisher: WeightPublisher
         self.critic_model: ActorGroup | None = None
         self.ref_model: ActorGroup | None = None
+        self.weight_version = 0
+        """Version of the policy's weights, as the engines have them: the number of training steps behind them."""
         self._epochs_before = 0
         self._warned_of_negative_groups = False
         self.reward_kl_controller = _reward_kl_controller(cfg)
@@ -202,7 +204,8 @@ class RayPPOTrainer(TrainingRun):
 
     async def sync_weights(self) -> None:
         """Gives every engine the policy's weights, proven to have landed, under this step's number as version."""
-        metrics = await self.publisher.publish(self.global_step)
+        self.weight_version = self.global_step
+        metrics = await self.publisher.publish(self.weight_version)
         self.all_metrics |= {f"weight_sync/{name}": value for name, value in metrics.items()}
 
     async def update_ref_with_policy(self) -> None:
@@ -258,14 +261,22 @@ class RayPPOTrainer(TrainingRun):
             self.cfg.environment.env_class,
             "train",
             self.global_step,
+            sampling_seed=self.sampling_seed,
+            weight_version=self.weight_version,
         )
         return generator_input
+
+    @property
+    def sampling_seed(self) -> int:
+        """The number that seeds the samples of this step: the step's own, so that a resumed run draws the same."""
+        return self.global_step
 
     def _record(self, rollouts: RolloutBatch) -> None:
         """Keep metrics of the rollouts, write the trajectories to disk, and now and then show one on the console."""
         n = self.cfg.generator.n_samples_per_prompt
         rewards = scores_of_groups(rollouts.groups)
-        self.all_metrics |= rollouts.metrics | self.inference_engine_client.take_metrics()
+        self.all_metrics |= rollouts.metrics | version_lag_metrics(rollouts.trajectories, self.weight_version)
+        self.all_metrics |= self.inference_engine_client.take_metrics()
         self.all_metrics |= {
             f"reward/avg_pass_at_{n}": rewards["pass_at_n"],
             "reward/avg_raw_reward": rewards["avg_score"],

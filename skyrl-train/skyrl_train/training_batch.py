@@ -196,7 +196,8 @@ class TrainingInputBatch(TensorBatch):
 
     `sequences`, `attention_mask` [B, T]: prompts padded on the left, responses on the right.
     `response_mask` [B, R]: 1 on what the model and the environment wrote. `loss_mask` [B, R]: 1 on what the model
-    wrote. `rewards` [B, R]; `rollout_logprobs` [B, R] or None; later `action_log_probs`, `base_action_log_probs`,
+    wrote. `rewards` [B, R]; `rollout_logprobs` [B, R] or None; `weight_versions` [B, R] int32, the version
+    of the weights that generated each token, -1 on others; later `action_log_probs`, `base_action_log_probs`,
     `advantages`, `returns`, `loss_weights` [B, R].
     """
 

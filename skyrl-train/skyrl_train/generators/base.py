@@ -26,10 +26,24 @@ TrainingPhase = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class BatchMetadata:
-    """When a batch was asked for. `global_step` seeds its sampling, so that a resumed run samples the same."""
+    """Purpose of a batch, the seed it is sampled by and the weights it is meant for."""
 
     global_step: int | None
+    """Training step that asks; None outside of training."""
+
     training_phase: TrainingPhase
+
+    sampling_seed: int | None = None
+    """Number that, with `generator.seed`, the phase and the names of its samples, seeds every draw of this batch: a
+    batch with the same number is sampled the same. None: `global_step`."""
+
+    weight_version: int | None = None
+    """Version of the weights that the engines should have by now; None if nobody gave them any."""
+
+    @property
+    def seed(self) -> int | None:
+        """The number that seeds this batch."""
+        return self.global_step if self.sampling_seed is None else self.sampling_seed
 
 
 class GeneratorInput(TypedDict):

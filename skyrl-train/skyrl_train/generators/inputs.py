@@ -12,10 +12,16 @@ def prepare_generator_input(
     default_env_class: str | None,
     training_phase: TrainingPhase,
     global_step: int | None,
+    *,
+    sampling_seed: int | None = None,
+    weight_version: int | None = None,
 ) -> tuple[GeneratorInput, list[str]]:
     """Make the input of a generator from dataset rows (`prompt`, `env_class`, `env_extras`, `uid`).
 
     Every prompt stands `n_samples_per_prompt` times in a row.
+
+    Args:
+        global_step, sampling_seed, weight_version: see `BatchMetadata`.
 
     Returns:
         The input, and the uid of the prompt behind each of its entries.
@@ -28,6 +34,6 @@ def prepare_generator_input(
         env_extras=[row["env_extras"] for row, _ in samples],
         sampling_params=sampling_params,
         trajectory_ids=[TrajectoryID(row["uid"], repetition) for row, repetition in samples],
-        batch_metadata=BatchMetadata(global_step=global_step, training_phase=training_phase),
+        batch_metadata=BatchMetadata(global_step, training_phase, sampling_seed, weight_version),
     )
     return generator_input, uids

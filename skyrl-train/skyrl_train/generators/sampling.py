@@ -1,4 +1,4 @@
-"""How a sample is drawn: the settings in the engines' words, and the seed of each request."""
+"""Sampling: the settings in the engines' keywords, and the seed of each request."""
 
 import hashlib
 from typing import TYPE_CHECKING, Any
@@ -26,16 +26,17 @@ def get_sampling_params(sampling_params_cfg: "SamplingParams") -> dict[str, Any]
 
 
 def request_seed(seed: int, metadata: BatchMetadata | None, trajectory_id: TrajectoryID, turn: int) -> int:
-    """A 63-bit seed of one engine call: another for every step, sample and turn, the same in every process and after a
-    resume."""
+    """Return a 63-bit seed of one engine call: another for every batch (`BatchMetadata.seed`), sample and turn, the
+    same in every process and after a resume."""
     return _hashed(seed, metadata, trajectory_id.instance_id, trajectory_id.repetition_id, turn)
 
 
 def episode_seed(seed: int, metadata: BatchMetadata | None, trajectory_id: TrajectoryID) -> int:
-    """The seed of an environment's episode: the same for all samples of one prompt, whose rewards are compared."""
+    """Return the seed of an environment's episode: the same for all samples of one prompt, whose rewards are
+    compared."""
     return _hashed(seed, metadata, trajectory_id.instance_id, "episode")
 
 
 def _hashed(seed: int, metadata: BatchMetadata | None, *what: object) -> int:
-    when = (metadata.training_phase, metadata.global_step) if metadata else ("train", None)
-    return int.from_bytes(hashlib.sha256(repr((seed, *when, *what)).encode()).digest()[:8], "big") >> 1
+    batch = (metadata.training_phase, metadata.seed) if metadata else ("train", None)
+    return int.from_bytes(hashlib.sha256(repr((seed, *batch, *what)).encode()).digest()[:8], "big") >> 1

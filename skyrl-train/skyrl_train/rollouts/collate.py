@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from skyrl_train.rollouts.metrics import check_not_all_failed
-from skyrl_train.rollouts.padding import convert_prompts_responses_to_batch_tensors
+from skyrl_train.rollouts.padding import convert_prompts_responses_to_batch_tensors, pad_versions
 from skyrl_train.rollouts.types import RolloutBatch
 from skyrl_train.training_batch import TrainingInputBatch
 
@@ -20,7 +20,8 @@ def collate(batch: RolloutBatch, tokenizer: "PreTrainedTokenizerBase", step: int
         step: of the run, for errors.
 
     Returns:
-        `sequences`, masks, `rewards` and `rollout_logprobs`; metadata `uids`, `response_length`, `valid` (False for a
+        `sequences`, masks, `rewards`, `rollout_logprobs` and `weight_versions` ([B, R] int32, -1 on tokens that the
+        model did not generate or whose version is not known); metadata `uids`, `response_length`, `valid` (False for a
         failed rollout). Where a row is a turn: metadata `trajectory_ids`, and the column `is_last_step` [B] bool.
 
     Raises:
@@ -53,6 +54,7 @@ def collate(batch: RolloutBatch, tokenizer: "PreTrainedTokenizerBase", step: int
         rewards=rewards,
         loss_mask=loss_mask,
         rollout_logprobs=rollout_logprobs,
+        weight_versions=pad_versions([sample.weight_versions for sample in samples], response_mask),
         metadata={
             "uids": [group.uid for group, *_ in rows],
             "response_length": response_mask.shape[1],

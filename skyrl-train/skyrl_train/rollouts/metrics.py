@@ -10,7 +10,7 @@ import numpy as np
 from skyrl_gym.metrics import aggregate_for_environment
 from skyrl_train.errors import AllRolloutsFailedError, FailureKind
 from skyrl_train.rollouts.joining import whole_sample
-from skyrl_train.rollouts.types import Failure, RolloutBatch, Trajectory, TrajectoryGroup
+from skyrl_train.rollouts.types import NO_VERSION, Failure, RolloutBatch, Trajectory, TrajectoryGroup
 
 
 class MetricsOutput(TypedDict):
@@ -94,6 +94,29 @@ def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
     }
     groups = [group for batch in batches for group in batch.groups]
     return RolloutBatch(groups, joined | token_metrics([each for group in groups for each in group.trajectories]))
+
+
+def version_lag_metrics(trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:
+    """Compute how many versions the weights that generated tokens are behind those that train on them: mean and maximum
+    over the generated tokens of trajectories that did not fail. Nothing where no version is known.
+
+    Args:
+        weight_version: of the policy that trains on them.
+    """
+    lags = [
+        weight_version - version
+        for trajectory in trajectories
+        if trajectory.failure is None
+        for sample in trajectory.samples
+        for version in sample.weight_versions or []
+        if version != NO_VERSION
+    ]
+    if not lags:
+        return {}
+    return {
+        "generate/weight_version_lag_mean": sum(lags) / len(lags),
+        "generate/weight_version_lag_max": float(max(lags)),
+    }
 
 
 def failure_counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -14,8 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from skyrl_train.rollouts.types import NO_VERSION
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_NUMPY_TYPES = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
 
 
 def convert_prompts_responses_to_batch_tensors(
@@ -62,6 +67,18 @@ def convert_prompts_responses_to_batch_tensors(
     )
 
 
+def pad_versions(versions: Sequence[Sequence[int] | None], response_mask: torch.Tensor) -> torch.Tensor:
+    """Return weight versions as [B, R] int32: `NO_VERSION` on padding and where a row has none.
+
+    Args:
+        versions: one entry a response token, or None for the whole row.
+        response_mask: [B, R], 1 on response tokens.
+    """
+    lengths_B = response_mask.sum(dim=1).tolist()
+    known = [[NO_VERSION] * length if row is None else row for row, length in zip(versions, lengths_B, strict=True)]
+    return _fill(known, response_mask != 0, torch.int32, NO_VERSION)
+
+
 def _length_mask(rows: Sequence[Sequence[object]], left: bool = False) -> torch.Tensor:
     """[B, L], True where a row has an entry: at the start of a line, or at its end if padded on the left."""
     lengths_B = torch.tensor([len(row) for row in rows])
@@ -75,7 +92,7 @@ def _fill(
 ) -> torch.Tensor:
     """[B, L]: the entries of all rows, one after the other, where the mask is True; padding elsewhere."""
     # numpy takes a million entries out of lists in a third of torch.tensor's time
-    entries = np.fromiter(chain.from_iterable(rows), dtype=np.int64 if dtype == torch.int64 else np.float32)
+    entries = np.fromiter(chain.from_iterable(rows), dtype=_NUMPY_TYPES[dtype])
     return torch.full(mask_BL.shape, padding, dtype=dtype).masked_scatter_(mask_BL, torch.from_numpy(entries))
 
 

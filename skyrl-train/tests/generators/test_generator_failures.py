@@ -260,6 +260,8 @@ def test_a_seed_depends_on_step_phase_sample_and_turn_but_not_on_the_process():
     def seed(step=3, phase: TrainingPhase = "train", repetition=0, turn=0):
         return request_seed(42, BatchMetadata(step, phase), TrajectoryID("17", repetition), turn)
 
+    later = BatchMetadata(9, "train", sampling_seed=3, weight_version=8)
+    assert request_seed(42, later, TrajectoryID("17", 0), 0) == seed(), "neither the step nor the version seeds"
     assert len({seed(), seed(step=4), seed(phase="eval"), seed(repetition=1), seed(turn=1)}) == 5
     code = (
         "from skyrl_train.generators.sampling import episode_seed, request_seed as r\n"

@@ -15,7 +15,7 @@ from skyrl_train.generators.utils import (
     validate_generator_output,
 )
 from skyrl_train.rollouts.collate import collate
-from skyrl_train.rollouts.metrics import check_not_all_failed
+from skyrl_train.rollouts.metrics import check_not_all_failed, version_lag_metrics
 from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup
 
 FAILED = Failure("tool", "no search server")
@@ -117,6 +117,26 @@ def test_samples_with_and_without_log_probs_do_not_make_a_batch():
     trajectories = [Trajectory(TrajectoryID("p", n), [sample]) for n, sample in enumerate(samples)]
     with pytest.raises(ValueError, match="1 of 2 samples have log-probs"):
         collate(RolloutBatch([TrajectoryGroup("p", trajectories)]), Padding(), step=1)  # type: ignore[arg-type]
+
+
+def test_a_batch_and_its_metrics_tell_the_weights_behind_each_token():
+    versions = [[7, -1, 9], None, [2]]
+    samples = [
+        TrainingSample([1], [5] * length, [1] * length, [0.0] * length, None, own)
+        for length, own in zip((3, 2, 1), versions, strict=True)
+    ]
+    failures = [None, None, FAILED]
+    trajectories = [
+        Trajectory(TrajectoryID("p", n), [sample], "stop", failure)
+        for n, (sample, failure) in enumerate(zip(samples, failures, strict=True))
+    ]
+    batch = collate(RolloutBatch([TrajectoryGroup("p", trajectories)]), Padding(), step=1)  # type: ignore[arg-type]
+    assert batch.tensor("weight_versions").tolist() == [[7, -1, 9], [-1, -1, -1], [2, -1, -1]]
+    assert version_lag_metrics(trajectories, 10) == {
+        "generate/weight_version_lag_mean": 2.0,  # of 7 and 9: neither context tokens nor failed trajectories count
+        "generate/weight_version_lag_max": 3.0,
+    }
+    assert version_lag_metrics(trajectories[1:], 10) == {}
 
 
 class Padding:

@@ -74,6 +74,9 @@ def test_inline_run_equals_the_run_under_ray_to_the_bit(
     (expected, weights), (steps, own_weights) = result_of(under_ray), result_of(inline)
     assert len(steps) == 2 and len(weights) > 10
     assert steps == expected
+    assert all(step["generate/weight_version_lag_max"] == 0 for step in steps), (
+        "trained on by the weights that wrote it"
+    )
     assert weights.keys() == own_weights.keys()
     assert all(torch.equal(own_weights[name], tensor) for name, tensor in weights.items())
 
@@ -166,4 +169,7 @@ def test_resumed_inline_run_equals_one_that_was_never_stopped(
     steps, own_weights = run("stopped", 3)
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert steps == expected
+    assert all(step["generate/weight_version_lag_max"] == 0 for step in steps), (
+        "trained on by the weights that wrote it"
+    )
     assert all(torch.equal(own_weights[f"{name}"], tensor) for name, tensor in weights.items())
