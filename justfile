@@ -17,15 +17,19 @@ fix:
     .venv/bin/ruff check --fix .
     .venv/bin/ruff format .
 
-# Everything but the tests that take minutes, need a GPU or the internet.
+# The tests of `make test`, without its set-up.
 test *args:
-    .venv/bin/python -m pytest -m "not full and not gpu and not network" {{ args }}
-
-# No Ray, no servers, no training.
-test-fast *args:
     .venv/bin/python -m pytest -m "not slow and not full and not gpu and not network" {{ args }}
 
-# Minutes long: kills at random points, quickstart over three seeds.
+# No Ray, no servers.
+test-fast *args:
+    .venv/bin/python -m pytest -m "not process and not slow and not full and not gpu and not network" {{ args }}
+
+# What `.ci/run` runs after `make test`.
+test-slow *args:
+    .venv/bin/python -m pytest -m "slow and not full and not gpu and not network" {{ args }}
+
+# Matrices, every seed, whole data sets: kills at random points, quickstart over three seeds.
 test-full *args:
     .venv/bin/python -m pytest -m full {{ args }}
 

@@ -104,7 +104,6 @@ def test_a_builder_explains_itself(script, capsys):
     assert f"python examples/{script.parent.name}/{script.name} " in explained
 
 
-@pytest.mark.slow
 def test_a_builder_is_a_program(tmp_path):
     files = map(str, gsm8k_files(tmp_path))
     script = str(EXAMPLES / "searchcode" / "searchcode_dataset.py")
@@ -150,7 +149,6 @@ def test_a_folder_may_say_which_split_a_file_is(tmp_path):
     assert (len(rows["train"]), len(rows["validation"])) == (3, 2)
 
 
-@pytest.mark.slow
 def test_datasets_of_the_hub_are_read_by_name_config_and_split(tmp_path):
     """A folder is a name too, for the library that reads the hub."""
     gsm8k_files(tmp_path)
@@ -201,7 +199,6 @@ def test_gsm8k_rows_are_solved_in_a_second_turn(tmp_path):
         assert result.total_reward == pytest.approx(1.0 + 0.2 / 5)
 
 
-@pytest.mark.slow
 def test_math_rows_are_solved(tmp_path, test_data):
     rows = build(
         "math/math_dataset.py", tmp_path, "--input", test_data / "math/math500.jsonl.gz", "--validation_share", 0.1
@@ -286,7 +283,6 @@ def spider(test_data, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_text2sql_rows_are_solved(tmp_path, test_data, spider):
     published = read_json_lines(test_data / "sql_spider" / "dev.jsonl.gz")[::10]
     path = write_json_lines(tmp_path / "spider.jsonl", published)
@@ -328,7 +324,6 @@ def test_text2sql_leaves_out_what_gives_no_rows_and_keeps_what_is_ready(tmp_path
         build("text2sql/text2sql_dataset.py", tmp_path, "--input", tmp_path, "--db_path", tmp_path / "elsewhere")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["humaneval", "mbpp"])
 def test_rows_with_assertions_are_solved_by_the_reference(tmp_path, test_data, name):
     problems = [row for row in read_json_lines(test_data / "code" / f"{name}.jsonl.gz") if row["verified"]][::40]
@@ -347,7 +342,6 @@ SUM = {
 SUM_PROGRAM = "```python\nprint(sum(map(int, input().split())))\n```"
 
 
-@pytest.mark.slow
 def test_rows_with_input_and_output_are_solved(tmp_path, test_data):
     write_json_lines(tmp_path / "train.jsonl", [SUM])
     write_json_lines(tmp_path / "test.jsonl", read_json_lines(test_data / "code" / "code_contests_test.jsonl.gz"))
@@ -358,7 +352,6 @@ def test_rows_with_input_and_output_are_solved(tmp_path, test_data):
         skyrl_gym.make("code", env_config={}, extras=extras_of(row)).close()
 
 
-@pytest.mark.slow
 def test_livecodebench_rows_are_solved(tmp_path, test_data):
     functional = {
         "question_content": "Add two numbers.",
@@ -386,7 +379,6 @@ def test_livecodebench_rows_are_solved(tmp_path, test_data):
         skyrl_gym.make("lcb", env_config={}, extras=extras_of(row)).close()
 
 
-@pytest.mark.slow
 def test_searchcode_rows_are_solved(tmp_path):
     rows = build("searchcode/searchcode_dataset.py", tmp_path, "--input", *gsm8k_files(tmp_path))
     for row in rows["train"]:
@@ -395,7 +387,6 @@ def test_searchcode_rows_are_solved(tmp_path):
         assert play(row, turns, max_turns=3).total_reward == 1.0
 
 
-@pytest.mark.slow
 def test_judged_rows_are_solved(tmp_path):
     from skyrl_gym.envs.llm_as_a_judge.local_judge import LocalJudge
 
@@ -407,7 +398,6 @@ def test_judged_rows_are_solved(tmp_path):
             assert play(row, ["It is 7."], config).total_reward == 0.0
 
 
-@pytest.mark.slow
 def test_reasoning_gym_rows_are_solved(tmp_path):
     pytest.importorskip("reasoning_gym")
     sizes = ("--train_size", 30, "--test_size", 10)
@@ -446,7 +436,6 @@ def test_textworld_rows_are_won_by_the_walkthrough(tmp_path, test_data):
         assert play(row, turns).outcome_reward == 1.0
 
 
-@pytest.mark.slow
 def test_rlm_rows_are_solved(tmp_path, test_data):
     folder = test_data / "search_qa"
     corpus = ("--corpus", folder / "corpus.jsonl.gz", "--num_passages", 100)

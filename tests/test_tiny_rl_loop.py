@@ -43,7 +43,6 @@ def test_the_file_stays_short_enough_to_read():
     assert len(FILE.read_text().splitlines()) <= 150
 
 
-@pytest.mark.slow
 def test_the_reward_rises(rl_loop):
     """40 small steps from random numbers: the first responses are right in one place of eleven."""
     threads = torch.get_num_threads()

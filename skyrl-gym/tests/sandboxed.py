@@ -14,9 +14,8 @@ PROCESS_ONLY = os.environ.get(backends.KIND_VARIABLE) == "process"
 
 
 def sandboxed(test):
-    """Slow, as it starts processes, and skipped on a machine without a sandbox."""
-    mark = pytest.mark.skipif(not WALLS or PROCESS_ONLY, reason="needs bubblewrap or Docker")
-    return pytest.mark.slow(mark(test))
+    """Skip the test on a machine without a sandbox."""
+    return pytest.mark.skipif(not WALLS or PROCESS_ONLY, reason="needs bubblewrap or Docker")(test)
 
 
 def without_sandbox(monkeypatch):

@@ -14,19 +14,8 @@ PACKAGES = {
 }
 """What an environment's examples need beside this package."""
 
-SLOW = {
-    "code",
-    "gymnasium",
-    "lcb",
-    "llm_as_a_judge",
-    "math",
-    "reasoning_gym",
-    "rlm",
-    "search",
-    "searchcode",
-    "textworld",
-}
-"""Whose tests start processes, or take some seconds."""
+SLOW = {"code", "lcb", "math", "rlm", "textworld"}
+"""Environments whose audit takes more than ten seconds."""
 
 
 def _parameter(env_id):

@@ -156,7 +156,6 @@ class NaiveCodeEnv(BaseTextEnv):
         ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "judged_by, cheaters",
     [
@@ -261,7 +260,6 @@ def test_no_cheater_beats_a_shipped_environment(env_id):
     assert report.num_examples >= 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "env_id, cheat",
     [

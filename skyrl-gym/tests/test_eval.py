@@ -375,7 +375,6 @@ def test_the_key_comes_from_the_environment(settings, monkeypatch):
         assert evaluate(running).is_complete
 
 
-@pytest.mark.slow
 def test_a_killed_evaluation_goes_on_where_it_was(settings, rows):
     """SIGKILL in the middle; every episode is in the file once in the end, and none was asked for twice after it."""
 
@@ -405,8 +404,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(settings, rows):
     assert Counter((each["task"], each["sample"]) for each in episodes(settings)).most_common(1)[0][1] == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signal_ends_an_evaluation_soon_and_keeps_finished_and_unfinished_episodes(settings, rows, number):
     """Even while the model takes its time."""
     served = threading.Semaphore(2)

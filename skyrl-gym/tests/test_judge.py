@@ -183,7 +183,6 @@ def test_a_judge_that_comes_back_is_found_again():
         env.close()
 
 
-@pytest.mark.slow
 def test_thirty_two_environments_ask_one_judge_at_once():
     with Failing(16, 503) as judge, ThreadPoolExecutor(32) as threads:
 

@@ -19,8 +19,6 @@ from skyrl_gym.tools.calls import parse_tool_calls
 pytest.importorskip("mcp")
 from skyrl_gym.tools.mcp import MCPToolGroup
 
-pytestmark = pytest.mark.slow  # each test starts real servers
-
 SERVER = '''
 import os, sys, time
 from mcp.server import MCPServer

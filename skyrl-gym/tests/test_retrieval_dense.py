@@ -27,8 +27,6 @@ from skyrl_gym.tools.retrieval.dense import VECTORS_FILE, DenseIndex, Encoder
 from skyrl_gym.tools.retrieval.settings import DenseSettings
 from skyrl_gym.tools.search import call_search_api
 
-pytestmark = pytest.mark.slow
-
 WORDS = [f"{first}{second}" for first in ("ka", "lo", "mi", "nu", "po") for second in ("bar", "den", "fis", "gol")]
 NUM_DOCUMENTS = 200
 

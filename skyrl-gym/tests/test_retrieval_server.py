@@ -218,7 +218,6 @@ async def test_more_than_can_wait_is_refused_and_who_has_gone_is_not_searched_fo
     task.cancel()
 
 
-@pytest.mark.slow
 def test_64_environments_search_at_once_without_a_word_in_the_logs(tmp_path, caplog):
     write_corpus(tmp_path / "corpus.jsonl")
     caplog.set_level(logging.WARNING)
@@ -243,7 +242,6 @@ def test_64_environments_search_at_once_without_a_word_in_the_logs(tmp_path, cap
     assert caplog.records == []
 
 
-@pytest.mark.slow
 def test_sigterm_lets_a_request_finish_and_ends_all_workers(tmp_path):
     write_corpus(tmp_path / "corpus.jsonl")
     with process("--corpus", tmp_path / "corpus.jsonl", "--workers", 2) as (running, base_url):
@@ -259,7 +257,6 @@ def test_sigterm_lets_a_request_finish_and_ends_all_workers(tmp_path):
             socket.create_connection(("127.0.0.1", port), timeout=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, text",
     [
@@ -276,7 +273,6 @@ def test_what_is_wrong_at_the_start_is_one_line(tmp_path, arguments, text):
     assert done.stderr.startswith("error: ") and text in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
 def test_build_only_leaves_an_index_that_needs_no_corpus(tmp_path):
     write_corpus(tmp_path / "corpus.jsonl")
     command = [sys.executable, "-m", "skyrl_gym.tools.retrieval", "--corpus_path", "corpus.jsonl", "--build_only"]
@@ -287,7 +283,6 @@ def test_build_only_leaves_an_index_that_needs_no_corpus(tmp_path):
         assert httpx.get(f"{base_url}/health").json()["documents"] == len(EXAMPLE_DOCUMENTS)
 
 
-@pytest.mark.slow
 def test_a_server_that_is_killed_in_the_middle_of_an_episode_and_started_again_is_waited_for(tmp_path):
     write_corpus(tmp_path / "corpus.jsonl")
     extras = {"reward_spec": {"ground_truth": {"target": "Hask"}}, "max_turns": 4}

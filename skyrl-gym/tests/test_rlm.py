@@ -18,8 +18,6 @@ from skyrl_gym.sandbox import make_sandbox
 
 from .chat_server import ChatServer
 
-pytestmark = pytest.mark.slow
-
 QUESTION = [{"role": "user", "content": "What is the code word?"}]
 
 

@@ -77,7 +77,6 @@ def test_the_objective_can_be_kept_back(published):
     assert game["objective"] not in untold["content"]
 
 
-@pytest.mark.slow
 def test_random_players_of_published_games_see_only_what_can_be_said(published):
     import random
 

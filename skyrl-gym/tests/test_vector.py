@@ -16,7 +16,7 @@ from skyrl_gym.vector import Failed, make_vec
 
 sys.path.insert(0, str(Path(__file__).parent))  # spawned processes take the path along
 TROUBLED = EnvSpec(id="troubled", entry_point="troubled_env:TroubledEnv")
-ALL_MODES = pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+ALL_MODES = pytest.mark.parametrize("mode", ["thread", "process"])
 
 
 def rows(*names):
@@ -97,7 +97,6 @@ def test_a_constructor_or_init_that_hangs_is_a_failure_too():
         assert envs.step(["x", "x"])[1]["reward"] == 1.0
 
 
-@pytest.mark.slow
 def test_a_process_that_hangs_is_killed():
     with make_troubled("a", "b", mode="process") as envs:
         envs.init()
@@ -112,7 +111,6 @@ def test_a_process_that_hangs_is_killed():
         os.kill(pids[1], 0)
 
 
-@pytest.mark.slow
 def test_a_process_that_dies_is_named_with_its_exit_code():
     with make_troubled("a", "b", mode="process") as envs:
         envs.init()
@@ -123,7 +121,6 @@ def test_a_process_that_dies_is_named_with_its_exit_code():
         assert [isinstance(each, Failed) for each in envs.init()] == [False, False]
 
 
-@pytest.mark.slow
 def test_rows_that_cannot_travel_fail_alone():
     unsent = {"prompt": [{"role": "user", "content": "hello"}], "name": "b", "callback": lambda: None}
     with make_vec(TROUBLED, [*rows("a"), unsent], mode="process") as envs:
@@ -180,7 +177,6 @@ with make_vec("gsm8k", rows, mode="process") as envs:
 """
 
 
-@pytest.mark.slow
 def test_script_without_a_main_guard_is_told_of_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + USE)

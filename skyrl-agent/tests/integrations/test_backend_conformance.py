@@ -26,7 +26,6 @@ async def test_scripted(check: Check, tells_ids: bool):
     await run_check(check, subject)
 
 
-@pytest.mark.slow
 @every_check
 async def test_engine_of_skyrl_train(check: Check, engine: Any, tokenizer: Any):
     backend = build_backend("skyrl-train", infer_engine=engine, tokenizer=tokenizer)
@@ -34,7 +33,6 @@ async def test_engine_of_skyrl_train(check: Check, engine: Any, tokenizer: Any):
     assert (outcome == NOT_ASKED) == (check.__name__ == "a_dead_server_is_an_infrastructure_failure")
 
 
-@pytest.mark.slow
 @every_check
 async def test_openai_server(check: Check, endpoint: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TEST_ENDPOINT_KEY", "secret")

@@ -15,7 +15,7 @@ import yaml
 from skyrl_agent import AutoAgentRunner
 from skyrl_agent.records import read_records
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 STEPS = 16
 TASK = {

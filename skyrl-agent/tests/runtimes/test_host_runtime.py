@@ -37,7 +37,6 @@ async def use(number: int) -> str:
         return result.stdout
 
 
-@pytest.mark.slow
 async def test_fifty_runtimes_at_once_are_apart_and_leave_no_descriptor(needs_local):
     await use(0)
     before = len(os.listdir("/proc/self/fd"))

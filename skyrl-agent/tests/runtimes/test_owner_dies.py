@@ -17,7 +17,7 @@ from skyrl_agent.runtimes import RuntimeSpec, make_runtime, remote
 
 from .runtime_places import LIMITS, eventually, long_sleep, processes_with
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 OWNER = """
 import asyncio, sys

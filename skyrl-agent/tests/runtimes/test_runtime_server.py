@@ -103,7 +103,6 @@ def test_a_runtime_that_was_closed_is_not_made_by_a_late_request(server):
         assert problem(runtime.run("true")) == (410, "gone")
 
 
-@pytest.mark.slow
 def test_without_heartbeats_a_runtime_is_closed_with_what_runs_in_it(server):
     sleep = long_sleep()
     with Direct(server) as runtime:
@@ -116,7 +115,6 @@ def test_without_heartbeats_a_runtime_is_closed_with_what_runs_in_it(server):
         assert "nothing was heard of its owner for 2 s" in answer.json()["message"]
 
 
-@pytest.mark.slow
 async def test_a_client_that_waits_keeps_its_lease(server):
     async with make_runtime(RuntimeSpec(url=server, lease_seconds=2.0, limits=LIMITS)) as runtime:
         assert (await runtime.exec("sleep 3; echo on")).stdout == "on\n"

@@ -14,7 +14,10 @@ from skyrl_agent.training_rows import trajectory_advantages
 from ..tools_general.agent_web_server import web_server
 from .swe_faults import HANG, PLANS, STAGES, faulty_runner, processes_with, row
 
-EVERY_PLAN = pytest.mark.parametrize("plan", PLANS)
+FIRST_PLAN, *OTHER_PLANS = PLANS
+EVERY_PLAN = pytest.mark.parametrize(
+    "plan", [FIRST_PLAN, *(pytest.param(plan, marks=pytest.mark.slow) for plan in OTHER_PLANS)]
+)
 LATER = ERROR_RUNTIME, ERROR_RUNTIME, ERROR_EVALUATION
 FATES = {
     "exception": (ERROR_AGENT, ERROR_AGENT, ERROR_EVALUATION),
@@ -53,7 +56,6 @@ def nothing_is_left(sandboxed, tmp_path, monkeypatch):
     assert not left()
 
 
-@pytest.mark.slow
 @EVERY_PLAN
 async def test_every_fault_in_every_stage(plan):
     runner = faulty_runner(plan)
@@ -81,7 +83,6 @@ async def test_every_fault_in_every_stage(plan):
     assert "its files took more than" in filled.tool_calls[0].output
 
 
-@pytest.mark.slow
 @EVERY_PLAN
 async def test_what_fails_for_a_moment_is_tried_again(plan):
     runner = faulty_runner(plan, retries=2)
@@ -90,7 +91,6 @@ async def test_what_fails_for_a_moment_is_tried_again(plan):
     assert rows.traj_rewards == [1.0] * 18
 
 
-@pytest.mark.slow
 @EVERY_PLAN
 @pytest.mark.parametrize("stage", STAGES)
 async def test_a_cancelled_run_leaves_nothing(plan, stage):
@@ -105,7 +105,6 @@ async def test_a_cancelled_run_leaves_nothing(plan, stage):
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-@pytest.mark.slow
 @EVERY_PLAN
 async def test_a_stream_left_early_leaves_nothing(plan):
     runner = faulty_runner(plan)
@@ -116,7 +115,6 @@ async def test_a_stream_left_early_leaves_nothing(plan):
     await asyncio.wait_for(stream.aclose(), 60)
 
 
-@pytest.mark.slow
 @EVERY_PLAN
 async def test_a_server_that_is_away_ends_the_batch(plan):
     """The real backend, and a server that answered once."""

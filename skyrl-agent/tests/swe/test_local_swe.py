@@ -57,7 +57,6 @@ async def test_no_change_is_an_ending_of_its_own(play, finish_reason, ending):
     assert (result["git_patch"], judgement.reward, judgement.finish_reason) == ("", 0.0, ending)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [
@@ -88,7 +87,6 @@ async def test_tampering_does_not_help(play, script):
     assert judgement.reward == 0.0
 
 
-@pytest.mark.slow
 async def test_a_fix_beside_broken_tests_still_counts(play):
     script = (
         f"{FIX}\nrm -r tests\necho broken > conftest.py\nrm calc/other.py; mkdir calc/other.py; touch calc/other.py/x"
@@ -97,7 +95,6 @@ async def test_a_fix_beside_broken_tests_still_counts(play):
     assert judgement.reward == 1.0
 
 
-@pytest.mark.slow
 async def test_new_files_are_kept(play):
     script = """echo 'def twice(n): return 2 * n' > calc/twice.py
 echo 'from calc.twice import twice as double' > calc/double.py"""
@@ -106,7 +103,6 @@ echo 'from calc.twice import twice as double' > calc/double.py"""
     assert set(result["files"]) == {"calc/double.py", "calc/twice.py"}
 
 
-@pytest.mark.slow
 async def test_without_edit_files_all_but_tests_may_be_changed(play):
     row = {key: value for key, value in ROW.items() if key != "edit_file"}
     result, judgement = await play(
@@ -116,7 +112,6 @@ async def test_without_edit_files_all_but_tests_may_be_changed(play):
     assert set(result["files"]) == {"calc/double.py", "calc/other.py"}
 
 
-@pytest.mark.slow
 async def test_named_tests_decide(play):
     row = ROW | {
         "fail_to_pass": ["tests/test_double.py::test_double[1]"],
@@ -129,27 +124,23 @@ async def test_named_tests_decide(play):
     assert (judgement.reward, judgement.parts["fail_to_pass"], judgement.parts["pass_to_pass"]) == (0.0, 0.0, 0.0)
 
 
-@pytest.mark.slow
 async def test_tests_that_do_not_end_are_a_failure_of_the_change(play):
     _, judgement = await play(LocalSWETask(), ROW | {"test_seconds": 1}, "printf 'while True: pass' > calc/double.py")
     assert (judgement.reward, judgement.parts["timed_out"]) == (0.0, 1.0)
 
 
-@pytest.mark.slow
 async def test_any_command_can_judge(play):
     row = ROW | {"test_cmd": "python -c 'from calc.double import double; assert double(2) == 4' && echo fine"}
     assert (await play(LocalSWETask(), row, FIX))[1].reward == 1.0
     assert (await play(LocalSWETask(), row, "echo >> calc/double.py"))[1].reward == 0.0
 
 
-@pytest.mark.slow
 async def test_hidden_tests_are_judged_all_the_same(play):
     script = f"ls tests && exit\n{FIX}"
     result, judgement = await play(LocalSWETask(show_tests=False), ROW, script)
     assert (judgement.reward, set(result["files"])) == (1.0, {"calc/double.py"})
 
 
-@pytest.mark.slow
 async def test_what_cannot_be_told_as_text_is_left_out(play):
     script = f"{FIX}\nprintf '\\377' > calc/binary; head -c 2000000 /dev/urandom > big; mkfifo pipe"
     result, judgement = await play(LocalSWETask(), ROW, script)
@@ -157,7 +148,6 @@ async def test_what_cannot_be_told_as_text_is_left_out(play):
     assert sorted(result["left_out"]) == ["big", "calc/binary", "pipe"]
 
 
-@pytest.mark.slow
 async def test_a_full_workspace_is_read_all_the_same(play):
     script = f"{FIX}\nfor i in 1 2 3 4 5 6 7 8 9; do head -c 40000000 /dev/urandom > big$i; done"
     result, judgement = await play(LocalSWETask(), ROW, script)

@@ -33,7 +33,7 @@ async def test_a_sample(sandboxed, rows):
     assert await solved_of(tasks) == {row["id"] for row in tasks}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 async def test_all_of_quixbugs_and_exercism(sandboxed, rows):
     quixbugs, exercism = rows("swe/quixbugs"), rows("swe/exercism_python")

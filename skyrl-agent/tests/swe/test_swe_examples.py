@@ -72,7 +72,6 @@ def test_terminal_rows(tmp_path, test_data):
     assert all(row["gold"] not in row["prompt"][-1]["content"] for row in rows)
 
 
-@pytest.mark.slow
 async def test_made_terminal_tasks_can_be_solved(play, tmp_path):
     rows = load(EXAMPLES / "terminal" / "terminal_dataset.py").made_rows(3)
     question, change, command = rows

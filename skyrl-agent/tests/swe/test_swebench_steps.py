@@ -85,7 +85,6 @@ def without_harness(monkeypatch):
     monkeypatch.setattr(harness, "harness_of", lambda kind: None)
 
 
-@pytest.mark.slow
 async def test_a_fix_is_worth_one(play):
     result, judgement = await play(HereTask(), ROW, f"{FIX}\nprintf '\\377\\0' >> logo.bin; git commit -qam mine")
     assert judgement.reward == 1.0
@@ -95,15 +94,20 @@ async def test_a_fix_is_worth_one(play):
     assert "left over" not in result["git_patch"], "what was there before is not the agent's"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "script, reward, parts",
     [
         ("echo '# hm' >> double.py", 0.0, {"fail_to_pass": 0.0, "pass_to_pass": 1.0}),
-        ("echo 'def double(n): return n - 2' > double.py", 0.0, {"fail_to_pass": 0.0, "pass_to_pass": 0.0}),
+        pytest.param(
+            *("echo 'def double(n): return n - 2' > double.py", 0.0, {"fail_to_pass": 0.0, "pass_to_pass": 0.0}),
+            marks=pytest.mark.slow,
+        ),
         ("echo 'def test_two(): pass' > test_double.py", 0.0, {"fail_to_pass": 0.0, "pass_to_pass": 1.0}),
         (f"{FIX}; rm test_double.py", 1.0, {"fail_to_pass": 1.0, "pass_to_pass": 1.0}),
-        (f"{FIX}; mkdir sub; cd sub; git init -q; touch x", 1.0, {"fail_to_pass": 1.0, "pass_to_pass": 1.0}),
+        pytest.param(
+            *(f"{FIX}; mkdir sub; cd sub; git init -q; touch x", 1.0, {"fail_to_pass": 1.0, "pass_to_pass": 1.0}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 async def test_rewards(play, script, reward, parts):
@@ -112,14 +116,12 @@ async def test_rewards(play, script, reward, parts):
     assert judgement.parts == {"resolved": reward, **parts}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", ["true", "rm -rf .git; echo >> double.py", "printf '\\377\\0' > new.bin"])
 async def test_without_a_patch(play, script):
     result, judgement = await play(HereTask(), ROW, script)
     assert (result["git_patch"], judgement.reward, judgement.finish_reason) == ("", 0.0, "no_git_patch")
 
 
-@pytest.mark.slow
 async def test_r2e_rows_are_judged_by_their_script(play):
     seen = "[ -e r2e_tests ] || [ -e run_tests.sh ] && exit"  # the agent must not find them
     _, judgement = await play(HereR2E(), R2E_ROW, f"{seen}\n{FIX}")
@@ -128,7 +130,6 @@ async def test_r2e_rows_are_judged_by_their_script(play):
     assert judgement.reward == 0.0
 
 
-@pytest.mark.slow
 async def test_smith_rows_have_their_tests_in_the_history(play):
     row = {key: value for key, value in ROW.items() if key != "test_patch"}
     row |= {"data_source": "swe-smith", "image_name": "it"}

@@ -26,7 +26,6 @@ async def test_checks_run_where_the_agent_worked(play):
     assert (await play(TerminalTask(), row, "", "done"))[1].reward == 0.0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "answer, parts",
     [
@@ -93,7 +92,6 @@ def test_rows_of_agentbench(rows):
     assert len(made) >= 150
 
 
-@pytest.mark.slow
 async def test_a_sample_of_agentbench(play, rows):
     """Two whose files are in the working directory; what the example script prints is the answer."""
     tasks = {task["id"]: task for task in rows("agent_envs/agentbench_os")}

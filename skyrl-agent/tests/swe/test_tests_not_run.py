@@ -44,7 +44,6 @@ BROKEN_ROWS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("change", BROKEN_ROWS.values(), ids=BROKEN_ROWS)
 async def test_command_that_never_runs_gives_no_verdict(play, change):
     with pytest.raises(TaskRowError, match=r"row row: tests were not run: .*no verdict on the agent"):
@@ -84,7 +83,6 @@ SABOTAGE = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("test_cmd, script", SABOTAGE.values(), ids=SABOTAGE)
 async def test_change_that_stops_the_tests_is_a_failure_of_the_agent(play, test_cmd, script):
     cases = (
@@ -102,7 +100,6 @@ ABSENT = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("line, statement", ABSENT.values(), ids=ABSENT)
 async def test_code_that_the_agent_was_to_write_is_its_matter(play, line, statement):
     row = ROW | with_files(test_calc__py=f"{line}\n{TESTS.partition(chr(10))[2]}") | {"problem_statement": statement}
@@ -112,7 +109,6 @@ async def test_code_that_the_agent_was_to_write_is_its_matter(play, line, statem
     assert judgement.reward == 1.0
 
 
-@pytest.mark.slow
 async def test_own_solution_of_a_row_decides_where_there_is_one(play):
     missing = with_files(test_calc__py=f"import new_module\n{TESTS}")
     works = ROW | missing | {"solution": {"calc.py": RIGHT, "new_module.py": ""}}
@@ -121,7 +117,6 @@ async def test_own_solution_of_a_row_decides_where_there_is_one(play):
         await play(LocalSWETask(), works | {"solution": {"calc.py": RIGHT}}, FIX)
 
 
-@pytest.mark.slow
 async def test_scripts_keep_their_executable_bit(play):
     row = ROW | {"test_cmd": "./helper.sh && ./made.sh"}
     result, judgement = await play(
@@ -132,7 +127,6 @@ async def test_scripts_keep_their_executable_bit(play):
     assert "new file mode 100755\n--- /dev/null\n+++ b/made.sh" in result["git_patch"]
 
 
-@pytest.mark.slow
 async def test_pytest_that_does_not_start_is_an_infrastructure_failure(play):
     with pytest.raises(InfraError, match=r"pytest did not start in /workspace: wall_time after 0\.\d s"):
         await play(LocalSWETask(), ROW | {"test_seconds": 0.001}, FIX)
@@ -145,7 +139,6 @@ def test_named_tests_need_a_plain_pytest_command(name):
         LocalSWETask().check_row(Instance(row, "7"))
 
 
-@pytest.mark.slow
 async def test_check_of_a_terminal_task_that_never_runs_gives_no_verdict(play):
     row = {"query": "Say 2.", "check": "no-such-tool"}
     with pytest.raises(TaskRowError, match="no-such-tool: command not found"):

@@ -39,7 +39,6 @@ def validate(tmp_path, capsys, sandboxed):
     return run
 
 
-@pytest.mark.slow
 def test_validate_names_bad_rows_and_exits_with_one(validate):
     status, said = validate(ROWS)
     assert status == 1
@@ -57,7 +56,6 @@ def test_validate_names_bad_rows_and_exits_with_one(validate):
     assert said.endswith("2 of 8 rows are good, 6 bad; 2 have no solution: only their original was tried\n")
 
 
-@pytest.mark.slow
 def test_validate_exits_with_zero_where_all_rows_are_good(validate):
     assert validate({"good": GOOD}) == (0, "1 of 1 rows are good, 0 bad\n")
 

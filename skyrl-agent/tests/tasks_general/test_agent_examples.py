@@ -191,7 +191,6 @@ def call(name: str, parameter: str, value: str) -> str:
     return f"<function={name}>\n<parameter={parameter}>{value}</parameter>\n</function>"
 
 
-@pytest.mark.slow
 def test_the_search_agent_runs_against_a_server(tmp_path, capsys):
     """Retriever, model server, task file, rows and script as a user has them; only the model is written by hand."""
     pytest.importorskip("bm25s", reason="needs skyrl-gym[retrieval]")

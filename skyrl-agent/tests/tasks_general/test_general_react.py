@@ -54,7 +54,6 @@ async def test_what_an_answer_is_worth(fields, answer, expected):
     assert await reward(answer, **fields) == expected
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("bwrap") or shutil.which("docker")), reason="needs bubblewrap or Docker")
 @pytest.mark.parametrize(
     "tests",

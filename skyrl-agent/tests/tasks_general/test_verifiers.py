@@ -22,12 +22,10 @@ def test_mathematics(module):
     assert module.compute_score("\\boxed{13}", "12") == {"score": 0.0, "acc": False, "pred": "13"}
 
 
-@pytest.mark.slow
 def test_mathematics_by_value():
     assert naive_dapo.compute_score("\\boxed{\\frac{\\pi}{2}}", "\\pi/2")["acc"]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("bwrap") or shutil.which("docker")), reason="needs bubblewrap or Docker")
 def test_programs():
     assert (

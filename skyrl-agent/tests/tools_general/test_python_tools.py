@@ -11,10 +11,9 @@ from skyrl_agent.tools import make_tool
 
 from .agent_web_server import context_of
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not (shutil.which("bwrap") or shutil.which("docker")), reason="needs bubblewrap or Docker"),
-]
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("bwrap") or shutil.which("docker")), reason="needs bubblewrap or Docker"
+)
 
 
 @pytest.fixture(autouse=True)

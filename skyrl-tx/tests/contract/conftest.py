@@ -34,7 +34,8 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         def start(base_model: Path, served: list[str]) -> RunningServer:
             names = [part for name in served for part in ("--served-model-name", name)]
             folder, tenants = tmp_path_factory.mktemp("server"), ("first", "second")
-            server = ServerProcess(folder, "--base-model", str(base_model), *names, tenants=tenants)
+            options = ["--base-model", str(base_model), *names, "--no-standby-engine"]
+            server = ServerProcess(folder, *options, tenants=tenants)
             running.enter_context(server)
             return RunningServer(server.url, served[0], (server.key("first"), server.key("second")), server.log)
 

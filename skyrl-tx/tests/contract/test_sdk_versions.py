@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[3]
-VERSIONS = ("0.16.1", "0.24.1", "0.38.0")
+VERSIONS = (
+    pytest.param("0.16.1", marks=pytest.mark.full),
+    pytest.param("0.24.1", marks=pytest.mark.full),
+    pytest.param("0.38.0", marks=pytest.mark.slow),
+)
 INSTALL_SECONDS, SUITE_SECONDS = 600, 900
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(INSTALL_SECONDS + SUITE_SECONDS + 120)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_check_of_the_contract_passes(version: str, sdk_python, running_server, tmp_path: Path):

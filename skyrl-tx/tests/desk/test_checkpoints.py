@@ -11,7 +11,7 @@ from sqlalchemy import update
 from tx.errors import RequestError
 from tx.tinker.storage.db_models import CheckpointRow
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 
 async def test_training_goes_on_from_a_checkpoint(tmp_path: Path):

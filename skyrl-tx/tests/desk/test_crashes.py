@@ -16,7 +16,7 @@ WORKER = Path(__file__).with_name("crash_worker.py")
 NUM_SEQS = 90
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("seed", [0])
 def test_kill_9_at_random_moments_changes_no_result(tmp_path: Path, seed: int):
     _kill_again_and_again(tmp_path, seed, kills=6)

@@ -17,7 +17,7 @@ from tx.tinker.desk.results import TryAgain
 from tx.tinker.desk.suspects import DEATHS_TO_BE_SUSPECTED
 from tx.tinker.engine.process import FROM_STDIN
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 
 async def test_a_killed_engine_costs_nobody_anything(tmp_path: Path):

@@ -10,7 +10,7 @@ from tx.errors import Busy, RequestError
 from tx.tinker.desk.results import TryAgain
 from tx.tinker.wire import schemas
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 
 async def test_a_sampler_keeps_its_weights_while_training_goes_on(tmp_path: Path):

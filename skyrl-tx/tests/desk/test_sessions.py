@@ -11,7 +11,7 @@ from sqlalchemy import select, update
 from tx.errors import RequestError
 from tx.tinker.storage.db_models import ModelRow, RequestRow, SessionRow
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 
 async def test_a_session_without_heartbeat_ends_and_takes_its_models_along(tmp_path: Path):

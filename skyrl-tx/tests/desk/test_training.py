@@ -12,7 +12,7 @@ from tx.tinker.desk.results import TryAgain
 from tx.tinker.wire import schemas
 from tx.tinker.wire.codec import TrainingRequest, encode_training
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 
 async def test_a_pass_a_step_and_their_results(tmp_path: Path):

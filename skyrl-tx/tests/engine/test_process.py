@@ -40,7 +40,7 @@ from tx.tinker.engine.process import FROM_STDIN, ORPHANED, STANDING_BY, WRONG_SE
 from tx.tinker.types import AdamParams, Datum, LoraSpec, SampleParams, SampleSpec
 from tx.tinker.wire.codec import TrainingRequest, decode_pass_output, decode_sample_output, encode_training
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 LORA = LoraSpec(rank=4, seed=1)
 
 
@@ -267,6 +267,7 @@ async def test_an_engine_trains_samples_fails_what_is_poisoned_and_stops_when_to
         assert running.snapshots.keys() == {"a1", "b1"}  # so that the next one has nothing to do again
 
 
+@pytest.mark.slow
 async def test_one_that_stands_by_costs_no_time_and_is_an_engine_once_it_has_an_address(
     tiny_model: Path, tmp_path: Path
 ):
@@ -346,8 +347,11 @@ def test_an_engine_whose_parent_is_gone_already_does_not_stay(tiny_model: Path, 
     "settings, said",
     [
         ({"max_num_seq": 3}, "unknown setting backend_config.max_num_seq; did you mean max_num_seqs?"),
-        ({"max_num_seqs": 0}, "backend_config.max_num_seqs must be a whole number above 0; got 0"),
-        ({"device": "abacus"}, "backend_config.device"),
+        pytest.param(
+            *({"max_num_seqs": 0}, "backend_config.max_num_seqs must be a whole number above 0; got 0"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"device": "abacus"}, "backend_config.device", marks=pytest.mark.slow),
     ],
 )
 def test_wrong_settings_end_it_with_a_status_of_their_own(

@@ -53,7 +53,7 @@ def test_supervised_training_goes_on_from_what_it_saved(run):
     assert "weights: tinker://" in printed
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
+@pytest.mark.parametrize("loss", ["importance_sampling", pytest.param("ppo", marks=pytest.mark.full)])
 def test_reinforcement_raises_the_reward(run, loss):
     rewards = curve(run("rl.py", "--steps", "12", "--loss", loss), "reward")
     assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.15

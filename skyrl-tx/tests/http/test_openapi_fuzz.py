@@ -59,7 +59,7 @@ async def things_that_are_there(client: Client) -> dict[str, Any]:
     ],
 )
 async def test_every_answer_is_as_described(phase: str, tmp_path: Path, tiny_model: Path):
-    options = ["--base-model", str(tiny_model), "--served-model-name", "tiny"]
+    options = ["--base-model", str(tiny_model), "--served-model-name", "tiny", "--no-standby-engine"]
     with ServerProcess(tmp_path / "server", *options, tenants=["anna"], program=["-c", SHORT_POLLS]) as server:
         client = Client(server.url, server.key("anna"))
         try:

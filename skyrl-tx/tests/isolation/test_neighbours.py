@@ -33,7 +33,7 @@ async def test_fifteen_neighbours_change_no_bit_for_long(tmp_path: Path, tiny_mo
 
 async def alone_and_in_a_crowd(folder: Path, base_model: Path, rounds: int, **settings: int) -> None:
     options = ["--base-model", str(base_model), "--served-model-name", "tiny"]
-    options += ["--backend-config", json.dumps(settings)]
+    options += ["--backend-config", json.dumps(settings), "--no-standby-engine"]
     with ServerProcess(folder, *options, tenants=["anna", *OTHERS]) as server:
         anna = Client(server.url, server.key("anna"))
         try:

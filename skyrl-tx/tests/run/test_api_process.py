@@ -20,10 +20,14 @@ from tx.tinker.api import serve
 from tx.tinker.config import EngineConfig
 
 
-@pytest.fixture
-def server(tmp_path: Path, tiny_model: Path) -> Iterator[ServerProcess]:
-    options = ("--base-model", str(tiny_model), "--served-model-name", "tiny", "--max-body-mb", "4")
-    with ServerProcess(tmp_path, *options, port=0) as server:
+def server_in(folder: Path, base_model: Path) -> ServerProcess:
+    options = ("--base-model", str(base_model), "--served-model-name", "tiny", "--max-body-mb", "4")
+    return ServerProcess(folder, *options, "--no-standby-engine", port=0)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[ServerProcess]:
+    with server_in(tmp_path_factory.mktemp("server"), tiny_model) as server:
         yield server
 
 
@@ -63,7 +67,7 @@ async def test_what_cannot_be_is_found_before_anything_starts(tmp_path, tiny_mod
         await serve(EngineConfig(**base | settings))
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path, tiny_model, server):
     port = server.url.rsplit(":", 1)[1]
     argv = [sys.executable, "-m", "tx.tinker.api", "--base-model", str(tiny_model), "--port", port]
@@ -71,17 +75,21 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path, tiny_mode
     assert (ended.returncode, "choose another --port" in ended.stderr) == (2, True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine_is_ready", [False, True])
-def test_it_ends_in_order_and_soon_while_clients_wait(server, engine_is_ready):
-    url = server.url
-    if engine_is_ready:
-        with httpx.Client(base_url=url, timeout=60) as client:
+@pytest.mark.process
+def test_it_ends_in_order_and_soon_while_clients_wait(tmp_path, tiny_model):
+    with server_in(tmp_path, tiny_model) as server:
+        stop_while_a_client_polls(server)  # its engine is starting
+        server.start()
+        server.wait_until_listening()
+        with httpx.Client(base_url=server.url, timeout=60) as client:
             one = {"base_model": "tiny", "prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {"max_tokens": 1}}
             result_of(client, client.post("/api/v1/asample", json=one))
+        stop_while_a_client_polls(server)
 
+
+def stop_while_a_client_polls(server: ServerProcess) -> None:
     async def poll_and_stop() -> tuple[int, float, int]:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             request = {"base_model": "tiny", "prompt": {"chunks": [{"tokens": [5] * 8}]}, "num_samples": 64}
             request["sampling_params"] = {"max_tokens": 500, "stop": []}
             accepted = (await client.post("/api/v1/asample", json=request)).json()
@@ -99,7 +107,7 @@ def test_it_ends_in_order_and_soon_while_clients_wait(server, engine_is_ready):
     assert "Traceback" not in server.log.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_body_of_100_mb_is_refused_at_once(server):
     with httpx.Client(base_url=server.url, timeout=60) as client:
         for content in (b"x" * 100_000_000, (b"x" * 1_000_000 for _ in range(100))):
@@ -124,7 +132,7 @@ def result_of(client: httpx.Client, accepted: httpx.Response) -> dict:
     raise AssertionError("no result")
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_user_trains_samples_and_takes_the_adapter_home(server):
     with httpx.Client(base_url=server.url, timeout=60) as client:
 

@@ -125,7 +125,7 @@ async def test_when_engines_die_too_often_the_engine_process_starts_anew(tmp_pat
         assert "generator.max_engine_restarts=1 are used up" in server.tail(20_000)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_wrong_settings_are_refused_before_anything_starts(tmp_path: Path, tiny_model: Path):
     server = server_of(tmp_path, tiny_model, **{"generator.backnd": "native"})
     server.start()

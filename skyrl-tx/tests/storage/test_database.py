@@ -115,7 +115,7 @@ async def test_the_password_is_not_said(tmp_path: Path):
     assert "secret" not in text and "127.0.0.1:1" in text
 
 
-@pytest.mark.slow
+@pytest.mark.process
 class TestPostgres:
     async def test_a_second_server_is_refused_until_the_first_is_gone(self, postgres_url: str):
         store = Store(postgres_url)

@@ -20,7 +20,7 @@ from tx.tinker.storage.db_models import RequestRow, SessionRow
 from tx.tinker.storage.folders import Folders
 from tx.tinker.storage.store import Store
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 WRITER = """
 import asyncio, hashlib, os, secrets, sys
@@ -117,7 +117,7 @@ async def check_rows(url: str, state: Path, told: set[str]) -> int:
     return len(left)
 
 
-@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+@pytest.mark.parametrize("database", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
 async def test_what_was_acknowledged_survives_a_kill(database: str, tmp_path: Path, request: pytest.FixtureRequest):
     url = f"sqlite:///{tmp_path / 'tx.db'}"
     if database == "postgres":

@@ -18,7 +18,7 @@ from tx.tinker.storage.rows import add_row, change_row
 from tx.tinker.storage.store import Store, StoreError
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.process)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "postgres":
         return request.getfixturevalue("postgres_url")
@@ -350,7 +350,7 @@ async def test_integers_have_64_bits(store: Store):
     assert (await store.read(lambda session: session.get_one(RequestRow, "r"))).seq == 2**63 - 1
 
 
-@pytest.mark.slow
+@pytest.mark.process
 async def test_a_thousand_callers_beside_megabytes(url: str, tmp_path: Path):
     """What is large goes beside the rows (`blobs.py`), and so does not stand before them in the queue."""
     store, blobs = Store(url), Blobs(tmp_path / "blobs")

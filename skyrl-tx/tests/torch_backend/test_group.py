@@ -82,14 +82,14 @@ def assert_trains_as_one_process_does(backend: TrainingBackend, one: TrainingBac
         backend.forget(model)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_two_processes_train_as_one_does(
     group: GroupTraining, model_folder: Callable[[str], Path], supervised: Data
 ) -> None:
     assert_trains_as_one_process_does(group, TorchTraining(model_folder("qwen2")), supervised)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_the_same_again_gives_the_same_bits_also_from_a_snapshot_and_on_every_process(
     started: tuple[GroupTraining, LocalMembers], supervised: Data, tmp_path: Path
 ) -> None:
@@ -116,7 +116,7 @@ def test_the_same_again_gives_the_same_bits_also_from_a_snapshot_and_on_every_pr
     assert ends[0] == ends[1] != folders[0]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_company_changes_no_bit_and_what_is_wrong_with_one_model_is_told_to_it_alone(
     group: GroupTraining, supervised: Data, tmp_path: Path
 ) -> None:
@@ -153,7 +153,7 @@ def test_company_changes_no_bit_and_what_is_wrong_with_one_model_is_told_to_it_a
         group.forget(name)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_datum_that_is_wrong_is_named_by_its_number_in_the_request(group: GroupTraining, supervised: Data) -> None:
     group.create("m", LoraSpec(rank=2))
     data = [Datum(datum.tokens, {"target_tokens": datum.inputs["target_tokens"]}) for datum in supervised([30, 30, 5])]
@@ -166,7 +166,7 @@ def test_a_datum_that_is_wrong_is_named_by_its_number_in_the_request(group: Grou
         group.optim_step("m", ADAM)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_gradient_is_put_back(group: GroupTraining, supervised: Data, tmp_path: Path) -> None:
     group.create("m", LoraSpec(rank=2))
     run(group, "m", supervised(LENGTHS))

@@ -61,7 +61,6 @@ def test_the_text_part_of_a_larger_model_counts(tmp_path):
     assert facts.tied_embeddings  # transformers' default where nothing is said
 
 
-@pytest.mark.slow  # makes a model: torch and transformers
 def test_a_saved_model_and_tokenizer_are_read(tiny_model):
     facts = read_base_model(str(tiny_model))
     assert (facts.vocab_size, facts.max_context, facts.eos_token_ids) == (99, 512, (1,))

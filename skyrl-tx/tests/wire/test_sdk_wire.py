@@ -1,8 +1,6 @@
-"""The real SDK's own classes and parsers at the other end of the wire. Set TX_SDK_ENVS to a folder that holds an
-environment of the SDK for each version, named v0.16.1, v0.24.1, v0.38.0."""
+"""The real SDK's own classes and parsers at the other end of the wire."""
 
 import json
-import os
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from sdk_environment import sdk_environment
 
 from tx.tinker.types import PassOutput, SampleOutput, Sequence
 from tx.tinker.wire import schemas
@@ -18,21 +17,24 @@ from tx.tinker.wire.checks import check_training
 from tx.tinker.wire.codec import encode_pass_output, encode_sample_output, pass_output_json, sample_output_json
 from tx.tinker.wire.training_requests import read_training_body
 
-pytestmark = pytest.mark.slow
-VERSIONS = ("v0.16.1", "v0.24.1", "v0.38.0")
-ENCODINGS = {"v0.16.1": ["json"], "v0.24.1": ["json", "protobuf"], "v0.38.0": ["protobuf"]}
+ENCODINGS = {"0.16.1": ["json"], "0.24.1": ["json", "protobuf"], "0.38.0": ["protobuf"]}
+NEWEST = "0.38.0"
 
 
-@pytest.fixture(params=VERSIONS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(version, marks=pytest.mark.process if version == NEWEST else pytest.mark.full)
+        for version in ENCODINGS
+    ],
+)
 def version(request: pytest.FixtureRequest) -> str:
-    if not python_of(request.param):
-        pytest.skip(f"TX_SDK_ENVS does not name a folder with {request.param}, an environment of the SDK")
     return request.param
 
 
-def python_of(version: str) -> Path | None:
-    python = Path(os.environ.get("TX_SDK_ENVS", "/no such folder"), version, "bin", "python")
-    return python if python.exists() else None
+@cache
+def python_of(version: str) -> Path:
+    return sdk_environment(version)
 
 
 def ask(version: str, order: dict) -> Any:
@@ -59,7 +61,7 @@ def training(version: str, name: str):
 
 def test_what_the_sdk_writes_for_training_is_what_we_read(version, facts):
     requests = list(training(version, "cross_entropy"))
-    assert len(requests) == {"v0.16.1": 2, "v0.24.1": 3, "v0.38.0": 1}[version]
+    assert len(requests) == {"0.16.1": 2, "0.24.1": 3, "0.38.0": 1}[version]
     for request, forward in requests:
         check_training(request, facts)
         assert (request.model_id, request.seq, request.forward_only) == ("s:train:0", 3, forward)

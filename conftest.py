@@ -1,0 +1,174 @@
+"""Cost of tests: seconds and started processes of each file, a table at the end of a run, and a budget per file.
+
+Each test is charged the processor time of its own process and of the children that ended meanwhile, grandchildren
+included, and the number of processes that its own process started. Not seen: processes that children start, which count
+as seconds of the child, and seconds of children that nobody has waited for, such as Ray's daemons before shutdown.
+A module's fixture is charged to the test that uses it first or last; per file it adds up.
+"""
+
+import dataclasses
+import multiprocessing.process
+import os
+import sys
+import time
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BUDGETS = Path(__file__).parent / "tests" / "budgets.toml"
+NOT_DAILY = ("slow", "full", "gpu", "network")
+"""Tests with these markers are not part of `make test`, and have no budget."""
+TABLE_SECONDS = 30.0
+"""Runs that are shorter print no table, unless a budget is exceeded."""
+NUM_FILES, NUM_TESTS = 25, 15
+
+
+@dataclasses.dataclass
+class Cost:
+    """Seconds on the clock, processor seconds of the test's process and of its children, number of processes."""
+
+    wall: float = 0.0
+    own_cpu: float = 0.0
+    children_cpu: float = 0.0
+    processes: int = 0
+
+    @property
+    def cpu(self) -> float:
+        return self.own_cpu + self.children_cpu
+
+    def __add__(self, other: "Cost") -> "Cost":
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Cost(*(mine + theirs for mine, theirs in pairs))
+
+    def __sub__(self, other: "Cost") -> "Cost":
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Cost(*(mine - theirs for mine, theirs in pairs))
+
+
+class ProcessCounter:
+    """Number of processes that this process has started."""
+
+    EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"})
+
+    def __init__(self) -> None:
+        self.started = 0
+        sys.addaudithook(self._on_event)
+        self._count_spawned()
+
+    def _on_event(self, event: str, _: Any) -> None:
+        self.started += event in self.EVENTS
+
+    def _count_spawned(self) -> None:
+        """Count what multiprocessing starts by `spawn` and `forkserver`, which raise no audit event."""
+        start = multiprocessing.process.BaseProcess.start
+
+        def counted(process: multiprocessing.process.BaseProcess) -> None:
+            before = self.started
+            start(process)
+            self.started = before + 1  # not more where it forks, which is an event too
+
+        setattr(multiprocessing.process.BaseProcess, "start", counted)  # noqa: B010 (pyright: its argument is `self`)
+
+
+COUNTER = ProcessCounter()
+
+
+def current_cost() -> Cost:
+    """Return what this process has used so far."""
+    times = os.times()
+    children = times.children_user + times.children_system
+    return Cost(time.monotonic(), times.user + times.system, children, COUNTER.started)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    item.stash[COST_BEFORE] = current_cost()
+    return (yield)
+
+
+COST_BEFORE = pytest.StashKey[Cost]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the cost since the report before this one. xdist sends extra attributes of reports to the controller."""
+    report = yield
+    now = current_cost()
+    daily = not any(item.get_closest_marker(name) for name in NOT_DAILY)
+    vars(report).update(cost=dataclasses.asdict(now - item.stash[COST_BEFORE]), daily=daily)
+    item.stash[COST_BEFORE] = now
+    return report
+
+
+class CostReporter:
+    """Sums the costs of a run by test and by file, prints them, and holds the budgets of files."""
+
+    def __init__(self, budgets: dict[str, Any], print_always: bool):
+        self._default, self._of_files, self._print_always = budgets["default"], budgets["files"], print_always
+        self._tests: defaultdict[str, Cost] = defaultdict(Cost)
+        self._daily: defaultdict[str, Cost] = defaultdict(Cost)
+        self._started = time.monotonic()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if cost := getattr(report, "cost", None):
+            self._tests[report.nodeid] += Cost(**cost)
+            if report.daily:
+                self._daily[file_of(report.nodeid)] += Cost(**cost)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if self._over_budget() and exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        over_budget = self._over_budget()
+        if over_budget or self._print_always or time.monotonic() - self._started > TABLE_SECONDS:
+            terminalreporter.section("cost")
+            terminalreporter.write_line("\n".join(self._tables()))
+        for line in over_budget:
+            terminalreporter.write_line(line, red=True)
+
+    def _over_budget(self) -> list[str]:
+        lines = []
+        for file, cost in self._daily.items():
+            budget = self._of_files.get(file, self._default)
+            if cost.cpu > budget:  # not on the clock: that depends on what else runs on the machine
+                lines.append(
+                    f"{file} took {cost.cpu:.1f} s of processor time; its budget in {BUDGETS.name} is {budget} s: "
+                    f"let tests share a process, mark some slow or full, or raise the budget"
+                )
+        return lines
+
+    def _tables(self) -> Iterable[str]:
+        files: defaultdict[str, Cost] = defaultdict(Cost)
+        num_tests = Counter(file_of(nodeid) for nodeid in self._tests)
+        for nodeid, cost in self._tests.items():
+            files[file_of(nodeid)] += cost
+        total = sum(files.values(), Cost())
+        yield f"{'wall s':>8} {'cpu s':>8} {'started':>8} {'s/process':>9} {'tests':>6}"
+        by_cost = sorted(files.items(), key=lambda entry: max(entry[1].wall, entry[1].cpu), reverse=True)
+        for file, cost in [("all files", total), *by_cost[:NUM_FILES]]:
+            each = f"{cost.children_cpu / cost.processes:9.1f}" if cost.processes else " " * 9
+            tests = num_tests[file] or len(self._tests)
+            yield f"{cost.wall:8.1f} {cost.cpu:8.1f} {cost.processes:8} {each} {tests:6}  {file}"
+        yield f"slowest tests{'':8}(s/process: processor time of children by processes started)"
+        for nodeid, cost in sorted(self._tests.items(), key=lambda entry: entry[1].wall, reverse=True)[:NUM_TESTS]:
+            yield f"{cost.wall:8.1f} {cost.cpu:8.1f} {cost.processes:8}  {nodeid}"
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cost", action="store_true", help="print the cost of files and tests, also of a short run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # not in xdist's workers
+        budgets = tomllib.loads(BUDGETS.read_text())
+        config.pluginmanager.register(CostReporter(budgets, bool(config.getoption("--cost"))), "cost_reporter")
