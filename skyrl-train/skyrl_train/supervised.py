@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
+from skyrl_train.algorithms.losses.preference import DPOConfig
 from skyrl_train.algorithms.reduction import token_weights
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset.dataloader import PromptDataLoader
@@ -208,7 +209,7 @@ class SupervisedTrainer(TrainingRun):
             return {"loss": -torch.where(mask > 0, log_probs, 0.0).sum().item(), "count": mask.sum().item()}
         batch = await self.add_reference_log_probs(batch)
         gains = torch.where(mask > 0, log_probs - batch.tensor("action_log_probs"), 0.0).sum(dim=1)
-        margins = self.cfg.trainer.algorithm.dpo.beta * (gains[0::2] - gains[1::2])
+        margins = self.cfg.trainer.algorithm.section(DPOConfig).beta * (gains[0::2] - gains[1::2])
         return {
             "loss": torch.nn.functional.softplus(-margins).sum().item(),
             "accuracy": (margins > 0).sum().item(),

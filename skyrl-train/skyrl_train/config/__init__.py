@@ -1,18 +1,14 @@
 """The settings of a run: dataclasses, defaults, checks. Imports no torch, no Ray, no Hydra."""
 
+from typing import Any
+
 from skyrl_train.config.algorithm import (
     AlgorithmConfig,
-    CISPOConfig,
-    ClipCovConfig,
-    DecoupledPPOConfig,
-    DPOConfig,
-    DPPOConfig,
     DynamicSamplingConfig,
-    KLCovConfig,
     KLCtrlConfig,
     OffPolicyCorrectionConfig,
     OverlongBufferConfig,
-    SAPOConfig,
+    registered_sections,
 )
 from skyrl_train.config.base import BaseConfig
 from skyrl_train.config.config import (
@@ -43,20 +39,14 @@ from skyrl_train.config.validation import validate_cfg, validate_environments, v
 __all__ = [
     "AlgorithmConfig",
     "BaseConfig",
-    "CISPOConfig",
     "ChatTemplateConfig",
-    "ClipCovConfig",
     "CriticConfig",
     "CriticModelConfig",
-    "DPOConfig",
-    "DPPOConfig",
     "DataConfig",
-    "DecoupledPPOConfig",
     "DynamicSamplingConfig",
     "EnvironmentConfig",
     "FSDPConfig",
     "GeneratorConfig",
-    "KLCovConfig",
     "KLCtrlConfig",
     "LoRAConfig",
     "ModelConfig",
@@ -66,7 +56,6 @@ __all__ = [
     "PlacementConfig",
     "PolicyConfig",
     "RefConfig",
-    "SAPOConfig",
     "SamplingParams",
     "SkyRLConfig",
     "SkyRLGymConfig",
@@ -81,3 +70,12 @@ __all__ = [
     "validate_environments",
     "validate_generator_cfg",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return the settings of a registered loss or estimator by the name of their class, such as `SAPOConfig`."""
+    if not name.startswith("_"):
+        for settings in registered_sections().values():
+            if settings.__name__ == name:
+                return settings
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

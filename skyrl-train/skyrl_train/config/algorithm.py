@@ -1,10 +1,14 @@
 """Settings of the algorithm: what is optimized."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from skyrl_train.config.base import BaseConfig
-from skyrl_train.config.requirements import PolicyLossRegistry
+from skyrl_train.config.registry import Registration
+from skyrl_train.config.requirements import AdvantageEstimatorRegistry, PolicyLossRegistry
+from skyrl_train.config.typed import SECTIONS
+
+Section = TypeVar("Section")
 
 
 @dataclass(kw_only=True)
@@ -19,83 +23,6 @@ class KLCtrlConfig(BaseConfig):
 
     horizon: int = 10000
     """Samples over which the adaptive controller corrects an error; larger is slower."""
-
-
-@dataclass(kw_only=True)
-class CISPOConfig(BaseConfig):
-    """Bounds of the importance weight of the `cispo` loss."""
-
-    cispo_eps_clip_low: float = 1.0
-    """The weight is at least 1 - this. 1: no lower bound, as in the paper."""
-
-    cispo_eps_clip_high: float = 4.0
-    """The weight is at most 1 + this."""
-
-
-@dataclass(kw_only=True)
-class SAPOConfig(BaseConfig):
-    """How fast the soft gate of the `sapo` loss closes."""
-
-    tau_pos: float = 1.0
-    """Temperature of tokens with a positive advantage."""
-
-    tau_neg: float = 1.05
-    """Temperature of the others. Larger than `tau_pos`: what pushes tokens down is trusted less far."""
-
-
-@dataclass(kw_only=True)
-class ClipCovConfig(BaseConfig):
-    """The `clip_cov` loss: a few tokens of high covariance between log-prob and advantage lose their gradient."""
-
-    clip_ratio: float = 0.0002
-    """Share of a mini-batch's tokens that are cut; at least one."""
-
-    clip_cov_lb: float = 1.0
-    """Tokens are cut from those whose covariance is above this ..."""
-
-    clip_cov_ub: float = 5.0
-    """... and below this."""
-
-
-@dataclass(kw_only=True)
-class KLCovConfig(BaseConfig):
-    """The `kl_cov` loss: the tokens of highest covariance between log-prob and advantage are held back by a penalty."""
-
-    kl_cov_frac: float = 0.2
-    """Share of a mini-batch's tokens that are held back; at least one."""
-
-    ppo_kl_coef: float = 1.0
-    """Weight of the penalty |log_prob - old_log_prob|."""
-
-
-@dataclass(kw_only=True)
-class DPPOConfig(BaseConfig):
-    """The trust region of the `dppo` loss, measured between the policy and the one that wrote the tokens."""
-
-    divergence: Literal["binary_tv", "binary_kl"] = "binary_tv"
-    """Distance of the two distributions over {this token, any other}: total variation, or KL divergence."""
-
-    delta_low: float = 0.2
-    """A token with negative advantage stops training when its probability has fallen by more than this distance."""
-
-    delta_high: float = 0.2
-    """A token with positive advantage stops training when its probability has risen by more than this distance."""
-
-
-@dataclass(kw_only=True)
-class DecoupledPPOConfig(BaseConfig):
-    """The `decoupled_ppo` loss: clips around the policy at the start of the step, corrects for the one that wrote."""
-
-    behavior_weight_cap: float | None = None
-    """A token whose weight pi_start / pi_rollout is above this does not train. null: no cap."""
-
-
-@dataclass(kw_only=True)
-class DPOConfig(BaseConfig):
-    """The `dpo` loss (preference pairs)."""
-
-    beta: float = 0.1
-    """Strength of the pull to the reference model."""
 
 
 @dataclass(kw_only=True)
@@ -181,8 +108,33 @@ class OverlongBufferConfig(BaseConfig):
     """What is taken off the reward of an answer of length L."""
 
 
+def _registrations() -> list[Registration[Any, Any]]:
+    return [*PolicyLossRegistry.registrations().values(), *AdvantageEstimatorRegistry.registrations().values()]
+
+
+def registered_sections() -> dict[str, type[Any]]:
+    """Return name -> dataclass of the settings of every registered loss and estimator that has some.
+
+    Raises:
+        ValueError: a section cannot be a setting under its name.
+    """
+    declared = {field.name for field in fields(_DeclaredSettings)}
+    sections: dict[str, type[Any]] = {}
+    for entry in _registrations():
+        if entry.settings is None:
+            continue
+        if not entry.name.isidentifier() or entry.name in declared or entry.name in sections:
+            raise ValueError(
+                f"'{entry.name}' cannot have settings, which would be trainer.algorithm.{entry.name}: "
+                + ("that is no name of a setting" if not entry.name.isidentifier() else "there is such a setting")
+                + "; register it under another name"
+            )
+        sections[entry.name] = entry.settings
+    return sections
+
+
 @dataclass(kw_only=True)
-class AlgorithmConfig(BaseConfig):
+class _DeclaredSettings(BaseConfig):
     """What the trainer optimizes."""
 
     advantage_estimator: str = "grpo"
@@ -238,20 +190,6 @@ class AlgorithmConfig(BaseConfig):
     clip_ratio_c: float = 3.0
     """With `policy_loss_type=dual_clip`: the loss of a token with negative advantage A is at most -this * A."""
 
-    cispo: CISPOConfig = field(default_factory=CISPOConfig)
-
-    sapo: SAPOConfig = field(default_factory=SAPOConfig)
-
-    clip_cov: ClipCovConfig = field(default_factory=ClipCovConfig)
-
-    kl_cov: KLCovConfig = field(default_factory=KLCovConfig)
-
-    dppo: DPPOConfig = field(default_factory=DPPOConfig)
-
-    decoupled_ppo: DecoupledPPOConfig = field(default_factory=DecoupledPPOConfig)
-
-    dpo: DPOConfig = field(default_factory=DPOConfig)
-
     off_policy_correction: OffPolicyCorrectionConfig = field(default_factory=OffPolicyCorrectionConfig)
 
     use_tis: bool = False
@@ -284,8 +222,57 @@ class AlgorithmConfig(BaseConfig):
     entropy_loss_coef: float = 0.01
     """Weight of the entropy."""
 
+    sections: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: registered_sections})
+    """Settings of losses and estimators, by the names under which these are registered."""
+
+    def __post_init__(self) -> None:
+        # This package's own sections are always there: they belong to the fingerprint of every run. One of a user's own
+        # is, if its loss or estimator is used: what else a module registers must not make another experiment.
+        used = (self.policy_loss_type, self.advantage_estimator)
+        for entry in _registrations():
+            if entry.settings is not None and (entry.is_builtin or entry.name in used):
+                self.sections.setdefault(entry.name, entry.settings())
+
     @property
     def uses_reference_model(self) -> bool:
         """Whether a reference model is loaded at all."""
         loss = PolicyLossRegistry.requirements(self.policy_loss_type)
         return self.use_kl_loss or self.use_kl_in_reward or loss.reference_model
+
+
+class AlgorithmConfig(_DeclaredSettings):
+    """What the trainer optimizes."""
+
+    if not TYPE_CHECKING:  # type checkers know the declared settings, and `section` for the others
+
+        def __init__(self, **values: Any):
+            declared = {field.name for field in fields(self)}
+            sections = {name: values.pop(name) for name in registered_sections() if name in values.keys() - declared}
+            super().__init__(**values | {"sections": values.get("sections", {}) | sections})
+
+        def __getattr__(self, name: str) -> Any:
+            """Return the settings of the loss or estimator `name`: what is no declared setting."""
+            sections = self.__dict__.get("sections", {})
+            if name not in sections:
+                settings = None if name.startswith("_") else registered_sections().get(name)
+                if settings is None:
+                    raise AttributeError(f"trainer.algorithm has no setting {name}")
+                sections[name] = settings()
+            return sections[name]
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            sections = self.__dict__.get("sections", {})
+            if name in sections:
+                sections[name] = value
+            else:
+                super().__setattr__(name, value)
+
+    def section(self, settings: type[Section]) -> Section:
+        """Return the settings of this type: those of the loss or estimator that was registered with it."""
+        for value in self.sections.values():
+            if isinstance(value, settings):
+                return value
+        for name, registered in registered_sections().items():
+            if registered is settings:
+                return self.sections.setdefault(name, settings())
+        raise KeyError(f"no registered loss or estimator has settings of the type {settings.__name__}")

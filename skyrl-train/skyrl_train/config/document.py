@@ -13,12 +13,12 @@ from typing import Any, get_type_hints
 from skyrl_gym.envs.registration import env_class_of, registry
 from skyrl_train.config.config import SkyRLConfig, default_values
 from skyrl_train.config.not_yet_supported import NOT_YET_SUPPORTED, NOT_YET_SUPPORTED_VALUES
-from skyrl_train.config.typed import REST, expectation, join
+from skyrl_train.config.typed import REST, SECTIONS, expectation, join, sections_of
 
 _INTRODUCTION = """\
 # Configuration
 
-Every setting of a run. This page is made from `skyrl_train/config/config.py` by
+Every setting of a run. This page is made from `skyrl_train/config` and the registered losses by
 `python -m skyrl_train.config.document > docs/configuration.md`; change it there.
 
 - On the command line: `python -m skyrl_train.entrypoints.main_base trainer.seed=1 generator.max_turns=3`. Hydra reads
@@ -61,7 +61,10 @@ def _sections(config_type: type, name: str, defaults: dict[str, Any]) -> list[st
     meanings = field_meanings(config_type)
     for field in fields(config_type):
         full_name = join(name, field.name)
-        if field.metadata == REST:
+        if SECTIONS in field.metadata:
+            for key, section in sections_of(config_type)[1].items():
+                inner += _sections(section, join(name, key), defaults[key])
+        elif field.metadata == REST:
             own.append(_row(f"{name}.<env_class>", expectation(hints[field.name]), "", meanings[field.name]))
         elif is_dataclass(hints[field.name]):
             inner += _sections(hints[field.name], full_name, defaults[field.name])

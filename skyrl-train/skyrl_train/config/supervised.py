@@ -117,7 +117,6 @@ _SHARED = (
 _OF_DEMONSTRATIONS = ("algorithm.loss_reduction", "algorithm.max_seq_len")
 _OF_PREFERENCES = (
     "ref.",
-    "algorithm.dpo.beta",
     "placement.ref_num_nodes",
     "placement.ref_num_gpus_per_node",
     "placement.colocate_policy_ref",
@@ -127,7 +126,8 @@ _OF_PREFERENCES = (
 def check_read(config: SupervisedConfig) -> None:
     """Raises ConfigError if a setting of `trainer` was changed that this kind of training does not read."""
     own = _OF_PREFERENCES if isinstance(config, PreferenceConfig) else _OF_DEMONSTRATIONS
-    read = tuple(f"trainer.{name}" for name in (*_SHARED, *own))
+    of_loss = f"algorithm.{config.trainer.algorithm.policy_loss_type}."
+    read = tuple(f"trainer.{name}" for name in (*_SHARED, *own, of_loss))
     same_model = {"trainer": {"policy": {"model": {"path": config.trainer.policy.model.path}}}}  # others refer to it
     unchanged = type(config).from_dict(same_model)
     defaults = {name: getattr(section, leaf.name) for name, section, leaf in leaves(unchanged)}

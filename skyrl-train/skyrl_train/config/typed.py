@@ -30,6 +30,10 @@ class Choices:
 
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+SECTIONS = "sections"
+"""Key of a dict field's metadata: a function that returns name -> dataclass of the sections that the field holds. Each
+stands in the dataclass under its own name, beside the declared settings."""
+
 _NUMBER_TYPES = (int, float)
 
 
@@ -47,18 +51,32 @@ def build(config_type: type[T], values: Mapping[str, Any], name: str = "", root:
         raise ConfigError(f"{name} is a section of settings; got {values!r}")
     root = root or config_type
     hints = get_type_hints(config_type, include_extras=True)
-    declared = {field.name for field in dataclasses.fields(config_type) if not _is_rest(field)}  # type: ignore[arg-type]
+    declared = {field.name for field in dataclasses.fields(config_type) if not _is_merged(field)}  # type: ignore[arg-type]
+    holder, sections = sections_of(config_type)
     rest = next((field.name for field in dataclasses.fields(config_type) if _is_rest(field)), None)  # type: ignore[arg-type]
     arguments: dict[str, Any] = {}
     for key, value in values.items():
         full_name = join(name, str(key))
         if key in declared:
             arguments[key] = typed_value(hints[key], value, full_name, root)
+        elif holder and key in sections:
+            arguments.setdefault(holder, {})[key] = typed_value(sections[key], value, full_name, root)
         elif rest and isinstance(value, Mapping) and reason_not_supported(full_name) is None:
             arguments.setdefault(rest, {})[key] = dict(value)
         else:
             raise _unknown_setting(full_name, root)
-    return config_type(**arguments)
+    try:
+        return config_type(**arguments)
+    except ValueError as error:  # a rule of the dataclass's own
+        raise error if isinstance(error, ConfigError) else ConfigError(f"{name}: {error}") from error
+
+
+def sections_of(config_type: type) -> tuple[str | None, dict[str, type]]:
+    """Return the field of a dataclass that holds registered sections (None: it has none), and name -> dataclass."""
+    for field in dataclasses.fields(config_type):
+        if SECTIONS in field.metadata:
+            return field.name, field.metadata[SECTIONS]()
+    return None, {}
 
 
 def typed_value(annotation: Any, value: Any, name: str, root: type) -> Any:
@@ -146,7 +164,10 @@ def leaves(config: Any, name: str = "") -> Iterator[tuple[str, Any, dataclasses.
     """(full name, the section that holds it, its field) of every setting below the dataclass instance `config`."""
     for field in dataclasses.fields(config):
         value, full_name = getattr(config, field.name), join(name, field.name)
-        if dataclasses.is_dataclass(value):
+        if SECTIONS in field.metadata:
+            for key, section in value.items():
+                yield from leaves(section, join(name, key))
+        elif dataclasses.is_dataclass(value):
             yield from leaves(value, full_name)
         else:
             yield full_name, config, field
@@ -161,15 +182,18 @@ def to_dict(config: Any) -> Any:
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = to_dict(getattr(config, field.name))
-        values |= value if _is_rest(field) else {field.name: value}
+        values |= value if _is_merged(field) else {field.name: value}
     return values
 
 
 def setting_names(config_type: type, name: str = "") -> Iterator[str]:
     """Full names of all settings and sections of a dataclass."""
     hints = get_type_hints(config_type)
+    for key, section in sections_of(config_type)[1].items():
+        yield join(name, key)
+        yield from setting_names(section, join(name, key))
     for field in dataclasses.fields(config_type):
-        if _is_rest(field):
+        if _is_merged(field):
             continue
         full_name = join(name, field.name)
         yield full_name
@@ -188,6 +212,11 @@ def join(name: str, key: str) -> str:
 
 def _is_rest(field: dataclasses.Field[Any]) -> bool:
     return bool(field.metadata.get("rest"))
+
+
+def _is_merged(field: dataclasses.Field[Any]) -> bool:
+    """Return whether the entries of a dict field stand beside the declared settings."""
+    return _is_rest(field) or SECTIONS in field.metadata
 
 
 def _unknown_setting(name: str, root: type) -> ConfigError:

@@ -7,6 +7,7 @@ and the environments are imported only when a rule asks for them.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from skyrl_train.config.bounds import check_bounds
 from skyrl_train.config.config import SkyRLConfig, get_config_as_dict
 from skyrl_train.config.fingerprint import fill_fingerprint
 from skyrl_train.config.rules.algorithm import check_algorithm, replace_old_forms
@@ -98,9 +99,10 @@ def validate_supervised_cfg(cfg: "Mapping[str, Any] | DictConfig", config_type: 
             "trainer.logprobs_chunk_size",
             "trainer.policy.sequence_parallel_size",
             "trainer.algorithm.max_seq_len",
-            "trainer.algorithm.dpo.beta",
         ),
     )
+    for name, section in trainer.algorithm.sections.items():
+        check_bounds(section, f"trainer.algorithm.{name}")
     require(bool(settings.data.train_data), "data.train_data is empty; name at least one training set")
     require(settings.data.max_length > 0, f"data.max_length must be greater than 0; got {settings.data.max_length}")
     check_packing(config)

@@ -7,7 +7,7 @@ import importlib
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, Self
@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
+from skyrl_train.config.typed import to_dict
 from skyrl_train.errors import ConfigError
 from skyrl_train.utils.process_log import log_level
 from skyrl_train.utils.run_folder import RunFolder
@@ -94,7 +95,7 @@ def plain_config(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
     if is_dataclass(config) and not isinstance(config, type):
-        return asdict(config)
+        return to_dict(config)
     items: Any = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else config
     return {str(key): value for key, value in items.items()}
 

@@ -13,7 +13,6 @@ from skyrl_train.algorithms.kl import compute_approx_kl
 from skyrl_train.algorithms.losses import PolicyLossRegistry, register_policy_loss
 from skyrl_train.algorithms.reduction import token_weights
 from skyrl_train.config import AlgorithmConfig
-from skyrl_train.config.algorithm import DecoupledPPOConfig, DPPOConfig
 from skyrl_train.testing.invariances import (
     INVARIANCES,
     NOT_MEANT_TO_HOLD,
@@ -33,13 +32,15 @@ from skyrl_train.testing.invariances import (
     "config",
     [
         AlgorithmConfig(),
-        AlgorithmConfig(
-            grpo_norm_by_std=False,
-            gamma=0.9,
-            lambd=0.8,
-            eps_clip_high=0.28,
-            dppo=DPPOConfig(divergence="binary_kl"),
-            decoupled_ppo=DecoupledPPOConfig(behavior_weight_cap=1.1),
+        AlgorithmConfig.from_dict(
+            {
+                "grpo_norm_by_std": False,
+                "gamma": 0.9,
+                "lambd": 0.8,
+                "eps_clip_high": 0.28,
+                "dppo": {"divergence": "binary_kl"},
+                "decoupled_ppo": {"behavior_weight_cap": 1.1},
+            }
         ),
     ],
     ids=["defaults", "other settings"],

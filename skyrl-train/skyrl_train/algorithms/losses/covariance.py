@@ -9,12 +9,41 @@ so which tokens are treated apart is chosen over the whole mini-batch (the selec
 Shapes: B sequences, T response tokens, N tokens of the loss mask.
 """
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 
 from skyrl_train.algorithms.losses.contract import importance_ratio, register_policy_loss, register_token_selector
 from skyrl_train.algorithms.losses.surrogates import clipped_surrogate
 from skyrl_train.algorithms.masking import kept
-from skyrl_train.config import AlgorithmConfig
+from skyrl_train.config import AlgorithmConfig, BaseConfig
+from skyrl_train.config.bounds import AtLeast, Between, NotAbove
+
+
+@dataclass(kw_only=True)
+class ClipCovConfig(BaseConfig):
+    """The `clip_cov` loss: a few tokens of high covariance between log-prob and advantage lose their gradient."""
+
+    clip_ratio: Annotated[float, Between(0, 1)] = 0.0002
+    """Share of a mini-batch's tokens that are cut; at least one."""
+
+    clip_cov_lb: Annotated[float, NotAbove("clip_cov_ub")] = 1.0
+    """Tokens are cut from those whose covariance is above this ..."""
+
+    clip_cov_ub: float = 5.0
+    """... and below this."""
+
+
+@dataclass(kw_only=True)
+class KLCovConfig(BaseConfig):
+    """The `kl_cov` loss: the tokens of highest covariance between log-prob and advantage are held back by a penalty."""
+
+    kl_cov_frac: Annotated[float, Between(0, 1)] = 0.2
+    """Share of a mini-batch's tokens that are held back; at least one."""
+
+    ppo_kl_coef: Annotated[float, AtLeast(0)] = 1.0
+    """Weight of the penalty |log_prob - old_log_prob|."""
 
 
 def token_covariance(log_probs: torch.Tensor, advantages: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
@@ -40,10 +69,11 @@ def clip_cov_tokens(
     log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
     _, metrics = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
     cov = token_covariance(log_probs, advantages, loss_mask)
-    candidates = (cov > config.clip_cov.clip_cov_lb) & (cov < config.clip_cov.clip_cov_ub)
+    own = config.section(ClipCovConfig)
+    candidates = (cov > own.clip_cov_lb) & (cov < own.clip_cov_ub)
     candidates &= (metrics["clip_ratio"] == 0) & (loss_mask != 0)
     order = torch.where(candidates, noise, 2.0).flatten().argsort()
-    return _first(order, candidates, config.clip_cov.clip_ratio, loss_mask)
+    return _first(order, candidates, own.clip_ratio, loss_mask)
 
 
 @register_token_selector("kl_cov")
@@ -61,7 +91,7 @@ def kl_cov_tokens(
     cov = torch.where(candidates, token_covariance(log_probs, advantages, loss_mask), float("-inf")).flatten()
     by_noise = torch.where(candidates, noise, 2.0).flatten().argsort()
     order = by_noise[cov[by_noise].argsort(descending=True, stable=True)]
-    return _first(order, candidates, config.kl_cov.kl_cov_frac, loss_mask)
+    return _first(order, candidates, config.section(KLCovConfig).kl_cov_frac, loss_mask)
 
 
 def _first(order: torch.Tensor, candidates: torch.Tensor, share: float, loss_mask: torch.Tensor) -> torch.Tensor:
@@ -72,7 +102,7 @@ def _first(order: torch.Tensor, candidates: torch.Tensor, share: float, loss_mas
     return selected.view_as(candidates) & candidates
 
 
-@register_policy_loss("clip_cov")
+@register_policy_loss("clip_cov", settings=ClipCovConfig)
 def clip_cov_policy_loss(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
@@ -97,7 +127,7 @@ def clip_cov_policy_loss(
     return torch.where(selected_tokens, 0.0, loss), metrics
 
 
-@register_policy_loss("kl_cov")
+@register_policy_loss("kl_cov", settings=KLCovConfig)
 def kl_cov_policy_loss(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
@@ -117,6 +147,6 @@ def kl_cov_policy_loss(
     """
     log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
     ratio = importance_ratio(log_probs, old_log_probs)
-    penalty = config.kl_cov.ppo_kl_coef * (log_probs - old_log_probs).abs()
+    penalty = config.section(KLCovConfig).ppo_kl_coef * (log_probs - old_log_probs).abs()
     loss = -ratio * advantages + torch.where(selected_tokens, penalty, 0.0)
     return loss, {"ratio": ratio.detach(), "selected_ratio": selected_tokens.float()}

@@ -3,14 +3,28 @@
 Shapes: B sequences (pairs side by side), T response tokens, P = B / 2 pairs.
 """
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 
 from skyrl_train.algorithms.losses.contract import LossRequirements, register_policy_loss
 from skyrl_train.algorithms.masking import kept
-from skyrl_train.config import AlgorithmConfig
+from skyrl_train.config import AlgorithmConfig, BaseConfig
+from skyrl_train.config.bounds import Above
 
 
-@register_policy_loss("dpo", requires=LossRequirements(advantages=False, pairs=True, reference_model=True))
+@dataclass(kw_only=True)
+class DPOConfig(BaseConfig):
+    """The `dpo` loss (preference pairs)."""
+
+    beta: Annotated[float, Above(0)] = 0.1
+    """Strength of the pull to the reference model."""
+
+
+@register_policy_loss(
+    "dpo", settings=DPOConfig, requires=LossRequirements(advantages=False, pairs=True, reference_model=True)
+)
 def dpo_loss(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
@@ -44,7 +58,7 @@ def dpo_loss(
     log_probs, old_log_probs = kept(mask, log_probs, old_log_probs)
     chosen_P, rejected_P = (log_probs - old_log_probs).sum(-1).view(-1, 2).unbind(-1)
     complete_P = (mask != 0).any(-1).view(-1, 2).all(-1)
-    margin_P = config.dpo.beta * (chosen_P - rejected_P)
+    margin_P = config.section(DPOConfig).beta * (chosen_P - rejected_P)
     loss_P = torch.where(complete_P, -torch.nn.functional.logsigmoid(margin_P), 0.0)
 
     def of_tokens(value_P: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,9 @@ Shapes: B sequences, T response tokens. Every loss returns its value at each tok
 whatever stands there) and metrics [B, T].
 """
 
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
 import torch
 
 from skyrl_train.algorithms.losses.contract import (
@@ -14,7 +17,8 @@ from skyrl_train.algorithms.losses.contract import (
 )
 from skyrl_train.algorithms.losses.surrogates import clipped_surrogate
 from skyrl_train.algorithms.masking import kept
-from skyrl_train.config import AlgorithmConfig
+from skyrl_train.config import AlgorithmConfig, BaseConfig
+from skyrl_train.config.bounds import Above, AtLeast
 
 _ROLLOUT_LOG_PROBS = LossRequirements(rollout_log_probs=True)
 
@@ -46,7 +50,21 @@ def rollout_is_policy_loss(
     return loss, {"clip_ratio": (~inside).float(), "ratio": ratio}
 
 
-@register_policy_loss("dppo", requires=_ROLLOUT_LOG_PROBS)
+@dataclass(kw_only=True)
+class DPPOConfig(BaseConfig):
+    """The trust region of the `dppo` loss, measured between the policy and the one that wrote the tokens."""
+
+    divergence: Literal["binary_tv", "binary_kl"] = "binary_tv"
+    """Distance of the two distributions over {this token, any other}: total variation, or KL divergence."""
+
+    delta_low: Annotated[float, AtLeast(0)] = 0.2
+    """A token with negative advantage stops training when its probability has fallen by more than this distance."""
+
+    delta_high: Annotated[float, AtLeast(0)] = 0.2
+    """A token with positive advantage stops training when its probability has risen by more than this distance."""
+
+
+@register_policy_loss("dppo", settings=DPPOConfig, requires=_ROLLOUT_LOG_PROBS)
 def dppo_policy_loss(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
@@ -72,10 +90,11 @@ def dppo_policy_loss(
     rollout_logprobs = required_rollout_logprobs(rollout_logprobs, "dppo")
     log_probs, advantages, rollout_logprobs = kept(loss_mask, log_probs, advantages, rollout_logprobs)
     ratio = importance_ratio(log_probs, rollout_logprobs)
+    own = config.section(DPPOConfig)
     with torch.no_grad():
-        divergence = _binary_divergence(log_probs, rollout_logprobs, config.dppo.divergence)
-        risen = (log_probs > rollout_logprobs) & (divergence > config.dppo.delta_high)
-        fallen = (log_probs < rollout_logprobs) & (divergence > config.dppo.delta_low)
+        divergence = _binary_divergence(log_probs, rollout_logprobs, own.divergence)
+        risen = (log_probs > rollout_logprobs) & (divergence > own.delta_high)
+        fallen = (log_probs < rollout_logprobs) & (divergence > own.delta_low)
         stopped = ((advantages > 0) & risen) | ((advantages < 0) & fallen)
     loss = torch.where(stopped, 0.0, -ratio * advantages)
     return loss, {"clip_ratio": stopped.float(), "ratio": ratio.detach()}
@@ -92,7 +111,15 @@ def _binary_divergence(log_probs: torch.Tensor, rollout_logprobs: torch.Tensor, 
     return log_mu.exp() * (log_mu - log_p) + others
 
 
-@register_policy_loss("decoupled_ppo", requires=_ROLLOUT_LOG_PROBS)
+@dataclass(kw_only=True)
+class DecoupledPPOConfig(BaseConfig):
+    """The `decoupled_ppo` loss: clips around the policy at the start of the step, corrects for the one that wrote."""
+
+    behavior_weight_cap: Annotated[float | None, Above(0)] = None
+    """A token whose weight pi_start / pi_rollout is above this does not train. null: no cap."""
+
+
+@register_policy_loss("decoupled_ppo", settings=DecoupledPPOConfig, requires=_ROLLOUT_LOG_PROBS)
 def decoupled_ppo_policy_loss(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
@@ -118,7 +145,7 @@ def decoupled_ppo_policy_loss(
         loss_mask, log_probs, old_log_probs, advantages, rollout_logprobs
     )
     weight = importance_ratio(old_log_probs, rollout_logprobs).detach()
-    cap = config.decoupled_ppo.behavior_weight_cap
+    cap = config.section(DecoupledPPOConfig).behavior_weight_cap
     capped = torch.zeros_like(weight, dtype=torch.bool) if cap is None else weight > cap
     loss, metrics = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
     metrics |= {"behavior_weight": weight, "behavior_capped": capped.float()}

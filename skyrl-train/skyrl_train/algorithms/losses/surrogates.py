@@ -4,6 +4,9 @@ Shapes: B sequences, T response tokens. Every loss returns its value at each tok
 whatever stands there) and metrics [B, T].
 """
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 
 from skyrl_train.algorithms.losses.contract import (
@@ -13,7 +16,8 @@ from skyrl_train.algorithms.losses.contract import (
     register_policy_loss,
 )
 from skyrl_train.algorithms.masking import kept
-from skyrl_train.config import AlgorithmConfig
+from skyrl_train.config import AlgorithmConfig, BaseConfig
+from skyrl_train.config.bounds import Above, AtLeast
 
 
 @register_policy_loss("regular")
@@ -103,7 +107,18 @@ def gspo_policy_loss(
     return clipped_surrogate(ratio, advantages, config)
 
 
-@register_policy_loss("cispo")
+@dataclass(kw_only=True)
+class CISPOConfig(BaseConfig):
+    """Bounds of the importance weight of the `cispo` loss."""
+
+    cispo_eps_clip_low: Annotated[float, AtLeast(0)] = 1.0
+    """The weight is at least 1 - this. 1: no lower bound, as in the paper."""
+
+    cispo_eps_clip_high: Annotated[float, Above(0)] = 4.0
+    """The weight is at most 1 + this."""
+
+
+@register_policy_loss("cispo", settings=CISPOConfig)
 def cispo_policy_loss(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
@@ -121,11 +136,23 @@ def cispo_policy_loss(
     """
     log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
     ratio = importance_ratio(log_probs, old_log_probs).detach()
-    weight = ratio.clamp(1 - config.cispo.cispo_eps_clip_low, 1 + config.cispo.cispo_eps_clip_high)
+    own = config.section(CISPOConfig)
+    weight = ratio.clamp(1 - own.cispo_eps_clip_low, 1 + own.cispo_eps_clip_high)
     return -weight * advantages * log_probs, {"clip_ratio": (weight != ratio).float(), "ratio": ratio}
 
 
-@register_policy_loss("sapo")
+@dataclass(kw_only=True)
+class SAPOConfig(BaseConfig):
+    """How fast the soft gate of the `sapo` loss closes."""
+
+    tau_pos: Annotated[float, Above(0)] = 1.0
+    """Temperature of tokens with a positive advantage."""
+
+    tau_neg: Annotated[float, Above(0)] = 1.05
+    """Temperature of the others. Larger than `tau_pos`: what pushes tokens down is trusted less far."""
+
+
+@register_policy_loss("sapo", settings=SAPOConfig)
 def sapo_policy_loss(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
@@ -143,7 +170,8 @@ def sapo_policy_loss(
     """
     log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
     ratio = importance_ratio(log_probs, old_log_probs)
-    tau = torch.full_like(advantages, config.sapo.tau_neg).masked_fill(advantages > 0, config.sapo.tau_pos)
+    own = config.section(SAPOConfig)
+    tau = torch.full_like(advantages, own.tau_neg).masked_fill(advantages > 0, own.tau_pos)
     gate = 4 / tau * torch.sigmoid(tau * (ratio - 1))
     return -gate * advantages, {"ratio": ratio.detach()}
 

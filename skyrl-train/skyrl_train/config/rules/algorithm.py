@@ -2,6 +2,7 @@
 
 import warnings
 
+from skyrl_train.config.bounds import check_bounds
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.requirements import AdvantageEstimatorRegistry, PolicyLossRegistry, TokenSelectorRegistry
@@ -16,11 +17,6 @@ _POSITIVE = (
     "value_clip",
     "first_ratio_tolerance",
     "overlong_buffer.len",
-    "cispo.cispo_eps_clip_high",
-    "sapo.tau_pos",
-    "sapo.tau_neg",
-    "decoupled_ppo.behavior_weight_cap",
-    "dpo.beta",
     "off_policy_correction.token_tis_ratio_clip_high",
     "off_policy_correction.sequence_tis_ratio_clip_high",
     "off_policy_correction.geo_mask_high",
@@ -34,18 +30,11 @@ _NOT_NEGATIVE = (
     "eps_clip_low",
     "eps_clip_high",
     "overlong_buffer.penalty_factor",
-    "cispo.cispo_eps_clip_low",
-    "kl_cov.ppo_kl_coef",
-    "dppo.delta_low",
-    "dppo.delta_high",
 )
-_SHARES = ("gamma", "lambd", "clip_cov.clip_ratio", "kl_cov.kl_cov_frac", "dynamic_sampling.min_replace_ratio")
-_ORDERED = (
-    ("clip_cov.clip_cov_lb", "clip_cov.clip_cov_ub"),
-    *(
-        (f"off_policy_correction.{name}_low", f"off_policy_correction.{name}_high")
-        for name in ("geo_mask", "product_mask", "token_mask_is_threshold", "outlier_token_is_threshold")
-    ),
+_SHARES = ("gamma", "lambd", "dynamic_sampling.min_replace_ratio")
+_ORDERED = tuple(
+    (f"off_policy_correction.{name}_low", f"off_policy_correction.{name}_high")
+    for name in ("geo_mask", "product_mask", "token_mask_is_threshold", "outlier_token_is_threshold")
 )
 
 
@@ -94,6 +83,8 @@ def _check_numbers(config: SkyRLConfig) -> None:
     check_shares(config, (f"{_NAME}.{name}" for name in _SHARES))
     for low, high in _ORDERED:
         check_order(config, f"{_NAME}.{low}", f"{_NAME}.{high}")
+    for name, section in algorithm.sections.items():
+        check_bounds(section, f"{_NAME}.{name}")
     require(
         algorithm.eps_clip_low < 1,
         f"{_NAME}.eps_clip_low={algorithm.eps_clip_low} must be below 1: the ratio is clipped at 1 - this",

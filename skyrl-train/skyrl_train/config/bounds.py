@@ -1,0 +1,67 @@
+"""Bounds of numbers, written beside the setting: `delta: Annotated[float, AtLeast(0)] = 0.2`.
+
+Checked for the settings of losses and estimators when a run's settings are validated, not where they are made.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, get_args, get_type_hints
+
+from skyrl_train.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Above:
+    """Greater than a number."""
+
+    bound: float
+
+    def violation(self, value: Any, section: Any, name: str) -> str | None:
+        """Return the rule that `value` breaks, or None. null, where it may be, breaks none."""
+        return None if value is None or value > self.bound else f"must be greater than {self.bound:g}; got {value}"
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """A number or greater."""
+
+    bound: float
+
+    def violation(self, value: Any, section: Any, name: str) -> str | None:
+        return None if value is None or value >= self.bound else f"must be {self.bound:g} or greater; got {value}"
+
+
+@dataclass(frozen=True)
+class Between:
+    """From one number to another, both included."""
+
+    low: float
+    high: float
+
+    def violation(self, value: Any, section: Any, name: str) -> str | None:
+        if value is None or self.low <= value <= self.high:
+            return None
+        return f"must be from {self.low:g} to {self.high:g}; got {value}"
+
+
+@dataclass(frozen=True)
+class NotAbove:
+    """At most the value of another setting of the same section."""
+
+    other: str
+
+    def violation(self, value: Any, section: Any, name: str) -> str | None:
+        limit = getattr(section, self.other)
+        if value is None or limit is None or value <= limit:
+            return None
+        return f"={value} must not be above {name}.{self.other}={limit}: nothing would lie between them"
+
+
+def check_bounds(section: Any, name: str) -> None:
+    """Raises ConfigError if a setting of the dataclass instance `section`, called `name`, is outside its bounds."""
+    hints = get_type_hints(type(section), include_extras=True)
+    for field in fields(section):
+        for mark in get_args(hints[field.name])[1:]:
+            if isinstance(mark, Above | AtLeast | Between | NotAbove):
+                rule = mark.violation(getattr(section, field.name), section, name)
+                if rule is not None:
+                    raise ConfigError(f"{name}.{field.name}{'' if rule.startswith('=') else ' '}{rule}")

@@ -1,0 +1,86 @@
+"""A loss and an estimator of one's own are one file (`own_algorithm.py`): settings, checks and training follow from the
+registration."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from skyrl_train.config import SkyRLConfig, config_dir, register_config_store, validate_cfg
+from skyrl_train.config.fingerprint import flat_settings, settings_fingerprint
+from skyrl_train.errors import ConfigError
+from skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry, PolicyLossRegistry
+
+CHOSEN = {"policy_loss_type": "pull", "advantage_estimator": "best_of_group"}
+
+
+@pytest.fixture
+def own_algorithm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    importlib.import_module("own_algorithm")
+    yield
+    del sys.modules["own_algorithm"]
+    PolicyLossRegistry.unregister("pull")
+    AdvantageEstimatorRegistry.unregister("best_of_group")
+
+
+def checked(algorithm: dict[str, Any], **generator: Any) -> SkyRLConfig:
+    values = {
+        "trainer": {"placement": {"device": "cpu"}, "algorithm": {"use_kl_loss": False} | CHOSEN | algorithm},
+        "generator": generator,
+    }
+    return validate_cfg(SkyRLConfig.from_dict(values))
+
+
+@pytest.mark.usefixtures("own_algorithm")
+@pytest.mark.parametrize(
+    "algorithm, generator, message",
+    [
+        ({"pull": {"strenght": 1.0}}, {}, r"unknown setting .*pull\.strenght; did you mean .*pull\.strength\?"),
+        ({"pull": {"strength": "much"}}, {}, r"trainer\.algorithm\.pull\.strength must be a number; got 'much'"),
+        ({"pull": {"strength": -1.0}}, {}, r"trainer\.algorithm\.pull\.strength must be 0 or greater; got -1\.0"),
+        ({"pull": {"power": 3}}, {}, r"trainer\.algorithm\.pull: power=3 must be even"),
+        ({}, {"sampling_params": {"logprobs": None}}, r"policy_loss_type=pull compares with the engine's log-probs"),
+        ({}, {"n_samples_per_prompt": 1}, r"advantage_estimator=best_of_group compares the answers to one prompt"),
+    ],
+)
+def test_settings_and_requirements_of_own_loss_are_checked_like_ours(
+    algorithm: dict[str, Any], generator: dict[str, Any], message: str
+):
+    checked({})
+    with pytest.raises(ConfigError, match=message):
+        checked(algorithm, **generator)
+
+
+def test_settings_of_a_loss_that_is_not_registered_are_unknown():
+    with pytest.raises(ConfigError, match=r"unknown setting trainer\.algorithm\.pull"):
+        SkyRLConfig.from_dict({"trainer": {"algorithm": {"pull": {"strength": 1.0}}}})
+
+
+@pytest.mark.usefixtures("own_algorithm")
+def test_command_line_sets_own_loss_and_what_is_registered_but_unused_changes_no_fingerprint():
+    before = settings_fingerprint(SkyRLConfig())
+    assert "trainer.algorithm.pull.strength" not in flat_settings(SkyRLConfig())
+    register_config_store()
+    own = ["trainer.algorithm.pull.strength=0.25", *(f"trainer.algorithm.{k}={v}" for k, v in CHOSEN.items())]
+    device = ["trainer.placement.device=cpu", "trainer.algorithm.use_kl_loss=false"]
+    with initialize_config_dir(config_dir, version_base=None):
+        config = validate_cfg(compose("ppo_base_config", overrides=[*own, *device]))
+    algorithm: Any = config.trainer.algorithm
+    assert algorithm.pull.strength == 0.25
+    assert flat_settings(config)["trainer.algorithm.pull.strength"] == 0.25
+    assert settings_fingerprint(config) != before == settings_fingerprint(SkyRLConfig())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_algorithm")
+def test_own_loss_and_estimator_train_a_run(settings: Any, run: Any, tmp_path: Path):
+    cfg = settings(tmp_path, {"trainer": {"algorithm": CHOSEN | {"pull": {"strength": 0.125}}}})
+    steps = run(validate_cfg(cfg))
+    assert len(steps) == 2
+    assert all(step["policy/loss_metrics/strength"] == pytest.approx(0.125) for step in steps)
+    assert all(step["policy/grad_norm"] > 0 for step in steps)

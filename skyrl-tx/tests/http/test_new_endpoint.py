@@ -1,0 +1,47 @@
+"""A new read-only endpoint is an answer, a method of the service and a route; keys and its documentation follow."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi import Request, Response
+
+from tx.tinker.http import answers
+from tx.tinker.http.openapi import described
+from tx.tinker.http.replies import as_json
+from tx.tinker.http.routes import server
+from tx.tinker.http.scope import desk_of
+
+
+class NumberOfModels(answers.Answer):
+    """Would be in `http/answers.py`."""
+
+    num_models: int
+
+
+def number_of_models(desk: Any) -> dict[str, int]:
+    """Would be a method of the service."""
+    return {"num_models": len(desk.capabilities()["supported_models"])}
+
+
+@pytest.fixture
+def endpoint() -> Iterator[None]:
+    """Would be in `http/routes/server.py`."""
+    before = list(server.router.routes)
+
+    @server.router.get("/number_of_models", **described(NumberOfModels))
+    async def route(request: Request) -> Response:
+        return as_json(number_of_models(desk_of(request)))
+
+    yield
+    server.router.routes[:] = before
+
+
+@pytest.mark.usefixtures("endpoint")
+async def test_new_endpoint_answers_with_a_key_and_is_documented(served: Any):
+    anna, nobody = await served("anna"), await served("nobody")
+    answer = await anna.get("/api/v1/number_of_models")
+    assert NumberOfModels.model_validate_json(answer.content).num_models >= 1
+    assert (await nobody.get("/api/v1/number_of_models")).status_code == 401
+    page = (await anna.get("/openapi.json")).json()
+    assert page["paths"]["/api/v1/number_of_models"]["get"]["responses"]["200"]["content"]["application/json"]
