@@ -7,6 +7,7 @@ from skyrl_train.config.base import BaseConfig
 from skyrl_train.config.registry import Registration
 from skyrl_train.config.requirements import AdvantageEstimatorRegistry, PolicyLossRegistry
 from skyrl_train.config.typed import SECTIONS
+from skyrl_train.errors import ConfigError
 
 Section = TypeVar("Section")
 
@@ -116,7 +117,7 @@ def registered_sections() -> dict[str, type[Any]]:
     """Return name -> dataclass of the settings of every registered loss and estimator that has some.
 
     Raises:
-        ValueError: a section cannot be a setting under its name.
+        ConfigError: a section cannot be a setting under its name.
     """
     declared = {field.name for field in fields(_DeclaredSettings)}
     sections: dict[str, type[Any]] = {}
@@ -124,7 +125,7 @@ def registered_sections() -> dict[str, type[Any]]:
         if entry.settings is None:
             continue
         if not entry.name.isidentifier() or entry.name in declared or entry.name in sections:
-            raise ValueError(
+            raise ConfigError(
                 f"'{entry.name}' cannot have settings, which would be trainer.algorithm.{entry.name}: "
                 + ("that is no name of a setting" if not entry.name.isidentifier() else "there is such a setting")
                 + "; register it under another name"

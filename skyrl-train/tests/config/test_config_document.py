@@ -6,6 +6,7 @@ from typing import get_type_hints
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.document import field_meanings, page
+from skyrl_train.config.typed import sections_of
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
 
@@ -18,6 +19,8 @@ def test_the_committed_page_is_what_the_command_prints():
 
 def settings_without_meaning(config_type, name=""):
     hints = get_type_hints(config_type)
+    for key, section in sections_of(config_type)[1].items():
+        yield from settings_without_meaning(section, f"{name}{key}.")
     for field in fields(config_type):
         if is_dataclass(hints[field.name]):
             yield from settings_without_meaning(hints[field.name], f"{name}{field.name}.")

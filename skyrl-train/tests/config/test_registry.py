@@ -1,0 +1,109 @@
+"""Registries: entries with requirements and settings, and no name of an entry anywhere but at its registration."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import skyrl_train
+from skyrl_train.config import AlgorithmConfig, SkyRLConfig
+from skyrl_train.config.engine_kinds import EngineRegistry
+from skyrl_train.config.registry import Registry
+from skyrl_train.config.requirements import AdvantageEstimatorRegistry, PolicyLossRegistry, register_policy_loss
+from skyrl_train.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Needs:
+    salt: bool = False
+
+
+def test_provider_is_imported_at_the_first_look_up_and_again_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    registry: Registry[str, Needs] = Registry("dish", Needs, ("dishes_of_a_test",))
+    monkeypatch.setattr(sys, "dishes_of_a_test", registry, raising=False)
+    with pytest.raises(ModuleNotFoundError):
+        registry.get("soup")
+    lines = [
+        "import sys",
+        "sys.dishes_of_a_test.register('soup', 'water', requires=None)",
+        "sys.dishes_of_a_test.register('bread', 'flour')",
+    ]
+    (tmp_path / "dishes_of_a_test.py").write_text("\n".join(lines))
+    assert "dishes_of_a_test" not in sys.modules
+    assert list(registry.registrations()) == ["soup", "bread"]
+    assert registry.requirements("soup") == Needs()
+    sys.modules.pop("dishes_of_a_test")
+
+
+def test_registration_holds_requirements_and_a_taken_or_unknown_name_is_refused():
+    registry: Registry[str, Needs] = Registry("dish", Needs)
+    registry.register("soup", "water", requires=Needs(salt=True))
+    assert (registry.get("soup"), registry.requirements("soup").salt) == ("water", True)
+    assert registry.requirements("never registered") == Needs()
+    with pytest.raises(ValueError, match="dish 'soup' is already registered"):
+        registry.register("soup", "tea")
+    with pytest.raises(ValueError, match=r"Unknown dish 'soap': not registered; did you mean 'soup'\? Available: soup"):
+        registry.get("soap")
+
+
+@dataclass(kw_only=True)
+class Own:
+    weight: float = 1.0
+    """A number."""
+
+
+@pytest.fixture
+def own_loss(request: pytest.FixtureRequest) -> Iterator[str]:
+    register_policy_loss(request.param, settings=Own)(lambda *_: None)
+    yield request.param
+    PolicyLossRegistry.unregister(request.param)
+
+
+@pytest.mark.parametrize(
+    "own_loss, message",
+    [
+        ("gamma", r"trainer\.algorithm\.gamma: there is such a setting"),
+        ("my-loss", r"trainer\.algorithm\.my-loss: that is no name of a setting"),
+    ],
+    indirect=["own_loss"],
+)
+def test_settings_that_cannot_have_their_name_are_refused(own_loss: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        SkyRLConfig()
+
+
+@pytest.mark.parametrize("own_loss", ["mine"], indirect=True)
+def test_section_is_made_when_it_is_asked_for(own_loss: str):
+    algorithm = AlgorithmConfig()
+    assert "mine" not in algorithm.sections
+    algorithm.section(Own).weight = 2.0
+    assert algorithm.mine.weight == 2.0  # type: ignore[attr-defined]
+    algorithm.mine = Own(weight=3.0)  # type: ignore[attr-defined]
+    assert algorithm.section(Own).weight == 3.0
+    assert AlgorithmConfig(mine=Own(weight=3.0)) == algorithm  # type: ignore[call-arg]
+    assert AlgorithmConfig.from_dict({"mine": {"weight": 3.0}}) == algorithm
+
+
+def compared_texts(path: Path) -> Iterator[str]:
+    """Texts that a file compares something with, alone or in a tuple, list or set."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Compare):
+            for side in (node.left, *node.comparators):
+                for part in side.elts if isinstance(side, ast.Tuple | ast.List | ast.Set) else [side]:
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                        yield part.value
+
+
+def test_nothing_is_compared_with_the_name_of_a_loss_an_estimator_or_an_engine():
+    registries = (PolicyLossRegistry, AdvantageEstimatorRegistry, EngineRegistry)
+    names = {name for registry in registries for name in registry.registrations()}
+    assert {"dpo", "maxrl", "native"} < names
+    files = sorted(Path(str(skyrl_train.__file__)).parent.rglob("*.py"))
+    found = [f"{path}: {text!r}" for path in files for text in compared_texts(path) if text in names]
+    assert not found, "registrations carry requirements and traits: read those"
