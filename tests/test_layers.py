@@ -20,7 +20,8 @@ LAYERS = [
     {"weight_sync"},
     {"inference_engines"},
     {"rollouts"},
-    {"generators", "workers"},
+    {"generators", "training_backends"},
+    {"workers"},
     {"orchestration"},
     {"dataset", "evaluate", "checkpoints", "provenance", "judging", "mismatch", "step_plan", "supervised"}
     | {"trainer", "training_run"},

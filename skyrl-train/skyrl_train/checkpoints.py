@@ -17,9 +17,9 @@ from loguru import logger
 
 from skyrl_train.config import TrainerConfig
 from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.training_backends.base import WrittenFiles
 from skyrl_train.utils.io import expand_path, fsync_folder, sha256_of, write_atomically
 from skyrl_train.utils.nodes import node_name
-from skyrl_train.workers.model_files import WrittenFiles
 
 GLOBAL_STEP_PREFIX = "global_step_"
 MANIFEST = "manifest.json"

@@ -27,8 +27,8 @@ from skyrl_train.rollouts.padding import convert_prompts_responses_to_batch_tens
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun, num_training_steps
 from skyrl_train.utils.tracking import Tracking
-from skyrl_train.workers.model_worker import RefWorker
 from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train.workers.worker import RefWorker
 
 _NAMES = {"train/final_loss": "train/loss", "train/policy_lr": "train/lr", "train/policy_entropy": "train/entropy"}
 

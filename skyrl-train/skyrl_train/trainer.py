@@ -46,9 +46,8 @@ from skyrl_train.training_run import TrainingRun, num_training_steps
 from skyrl_train.utils.io import expand_path
 from skyrl_train.utils.logging_utils import log_example
 from skyrl_train.utils.tracking import Tracking
-from skyrl_train.workers.critic_worker import CriticWorker
-from skyrl_train.workers.model_worker import RefWorker
 from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train.workers.worker import CriticWorker, RefWorker
 
 
 class RayPPOTrainer(TrainingRun):

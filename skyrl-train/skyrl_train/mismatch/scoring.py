@@ -10,10 +10,12 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from skyrl_train.config import PolicyConfig, SkyRLConfig
+from skyrl_train.config import SkyRLConfig
 from skyrl_train.mismatch.answers import Answers
+from skyrl_train.models.build import build_model
 from skyrl_train.models.scoring import ScoringModel, lay_out
-from skyrl_train.workers.model_worker import ModelWorker, RankInfo
+from skyrl_train.training_backends.base import RankInfo
+from skyrl_train.training_backends.fsdp2.backend import FSDP2Backend
 
 _ROWS_AT_A_TIME = 8
 
@@ -63,32 +65,20 @@ class Reference(TrainerModel):
 @contextmanager
 def reference_model(cfg: SkyRLConfig) -> Iterator[Reference]:
     """The policy in float32."""
-    worker = _PolicyScores(_alone(cfg))
-    worker.device = _device(cfg)
-    model = worker.build(cfg.trainer.policy.model.path, with_weights=True)
+    device = _device(cfg)
+    model = build_model(_alone(cfg), "policy", cfg.trainer.policy.model.path or "", device=device, is_trained=False)
     assert isinstance(model, ScoringModel)
-    model.to(worker.device)
-    yield Reference(model, worker.device)
+    yield Reference(model.to(device), device)
 
 
 @contextmanager
 def bfloat16_model(cfg: SkyRLConfig) -> Iterator[TrainerModel]:
     """The policy as a worker with `trainer.bf16=true` computes it: float32 parameters, cast by FSDP."""
-    worker = _PolicyScores(_alone(cfg))
-    worker.cfg.trainer.bf16 = True
-    worker.init_model(RankInfo(device=str(_device(cfg))))
-    try:
-        yield TrainerModel(worker.model, worker.device)
-    finally:
-        worker.teardown()
-
-
-class _PolicyScores(ModelWorker):
-    """The policy without what makes it learn."""
-
-    @property
-    def settings(self) -> PolicyConfig:
-        return self.cfg.trainer.policy
+    backend = FSDP2Backend(_alone(cfg), "policy")
+    backend.cfg.trainer.bf16 = True
+    backend.join(RankInfo(device=str(_device(cfg))))
+    backend.load_model()
+    yield TrainerModel(backend.model, backend.device)
 
 
 def _alone(cfg: SkyRLConfig) -> SkyRLConfig:

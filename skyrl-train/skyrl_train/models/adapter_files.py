@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from skyrl_train.distributed.fsdp2 import full
+from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.models.lora import ADAPTER, adapters_of, transformers_model
 from skyrl_train.utils.io import fsync_folder, write_atomically
@@ -41,7 +41,7 @@ def adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str,
     """
     for adapter in adapters_of(transformers_model(model)):
         for name, matrix in adapter.matrices.items():
-            yield name, full(matrix.detach()).to(dtype)
+            yield name, gather_full_tensor(matrix.detach()).to(dtype)
 
 
 def write_adapter_version(

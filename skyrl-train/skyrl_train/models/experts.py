@@ -32,6 +32,10 @@ class RouterStatistics:
             self.num_tokens + other.num_tokens,
         )
 
+    def zeros(self) -> "RouterStatistics":
+        """Return the statistics of no tokens, of the same layers and experts."""
+        return RouterStatistics(torch.zeros_like(self.counts), torch.zeros_like(self.probability_sums), 0)
+
 
 def auxiliary_loss(statistics: RouterStatistics) -> float:
     """The load-balancing loss of Switch Transformers (https://arxiv.org/abs/2101.03961, eq. 4-6) over the tokens of all

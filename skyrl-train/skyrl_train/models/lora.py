@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from skyrl_train.config import LoRAConfig
-from skyrl_train.distributed.fsdp2 import full
+from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.cpu_linear import OneDnnLinear, use_onednn_linear
 
@@ -134,7 +134,7 @@ class Adapter:
 
     def merged_into(self, weight: torch.Tensor) -> torch.Tensor:
         """A new tensor, from the layer's whole weight. A collective."""
-        a, b = full(self.a.detach()), full(self.b.detach())
+        a, b = gather_full_tensor(self.a.detach()), gather_full_tensor(self.b.detach())
         left, right = (a.t(), b.t()) if self.is_transposed else (b, a)
         return torch.addmm(weight, left, right, alpha=self.scaling)
 
@@ -165,7 +165,7 @@ def exported_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in causal_lm.named_parameters():
         if id(parameter) in matrices:
             continue
-        tensor = full(parameter.detach())
+        tensor = gather_full_tensor(parameter.detach())
         if name in adapters:
             tensor = adapters[name].merged_into(tensor)
         yield name.replace(".base_layer.", "."), tensor

@@ -6,7 +6,7 @@ from typing import Any
 
 from skyrl_train.env_vars import scheduling_timeout_seconds
 from skyrl_train.orchestration.launcher import Calls, Ranks
-from skyrl_train.workers.model_worker import RankInfo
+from skyrl_train.training_backends.base import RankInfo
 
 ShardArgs = Sequence[tuple[Any, ...]]
 """The arguments of a call on every shard, in shard order."""

@@ -6,8 +6,8 @@ import torch
 
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.schedule import Schedule
+from skyrl_train.training_backends.base import MetricSums
 from skyrl_train.training_batch import TrainingInputBatch
-from skyrl_train.workers.learner import MetricSums
 
 INPUTS = {
     "policy": (
@@ -54,7 +54,7 @@ async def learn(group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch
     their own forward, which come back as `old_log_probs`."""
     own_log_probs = group.name == "policy" and batch.get("action_log_probs") is None
     inputs = batch.select([name for name in INPUTS[group.name] if batch.get(name) is not None], ["response_length"])
-    await group.call_shards("stage", [(own,) for own in schedule.shard(inputs)])
+    await group.call_shards("load_batch", [(own,) for own in schedule.shard(inputs)])
     nothing: list[tuple[()]] = [()] * group.num_shards
     one_epoch = [
         call

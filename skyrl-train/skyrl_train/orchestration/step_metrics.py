@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from loguru import logger
 
-from skyrl_train.workers.learner import MetricSums, joined
+from skyrl_train.training_backends.base import MetricSums, merge_metric_sums
 
 _OWN_NAMES = frozenset({"policy_entropy", "policy_kl", "values_clipfrac", "router_auxiliary_loss"})
 _RENAMED = {"values": "values_mean"}
@@ -25,7 +25,7 @@ def step_metrics(
     """
     totals: dict[str, float] = {}
     for shards in losses:
-        sums = joined(shards)
+        sums = merge_metric_sums(shards)
         num_tokens = max(1.0, sums.pop("num_tokens", 0.0))
         for key, value in sums.items():
             kind, metric = key.split("/", 1)

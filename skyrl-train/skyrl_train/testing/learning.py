@@ -25,11 +25,10 @@ from skyrl_train.judging import judge, loss_weights, mini_batches_of_prompts
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.rollouts.padding import convert_prompts_responses_to_batch_tensors
 from skyrl_train.testing.tasks import Task
+from skyrl_train.training_backends.base import MetricSums, RankInfo
 from skyrl_train.training_batch import TrainingInputBatch
-from skyrl_train.workers.critic_worker import CriticWorker
-from skyrl_train.workers.learner import LearnerWorker, MetricSums
-from skyrl_train.workers.model_worker import ModelWorker, RankInfo, RefWorker
 from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train.workers.worker import CriticWorker, RefWorker, Worker
 
 
 @dataclass
@@ -142,10 +141,10 @@ class Apprentice:
                 batch[name] = schedule.gather([worker.forward(shard, micro_batches)], "output")
         return batch
 
-    def train(self, worker: LearnerWorker, batch: TrainingInputBatch, schedule: Schedule) -> MetricSums:
+    def train(self, worker: Worker, batch: TrainingInputBatch, schedule: Schedule) -> MetricSums:
         """Optimizer steps over all mini-batches; the metrics of the first."""
         [shard] = schedule.shard(batch)
-        worker.stage(shard)
+        worker.load_batch(shard)
         metrics = []
         for _ in range(self.cfg.trainer.update_epochs_per_batch):
             for [micro_batches] in schedule.mini_batches:
@@ -292,6 +291,6 @@ def settings_of(
     return SkyRLConfig.from_dict({"trainer": trainer, "generator": generator})
 
 
-def start(worker: ModelWorker) -> None:
+def start(worker: Worker) -> None:
     """Loads a worker's model, alone in its group. All workers of this process share one process group."""
     worker.init_model(RankInfo())

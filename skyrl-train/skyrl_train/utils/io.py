@@ -1,10 +1,12 @@
-"""Files that are either whole or absent. Knows paths and bytes, not what is in them."""
+"""Files and folders that are either whole or absent. Knows paths and bytes, not what is in them."""
 
 import errno
 import hashlib
 import os
 import secrets
-from contextlib import suppress
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from skyrl_train.errors import ConfigError
@@ -64,6 +66,34 @@ def write_atomically(path: str | Path, content: bytes | str) -> None:
             temporary.unlink()
         raise
     fsync_folder(path.parent)
+
+
+@contextmanager
+def replacing(folder: str | Path) -> Iterator[Path]:
+    """Yield a folder to write into, which replaces `folder` when the block ends well. Whatever kills the process,
+    `folder` is as it was before or as it is after (or, where there was one before, for an instant absent)."""
+    place = Path(folder)
+    partial = place.with_name(f"{place.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed while it wrote
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in [*partial.rglob("*"), partial]:
+            _flush(path)
+        shutil.rmtree(place, ignore_errors=True)
+        partial.rename(place)
+        fsync_folder(place.parent)
+    except BaseException:  # a KeyboardInterrupt must not leave the half folder either
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _flush(path: Path) -> None:
+    if path.is_dir():
+        fsync_folder(path)
+        return
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def remove_leftovers(folder: str | Path) -> None:

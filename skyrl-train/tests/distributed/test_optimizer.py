@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.config import OptimizerConfig, SkyRLConfig
+from skyrl_train.training_backends.base import ParallelInfo
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
-from skyrl_train.workers.critic_worker import CriticWorker
-from skyrl_train.workers.learner import LearnerWorker
 from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train.workers.worker import CriticWorker, Worker
 
 NUM_STEPS = 6
 GRADIENT_NORMS = (1.0, 0.01, 20.0, 0.1, 3.0, 0.3)
@@ -118,17 +118,17 @@ class ReferenceAdamW:
         return norm, lr
 
 
-def loaded(kind: str, path: str) -> LearnerWorker:
+def loaded(kind: str, path: str) -> Worker:
     """A worker with its model, in the process group that this process is in."""
     lora = {"rank": 4} if kind == "adapters" else {}
     section = {"model": {"path": path, "lora": lora}}
     name = "critic" if kind == "critic" else "policy"
     cfg = SkyRLConfig.from_dict({"trainer": {name: section, "bf16": False, "algorithm": {"use_kl_loss": False}}})
-    worker: LearnerWorker = CriticWorker(cfg, NUM_STEPS)
+    worker: Worker = CriticWorker(cfg, NUM_STEPS)
     if kind != "critic":
         worker = PolicyWorker(cfg, PolicyLossRegistry.get("cross_entropy"), NUM_STEPS)
-    worker.rank, worker.world_size = dist.get_rank(), dist.get_world_size()
-    worker.load_model()
+    worker.backend.parallel = ParallelInfo(rank=dist.get_rank(), world_size=dist.get_world_size())
+    worker.backend.load_model()
     return worker
 
 
@@ -154,19 +154,19 @@ def give_gradients(
     return gradients
 
 
-def compare_with_reference(worker: LearnerWorker, changes: dict[str, Any]) -> None:
+def compare_with_reference(worker: Worker, changes: dict[str, Any]) -> None:
     """On one rank: begin the optimizer anew, take steps, and let the reference follow.
 
     Raises:
         AssertionError: they part.
     """
     settings = SETTINGS | changes
-    vars(worker.settings)["optimizer_config"] = OptimizerConfig(**settings)
-    worker.begin_optimizer()
-    frozen = {name: own(w) for name, w in worker.model.named_parameters() if not w.requires_grad}
-    trained = {name: w for name, w in worker.model.named_parameters() if w.requires_grad}
+    vars(worker.backend.settings)["optimizer_config"] = OptimizerConfig(**settings)
+    worker.backend.begin_optimizer()
+    frozen = {name: own(w) for name, w in worker.backend.model.named_parameters() if not w.requires_grad}
+    trained = {name: w for name, w in worker.backend.model.named_parameters() if w.requires_grad}
     reference = ReferenceAdamW({name: own(weight).double() for name, weight in trained.items()}, settings)
-    generator = torch.Generator().manual_seed(worker.rank)
+    generator = torch.Generator().manual_seed(worker.parallel.rank)
     for gradient_norm in GRADIENT_NORMS:
         gradients = give_gradients(trained, gradient_norm, generator)
         metrics = worker.optim_step()
@@ -177,7 +177,7 @@ def compare_with_reference(worker: LearnerWorker, changes: dict[str, Any]) -> No
             torch.testing.assert_close(
                 own(weight).double(), reference.weights[name], rtol=1e-6, atol=1e-4 * settings["lr"], msg=name
             )
-    for name, weight in worker.model.named_parameters():
+    for name, weight in worker.backend.model.named_parameters():
         assert name in trained or torch.equal(own(weight), frozen[name]), name
 
 
@@ -194,13 +194,13 @@ def failures_of_cases(path: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def workers(tiny_model: str, group_of_one: None) -> Callable[[str], LearnerWorker]:
+def workers(tiny_model: str, group_of_one: None) -> Callable[[str], Worker]:
     """Workers by kind, each the only rank of its model."""
     return cache(partial(loaded, path=tiny_model))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_optimizer_step_is_adamw_with_clipping_and_schedule(workers: Callable[[str], LearnerWorker], name: str) -> None:
+def test_optimizer_step_is_adamw_with_clipping_and_schedule(workers: Callable[[str], Worker], name: str) -> None:
     kind, changes = CASES[name]
     compare_with_reference(workers(kind), changes)
 
@@ -220,28 +220,30 @@ def test_optimizer_step_on_two_ranks_is_adamw_with_clipping_and_schedule(run_on_
 )
 def test_weight_decay_spares_no_weight_that_is_trained(workers: Any, kind: str, names: list[str]) -> None:
     worker = workers(kind)
-    vars(worker.settings)["optimizer_config"] = OptimizerConfig(lr=0.1, weight_decay=0.5)
-    worker.begin_optimizer()
-    before = {name: own(weight) for name, weight in worker.model.named_parameters()}
-    for weight in worker.model.parameters():
+    vars(worker.backend.settings)["optimizer_config"] = OptimizerConfig(lr=0.1, weight_decay=0.5)
+    worker.backend.begin_optimizer()
+    before = {name: own(weight) for name, weight in worker.backend.model.named_parameters()}
+    for weight in worker.backend.model.parameters():
         weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
     worker.optim_step()
-    for name, weight in worker.model.named_parameters():
+    for name, weight in worker.backend.model.named_parameters():
         factor = 1 - 0.1 * 0.5 if weight.requires_grad else 1.0
         torch.testing.assert_close(own(weight), before[name] * factor)
     for name in names:
-        assert any(full_name.endswith(name) and w.requires_grad for full_name, w in worker.model.named_parameters())
+        assert any(
+            full_name.endswith(name) and w.requires_grad for full_name, w in worker.backend.model.named_parameters()
+        )
 
 
 def test_gradients_are_cleared_after_each_step(workers: Any) -> None:
     worker = workers("policy")
-    vars(worker.settings)["optimizer_config"] = OptimizerConfig(lr=0.0)
-    worker.begin_optimizer()
+    vars(worker.backend.settings)["optimizer_config"] = OptimizerConfig(lr=0.0)
+    worker.backend.begin_optimizer()
     sequences = torch.randint(2, 64, (4, 8), generator=torch.Generator().manual_seed(0))
     ones = torch.ones(4, 4)
     rows = dict(loss_mask=ones, loss_weights=ones / 16, advantages=ones)
     metadata = {"response_length": 4}
-    worker.stage(
+    worker.load_batch(
         TrainingInputBatch(sequences=sequences, attention_mask=torch.ones_like(sequences), metadata=metadata, **rows)
     )
     norms = []

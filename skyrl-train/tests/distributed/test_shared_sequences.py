@@ -9,11 +9,12 @@ import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_train.config import FSDPConfig, LoRAConfig
-from skyrl_train.distributed.fsdp2 import clip_grad_norm, full, shard_model
 from skyrl_train.distributed.process_group import make_mesh
+from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.distributed.ulysses import SequenceParallel, make_sequence_parallel
 from skyrl_train.models.lora import adapters_of, add_adapters, exported_parameters
 from skyrl_train.models.scoring import ScoringModel
+from skyrl_train.training_backends.fsdp2.sharding import clip_grad_norm, shard_model
 
 NUM_PROMPT, NUM_RESPONSE = 4, 5
 
@@ -62,7 +63,7 @@ def learn(causal_lm: Any, ranks: SequenceParallel | None, rows: slice, sharded: 
     weights = torch.arange(4.0 * NUM_RESPONSE).view(4, NUM_RESPONSE)[rows]
     (world_size * (weights * (scores.log_probs + 0.3 * scores.entropy)).sum()).backward()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    gradients = {n: full(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
+    gradients = {n: gather_full_tensor(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
     norm = clip_grad_norm(trained, 1e9)
     torch.optim.SGD(trained, lr=0.01).step()
     return {

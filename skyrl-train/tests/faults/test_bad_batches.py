@@ -16,7 +16,7 @@ from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, Gene
 from skyrl_train.rollouts.collate import collate
 from skyrl_train.rollouts.faults import LengthLimits, record_faults
 from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup
-from skyrl_train.workers.policy_worker import checked_loss
+from skyrl_train.workers.objectives.policy import checked_loss
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from skyrl_train.testing import learning
 from skyrl_train.testing.invariances import check_advantage_estimator, check_kl_estimator, check_reduction
 from skyrl_train.testing.learning import Apprentice, learn
 from skyrl_train.testing.tasks import Bandit, CreditOverTurns, ToolUse
-from skyrl_train.workers import policy_worker
+from skyrl_train.training_backends.base import Scores
+from skyrl_train.training_backends.fsdp2.backend import FSDP2Backend
+from skyrl_train.workers.objectives import policy as policy_objective
 from skyrl_train.workers.policy_worker import PolicyWorker
 
 # ---- checks, each true of the code as it is
@@ -40,7 +42,7 @@ def the_reduction_keeps_the_invariances() -> None:
 
 
 def kl_keeps_the_invariances() -> None:
-    check_kl_estimator(policy_worker.compute_approx_kl)
+    check_kl_estimator(policy_objective.compute_approx_kl)
 
 
 def the_first_ratio_of_every_step_is_exactly_1() -> None:
@@ -92,7 +94,7 @@ def gradient_norm(apprentice: Apprentice, *, advantage: float = 1.0, batch: Any 
     batch = judged_batch(apprentice) if batch is None else batch
     batch["advantages"] = batch["advantages"] * advantage
     schedule = apprentice.schedule(batch, [list(range(len(batch)))])
-    apprentice.policy.stage(schedule.shard(batch)[0])
+    apprentice.policy.load_batch(schedule.shard(batch)[0])
     apprentice.policy.forward_backward(schedule.mini_batches[0][0])
     return apprentice.policy.optim_step()["grad_norm"]
 
@@ -126,10 +128,10 @@ def stale_old_log_probs(plant: pytest.MonkeyPatch) -> None:
     right = PolicyWorker.forward
 
     def stale(worker: Any, *given: Any) -> Any:
-        now = {name: tensor.clone() for name, tensor in worker.model.state_dict().items()}
-        worker.model.load_state_dict(getattr(worker, "before", now))
+        now = {name: tensor.clone() for name, tensor in worker.backend.model.state_dict().items()}
+        worker.backend.model.load_state_dict(getattr(worker, "before", now))
         output = right(worker, *given)
-        worker.model.load_state_dict(now)
+        worker.backend.model.load_state_dict(now)
         worker.before = now
         return output
 
@@ -147,8 +149,8 @@ def std_of_the_batch(plant: pytest.MonkeyPatch) -> None:
 
 
 def kl_without_gradient(plant: pytest.MonkeyPatch) -> None:
-    right = policy_worker.compute_approx_kl
-    plant.setattr(policy_worker, "compute_approx_kl", lambda *given: right(*given).detach())
+    right = policy_objective.compute_approx_kl
+    plant.setattr(policy_objective, "compute_approx_kl", lambda *given: right(*given).detach())
 
 
 def reward_on_the_token_before(plant: pytest.MonkeyPatch) -> None:
@@ -162,13 +164,14 @@ def reward_on_the_token_before(plant: pytest.MonkeyPatch) -> None:
 
 
 def temperature_forgotten(plant: pytest.MonkeyPatch) -> None:
-    """By the worker: a model that forgets it is found out when it is loaded."""
+    """By the backend: a model that forgets it is found out when it is loaded."""
 
-    def forgetful(worker: Any, micro: Any, *, with_entropy: bool = False) -> Any:
+    def forgetful(backend: Any, micro: Any, *, with_entropy: bool = False) -> Scores:
         inputs = micro.tensor("sequences"), micro.tensor("attention_mask"), micro.metadata["response_length"]
-        return worker.model(*inputs, 1.0, with_entropy=with_entropy)
+        scores = backend.model(*inputs, 1.0, with_entropy=with_entropy)
+        return Scores(scores.log_probs, scores.entropy)
 
-    plant.setattr(PolicyWorker, "token_scores", forgetful)
+    plant.setattr(FSDP2Backend, "score", forgetful)
 
 
 def mean_over_the_padded_width(plant: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_train.config import FSDPConfig, LoRAConfig
-from skyrl_train.distributed.fsdp2 import shard_model
 from skyrl_train.distributed.process_group import init_process_group, make_mesh
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import InferenceEngineInput
@@ -29,6 +28,7 @@ from skyrl_train.models.adapter_files import (
 )
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.lora import adapters_of, add_adapters
+from skyrl_train.training_backends.fsdp2.sharding import shard_model
 from skyrl_train.weight_sync.base import LoraLoadRequest
 from skyrl_train.weight_sync.fingerprint import differences, fingerprints_of
 

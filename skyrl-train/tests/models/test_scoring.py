@@ -6,11 +6,12 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_train.config import FSDPConfig
-from skyrl_train.distributed.fsdp2 import full, shard_model
 from skyrl_train.distributed.process_group import make_mesh
+from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.scoring import ScoringModel, TokenScores
+from skyrl_train.training_backends.fsdp2.sharding import shard_model
 
 CPU = torch.device("cpu")
 WORDS, TEMPERATURE = 64, 0.7
@@ -179,7 +180,7 @@ def test_fsdp_gathers_the_output_layer_for_both_passes(
         scores = scoring(*ragged, TEMPERATURE, with_entropy=True)
         scores.log_probs.sum().backward()
         assert scores.log_probs.dtype == torch.float32
-        gradients = {name: full(parameter.grad) for name, parameter in scoring.named_parameters()}
+        gradients = {name: gather_full_tensor(parameter.grad) for name, parameter in scoring.named_parameters()}
         assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
         results[how] = scores.log_probs.detach(), gradients
     assert torch.equal(results["plain"][0], results["float32"][0])

@@ -17,7 +17,7 @@ from recording import Record, recording
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.error import InfraError
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.distributed.fsdp2 import full
+from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.errors import SkyRLError
 from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
@@ -351,7 +351,12 @@ def weights(name: str = "policy") -> See:
     """What a model has learned."""
 
     def see(run: Run) -> Any:
-        return digest({key: full(p.detach()).float() for key, p in run.worker(name).model.named_parameters()})
+        return digest(
+            {
+                key: gather_full_tensor(p.detach()).float()
+                for key, p in run.worker(name).backend.model.named_parameters()
+            }
+        )
 
     return of_run(see)
 

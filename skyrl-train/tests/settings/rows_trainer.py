@@ -30,9 +30,9 @@ from effects import (
 from torch import nn
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
-from skyrl_train.workers import learner
-from skyrl_train.workers.critic_worker import CriticWorker
+from skyrl_train.training_backends.fsdp2 import backend as fsdp2_backend
 from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train.workers.worker import CriticWorker
 
 KL = {"trainer.algorithm.use_kl_loss": True, "trainer.algorithm.kl_loss_coef": 0.5}
 CRITIC = {"trainer.critic.model.path": "{model}", "trainer.algorithm.advantage_estimator": "gae"}
@@ -84,7 +84,7 @@ def built(name: str, see: Callable[[Any], Any]) -> See:
         worker: Any = CriticWorker(config, 1)
         if name == "policy":
             worker = PolicyWorker(config, PolicyLossRegistry.get("regular"), 1)
-        return see(worker.build(worker.settings.model.path, with_weights=True))
+        return see(worker.backend.build(worker.backend.settings.model.path, with_weights=True))
 
     return seen
 
@@ -101,8 +101,8 @@ def moved_to_cpu(name: str) -> See:
         worker = bench.run(settings).worker(name)
         moved = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(worker, "device", torch.device("cuda"))
-            patch.setattr(learner, "move_optimizer_state", lambda optimizer, device: moved.append(str(device)))
+            patch.setattr(worker.backend, "device", torch.device("cuda"))
+            patch.setattr(fsdp2_backend, "move_optimizer_state", lambda optimizer, device: moved.append(str(device)))
             worker.offload_to_cpu()
         return moved
 
@@ -113,7 +113,7 @@ class Diverged(PolicyWorker):
     """Its gradients are not finite."""
 
     def optim_step(self) -> dict[str, float]:
-        for weight in self.model.parameters():
+        for weight in self.backend.model.parameters():
             if weight.grad is not None:
                 weight.grad.mul_(float("nan"))
         return super().optim_step()
@@ -152,12 +152,12 @@ def prompts(run: Run) -> Any:
 
 
 def fsdp(worker: Any) -> Any:
-    group = worker.model._get_fsdp_state()._fsdp_param_group
+    group = worker.backend.model._get_fsdp_state()._fsdp_param_group
     return type(group.offload_policy).__name__, group.post_forward_mesh_info is None
 
 
 def attention(worker: Any) -> Any:
-    return worker.transformer.config._attn_implementation, worker.model.packing
+    return worker.backend.transformer.config._attn_implementation, worker.backend.model.packing
 
 
 def evaluated(run: Run) -> Any:
@@ -189,7 +189,7 @@ ROWS: list[Row | OneChoice] = [
     Row("trainer.micro_forward_batch_size_per_gpu", 1, micro_batches("forward"), KL),
     Row("trainer.max_tokens_per_microbatch", 128, micro_batches("forward_backward")),
     Row("trainer.use_sample_packing", False, model(attention)),
-    Row("trainer.logprobs_chunk_size", 8, model(lambda worker: worker.model.chunk_size)),
+    Row("trainer.logprobs_chunk_size", 8, model(lambda worker: worker.backend.model.chunk_size)),
     Row(
         "trainer.update_ref_every_epoch",
         True,
@@ -202,11 +202,19 @@ ROWS: list[Row | OneChoice] = [
     Row("trainer.eval_interval", 1, of_run(evaluations), EVALUATION | THREE_STEPS),
     Row("trainer.bf16", True, weights()),
     Row("trainer.flash_attn", False, model(attention)),
-    Row("trainer.gradient_checkpointing", True, model(lambda worker: worker.transformer.is_gradient_checkpointing)),
+    Row(
+        "trainer.gradient_checkpointing",
+        True,
+        model(lambda worker: worker.backend.transformer.is_gradient_checkpointing),
+    ),
     Row(
         "trainer.gradient_checkpointing_use_reentrant",
         True,
-        quiet(model(lambda worker: worker.transformer.get_decoder().layers[0]._gradient_checkpointing_func.keywords)),
+        quiet(
+            model(
+                lambda worker: worker.backend.transformer.get_decoder().layers[0]._gradient_checkpointing_func.keywords
+            )
+        ),
         {"trainer.gradient_checkpointing": True},
     ),
     Row("trainer.run_dir", "{run}/../elsewhere", files),

@@ -17,7 +17,7 @@ from skyrl_train.checkpoints import (
 )
 from skyrl_train.config import TrainerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, WorkerError
-from skyrl_train.workers.model_files import WrittenFiles
+from skyrl_train.training_backends.base import WrittenFiles
 
 
 def write(store: CheckpointStore, step: int, content: str = "weights") -> None:

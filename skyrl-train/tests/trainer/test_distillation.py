@@ -14,8 +14,9 @@ from skyrl_train.algorithms.reduction import token_weights
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.judging import judge
 from skyrl_train.models.scoring import ScoringModel
+from skyrl_train.training_backends.base import RankInfo
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
-from skyrl_train.workers.model_worker import RankInfo, RefWorker
+from skyrl_train.workers.worker import RefWorker
 
 NUM_WORDS, NUM_PROMPT, NUM_RESPONSE = 11, 2, 4
 NUM_ROWS = 64

@@ -16,10 +16,12 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.testing.rank_processes import ForkedRanks
+from skyrl_train.training_backends.base import MetricSums, merge_metric_sums
 from skyrl_train.training_batch import TrainingInputBatch, TrainingOutputBatch
-from skyrl_train.workers.critic_worker import CriticWorker
-from skyrl_train.workers.learner import LearnerWorker, MetricSums, joined
+from skyrl_train.workers.objectives.critic import CriticObjective
+from skyrl_train.workers.objectives.policy import PolicyObjective
 from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train.workers.worker import CriticWorker, Worker
 
 NUM_PROMPT, NUM_RESPONSE = 6, 7
 
@@ -29,21 +31,22 @@ class PolicyAgain(PolicyWorker):
 
     def begin_again(self, cfg: SkyRLConfig) -> None:
         loss = cfg.trainer.algorithm.policy_loss_type
-        self.cfg = cfg
-        self._loss_fn = PolicyLossRegistry.get(loss)
+        self.backend.cfg = cfg
+        self.objective = PolicyObjective(cfg.trainer.algorithm, PolicyLossRegistry.get(loss))
         self._token_selector = TokenSelectorRegistry.get(loss) if loss in TokenSelectorRegistry else None
-        self.load_model()
+        self.backend.load_model()
 
     def selected_tokens(self) -> TrainingOutputBatch:
-        return TrainingOutputBatch(output=self._staged.tensor("selected_tokens"))
+        return TrainingOutputBatch(output=self.batch.tensor("selected_tokens"))
 
 
 class CriticAgain(CriticWorker):
     """The critic, with a way back to where it began."""
 
     def begin_again(self, cfg: SkyRLConfig) -> None:
-        self.cfg = cfg
-        self.load_model()
+        self.backend.cfg = cfg
+        self.objective = CriticObjective(cfg.trainer.algorithm)
+        self.backend.load_model()
 
 
 class Step(NamedTuple):
@@ -75,7 +78,7 @@ class Learners:
         settings = cfg.trainer.policy if kind == "policy" else cfg.trainer.critic
         key = kind, num_ranks, settings.sequence_parallel_size
         if key not in self.groups:
-            worker: type[LearnerWorker] = PolicyAgain if kind == "policy" else CriticAgain
+            worker: type[Worker] = PolicyAgain if kind == "policy" else CriticAgain
             name = "_".join(map(str, key))
             args = (cfg, PolicyLossRegistry.get("regular"), 10) if kind == "policy" else (cfg, 10)
             ranks = ForkedRanks(name, worker, args, num_ranks=num_ranks, log_folder=self.folder)
@@ -108,9 +111,9 @@ class Learners:
         before = schedule.gather(await group.call_shards("forward", args), "output")
         full = TrainingInputBatch(dict(batch), metadata=batch.metadata)
         add_judgement(kind, cfg, full, before, stage_old)
-        await group.call_shards("stage", [(own,) for own in schedule.shard(full)])
+        await group.call_shards("load_batch", [(own,) for own in schedule.shard(full)])
         [micro_batches] = schedule.mini_batches
-        sums = joined(await group.call_shards("forward_backward", [(own,) for own in micro_batches]))
+        sums = merge_metric_sums(await group.call_shards("forward_backward", [(own,) for own in micro_batches]))
         if not stage_old:
             before = schedule.gather(await group.call_shards("old_log_probs", [()] * group.num_shards), "output")
         selected = None

@@ -15,13 +15,12 @@ from skyrl_train.algorithms.reduction import token_weights
 from skyrl_train.errors import CheckpointError
 from skyrl_train.models.lora import adapters_of
 from skyrl_train.testing.weight_holders import HoldersInThreads, WeightHolder
+from skyrl_train.training_backends.base import RankInfo
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.weight_sync.base import WeightSyncInitInfo
 from skyrl_train.weight_sync.fingerprint import differences, fingerprints_of
-from skyrl_train.workers.critic_worker import CriticWorker
-from skyrl_train.workers.learner import LearnerWorker
-from skyrl_train.workers.model_worker import RankInfo
 from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train.workers.worker import CriticWorker, Worker
 
 IDS = torch.randint(2, 64, (3, 10), generator=torch.Generator().manual_seed(0))
 MakeConfig = Callable[..., Any]
@@ -39,11 +38,11 @@ def with_lora(config: Any, tiny_model: str) -> MakeConfig:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[LearnerWorker], Any]]:
+def start() -> Iterator[Callable[[Worker], Any]]:
     """Loads a worker's model in this process, as the only rank."""
-    started: list[LearnerWorker] = []
+    started: list[Worker] = []
 
-    def start(worker: LearnerWorker) -> Any:
+    def start(worker: Worker) -> Any:
         worker.init_model(RankInfo())
         started.append(worker)
         return worker
@@ -57,19 +56,19 @@ def policy_of(cfg: Any) -> PolicyWorker:
     return PolicyWorker(cfg, PolicyLossRegistry.get("regular"), 10)
 
 
-def take_step(worker: LearnerWorker, batch: TrainingInputBatch) -> dict[str, float]:
+def take_step(worker: Worker, batch: TrainingInputBatch) -> dict[str, float]:
     full = TrainingInputBatch(dict(batch), metadata=batch.metadata)
     full["loss_weights"] = full["critic_loss_weights"] = token_weights(batch.tensor("loss_mask"), "token_mean")
     full["values"] = full["returns"] = batch.tensor("advantages")
-    worker.stage(full)
+    worker.load_batch(full)
     worker.forward_backward([MicroBatch(tuple(range(start, start + 4))) for start in range(0, len(batch), 4)])
     return worker.optim_step()
 
 
-def snapshot(worker: LearnerWorker, *, trained: bool) -> dict[str, torch.Tensor]:
+def snapshot(worker: Worker, *, trained: bool) -> dict[str, torch.Tensor]:
     return {
         name: parameter.detach().clone()
-        for name, parameter in worker.model.named_parameters()
+        for name, parameter in worker.backend.model.named_parameters()
         if parameter.requires_grad == trained
     }
 
@@ -90,7 +89,7 @@ def test_only_adapters_learn_and_all_of_them(with_lora, start, ragged_batch):
     assert all(torch.equal(now, frozen[name]) for name, now in snapshot(worker, trained=False).items())
     for name, tensor in worker.full_state().items():
         assert torch.equal(tensor, exported[name]) != ("_proj" in name), name
-    assert len(worker.optimizer.state) == 2 * 14
+    assert len(worker.backend.optimizer.state) == 2 * 14
 
 
 def test_a_critics_head_learns_beside_its_adapters(with_lora, start, ragged_batch):
@@ -112,7 +111,7 @@ def test_in_bfloat16_adapters_are_float32_and_learn_nearly_the_same(with_lora, s
     expected = take_step(worker, ragged_batch())["grad_norm"]
     assert expected > 0.01
     cfg.trainer.bf16 = True
-    worker.load_model()
+    worker.backend.load_model()
     assert take_step(worker, ragged_batch())["grad_norm"] == pytest.approx(expected, rel=0.2)
     assert {tensor.dtype for tensor in snapshot(worker, trained=True).values()} == {torch.float32}
 
@@ -137,7 +136,7 @@ def test_a_checkpoint_holds_what_is_trained_and_the_run_goes_on_exactly(with_lor
     assert of_model == set(snapshot(worker, trained=True))
     take_step(worker, ragged_batch())
     expected, merged = snapshot(worker, trained=True), worker.full_state()
-    worker.load_model()  # as at the start of another process
+    worker.backend.load_model()  # as at the start of another process
     assert not any(torch.equal(now, expected[name]) for name, now in snapshot(worker, trained=True).items())
     worker.load_checkpoint(str(tmp_path))
     take_step(worker, ragged_batch())
@@ -149,8 +148,8 @@ def test_a_checkpoint_holds_what_is_trained_and_the_run_goes_on_exactly(with_lor
 def test_a_checkpoint_of_other_adapters_is_refused(with_lora, start, tmp_path, lora):
     worker = start(policy_of(with_lora(target_modules=["q_proj"])))
     worker.save_checkpoint(str(tmp_path))
-    worker.cfg = with_lora(target_modules=["q_proj"], **lora)
-    worker.load_model()
+    worker.backend.cfg = with_lora(target_modules=["q_proj"], **lora)
+    worker.backend.load_model()
     with pytest.raises(CheckpointError, match="does not fit this model"):
         worker.load_checkpoint(str(tmp_path))
 
@@ -207,8 +206,8 @@ def test_adapters_leave_alone_with_their_fingerprints(with_lora, start, ragged_b
 
 def logits_of_worker(worker: PolicyWorker) -> torch.Tensor:
     """What the model with its adapters beside the weights makes of the ids, by adapters written out."""
-    model = AutoModelForCausalLM.from_pretrained(worker.settings.model.path, dtype=torch.float32)
-    for adapter in adapters_of(worker.transformer):
+    model = AutoModelForCausalLM.from_pretrained(worker.backend.settings.model.path, dtype=torch.float32)
+    for adapter in adapters_of(worker.backend.transformer):
         with torch.no_grad():
             delta = adapter.scaling * adapter.b.full_tensor() @ adapter.a.full_tensor()  # type: ignore[attr-defined]
             model.get_parameter(f"{adapter.layer}.weight").add_(delta)

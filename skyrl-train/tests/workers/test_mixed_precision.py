@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from skyrl_train.config import FSDPConfig
-from skyrl_train.distributed.fsdp2 import full, shard_model
 from skyrl_train.distributed.process_group import make_mesh
+from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.scoring import ScoringModel
+from skyrl_train.training_backends.fsdp2.sharding import shard_model
 
 CPU = torch.device("cpu")
 
@@ -23,7 +24,9 @@ def test_bfloat16_gives_nearly_the_log_probs_and_gradient_of_float32(
         model = shard_model(ScoringModel(transformer), make_mesh(CPU), FSDPConfig(), bf16=bf16)
         log_probs[bf16] = model(ids, torch.ones_like(ids), 4, 1.0).log_probs
         log_probs[bf16].sum().backward()
-        gradients = [full(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [
+            gather_full_tensor(parameter.grad) for parameter in model.parameters() if parameter.grad is not None
+        ]
         assert {gradient.dtype for gradient in gradients} == {torch.float32}
         norms[bf16] = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
     assert log_probs[True].dtype == torch.float32

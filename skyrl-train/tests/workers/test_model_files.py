@@ -12,26 +12,25 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
-from skyrl_train.distributed.fsdp2 import move_optimizer_state
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.testing.rank_processes import ForkedRanks
+from skyrl_train.training_backends.base import RankInfo
+from skyrl_train.training_backends.fsdp2.sharding import move_optimizer_state
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
-from skyrl_train.workers.critic_worker import CriticWorker
-from skyrl_train.workers.learner import LearnerWorker
-from skyrl_train.workers.model_files import replacing
-from skyrl_train.workers.model_worker import ModelWorker, RankInfo, RefWorker
+from skyrl_train.utils.io import replacing
 from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train.workers.worker import CriticWorker, RefWorker, Worker
 
-Start = Callable[[ModelWorker], Any]
+Start = Callable[[Worker], Any]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Workers as plain objects, each the only rank of its model."""
 
-    def begin(worker: ModelWorker) -> ModelWorker:
+    def begin(worker: Worker) -> Worker:
         if dist.is_initialized():
-            worker.load_model()
+            worker.backend.load_model()
         else:
             worker.init_model(RankInfo())
         return worker
@@ -44,15 +43,15 @@ def make_policy(cfg: Any) -> PolicyWorker:
     return PolicyWorker(cfg, PolicyLossRegistry.get("regular"), 10)
 
 
-def scores(worker: ModelWorker, batch: TrainingInputBatch) -> torch.Tensor:
+def scores(worker: Worker, batch: TrainingInputBatch) -> torch.Tensor:
     return worker.forward(batch, [MicroBatch(tuple(range(len(batch))))]).tensor("output")
 
 
-def learn(worker: LearnerWorker, batch: TrainingInputBatch) -> dict[str, float]:
+def learn(worker: Worker, batch: TrainingInputBatch) -> dict[str, float]:
     """One optimizer step towards rewarding everything; its metrics."""
     ones = torch.ones_like(batch.tensor("loss_mask"))
     columns = dict(advantages=ones, returns=ones, values=ones, loss_weights=ones, critic_loss_weights=ones)
-    worker.stage(TrainingInputBatch(dict(batch) | columns, metadata=batch.metadata))
+    worker.load_batch(TrainingInputBatch(dict(batch) | columns, metadata=batch.metadata))
     worker.forward_backward([MicroBatch(tuple(range(len(batch))))])
     return worker.optim_step()
 
@@ -164,7 +163,7 @@ def test_a_folder_is_absent_until_it_is_whole(tmp_path):
 
 @pytest.mark.parametrize("kind", ["policy", "critic"])
 def test_a_checkpoint_brings_back_weights_and_optimizer(start, config, ragged_batch, tmp_path, kind):
-    def make() -> LearnerWorker:
+    def make() -> Worker:
         return start(make_policy(config()) if kind == "policy" else CriticWorker(config(), 10))
 
     batch = ragged_batch(4)
@@ -183,7 +182,7 @@ def test_a_checkpoint_brings_back_weights_and_optimizer(start, config, ragged_ba
 def test_optimizer_settings_are_those_of_the_resuming_run(start, config, ragged_batch, tmp_path):
     """The linear schedule over 10 steps gives 1.0, 0.9, 0.8 … of the learning rate."""
 
-    def make(**optimizer: Any) -> LearnerWorker:
+    def make(**optimizer: Any) -> Worker:
         return start(make_policy(config(policy={"optimizer_config": optimizer | {"scheduler": "linear"}})))
 
     batch = ragged_batch(4)
@@ -192,7 +191,7 @@ def test_optimizer_settings_are_those_of_the_resuming_run(start, config, ragged_
     first.save_checkpoint(str(tmp_path))
     again = make(lr=1e-3, weight_decay=0.5, adam_betas=[0.8, 0.9])
     again.load_checkpoint(str(tmp_path))
-    [group] = again.optimizer.param_groups
+    [group] = again.backend.optimizer.param_groups
     assert (group["weight_decay"], group["betas"]) == (0.5, (0.8, 0.9))
     assert [learn(again, batch)["policy_lr"] for _ in range(2)] == pytest.approx([9e-4, 8e-4])
 
@@ -236,7 +235,10 @@ def test_offloading_frees_a_gpu_and_changes_nothing(config, ragged_batch):
         learn(worker, batch)
         before, used = scores(worker, batch), torch.cuda.memory_allocated()
         worker.offload_to_cpu()
-        tensors = [*worker.model.parameters(), *(v for s in worker.optimizer.state.values() for v in s.values())]
+        tensors = [
+            *worker.backend.model.parameters(),
+            *(v for s in worker.backend.optimizer.state.values() for v in s.values()),
+        ]
         assert {tensor.device.type for tensor in tensors if tensor.dim()} == {"cpu"}
         assert torch.cuda.memory_allocated() < used / 2
         worker.backload_to_gpu()

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.distributed.process_group import free_port
+from skyrl_train.training_backends.base import RankInfo
 from skyrl_train.utils.process_log import log_tail
-from skyrl_train.workers.model_worker import RankInfo
 from tx.tinker.backends.base import BackendLost
 from tx.tinker.backends.torch.group import Members
 from tx.tinker.backends.torch.settings import TrainingSettings

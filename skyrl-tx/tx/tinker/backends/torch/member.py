@@ -18,10 +18,10 @@ import torch
 from loguru import logger
 from torch.distributed.tensor import DTensor
 
-from skyrl_train.distributed.process_group import free_port, init_process_group, make_mesh
+from skyrl_train.distributed.process_group import free_port, make_mesh
+from skyrl_train.training_backends.base import RankInfo, join_process_group
 from skyrl_train.utils.nodes import node_address
 from skyrl_train.utils.process_log import configure_logging
-from skyrl_train.workers.model_worker import RankInfo
 from tx.tinker.backends.base import Failure
 from tx.tinker.backends.torch.peers import Peers
 from tx.tinker.backends.torch.training import TorchTraining
@@ -87,18 +87,8 @@ class Member:
         Raises:
             ConfigError: a wrong setting, a model that cannot be trained here.
         """
-        device = torch.device(info.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        init_process_group(
-            rank=info.rank,
-            world_size=info.world_size,
-            master_address=info.master_address,
-            master_port=info.master_port,
-            device=device,
-            timeout_seconds=self._timeout_seconds,
-        )
-        peers = Peers(info.rank, info.world_size, make_mesh(device))
+        join_process_group(info, self._timeout_seconds)
+        peers = Peers(info.rank, info.world_size, make_mesh(torch.device(info.device)))
         self._training = MemberTraining(self._folder, peers, **{**self._settings, "device": info.device})
 
     def answer(self, method: str, args: Sequence[Any], options: dict[str, Any]) -> Any:

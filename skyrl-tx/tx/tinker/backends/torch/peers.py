@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from skyrl_train.config import FSDPConfig
-from skyrl_train.distributed.fsdp2 import load_whole_state, transformer_blocks
 from skyrl_train.errors import ConfigError
+from skyrl_train.training_backends.fsdp2.sharding import load_whole_state, transformer_blocks
 from tx.tinker.backends.torch.layout import cut
 from tx.tinker.types import Datum
 

@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`): sharding a model over ranks, and the operations that must know it is sharded."""
+"""Sharding of a model over ranks by FSDP2 (`fully_shard`), and the operations that depend on it."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -11,13 +11,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from skyrl_train.config import FSDPConfig
+from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, *, bf16: bool) -> nn.Module:
-    """Shards each transformer block and then the rest, in place. Parameters stay float32 masters; with `bf16` they are
+    """Shard each transformer block and then the rest, in place. Parameters stay float32 masters; with `bf16` they are
     cast for forward and backward, and gradients are reduced in float32.
 
     Args:
@@ -40,13 +40,13 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, *, bf16:
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers that transformers says must not be split over devices."""
+    """Return the layers that transformers says must not be split over devices."""
     names = set(getattr(model, "_no_split_modules", None) or [])
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def load_whole_state(model: nn.Module, whole: dict[str, Any], config: FSDPConfig, device: torch.device) -> None:
-    """Gives every rank its part of a model that rank 0 holds whole, parameter by parameter. A collective.
+    """Scatter a model that rank 0 holds whole to all ranks, parameter by parameter. A collective.
 
     Args:
         model: sharded; on ranks other than 0 it may still be on the meta device.
@@ -65,19 +65,14 @@ def load_whole_state(model: nn.Module, whole: dict[str, Any], config: FSDPConfig
             setattr(module, name, on_device)
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded tensor (a collective: every rank must call it)."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Scales the gradients to at most `max_norm` over all ranks; returns the norm before."""
+    """Scale the gradients to a global norm of at most `max_norm`. Returns: the norm before."""
     norm = torch.nn.utils.clip_grad_norm_(list(parameters), max_norm, foreach=True)
-    return float(full(norm))
+    return float(gather_full_tensor(norm))
 
 
 def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Moves what an optimizer keeps of every parameter. Step counts stay: they are where the optimizer wants them."""
+    """Move the state that an optimizer keeps of every parameter. Step counts stay where the optimizer wants them."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() > 0:

@@ -1,11 +1,5 @@
-"""A learner's state on disk: sharded checkpoints that any number of ranks can read, and folders that are whole or
-absent. Knows files and state dicts, not what is learnt."""
+"""Sharded checkpoints of a model and its optimizer, for any number of ranks (`torch.distributed.checkpoint`)."""
 
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +11,14 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from skyrl_train.errors import CheckpointError
-from skyrl_train.utils.io import fsync_folder
+from skyrl_train.training_backends.base import WrittenFiles
 from skyrl_train.utils.nodes import node_name
-
-
-@dataclass(frozen=True)
-class WrittenFiles:
-    """Report of one rank about a folder that all ranks wrote into.
-
-    Args:
-        node: the machine's name and address.
-        sizes: bytes by file name, relative to the folder: this rank's own files, and those of its peers that it sees.
-    """
-
-    node: str
-    sizes: dict[str, int]
 
 
 def write_state(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: dict[str, Any], rank: int
 ) -> WrittenFiles:
-    """Writes the model's trained weights, optimizer, scheduler and this rank's random state into a folder. A
-    collective.
+    """Write the trained weights, optimizer, scheduler and this rank's random state into a folder. A collective.
 
     Returns: the sharded state as this rank sees it when all ranks have written theirs, and the rank's own file.
 
@@ -63,7 +43,7 @@ def write_state(
 
 
 def read_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
-    """Takes on what `write_state` wrote, on any number of ranks. A collective.
+    """Load the state that `write_state` wrote, on any number of ranks. A collective.
 
     Returns:
         the scheduler's state.
@@ -96,7 +76,7 @@ def read_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, r
 
 
 def _trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """State dicts of model and optimizer, without frozen weights: these are where they were loaded from."""
+    """Return the state dicts of model and optimizer without frozen weights, which are where they were loaded from."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     for name, parameter in model.named_parameters(remove_duplicate=False):  # tied ones have two names
         if not parameter.requires_grad:
@@ -104,36 +84,8 @@ def _trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[
     return model_state, optimizer_state
 
 
-@contextmanager
-def replacing(folder: str | Path) -> Iterator[Path]:
-    """A folder to write into, which takes the place of `folder` when the block ends well. Whatever kills the process,
-    `folder` is as it was before or as it is after (or, where there was one before, for an instant absent)."""
-    place = Path(folder)
-    partial = place.with_name(f"{place.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed while it wrote
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        for path in [*partial.rglob("*"), partial]:
-            _flush(path)
-        shutil.rmtree(place, ignore_errors=True)
-        partial.rename(place)
-        fsync_folder(place.parent)
-    except BaseException:  # a KeyboardInterrupt must not leave the half folder either
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _flush(path: Path) -> None:
-    if path.is_dir():
-        fsync_folder(path)
-        return
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
 def _reasons(error: CheckpointException) -> str:
-    """What failed on which rank, without the tracebacks of every one."""
+    """Return the failure of each rank, without tracebacks."""
     return "; ".join(f"rank {rank}: {type(reason).__name__}: {reason}" for rank, (reason, _) in error.failures.items())
 
 

@@ -1,0 +1,91 @@
+"""Models of a run from its settings: the policy, the critic and the reference, whole and in float32 on the CPU."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from skyrl_train.config import CriticConfig, PolicyConfig, RefConfig, SkyRLConfig
+from skyrl_train.distributed.sharded_tensor import gather_full_tensor
+from skyrl_train.distributed.ulysses import SequenceParallel
+from skyrl_train.models.causal_lm import load_causal_lm
+from skyrl_train.models.lora import add_adapters, exported_parameters
+from skyrl_train.models.scoring import ScoringModel
+from skyrl_train.models.value_model import ValueModel, load_value_model
+
+
+def build_model(
+    cfg: SkyRLConfig,
+    name: Literal["policy", "critic", "ref"],
+    path: str,
+    *,
+    device: torch.device,
+    is_trained: bool,
+    with_weights: bool = True,
+    sequence_parallel: SequenceParallel | None = None,
+) -> ScoringModel | ValueModel:
+    """Load a model with the head of its role: log-probs for policy and reference, values for the critic.
+
+    Args:
+        device: what it will compute on; its parameters are on the CPU.
+        is_trained: it gets the adapters of its settings and, where these ask for it, computes activations again in the
+            backward. What is not trained keeps nothing for a backward.
+        with_weights: False for parameters that have shapes only (meta device).
+    """
+    trainer = cfg.trainer
+    settings: PolicyConfig | CriticConfig | RefConfig = getattr(trainer, name)
+    loading: dict[str, Any] = dict(
+        device=device,
+        flash_attn=trainer.flash_attn,
+        config_overrides=settings.model_config_kwargs,
+        with_weights=with_weights,
+    )
+    if is_trained:
+        loading |= dict(
+            gradient_checkpointing=trainer.gradient_checkpointing,
+            use_reentrant=trainer.gradient_checkpointing_use_reentrant,
+        )
+    # Attention written out (`flash_attn=false`) knows padded rows only.
+    layout: dict[str, Any] = dict(
+        packing=trainer.use_sample_packing and trainer.flash_attn, sequence_parallel=sequence_parallel
+    )
+    if isinstance(settings, CriticConfig):
+        head_name, seed = trainer.algorithm.value_head_prefix, trainer.seed
+        critic = load_value_model(path, head_name=head_name, seed=seed, **loading, **layout)
+        if is_trained:
+            _add_adapters(critic.backbone, settings, name, with_weights=with_weights)
+        return critic
+    causal_lm = load_causal_lm(path, **loading)
+    compile_scores = False
+    if isinstance(settings, PolicyConfig) and is_trained:
+        _add_adapters(causal_lm, settings, name, with_weights=with_weights)
+        compile_scores = settings.use_torch_compile
+    return ScoringModel(causal_lm, chunk_size=trainer.logprobs_chunk_size, compile=compile_scores, **layout)
+
+
+def _add_adapters(
+    transformer: PreTrainedModel, settings: PolicyConfig | CriticConfig, name: str, *, with_weights: bool
+) -> None:
+    lora = settings.model.lora
+    if lora.rank == 0:
+        return
+    if with_weights:
+        add_adapters(transformer, lora, setting=f"trainer.{name}.model.lora")
+        return
+    with torch.device("meta"):  # how they begin is rank 0's business, and may need the weights
+        add_adapters(transformer, replace(lora, init_method="kaiming"))
+
+
+def transformer_of(model: ScoringModel | ValueModel) -> PreTrainedModel:
+    """Return the transformers model inside."""
+    return model.backbone if isinstance(model, ValueModel) else model.causal_lm
+
+
+def gather_parameters(model: ScoringModel | ValueModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter whole, one at a time, adapters merged, under the names of transformers; a critic's head
+    under the name that `load_value_model` reads. A collective."""
+    yield from exported_parameters(transformer_of(model))
+    if isinstance(model, ValueModel):
+        yield f"{model.head_name}.weight", gather_full_tensor(model.head.weight.detach())

@@ -1,0 +1,100 @@
+"""Objective of the policy: policy loss with weights of off-policy rows, KL divergence to the reference, entropy."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from skyrl_train.algorithms.kl import compute_approx_kl
+from skyrl_train.algorithms.losses import PolicyLoss, importance_ratio
+from skyrl_train.algorithms.reduction import weighted_sum
+from skyrl_train.config import AlgorithmConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.training_backends.base import MetricSums, Scores
+from skyrl_train.training_batch import TrainingInputBatch, shape_of
+
+
+class PolicyObjective:
+    """Loss of the policy (reinforcement learning and, by its loss functions, supervised training).
+
+    Args:
+        algorithm: `trainer.algorithm`.
+        loss_fn: the loss of every token.
+    """
+
+    needs_entropy = True
+
+    def __init__(self, algorithm: AlgorithmConfig, loss_fn: PolicyLoss):
+        self.algorithm = algorithm
+        self.loss_fn = loss_fn
+
+    def __call__(self, scores: Scores, micro_batch: TrainingInputBatch) -> tuple[torch.Tensor, MetricSums]:
+        """Compute the weighted sum of the tokens' losses, and metrics.
+
+        Args:
+            micro_batch: `loss_mask`, `loss_weights` [b, R]; where the algorithm uses them `action_log_probs` (without
+                it the scores themselves stand for the old log-probs: right if one optimizer step takes all rows),
+                `advantages`, `rollout_logprobs`, `base_action_log_probs`, `off_policy_weights`, `selected_tokens`.
+        """
+        algorithm = self.algorithm
+        mask, weights = micro_batch.tensor("loss_mask"), micro_batch.tensor("loss_weights")
+
+        def masked(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.where(mask != 0, tensor, 0.0)
+
+        def column(name: str) -> torch.Tensor | None:
+            return None if micro_batch.get(name) is None else masked(micro_batch.tensor(name))
+
+        assert scores.entropy is not None
+        log_probs, entropy = masked(scores.output), masked(scores.entropy)
+        old_log_probs = column("action_log_probs")
+        if old_log_probs is None:
+            old_log_probs = log_probs.detach()
+        selected = micro_batch.get("selected_tokens")
+        returned = self.loss_fn(
+            log_probs,
+            old_log_probs,
+            column("advantages"),
+            algorithm,
+            mask,
+            column("rollout_logprobs"),
+            **({} if selected is None else {"selected_tokens": selected}),
+        )
+        policy_loss, loss_metrics = checked_loss(returned, algorithm.policy_loss_type, log_probs.shape)
+        off_policy_weights = column("off_policy_weights")
+        parts = {"policy_loss": policy_loss if off_policy_weights is None else policy_loss * off_policy_weights}
+        base_log_probs = column("base_action_log_probs")
+        if algorithm.use_kl_loss and base_log_probs is not None:
+            kl = compute_approx_kl(log_probs, base_log_probs, mask, algorithm.kl_estimator_type)
+            parts["kl_loss"] = kl * algorithm.kl_loss_coef
+            loss_metrics = {**loss_metrics, "policy_kl": kl}
+        if algorithm.use_entropy_loss:
+            parts["entropy_loss"] = -entropy * algorithm.entropy_loss_coef
+        reduced = {name: weighted_sum(part, weights) for name, part in parts.items()}
+        loss = torch.stack(list(reduced.values())).sum()
+        sums = {f"loss/{name}": value.item() for name, value in {**reduced, "final_loss": loss}.items()}
+        for name, value in {"policy_entropy": entropy, **loss_metrics}.items():
+            sums[f"token/{name}"] = float(weighted_sum(value.detach(), mask))
+        deviation = (importance_ratio(log_probs.detach(), old_log_probs) - 1).abs()
+        sums["max/ratio_deviation"] = float(masked(deviation).max())
+        return loss, sums | {"num_tokens": float(mask.sum())}
+
+
+def checked_loss(returned: Any, name: str, shape: torch.Size) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """Return the loss of every token and its metrics, as a loss function must return them.
+
+    Raises:
+        ConfigError: it returned something else.
+    """
+    rule = f"trainer.algorithm.policy_loss_type='{name}' must return the loss of every token, {tuple(shape)}"
+    match returned:
+        case (torch.Tensor() as loss, Mapping() as metrics):
+            pass
+        case _:
+            raise ConfigError(f"{rule}, and a dict of metrics; got {shape_of(returned)}")
+    if loss.shape != shape:
+        raise ConfigError(f"{rule}; got {shape_of(loss)}. The trainer reduces it (trainer.algorithm.loss_reduction)")
+    for metric, values in metrics.items():
+        if not isinstance(values, torch.Tensor) or values.shape not in (shape, torch.Size()):
+            raise ConfigError(f"{rule}, and metrics that are tensors of this shape; '{metric}' is {shape_of(values)}")
+    return loss, metrics

@@ -1,0 +1,179 @@
+"""One rank of a model: a training backend that holds it and an objective that it is trained on.
+
+Knows nothing of Ray; alone it is a plain object.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.distributed.process_group import free_port
+from skyrl_train.models.adapter_files import save_adapter
+from skyrl_train.training_backends.base import (
+    Gradient,
+    MetricSums,
+    ModelName,
+    Objective,
+    ParallelInfo,
+    RankInfo,
+    TrainingBackend,
+    WrittenFiles,
+)
+from skyrl_train.training_backends.registry import create_backend
+from skyrl_train.training_batch import MicroBatch, TrainingInputBatch, TrainingOutputBatch
+from skyrl_train.utils.io import replacing
+from skyrl_train.utils.nodes import node_address
+from skyrl_train.workers.objectives.critic import CriticObjective
+
+
+class Worker:
+    """A model that gives scores and, with an objective, is trained. One optimizer step is `forward_backward` of this
+    rank's part of a mini-batch, then `optim_step`.
+
+    Args:
+        backend: holds the model.
+        objective: None for a model that is not trained.
+    """
+
+    name: ClassVar[ModelName]
+    """In metrics and settings."""
+
+    def __init__(self, backend: TrainingBackend, objective: Objective | None = None):
+        self.backend = backend
+        self.objective = objective
+        self.batch = TrainingInputBatch()
+
+    @property
+    def cfg(self) -> SkyRLConfig:
+        return self.backend.cfg
+
+    @property
+    def parallel(self) -> ParallelInfo:
+        return self.backend.parallel
+
+    # ---- start and end
+
+    def rendezvous_point(self) -> tuple[str, int]:
+        """Return an address and free port of this worker's machine where its group can meet."""
+        return node_address(), free_port()
+
+    def init_model(self, info: RankInfo) -> ParallelInfo:
+        """Join the group and load the model. A collective: every rank must call it."""
+        self.backend.join(info)
+        self.backend.load_model()
+        return self.parallel
+
+    def teardown(self) -> None:
+        """Free what does not end with the worker's last reference."""
+
+    # ---- scores, gradients, optimizer steps
+
+    def forward(self, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch]) -> TrainingOutputBatch:
+        """Compute log-probs (policy, reference) or values (critic) of the response tokens, without gradients.
+
+        Args:
+            batch: `sequences`, `attention_mask` [b, T]. R is metadata `response_length`.
+            micro_batches: its rows, as the schedule divides them.
+
+        Returns:
+            `output` [b, R]; rows of dummy micro-batches stay 0.
+        """
+        return TrainingOutputBatch(output=self.backend.forward(batch, micro_batches))
+
+    def load_batch(self, batch: TrainingInputBatch) -> None:
+        """Keep this data-parallel rank's rows of the training batch, which `forward_backward` refers to."""
+        self.batch = batch
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> MetricSums:
+        """Add the gradient of this rank's part of one mini-batch, given as rows of the loaded batch."""
+        return self.add_gradient(micro_batches).sums
+
+    def add_gradient(self, micro_batches: Sequence[MicroBatch]) -> Gradient:
+        assert self.objective is not None, f"the {self.name} is not trained"
+        return self.backend.forward_backward(self.batch, micro_batches, self.objective)
+
+    def optim_step(self) -> dict[str, float]:
+        """Take one optimizer step on the gradient added so far. One that is not finite is dropped and counted.
+
+        Returns:
+            `grad_norm` before clipping, `<name>_lr` of this step, `skipped_updates` (1 if the gradient was not finite).
+        """
+        step = self.backend.optimizer_step()
+        return {
+            "grad_norm": step.grad_norm,
+            f"{self.name}_lr": step.learning_rate,
+            "skipped_updates": float(step.is_skipped),
+        }
+
+    # ---- device memory
+
+    def offload_to_cpu(self) -> None:
+        """Free the device's memory until `backload_to_gpu`."""
+        self.backend.offload()
+
+    def backload_to_gpu(self) -> None:
+        """Take the device again."""
+        self.backend.onload()
+
+    # ---- files
+
+    def save_checkpoint(self, folder: str) -> WrittenFiles:
+        """Write everything that the rest of a run depends on into `folder`. A collective. Returns: the files."""
+        return self.backend.save(Path(folder))
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Restore what `save_checkpoint` wrote, on any number of ranks. The optimizer's settings stay those of this
+        run. A collective."""
+        self.backend.load(Path(folder))
+
+    def load_weights(self, folder: str) -> None:
+        """Replace the weights by those of the model that a worker's `save_hf_model` wrote. A collective."""
+        self.backend.load_parameters(folder)
+
+    def save_hf_model(self, folder: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write the model as `transformers` loads it (float32 safetensors, config, tokenizer), adapters merged; these
+        besides, as peft loads them, into `adapter`. The folder is there when it is whole. A collective."""
+        settings, transformer = self.backend.trained_settings, self.backend.transformer
+        state = self.full_state()
+        is_writer = self.parallel.rank == 0
+        with replacing(folder) if is_writer else nullcontext(Path(folder)) as target:
+            if settings.model.lora.rank:
+                save_adapter(transformer, target / "adapter", settings.model.path or "")
+            if is_writer:
+                transformer.save_pretrained(target, state_dict=state)
+                tokenizer.save_pretrained(target)
+
+    def full_state(self) -> dict[str, torch.Tensor]:
+        """Gather all parameters on the CPU of rank 0 (elsewhere: empty). A collective."""
+        state = {}
+        for name, tensor in self.backend.gather_parameters():
+            if self.parallel.rank == 0:
+                state[name] = tensor.to("cpu", copy=True)
+        return state
+
+
+class CriticWorker(Worker):
+    """One rank of the critic, which is trained to predict returns.
+
+    Args:
+        num_training_steps: optimizer steps of the whole run, for the learning-rate schedule.
+    """
+
+    name = "critic"
+
+    def __init__(self, cfg: SkyRLConfig, num_training_steps: int):
+        super().__init__(create_backend(cfg, self.name, num_training_steps), CriticObjective(cfg.trainer.algorithm))
+
+
+class RefWorker(Worker):
+    """One rank of the reference model: the policy as it was, to which KL is measured."""
+
+    name = "ref"
+
+    def __init__(self, cfg: SkyRLConfig):
+        super().__init__(create_backend(cfg, self.name))
