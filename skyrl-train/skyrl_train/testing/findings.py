@@ -97,6 +97,14 @@ INVARIANCES: Mapping[str, Invariance] = {
         "a row without a token in the mask is as if it were not there",
         "a count of rows that includes those (`mask.shape[0]`)",
     ),
+    "skipped_update": Invariance(
+        "a gradient that is not finite changes no weight and is told",
+        "an optimizer step that is taken whatever the gradient's norm is",
+    ),
+    "forgotten_gradient": Invariance(
+        "a step's gradient is that of its own mini-batch",
+        "gradients that are not cleared after a step, or after one that was skipped",
+    ),
     "sums_to_one": Invariance(
         "the weights of a mini-batch add up to 1, as those of a mean do",
         "a wrong count of tokens, rows or prompts",

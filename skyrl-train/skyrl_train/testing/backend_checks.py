@@ -1,0 +1,265 @@
+"""Invariances of a training backend: an optimizer step on a tiny policy must not depend on how its work is divided.
+
+Looks through the interface alone (`TrainingBackend`), so that it fits any way to hold a model.
+Shapes: B rows, T columns (prompts padded on the left, responses on the right), R response columns.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from skyrl_train.algorithms.losses import PolicyLossRegistry
+from skyrl_train.algorithms.reduction import token_weights
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.models.build import build_model
+from skyrl_train.testing.findings import Findings
+from skyrl_train.training_backends.base import MetricSums, ModelName, RankInfo, Scores, Step, TrainingBackend
+from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
+from skyrl_train.workers.objectives.policy import PolicyObjective
+
+MakeBackend = Callable[[SkyRLConfig, ModelName, int | None], TrainingBackend]
+NUM_ROWS, NUM_PROMPT, NUM_RESPONSE = 7, 5, 6
+NUM_STEPS = 8
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Everything that one optimizer step shows."""
+
+    sums: MetricSums
+    step: Step
+    outputs: torch.Tensor
+    """[B, R] log-probs before it."""
+
+    weights: dict[str, torch.Tensor]
+    """After it."""
+
+
+def check_training_backend(
+    make: MakeBackend,
+    model_path: str,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    exempt: Mapping[str, str] | None = None,
+) -> None:
+    """Take optimizer steps on one rank in this process, divided in many ways, and compare them.
+
+    Args:
+        make: makes a backend that has neither joined nor loaded: a subclass of `TrainingBackend`, or a function.
+        model_path: a small model's folder.
+        settings: of `trainer`, in addition to those of the check.
+        exempt: invariances that are not meant to hold for this backend, each with the reason.
+
+    Raises:
+        InvarianceError: lists all that is violated, with the numbers.
+    """
+    findings = Findings(f"the training backend {getattr(make, '__name__', make)!s}", exempt)
+    cfg = settings_of(model_path, settings or {})
+    with joined(make, cfg) as backend, tempfile.TemporaryDirectory() as folder:
+        _check_scores(findings, backend, model_path)
+        _check_divisions(findings, backend)
+        _check_updates(findings, backend)
+        _check_files(findings, backend, Path(folder))
+    findings.finish()
+
+
+def settings_of(model_path: str, settings: Mapping[str, Any]) -> SkyRLConfig:
+    """Settings of a policy in float32 whose gradients are clipped at about a third of their norm."""
+    optimizer = {"lr": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.05, "scheduler": "linear"}
+    trainer = {
+        "policy": {"model": {"path": model_path}, "optimizer_config": optimizer},
+        "placement": {"device": "cpu"},
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "algorithm": {"use_kl_loss": False},
+        **settings,
+    }
+    return SkyRLConfig.from_dict({"trainer": trainer, "generator": {"sampling_params": {"temperature": 0.7}}})
+
+
+@contextmanager
+def joined(make: MakeBackend, cfg: SkyRLConfig, info: RankInfo | None = None) -> Iterator[TrainingBackend]:
+    """A backend of the policy, with its model, until the end of the block."""
+    backend = make(cfg, "policy", NUM_STEPS)
+    backend.join(info or RankInfo())
+    try:
+        backend.load_model()
+        yield backend
+    finally:
+        backend.teardown()
+
+
+def backend_batch(num_words: int = 64) -> TrainingInputBatch:
+    """Rows of 1 to 5 prompt tokens and 1 to 6 response tokens, of which some are an environment's."""
+    draw = torch.Generator().manual_seed(0)
+    num_prompt = torch.tensor([5, 1, 3, 4, 2, 5, 1])
+    num_response = torch.tensor([6, 4, 1, 6, 3, 2, 5])
+    columns = torch.arange(-NUM_PROMPT, NUM_RESPONSE)
+    mask = (columns >= -num_prompt[:, None]) & (columns < num_response[:, None])
+    loss_mask = mask[:, NUM_PROMPT:].float()
+    loss_mask[0, 2] = loss_mask[3, 1] = 0
+    return TrainingInputBatch(
+        sequences=torch.where(mask, torch.randint(2, num_words, mask.shape, generator=draw), 0),
+        attention_mask=mask.long(),
+        loss_mask=loss_mask,
+        loss_weights=token_weights(loss_mask, "token_mean"),
+        advantages=torch.randn(loss_mask.shape, generator=draw),
+        later_advantages=3 * torch.randn(loss_mask.shape, generator=draw),
+        metadata={"response_length": NUM_RESPONSE},
+    )
+
+
+def take_step(
+    backend: TrainingBackend, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch] | None = None
+) -> StepOutcome:
+    """One optimizer step of the plain policy gradient."""
+    objective = PolicyObjective(backend.cfg.trainer.algorithm, PolicyLossRegistry.get("regular"))
+    micro_batches = micro_batches or [MicroBatch(tuple(range(len(batch))))]
+    gradient = backend.forward_backward(batch, micro_batches, objective)
+    step = backend.optimizer_step()
+    weights = {name: tensor.to("cpu", copy=True) for name, tensor in backend.gather_parameters()}
+    return StepOutcome(gradient.sums, step, gradient.outputs, weights)
+
+
+# ---- the checks
+
+
+def _check_scores(findings: Findings, backend: TrainingBackend, model_path: str) -> None:
+    """Log-probs, the gradient's norm and the names of parameters are those of the model without a backend."""
+    batch = backend_batch()
+    plain = build_model(backend.cfg, "policy", model_path, device=torch.device("cpu"), is_trained=True)
+    inputs = batch.tensor("sequences"), batch.tensor("attention_mask"), NUM_RESPONSE
+    scores = plain(*inputs, backend.cfg.generator.sampling_params.temperature, with_entropy=True)
+    objective = PolicyObjective(backend.cfg.trainer.algorithm, PolicyLossRegistry.get("regular"))
+    loss, _ = objective(Scores(scores.log_probs, scores.entropy), batch)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).norm()
+    kept = batch.tensor("attention_mask")[:, -NUM_RESPONSE:] != 0
+    with findings.attempt("agreement", "a forward and backward"):
+        forwarded = backend.forward(batch, [MicroBatch(tuple(range(NUM_ROWS)))])
+        findings.compare("agreement", "without a backend", "the log-prob", scores.log_probs, forwarded, kept)
+        held = dict(backend.gather_parameters())
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        for name, expected in model.named_parameters():
+            if name not in held:
+                findings.add("agreement", f"gather_parameters() lacks {name}")
+            else:
+                exactly = dict(relative=0.0, absolute=0.0)
+                findings.compare("agreement", "as transformers loads it", name, expected, held[name].cpu(), **exactly)
+        got = torch.tensor(take_step(backend, batch).step.grad_norm)
+        findings.compare("agreement", "without a backend", "the gradient's norm", norm, got, absolute=1e-4 * norm)
+
+
+def _check_divisions(findings: Findings, backend: TrainingBackend) -> None:
+    """Two steps (AdamW's first has the size of the learning rate, whatever the gradient's) in every division."""
+    batch = backend_batch()
+    rows = tuple(range(NUM_ROWS))
+    expected = _two_steps(backend, batch, [MicroBatch(rows)])
+    for size in (1, 2, 4):
+        parts = [MicroBatch(rows[start : start + size]) for start in range(0, NUM_ROWS, size)]
+        _compare(findings, "micro_batches", f"in micro-batches of {size}", backend, batch, parts, expected)
+    parts = [MicroBatch(rows[:4]), MicroBatch(rows[4:]), MicroBatch(rows[:2], is_filler=True)]
+    _compare(findings, "micro_batches", "with a dummy micro-batch", backend, batch, parts, expected)
+    order = torch.tensor([3, 6, 0, 5, 2, 4, 1])
+    with findings.attempt("row_order", "with the rows shuffled"):
+        found = _two_steps(backend, batch.rows(order), [MicroBatch(rows)])
+        _compare_outcomes(findings, "row_order", "with the rows shuffled", expected, found, order.argsort())
+    garbage = TrainingInputBatch(dict(batch), metadata=batch.metadata)
+    garbage["advantages"] = torch.where(batch.tensor("loss_mask") != 0, batch.tensor("advantages"), math.nan)
+    parts = [MicroBatch(rows)]
+    _compare(findings, "masked_garbage", "with NaN where the mask is 0", backend, garbage, parts, expected)
+
+
+def _check_updates(findings: Findings, backend: TrainingBackend) -> None:
+    """Gradients are forgotten, those that are not finite change nothing, and moving off the device neither."""
+    batch = backend_batch()
+    backend.load_model()
+    before = take_step(backend, batch)
+    broken = TrainingInputBatch(dict(batch), metadata=batch.metadata)
+    broken["advantages"] = batch.tensor("advantages") * math.nan
+    with findings.attempt("skipped_update", "with a gradient of NaN"):
+        skipped = take_step(backend, broken)
+        if not skipped.step.is_skipped:
+            findings.add("skipped_update", "a step with a gradient of NaN says that it was taken")
+        for name, weight in before.weights.items():
+            findings.compare("skipped_update", "after it", name, weight, skipped.weights[name])
+    with findings.attempt("forgotten_gradient", "a step after another"):
+        backend.offload()
+        backend.onload()
+        after = take_step(backend, batch)
+        largest = 2 * before.step.grad_norm
+        if not 0 < after.step.grad_norm < largest:
+            text = f"the gradient's norm is {after.step.grad_norm:.4g}, and was {before.step.grad_norm:.4g}"
+            findings.add("forgotten_gradient", f"two steps later {text}")
+        lr = backend.trained_settings.optimizer_config.lr
+        wanted = torch.tensor([lr * (1 - step / NUM_STEPS) for step in range(3)])
+        rates = torch.tensor([outcome.step.learning_rate for outcome in (before, skipped, after)])
+        findings.compare("agreement", "of a linear schedule", "the learning rate", wanted, rates)
+
+
+def _check_files(findings: Findings, backend: TrainingBackend, folder: Path) -> None:
+    """A run that is resumed goes on with the same bits."""
+    batch = backend_batch()
+    with findings.attempt("deterministic", "resumed from its checkpoint"):
+        backend.load_model()
+        take_step(backend, batch)
+        backend.save(folder)
+        expected = take_step(backend, batch)
+        backend.load_model()
+        backend.load(folder)
+        found = take_step(backend, batch)
+        for name, weight in expected.weights.items():
+            got = found.weights[name]
+            findings.compare("deterministic", "from its checkpoint", name, weight, got, relative=0.0, absolute=0.0)
+
+
+def _two_steps(
+    backend: TrainingBackend, batch: TrainingInputBatch, parts: Sequence[MicroBatch]
+) -> tuple[StepOutcome, StepOutcome]:
+    backend.load_model()
+    other = TrainingInputBatch(dict(batch), metadata=batch.metadata)
+    other["advantages"] = batch["later_advantages"]
+    return take_step(backend, batch, parts), take_step(backend, other, parts)
+
+
+def _compare(
+    findings: Findings,
+    invariance: str,
+    words: str,
+    backend: TrainingBackend,
+    batch: TrainingInputBatch,
+    parts: Sequence[MicroBatch],
+    expected: tuple[StepOutcome, StepOutcome],
+) -> None:
+    with findings.attempt(invariance, words):
+        _compare_outcomes(findings, invariance, words, expected, _two_steps(backend, batch, parts))
+
+
+def _compare_outcomes(
+    findings: Findings,
+    invariance: str,
+    words: str,
+    expected: tuple[StepOutcome, StepOutcome],
+    found: tuple[StepOutcome, StepOutcome],
+    order: torch.Tensor | None = None,
+) -> None:
+    for number, (first, second) in enumerate(zip(expected, found, strict=True), start=1):
+        place = f"{words}, step {number}"
+        norms = torch.tensor(first.step.grad_norm), torch.tensor(second.step.grad_norm)
+        findings.compare(invariance, place, "the gradient's norm", *norms, relative=1e-4)
+        for name, value in first.sums.items():
+            got = torch.tensor(second.sums[name])
+            findings.compare(invariance, place, name, torch.tensor(value), got, relative=1e-4, absolute=1e-5)
+        outputs = second.outputs if order is None else second.outputs[order]
+        findings.compare(invariance, place, "the log-prob", first.outputs, outputs, relative=1e-4, absolute=1e-4)
+        # Adam divides by the gradient's size: where that is tiny, rounding decides. Its mean over a tensor does not.
+        for name, weight in first.weights.items():
+            difference = (second.weights[name] - weight).abs().mean()
+            findings.compare(invariance, place, f"mean change of {name}", torch.zeros(()), difference, absolute=2e-5)
