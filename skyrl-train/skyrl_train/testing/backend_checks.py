@@ -6,8 +6,7 @@ Shapes: B rows, T columns (prompts padded on the left, responses on the right), 
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,10 @@ def check_training_backend(
     """
     findings = Findings(f"the training backend {getattr(make, '__name__', make)!s}", exempt)
     cfg = settings_of(model_path, settings or {})
-    with joined(make, cfg) as backend, tempfile.TemporaryDirectory() as folder:
+    backend = make(cfg, "policy", NUM_STEPS)
+    backend.join(RankInfo())
+    backend.load_model()
+    with tempfile.TemporaryDirectory() as folder:
         _check_scores(findings, backend, model_path)
         _check_divisions(findings, backend)
         _check_updates(findings, backend)
@@ -82,18 +84,6 @@ def settings_of(model_path: str, settings: Mapping[str, Any]) -> SkyRLConfig:
         **settings,
     }
     return SkyRLConfig.from_dict({"trainer": trainer, "generator": {"sampling_params": {"temperature": 0.7}}})
-
-
-@contextmanager
-def joined(make: MakeBackend, cfg: SkyRLConfig, info: RankInfo | None = None) -> Iterator[TrainingBackend]:
-    """A backend of the policy, with its model, until the end of the block."""
-    backend = make(cfg, "policy", NUM_STEPS)
-    backend.join(info or RankInfo())
-    try:
-        backend.load_model()
-        yield backend
-    finally:
-        backend.teardown()
 
 
 def backend_batch(num_words: int = 64) -> TrainingInputBatch:
@@ -151,10 +141,12 @@ def _check_scores(findings: Findings, backend: TrainingBackend, model_path: str)
             if name not in held:
                 findings.add("agreement", f"gather_parameters() lacks {name}")
             else:
-                exactly = dict(relative=0.0, absolute=0.0)
-                findings.compare("agreement", "as transformers loads it", name, expected, held[name].cpu(), **exactly)
+                got = held[name].cpu()
+                findings.compare("agreement", "when loaded", name, expected, got, relative=0.0, absolute=0.0)
         got = torch.tensor(take_step(backend, batch).step.grad_norm)
-        findings.compare("agreement", "without a backend", "the gradient's norm", norm, got, absolute=1e-4 * norm)
+        findings.compare(
+            "agreement", "without a backend", "the gradient's norm", norm, got, absolute=1e-4 * norm.item()
+        )
 
 
 def _check_divisions(findings: Findings, backend: TrainingBackend) -> None:

@@ -21,10 +21,11 @@ from ray import cloudpickle
 
 from skyrl_train.errors import WorkerError
 from skyrl_train.orchestration.launcher import Calls, MakeWorker
+from skyrl_train.training_backends.fsdp2 import backend  # noqa: F401  for the server, too
 from skyrl_train.utils.call_errors import end_of_log, failure_of, timed_out
 from skyrl_train.utils.process_log import capture_output
 from skyrl_train.utils.tracebacks import described, keep_where_raised
-from skyrl_train.workers import critic_worker, model_worker, policy_worker  # noqa: F401  for the server, too
+from skyrl_train.workers import policy_worker  # noqa: F401
 
 _POLL_SECONDS = 0.05
 _EXIT_SECONDS = 10.0
