@@ -11,7 +11,7 @@ import functools
 import multiprocessing
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ class ForkedRanks:
             if time.monotonic() > deadline:
                 silent = [(self._worker(rank), self._log_files[rank]) for rank in waiting]
                 raise timed_out(silent, timeout_seconds, timeout_setting)
-            pipes = multiprocessing.connection.wait([self._pipes[rank] for rank in waiting], _POLL_SECONDS)
+            pipes = wait([self._pipes[rank] for rank in waiting], _POLL_SECONDS)
             for rank in [rank for rank in waiting if self._pipes[rank] in pipes]:
                 try:
                     error, answers[rank] = cloudpickle.loads(self._pipes[rank].recv_bytes())
