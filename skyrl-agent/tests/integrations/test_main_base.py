@@ -46,7 +46,12 @@ class Run:
             *("generator.n_samples_per_prompt=16", "generator.model_dtype=float32", "environment.env_class=null"),
             *(f"data.train_data=[{self.data}]", f"data.val_data=[{self.data}]"),
             *(f"trainer.policy.model.path={self.model}", f"trainer.run_dir={self.folder / 'run'}"),
-            *("trainer.placement.device=cpu", "trainer.bf16=false", "trainer.gradient_checkpointing=false"),
+            *(
+                "trainer.placement.device=cpu",
+                "trainer.placement.launcher=inline",
+                "trainer.bf16=false",
+                "trainer.gradient_checkpointing=false",
+            ),
             *("trainer.train_batch_size=9", "trainer.policy_mini_batch_size=9", "trainer.max_prompt_length=64"),
             *("trainer.micro_train_batch_size_per_gpu=128", "trainer.micro_forward_batch_size_per_gpu=128"),
             *("trainer.epochs=100", f"trainer.max_training_steps={STEPS}", f"trainer.hf_save_interval={STEPS}"),

@@ -23,8 +23,8 @@ from skyrl_train.errors import WorkerError
 from skyrl_train.orchestration.launcher import Calls, MakeWorker
 from skyrl_train.training_backends.fsdp2 import backend  # noqa: F401  for the server, too
 from skyrl_train.utils.call_errors import end_of_log, failure_of, timed_out
-from skyrl_train.utils.process_log import capture_output
-from skyrl_train.utils.tracebacks import described, keep_where_raised
+from skyrl_train.utils.process_log import capture_output, configure_logging
+from skyrl_train.utils.tracebacks import described, keep_where_raised, log_traceback
 from skyrl_train.workers import policy_worker  # noqa: F401
 
 _POLL_SECONDS = 0.05
@@ -125,6 +125,7 @@ def _dumps(value: Any) -> bytes:
 def _serve(pipe: Connection, made: bytes, log_file: str) -> None:
     """Make the worker and answer calls until the pipe is closed."""
     capture_output(log_file)
+    configure_logging()
     torch.set_num_threads(1)
     worker: Any = None
     while True:
@@ -138,6 +139,7 @@ def _serve(pipe: Connection, made: bytes, log_file: str) -> None:
                 worker = make_worker(*args)
             answer = _dumps((None, [getattr(worker, method)(*args) for method, args in cloudpickle.loads(calls)]))
         except Exception as error:
+            log_traceback(error)
             keep_where_raised(error)
             try:
                 answer = _dumps((error, []))

@@ -30,11 +30,16 @@ def processes_of(mark: str) -> dict[int, str]:
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
 @pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)],
-    ids=lambda number: number.name,
+    "number, launcher",
+    [
+        (signal.SIGTERM, "ray"),
+        (signal.SIGINT, "inline"),
+        pytest.param(signal.SIGINT, "ray", marks=pytest.mark.full),
+        pytest.param(signal.SIGTERM, "inline", marks=pytest.mark.full),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_an_interrupted_run_leaves_no_process(chat_model: str, tmp_path: Path, number: signal.Signals):
+def test_an_interrupted_run_leaves_no_process(chat_model: str, tmp_path: Path, number: signal.Signals, launcher: str):
     rows = tmp_path / "rows.jsonl"
     row = {"prompt": [{"role": "user", "content": "2*3="}], "reward_spec": {"ground_truth": "6"}}
     rows.write_text((json.dumps(row) + "\n") * 4)
@@ -43,6 +48,7 @@ def test_an_interrupted_run_leaves_no_process(chat_model: str, tmp_path: Path, n
         "data.train_data": f"[{rows}]",
         "data.val_data": "[]",
         "trainer.run_dir": tmp_path / "run",
+        "trainer.placement.launcher": launcher,
         "trainer.train_batch_size": 4,
         "trainer.policy_mini_batch_size": 4,
         "trainer.max_prompt_length": 40,
@@ -69,7 +75,10 @@ def test_an_interrupted_run_leaves_no_process(chat_model: str, tmp_path: Path, n
         while not (tmp_path / "run" / "metrics.jsonl").exists():
             assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "console.log").read_text()[-3000:]
             time.sleep(0.1)
-        assert len(processes_of(mark)) >= 4, "the trainer, Ray's services, a policy worker, an engine"
+        if launcher == "ray":
+            assert len(processes_of(mark)) >= 4, "the trainer, Ray's services, a policy worker, an engine"
+        else:
+            assert not [command for command in processes_of(mark).values() if "raylet" in command or "ray::" in command]
         began = time.monotonic()
         os.kill(run.pid, number)
         code = run.wait(timeout=30)

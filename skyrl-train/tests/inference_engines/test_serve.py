@@ -54,8 +54,10 @@ def first_line(process: subprocess.Popen) -> str:
         too_long.cancel()
 
 
-def test_engines_and_an_endpoint_alone_until_told_to_stop(chat_model, tmp_path):
-    with serving(chat_model, tmp_path, "generator.http_endpoint_port=0") as process:
+@pytest.mark.parametrize("launcher", ["ray", "inline"])
+def test_engines_and_an_endpoint_alone_until_told_to_stop(launcher, chat_model, tmp_path):
+    settings = "generator.http_endpoint_port=0", f"trainer.placement.launcher={launcher}"
+    with serving(chat_model, tmp_path, *settings) as process:
         line = first_line(process)
         assert line.startswith("serving tiny at http://127.0.0.1:"), (tmp_path / "errors").read_text()
         with OpenAI(base_url=line.split()[-1], api_key="any") as client:

@@ -53,7 +53,7 @@ def test_settings_of_several_processes_are_refused(changes: dict[str, Any], word
 
 
 def test_engines_with_processes_of_their_own_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("skyrl_train.config.rules.engines.find_spec", lambda name: True)  # as if installed
+    monkeypatch.setattr("skyrl_train.config.engine_kinds.find_spec", lambda name: True)  # as if installed
     for backend in ("vllm", "sglang"):
         with pytest.raises(ConfigError, match=rf"generator.backend={backend} runs in processes of its own.*native"):
             validate_generator_cfg(settings(generator={"backend": backend}))
@@ -62,7 +62,7 @@ def test_engines_with_processes_of_their_own_are_refused(monkeypatch: pytest.Mon
 
 
 def test_auto_means_the_native_engine_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("skyrl_train.config.generation.find_spec", lambda name: True)
+    monkeypatch.setattr("skyrl_train.config.engine_kinds.find_spec", lambda name: True)
     assert validate_cfg(settings(placement={"device": "cuda"})).generator.backend == "native"
 
 

@@ -56,7 +56,7 @@ def result_of(cfg: SkyRLConfig) -> tuple[list[dict[str, Any]], dict[str, torch.T
     return steps, weights
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     "changes", [{"trainer": {"hf_save_interval": 2}}, MODELS], ids=["policy", "critic, reference, adapters"]
 )

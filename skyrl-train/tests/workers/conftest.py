@@ -163,6 +163,24 @@ def learners(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learners]:
         group.kill()
 
 
+@pytest.fixture
+def learners_with(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    """`learners_with(change)`: as `learners`, with `change(worker class)` in place of the policy's worker class."""
+    module, started = sys.modules[__name__], []
+    for sent_by_value in (module, request.module):
+        cloudpickle.register_pickle_by_value(sent_by_value)
+
+    def make(change: Any) -> Learners:
+        monkeypatch.setattr(module, "PolicyAgain", change(PolicyAgain))
+        started.append(Learners(tmp_path))
+        return started[-1]
+
+    yield make
+    for learners in started:
+        for group in learners.groups.values():
+            group.kill()
+
+
 @pytest.fixture(scope="session")
 def config(tiny_model: str) -> Any:
     """Settings of a tiny policy and critic; `policy`, `critic`, `algorithm` add to theirs, others to the trainer's."""
