@@ -232,17 +232,24 @@ class RayPPOTrainer(TrainingRun):
 
     async def generate(self, prompts: list[dict[str, Any]]) -> RolloutBatch:
         """Return `n_samples_per_prompt` trajectories for each prompt (or for others instead, by dynamic sampling)."""
+        if self.cfg.trainer.algorithm.dynamic_sampling.type is None:
+            rollouts = await self.generate_once(prompts)
+        else:
+            rollouts = await self._generate_informative(prompts)
+        await self.colocation.after_generating()
+        self._record(rollouts)
+        return rollouts
+
+    async def _generate_informative(self, prompts: list[dict[str, Any]]) -> RolloutBatch:
+        """Return a full batch of dynamic sampling, which may take further prompts."""
         seen: set[str] = set()
 
         async def request(num_batches_before: int) -> RolloutBatch:
             rows = prompts if num_batches_before == 0 else self.train_dataloader.next_batch()
-            return await self.generate_once(with_unique_uids(rows, seen) if dynamic.type else rows)
+            return await self.generate_once(with_unique_uids(rows, seen))
 
-        dynamic = self.cfg.trainer.algorithm.dynamic_sampling
-        rollouts = await sample_batch(request, dynamic, len(prompts), self.step_generator("dynamic_sampling"))
-        await self.colocation.after_generating()
-        self._record(rollouts)
-        return rollouts
+        settings = self.cfg.trainer.algorithm.dynamic_sampling
+        return await sample_batch(request, settings, len(prompts), self.step_generator("dynamic_sampling"))
 
     async def generate_once(self, prompts: list[dict[str, Any]]) -> RolloutBatch:
         """Return the generator's trajectories for these prompts, checked."""

@@ -1,6 +1,7 @@
 """Interface of generators: prompts in, trajectories out, in the same order. Knows no engine and no environment."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -77,14 +78,14 @@ class GeneratorInterface(ABC):
         return to_rollout_batch(await self.generate(input_batch), trajectory_ids_of(input_batch))
 
 
-async def request_rollouts(generator: GeneratorInterface, input_batch: GeneratorInput) -> RolloutBatch:
+def request_rollouts(generator: GeneratorInterface, input_batch: GeneratorInput) -> Awaitable[RolloutBatch]:
     """Ask a generator for trajectory groups, by whichever of `generate` and `generate_groups` the class nearest to it
     defines: a subclass that overrides one of them is never passed by."""
     for cls in type(generator).__mro__:
         if "generate_groups" in vars(cls):
-            return await generator.generate_groups(input_batch)
+            return generator.generate_groups(input_batch)
         if "generate" in vars(cls):
-            return await GeneratorInterface.generate_groups(generator, input_batch)
+            return GeneratorInterface.generate_groups(generator, input_batch)
     raise TypeError(f"{type(generator).__name__} is no generator: it has neither `generate` nor `generate_groups`")
 
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 import skyrl_gym
 from skyrl_train.errors import ConfigError, RolloutError, WorkerError
-from skyrl_train.generators.agent_loop import LengthBudget, ask_engine, run_agent_loop
+from skyrl_train.generators.agent_loop import EngineSession, LengthBudget, run_agent_loop
 from skyrl_train.generators.base import (
     BatchMetadata,
     Failure,
@@ -25,7 +25,6 @@ from skyrl_train.generators.base import (
 )
 from skyrl_train.generators.chat_templates import get_custom_chat_template
 from skyrl_train.generators.dialogue import (
-    Answer,
     ConversationDialogue,
     Dialogue,
     RetokenizedDialogue,
@@ -130,28 +129,23 @@ class SkyRLGymGenerator(GeneratorInterface):
             leave=False,
             mininterval=1.0,
         ) as progress:
-
-            async def roll_out_one(request: RolloutRequest) -> Trajectory:
-                trajectory = await self._trajectory(request)
-                progress.update()
-                return trajectory
-
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(roll_out_one(request)) for request in requests]
+                    tasks = [group.create_task(self._trajectory(request, progress)) for request in requests]
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
         return self._batch([task.result() for task in tasks])
 
     # -- one trajectory
 
-    async def _trajectory(self, request: RolloutRequest) -> Trajectory:
+    async def _trajectory(self, request: RolloutRequest, progress: "tqdm[Any]") -> Trajectory:
         """Return a trajectory, begun again from its prompt with a fresh environment when the infrastructure failed."""
         retries = 0
         while True:
             trajectory = await self._attempt(request, retries)
             failure = trajectory.failure
             if failure is None or failure.kind != "infrastructure" or retries >= self.generator_cfg.max_rollout_retries:
+                progress.update()
                 return trajectory
             await asyncio.sleep(RETRY_DELAY_SECONDS * 2**retries)
             retries += 1
@@ -162,10 +156,10 @@ class SkyRLGymGenerator(GeneratorInterface):
         env_config = self.skyrl_gym_cfg.env_config(request.env_class)
         seed = episode_seed(self._seed_of(request), request.metadata, request.trajectory_id)
         env = EnvironmentSession(self._threads, request.env_class, env_config, extras, seed)
-        turn_lengths: list[int] = []
+        session, prompt = self._engine_session(request), copy.deepcopy(request.prompt)
         stop_reason, samples, env_metrics, failure = "error", None, {}, None
         try:
-            stop_reason = await self._talk(request, env, dialogue, turn_lengths)
+            stop_reason = await run_agent_loop(env, prompt, dialogue, session, self._length_budget(request))
             samples = dialogue.finish(stop_reason)
             env_metrics = await env.metrics()
         except WorkerError:
@@ -187,35 +181,27 @@ class SkyRLGymGenerator(GeneratorInterface):
             is_step_wise=self.generator_cfg.step_wise_trajectories,
             env_class=request.env_class,
             env_metrics=env_metrics,
-            turn_lengths=turn_lengths,
+            turn_lengths=session.turn_lengths,
             num_retries=num_retries,
         )
 
-    async def _talk(
-        self, request: RolloutRequest, env: EnvironmentSession, dialogue: Dialogue, turn_lengths: list[int]
-    ) -> str:
-        """The agent loop, with requests to our engine. Adds the length of every answer to `turn_lengths`."""
-        params = request.sampling_params
-        seed = self._seed_of(request)
-
-        async def ask(input_ids: list[int], turn: int, max_tokens: int) -> Answer:
-            turn_seed = request_seed(seed, request.metadata, request.trajectory_id, turn)
-            answer = await ask_engine(
-                self.inference_engine_client,
-                input_ids,
-                params | {"max_tokens": max_tokens, "seed": turn_seed},
-                session_id=request.trajectory_id.to_string(),
-                timeout_seconds=self.generator_cfg.request_timeout_seconds,
-            )
-            turn_lengths.append(len(answer.token_ids))
-            return answer
-
-        budget = LengthBudget(
-            max_input_length=self.generator_cfg.max_input_length,
-            max_tokens=params.get("max_tokens", self.generator_cfg.sampling_params.max_generate_length),
-            max_context_length=self.generator_cfg.engine_init_kwargs.get("max_model_len"),
+    def _engine_session(self, request: RolloutRequest) -> EngineSession:
+        seed, metadata, trajectory_id = self._seed_of(request), request.metadata, request.trajectory_id
+        return EngineSession(
+            self.inference_engine_client,
+            request.sampling_params,
+            session_id=trajectory_id.to_string(),
+            seed_of_turn=lambda turn: request_seed(seed, metadata, trajectory_id, turn),
+            timeout_seconds=self.generator_cfg.request_timeout_seconds,
         )
-        return await run_agent_loop(env, copy.deepcopy(request.prompt), dialogue, ask, budget)
+
+    def _length_budget(self, request: RolloutRequest) -> LengthBudget:
+        cfg = self.generator_cfg
+        return LengthBudget(
+            max_input_length=cfg.max_input_length,
+            max_tokens=request.sampling_params.get("max_tokens", cfg.sampling_params.max_generate_length),
+            max_context_length=cfg.engine_init_kwargs.get("max_model_len"),
+        )
 
     def _seed_of(self, request: RolloutRequest) -> int:
         return request.sampling_params.get("seed", self.generator_cfg.seed)

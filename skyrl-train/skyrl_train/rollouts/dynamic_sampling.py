@@ -32,6 +32,7 @@ async def sample_batch(
     """Sample until a batch is full.
 
     Args:
+        settings: `trainer.algorithm.dynamic_sampling`, with a type.
         request: samples one more batch of prompts; gets the number of batches sampled before.
         num_prompts: of a full batch.
         generator: of the draws of `replace`.
@@ -43,8 +44,6 @@ async def sample_batch(
     Raises:
         SkyRLError: `max_sample_batches` batches did not fill one.
     """
-    if settings.type is None:
-        return await request(0)
     kept: list[RolloutBatch] = []
     tally = _Tally()
     while settings.max_sample_batches <= 0 or tally.num_batches < settings.max_sample_batches:

@@ -13,7 +13,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_gym.error import InfraError
 from skyrl_train.errors import ConfigError, RolloutError, WorkerError
 from skyrl_train.generators import skyrl_gym_generator
-from skyrl_train.generators.agent_loop import ask_engine
+from skyrl_train.generators.agent_loop import EngineSession
 from skyrl_train.generators.base import BatchMetadata, Failure, TrainingPhase, TrajectoryID
 from skyrl_train.generators.environment import DaemonThreads, DeadlineExceeded
 from skyrl_train.generators.sampling import episode_seed, request_seed
@@ -165,7 +165,7 @@ async def test_an_engine_that_does_not_answer_is_given_up(characters, say, scrip
             await asyncio.sleep(60)
 
     with pytest.raises(RolloutError, match=r"generator\.request_timeout_seconds=0\.1") as caught:
-        await ask_engine(SilentEngine(characters, {}), [1], {}, session_id="0_0", timeout_seconds=0.1)
+        await EngineSession(SilentEngine(characters, {}), {}, "0_0", lambda turn: turn, 0.1).ask([1], 0, 5)
     assert caught.value.kind == "infrastructure"
 
 

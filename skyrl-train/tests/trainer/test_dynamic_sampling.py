@@ -55,10 +55,6 @@ def responses_of(batch: RolloutBatch) -> list[list[int]]:
     return [sample.response_ids for _, _, sample in batch.rows()]
 
 
-def test_without_it_a_batch_is_what_was_sampled():
-    assert run([{"a": [1, 1], "b": [0, 1]}], 2) == batch_of({"a": [1, 1], "b": [0, 1]})
-
-
 def test_filter_collects_informative_prompts_until_the_batch_is_full():
     batches = [{"a": [1, 1], "b": [0, 1]}, {"c": [0, 0], "d": [1, 1]}, {"e": [1, 0], "f": [0, 1]}]
     batch = run(batches, 2, type="filter")
