@@ -40,7 +40,7 @@ class Run:
         self.task_file.write_text(yaml.safe_dump(TASK | {"output": {"trajectories": str(self.trajectories)}} | task))
         self.data.write_text("".join(json.dumps(row) + "\n" for row in drawers.rows()))
 
-    def start(self, *settings: str) -> subprocess.CompletedProcess[str]:
+    def start(self, launcher: str, *settings: str) -> subprocess.CompletedProcess[str]:
         command = [
             *(sys.executable, "-m", "skyrl_train.entrypoints.main_base", f"generator.task={self.task_file}"),
             *("generator.n_samples_per_prompt=16", "generator.model_dtype=float32", "environment.env_class=null"),
@@ -62,7 +62,7 @@ class Run:
                 "trainer.policy.optimizer_config.adam_betas=[0.9,0.95]",
                 "trainer.algorithm.use_kl_loss=false",
             ),
-            *("trainer.algorithm.advantage_estimator=rloo", *settings),
+            *("trainer.algorithm.advantage_estimator=rloo", f"trainer.placement.launcher={launcher}", *settings),
         ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
         return subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, cwd=self.folder)
@@ -78,9 +78,20 @@ class Run:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = Run(tmp_path_factory.mktemp("run"))
     drawers.save_model_that_knows_calls(run.model)
-    done = run.start()
+    done = run.start("inline")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return run
+
+
+@pytest.mark.slow
+def test_run_under_ray_gives_the_same_rewards(trained: Run, tmp_path: Path):
+    run = Run(tmp_path)
+    run.model = trained.model
+    done = run.start("ray", "trainer.max_training_steps=2", "trainer.eval_before_train=false")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    name = "reward/avg_raw_reward"
+    rewards, expected = ([step[name] for step in each.metrics if name in step] for each in (run, trained))
+    assert len(rewards) == 2 and rewards == expected[:2]
 
 
 def test_an_agent_learns_to_use_its_tool(trained: Run):

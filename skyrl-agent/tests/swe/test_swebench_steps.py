@@ -103,7 +103,9 @@ async def test_a_fix_is_worth_one(play):
             marks=pytest.mark.slow,
         ),
         ("echo 'def test_two(): pass' > test_double.py", 0.0, {"fail_to_pass": 0.0, "pass_to_pass": 1.0}),
-        (f"{FIX}; rm test_double.py", 1.0, {"fail_to_pass": 1.0, "pass_to_pass": 1.0}),
+        pytest.param(
+            *(f"{FIX}; rm test_double.py", 1.0, {"fail_to_pass": 1.0, "pass_to_pass": 1.0}), marks=pytest.mark.slow
+        ),
         pytest.param(
             *(f"{FIX}; mkdir sub; cd sub; git init -q; touch x", 1.0, {"fail_to_pass": 1.0, "pass_to_pass": 1.0}),
             marks=pytest.mark.slow,
@@ -130,6 +132,7 @@ async def test_r2e_rows_are_judged_by_their_script(play):
     assert judgement.reward == 0.0
 
 
+@pytest.mark.slow
 async def test_smith_rows_have_their_tests_in_the_history(play):
     row = {key: value for key, value in ROW.items() if key != "test_patch"}
     row |= {"data_source": "swe-smith", "image_name": "it"}

@@ -1,5 +1,7 @@
 """Test commands that do not run: no verdict where the task is to blame, a reward of 0 where the agent's change is."""
 
+from typing import Any
+
 import pytest
 
 from skyrl_agent.errors import InfraError, TaskRowError
@@ -26,6 +28,15 @@ def with_files(**files: str) -> dict:
     return {"files": ROW["files"] | {path.replace("__", "."): text for path, text in files.items()}}
 
 
+def every_third_daily(cases: dict[str, Any]) -> list[Any]:
+    """Return the cases as parameters of a test; two of three are slow."""
+    marks: list[Any] = [pytest.mark.slow, (), pytest.mark.slow]
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), id=name, marks=marks[number % 3])
+        for number, (name, case) in enumerate(cases.items(), 1)
+    ]
+
+
 BROKEN_ROWS = {
     "no such program": {"test_cmd": "no-such-tool check"},
     "not executable": with_files(run__txt="true\n") | {"test_cmd": "./run.txt"},
@@ -44,7 +55,7 @@ BROKEN_ROWS = {
 }
 
 
-@pytest.mark.parametrize("change", BROKEN_ROWS.values(), ids=BROKEN_ROWS)
+@pytest.mark.parametrize("change", every_third_daily(BROKEN_ROWS))
 async def test_command_that_never_runs_gives_no_verdict(play, change):
     with pytest.raises(TaskRowError, match=r"row row: tests were not run: .*no verdict on the agent"):
         await play(LocalSWETask(), ROW | change, FIX)
@@ -83,7 +94,7 @@ SABOTAGE = {
 }
 
 
-@pytest.mark.parametrize("test_cmd, script", SABOTAGE.values(), ids=SABOTAGE)
+@pytest.mark.parametrize("test_cmd, script", every_third_daily(SABOTAGE))
 async def test_change_that_stops_the_tests_is_a_failure_of_the_agent(play, test_cmd, script):
     cases = (
         "import calc, pytest\n@pytest.mark.parametrize('n', calc.CASES)\ndef test_it(n): assert calc.double(n) == 2 * n"
