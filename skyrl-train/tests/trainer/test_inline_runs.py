@@ -58,7 +58,9 @@ def result_of(cfg: SkyRLConfig) -> tuple[list[dict[str, Any]], dict[str, torch.T
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "changes", [{"trainer": {"hf_save_interval": 2}}, MODELS], ids=["policy", "critic, reference, adapters"]
+    "changes",
+    [{"trainer": {"hf_save_interval": 2}}, pytest.param(MODELS, marks=pytest.mark.slow)],
+    ids=["policy", "critic, reference, adapters"],
 )
 def test_inline_run_equals_the_run_under_ray_to_the_bit(
     changes: dict[str, Any], settings: Any, merged: Any, run: Any, chat_model: str, tmp_path: Path
