@@ -232,7 +232,7 @@ def test_entry_points_import_no_ray(entry_point):
         seen.add(module)
         assert "ray" not in {name.partition(".")[0] for name in all_imports_of(file)}, f"{module} imports ray"
         pending += imports_of(file)
-    assert len(seen) > 100
+    assert len(seen) > 50
 
 
 @pytest.mark.parametrize("module", ["skyrl_train.config", "skyrl_train.algorithms.losses"])

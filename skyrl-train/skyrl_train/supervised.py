@@ -14,6 +14,7 @@ from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.algorithms.losses.preference import DPOConfig
 from skyrl_train.algorithms.reduction import token_weights
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.training_backends import TrainingBackendRegistry
 from skyrl_train.dataset.dataloader import PromptDataLoader
 from skyrl_train.dataset.supervised import Item, SupervisedDataset
 from skyrl_train.orchestration.actor_group import ActorGroup
@@ -107,13 +108,14 @@ class SupervisedTrainer(TrainingRun):
     # ---- models
 
     async def build_models(self) -> None:
-        """Starts the workers."""
+        """Start the workers."""
         loss_fn = PolicyLossRegistry.get(self.cfg.trainer.algorithm.policy_loss_type)
-        args = (self.cfg, loss_fn, max(1, self.total_training_steps))
+        backend = TrainingBackendRegistry.get(self.cfg.trainer.strategy)
+        args = (self.cfg, loss_fn, max(1, self.total_training_steps), None, backend)
         self.policy_model = self.placement.start_group("policy", PolicyWorker, args, self.run_folder)
         groups = [self.policy_model]
         if self.with_pairs:
-            self.ref_model = self.placement.start_group("ref", RefWorker, (self.cfg,), self.run_folder)
+            self.ref_model = self.placement.start_group("ref", RefWorker, (self.cfg, backend), self.run_folder)
             groups.append(self.ref_model)
         await self.placement.check_files(self._data_sources, self.run_folder)
         await self.colocation.start(groups)

@@ -19,6 +19,7 @@ from skyrl_train import judging
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController
 from skyrl_train.algorithms.losses import PolicyLossRegistry, TokenSelectorRegistry
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.training_backends import TrainingBackendRegistry
 from skyrl_train.dataset.dataloader import PromptDataLoader
 from skyrl_train.dataset.dataset import PromptDataset
 from skyrl_train.evaluate import evaluate
@@ -180,16 +181,18 @@ class RayPPOTrainer(TrainingRun):
         critic_worker: type[CriticWorker] = CriticWorker,
         ref_worker: type[RefWorker] = RefWorker,
     ) -> None:
-        """Starts the workers. The policy loss is looked up here and shipped to them."""
+        """Start the workers. Policy loss and training backend are looked up here and shipped to them."""
         trainer, loss = self.cfg.trainer, self.cfg.trainer.algorithm.policy_loss_type
         selector = TokenSelectorRegistry.get(loss) if loss in TokenSelectorRegistry else None
-        args = (self.cfg, PolicyLossRegistry.get(loss), self._total_updates(trainer.policy_mini_batch_size), selector)
+        backend = TrainingBackendRegistry.get(trainer.strategy)
+        updates = self._total_updates(trainer.policy_mini_batch_size)
+        args = (self.cfg, PolicyLossRegistry.get(loss), updates, selector, backend)
         self.policy_model = self.placement.start_group("policy", policy_worker, args, self.run_folder)
         if trainer.critic.model.path is not None:
-            args = (self.cfg, self._total_updates(trainer.critic_mini_batch_size))
+            args = (self.cfg, self._total_updates(trainer.critic_mini_batch_size), backend)
             self.critic_model = self.placement.start_group("critic", critic_worker, args, self.run_folder)
         if trainer.algorithm.uses_reference_model:
-            self.ref_model = self.placement.start_group("ref", ref_worker, (self.cfg,), self.run_folder)
+            self.ref_model = self.placement.start_group("ref", ref_worker, (self.cfg, backend), self.run_folder)
         await self.placement.check_files([*self.cfg.data.train_data, *self.cfg.data.val_data], self.run_folder)
         await self.colocation.start(self._groups)
         self.publisher = WeightPublisher(

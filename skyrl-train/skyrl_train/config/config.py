@@ -7,13 +7,14 @@ section made on its own keeps the text. Imports no torch, no Ray, no Hydra.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.base import BaseConfig, plain
 from skyrl_train.config.generation import Device, GeneratorConfig
 from skyrl_train.config.models import CriticConfig, PolicyConfig, RefConfig
-from skyrl_train.config.typed import REST, resolve_references, to_dict
+from skyrl_train.config.training_backends import TrainingBackendRegistry
+from skyrl_train.config.typed import REST, Choices, resolve_references, to_dict
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -103,8 +104,8 @@ class TrainerConfig(BaseConfig):
 
     placement: PlacementConfig = field(default_factory=PlacementConfig)
 
-    strategy: Literal["fsdp2"] = "fsdp2"
-    """Training backend."""
+    strategy: Annotated[str, Choices(TrainingBackendRegistry.registrations)] = "fsdp2"
+    """Training backend: how models are held, divided over ranks and stepped."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

@@ -19,6 +19,7 @@ from skyrl_train.config.rules.generation import check_generation
 from skyrl_train.config.rules.launcher import check_cluster, check_inline_engines, check_ranks
 from skyrl_train.config.rules.models import check_adapters, check_division, check_models, check_optimizer
 from skyrl_train.config.rules.run import check_checkpoints, check_loggers, check_paths
+from skyrl_train.config.rules.training_backend import check_training_backend
 from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig, check_read
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def validate_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") -> SkyRLCo
     replace_old_forms(config)
     check_checkpoints(config)
     check_models(config)
+    check_training_backend(config)
     validate_batch_sizes(config)
     check_algorithm(config)
     check_ranks(config)
@@ -114,6 +116,7 @@ def validate_supervised_cfg(cfg: "Mapping[str, Any] | DictConfig", config_type: 
     check_adapters(trainer.policy.model.lora, "trainer.policy.model.lora", dropout_allowed=not with_pairs)
     check_division(trainer.policy, "policy", trainer.placement.policy_world_size)
     check_cluster(config)
+    check_training_backend(config)
     check_ranks(config)
     if with_pairs:
         check_division(trainer.ref, "ref", trainer.placement.ref_world_size)

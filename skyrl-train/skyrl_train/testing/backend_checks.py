@@ -6,7 +6,7 @@ Shapes: B rows, T columns (prompts padded on the left, responses on the right), 
 
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,10 @@ from skyrl_train.algorithms.reduction import token_weights
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.models.build import build_model
 from skyrl_train.testing.findings import Findings
-from skyrl_train.training_backends.base import MetricSums, ModelName, RankInfo, Scores, Step, TrainingBackend
+from skyrl_train.training_backends.base import MakeBackend, MetricSums, RankInfo, Scores, Step, TrainingBackend
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.workers.objectives.policy import PolicyObjective
 
-MakeBackend = Callable[[SkyRLConfig, ModelName, int | None], TrainingBackend]
 NUM_ROWS, NUM_PROMPT, NUM_RESPONSE = 7, 5, 6
 NUM_STEPS = 8
 

@@ -6,7 +6,7 @@ knows no rank: the backend divides, scales and gathers.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -269,6 +269,10 @@ class TrainingBackend(ABC):
                 counted = scores.router.zeros() if micro_batch.is_filler else scores.router
                 router = counted if router is None else router + counted
         return Gradient(merge_metric_sums(sums), outputs, router)
+
+
+MakeBackend = Callable[[SkyRLConfig, ModelName, int | None], TrainingBackend]
+"""Builder of a backend: a subclass of `TrainingBackend`, or a function."""
 
 
 def join_process_group(info: RankInfo, timeout_seconds: float) -> None:

@@ -11,15 +11,14 @@ from skyrl_train.algorithms.losses import PolicyLoss, TokenSelector
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.models.adapter_files import write_adapter_version
 from skyrl_train.models.experts import RouterStatistics, auxiliary_loss
-from skyrl_train.training_backends.base import MetricSums, ParallelInfo
-from skyrl_train.training_backends.registry import create_backend
+from skyrl_train.training_backends.base import MakeBackend, MetricSums, ParallelInfo
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch, TrainingOutputBatch
 from skyrl_train.utils.io import expand_path
 from skyrl_train.weight_sync.base import WeightSyncInitInfo
 from skyrl_train.weight_sync.fingerprint import fingerprints_of
 from skyrl_train.weight_sync.sender import Bucket, EngineHandles, WeightSender, buckets_of, needs_staging
 from skyrl_train.workers.objectives.policy import PolicyObjective
-from skyrl_train.workers.worker import Worker
+from skyrl_train.workers.worker import Worker, create_backend
 
 
 class PolicyWorker(Worker):
@@ -29,6 +28,7 @@ class PolicyWorker(Worker):
         loss_fn: the policy loss, as a function (a user's own comes here by value).
         num_training_steps: optimizer steps of the whole run, for the learning-rate schedule.
         token_selector: the loss's choice of tokens over the whole mini-batch, if it has one.
+        make_backend: of `trainer.strategy`; None: looked up here.
     """
 
     name = "policy"
@@ -39,9 +39,10 @@ class PolicyWorker(Worker):
         loss_fn: PolicyLoss,
         num_training_steps: int,
         token_selector: TokenSelector | None = None,
+        make_backend: MakeBackend | None = None,
     ):
         objective = PolicyObjective(cfg.trainer.algorithm, loss_fn)
-        super().__init__(create_backend(cfg, self.name, num_training_steps), objective)
+        super().__init__(create_backend(cfg, self.name, num_training_steps, make_backend), objective)
         self._token_selector = token_selector
         self._old_log_probs = torch.empty(0)
         self._sender: WeightSender | None = None

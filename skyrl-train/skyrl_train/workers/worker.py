@@ -12,10 +12,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.training_backends import TrainingBackendRegistry
 from skyrl_train.distributed.process_group import free_port
 from skyrl_train.models.adapter_files import save_adapter
 from skyrl_train.training_backends.base import (
     Gradient,
+    MakeBackend,
     MetricSums,
     ModelName,
     Objective,
@@ -24,7 +26,6 @@ from skyrl_train.training_backends.base import (
     TrainingBackend,
     WrittenFiles,
 )
-from skyrl_train.training_backends.registry import create_backend
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch, TrainingOutputBatch
 from skyrl_train.utils.io import replacing
 from skyrl_train.utils.nodes import node_address
@@ -162,12 +163,14 @@ class CriticWorker(Worker):
 
     Args:
         num_training_steps: optimizer steps of the whole run, for the learning-rate schedule.
+        make_backend: of `trainer.strategy`; None: looked up here.
     """
 
     name = "critic"
 
-    def __init__(self, cfg: SkyRLConfig, num_training_steps: int):
-        super().__init__(create_backend(cfg, self.name, num_training_steps), CriticObjective(cfg.trainer.algorithm))
+    def __init__(self, cfg: SkyRLConfig, num_training_steps: int, make_backend: MakeBackend | None = None):
+        backend = create_backend(cfg, self.name, num_training_steps, make_backend)
+        super().__init__(backend, CriticObjective(cfg.trainer.algorithm))
 
 
 class RefWorker(Worker):
@@ -175,5 +178,13 @@ class RefWorker(Worker):
 
     name = "ref"
 
-    def __init__(self, cfg: SkyRLConfig):
-        super().__init__(create_backend(cfg, self.name))
+    def __init__(self, cfg: SkyRLConfig, make_backend: MakeBackend | None = None):
+        super().__init__(create_backend(cfg, self.name, None, make_backend))
+
+
+def create_backend(
+    cfg: SkyRLConfig, name: ModelName, num_training_steps: int | None, make_backend: MakeBackend | None
+) -> TrainingBackend:
+    """Make this rank's backend of a model. A driver passes the builder on, by value where it is a user's own: what is
+    registered there is not registered in the processes of workers."""
+    return (make_backend or TrainingBackendRegistry.get(cfg.trainer.strategy))(cfg, name, num_training_steps)

@@ -1,0 +1,38 @@
+"""Rules of the training backend: its declared traits against what the run asks of it."""
+
+from skyrl_train.config.config import SkyRLConfig
+from skyrl_train.config.models import CriticConfig, PolicyConfig
+from skyrl_train.config.rules.checks import require
+from skyrl_train.config.training_backends import TrainingBackendRegistry
+
+
+def check_training_backend(config: SkyRLConfig) -> None:
+    """The backend of `trainer.strategy` is installed and can hold every model of the run."""
+    trainer, placement = config.trainer, config.trainer.placement
+    strategy = f"trainer.strategy={trainer.strategy}"
+    traits = TrainingBackendRegistry.requirements(trainer.strategy)
+    require(traits.is_installed, f"{strategy} needs the package {traits.library}: {traits.install_hint}")
+    trained: dict[str, PolicyConfig | CriticConfig] = {"policy": trainer.policy}
+    if trainer.critic.model.path is not None:
+        trained["critic"] = trainer.critic
+    for name, model in trained.items():
+        rank = model.model.lora.rank
+        require(
+            rank == 0 or traits.adapters,
+            f"{strategy} trains no adapters: trainer.{name}.model.lora.rank={rank} must be 0, or use another strategy",
+        )
+    num_ranks = {name: getattr(placement, f"{name}_world_size") for name in trained}
+    if trainer.algorithm.uses_reference_model:
+        num_ranks["ref"] = placement.ref_world_size
+    for name, count in num_ranks.items():
+        require(
+            traits.max_ranks is None or count <= traits.max_ranks,
+            f"{strategy} holds a model on at most {traits.max_ranks} ranks; trainer.placement.{name}_num_nodes x "
+            f"{name}_num_gpus_per_node is {count}: lower them, or use another strategy",
+        )
+        size: int = getattr(trainer, name).sequence_parallel_size
+        require(
+            size == 1 or traits.sequence_parallel,
+            f"{strategy} does not divide sequences: trainer.{name}.sequence_parallel_size={size} must be 1, or use "
+            "another strategy",
+        )
