@@ -41,7 +41,10 @@ TESTS = "skyrl-train/tests"
 AREAS = {  # area: (paths below SOURCES, paths below TESTS)
     "algorithms": ("algorithms", "algorithms testing/test_invariances.py trainer/test_judging.py learning"),
     "rollouts": ("rollouts generators", "generators trainer faults/test_bad_batches.py"),
-    "training_backends": ("workers distributed", "workers distributed trainer learning"),
+    "training_backends": (
+        "training_backends workers distributed",
+        "training_backends workers distributed trainer learning",
+    ),
     "orchestration": ("orchestration", "orchestration trainer learning"),
     "weight_sync": ("weight_sync", "weight_sync inference_engines/test_native_lora.py"),
 }

@@ -6,20 +6,19 @@ from typing import Any
 
 from skyrl_train.env_vars import scheduling_timeout_seconds
 from skyrl_train.orchestration.launcher import Calls, Ranks
-from skyrl_train.training_backends.base import RankInfo
+from skyrl_train.training_backends.base import ParallelInfo, RankInfo
 
 ShardArgs = Sequence[tuple[Any, ...]]
 """The arguments of a call on every shard, in shard order."""
 
 
 class ActorGroup:
-    """Ranks 0..N-1 of one model. Consecutive ranks that share sequences are a shard: they take the same rows and
-    compute the same answer.
+    """Ranks 0..N-1 of one model. Those of one data-parallel rank are a shard: they take the same rows. The workers say
+    which ranks these are, and which of them hold the outputs (`ParallelInfo`).
 
     Args:
         name: "policy", "critic", "ref": in logs and errors.
         ranks: the workers, started.
-        ranks_per_shard: how many of them share each sequence.
         device: "cpu" or "cuda".
         timeout_seconds: the deadline of every call.
         timeout_setting: where that comes from, for the text of an error.
@@ -30,18 +29,14 @@ class ActorGroup:
         name: str,
         ranks: Ranks,
         *,
-        ranks_per_shard: int = 1,
         device: str,
         timeout_seconds: float,
         timeout_setting: str = "trainer.worker_timeout_seconds",
     ):
-        if ranks.num_ranks % ranks_per_shard:
-            raise ValueError(f"{ranks.num_ranks} ranks of {name} cannot form shards of {ranks_per_shard}")
         self.name = name
         self.ranks = ranks
         self.num_ranks = ranks.num_ranks
-        self.num_shards = self.num_ranks // ranks_per_shard
-        self.ranks_per_shard = ranks_per_shard
+        self.parallel: list[ParallelInfo] = []  # of each rank, from `init_model` on
         self._device = device
         self._deadline = timeout_seconds, timeout_setting
 
@@ -60,11 +55,25 @@ class ActorGroup:
                 device="cuda:0" if self._device == "cuda" else "cpu",  # Ray shows each process one GPU
             )
             calls.append([("init_model", (info,))])
-        await self.ranks.call(calls, *self._deadline)
+        self.parallel = [info for [info] in await self.ranks.call(calls, *self._deadline)]
+
+    @property
+    def num_shards(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.parallel[0].data_parallel_size
+
+    @property
+    def output_ranks(self) -> list[int]:
+        """Of each data-parallel rank, the first of its ranks that holds outputs."""
+        first: dict[int, int] = {}
+        for rank, info in enumerate(self.parallel):
+            if info.holds_outputs:
+                first.setdefault(info.data_parallel_rank, rank)
+        return [first[shard] for shard in range(self.num_shards)]
 
     def token_budget(self, tokens_a_worker: int | None) -> int | None:
         """Tokens of a micro-batch, which the ranks of a shard share, from the most that one worker may hold."""
-        return None if tokens_a_worker is None else tokens_a_worker * self.ranks_per_shard
+        return None if tokens_a_worker is None else tokens_a_worker * self.parallel[0].ranks_per_replica
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
         """The same call on every rank; the answers in rank order."""
@@ -72,7 +81,7 @@ class ActorGroup:
         return [answer for [answer] in answers]
 
     async def call_shards(self, method: str, args: ShardArgs) -> list[Any]:
-        """A call with each shard's own arguments on all its ranks; the answer of each shard (its first rank's)."""
+        """A call with each shard's own arguments on all its ranks; the answer of each shard."""
         [answers] = await self.call_in_turn([(method, args)])
         return answers
 
@@ -87,9 +96,9 @@ class ActorGroup:
                 raise ValueError(f"{self.name} has {self.num_shards} shards; {method} got arguments for {len(args)}")
         of_shards = [[(method, args[shard]) for method, args in calls] for shard in range(self.num_shards)]
         of_ranks = await self.ranks.call(
-            [of_shards[rank // self.ranks_per_shard] for rank in range(self.num_ranks)], *self._deadline
+            [of_shards[info.data_parallel_rank] for info in self.parallel], *self._deadline
         )
-        return [list(of_call) for of_call in zip(*of_ranks[:: self.ranks_per_shard], strict=True)]
+        return [list(of_call) for of_call in zip(*(of_ranks[rank] for rank in self.output_ranks), strict=True)]
 
     async def shutdown(self) -> None:
         """End the workers, in order where they answer."""

@@ -56,11 +56,7 @@ class Placement:
     ) -> ActorGroup:
         """The workers of one model; `init_model` then waits for them."""
         trainer = self._cfg.trainer
-        num_ranks, model = {
-            "policy": (trainer.placement.policy_world_size, trainer.policy),
-            "critic": (trainer.placement.critic_world_size, trainer.critic),
-            "ref": (trainer.placement.ref_world_size, trainer.ref),
-        }[name]
+        num_ranks: int = getattr(trainer.placement, f"{name}_world_size")
         device = trainer.placement.resolved_device()
         ranks = self.launcher.start_ranks(
             name, make_worker, args, num_ranks=num_ranks, device=device, log_folder=run_folder.logs_folder
@@ -68,7 +64,6 @@ class Placement:
         return ActorGroup(
             name,
             ranks,
-            ranks_per_shard=model.sequence_parallel_size,
             device=device,
             timeout_seconds=trainer.worker_timeout_seconds,
         )

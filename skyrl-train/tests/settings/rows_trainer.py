@@ -1,5 +1,6 @@
 """Rows for `data` and `trainer`, without `trainer.algorithm`."""
 
+import asyncio
 import shutil
 import sys
 import tempfile
@@ -30,9 +31,11 @@ from effects import (
 from torch import nn
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
+from skyrl_train.orchestration.actor_group import ActorGroup
+from skyrl_train.testing.rank_processes import ForkedRanks
 from skyrl_train.training_backends.fsdp2 import backend as fsdp2_backend
 from skyrl_train.workers.policy_worker import PolicyWorker
-from skyrl_train.workers.worker import CriticWorker
+from skyrl_train.workers.worker import CriticWorker, RefWorker
 
 KL = {"trainer.algorithm.use_kl_loss": True, "trainer.algorithm.kl_loss_coef": 0.5}
 CRITIC = {"trainer.critic.model.path": "{model}", "trainer.algorithm.advantage_estimator": "gae"}
@@ -66,12 +69,22 @@ def num_processes(bench: Bench, settings: Settings) -> Any:
 
 
 def shards(name: str) -> See:
-    """Data-parallel shares of a model."""
+    """Data-parallel ranks of a model on two ranks, which are started."""
 
     def seen(bench: Bench, settings: Settings) -> Any:
-        experiment = bench.run({**settings, **UNDER_RAY}, steps=False).experiment
-        assert experiment is not None and experiment.trainer is not None
-        return getattr(experiment.trainer, f"{name}_model").num_shards
+        config = bench.config(settings)
+        kind, args = {
+            "policy": (PolicyWorker, (config, PolicyLossRegistry.get("regular"), 1)),
+            "critic": (CriticWorker, (config, 1)),
+            "ref": (RefWorker, (config,)),
+        }[name]
+        ranks = ForkedRanks(name, kind, args, num_ranks=2, log_folder=bench.folder)
+        group = ActorGroup(name, ranks, device="cpu", timeout_seconds=120)
+        try:
+            asyncio.run(group.init_model())
+            return group.num_shards
+        finally:
+            group.kill()
 
     return seen
 

@@ -82,9 +82,7 @@ class Learners:
             name = "_".join(map(str, key))
             args = (cfg, PolicyLossRegistry.get("regular"), 10) if kind == "policy" else (cfg, 10)
             ranks = ForkedRanks(name, worker, args, num_ranks=num_ranks, log_folder=self.folder)
-            self.groups[key] = ActorGroup(
-                name, ranks, ranks_per_shard=settings.sequence_parallel_size, device="cpu", timeout_seconds=120
-            )
+            self.groups[key] = ActorGroup(name, ranks, device="cpu", timeout_seconds=120)
             await self.groups[key].init_model()
         await self.groups[key].call_all("begin_again", cfg)
         return self.groups[key]

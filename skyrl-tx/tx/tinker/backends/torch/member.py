@@ -19,7 +19,7 @@ from loguru import logger
 from torch.distributed.tensor import DTensor
 
 from skyrl_train.distributed.process_group import free_port, make_mesh
-from skyrl_train.training_backends.base import RankInfo, join_process_group
+from skyrl_train.training_backends.base import ParallelInfo, RankInfo, join_process_group
 from skyrl_train.utils.nodes import node_address
 from skyrl_train.utils.process_log import configure_logging
 from tx.tinker.backends.base import Failure
@@ -81,7 +81,7 @@ class Member:
         """An address and free port of this process's machine where its group can meet."""
         return node_address(), free_port()
 
-    def init_model(self, info: RankInfo) -> None:
+    def init_model(self, info: RankInfo) -> ParallelInfo:
         """Joins the group and loads the model. A collective.
 
         Raises:
@@ -90,6 +90,7 @@ class Member:
         join_process_group(info, self._timeout_seconds)
         peers = Peers(info.rank, info.world_size, make_mesh(torch.device(info.device)))
         self._training = MemberTraining(self._folder, peers, **{**self._settings, "device": info.device})
+        return ParallelInfo(rank=info.rank, world_size=info.world_size)
 
     def answer(self, method: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """What the training's method returns or raises."""
