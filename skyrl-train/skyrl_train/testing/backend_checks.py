@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
@@ -61,14 +62,23 @@ def check_training_backend(
     findings = Findings(f"the training backend {getattr(make, '__name__', make)!s}", exempt)
     cfg = settings_of(model_path, settings or {})
     backend = make(cfg, "policy", NUM_STEPS)
+    was_in_group = dist.is_initialized()
     backend.join(RankInfo())
-    backend.load_model()
+    try:
+        backend.load_model()
+        _check_all(findings, backend, model_path)
+    finally:
+        if dist.is_initialized() and not was_in_group:
+            dist.destroy_process_group()
+    findings.finish()
+
+
+def _check_all(findings: Findings, backend: TrainingBackend, model_path: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         _check_scores(findings, backend, model_path)
         _check_divisions(findings, backend)
         _check_updates(findings, backend)
         _check_files(findings, backend, Path(folder))
-    findings.finish()
 
 
 def settings_of(model_path: str, settings: Mapping[str, Any]) -> SkyRLConfig:
