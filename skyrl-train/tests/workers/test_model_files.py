@@ -73,6 +73,17 @@ def test_policy_and_reference_score_under_the_temperature_of_sampling(start, con
     torch.testing.assert_close(scores(ref, batch)[written], expected[written], atol=1e-5, rtol=0)
 
 
+def test_log_probs_of_fixed_tokens_are_at_temperature_1(start, config, tiny_model):
+    cfg = config()
+    cfg.generator.sampling_params.temperature = 0.7
+    prompts = [[3, 4, 5, 6], [9, 8, 7, 2]]
+    found = start(make_policy(cfg)).log_probs_of_tokens(prompts)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(tiny_model)(torch.tensor(prompts)).logits[:, :-1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(prompts)[:, 1:, None])[..., 0]
+    torch.testing.assert_close(torch.tensor(found), expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("kind", ["policy", "critic"])
 def test_two_ranks_hold_the_bits_that_rank_0_read(learners, config, tiny_model, kind):
     async def weights() -> dict[str, torch.Tensor]:

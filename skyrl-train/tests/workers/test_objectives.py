@@ -8,10 +8,12 @@ import torch
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.training_backends.base import Scores, merge_metric_sums, without_weight
+from skyrl_train.models.experts import RouterStatistics, auxiliary_loss
+from skyrl_train.training_backends.base import ParallelInfo, Scores, merge_metric_sums, without_weight
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.workers.objectives.critic import CriticObjective
 from skyrl_train.workers.objectives.policy import PolicyObjective
+from skyrl_train.workers.policy_worker import sum_over_ranks
 
 MASK = torch.tensor([[1.0, 1.0, 0.0]])
 WEIGHTS = torch.tensor([[0.5, 0.25, 0.0]])
@@ -94,6 +96,19 @@ def test_critic_loss_is_half_the_squared_error():
     loss, sums = CriticObjective(cfg.trainer.algorithm)(Scores(values), batch)
     assert loss.item() == sums["loss/critic_loss"] == pytest.approx(0.75)
     assert (sums["token/values"], sums["num_tokens"]) == (1.0, 2.0)
+
+
+def test_router_statistics_of_one_rank_are_the_whole_and_none_of_dummy_rows():
+    """Two experts, one layer, 4 tokens, all sent to the first with probability 0.75: 2 x (1 x 0.75) = 1.5."""
+    own = RouterStatistics(torch.tensor([[4.0, 0.0]]), torch.tensor([[3.0, 1.0]]), 4)
+    whole = sum_over_ranks(own + own.zeros(), ParallelInfo())
+    assert (auxiliary_loss(whole), whole.num_tokens) == (pytest.approx(1.5), 4)
+
+
+def test_data_parallel_ranks_are_groups_of_consecutive_ranks():
+    infos = [ParallelInfo(rank=rank, world_size=6, ranks_per_replica=2) for rank in range(6)]
+    assert [info.data_parallel_rank for info in infos] == [0, 0, 1, 1, 2, 2]
+    assert {info.data_parallel_size for info in infos} == {3}
 
 
 def test_metric_sums_add_up_and_maxima_are_maxima_with_nan():

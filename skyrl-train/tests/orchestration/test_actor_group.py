@@ -1,0 +1,53 @@
+"""An actor group sends rows to data-parallel ranks and takes answers from the ranks that hold outputs."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from skyrl_train.orchestration.actor_group import ActorGroup
+from skyrl_train.orchestration.launcher import Calls
+from skyrl_train.training_backends.base import ParallelInfo, RankInfo
+
+
+class PipelineRank:
+    """A rank of a backend whose replicas are two pipeline stages, of which the second has outputs."""
+
+    def rendezvous_point(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    def init_model(self, info: RankInfo) -> ParallelInfo:
+        self.rank = info.rank
+        is_last_stage = info.rank % 2 == 1
+        return ParallelInfo(
+            rank=info.rank, world_size=info.world_size, ranks_per_replica=2, holds_outputs=is_last_stage
+        )
+
+    def answer(self, rows: str) -> tuple[int, str]:
+        return self.rank, rows
+
+
+class RanksHere:
+    """Ranks as objects of this process."""
+
+    def __init__(self, num_ranks: int):
+        self.num_ranks = num_ranks
+        self._workers = [PipelineRank() for _ in range(num_ranks)]
+
+    async def call(self, calls: Sequence[Calls], timeout_seconds: float, timeout_setting: str) -> list[list[Any]]:
+        pairs = zip(self._workers, calls, strict=True)
+        return [[getattr(worker, method)(*args) for method, args in own] for worker, own in pairs]
+
+    async def shutdown(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+def test_rows_go_to_all_stages_of_a_replica_and_answers_come_from_the_last():
+    async def answers() -> list[Any]:
+        group = ActorGroup("policy", RanksHere(4), device="cpu", timeout_seconds=10)
+        await group.init_model()
+        assert (group.num_shards, group.token_budget(100)) == (2, 200)
+        assert await group.call_all("answer", "same") == [(rank, "same") for rank in range(4)]
+        return await group.call_shards("answer", [("first half",), ("second half",)])
+
+    assert asyncio.run(answers()) == [(1, "first half"), (3, "second half")]
