@@ -43,6 +43,9 @@ class ModelThread:
         threading.Thread(target=self._run, name="models", daemon=True).start()
 
     def _run(self) -> None:
+        # As in a process that Ray starts: several threads for each product change its bits. OpenMP counts them for each
+        # calling thread, so that a setting of the main thread says nothing here.
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         while True:
             self._queue.get()()
 
@@ -166,8 +169,6 @@ class InlineLauncher:
     def __init__(self, cfg: SkyRLConfig):
         self._cfg = cfg
         self._device = cfg.trainer.placement.resolved_device()
-        # As in a process that Ray starts: several threads for each product change its bits.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
     def start_ranks(
         self,

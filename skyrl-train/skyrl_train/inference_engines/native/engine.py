@@ -167,6 +167,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         self._drained: list[Future[None]] = []
         self._cache_asleep = False
         self._mailbox = Mailbox("the native engine")
+        self._num_threads = torch.get_num_threads()  # OpenMP counts them for each calling thread
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
 
@@ -407,6 +408,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
 
     def _run(self) -> None:
         failure = WorkerError("the native engine is closed")
+        torch.set_num_threads(self._num_threads)
         try:
             while self._turn():
                 pass
