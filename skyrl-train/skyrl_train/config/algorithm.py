@@ -136,7 +136,7 @@ def registered_sections() -> dict[str, type[Any]]:
 
 @dataclass(kw_only=True)
 class _DeclaredSettings(BaseConfig):
-    """What the trainer optimizes."""
+    """Objective of the run: losses, advantages, corrections."""
 
     advantage_estimator: str = "grpo"
     """Registered name of the function that turns rewards into advantages: `grpo`, `rloo`, `maxrl`,

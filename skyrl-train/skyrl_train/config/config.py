@@ -39,7 +39,7 @@ class PlacementConfig(BaseConfig):
     """Where the models run. Without a GPU, every count of GPUs is a count of worker processes."""
 
     launcher: Literal["ray", "inline"] = "ray"
-    """What starts workers and engines. `ray`: a process for each, on one machine or on the cluster of RAY_ADDRESS.
+    """Launcher of workers and engines. `ray`: a process for each, on one machine or on the cluster of RAY_ADDRESS.
     `inline`: all are objects of the process that starts the run, without Ray, on a CPU or one GPU, with the same
     results; breakpoints work in all code. Each model then has one rank, and engines are native or servers started
     elsewhere."""

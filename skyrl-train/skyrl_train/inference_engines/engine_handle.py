@@ -26,10 +26,10 @@ REQUEST = "generator.request_timeout_seconds"
 START = "generator.engine_start_timeout_seconds"
 
 TEARDOWN_SECONDS = 10.0
-"""How long an engine may take to end in order before it is killed."""
+"""Deadline of an orderly end of an engine, which is killed after it."""
 
 _ANSWER_SECONDS = 1.0
-"""How long a health check waits for an engine before it says that the engine is busy."""
+"""Wait of a health check for an engine before the engine counts as busy."""
 
 MakeEngine = Callable[[], InferenceEngineInterface]
 

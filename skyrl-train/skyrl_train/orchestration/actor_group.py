@@ -64,7 +64,7 @@ class ActorGroup:
 
     @property
     def output_ranks(self) -> list[int]:
-        """Of each data-parallel rank, the first of its ranks that holds outputs."""
+        """First rank of each data-parallel rank that holds outputs."""
         first: dict[int, int] = {}
         for rank, info in enumerate(self.parallel):
             if info.holds_outputs:
@@ -76,7 +76,7 @@ class ActorGroup:
         return None if tokens_a_worker is None else tokens_a_worker * self.parallel[0].ranks_per_replica
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
-        """The same call on every rank; the answers in rank order."""
+        """Call a method on every rank. Returns: the answers in rank order."""
         answers = await self.ranks.call([[(method, args)]] * self.num_ranks, *self._deadline)
         return [answer for [answer] in answers]
 

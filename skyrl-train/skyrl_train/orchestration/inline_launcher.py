@@ -31,7 +31,7 @@ from skyrl_train.utils.tracebacks import log_traceback
 T = TypeVar("T")
 
 EXIT_SECONDS = 10.0
-"""How long the end of a run waits for a worker that still computes."""
+"""Wait of a run's end for a worker that still computes."""
 
 
 class ModelThread:

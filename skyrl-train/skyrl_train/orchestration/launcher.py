@@ -49,7 +49,7 @@ class Ranks(Protocol):
 
 
 class Launcher(Protocol):
-    """What starts the workers and engines of one run."""
+    """Starter of the workers and engines of one run."""
 
     def start_ranks(
         self,

@@ -1,4 +1,4 @@
-"""Who runs where: the launcher that the settings ask for, and the groups of workers that it starts. On a CPU a count of
+"""Placement of a run: the launcher of the settings, and the groups of workers that it starts. On a CPU a count of
 "GPUs" is a count of processes. Who holds a shared device when is `colocation.py`'s."""
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def make_shared_placement_group(cfg: SkyRLConfig, timeout_seconds: float | None 
 
 
 def make_launcher(cfg: SkyRLConfig, shared: "PlacementGroup | None" = None) -> Launcher:
-    """What starts the run's workers and engines (`trainer.placement.launcher`).
+    """Return the starter of the run's workers and engines (`trainer.placement.launcher`).
 
     Args:
         shared: on CUDA, the GPUs that workers and engines share.

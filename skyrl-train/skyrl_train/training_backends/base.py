@@ -32,7 +32,7 @@ _WEIGHTS = ("loss_mask", "loss_weights", "critic_loss_weights")
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """Which rank of which group a worker is, and where the group meets."""
+    """Rank of a worker in its group, and the address at which the group meets."""
 
     rank: int = 0
     world_size: int = 1
@@ -103,7 +103,7 @@ class Gradient:
     """[B, R] on the CPU: `Scores.output` of the rows that were computed, 0 in others."""
 
     router: RouterStatistics | None
-    """Of this rank's tokens; None in a model without experts, on every rank alike."""
+    """Use of the experts by this rank's tokens; None in a model without experts, on every rank alike."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class TrainingBackend(ABC):
 
     @property
     def trained_settings(self) -> PolicyConfig | CriticConfig:
-        """The same section, of a model that is trained."""
+        """Section `trainer.<name>` of a model that is trained."""
         settings = self.settings
         assert not isinstance(settings, RefConfig), "the reference model is never trained"
         return settings

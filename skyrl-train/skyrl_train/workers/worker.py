@@ -95,6 +95,7 @@ class Worker:
         return self.add_gradient(micro_batches).sums
 
     def add_gradient(self, micro_batches: Sequence[MicroBatch]) -> Gradient:
+        """Add the gradient of this rank's part of one mini-batch. Returns: metrics, scores, router statistics."""
         assert self.objective is not None, f"the {self.name} is not trained"
         return self.backend.forward_backward(self.batch, micro_batches, self.objective)
 

@@ -201,7 +201,7 @@ def start_run(environments: None, chat_model: str) -> StartRun:
 
 @pytest.fixture(scope="session")
 def start_run_with_ray(ray_cpu: None, environments: None, chat_model: str) -> StartRun:
-    """The same with its processes up, gone afterwards: for tests that harm processes."""
+    """Start such a run with its processes, and end them afterwards: for tests that harm processes."""
     return make_start_run(chat_model, "ray")
 
 

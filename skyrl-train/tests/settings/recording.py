@@ -18,7 +18,7 @@ from skyrl_train.orchestration.launcher import Calls, MakeWorker
 
 
 class Record:
-    """What a run starts, and calls."""
+    """Record of the starts and calls of a run."""
 
     def __init__(self) -> None:
         self.launchers: set[str] = set()

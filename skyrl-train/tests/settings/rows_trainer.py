@@ -64,7 +64,7 @@ def quiet(see: See) -> See:
 
 
 def num_processes(bench: Bench, settings: Settings) -> Any:
-    """How many processes each group of workers asks Ray for, and on which device."""
+    """Number and device of the processes that each group of workers asks Ray for."""
     return bench.run({**settings, **UNDER_RAY}, steps=False).record.groups
 
 

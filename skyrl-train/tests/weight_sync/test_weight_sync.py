@@ -264,7 +264,7 @@ def shares_of(connect: Any, *engines: WeightHolder, verification: str = "sampled
 
 
 def test_shares_read_are_those_of_the_engine_that_reads_least(connect):
-    """Of 68 bytes the second engine cannot read the 24 of `last`, and reads 11 of the other 44 at this sync."""
+    """The second engine cannot read the 24 bytes of `last` of 68, and reads 11 of the other 44 at this sync."""
     engines = PartlyRead(68, 34), PartlyRead(44, 11, ["last"])
     assert shares_of(connect, *engines) == {"held_share": 44 / 68, "read_share": 0.25}
 

@@ -143,7 +143,7 @@ def cispo_policy_loss(
 
 @dataclass(kw_only=True)
 class SAPOConfig(BaseConfig):
-    """How fast the soft gate of the `sapo` loss closes."""
+    """Rate at which the soft gate of the `sapo` loss closes."""
 
     tau_pos: Annotated[float, Above(0)] = 1.0
     """Temperature of tokens with a positive advantage."""
