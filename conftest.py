@@ -7,6 +7,7 @@ A module's fixture is charged to the test that uses it first or last; per file i
 """
 
 import dataclasses
+import functools
 import multiprocessing.process
 import os
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job ignores it, and so would each process that a test starts and interrupts.
@@ -167,6 +169,25 @@ class CostReporter:
 
 def file_of(nodeid: str) -> str:
     return nodeid.partition("::")[0]
+
+
+class Scheduler(LoadFileScheduling):
+    """Scheduler of test files over xdist's workers. Files with tests that start servers, engines or Ray (marker
+    `process`) are one unit: they run one after the other, beside files that compute."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "process" if _starts_processes(self.config.rootpath / file) else file
+
+
+@functools.cache
+def _starts_processes(file: Path) -> bool:
+    return "pytest.mark.process" in file.read_text()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
+    return Scheduler(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "skyrl-train" / "skyrl_train"
 TESTS = "skyrl-train/tests"
 AREAS = {  # area: (paths below SOURCES, paths below TESTS)
-    "algorithms": ("algorithms", "algorithms testing/test_invariances.py trainer/test_judging.py learning"),
+    "algorithms": ("algorithms", "algorithms testing/test_invariances.py trainer/test_batch_preparation.py learning"),
     "rollouts": ("rollouts generators", "generators trainer faults/test_bad_batches.py"),
     "training_backends": (
         "training_backends workers distributed",

@@ -23,7 +23,7 @@ LAYERS = [
     {"generators", "training_backends"},
     {"workers"},
     {"orchestration"},
-    {"dataset", "evaluate", "checkpoints", "provenance", "judging", "mismatch", "step_plan", "supervised"}
+    {"dataset", "evaluate", "checkpoints", "provenance", "batch_preparation", "mismatch", "step_plan", "supervised"}
     | {"trainer", "training_run"},
     {"entrypoints", "report", "testing"},
 ]
@@ -35,11 +35,12 @@ SERVER_LAYERS = [
     {"tx.tinker.config", "tx.tinker.command_line", "tx.tinker.wire", "tx.tinker.base_model"},
     {"tx.tinker.storage"},
     {"tx.tinker.backends"},
+    {"tx.tinker.commands"},
     {"tx.tinker.engine"},
-    {"tx.tinker.desk"},
+    {"tx.tinker.service"},
     {"tx.tinker.http"},
     {"tx.tinker.api"},
-    {"tx.run", "tx.contract"},
+    {"tx.run", "tx.conformance", "tx.contract"},
 ]
 MAY_IMPORT_THE_TRAINER = ("tx.tinker.backends", "tx.run")
 
@@ -47,7 +48,7 @@ AGENTS = REPOSITORY / "skyrl-agent" / "skyrl_agent"
 AGENT_LAYERS = [
     {"skyrl_agent.types", "skyrl_agent.errors", "skyrl_agent.finish"},
     {"skyrl_agent.config", "skyrl_agent.integrations.base"},
-    {"skyrl_agent.functional", "skyrl_agent.runtimes"},
+    {"skyrl_agent.chat", "skyrl_agent.functional", "skyrl_agent.runtimes"},
     {"skyrl_agent.tools", "skyrl_agent.tasks"},
     {"skyrl_agent.agents", "skyrl_agent.dispatcher"},
     {"skyrl_agent.runner", "skyrl_agent.training_rows", "skyrl_agent.records", "skyrl_agent.datasets"},

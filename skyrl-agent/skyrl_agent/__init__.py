@@ -1,6 +1,6 @@
 """Long-horizon agents as rollouts. Importing it imports no trainer, opens nothing and reads no environment variable."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from skyrl_agent.auto import AutoAgentRunner
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 __all__ = ["AutoAgentRunner"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in __all__:
         from skyrl_agent.auto import AutoAgentRunner
 

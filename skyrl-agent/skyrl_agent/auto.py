@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from skyrl_agent.agents.mapping import AGENT_GENERATOR_REGISTRY, class_of_agent
 from skyrl_agent.config.task_file import TaskFile, load_task_file
+from skyrl_agent.types import Tokenizer
 
 if TYPE_CHECKING:
     from skyrl_agent.runner import AgentRunner
@@ -18,11 +19,11 @@ class AutoAgentRunner:
     def from_task(
         cls,
         task_yaml: str | Path,
-        infer_engine: Any,
-        tokenizer: Any,
+        infer_engine: object,
+        tokenizer: Tokenizer,
         *,
         infer_backend: str | None = None,
-        backend_config: Mapping[str, Any] | None = None,
+        backend_config: Mapping[str, object] | None = None,
     ) -> "AgentRunner":
         """
         Args:
@@ -41,6 +42,6 @@ class AutoAgentRunner:
         return cls.from_task_file(cfg, infer_engine, tokenizer)
 
     @classmethod
-    def from_task_file(cls, cfg: TaskFile, infer_engine: Any, tokenizer: Any) -> "AgentRunner":
+    def from_task_file(cls, cfg: TaskFile, infer_engine: object, tokenizer: Tokenizer) -> "AgentRunner":
         """Build the runner of a task file that is loaded already; see `from_task`."""
         return class_of_agent(cfg.agent_cls, AGENT_GENERATOR_REGISTRY)(cfg, infer_engine, tokenizer)

@@ -27,7 +27,7 @@ from skyrl_agent.finish import CANCELLED
 from skyrl_agent.records import last_records, result_of
 from skyrl_agent.runner import AgentRunner
 from skyrl_agent.training_rows import check_batch, training_rows
-from skyrl_agent.types import Row, TrajectoryResult
+from skyrl_agent.types import JsonObject, Row, TrajectoryResult
 
 FREE = (
     "dispatcher.",
@@ -75,7 +75,7 @@ class Evaluation:
         ConfigError: the file belongs to another evaluation, or another process writes it.
     """
 
-    def __init__(self, runner: AgentRunner, rows: Sequence[Row], path: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, runner: AgentRunner, rows: Sequence[Row], path: Path, settings: Mapping[str, object]) -> None:
         self.runner, self.rows, self.path = runner, rows, path
         self.size = runner.num_trajectories(val_mode=True)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ class Evaluation:
             self._lock.close()
             raise
 
-    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+    def _check_settings(self, settings: Mapping[str, object]) -> None:
         settings = json.loads(json.dumps(settings))
         if not self.path.exists():
             self._lock.truncate(0)
@@ -140,6 +140,7 @@ class Evaluation:
             check_batch([result.failure for result in in_a_row], [False] * len(in_a_row))
 
     def summary(self) -> Summary:
+        """Summarize the results in the file."""
         found = self.results()
         without = Counter(str(result.finish_reason) for result in found.values() if not _is_scored(result))
         groups: dict[int, list[TrajectoryResult]] = {}
@@ -162,7 +163,7 @@ def _is_scored(result: TrajectoryResult) -> bool:
     return result.failure is None and result.reward is not None
 
 
-def settings_of(cfg: TaskFile, rows: Path, tokenizer: str) -> dict[str, Any]:
+def settings_of(cfg: TaskFile, rows: Path, tokenizer: str) -> JsonObject:
     """Return what trajectories depend on, by dotted name: the task file but for `FREE`, the rows, the tokenizer."""
     digest = hashlib.sha256(rows.expanduser().read_bytes()).hexdigest()
     flat = {name: value for name, value in _flat(cfg.model_dump(mode="json")) if not name.startswith(FREE)}

@@ -1,4 +1,4 @@
-"""How a trajectory ended, and what follows from it: one table."""
+"""Finish reasons of trajectories and their consequences: one table."""
 
 from dataclasses import dataclass
 
@@ -18,13 +18,13 @@ CANCELLED = "cancelled"
 
 @dataclass(frozen=True)
 class Ending:
-    """What follows from a finish reason.
+    """Consequences of a finish reason.
 
     Args:
-        trains: its tokens have a loss. Where not, the loss mask is 0; the reward stays.
+        trains: its tokens have a loss. Otherwise the loss mask is 0; the reward stays.
         in_baseline: its reward counts for its group. An infrastructure failure says nothing about the model.
-        evaluated: a reward is asked for (whatever there is so far is judged).
-        metric: under this name `rollout_metrics/` counts it.
+        evaluated: a reward is computed from the result so far.
+        metric: name of its share in `rollout_metrics/`.
     """
 
     trains: bool
@@ -50,8 +50,5 @@ ENDINGS = {
 
 
 def ending_of(finish_reason: str | None) -> Ending:
-    """Of a reason nobody foresaw: an agent's own fault. Nothing of it trains.
-
-    None is a trajectory that never said how it ended.
-    """
+    """Return the consequences of a finish reason. An unknown reason, or none, is an error of the agent."""
     return ENDINGS.get(finish_reason or ERROR_AGENT, ENDINGS[ERROR_AGENT])

@@ -12,8 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from skyrl_agent.functional.utils import TrainingDatum, transitions_to_training_data
-from skyrl_agent.types import Failure, ToolCallRecord, TrajectoryResult
+from skyrl_agent.chat.transitions import TrainingDatum, transitions_to_training_data
+from skyrl_agent.types import Failure, JsonObject, Tokenizer, ToolCallRecord, TrajectoryResult
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class TrajectoryFile:
         tokenizer: turns ids into the text that people read.
     """
 
-    def __init__(self, path: str | Path, tokenizer: Any) -> None:
+    def __init__(self, path: str | Path, tokenizer: Tokenizer) -> None:
         self.path, self.tokenizer = Path(path).expanduser(), tokenizer
 
     def append(self, result: TrajectoryResult, val_mode: bool = False, position: int | None = None) -> None:
@@ -38,7 +38,7 @@ class TrajectoryFile:
             logger.warning("output.trajectories=%s: %s; a trajectory is not in the file", self.path, error)
 
 
-def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
+def read_records(path: str | Path) -> Iterator[JsonObject]:
     """The rows of a file in their order; what is no whole row (a writer was killed) is logged and left out."""
     with open(Path(path).expanduser(), "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -50,7 +50,7 @@ def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
                 logger.warning("%s: line %d is not a whole row and is left out", path, number)
 
 
-def last_records(path: str | Path) -> dict[tuple[int, int], dict[str, Any]]:
+def last_records(path: str | Path) -> dict[tuple[int, int], JsonObject]:
     """The last row of each trajectory of a file that has one batch, by (position, trajectory id)."""
     records = (record for record in read_records(path) if record.get("position") is not None)
     return {(record["position"], record["trajectory_id"]): record for record in records}
@@ -68,8 +68,8 @@ def result_of(record: Mapping[str, Any]) -> TrajectoryResult:
 
 
 def record_of(
-    result: TrajectoryResult, tokenizer: Any, val_mode: bool = False, position: int | None = None
-) -> dict[str, Any]:
+    result: TrajectoryResult, tokenizer: Tokenizer, val_mode: bool = False, position: int | None = None
+) -> JsonObject:
     """JSON-ready: all of a result but `transitions` and `state`, and
 
     time    Unix seconds at its end
@@ -97,7 +97,7 @@ def _data_of(result: TrajectoryResult) -> list[TrainingDatum]:
         return []
 
 
-def _row(datum: TrainingDatum, tokenizer: Any) -> dict[str, Any]:
+def _row(datum: TrainingDatum, tokenizer: Tokenizer) -> JsonObject:
     mask = [int(value) for value in datum.response_mask]
     return {
         "prompt_ids": list(datum.input_tokens),
@@ -109,7 +109,7 @@ def _row(datum: TrainingDatum, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _spans(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list[list[Any]]:
+def _spans(ids: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer) -> list[list[bool | str]]:
     runs = groupby(zip(mask, ids, strict=True), key=lambda pair: pair[0])
     return [
         [bool(written), tokenizer.decode([token for _, token in run], skip_special_tokens=False)]

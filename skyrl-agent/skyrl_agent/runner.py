@@ -1,5 +1,5 @@
-"""Rows in, trajectories out: makes the trajectories of a batch, lets the dispatcher run them, hands on what becomes of
-them. Keeps nothing of a batch, so that several may run at the same time."""
+"""Runner of batches: builds trajectories from rows, has the dispatcher run them, and yields their results. Keeps no
+state of a batch, so several may run concurrently."""
 
 import asyncio
 import hashlib
@@ -19,7 +19,7 @@ from skyrl_agent.integrations.base import TrainingRows, get_backend
 from skyrl_agent.records import TrajectoryFile
 from skyrl_agent.tasks.base import BaseTask, Instance
 from skyrl_agent.training_rows import check_batch, training_rows
-from skyrl_agent.types import Probeable, Row, TrajectoryResult
+from skyrl_agent.types import JsonObject, Probeable, Row, SamplingParams, Tokenizer, TrajectoryResult
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,18 @@ class Group:
 
 
 class AgentRunner:
-    """
+    """Runner of a task file's agent.
+
     Args:
         cfg: the task file.
-        infer_engine: what the backend asks.
-        tokenizer: of the model.
+        infer_engine: engine, client or sampling client of the backend.
+        tokenizer: tokenizer of the model.
 
     Raises:
         ConfigError: there is no such agent, task, tool or backend, or its settings are wrong.
     """
 
-    def __init__(self, cfg: TaskFile, infer_engine: Any, tokenizer: Any) -> None:
+    def __init__(self, cfg: TaskFile, infer_engine: object, tokenizer: Tokenizer) -> None:
         self.cfg, self.tokenizer = cfg, tokenizer
         self.trajectory_cls: type[BaseTrajectory] = class_of_agent(cfg.agent_cls, AGENT_TRAJECTORY_REGISTRY)
         self.task = make_task(cfg)
@@ -57,12 +58,12 @@ class AgentRunner:
         self.file = TrajectoryFile(cfg.output.trajectories, tokenizer) if cfg.output.trajectories else None
 
     @classmethod
-    def from_task(cls, task_yaml: str | Path, infer_engine: Any, tokenizer: Any) -> "AgentRunner":
-        """As `AutoAgentRunner.from_task`, whatever runner the agent is registered with."""
+    def from_task(cls, task_yaml: str | Path, infer_engine: object, tokenizer: Tokenizer) -> "AgentRunner":
+        """Build a runner of this class; see `AutoAgentRunner.from_task`."""
         return cls(load_task_file(task_yaml), infer_engine, tokenizer)
 
-    async def run(self, input_batch: Any, val_mode: bool = False) -> Any:
-        """One batch to its end, in the form that the backend's trainer wants.
+    async def run(self, input_batch: object, val_mode: bool = False) -> Any:
+        """Run one batch to its end. Returns: the form of the backend's trainer.
 
         Raises:
             TaskRowError: a row lacks something; nothing was started.
@@ -73,21 +74,21 @@ class AgentRunner:
         check_batch(rows.failures, rows.in_baseline)
         return self.backend.output_of(rows)
 
-    async def stream(self, input_batch: Any, val_mode: bool = False) -> AsyncGenerator[Group]:
-        """Groups as they complete. Leaving the loop early cancels what still runs."""
+    async def stream(self, input_batch: object, val_mode: bool = False) -> AsyncGenerator[Group]:
+        """Yield groups as they complete. Leaving the loop early cancels the rest."""
         async with aclosing(self.groups(self.backend.rows_of(input_batch), val_mode)) as groups:
             async for group in groups:
                 yield group
 
     async def rows(self, rows: Sequence[Row], val_mode: bool = False, **options: Any) -> TrainingRows:
-        """All groups of a batch, in its order, as training rows. `options`: as of `groups`."""
+        """Run a batch and return its training rows in order. `options`: see `groups`."""
         metrics: dict[str, float] = {}
         groups = [group async for group in self.groups(rows, val_mode, metrics=metrics, **options)]
         groups.sort(key=lambda group: group.position)
         return self.training_rows(groups, metrics)
 
     def training_rows(self, groups: Sequence[Group], metrics: Mapping[str, float] | None = None) -> TrainingRows:
-        """Groups, of one batch or of several, as training rows in the order given."""
+        """Convert groups, of one batch or of several, to training rows in the order given."""
         generator = self.cfg.generator
         return training_rows(
             [group.results for group in groups],
@@ -102,21 +103,21 @@ class AgentRunner:
         val_mode: bool = False,
         *,
         num_trajectories: int | None = None,
-        sampling_params: Mapping[str, Any] | None = None,
+        sampling_params: SamplingParams | None = None,
         metrics: dict[str, float] | None = None,
     ) -> AsyncGenerator[Group]:
-        """Groups as they complete.
+        """Yield groups as they complete.
 
         Args:
-            num_trajectories: in place of the task file's.
-            sampling_params: of the trainer; the task file's are laid over them. With a `seed`, each trajectory gets one
-                of its own, made of it.
-            metrics: gets the dispatcher's when all groups have ended.
+            num_trajectories: overrides the task file's.
+            sampling_params: those of the trainer, overridden by the task file's. Each trajectory derives a seed of its
+                own from `seed`.
+            metrics: receives the dispatcher's metrics after all groups have ended.
 
         Raises:
             TaskRowError: a row lacks something; nothing was started.
             UnavailableError: as `probe`; nothing was started.
-            ConfigError: of a setting that only a trajectory finds to be wrong. What runs is cancelled.
+            ConfigError: raised by a trajectory; the rest is cancelled.
         """
         size = num_trajectories or self.num_trajectories(val_mode)
         ended: dict[int, list[TrajectoryResult]] = {}
@@ -136,18 +137,18 @@ class AgentRunner:
         val_mode: bool = False,
         *,
         num_trajectories: int | None = None,
-        sampling_params: Mapping[str, Any] | None = None,
+        sampling_params: SamplingParams | None = None,
         metrics: dict[str, float] | None = None,
         skip: Collection[tuple[int, int]] = (),
     ) -> AsyncGenerator[tuple[int, TrajectoryResult]]:
-        """(position of the instance, result) of each trajectory as it ends. `output.trajectories` has it by then.
-        Leaving the loop early cancels what still runs, and writes how far it came.
+        """Yield (position of the instance, result) of each trajectory as it ends, after it was appended to
+        `output.trajectories`. Leaving the loop early cancels the rest and writes unfinished trajectories.
 
         Args:
             skip: (position, trajectory id) of trajectories that are not run.
 
         Raises:
-            As `groups`.
+            TaskRowError, UnavailableError, ConfigError: see `groups`.
         """
         instances = self.instances(rows)
         if not self._is_probed:
@@ -167,7 +168,7 @@ class AgentRunner:
             async with aclosing(dispatch.run(trajectories)) as run:  # pyright: ignore[reportArgumentType]
                 async for trajectory in run:
                     position = running.pop(id(trajectory))
-                    result = replace(trajectory.result)  # what did not heed its cancellation may still write to it
+                    result = replace(trajectory.result)  # an abandoned stage may still write to it
                     if self.file is not None:
                         await asyncio.to_thread(self.file.append, result, val_mode, position)
                     yield position, result
@@ -180,10 +181,10 @@ class AgentRunner:
             metrics |= dispatch.metrics()
 
     async def probe(self, instances: Sequence[Instance] = ()) -> None:
-        """Check that the model, the tools, the judge and the runtimes of instances can be had. Runs make sure of it.
+        """Check that the model, the tools, the judge and the runtimes of instances work. Runs do so first.
 
         Raises:
-            UnavailableError: something cannot.
+            UnavailableError: one of them does not.
         """
         probes = self.trajectory_cls.probes(self.cfg, self.task, instances)
         if isinstance(self.infer_engine, Probeable):
@@ -204,29 +205,28 @@ class AgentRunner:
         )
 
     def num_trajectories(self, val_mode: bool) -> int:
-        """Of each instance."""
+        """Return the number of trajectories of each instance."""
         generator = self.cfg.generator
         return (generator.val_config.num_trajectories if val_mode else None) or generator.num_trajectories
 
-    def sampling_params(self, val_mode: bool) -> dict[str, Any]:
+    def sampling_params(self, val_mode: bool) -> JsonObject:
+        """Return the task file's sampling parameters."""
         generator = self.cfg.generator
         return {**generator.sampling_params, **((generator.val_config.sampling_params or {}) if val_mode else {})}
 
     def instances(self, rows: Sequence[Row]) -> list[Instance]:
-        """
-        Raises:
-            TaskRowError: a row lacks a field that the task file names, or that the task needs.
-        """
+        """Build the instances of rows; see `make_instances`."""
         return make_instances(self.cfg, self.task, rows)
 
-    def _trajectory(self, instance: Instance, number: int, params: dict[str, Any], val_mode: bool) -> BaseTrajectory:
+    def _trajectory(self, instance: Instance, number: int, params: JsonObject, val_mode: bool) -> BaseTrajectory:
         return self.trajectory_cls(
             self.cfg, instance, number, self.infer_engine, self.tokenizer, self.task, params, val_mode
         )
 
 
 def make_task(cfg: TaskFile) -> BaseTask:
-    """
+    """Build the task of a task file.
+
     Raises:
         ConfigError: there is no such task, or its settings are wrong.
     """
@@ -240,7 +240,8 @@ def make_task(cfg: TaskFile) -> BaseTask:
 
 
 def make_instances(cfg: TaskFile, task: BaseTask, rows: Sequence[Row]) -> list[Instance]:
-    """
+    """Build the instances of rows.
+
     Raises:
         TaskRowError: a row lacks a field that the task file names, or that the task needs.
     """
@@ -269,8 +270,8 @@ def make_instance(cfg: TaskFile, task: BaseTask, position: int, row: Row) -> Ins
     return instance
 
 
-def _with_own_seed(params: dict[str, Any], position: int, number: int) -> dict[str, Any]:
-    """Trajectories with the same seed would be the same."""
+def _with_own_seed(params: JsonObject, position: int, number: int) -> JsonObject:
+    """Derive a seed for each trajectory: trajectories with equal seeds would be equal."""
     if params.get("seed") is None:
         return dict(params)
     digest = hashlib.sha256(repr((params["seed"], position, number)).encode()).digest()

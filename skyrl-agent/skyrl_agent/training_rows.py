@@ -1,4 +1,4 @@
-"""What became of trajectories, as rows that a trainer takes. Pure functions; the rules are those of `finish`."""
+"""Conversion of results to training rows. Pure functions; the rules are those of `finish`."""
 
 import math
 from collections import Counter
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from skyrl_agent.chat.transitions import NO_VERSION, TrainingDatum, transitions_to_training_data
 from skyrl_agent.errors import BatchFailedError
 from skyrl_agent.finish import CONTEXT_WINDOW_EXCEEDED, ENDINGS, ERROR_AGENT, ERROR_EVALUATION, Ending, ending_of
-from skyrl_agent.functional.utils import NOT_WRITTEN, TrainingDatum, transitions_to_training_data
 from skyrl_agent.integrations.base import TrainingRows
 from skyrl_agent.types import Failure, TrajectoryResult
 
@@ -57,7 +57,7 @@ def training_rows(
         finish_reasons=[trajectory.finish_reason for trajectory in trajectories],
         in_baseline=[trajectory.in_baseline for trajectory in trajectories],
         failures=[trajectory.failure for trajectory in trajectories],
-        weight_versions=_column(data, "weight_versions", NOT_WRITTEN),
+        weight_versions=_column(data, "weight_versions", NO_VERSION),
         rollout_metrics=_metrics(trajectories, group_of, profile_tools) | dict(metrics or {}),
         groups=group_of,
         instance_ids=[trajectory.result.instance_id for trajectory in trajectories],
@@ -83,13 +83,12 @@ def check_batch(failures: Sequence[Failure | None], in_baseline: Sequence[bool])
 def trajectory_advantages(
     rows: TrainingRows, baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
 ) -> list[float]:
-    """How much better each trajectory was than its group [T]:
+    """Compute the advantage of each trajectory [T] over its group:
 
         group_mean      A = R - mean of the group
         leave_one_out   A = R - mean of the others
 
-    over trajectories that are in the baseline; the others' advantage is 0, and so is that of one which has nothing to
-    be compared with.
+    over trajectories in the baseline; the others' advantage is 0, and so is that of the only member of a group.
     """
     members: dict[int, list[float]] = {}
     for group, reward, counts in zip(rows.groups, rows.traj_rewards, rows.in_baseline, strict=True):
@@ -106,8 +105,8 @@ def trajectory_advantages(
     return advantages
 
 
-def of_rows(rows: TrainingRows, values: Sequence[float]) -> list[float]:
-    """What is known of each trajectory [T], for each of its rows [R]."""
+def repeat_for_rows(rows: TrainingRows, values: Sequence[float]) -> list[float]:
+    """Repeat values of trajectories [T] for each of their rows [R]."""
     return [values[number] for number in rows.row_trajectory]
 
 
@@ -132,11 +131,11 @@ class _Trajectory:
 
     @classmethod
     def of(cls, result: TrajectoryResult, max_response_length: int) -> "_Trajectory":
-        rows, fault = _rows_of(result)
-        failure = result.failure or fault or _fault_of_reward(result)
+        rows, failure_of_rows = _rows_of(result)
+        failure = result.failure or failure_of_rows or _reward_failure(result)
         reason = result.finish_reason or ERROR_AGENT
         if failure is not None and ending_of(reason).in_baseline:
-            reason = ERROR_AGENT if failure is fault else ERROR_EVALUATION
+            reason = ERROR_AGENT if failure is failure_of_rows else ERROR_EVALUATION
         is_too_long = any(len(row.response_tokens) > max_response_length for row in rows)
         if is_too_long and ending_of(reason).trains:
             reason = CONTEXT_WINDOW_EXCEEDED
@@ -150,7 +149,7 @@ class _Trajectory:
         )
 
 
-def _fault_of_reward(result: TrajectoryResult) -> Failure | None:
+def _reward_failure(result: TrajectoryResult) -> Failure | None:
     if result.reward is None and ending_of(result.finish_reason).evaluated:
         return Failure("evaluate", "reward", "it was not given a reward")
     if result.reward is not None and not math.isfinite(result.reward):
@@ -159,7 +158,7 @@ def _fault_of_reward(result: TrajectoryResult) -> Failure | None:
 
 
 def _rows_of(result: TrajectoryResult) -> tuple[list[TrainingDatum], Failure | None]:
-    """At least one row, and what is wrong with the transitions."""
+    """Return at least one row, and the failure of malformed transitions."""
     try:
         rows, failure = transitions_to_training_data(result.transitions), None
     except ValueError as error:
@@ -189,8 +188,8 @@ def _column(rows: Sequence[TrainingDatum], name: str, not_written: float) -> lis
 
 
 def _metrics(trajectories: Sequence[_Trajectory], group_of: Sequence[int], profile_tools: bool) -> dict[str, float]:
-    """Under `rollout_metrics/`. Ratios are of all trajectories; rewards of those that have one. There is no
-    mean of nothing."""
+    """Compute `rollout_metrics/`: ratios over all trajectories; rewards over those that have one. A mean without values
+    is left out."""
     solved: dict[int, list[bool]] = {}
     for group, trajectory in zip(group_of, trajectories, strict=True):
         if trajectory.in_baseline:
@@ -233,5 +232,5 @@ def _tool_metrics(results: Sequence[TrajectoryResult]) -> dict[str, float | None
     return found
 
 
-def _mean(values: Sequence[Any]) -> float | None:
+def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None

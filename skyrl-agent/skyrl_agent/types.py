@@ -1,21 +1,48 @@
-"""What the parts of this package hand to each other. Imports nothing of ours."""
+"""Types shared by the parts of this package. Imports only the chat layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
 
-Message = dict[str, Any]
-"""An OpenAI chat message: `role`, `content`; an assistant's may have `tool_calls`, a tool's `name`, `tool_call_id`."""
+from skyrl_gym.chat.template import ChatTokenizer, Message
+
+__all__ = [
+    "Failure",
+    "InferBackend",
+    "JsonObject",
+    "Message",
+    "MetaInfo",
+    "Probeable",
+    "Row",
+    "SamplingParams",
+    "Stage",
+    "Tokenizer",
+    "ToolCallRecord",
+    "TrajectoryResult",
+]
+
+
+class Tokenizer(ChatTokenizer, Protocol):
+    """Tokenizer interface, as transformers implement it."""
+
+    eos_token: Any
+    eos_token_id: int | None
+    added_tokens_decoder: Mapping[int, Any]
+
+
+JsonObject = dict[str, Any]
 
 Row = Mapping[str, Any]
 """A dataset row."""
+
+SamplingParams = Mapping[str, Any]
 
 Stage = Literal["initialize", "generate", "evaluate"]
 """The three stages of a trajectory's life. Published names of their methods: `initialize_trajectory`, ..."""
 
 
 class MetaInfo(TypedDict):
-    """What a backend says of an answer beside its text."""
+    """Metadata of a reply."""
 
     output_tokens: list[int] | None
     """The very ids that the model wrote; None where a server does not tell."""
@@ -30,7 +57,7 @@ class InferBackend(Protocol):
     """The model, as an agent sees it."""
 
     async def async_generate_ids(
-        self, *, input_ids: list[int], sampling_params: Mapping[str, Any], request_id: str
+        self, *, input_ids: list[int], sampling_params: SamplingParams, request_id: str
     ) -> tuple[str, MetaInfo]:
         """Continues `input_ids`. `request_id` is the same for all turns of an agent (sticky routing).
 
@@ -43,7 +70,7 @@ class InferBackend(Protocol):
 
 @runtime_checkable
 class Probeable(Protocol):
-    """Something that can be tried before a run, in seconds."""
+    """Service that can be checked before a run, in seconds."""
 
     async def probe(self) -> None:
         """
@@ -55,7 +82,7 @@ class Probeable(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a trajectory failed."""
+    """Cause of a trajectory's failure."""
 
     stage: Stage
     kind: Literal["model", "tool", "environment", "reward", "infrastructure"]
@@ -68,7 +95,7 @@ class ToolCallRecord:
     """A call that an agent made, for the trajectory's row on disk."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: JsonObject
     output: str
     seconds: float
     step: int
@@ -78,17 +105,17 @@ class ToolCallRecord:
 
 @dataclass
 class TrajectoryResult:
-    """What became of one trajectory. `transitions` is what trains; `messages` is for people."""
+    """Result of one trajectory. `transitions` is trained on; `messages` is for people."""
 
     instance_id: str = ""
     trajectory_id: int = 0
     data_source: str = "default"
     messages: list[Message] = field(default_factory=list)
     transitions: list[Any] = field(default_factory=list)
-    """`functional.utils.Transition`s of the agent and its sub-agents; empty where only messages are known."""
+    """`chat.transitions.Transition`s of the agent and its sub-agents; empty where only messages are known."""
     results: Any = None
     """The agent's answer: text, a patch, ..."""
-    state: Any = None
+    state: object = None
     finish_reason: str | None = None
     reward: float | None = None
     """None: there is none, because the trajectory failed."""

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -24,7 +23,7 @@ from skyrl_agent.finish import FINISH
 from skyrl_agent.runner import make_instance, make_task
 from skyrl_agent.runtimes import make_runtime, spec_with
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement
-from skyrl_agent.types import TrajectoryResult
+from skyrl_agent.types import Row, TrajectoryResult
 
 _WIDTH_PIPED = 200
 
@@ -54,11 +53,11 @@ class Validator:
             raise ConfigError(f"task={cfg.task!r} judges answers: it has no tests that could be run without an agent")
         self._turns = asyncio.Semaphore(parallel)
 
-    async def validate(self, rows: Sequence[Any]) -> list[RowReport]:
+    async def validate(self, rows: Sequence[Row]) -> list[RowReport]:
         """Try all rows. A row that the task refuses is a bad one."""
         return list(await asyncio.gather(*(self._validate_row(position, row) for position, row in enumerate(rows))))
 
-    async def _validate_row(self, position: int, row: Any) -> RowReport:
+    async def _validate_row(self, position: int, row: Row) -> RowReport:
         try:
             instance = make_instance(self.cfg, self.task, position, row)
         except TaskRowError as error:
@@ -68,7 +67,7 @@ class Validator:
             problems = await self._try(instance, solution)
         return RowReport(instance.instance_id, solution is not None, problems)
 
-    async def _try(self, instance: Instance, solution: Any) -> list[str]:
+    async def _try(self, instance: Instance, solution: object) -> list[str]:
         try:
             original = await self._judge(instance, None)
             problems = ["the original passes already"] if original.reward > 0 else []
@@ -82,7 +81,7 @@ class Validator:
         parts = ", ".join(f"{name} {value:.4g}" for name, value in solved.parts.items())
         return [*problems, *(_obstacles(solved) or [f"its own solution fails: {parts}"])]
 
-    async def _judge(self, instance: Instance, solution: Any) -> Judgement:
+    async def _judge(self, instance: Instance, solution: object) -> Judgement:
         """Judge the solution, or the original if there is none, in a fresh runtime."""
         spec = self.task.evaluation_runtime_spec(instance) or self.task.runtime_spec(instance)
         assert spec is not None, "a task with tests has a runtime"

@@ -10,7 +10,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,6 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from skyrl_agent.records import last_records, read_records
+from skyrl_agent.types import JsonObject
 
 _WRITTEN, _GIVEN = "green", "dim"
 _WIDTH_PIPED = 200
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def list_all(console: Console, records: Sequence[tuple[int, dict[str, Any]]]) -> None:
+def list_all(console: Console, records: Sequence[tuple[int, JsonObject]]) -> None:
     """A line each, and how they ended."""
     names = ("#", "instance", "traj", "val", "reward", "steps", "tokens", "finish reason", "failure")
     table = Table(*(Column(name, no_wrap=True) for name in names), box=None, pad_edge=False)
@@ -65,7 +65,7 @@ def list_all(console: Console, records: Sequence[tuple[int, dict[str, Any]]]) ->
     console.print(f"{len(records)} trajectories{mean}; " + ", ".join(f"{n} {r}" for r, n in reasons.most_common()))
 
 
-def show(console: Console, record: dict[str, Any]) -> None:
+def show(console: Console, record: JsonObject) -> None:
     """One in full: what it earned, what it called, its messages, and its tokens with the mask as colour."""
     console.rule(escape(f"{record['instance_id']} trajectory {record['trajectory_id']}"))
     for key in ("finish_reason", "reward", "reward_parts", "failure", "stage_seconds", "metrics"):
@@ -90,13 +90,13 @@ def show(console: Console, record: dict[str, Any]) -> None:
 
 
 def _span(console: Console, is_written: bool, text: str) -> Text:
-    """Without colours, a bar at each line that the model wrote."""
+    """Render a span; without colours, a bar marks each generated line."""
     if console.is_terminal:
         return Text(text, style=_WRITTEN if is_written else _GIVEN)
     return Text("\n".join(f"{'|' if is_written else ' '} {line}" for line in text.split("\n")))
 
 
-def _wanted(record: dict[str, Any], options: argparse.Namespace) -> bool:
+def _wanted(record: JsonObject, options: argparse.Namespace) -> bool:
     reward = record["reward"]
     return (
         (options.reason is None or str(record["finish_reason"]) == options.reason)
@@ -107,7 +107,7 @@ def _wanted(record: dict[str, Any], options: argparse.Namespace) -> bool:
     )
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from skyrl_gym import envs, error, tools
 from skyrl_gym.core import Env
@@ -10,7 +10,6 @@ from skyrl_gym.envs.registration import deregister, make, pprint_registry, regis
 
 if TYPE_CHECKING:
     from skyrl_gym.check import check_env
-    from skyrl_gym.vector import make_vec
 
 __all__ = [
     "Env",
@@ -19,7 +18,6 @@ __all__ = [
     "envs",
     "error",
     "make",
-    "make_vec",
     "pprint_registry",
     "register",
     "registry",
@@ -29,11 +27,9 @@ __all__ = [
 
 __version__ = version("skyrl-gym")
 
-_IMPORTED_WHEN_USED = {"check_env": "skyrl_gym.check", "make_vec": "skyrl_gym.vector"}
-"""What authors need and rollouts do not: `import skyrl_gym` stays quick."""
 
-
-def __getattr__(name: str) -> Any:
-    if name in _IMPORTED_WHEN_USED:
-        return getattr(import_module(_IMPORTED_WHEN_USED[name]), name)
+def __getattr__(name: str) -> object:
+    # Imported when used: authors need it and rollouts do not, so `import skyrl_gym` stays quick.
+    if name == "check_env":
+        return import_module("skyrl_gym.check").check_env
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

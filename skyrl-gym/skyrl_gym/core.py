@@ -1,5 +1,6 @@
-"""What an environment is, whatever it observes. Knows no text, no registry and no trainer."""
+"""Base class of environments, independent of what they observe. Knows no text, no registry and no trainer."""
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, TypeVar
 
@@ -11,12 +12,12 @@ ActType = TypeVar("ActType")
 
 
 class EnvStepOutput(TypedDict, Generic[ObsType]):
-    """What one step gives back; a plain dict at run time."""
+    """Output of one step; a plain dict at run time."""
 
     observations: ObsType
     reward: float
     done: bool
-    metadata: dict[str, Any]
+    metadata: Mapping[str, object]
 
 
 class Env(Generic[ObsType, ActType]):
@@ -29,16 +30,16 @@ class Env(Generic[ObsType, ActType]):
     spec: "EnvSpec | None" = None
     """How this instance was made; set by `skyrl_gym.make`."""
 
-    def init(self, *args: Any, **kwargs: Any) -> tuple[ObsType, dict[str, Any]]:
-        """Starts an episode. Returns the first observation and a dict of information."""
+    def init(self, *args: Any, **kwargs: Any) -> tuple[ObsType, dict[str, object]]:
+        """Start an episode. Returns the first observation and a dict of information."""
         raise NotImplementedError(f"{type(self).__name__} must define init")
 
     def step(self, action: ActType) -> EnvStepOutput[ObsType]:
-        """Takes one action."""
+        """Take one action."""
         raise NotImplementedError(f"{type(self).__name__} must define step")
 
     def close(self) -> None:
-        """Gives resources back. May be called more than once."""
+        """Give resources back. May be called more than once."""
 
     def __str__(self) -> str:
         return f"Env({type(self).__name__})"

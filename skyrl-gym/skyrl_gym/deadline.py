@@ -3,7 +3,7 @@
 import contextvars
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -12,8 +12,8 @@ class DeadlineExceeded(TimeoutError):
     """A call did not come back in time. It may still be running, in a thread that nobody waits for."""
 
 
-def call_before_deadline(seconds: float | None, function: Callable[..., T], *args: Any) -> T:
-    """The result of `function(*args)`, called in a thread of its own; what it raises is raised here.
+def call_before_deadline(seconds: float | None, function: Callable[..., T], *args: object) -> T:
+    """Return the result of `function(*args)`, called in a thread of its own; what it raises is raised here.
 
     The thread is a daemon: one that never returns does not keep the process from ending.
 

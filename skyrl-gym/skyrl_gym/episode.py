@@ -1,4 +1,4 @@
-"""One episode of one environment, driven from plain code: what `eval`, `audit`, `check_env` and `make_vec` stand on.
+"""Episode of one environment, driven from plain code; `eval`, `audit` and `check_env` are built on it.
 
 The trainer has a driver of its own, which knows tokens and deadlines. This one knows text only.
 """
@@ -7,7 +7,7 @@ import asyncio
 import inspect
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ class ContractError(Exception):
 
 @dataclass
 class EpisodeResult:
-    """What happened in one episode."""
+    """Result of one episode."""
 
     messages: ConversationType
     """Prompt, turns and observations."""
@@ -35,7 +35,7 @@ class EpisodeResult:
     """Of each step."""
     done: bool = False
     truncated: bool = False
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, object] = field(default_factory=dict)
     wall_seconds: float = 0.0
 
     @property
@@ -45,7 +45,8 @@ class EpisodeResult:
     @property
     def outcome_reward(self) -> float:
         """The part that is for success: what the environment reports as such, else all of it."""
-        return float(self.metrics.get("outcome_reward", self.total_reward))
+        reported = self.metrics.get("outcome_reward", self.total_reward)
+        return float(reported) if isinstance(reported, Real) else self.total_reward
 
 
 class Episode:
@@ -59,7 +60,7 @@ class Episode:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def init(self, prompt: ConversationType, seed: int | None = None) -> ConversationType:
-        """Starts the episode; `seed` is handed on if the environment takes one. Returns the first messages."""
+        """Start the episode; `seed` is handed on if the environment takes one. Returns the first messages."""
         arguments = (prompt, seed) if accepts_seed(self.env) else (prompt,)
         answer = self._finish(self.env.init(*arguments))
         if not (isinstance(answer, tuple) and len(answer) == 2):
@@ -70,12 +71,12 @@ class Episode:
         """One turn, with what it gave checked."""
         return check_step_output(self._finish(self.env.step(action)))
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, object]:
         get_metrics = getattr(self.env, "get_metrics", None)
         return dict(self._finish(get_metrics())) if get_metrics is not None else {}
 
     def close(self) -> None:
-        """Closes the environment. May be called more than once."""
+        """Close the environment. May be called more than once."""
         try:
             self._finish(self.env.close())
         finally:
@@ -89,8 +90,8 @@ class Episode:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _finish(self, value: Any) -> Any:
-        """Awaits what an `async def` gave, on one event loop for the whole episode: clients are bound to theirs."""
+    def _finish(self, value: object) -> Any:
+        """Await what an `async def` gave, on one event loop for the whole episode: clients are bound to theirs."""
         if not inspect.isawaitable(value):
             return value
         if self._loop is None:
@@ -98,24 +99,24 @@ class Episode:
         return self._loop.run_until_complete(_as_coroutine(value))
 
 
-async def _as_coroutine(awaitable: Any) -> Any:
+async def _as_coroutine(awaitable: Awaitable[object]) -> object:
     return await awaitable
 
 
 def accepts_seed(env: Env) -> bool:
-    """Whether `init` takes a seed beside the prompt."""
+    """Return whether `init` takes a seed beside the prompt."""
     return "seed" in inspect.signature(env.init).parameters
 
 
-def check_messages(method: str, messages: Any) -> ConversationType:
+def check_messages(method: str, messages: object) -> ConversationType:
     """Chat messages as they should be. Raises ContractError."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         raise ContractError(f"{method} must give a list of chat messages, each with a role; got {messages!r:.200}")
     return messages
 
 
-def check_step_output(output: Any) -> BaseTextEnvStepOutput:
-    """A step's output as it should be. Raises ContractError."""
+def check_step_output(output: object) -> BaseTextEnvStepOutput:
+    """Return a step's output as it should be. Raises ContractError."""
     if not isinstance(output, dict):
         raise ContractError(f"step must return a dict with observations, reward, done; got {output!r:.200}")
     missing = [key for key in ("observations", "reward", "done") if key not in output]
@@ -139,7 +140,7 @@ def check_step_output(output: Any) -> BaseTextEnvStepOutput:
 def run_episode(
     env: Env, prompt: ConversationType, policy: Policy, *, seed: int | None = None, max_steps: int = 1000
 ) -> EpisodeResult:
-    """Plays an episode to its end, or for `max_steps` turns, and closes the environment.
+    """Play an episode to its end, or for `max_steps` turns, and close the environment.
 
     Raises whatever the environment or the policy raises, and ContractError.
     """

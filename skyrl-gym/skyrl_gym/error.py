@@ -17,7 +17,7 @@ class TaskError(Error, AssertionError):
 
 
 class InfraError(Error):
-    """What an episode stands on did not work: a server, a sandbox, a database, a judge.
+    """Failure of a service that the episode needs: a server, a sandbox, a database, a judge.
 
     It says nothing about what the model did. Graders return it as a value and environments raise it; whoever runs the
     episode tries again or leaves the episode out, and never scores it 0.

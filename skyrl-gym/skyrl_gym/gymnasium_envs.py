@@ -30,7 +30,7 @@ class AnyText(gymnasium.spaces.Text):
     def __init__(self) -> None:
         super().__init__(max_length=MAX_SAMPLE_LENGTH, min_length=0)
 
-    def contains(self, x: Any) -> bool:
+    def contains(self, x: object) -> bool:
         return isinstance(x, str)
 
 
@@ -50,7 +50,7 @@ class GymnasiumView(gymnasium.Env[str, str]):
         self,
         env_id: str,
         rows: Sequence[Mapping[str, Any]] | None = None,
-        env_config: Mapping[str, Any] | None = None,
+        env_config: Mapping[str, object] | None = None,
         render_mode: str | None = None,
     ) -> None:
         """Raises Error: no such environment, or there are neither rows nor examples."""
@@ -109,7 +109,7 @@ class GymnasiumView(gymnasium.Env[str, str]):
         return "\n".join(text_of(message) for message in messages), info | {"messages": list(messages)}
 
 
-def _examples(env_id: str, env_config: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _examples(env_id: str, env_config: Mapping[str, object]) -> list[dict[str, Any]]:
     env_class = env_class_of(skyrl_gym.spec(env_id))
     if env_class is None or not issubclass(env_class, BaseTextEnv):
         return []

@@ -1,4 +1,4 @@
-"""How the metrics of many episodes become one set of numbers."""
+"""Aggregation of the metrics of many episodes."""
 
 from collections import defaultdict
 from typing import Any
@@ -7,8 +7,8 @@ from skyrl_gym import error
 from skyrl_gym.envs.registration import env_class_of, spec
 
 
-def default_aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, float]:
-    """The mean of every numeric key, over the episodes that report it. Booleans are 0 and 1; the rest is dropped."""
+def default_aggregate_metrics(metrics: list[dict[str, object]]) -> dict[str, float]:
+    """Average every numeric key over the episodes that report it. Booleans are 0 and 1; the rest is dropped."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for episode in metrics:
         for key, value in episode.items():
@@ -17,8 +17,8 @@ def default_aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, float]
     return {key: sum(numbers) / len(numbers) for key, numbers in values.items()}
 
 
-def aggregate_for_environment(env_name: str, metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """Aggregates by the environment's own `aggregate_metrics`; by the mean if a factory does not tell what it makes.
+def aggregate_for_environment(env_name: str, metrics: list[dict[str, object]]) -> dict[str, Any]:
+    """Aggregate by the environment's own `aggregate_metrics`; by the mean if a factory's class is unknown.
 
     Raises:
         ValueError: no environment of that name is registered.

@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True)
 class RubricResult:
-    """What a rubric says about one answer."""
+    """Result of a rubric for one answer."""
 
     total: float
     """Sum of weight times value: the reward."""
@@ -46,11 +46,11 @@ class RubricResult:
     """The value of each part, before its weight."""
     outcome: float | None = None
     """Weight times value of the part that is for success; None if the rubric names none."""
-    grades: Mapping[str, Any] = field(default_factory=dict)
+    grades: Mapping[str, object] = field(default_factory=dict)
     """What each function returned, for whoever asks why. Parts behind a closed gate are not called."""
 
     def metrics(self) -> dict[str, float]:
-        """For `get_metrics`: `reward/<name>` of every part, and `outcome_reward`."""
+        """Return the entries for `get_metrics`: `reward/<name>` of every part, and `outcome_reward`."""
         numbers = {f"reward/{name}": value for name, value in self.parts.items()}
         return numbers if self.outcome is None else numbers | {"outcome_reward": self.outcome}
 
@@ -73,7 +73,7 @@ class Rubric:
 
     def __init__(
         self,
-        parts: Mapping[str, Callable[..., Any] | tuple[Callable[..., Any], float]] | Sequence[Part],
+        parts: Mapping[str, Callable[..., object] | tuple[Callable[..., object], float]] | Sequence[Part],
         *,
         outcome: str | None = None,
         gate: str | None = None,
@@ -104,8 +104,8 @@ class Rubric:
                     f"the weight of rubric part {part.name!r} must be a finite number; got {part.weight!r}"
                 )
 
-    def score(self, **arguments: Any) -> RubricResult:
-        """Scores one answer. `async def` parts run on an event loop of their own, at the same time.
+    def score(self, **arguments: object) -> RubricResult:
+        """Score one answer. `async def` parts run on an event loop of their own, at the same time.
 
         Raises:
             InfraError: a part could not be judged. It is never 0.
@@ -120,11 +120,11 @@ class Rubric:
             return asyncio.run(self.score_async(**arguments))
         raise RuntimeError("this rubric has async parts and an event loop runs: use `await rubric.score_async(...)`")
 
-    async def score_async(self, **arguments: Any) -> RubricResult:
-        """As `score`, for `async def step`."""
+    async def score_async(self, **arguments: object) -> RubricResult:
+        """Score as `score` does, for `async def step`."""
         self._check_arguments(arguments)
         arguments.setdefault("answer", arguments.get("completion"))
-        grades: dict[str, Any] = {}
+        grades: dict[str, object] = {}
         values: dict[str, float] = {part.name: 0.0 for part in self.parts}
         gates = [part for part in self._order if part.name == self.gate]
         others = [part for part in self._order if part.name != self.gate]
@@ -138,7 +138,7 @@ class Rubric:
         outcome = None if self.outcome is None else weighted[self.outcome]
         return RubricResult(total=sum(weighted.values()), parts=values, outcome=outcome, grades=grades)
 
-    async def _grade(self, parts: list[Part], arguments: dict[str, Any]) -> list[Any]:
+    async def _grade(self, parts: list[Part], arguments: dict[str, object]) -> list[object]:
         answers = [self._call(part, arguments) for part in parts]
         waiting = [index for index, answer in enumerate(answers) if inspect.isawaitable(answer)]
         if waiting:
@@ -147,7 +147,7 @@ class Rubric:
                 answers[index] = grade
         return answers
 
-    def _call(self, part: Part, arguments: dict[str, Any]) -> Any:
+    def _call(self, part: Part, arguments: dict[str, object]) -> Any:
         required, optional = self._wanted[part.name]
         missing = [name for name in required if name not in arguments]
         if missing:
@@ -156,7 +156,7 @@ class Rubric:
             )
         return part.function(**{name: arguments[name] for name in (*required, *optional) if name in arguments})
 
-    def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
+    def _check_arguments(self, arguments: Mapping[str, object]) -> None:
         unknown = [name for name in arguments if name not in self.arguments]
         if unknown:
             raise TypeError(f"score was given {', '.join(unknown)}; this rubric knows {_names(self.arguments)}")
@@ -167,7 +167,7 @@ def _part(name: str, given: Any) -> Part:
 
 
 def _wanted_arguments(part: Part, available: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names that a part's function must be given, and those it takes if they are there."""
+    """Return the argument names that a part's function requires, and those that it accepts."""
     if not callable(part.function):
         raise TypeError(f"rubric part {part.name!r} must be a function; got {part.function!r}")
     required, optional = [], []
@@ -190,7 +190,7 @@ def _wanted_arguments(part: Part, available: Sequence[str]) -> tuple[list[str], 
     return required, list(dict.fromkeys(optional))
 
 
-def _value_of(part: Part, grade: Any) -> float:
+def _value_of(part: Part, grade: object) -> float:
     if isinstance(grade, Score | Invalid | Timeout | InfraError):
         grade = reward_of(grade)
     if not isinstance(grade, Real) or not math.isfinite(grade):
@@ -199,7 +199,7 @@ def _value_of(part: Part, grade: Any) -> float:
 
 
 def _finish_without_waiting(coroutine: Any) -> RubricResult:
-    """Runs a coroutine that awaits nothing: no event loop is needed, so it works on a running one too."""
+    """Run a coroutine that awaits nothing: no event loop is needed, so it works on a running one too."""
     try:
         coroutine.send(None)
     except StopIteration as finished:
@@ -207,7 +207,7 @@ def _finish_without_waiting(coroutine: Any) -> RubricResult:
     raise AssertionError("a rubric of plain functions waited for something")
 
 
-def _require_event_loop(part: Part, answers: list[Any]) -> None:
+def _require_event_loop(part: Part, answers: list[object]) -> None:
     """A plain function gave an awaitable, which `score` could not foresee."""
     try:
         asyncio.get_running_loop()

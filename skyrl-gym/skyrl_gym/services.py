@@ -13,7 +13,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,7 +41,7 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True)
 class Retries:
-    """How often, and for how long, a request is made again."""
+    """Retry policy of a request."""
 
     attempts: float = 5
     """The first included; `math.inf` leaves it to the window."""
@@ -64,7 +64,7 @@ class Retries:
 
 @dataclass(frozen=True)
 class Response:
-    """What a service answered."""
+    """Reply of a service."""
 
     status: int
     headers: Mapping[str, str]
@@ -107,8 +107,10 @@ class Service:
         self._headers = {"Authorization": f"Bearer {api_key.strip()}"} if api_key else {}
         self._connections = connections
 
-    def request(self, body: Any = None, *, path: str = "", method: str = "POST", label: str | None = None) -> Response:
-        """Sends `body` as JSON to the service's address, with `path` added, as often as it takes.
+    def request(
+        self, body: object = None, *, path: str = "", method: str = "POST", label: str | None = None
+    ) -> Response:
+        """Send `body` as JSON to the service's address, with `path` added, as often as it takes.
 
         Args:
             label: name under which each attempt is logged; nothing is without.
@@ -151,6 +153,7 @@ class Service:
             with connections.client.stream(method, url, content=content, headers=headers, timeout=timeout) as answer:
                 for chunk in answer.iter_bytes():
                     body += chunk
+                    # A read timeout starts again with each chunk; this one is for the whole reply.
                     if time.monotonic() > deadline:
                         raise httpx.ReadTimeout("the answer trickled in too slowly")
                     if len(body) > MAX_BODY_BYTES:
@@ -177,7 +180,7 @@ class Service:
         return connections
 
     def close(self) -> None:
-        """Lets go of the connections. May be called more than once, and before further requests."""
+        """Release the connections. May be called more than once, and before further requests."""
         self._connections = None
 
 
@@ -203,13 +206,13 @@ def _retry_after(response: Response) -> float:
         return 0.0
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Iterable[object]) -> object:
     """Settings that came from a configuration library, as JSON knows them."""
     return dict(value) if isinstance(value, Mapping) else list(value)
 
 
 class Connections:
-    """Of this process to one host; closed when the last one who holds them is gone."""
+    """Connections of this process to one host; closed when nobody refers to them."""
 
     def __init__(self, origin: str) -> None:
         import httpx  # only when a service is used: `import skyrl_gym` stays light
@@ -222,6 +225,7 @@ class Connections:
         self.client = httpx.Client(
             limits=limits, follow_redirects=True, trust_env=not is_loopback, verify=_certificates()
         )
+        # Not `__del__`: also called at the exit of the interpreter, in time for sockets to be closed.
         weakref.finalize(self, self.client.close)
 
 
@@ -230,7 +234,7 @@ _shared_lock = threading.Lock()
 
 
 def connections_to(origin: str) -> Connections:
-    """Those that everything in this process shares. Safe from any thread."""
+    """Return the connections that everything in this process shares. Safe from any thread."""
     key = (os.getpid(), origin)  # connections do not survive a fork
     with _shared_lock:
         connections = _shared.get(key) or Connections(origin)

@@ -1,4 +1,4 @@
-"""What stands between tags, as in `<answer>42</answer>`. In linear time, however many tags stay open: a regular
+"""Extraction of text between tags, as in `<answer>42</answer>`. In linear time, however many tags stay open: a regular
 expression takes quadratic time there, and a model may write thirty thousand tokens of nothing else."""
 
 
@@ -8,13 +8,13 @@ def has_tags(text: str, tag: str) -> bool:
 
 
 def first_tagged(text: str, tag: str) -> str | None:
-    """What the first `<tag>...</tag>` holds; None if there is none."""
+    """Extract the first `<tag>...</tag>`; None if there is none."""
     start = text.find(f"<{tag}>")
     end = text.find(f"</{tag}>", start)
     return text[start + len(tag) + 2 : end] if 0 <= start < end else None
 
 
 def last_tagged(text: str, tag: str) -> str | None:
-    """What the last `<tag>...</tag>` holds, without an earlier tag of that name; None if there is none."""
+    """Extract the last `<tag>...</tag>`, without an earlier tag of that name; None if there is none."""
     start = text.rfind(f"<{tag}>", 0, max(0, text.rfind(f"</{tag}>")))
     return first_tagged(text[start:], tag) if start >= 0 else None

@@ -6,7 +6,6 @@ A wrapper is the environment it wraps in all that it does not change: `env.turns
 Wrapped methods may be `async def`; the wrapper's then give an awaitable too.
 """
 
-import copy
 import inspect
 import time
 from collections.abc import Callable
@@ -36,11 +35,11 @@ class Wrapper(Env[ConversationType, str]):
         return self.env.spec
 
     @spec.setter
-    def spec(self, value: Any) -> None:
+    def spec(self, value: object) -> None:
         self.env.spec = value
 
     def init(self, prompt: ConversationType, seed: int | None = None) -> Any:
-        """Starts an episode; `seed` goes on to an environment that takes one."""
+        """Start an episode; `seed` goes on to an environment that takes one."""
         arguments = (prompt, seed) if accepts_seed(self.env) else (prompt,)
         self.on_init()
         return self.env.init(*arguments)
@@ -48,7 +47,7 @@ class Wrapper(Env[ConversationType, str]):
     def step(self, action: str) -> Any:
         return _then(self.env.step(action), self._checked_step)
 
-    def _checked_step(self, output: Any) -> Any:
+    def _checked_step(self, output: Any) -> object:
         return self.on_step(dict(output))  # pyright: ignore[reportArgumentType]
 
     def get_metrics(self) -> Any:
@@ -59,14 +58,14 @@ class Wrapper(Env[ConversationType, str]):
         return self.env.close()
 
     def on_init(self) -> None:
-        """Before an episode starts."""
+        """Reset state before an episode starts."""
 
     def on_step(self, output: BaseTextEnvStepOutput) -> BaseTextEnvStepOutput:
-        """Makes the step's output of the wrapped one's, which it may change: it is a copy."""
+        """Make the step's output of the wrapped one's, which it may change: it is a copy."""
         return output
 
-    def on_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Makes the episode's metrics of the wrapped one's, which it may change: it is a copy."""
+    def on_metrics(self, metrics: dict[str, object]) -> dict[str, object]:
+        """Make the episode's metrics of the wrapped one's, which it may change: it is a copy."""
         return metrics
 
     def __getattr__(self, name: str) -> Any:
@@ -75,7 +74,7 @@ class Wrapper(Env[ConversationType, str]):
             raise AttributeError(name)
         return getattr(self.env, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         is_own = name in self.__dict__ or hasattr(type(self), name)
         if not is_own and hasattr(self.env, name):
             setattr(self.env, name, value)
@@ -161,8 +160,8 @@ class ToolBudget(Wrapper):
         self._calls = 0
         self._refused = 0
 
-    def _counted(self, execute_tool: Callable[..., Any]) -> Callable[..., Any]:
-        def execute_within_budget(*args: Any, **kwargs: Any) -> Any:
+    def _counted(self, execute_tool: Callable[..., object]) -> Callable[..., Any]:
+        def execute_within_budget(*args: object, **kwargs: object) -> Any:
             if self._calls >= self.max_calls:
                 self._refused += 1
                 return f"No tool calls are left: all {self.max_calls} are used. Answer with what you have."
@@ -171,7 +170,7 @@ class ToolBudget(Wrapper):
 
         return execute_within_budget
 
-    def on_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
+    def on_metrics(self, metrics: dict[str, object]) -> dict[str, object]:
         return metrics | {"tool_calls": self._calls, "refused_tool_calls": self._refused}
 
 
@@ -193,7 +192,7 @@ class ObservationCut(Wrapper):
         output["observations"] = [self._cut_message(message) for message in output["observations"]]
         return output
 
-    def _cut_message(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _cut_message(self, message: dict[str, object]) -> dict[str, object]:
         content = message.get("content")
         if isinstance(content, str):
             return message | {"content": self._cut(content)}
@@ -201,7 +200,7 @@ class ObservationCut(Wrapper):
             return message | {"content": [self._cut_piece(piece) for piece in content]}
         return message
 
-    def _cut_piece(self, piece: Any) -> Any:
+    def _cut_piece(self, piece: object) -> object:
         """Typed parts: text is cut, pictures are not."""
         if isinstance(piece, dict) and isinstance(piece.get("text"), str):
             return piece | {"text": self._cut(piece["text"])}
@@ -231,9 +230,9 @@ class RewardTransform(Wrapper):
     def on_step(self, output: BaseTextEnvStepOutput) -> BaseTextEnvStepOutput:
         original = output["reward"]
         self._original_total += original
-        output["metadata"] = copy.copy(output.get("metadata") or {}) | {"original_reward": original}
+        output["metadata"] = {**(output.get("metadata") or {}), "original_reward": original}
         output["reward"] = float(self.function(original))
         return output
 
-    def on_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
+    def on_metrics(self, metrics: dict[str, object]) -> dict[str, object]:
         return {"outcome_reward": self._original_total} | metrics

@@ -304,23 +304,18 @@ SIMPLE = st.one_of(
         lambda n, charset: spaces.Text(n, charset=charset), st.integers(1, 5), st.sampled_from(["ab", '"\\<x é'])
     ),
 )
-NUMERIC = st.one_of(boxes(), st.integers(1, 9).map(spaces.Discrete))
-GRAPHS = st.builds(spaces.Graph, NUMERIC, st.one_of(st.none(), NUMERIC))
 ALL_SPACES = st.recursive(
-    st.one_of(SIMPLE, GRAPHS),
+    SIMPLE,
     lambda inner: st.one_of(
         st.lists(inner, min_size=1, max_size=3).map(spaces.Tuple),
         st.dictionaries(st.sampled_from(["a", "b", "key"]), inner, min_size=1, max_size=3).map(spaces.Dict),
-        inner.map(spaces.Sequence),
-        st.lists(inner, min_size=1, max_size=3).map(spaces.OneOf),
     ),
     max_leaves=5,
 )
-STACKED = NUMERIC.map(lambda space: spaces.Sequence(space, stack=True))
 
 
 @pytest.mark.filterwarnings("ignore:.*Casting input x to numpy array:UserWarning")  # by the library, of its own values
-@given(space=st.one_of(ALL_SPACES, STACKED), seed=st.integers(0, 1000))
+@given(space=ALL_SPACES, seed=st.integers(0, 1000))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_value_of_any_space_survives_the_trip_through_text(space, seed):
     space.seed(seed)
@@ -340,7 +335,7 @@ JSON = st.recursive(
 
 
 @pytest.mark.filterwarnings("ignore:.*Casting input x to numpy array:UserWarning")  # by the library, of its own values
-@given(space=st.one_of(ALL_SPACES, STACKED), value=JSON)
+@given(space=ALL_SPACES, value=JSON)
 @example(space=spaces.Box(-np.inf, np.inf, ()), value=3.4028235677973366e38)  # just over what float32 can hold
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_json_is_a_value_of_the_space_or_refused(space, value):
@@ -368,19 +363,32 @@ def test_any_json_is_a_value_of_the_space_or_refused(space, value):
         (spaces.Text(4, charset="ab"), "a string of 1 to 4 of the characters ab"),
         (spaces.Tuple([spaces.Discrete(2)]), "a list of 1 parts: (1) a whole number from 0 to 1"),
         (spaces.Dict(x=spaces.Discrete(2)), 'an object with "x": a whole number from 0 to 1'),
-        (spaces.Sequence(spaces.Discrete(2)), "a list of any length, each element a whole number from 0 to 1"),
-        (
-            spaces.OneOf([spaces.Discrete(2)]),
-            "a list [k, value], where value is, for k = 0, a whole number from 0 to 1",
-        ),
-        (
-            spaces.Graph(spaces.Discrete(2), None),
-            'an object with "nodes": a list, each node a whole number from 0 to 1',
-        ),
+        (spaces.Sequence(spaces.Discrete(2)), "a value of Sequence(Discrete(2), stack=False)"),
     ],
 )
 def test_spaces_in_words(space, words):
     assert describe(space) == words
+
+
+class Jumps(gymnasium.Env):
+    """Observes and takes lists of any length."""
+
+    observation_space = spaces.Sequence(spaces.Discrete(3))
+
+    def __init__(self, action_space):
+        self.action_space = action_space
+
+    def reset(self, *, seed=None, options=None):
+        return (1, 2), {}
+
+
+def test_observations_of_other_spaces_are_written_by_gymnasium_and_actions_refused(monkeypatch):
+    monkeypatch.setitem(gymnasium.registry, "Jumps-v0", gymnasium.envs.registration.EnvSpec("Jumps-v0", Jumps))
+    [message], _ = make("Jumps-v0", env_kwargs={"action_space": spaces.Discrete(2)}).init([])
+    assert message["content"].endswith("Observation:\n[1, 2]")
+    for space in (spaces.Sequence(spaces.Discrete(2)), spaces.Tuple([spaces.OneOf([spaces.Discrete(2)])])):
+        with pytest.raises(TaskError, match="Jumps-v0 cannot be written as text"):
+            make("Jumps-v0", env_kwargs={"action_space": space})
 
 
 @pytest.mark.parametrize(

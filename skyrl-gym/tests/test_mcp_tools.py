@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_gym.chat.tool_calls import parse_tool_calls
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_gym.error import InfraError
 from skyrl_gym.tools import CalculatorToolGroup
-from skyrl_gym.tools.calls import parse_tool_calls
 
 pytest.importorskip("mcp")
 from skyrl_gym.tools.mcp import MCPToolGroup

@@ -89,7 +89,7 @@ def test_kwargs_of_the_registration_are_not_shared_between_instances():
 def test_an_unknown_id_names_the_nearest_one():
     with pytest.raises(error.Error, match=r"No registered env with id: gsm8; did you mean gsm8k"):
         make("gsm8")
-    with pytest.raises(error.Error, match=r"No registered env with id: zzzz; registered: .*arithmetic"):
+    with pytest.raises(error.Error, match=r"No registered env with id: zzzz; known are .*arithmetic"):
         skyrl_gym.spec("zzzz")
     with pytest.raises(error.Error, match="No registered env with id"):
         skyrl_gym.deregister("zzzz")

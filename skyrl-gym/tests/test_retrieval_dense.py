@@ -6,12 +6,14 @@ Such a model still maps equal texts to equal vectors, and the same words to simi
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("faiss", reason="needs the retrieval extra")
-pytest.importorskip("sentence_transformers", reason="needs the dense extra")
+if find_spec("sentence_transformers") is None:  # importing it takes seconds, of every run that collects this file
+    pytest.skip("needs the dense extra: sentence_transformers", allow_module_level=True)
 
 import numpy as np
 

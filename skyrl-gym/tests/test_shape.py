@@ -12,20 +12,21 @@ from skyrl_gym.envs.registration import env_class_of
 PACKAGE = Path(skyrl_gym.__file__).parent
 
 LAYERS = [
-    {"error", "core", "deadline", "tags"},
+    {"error", "core", "deadline", "tags", "suggestions"},
     {"services"},
-    {"chat"},
+    {"chat_model"},
     {"envs.registration"},
     {"metrics"},
     {"tools.core", "tools.signature"},
     {"envs.base_text_env"},
     {"sandbox"},
     {"graders"},
+    {"chat"},
     {"tools"},
     {"rubrics"},
     {"envs"},
     {"episode"},
-    {"wrappers", "vector", "check", "gymnasium_envs"},
+    {"wrappers", "check", "gymnasium_envs"},
     {"audit", "eval"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
@@ -38,7 +39,6 @@ PUBLIC_NAMES = {
         "envs",
         "error",
         "make",
-        "make_vec",
         "pprint_registry",
         "register",
         "registry",

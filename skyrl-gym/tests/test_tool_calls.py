@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyrl_gym.chat.tool_calls import Invalid, ToolCall, before_tool_calls, parse_tool_calls, split_tool_calls
 from skyrl_gym.tools import ToolGroup, tool
-from skyrl_gym.tools.calls import Invalid, ToolCall, parse_tool_calls
 from skyrl_gym.tools.signature import SOLE_ARGUMENT
 
 FORMATS = ["xml", "hermes", "llama3_json", "gpt_oss"]
@@ -314,3 +314,73 @@ def test_what_the_gpt_oss_template_renders_is_read_back(test_data):
     messages[1]["thinking"] = "I order to=functions.nothing."
     text = render(test_data, "openai-gpt-oss-120b", messages)
     assert parse_tool_calls(text, "gpt_oss") == [wanted]
+
+
+GOOD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+CODER = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>"
+ADD, F, G = ToolCall("add", {"a": 1}), ToolCall("f"), ToolCall("g")
+ARGUMENTS_AS_TEXT = '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"ä\\"}"}</tool_call>'
+HARMONY_THOUGHT = "<|message|>Hm.<|end|>"
+
+
+@pytest.mark.parametrize(
+    "format, text, content, calls",
+    [
+        ("hermes", "Five.", None, []),
+        ("hermes", GOOD, "", [ADD]),
+        ("hermes", f"Let me see.\n{GOOD}", "Let me see.", [ADD]),
+        ("hermes", f"<think>{GOOD}</think>Let me see.\n{GOOD}", f"<think>{GOOD}</think>Let me see.", [ADD]),
+        ("hermes", f"<think>{GOOD}", None, []),
+        ("hermes", f"{GOOD}\n{GOOD}", "", [ADD, ADD]),
+        ("hermes", f"{GOOD} and so on", " and so on", [ADD]),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [F]),
+        ("hermes", ARGUMENTS_AS_TEXT, "", [ToolCall("f", {"a": "ä"})]),
+        ("hermes", f"One. {CODER}", "One.", [ToolCall("add", {"a": "1"})]),
+        ("hermes", "<tool_call>{add}</tool_call>", None, []),
+        ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', None, []),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None, []),
+        ("hermes", '<tool_call>{"name": "add", "argum', None, []),
+        ("hermes", f"<tool_call>nonsense</tool_call>{GOOD}", "<tool_call>nonsense</tool_call>", [ADD]),
+        ("llama3_json", '{"name": "add", "parameters": {"a": 1}}', "", [ADD]),
+        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}};', "", [F, G]),
+        ("llama3_json", 'I see. <|python_tag|>{"name": "f"}<|eom_id|>', "I see.", [F]),
+        ("llama3_json", 'I would write {"name": "add", "parameters": {}}', None, []),
+        ("llama3_json", '{"name": "add", "parameters": {"a": 1}', None, []),
+        ("llama3_json", '{"answer": 5}', None, []),
+        ("llama3_json", '{"name": "add", "parameters": {}} and so on', None, []),
+        ("xml", "Two. <tool><a>1</a></tool> Three.", "Two.  Three.", [ToolCall("a", {"": "1"})]),
+        ("gpt_oss", " to=functions.f<|message|>{}<|call|>", "", [F]),
+        (
+            "gpt_oss",
+            "<|message|>Hm.<|end|><|start|>assistant to=functions.f<|message|>{}",
+            "<|message|>Hm.<|end|>",
+            [F],
+        ),
+    ],
+)
+def test_valid_calls_are_split_from_the_text_and_malformed_ones_stay(format, text, content, calls):
+    assert split_tool_calls(text, format) == (text if content is None else content, calls)
+
+
+@pytest.mark.parametrize("format", ["hermes", "llama3_json"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"So: {GOOD}",
+        f"<think>{GOOD}</think> So: {GOOD}",
+        f"{GOOD} hm</think> So",
+        f"So: {CODER}",
+        '{"name": "add", "parameters": {"a": 1}}',
+        'hm</think> {"name": "add"}',
+        'So <|python_tag|>{"name": "add"}',
+        "a < b, <tool",
+        "plain text",
+    ],
+)
+def test_streamed_text_is_the_beginning_of_the_final_text(format, text):
+    shown = ""
+    for end in range(len(text) + 1):
+        visible = before_tool_calls(text[:end], format)
+        assert visible.startswith(shown)
+        shown = visible
+    assert split_tool_calls(text, format)[0].startswith(shown)

@@ -308,7 +308,7 @@ def test_a_docstring_may_describe_several_arguments_at_once():
         ("find", {"query": "nails", "limit": None}, "nails 10 asc None"),  # null for "as usual"
         ("find", {"": "nails"}, "nails 10 asc None"),  # formats with one argument that has no name
         ("fin", {}, "Error: there is no tool 'fin'; did you mean find?"),
-        ("launch", {}, "Error: there is no tool 'launch'; there are: burn, fetch, find, pack-it"),
+        ("launch", {}, "Error: there is no tool 'launch'; known are burn, fetch, find, pack-it"),
         ("find", {}, "Error calling find: argument 'query' (string) is missing"),
         ("find", {"query": 3}, "Error calling find: argument 'query' must be string; got 3"),
         ("find", {"query": "x", "limit": "many"}, "Error calling find: argument 'limit' must be integer; got \"many\""),

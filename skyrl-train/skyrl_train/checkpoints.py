@@ -1,12 +1,11 @@
-"""Checkpoints on disk: whole or not there. Knows files, not what is in them.
+"""Store of checkpoints, each complete or absent. Knows files, not their contents.
 
-A checkpoint is written into a folder beside its place, every file is flushed to the disk, a manifest with their
-hashes is written last, and one rename puts the folder in place. Whatever kills the run, `global_step_N` is complete
-or absent.
+A checkpoint is written into a folder beside its final path, a manifest with the files' hashes last; every file is
+flushed to the disk, and one rename puts the folder there (`utils.io.replacing`). Whatever kills the run,
+`global_step_N` is complete or absent.
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -18,34 +17,33 @@ from loguru import logger
 from skyrl_train.config import TrainerConfig
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.training_backends.base import WrittenFiles
-from skyrl_train.utils.io import expand_path, fsync_folder, sha256_of, write_atomically
+from skyrl_train.utils.io import expand_path, replacing, sha256_of, write_atomically
 from skyrl_train.utils.nodes import node_name
 
 GLOBAL_STEP_PREFIX = "global_step_"
 MANIFEST = "manifest.json"
 LATEST = "latest_ckpt_global_step.txt"
 _SUPERSEDED = "superseded_"
-_PARTIAL = ".partial"
 
 
 def extract_step_from_path(path: str | Path) -> int:
-    """N of a path that ends in `global_step_N`; -1 if it does not."""
+    """Return N of a path that ends in `global_step_N`; -1 if it does not."""
     match = re.fullmatch(rf"{GLOBAL_STEP_PREFIX}(\d+)", Path(path).name)
     return int(match.group(1)) if match else -1
 
 
 def list_checkpoint_dirs(root: str | Path) -> list[Path]:
-    """The complete checkpoints under `root`, oldest step first."""
+    """Return the complete checkpoints under `root`, oldest step first."""
     folders = [path for path in Path(root).glob(f"{GLOBAL_STEP_PREFIX}*") if (path / MANIFEST).is_file()]
     return sorted((path for path in folders if extract_step_from_path(path) >= 0), key=extract_step_from_path)
 
 
 class CheckpointStore:
-    """The checkpoints of one run.
+    """Store of the checkpoints of one run.
 
     Args:
         root: their folder.
-        max_to_keep: how many of the newest stay; negative: all.
+        max_to_keep: number of newest checkpoints to keep; negative: all.
     """
 
     def __init__(self, root: str | Path, max_to_keep: int = -1):
@@ -54,30 +52,21 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
-        """A folder to write the checkpoint of `step` into. It becomes the checkpoint when the block ends well.
+        """Yield a folder to write the checkpoint of `step` into. It becomes the checkpoint when the block ends well.
 
         Raises:
             CheckpointError: it could not be written (a full disk, say). Earlier checkpoints are as they were.
         """
         place = self.root / f"{GLOBAL_STEP_PREFIX}{step}"
-        partial = self.root / f"{place.name}{_PARTIAL}"
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while it wrote
         try:
-            partial.mkdir(parents=True)
-            yield partial
-            _seal(partial, step)
-            if place.exists():
-                shutil.rmtree(place)
-            partial.rename(place)
-            fsync_folder(self.root)
-        except BaseException as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, OSError | CheckpointError):
-                raise CheckpointError(
-                    f"the checkpoint of step {step} could not be written to {self.root}: {error}. "
-                    f"Nothing of it is left; the newest complete one is {self._newest_name()}."
-                ) from error
-            raise
+            with replacing(place) as partial:
+                yield partial
+                _write_manifest(partial, step)
+        except (OSError, CheckpointError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written to {self.root}: {error}. "
+                f"Nothing of it is left; the newest complete one is {self._newest_name()}."
+            ) from error
         self._remove_old()
         try:
             write_atomically(self.root / LATEST, f"{step}\n")
@@ -107,8 +96,8 @@ class CheckpointStore:
         return folder
 
     def find(self, config: TrainerConfig) -> Path | None:
-        """Return the checkpoint to go on from, verified against its manifest, and rename those that come after it; None
-        for a fresh start.
+        """Return the checkpoint to resume from, verified against its manifest, and rename later ones; None for a fresh
+        start.
 
         Raises:
             ConfigError: `resume_path` names no checkpoint.
@@ -116,22 +105,22 @@ class CheckpointStore:
         """
         folder = self.select(config)
         if folder is None:
-            self._set_aside(after_step=-1)
+            self._rename_later(after_step=-1)
             return None
         verify(folder)
         is_own = folder.parent.resolve() == self.root.resolve()
-        self._set_aside(after_step=extract_step_from_path(folder) if is_own else -1)
+        self._rename_later(after_step=extract_step_from_path(folder) if is_own else -1)
         return folder
 
-    def _set_aside(self, after_step: int) -> None:
-        """Renames the checkpoints after the step that the run goes on from: they belong to a course of events that did
-        not happen, and must be neither resumed from nor counted among those to keep."""
+    def _rename_later(self, after_step: int) -> None:
+        """Rename checkpoints after the step that the run resumes from: they are of a branch that the run has left, and
+        must be neither resumed from nor counted among those to keep."""
         for newer in list_checkpoint_dirs(self.root):
             if extract_step_from_path(newer) > after_step:
                 aside = self.root / f"{_SUPERSEDED}{newer.name}"
                 shutil.rmtree(aside, ignore_errors=True)
                 newer.rename(aside)
-                logger.warning(f"{newer} is not of the course of this run any more; renamed to {aside.name}")
+                logger.warning(f"{newer} is later than the step resumed from; renamed to {aside.name}")
 
     def _remove_old(self) -> None:
         if self._max_to_keep < 0:
@@ -145,7 +134,7 @@ class CheckpointStore:
 
 
 def verify(folder: Path) -> None:
-    """Raises CheckpointError unless every file of the checkpoint is there with the hash it was written with."""
+    """Raise CheckpointError unless every file of the checkpoint is there with the hash it was written with."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         files: dict[str, dict[str, str | int]] = manifest["files"]
@@ -162,10 +151,10 @@ def verify(folder: Path) -> None:
 def check_all_seen(folder: Path, model: str, reports: Sequence[WrittenFiles]) -> None:
     """Raise CheckpointError unless this process sees every file that a rank of `model` wrote into `folder`.
 
-    A file that is seen here proves that its writer's folder is this one. What no proof exists for must not be sealed.
+    A file that is seen here proves that its writer's folder is this one; without that proof no manifest is written.
 
     Args:
-        reports: of the ranks, in their order.
+        reports: one of each rank, in order.
     """
     for rank, report in enumerate(reports):
         for name, size in report.sizes.items():
@@ -189,15 +178,11 @@ def _remedy(folder: Path) -> str:
     return f"the checkpoint is damaged. Go on from another with {choice}."
 
 
-def _seal(folder: Path, step: int) -> None:
-    """Flushes every file, then writes the manifest that makes the folder a checkpoint."""
-    files = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-        files[str(path.relative_to(folder))] = {"sha256": sha256_of(path), "bytes": path.stat().st_size}
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            fsync_folder(path)
-    manifest = {"global_step": step, "files": files}
-    write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
+def _write_manifest(folder: Path, step: int) -> None:
+    """Write the manifest that makes the folder a checkpoint."""
+    files = {
+        str(path.relative_to(folder)): {"sha256": sha256_of(path), "bytes": path.stat().st_size}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    (folder / MANIFEST).write_text(json.dumps({"global_step": step, "files": files}, indent=1))

@@ -1,4 +1,4 @@
-"""What the environment sets, since it belongs to the cluster or is a secret. Imports nothing of ours."""
+"""Environment variables: settings of the cluster, and secrets. Imports nothing of ours."""
 
 import os
 from collections.abc import Mapping

@@ -21,7 +21,8 @@ class DataError(SkyRLError, ValueError):
 
 
 class AllRolloutsFailedError(SkyRLError):
-    """Every rollout of a batch failed: there is nothing to learn from or to score. The text has the commonest cause."""
+    """Failure of every rollout of a batch: there is nothing to train on or to score. The text has the commonest
+    cause."""
 
 
 class CheckpointError(SkyRLError):
@@ -42,7 +43,7 @@ class WeightSyncError(SkyRLError):
 
 
 class UnsupportedByEngine(SkyRLError):
-    """A rollout engine was asked for something that it does not have (`EngineInfo.lacks` says why)."""
+    """A rollout engine was asked for something that it does not have (`EngineInfo.unsupported` says why)."""
 
 
 FailureKind = Literal["model", "tool", "environment", "reward", "infrastructure"]
@@ -50,7 +51,7 @@ FailureKind = Literal["model", "tool", "environment", "reward", "infrastructure"
 
 
 class RolloutError(SkyRLError):
-    """One rollout failed. Ends that trajectory, never the batch.
+    """Failure of one rollout. Ends that trajectory, never the batch.
 
     Args:
         kind: which boundary failed.
@@ -62,5 +63,5 @@ class RolloutError(SkyRLError):
         self.kind: FailureKind = kind
 
     def __reduce__(self) -> tuple[type["RolloutError"], tuple[FailureKind, str], dict[str, Any]]:
-        """Lets it travel between processes: an exception is rebuilt from its `args`, which lack the kind."""
+        """Pickle with the kind: an exception is otherwise rebuilt from its `args`, which lack it."""
         return type(self), (self.kind, str(self)), self.__dict__

@@ -1,4 +1,4 @@
-"""Scores a generator on an evaluation set, by data source and over all. Knows no trainer."""
+"""Evaluation of a generator on a set of prompts, by data source and over all. Knows no trainer."""
 
 import json
 from collections import defaultdict
@@ -31,7 +31,7 @@ async def evaluate(
     global_step: int | None,
     tokenizer: "PreTrainedTokenizerBase",
 ) -> dict[str, float | None]:
-    """One pass over the evaluation set with `generator.eval_sampling_params`.
+    """Evaluate one pass over the evaluation set with `generator.eval_sampling_params`.
 
     With n = `generator.eval_n_samples_per_prompt`, for each data source (the rows' `data_source`) and for `all`:
     `eval/<source>/avg_score`, `eval/<source>/pass_at_<n>`, `eval/<source>/mean_positive_reward`; and the rollout
@@ -42,7 +42,7 @@ async def evaluate(
     A data source of which every trajectory failed has None for scores.
 
     Raises:
-        AllRolloutsFailedError: every trajectory of the set failed (what they were is written nevertheless).
+        AllRolloutsFailedError: every trajectory of the set failed (their files are written nevertheless).
 
     Args:
         eval_dataloader: batches of dataset rows.
@@ -70,7 +70,7 @@ async def evaluate(
     if cfg.trainer.dump_eval_results:
         name = "eval_only" if global_step is None else f"global_step_{global_step}_evals"
         folder = expand_path(cfg.trainer.export_path) / "dumped_evals" / name
-        _dump(folder, tokenizer, requests, rollouts.trajectories, sources, metrics)
+        _write_results(folder, tokenizer, requests, rollouts.trajectories, sources, metrics)
     if cfg.trainer.dump_trajectories and global_step is not None:
         rows = trajectory_rows(rollouts.groups, tokenizer)
         RunFolder(cfg.trainer.run_dir).write_trajectories(global_step, "eval", rows)
@@ -84,7 +84,7 @@ def calculate_per_dataset_metrics(
     """Compute `eval/<source>/…` for each data source, and `eval/all/…`.
 
     Args:
-        data_sources: of each trajectory.
+        data_sources: one of each trajectory.
     """
     owners = [(group.uid, trajectory) for group in groups for trajectory in group.trajectories]
     members: defaultdict[str, list[tuple[str, Trajectory]]] = defaultdict(list)
@@ -100,7 +100,7 @@ def calculate_per_dataset_metrics(
 
 
 def sanitize_data_source(data_source: str | None) -> str:
-    """A data source as part of a metric's or a file's name."""
+    """Convert a data source to a part of a metric's or a file's name."""
     return "unknown" if data_source is None else str(data_source).replace("/", "_")
 
 
@@ -108,7 +108,7 @@ def _extras(requests: list[GeneratorInput]) -> list[dict[str, Any]]:
     return [extras for request in requests for extras in request.get("env_extras") or []]
 
 
-def _dump(
+def _write_results(
     folder: "Path",
     tokenizer: "PreTrainedTokenizerBase",
     requests: list[GeneratorInput],

@@ -1,5 +1,6 @@
-"""The arithmetic of a run, before it starts: how a step's prompts become optimizer steps, what is padded or left out,
-and about how much memory each phase takes. Pure arithmetic on the settings: loads no weights, asks no device.
+"""Plan of a run before it starts: optimizer steps and micro-batches of a step, prompts left out, memory of each phase.
+
+Pure arithmetic on the settings: loads no weights, asks no device.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the estimates need to know of a model. None: unknown, and what depends on it is left out."""
+    """Sizes of a model for the estimates. None: unknown, and parts that depend on it are left out."""
 
     num_parameters: int
     num_trainable: int | None = None
@@ -27,31 +28,31 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """How a step's samples are divided for one model."""
+    """Division of a step's samples for one model."""
 
     name: str
-    num_shards: int
-    """Data-parallel shares: workers / `sequence_parallel_size`."""
+    data_parallel_size: int
+    """Data-parallel ranks: workers / `sequence_parallel_size`."""
     num_mini_batches: int
-    """Mini-batches of a step: optimizer steps of one pass over it. 0: the model does not learn."""
+    """Mini-batches of a step: optimizer steps of one pass over it. 0: the model is not trained."""
     optimizer_steps: int
     """Optimizer steps of a training step, all passes together."""
     samples_a_mini_batch: int
-    samples_a_shard: int
-    """Samples of a mini-batch on the shard that has most."""
+    samples_a_rank: int
+    """Samples of a mini-batch on the data-parallel rank that has most."""
     micro_batches: int
-    """Forward and backward passes of a worker for a mini-batch; with a token budget, if every sample were as long as
-    can be."""
-    fillers: int
-    """Micro-batches of a mini-batch, over all shards, that are computed for nothing, so that all shards do as many."""
+    """Forward and backward passes of a worker for a mini-batch; with a token budget, if every sample had the maximal
+    length."""
+    dummy_micro_batches: int
+    """Micro-batches of a mini-batch, over all ranks, that count nothing, so that all ranks compute as many."""
     forward_micro_batches: int
-    """Forward passes of a worker for a whole step, where only log-probs or values are wanted. 0: none are."""
+    """Forward passes of a worker for the log-probs or values of a whole step. 0: none are needed."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that one worker (or engine) needs in a phase, by what for. An estimate: what libraries keep for themselves,
-    fragmentation and communication buffers come on top."""
+    """Bytes that one worker (or engine) needs in a phase, by purpose. Memory of libraries, fragmentation and
+    communication buffers come on top."""
 
     phase: str
     parts: dict[str, int]
@@ -81,13 +82,13 @@ class StepPlan:
         return self.prompts * self.samples_a_prompt
 
     def lines(self) -> list[str]:
-        """The plan in lines of text."""
+        """Return the plan as lines of text."""
         lines = [f"a step: {self.prompts} prompts x {self.samples_a_prompt} samples = {self.samples} samples"]
         for model in self.models:
             lines += _lines_of(model, self.update_epochs)
         if self.num_steps is not None:
-            learners = [model for model in self.models if model.optimizer_steps]
-            steps = ", ".join(f"{self.num_steps * model.optimizer_steps} of the {model.name}" for model in learners)
+            trained = [model for model in self.models if model.optimizer_steps]
+            steps = ", ".join(f"{self.num_steps * model.optimizer_steps} of the {model.name}" for model in trained)
             lines.append(f"the run: {self.num_steps} training steps; optimizer steps: {steps}")
         if self.prompts_left_out:
             lines.append(f"left out: {self.prompts_left_out} prompts an epoch, which do not fill a batch")
@@ -111,10 +112,10 @@ def step_plan(
     critic: ModelShape | None = None,
     num_prompts: int | None = None,
 ) -> StepPlan:
-    """The plan of a run with these (validated) settings.
+    """Compute the plan of a run with these (validated) settings.
 
     Args:
-        num_parameters: of the policy, where that is all that is known of it.
+        num_parameters: size of the policy, if nothing else of its shape is known.
         policy, critic: their shapes, from `model_shape`. Without any of the three, no memory is estimated.
         num_prompts: prompts of the training set.
 
@@ -153,7 +154,7 @@ def step_plan(
         models.append(_model_plan(cfg, "reference", None, placement.ref_world_size, sp))
         if policy is not None:
             rows = trainer.micro_forward_batch_size_per_gpu
-            parts = _forward_parts(cfg, policy, trainer.ref.fsdp_config, placement.ref_world_size, sp, rows)
+            parts = _forward_memory(cfg, policy, trainer.ref.fsdp_config, placement.ref_world_size, sp, rows)
             memory.append(MemoryEstimate("reference log-probs", parts))
     num_steps = prompts_left_out = None
     if num_prompts is not None:
@@ -223,7 +224,7 @@ def _adapter_parameters(model: Any, lora: LoRAConfig) -> int:
 
 
 def _longest_sample(cfg: SkyRLConfig) -> int:
-    """The most tokens of a sample: what an engine may be given at the last turn, and what it may add."""
+    """Return the largest number of tokens of a sample: the longest input of the last turn, and its answer."""
     return cfg.generator.max_input_length + cfg.generator.sampling_params.max_generate_length
 
 
@@ -231,48 +232,48 @@ def _model_plan(
     cfg: SkyRLConfig, name: str, mini_batch_prompts: int | None, workers: int, sequence_parallel_size: int
 ) -> ModelPlan:
     trainer, samples_a_prompt = cfg.trainer, cfg.generator.n_samples_per_prompt
-    num_shards = workers // sequence_parallel_size
-    learns = mini_batch_prompts is not None
+    data_parallel_size = workers // sequence_parallel_size
+    is_trained = mini_batch_prompts is not None
     prompts = mini_batch_prompts if mini_batch_prompts is not None else trainer.train_batch_size
     num_mini_batches = trainer.train_batch_size // prompts
-    shares = _shares(prompts * samples_a_prompt, num_shards)
+    rank_sizes = _divide_evenly(prompts * samples_a_prompt, data_parallel_size)
     rows = _rows_a_micro_batch(cfg, trainer.micro_train_batch_size_per_gpu, sequence_parallel_size)
-    counts = [-(-share // rows) for share in shares]
+    counts = [-(-share // rows) for share in rank_sizes]
     # The policy's old log-probs are computed in its training micro-batches.
     forward_rows = rows
     if name != "policy":
         forward_rows = _rows_a_micro_batch(cfg, trainer.micro_forward_batch_size_per_gpu, sequence_parallel_size)
-    only_forward = num_mini_batches * -(-shares[0] // forward_rows)
+    only_forward = num_mini_batches * -(-rank_sizes[0] // forward_rows)
     return ModelPlan(
         name=name,
-        num_shards=num_shards,
-        num_mini_batches=num_mini_batches if learns else 0,
-        optimizer_steps=num_mini_batches * trainer.update_epochs_per_batch if learns else 0,
-        samples_a_mini_batch=sum(shares),
-        samples_a_shard=shares[0],
-        micro_batches=counts[0] if learns else 0,
-        fillers=sum(counts[0] - count for count in counts) if learns else 0,
+        data_parallel_size=data_parallel_size,
+        num_mini_batches=num_mini_batches if is_trained else 0,
+        optimizer_steps=num_mini_batches * trainer.update_epochs_per_batch if is_trained else 0,
+        samples_a_mini_batch=sum(rank_sizes),
+        samples_a_rank=rank_sizes[0],
+        micro_batches=counts[0] if is_trained else 0,
+        dummy_micro_batches=sum(counts[0] - count for count in counts) if is_trained else 0,
         forward_micro_batches=0 if name == "policy" and not needs_old_log_probs(cfg) else only_forward,
     )
 
 
 def needs_old_log_probs(cfg: SkyRLConfig) -> bool:
-    """Whether the policy's log-probs at the start of a step take a forward pass of their own: not where one optimizer
-    step takes all rows, and nothing else asks for them."""
+    """Return True if the policy's log-probs at the start of a step need a forward pass of their own: not where one
+    optimizer step takes all rows, and nothing else reads them."""
     trainer = cfg.trainer
     updates = trainer.train_batch_size // trainer.policy_mini_batch_size * trainer.update_epochs_per_batch
     algorithm = trainer.algorithm
-    is_asked_for = (
+    are_read = (
         algorithm.use_kl_in_reward
         or algorithm.off_policy_correction.is_on
         or algorithm.use_tis
         or algorithm.policy_loss_type in TokenSelectorRegistry
     )
-    return is_asked_for or updates > 1
+    return are_read or updates > 1
 
 
-def _shares(total: int, parts: int) -> list[int]:
-    """`total` in parts that differ by at most one, the larger first."""
+def _divide_evenly(total: int, parts: int) -> list[int]:
+    """Divide `total` into parts that differ by at most one, the larger first."""
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
@@ -282,19 +283,19 @@ def _rows_a_micro_batch(cfg: SkyRLConfig, rows: int, sequence_parallel_size: int
 
 
 def _lines_of(model: ModelPlan, update_epochs: int) -> list[str]:
-    shards = f"{model.num_shards} data-parallel shard" + ("s" if model.num_shards > 1 else "")
-    uneven = model.samples_a_mini_batch % model.num_shards != 0
+    ranks = f"{model.data_parallel_size} data-parallel rank" + ("s" if model.data_parallel_size > 1 else "")
+    uneven = model.samples_a_mini_batch % model.data_parallel_size != 0
     lines = []
     if model.num_mini_batches:
         lines = [
             f"{model.name}: {model.num_mini_batches} mini-batches x {update_epochs} update epochs = "
             f"{model.optimizer_steps} optimizer steps a training step",
-            f"  a mini-batch: {model.samples_a_mini_batch} samples over {shards} = {model.samples_a_shard} samples "
+            f"  a mini-batch: {model.samples_a_mini_batch} samples over {ranks} = {model.samples_a_rank} samples "
             f"{'at most' if uneven else 'each'}, {model.micro_batches} micro-batches each"
-            + (f"; {model.fillers} micro-batches are fillers that count nothing" if model.fillers else ""),
+            + (f"; {model.dummy_micro_batches} dummy micro-batches" if model.dummy_micro_batches else ""),
         ]
     if model.forward_micro_batches:
-        lines.append(f"{model.name}, forward only: {shards}, {model.forward_micro_batches} micro-batches each a step")
+        lines.append(f"{model.name}, forward only: {ranks}, {model.forward_micro_batches} micro-batches each a step")
     return lines
 
 
@@ -309,8 +310,8 @@ def _notes(cfg: SkyRLConfig) -> tuple[str, ...]:
         notes.append("every turn is a sample of its own (step-wise): the numbers of samples are for one turn each")
     if cfg.generator.task is not None:
         notes.append(
-            f"trajectories are those of {cfg.generator.task}, which says how long they may be; one has a row for each "
-            "stretch of turns that only append, usually one: the numbers of samples are for one row each"
+            f"{cfg.generator.task} sets the length of trajectories; one has a row for each sequence of turns that only "
+            "append, usually one: the numbers of samples are for one row each"
         )
     sampling = cfg.trainer.algorithm.dynamic_sampling
     if sampling.type == "filter":
@@ -329,37 +330,37 @@ def _policy_memory(cfg: SkyRLConfig, shape: ModelShape) -> list[MemoryEstimate]:
     estimates = [MemoryEstimate("generate (an engine)", {"weights": weights})]
     if needs_old_log_probs(cfg):
         rows = trainer.micro_train_batch_size_per_gpu
-        estimates.append(MemoryEstimate("policy log-probs", _forward_parts(cfg, shape, fsdp, workers, sp, rows)))
-    return [*estimates, MemoryEstimate("train policy", _training_parts(cfg, shape, fsdp, workers, sp))]
+        estimates.append(MemoryEstimate("policy log-probs", _forward_memory(cfg, shape, fsdp, workers, sp, rows)))
+    return [*estimates, MemoryEstimate("train policy", _training_memory(cfg, shape, fsdp, workers, sp))]
 
 
 def _critic_memory(cfg: SkyRLConfig, shape: ModelShape) -> Sequence[MemoryEstimate]:
     critic, workers = cfg.trainer.critic, cfg.trainer.placement.critic_world_size
     arguments = cfg, shape, critic.fsdp_config, workers, critic.sequence_parallel_size
     return [
-        MemoryEstimate("critic values", _forward_parts(*arguments, cfg.trainer.micro_forward_batch_size_per_gpu)),
-        MemoryEstimate("train critic", _training_parts(*arguments)),
+        MemoryEstimate("critic values", _forward_memory(*arguments, cfg.trainer.micro_forward_batch_size_per_gpu)),
+        MemoryEstimate("train critic", _training_memory(*arguments)),
     ]
 
 
-def _training_parts(cfg: SkyRLConfig, shape: ModelShape, fsdp: FSDPConfig, workers: int, sp: int) -> dict[str, int]:
+def _training_memory(cfg: SkyRLConfig, shape: ModelShape, fsdp: FSDPConfig, workers: int, sp: int) -> dict[str, int]:
     trainable = shape.num_parameters if shape.num_trainable is None else shape.num_trainable
-    ranks = _ranks_that_divide(fsdp, workers)
+    ranks = _num_sharding_ranks(fsdp, workers)
     # Adapters come on top of the frozen model.
     resting = shape.num_parameters if shape.num_trainable is None else shape.num_parameters + shape.num_trainable
     parts = {"weights": 4 * resting // ranks, "gradients": 4 * trainable // ranks, "Adam": 8 * trainable // ranks}
     rows = cfg.trainer.micro_train_batch_size_per_gpu
-    return parts | _computing_parts(cfg, shape, fsdp, sp, rows, with_gradient=True)
+    return parts | _compute_memory(cfg, shape, fsdp, sp, rows, with_gradient=True)
 
 
-def _forward_parts(
+def _forward_memory(
     cfg: SkyRLConfig, shape: ModelShape, fsdp: FSDPConfig, workers: int, sp: int, rows: int
 ) -> dict[str, int]:
-    parts = {"weights": 4 * shape.num_parameters // _ranks_that_divide(fsdp, workers)}
-    return parts | _computing_parts(cfg, shape, fsdp, sp, rows, with_gradient=False)
+    parts = {"weights": 4 * shape.num_parameters // _num_sharding_ranks(fsdp, workers)}
+    return parts | _compute_memory(cfg, shape, fsdp, sp, rows, with_gradient=False)
 
 
-def _computing_parts(
+def _compute_memory(
     cfg: SkyRLConfig, shape: ModelShape, fsdp: FSDPConfig, sp: int, rows: int, *, with_gradient: bool
 ) -> dict[str, int]:
     trainer, number = cfg.trainer, 2 if cfg.trainer.bf16 else 4
@@ -380,5 +381,5 @@ def _computing_parts(
     return parts
 
 
-def _ranks_that_divide(fsdp: FSDPConfig, workers: int) -> int:
+def _num_sharding_ranks(fsdp: FSDPConfig, workers: int) -> int:
     return workers if fsdp.fsdp_size == -1 else fsdp.fsdp_size

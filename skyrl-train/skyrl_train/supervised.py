@@ -1,5 +1,5 @@
-"""Supervised training: read, learn; repeat. Demonstrations and preference pairs, on the same workers as reinforcement
-learning, with the same losses' contract, checkpoints and metrics.
+"""Supervised trainer: demonstrations and preference pairs, with the workers, loss interface, checkpoints and metrics of
+reinforcement learning.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from skyrl_train.config.training_backends import TrainingBackendRegistry
 from skyrl_train.dataset.dataloader import PromptDataLoader
 from skyrl_train.dataset.supervised import Item, SupervisedDataset
 from skyrl_train.orchestration.actor_group import ActorGroup
-from skyrl_train.orchestration.batch_calls import forward, learn
+from skyrl_train.orchestration.batch_calls import forward, train_on_batch
 from skyrl_train.orchestration.colocation import Colocation
 from skyrl_train.orchestration.placement import Placement
 from skyrl_train.orchestration.schedule import Schedule
@@ -35,7 +35,7 @@ _NAMES = {"train/final_loss": "train/loss", "train/policy_lr": "train/lr", "trai
 
 
 class SupervisedTrainer(TrainingRun):
-    """One run of supervised training. A batch is one optimizer step.
+    """Run of supervised training. A batch is one optimizer step.
 
     Args:
         cfg: the settings as workers take them (`SupervisedConfig.as_training_config`); `policy_loss_type` is
@@ -64,7 +64,7 @@ class SupervisedTrainer(TrainingRun):
         self.placement = Placement(cfg, None)
         self.colocation = Colocation(
             None,
-            takes_turns=cfg.trainer.placement.colocate_all,
+            engines_share_device=cfg.trainer.placement.colocate_all,
             policy_and_ref_share=cfg.trainer.placement.colocate_policy_ref,
         )
         self._skipped = skipped_updates("policy", cfg, section="train")
@@ -74,7 +74,7 @@ class SupervisedTrainer(TrainingRun):
     # ---- the run
 
     async def train(self) -> None:
-        """Read, learn; repeat."""
+        """Run the training loop: read a batch, add the reference model's log-probs, update the policy."""
         await self.start()
         for items in self.batches():
             self.global_step += 1
@@ -84,11 +84,11 @@ class SupervisedTrainer(TrainingRun):
                     with self.timed("reference"):
                         batch = await self.add_reference_log_probs(batch)
                 with self.timed("learn"):
-                    await self.learn(batch)
+                    await self.train_on_batch(batch)
             await self.after_step()
 
     async def start(self) -> None:
-        """Goes on from a checkpoint if there is one; evaluates what is there."""
+        """Resume from a checkpoint if there is one, and evaluate before training."""
         self.tracker.total_steps = self.total_training_steps
         await self.load_checkpoint()
         if self.global_step == 0 and self.cfg.trainer.eval_before_train and self.eval_dataset is not None:
@@ -97,7 +97,7 @@ class SupervisedTrainer(TrainingRun):
         self.all_metrics, self.all_timings = {}, {}
 
     def batches(self) -> Iterator[list[Item]]:
-        """The examples of each step that is still to come, epoch after epoch."""
+        """Yield the examples of each remaining step, epoch after epoch."""
         for _ in range(self.global_step, self.total_training_steps):
             yield self.dataloader.next_batch()
 
@@ -121,24 +121,24 @@ class SupervisedTrainer(TrainingRun):
         await self.colocation.start(groups)
 
     async def shutdown(self) -> None:
-        """Sends what the trackers still hold, and ends the processes of this run. For a run that failed, too."""
+        """Flush the trackers and end the processes of this run, also after a failure."""
         self.tracker.finish()
         groups = [group for group in (self.policy_model, self.ref_model) if group is not None]
         await asyncio.gather(*(group.shutdown() for group in groups))
 
-    # ---- read
+    # ---- data
 
     def to_batch(self, items: Sequence[Item]) -> TrainingInputBatch:
-        """Examples as tensors: the first token is the prompt, the others are the response. Pairs are neighbours: rows
-        2k (preferred) and 2k + 1."""
+        """Collate examples into tensors: the first token is the prompt, the others are the response. Pairs are
+        neighbours: rows 2k (preferred) and 2k + 1."""
         algorithm = self.cfg.trainer.algorithm
         examples = [example for item in items for example in item]
-        nothing = [[0.0] * (len(example.ids) - 1) for example in examples]
+        no_rewards = [[0.0] * (len(example.ids) - 1) for example in examples]
         sequences, attention_mask, response_mask, advantages, loss_mask, _ = convert_prompts_responses_to_batch_tensors(
             self.tokenizer,
             [example.ids[:1] for example in examples],
             [example.ids[1:] for example in examples],
-            nothing,
+            no_rewards,
             [example.mask[1:] for example in examples],
         )
         return TrainingInputBatch(
@@ -155,39 +155,37 @@ class SupervisedTrainer(TrainingRun):
         return Schedule.of(
             batch.tensor("attention_mask").sum(dim=1).tolist(),
             [range(len(batch))],
-            group.num_shards,
+            group.data_parallel_size,
             micro_batch_size=trainer.micro_train_batch_size_per_gpu,
             max_tokens=group.token_budget(self.cfg.trainer.max_tokens_per_microbatch),
             unit=2 if self.with_pairs else 1,
         )
 
     async def add_reference_log_probs(self, batch: TrainingInputBatch) -> TrainingInputBatch:
-        """The reference model's log-probs, under the name that the `dpo` loss reads them by."""
+        """Add the reference model's log-probs, under the name that the `dpo` loss reads."""
         assert self.ref_model is not None
-        async with self.colocation.in_place_of_policy("ref"):
+        async with self.colocation.swapped_in("ref"):
             batch["action_log_probs"] = await forward(self.ref_model, self.schedule(batch, self.ref_model), batch)
         return batch
 
-    # ---- learn
+    # ---- update, evaluate
 
-    async def learn(self, batch: TrainingInputBatch) -> None:
-        """One optimizer step on the whole batch."""
+    async def train_on_batch(self, batch: TrainingInputBatch) -> None:
+        """Take one optimizer step on the whole batch."""
         schedule = self.schedule(batch, self.policy_model)
-        learnt = await learn(self.policy_model, schedule, batch, epochs=1)
-        found = step_metrics("train", learnt.losses, learnt.steps)
-        for name in (
-            "train/policy_loss",
-            "train/ratio_deviation_max",
-        ):  # the first is the loss, the second says nothing
-            del found[name]
-        self.all_metrics |= {_NAMES.get(name, name): value for name, value in found.items()}
-        self.all_metrics |= self._skipped.count(learnt, batch, is_last_step=self.is_last_step())
+        update = await train_on_batch(self.policy_model, schedule, batch, epochs=1)
+        metrics = step_metrics("train", update.losses, update.steps)
+        for name in ("train/policy_loss", "train/ratio_deviation_max"):  # a duplicate of the loss; always 0 here
+            del metrics[name]
+        self.all_metrics |= {_NAMES.get(name, name): value for name, value in metrics.items()}
+        self.all_metrics |= self._skipped.count(update, batch, is_last_step=self.is_last_step())
         self.all_metrics["train/tokens"] = float(batch.tensor("attention_mask").sum())
         self.all_metrics["train/learnt_tokens"] = float(batch.tensor("loss_mask").sum())
 
     async def evaluate(self) -> None:
-        """Loss on the evaluation set. For demonstrations the mean over all learnt tokens, and its exponential; for
-        pairs the mean over pairs, and how often the preferred answer gained more on the reference than the other."""
+        """Compute the loss on the evaluation set. Demonstrations: the mean over tokens of the loss mask, and its
+        exponential. Pairs: the mean over pairs, and the rate of pairs whose preferred answer gained more on the
+        reference model than the other."""
         if self.eval_dataset is None:
             return
         size = self.cfg.trainer.eval_batch_size
@@ -195,7 +193,7 @@ class SupervisedTrainer(TrainingRun):
         totals: dict[str, float] = {}
         with self.timed("eval"):
             for start in range(0, len(items), size):
-                for name, value in (await self._evaluated(self.to_batch(items[start : start + size]))).items():
+                for name, value in (await self._evaluate_batch(self.to_batch(items[start : start + size]))).items():
                     totals[name] = totals.get(name, 0.0) + value
         count = max(1.0, totals.pop("count"))
         means = {f"eval/{name}": value / count for name, value in totals.items()}
@@ -203,8 +201,8 @@ class SupervisedTrainer(TrainingRun):
             means["eval/perplexity"] = math.exp(min(means["eval/loss"], 100.0))
         self.all_metrics |= means
 
-    async def _evaluated(self, batch: TrainingInputBatch) -> dict[str, float]:
-        """Sums over a batch of the evaluation set, and the `count` that they are means over."""
+    async def _evaluate_batch(self, batch: TrainingInputBatch) -> dict[str, float]:
+        """Compute sums over a batch of the evaluation set, and the `count` to divide them by."""
         mask = batch.tensor("loss_mask")
         log_probs = await forward(self.policy_model, self.schedule(batch, self.policy_model), batch)
         if not self.with_pairs:
@@ -219,10 +217,10 @@ class SupervisedTrainer(TrainingRun):
             "count": float(len(margins)),
         }
 
-    # ---- what belongs into a checkpoint
+    # ---- state in checkpoints
 
     @property
-    def learners(self) -> list[ActorGroup]:
+    def trainable_groups(self) -> list[ActorGroup]:
         return [self.policy_model]
 
     def state(self) -> dict[str, Any]:

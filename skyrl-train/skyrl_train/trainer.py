@@ -1,13 +1,13 @@
-"""The synchronous trainer: answer, judge, learn; repeat.
+"""Synchronous trainer: generate rollouts, compute advantages, update the models, sync weights; repeat.
 
-It moves batches between a generator, the models' workers and the engines. How a trajectory comes about is in
-`generators`, what it is worth in `judging`, what is computed in `algorithms`, how a model is sharded in `workers`.
-"""
+It moves batches between a generator, the models' workers and the engines. `generators` make trajectories,
+`batch_preparation` turns their rewards into advantages, `algorithms` has the formulas, `training_backends` shard
+models."""
 
 import asyncio
 import hashlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +15,15 @@ import torch
 from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train import judging
 from skyrl_train.algorithms.kl import AdaptiveKLController, FixedKLController
 from skyrl_train.algorithms.losses import PolicyLossRegistry, TokenSelectorRegistry
+from skyrl_train.batch_preparation import (
+    loss_weights,
+    mini_batches_of_prompts,
+    negative_groups_metric,
+    prepare_training_batch,
+    rollout_mismatch_metrics,
+)
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.training_backends import TrainingBackendRegistry
 from skyrl_train.dataset.dataloader import PromptDataLoader
@@ -28,7 +34,7 @@ from skyrl_train.generators.inputs import prepare_generator_input
 from skyrl_train.generators.sampling import get_sampling_params
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.orchestration.actor_group import ActorGroup
-from skyrl_train.orchestration.batch_calls import forward, learn
+from skyrl_train.orchestration.batch_calls import forward, train_on_batch
 from skyrl_train.orchestration.colocation import Colocation
 from skyrl_train.orchestration.placement import Placement
 from skyrl_train.orchestration.schedule import Schedule
@@ -52,11 +58,11 @@ from skyrl_train.workers.worker import CriticWorker, RefWorker
 
 
 class RayPPOTrainer(TrainingRun):
-    """One run of reinforcement learning.
+    """Run of reinforcement learning.
 
     Args:
         cfg: the validated settings.
-        tracker: where metrics go.
+        tracker: sink of the metrics.
         train_dataset, eval_dataset: prompts; no evaluation without the latter.
         inference_engine_client: the engines that get the policy's weights.
         generator: turns prompts into trajectories with those engines.
@@ -82,7 +88,7 @@ class RayPPOTrainer(TrainingRun):
         self.placement = Placement(cfg, colocate_pg)
         self.colocation = Colocation(
             inference_engine_client,
-            takes_turns=cfg.trainer.placement.colocate_all,
+            engines_share_device=cfg.trainer.placement.colocate_all,
             policy_and_ref_share=cfg.trainer.placement.colocate_policy_ref,
             start_timeout_seconds=cfg.generator.engine_start_timeout_seconds,
         )
@@ -91,7 +97,7 @@ class RayPPOTrainer(TrainingRun):
         self.critic_model: ActorGroup | None = None
         self.ref_model: ActorGroup | None = None
         self.weight_version = 0
-        """Version of the policy's weights, as the engines have them: the number of training steps behind them."""
+        """Version of the engines' weights: the number of training steps before them."""
         self._epochs_before = 0
         self._warned_of_negative_groups = False
         self.reward_kl_controller = _reward_kl_controller(cfg)
@@ -114,7 +120,7 @@ class RayPPOTrainer(TrainingRun):
     # ---- the run
 
     async def train(self) -> None:
-        """Answer, judge, learn; repeat."""
+        """Run the training loop: generate rollouts, compute advantages, update the models, sync weights."""
         await self.start()
         for prompts in self.batches():
             self.global_step += 1
@@ -133,11 +139,10 @@ class RayPPOTrainer(TrainingRun):
                     await self.update_ref_with_policy()
                 with self.timed("sync_weights"):
                     await self.sync_weights()
-            await self.after_step()
+            await self.after_step()  # evaluation, metrics, exports, checkpoints: each at its own interval
 
     async def start(self) -> None:
-        """Says what the run will do, goes on from a checkpoint if there is one, gives the engines the weights,
-        evaluates what is there."""
+        """Log the step plan, resume from a checkpoint if there is one, sync the engines, evaluate before training."""
         self.tracker.total_steps = self.total_training_steps
         num_prompts = None if self.train_dataset is None else len(self.train_dataset)
         policy, critic = _model_shape(self.cfg, "policy"), _model_shape(self.cfg, "critic")
@@ -151,13 +156,14 @@ class RayPPOTrainer(TrainingRun):
         self.all_metrics, self.all_timings = {}, {}
 
     def batches(self) -> Iterator[list[dict[str, Any]]]:
-        """The prompts of each step that is still to come, epoch after epoch. (Dynamic sampling may take more.)"""
+        """Yield the prompts of each remaining step, epoch after epoch. (Dynamic sampling may take more.)"""
         for _ in range(self.global_step, self.total_training_steps):
             self._epochs_before = self.train_dataloader.num_epochs_dealt
             yield self.train_dataloader.next_batch()
 
     def is_end_of_epoch(self) -> bool:
-        """Whether this step took the last prompts of a pass over the data, and is not the last of the run."""
+        """Return True if the reference model is due for an update: this step took the last prompts of an epoch, and is
+        not the last of the run."""
         return (
             self.cfg.trainer.update_ref_every_epoch
             and self.global_step < self.total_training_steps
@@ -165,7 +171,7 @@ class RayPPOTrainer(TrainingRun):
         )
 
     def log(self) -> None:
-        """As of any run, with the epoch of the prompts taken last."""
+        """Log the step's metrics with the epoch of the prompts taken last."""
         if self.global_step and self.train_dataset is not None:
             self.all_metrics |= {
                 "trainer/epoch": self.train_dataloader.epoch,
@@ -205,38 +211,38 @@ class RayPPOTrainer(TrainingRun):
         return [group for group in (self.policy_model, self.critic_model, self.ref_model) if group is not None]
 
     async def sync_weights(self) -> None:
-        """Gives every engine the policy's weights, proven to have landed, under this step's number as version."""
+        """Sync the policy's weights to all engines, verified, with this step's number as version."""
         self.weight_version = self.global_step
         metrics = await self.publisher.publish(self.weight_version)
         self.all_metrics |= {f"weight_sync/{name}": value for name, value in metrics.items()}
 
     async def update_ref_with_policy(self) -> None:
-        """The policy as it is becomes the reference model (`update_ref_every_epoch`)."""
+        """Replace the reference model by the current policy (`update_ref_every_epoch`)."""
         with self.timed("update_ref_with_policy"):
             await self.policy_model.call_all("save_hf_model", str(self._reference_folder), self.tokenizer)
             await self._load_reference()
 
     async def _load_reference(self) -> None:
         assert self.ref_model is not None
-        async with self.colocation.in_place_of_policy("ref"):
+        async with self.colocation.swapped_in("ref"):
             await self.ref_model.call_all("load_weights", str(self._reference_folder))
 
     @property
     def _reference_folder(self) -> Path:
-        """What the reference model became, if it is not what it began as any more."""
+        """Folder of the reference model after its first update."""
         return self.run_folder.path / "reference"
 
     async def shutdown(self) -> None:
-        """Sends what the trackers still hold, and ends the processes of this run. For a run that failed, too."""
+        """Flush the trackers and end the processes of this run, also after a failure."""
         self.tracker.finish()
         await asyncio.gather(*(group.shutdown() for group in self._groups), self.inference_engine_client.teardown())
 
-    # ---- answer
+    # ---- generate
 
     async def generate(self, prompts: list[dict[str, Any]]) -> RolloutBatch:
         """Return `n_samples_per_prompt` trajectories for each prompt (or for others instead, by dynamic sampling)."""
         if self.cfg.trainer.algorithm.dynamic_sampling.type is None:
-            rollouts = await self.generate_once(prompts)
+            rollouts = self.check_rollouts(await self.request_rollouts(prompts))
         else:
             rollouts = await self._generate_informative(prompts)
         await self.colocation.after_generating()
@@ -249,16 +255,20 @@ class RayPPOTrainer(TrainingRun):
 
         async def request(num_batches_before: int) -> RolloutBatch:
             rows = prompts if num_batches_before == 0 else self.train_dataloader.next_batch()
-            return await self.generate_once(with_unique_uids(rows, seen))
+            return self.check_rollouts(await self.request_rollouts(with_unique_uids(rows, seen)))
 
         settings = self.cfg.trainer.algorithm.dynamic_sampling
         return await sample_batch(request, settings, len(prompts), self.step_generator("dynamic_sampling"))
 
-    async def generate_once(self, prompts: list[dict[str, Any]]) -> RolloutBatch:
-        """Return the generator's trajectories for these prompts, checked."""
+    def request_rollouts(self, prompts: list[dict[str, Any]]) -> Awaitable[RolloutBatch]:
+        """Request the generator's trajectories for these prompts."""
         self.colocation.check("generate")
+        return request_rollouts(self.generator, self.generator_input(prompts))
+
+    def check_rollouts(self, rollouts: RolloutBatch) -> RolloutBatch:
+        """Record faults of the generator on its trajectories. The place for filters of your own: it comes before
+        dynamic sampling and metrics."""
         generator = self.cfg.generator
-        rollouts = await request_rollouts(self.generator, self.generator_input(prompts))
         return record_faults(rollouts, LengthLimits.of(generator, generator.sampling_params))
 
     def generator_input(self, prompts: list[dict[str, Any]]) -> GeneratorInput:
@@ -277,11 +287,12 @@ class RayPPOTrainer(TrainingRun):
 
     @property
     def sampling_seed(self) -> int:
-        """The number that seeds the samples of this step: the step's own, so that a resumed run draws the same."""
+        """Seed of this step's samples: the step's number, so that a resumed run draws the same."""
         return self.global_step
 
     def _record(self, rollouts: RolloutBatch) -> None:
-        """Keep metrics of the rollouts, write the trajectories to disk, and now and then show one on the console."""
+        """Record metrics of the rollouts, write trajectories to disk, log an example every `print_example_interval`
+        steps."""
         n = self.cfg.generator.n_samples_per_prompt
         rewards = scores_of_groups(rollouts.groups)
         self.all_metrics |= rollouts.metrics | version_lag_metrics(rollouts.trajectories, self.weight_version)
@@ -300,28 +311,29 @@ class RayPPOTrainer(TrainingRun):
             prompt, response = (self.tokenizer.decode(ids) for ids in (sample.prompt_ids, sample.response_ids))
             log_example(logger, prompt, response, sample.rewards)
 
-    # ---- judge
+    # ---- prepare the batch
 
     def convert_to_training_input(self, rollouts: RolloutBatch) -> TrainingInputBatch:
-        """Return trajectories as padded tensors (see `collate`)."""
+        """Collate trajectories into padded tensors (see `collate`)."""
         return collate(rollouts, self.tokenizer, self.global_step)
 
     async def fwd_logprobs_values_reward(self, batch: TrainingInputBatch) -> TrainingInputBatch:
-        """Adds `base_action_log_probs` (the reference), `values` (the critic) and `action_log_probs` (the policy before
-        this step's updates). The last come from the training forward itself where nothing changes before it and nobody
-        asks for them earlier: with one update a step."""
+        """Compute `base_action_log_probs` (reference model), `values` (critic) and `action_log_probs` (policy before
+        this step's updates). With one update a step, and no earlier use of them, the last come from the training
+        forward."""
         if self.ref_model is not None:
-            async with self.colocation.in_place_of_policy("ref"):
+            async with self.colocation.swapped_in("ref"):
                 batch["base_action_log_probs"] = await self._forward(self.ref_model, batch)
         if self.critic_model is not None:
-            async with self.colocation.in_place_of_policy("critic"):
+            async with self.colocation.swapped_in("critic"):
                 batch["values"] = await self._forward(self.critic_model, batch)
         if needs_old_log_probs(self.cfg):
             batch["action_log_probs"] = await self._forward(self.policy_model, batch)
         return batch
 
     async def _forward(self, group: ActorGroup, batch: TrainingInputBatch) -> torch.Tensor:
-        """The policy in the very micro-batches in which it will train, so that its first ratios are 1 to the bit."""
+        """Run a forward-only pass. The policy takes its training micro-batches, so that its first ratios are exactly
+        1."""
         trainer = self.cfg.trainer
         micro = trainer.micro_forward_batch_size_per_gpu
         if group is self.policy_model:
@@ -329,63 +341,61 @@ class RayPPOTrainer(TrainingRun):
         return await forward(group, self._schedule(group, batch, trainer.policy_mini_batch_size, micro), batch)
 
     def _schedule(self, group: ActorGroup, batch: TrainingInputBatch, prompts: int, micro_batch_size: int) -> Schedule:
-        """`batch` in mini-batches of so many prompts, divided over the group's workers."""
+        """Divide `batch` into mini-batches of `prompts` prompts, and these over the group's ranks."""
         return Schedule.of(
             batch.tensor("attention_mask").sum(dim=-1).tolist(),
-            judging.mini_batches_of_prompts(batch.metadata["uids"], prompts),
-            group.num_shards,
+            mini_batches_of_prompts(batch.metadata["uids"], prompts),
+            group.data_parallel_size,
             micro_batch_size=micro_batch_size,
             max_tokens=group.token_budget(self.cfg.trainer.max_tokens_per_microbatch),
         )
 
     def _updates(self, mini_batch_size: int) -> int:
-        """Optimizer steps of a training step."""
+        """Return the number of optimizer steps of a training step."""
         return self.cfg.trainer.train_batch_size // mini_batch_size * self.cfg.trainer.update_epochs_per_batch
 
     def _total_updates(self, mini_batch_size: int) -> int:
         return max(1, self.total_training_steps * self._updates(mini_batch_size))
 
     def compute_advantages_and_returns(self, batch: TrainingInputBatch) -> TrainingInputBatch:
-        """Adds what `judging` finds, and lets the KL controller see the step's divergence."""
-        batch, metrics = judging.judge(batch, self.cfg, self.reward_kl_controller.value)
+        """Compute advantages (`prepare_training_batch`) and update the KL controller by the step's divergence."""
+        batch, metrics = prepare_training_batch(batch, self.cfg, self.reward_kl_controller.value)
         if "loss/avg_kl" in metrics:
             self.reward_kl_controller.update(metrics["loss/avg_kl"], n_steps=sum(batch.metadata["valid"]))
-        metric = judging.negative_groups_metric(self.cfg.trainer.algorithm)
+        metric = negative_groups_metric(self.cfg.trainer.algorithm)
         if metrics.get(metric) and not self._warned_of_negative_groups:
             self._warned_of_negative_groups = True
             estimator = self.cfg.trainer.algorithm.advantage_estimator
             logger.warning(
-                f"some prompts have a negative mean reward, of which trainer.algorithm.advantage_estimator={estimator} "
-                f"can say nothing: their advantages are 0 (see {metric}). Give rewards of 0 and above"
+                f"trainer.algorithm.advantage_estimator={estimator} is not defined for prompts with a negative mean "
+                f"reward: their advantages are 0 (see {metric}). Use rewards of 0 and above"
             )
         self.all_metrics |= metrics
         return batch
 
-    # ---- learn
+    # ---- update the models
 
     async def train_critic(self, batch: TrainingInputBatch) -> None:
-        """The critic's optimizer steps, on the returns. Nothing without a critic."""
+        """Take the critic's optimizer steps, if there is a critic."""
         if self.critic_model is None:
             return
         trainer = self.cfg.trainer
-        mini_batches = judging.mini_batches_of_prompts(batch.metadata["uids"], trainer.critic_mini_batch_size)
-        batch["critic_loss_weights"] = judging.loss_weights(batch, mini_batches, "token_mean")
+        mini_batches = mini_batches_of_prompts(batch.metadata["uids"], trainer.critic_mini_batch_size)
+        batch["critic_loss_weights"] = loss_weights(batch, mini_batches, "token_mean")
         schedule = self._schedule(
             self.critic_model, batch, trainer.critic_mini_batch_size, trainer.micro_train_batch_size_per_gpu
         )
         with self.timed("critic_train"):
-            async with self.colocation.in_place_of_policy("critic"):
-                learnt = await learn(self.critic_model, schedule, batch, trainer.update_epochs_per_batch)
-        self.all_metrics |= step_metrics("critic", learnt.losses, learnt.steps)
-        self.all_metrics |= self._skipped["critic"].count(learnt, batch, is_last_step=self.is_last_step())
+            async with self.colocation.swapped_in("critic"):
+                update = await train_on_batch(self.critic_model, schedule, batch, trainer.update_epochs_per_batch)
+        self.all_metrics |= step_metrics("critic", update.losses, update.steps)
+        self.all_metrics |= self._skipped["critic"].count(update, batch, is_last_step=self.is_last_step())
 
     async def train_policy(self, batch: TrainingInputBatch) -> None:
-        """The policy's optimizer steps: one for every mini-batch, `update_epochs_per_batch` times over."""
+        """Take the policy's optimizer steps: one for every mini-batch, `update_epochs_per_batch` times over."""
         trainer, algorithm = self.cfg.trainer, self.cfg.trainer.algorithm
-        mini_batches = judging.mini_batches_of_prompts(batch.metadata["uids"], trainer.policy_mini_batch_size)
-        batch["loss_weights"] = judging.loss_weights(
-            batch, mini_batches, algorithm.loss_reduction, algorithm.max_seq_len
-        )
+        mini_batches = mini_batches_of_prompts(batch.metadata["uids"], trainer.policy_mini_batch_size)
+        batch["loss_weights"] = loss_weights(batch, mini_batches, algorithm.loss_reduction, algorithm.max_seq_len)
         if algorithm.policy_loss_type in TokenSelectorRegistry:
             noise = self.step_generator("token_noise")
             batch["token_noise"] = torch.rand(batch.tensor("loss_mask").shape, generator=noise)
@@ -397,27 +407,27 @@ class RayPPOTrainer(TrainingRun):
             self.policy_model, batch, trainer.policy_mini_batch_size, trainer.micro_train_batch_size_per_gpu
         )
         with self.timed("policy_train"):
-            learnt = await learn(self.policy_model, schedule, batch, trainer.update_epochs_per_batch)
-        if learnt.old_log_probs is not None:
-            batch["action_log_probs"] = learnt.old_log_probs
-            self.all_metrics |= judging.mismatch(batch)
-        self.all_metrics |= step_metrics("policy", learnt.losses, learnt.steps)
-        self.all_metrics |= self._skipped["policy"].count(learnt, batch, is_last_step=self.is_last_step())
+            update = await train_on_batch(self.policy_model, schedule, batch, trainer.update_epochs_per_batch)
+        if update.old_log_probs is not None:
+            batch["action_log_probs"] = update.old_log_probs
+            self.all_metrics |= rollout_mismatch_metrics(batch)
+        self.all_metrics |= step_metrics("policy", update.losses, update.steps)
+        self.all_metrics |= self._skipped["policy"].count(update, batch, is_last_step=self.is_last_step())
         tolerance = algorithm.first_ratio_tolerance or (0.2 if trainer.bf16 else 1e-4)
-        self.all_metrics |= first_ratio_metrics(learnt.losses[0], tolerance)
+        self.all_metrics |= first_ratio_metrics(update.losses[0], tolerance)
         self.all_metrics["policy/response_length"] = (
             batch.tensor("response_mask").sum(dim=-1).mean(dtype=torch.float).item()
         )
 
     def step_generator(self, purpose: str) -> torch.Generator:
-        """Return the random numbers of this step for one purpose: the same in a run that was resumed."""
+        """Return the random generator of this step for one purpose: the same in a resumed run."""
         digest = hashlib.sha256(f"{self.cfg.trainer.seed}/{self.global_step}/{purpose}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
-    # ---- evaluation, and what belongs into a checkpoint
+    # ---- evaluation, state in checkpoints
 
     async def evaluate(self) -> None:
-        """Scores the evaluation set with the policy as it is."""
+        """Evaluate the current policy on the evaluation set, if there is one."""
         if self.eval_dataloader is None:
             return
         with self.timed("eval"):
@@ -426,11 +436,11 @@ class RayPPOTrainer(TrainingRun):
             )
 
     @property
-    def learners(self) -> list[ActorGroup]:
+    def trainable_groups(self) -> list[ActorGroup]:
         return [group for group in self._groups if group is not self.ref_model]
 
     def state(self) -> dict[str, Any]:
-        """Where in the data the run is, the KL controller's coefficient, and the counts of skipped updates."""
+        """Return the position in the data, the KL controller's coefficient, and the counts of skipped updates."""
         return {
             "dataloader": self.train_dataloader.state_dict(),
             "reward_kl_coef": self.reward_kl_controller.value,
@@ -444,7 +454,7 @@ class RayPPOTrainer(TrainingRun):
             self._skipped[name].load_state(counts)
 
     async def save_more(self, folder: Path) -> None:
-        """The reference model, where it has moved on."""
+        """Save the reference model, if it has been updated."""
         if self.cfg.trainer.update_ref_every_epoch and self._reference_folder.exists():
             shutil.copytree(self._reference_folder, folder / "ref")
 
@@ -456,7 +466,7 @@ class RayPPOTrainer(TrainingRun):
 
 
 def _model_shape(cfg: SkyRLConfig, name: Literal["policy", "critic"]) -> ModelShape | None:
-    """The shape of a model that learns, if there is one and its config tells."""
+    """Return the shape of a trained model, None if there is none or its config does not tell."""
     settings = cfg.trainer.policy if name == "policy" else cfg.trainer.critic
     model = settings.model
     if model.path is None:
@@ -465,7 +475,7 @@ def _model_shape(cfg: SkyRLConfig, name: Literal["policy", "critic"]) -> ModelSh
         return model_shape(
             model.path, lora=model.lora, overrides=settings.model_config_kwargs, is_critic=name == "critic"
         )
-    except Exception as error:  # the plan is only for looking: a model that is odd to it may well train
+    except Exception as error:  # the plan only informs: a model whose shape it cannot read may well train
         logger.warning("no memory estimate for the {}: {!r}", name, error)
         return None
 

@@ -85,7 +85,7 @@ class TensorBatch(dict[str, torch.Tensor | None]):
         dtype: torch.dtype | None = None,
         non_blocking: bool = False,
     ) -> Self:
-        """Moves or converts every tensor, in place; returns self."""
+        """Move or convert every tensor, in place. Returns: self."""
         for key, value in list(self.items()):
             if value is not None:
                 super().__setitem__(key, value.to(device=device, dtype=dtype, non_blocking=non_blocking))
@@ -102,7 +102,7 @@ class TensorBatch(dict[str, torch.Tensor | None]):
         return self._map(lambda tensor: tensor.repeat(times, *[1] * (tensor.dim() - 1)))
 
     def repeat_interleave(self, times: int) -> Self:
-        """Every row `times` times: rows 0 0 1 1."""
+        """Repeat every row `times` times: rows 0 0 1 1."""
         return self._map(lambda tensor: tensor.repeat_interleave(times, dim=0))
 
     def slice(self, start: int | None, end: int | None, step: int = 1) -> Self:
@@ -135,7 +135,7 @@ class TensorBatch(dict[str, torch.Tensor | None]):
         return cls(joined, metadata=dict(shards[0].metadata))
 
     def __getitem__(self, index: str | int | builtins.slice) -> Any:
-        """By name: the tensor. By position or slice: a batch of those rows."""
+        """Return by name the tensor, by position or slice a batch of those rows."""
         if isinstance(index, str):
             return super().__getitem__(index)
         if isinstance(index, slice):
@@ -170,7 +170,7 @@ class TensorBatch(dict[str, torch.Tensor | None]):
             return pickle.load(file)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Tensors travel as numpy arrays, which Ray keeps in shared memory without a further copy."""
+        """Pickle tensors as numpy arrays, which Ray keeps in shared memory without a further copy."""
         arrays = {key: None if value is None else _to_array(value) for key, value in self.items()}
         return _rebuild, (type(self), arrays, self.metadata)
 
@@ -192,7 +192,7 @@ def _rebuild(
 
 
 class TrainingInputBatch(TensorBatch):
-    """What a training step is made of. B trajectories, T prompt + response tokens, R response tokens.
+    """Batch of a training step. B trajectories, T prompt + response tokens, R response tokens.
 
     `sequences`, `attention_mask` [B, T]: prompts padded on the left, responses on the right.
     `response_mask` [B, R]: 1 on what the model and the environment wrote. `loss_mask` [B, R]: 1 on what the model
@@ -203,7 +203,7 @@ class TrainingInputBatch(TensorBatch):
 
 
 class TrainingOutputBatch(TensorBatch):
-    """What a forward pass gives back: `output` [B, R]."""
+    """Result of a forward pass: `output` [B, R]."""
 
 
 @dataclass(frozen=True)
@@ -213,5 +213,5 @@ class MicroBatch:
     rows: tuple[int, ...]
     """Positions among the rows that the shard was given."""
 
-    is_filler: bool = False
+    is_dummy: bool = False
     """Computed only so that all ranks take the same number of forwards. Counts nothing."""

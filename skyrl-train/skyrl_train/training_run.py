@@ -1,4 +1,4 @@
-"""What every run of training does around its steps: intervals, timings and metrics, checkpoints, exports."""
+"""Base of training runs: intervals, timings, metrics, checkpoints and exports around the steps."""
 
 import asyncio
 import json
@@ -22,11 +22,11 @@ from skyrl_train.utils.tracking import Tracking
 
 
 class TrainingRun(ABC):
-    """One run of training, of whatever kind.
+    """Run of training, by reinforcement or supervised.
 
     Args:
         cfg: the validated settings.
-        tracker: where metrics go.
+        tracker: sink of the metrics.
     """
 
     train_dataset: Dataset | None
@@ -43,36 +43,36 @@ class TrainingRun(ABC):
         self.all_metrics: dict[str, float | None] = {}
         self.all_timings: dict[str, float] = {}
 
-    # ---- what a kind of training says of itself
+    # ---- a subclass defines these
 
     @property
     @abstractmethod
-    def learners(self) -> list[ActorGroup]:
-        """The models that learn, the policy first."""
+    def trainable_groups(self) -> list[ActorGroup]:
+        """Models that are trained, the policy first."""
 
     @abstractmethod
     async def evaluate(self) -> None:
-        """Adds the metrics of the evaluation set; nothing without one."""
+        """Compute the metrics of the evaluation set, if there is one."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """What the rest of the run depends on besides models and the step's number, as JSON takes it."""
+        """Return the state of the run besides models and the step's number, as JSON values."""
 
     @abstractmethod
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes up what `state` gave."""
+        """Restore the state that `state` returned."""
 
-    async def save_more(self, folder: Path) -> None:  # noqa: B027  for most kinds there is nothing more
-        """Writes what else belongs into a checkpoint."""
+    async def save_more(self, folder: Path) -> None:  # noqa: B027  supervised training has nothing more
+        """Write further files of a checkpoint."""
 
     async def load_more(self, folder: Path | None) -> None:  # noqa: B027
-        """Takes up what `save_more` wrote; None at a fresh start."""
+        """Restore the files that `save_more` wrote. Args: `folder`, None at a fresh start."""
 
     # ---- around a step
 
     async def after_step(self) -> None:
-        """Evaluates, logs, writes exports and checkpoints, each when it is due. The checkpoint comes last: a run that
-        is resumed from it has nothing of this step left to do."""
+        """Evaluate, log, export and save a checkpoint, each at its interval. The checkpoint comes last: a run resumed
+        from it has nothing of this step left to do."""
         trainer = self.cfg.trainer
         if self.is_due(trainer.eval_interval):
             await self.evaluate()
@@ -83,17 +83,19 @@ class TrainingRun(ABC):
             await self.save_checkpoint()
 
     def is_due(self, interval: int) -> bool:
-        """Every `interval` steps and after the last one; never if the interval is not positive."""
+        """Return True every `interval` steps and after the last one; never if the interval is not positive."""
         return interval > 0 and (self.global_step % interval == 0 or self.global_step == self.total_training_steps)
 
     def is_last_step(self) -> bool:
+        """Return True in the last step of the run."""
         return self.global_step == self.total_training_steps
 
     def timed(self, name: str) -> Timer:
+        """Return a context manager that records `timing/<name>`."""
         return Timer(name, self.all_timings)
 
     def log(self) -> None:
-        """Hands this step's metrics over and starts the next step's."""
+        """Pass this step's metrics to the tracker and clear them."""
         timings = {f"timing/{name}": seconds for name, seconds in self.all_timings.items()}
         self.tracker.log(self.all_metrics | timings, step=self.global_step, commit=True)
         self.all_metrics, self.all_timings = {}, {}
@@ -102,14 +104,14 @@ class TrainingRun(ABC):
 
     @cached_property
     def provenance(self) -> Provenance:
-        """Settings and data of this run, as its checkpoints tell them."""
+        """Settings and data of this run, as its checkpoints record them."""
         return Provenance.of(self.cfg, self.train_dataset)
 
     async def save_checkpoint(self) -> None:
-        """Everything that the rest of the run depends on, in one step or not at all."""
+        """Save everything that the rest of the run depends on, whole or not at all."""
         state = {"global_step": self.global_step, **self.state()}
         with self.timed("save_checkpoints"), self.checkpoints.writing(self.global_step) as folder:
-            for group in self.learners:
+            for group in self.trainable_groups:
                 reports = await group.call_all("save_checkpoint", str(folder / group.name))
                 await asyncio.to_thread(check_all_seen, folder / group.name, group.name, reports)
             await self.save_more(folder)
@@ -117,10 +119,10 @@ class TrainingRun(ABC):
             write_atomically(folder / "trainer_state.json", json.dumps(state))
 
     async def load_checkpoint(self) -> None:
-        """Goes on where the checkpoint that `resume_mode` asks for was written; a fresh start if there is none.
+        """Resume from the checkpoint that `resume_mode` selects; start afresh if there is none.
 
         Raises:
-            ConfigError: it is of another experiment, or `resume_path` names none.
+            ConfigError: it belongs to another experiment, or `resume_path` names none.
             CheckpointError: it is damaged.
         """
         changes = check_resumption(self.cfg.trainer, self.checkpoints, self.provenance)
@@ -131,28 +133,29 @@ class TrainingRun(ABC):
             return
         with self.timed("load_checkpoints"):
             state = json.loads((folder / "trainer_state.json").read_text())
-            for group in self.learners:
+            for group in self.trainable_groups:
                 await group.call_all("load_checkpoint", str(folder / group.name))
             await self.load_more(folder)
         self.load_state(state)
         self.global_step = extract_step_from_path(folder)
         self.run_folder.truncate_after(self.global_step)
-        logger.info(f"going on after step {self.global_step}, from {folder}")
+        logger.info(f"resumed after step {self.global_step} from {folder}")
         if changes:
-            logger.warning(f"settings are not those of that checkpoint:{lines_of(changes)}")
+            logger.warning(f"settings differ from those of that checkpoint:{lines_of(changes)}")
         if self.global_step >= self.total_training_steps:
             logger.info(finished_message(folder, self.total_training_steps))
 
     async def save_hf_model(self) -> None:
-        """Writes what learns as `transformers` loads it, to `<export_path>/global_step_N/policy` (and `critic`)."""
+        """Export the trained models as `transformers` loads them, to `<export_path>/global_step_N/policy` (and
+        `critic`)."""
         folder = expand_path(self.cfg.trainer.export_path) / f"global_step_{self.global_step}"
         with self.timed("save_hf_model"):
-            for group in self.learners:
+            for group in self.trainable_groups:
                 await group.call_all("save_hf_model", str(folder / group.name), self.tokenizer)
 
 
 def num_training_steps(trainer: TrainerConfig, num_rows: int) -> int:
-    """Return the number of steps of a run over so many rows of training data."""
+    """Return the number of steps of a run over `num_rows` rows of training data."""
     steps = num_rows // trainer.train_batch_size * trainer.epochs
     return min(steps, trainer.max_training_steps or steps)
 
@@ -160,10 +163,10 @@ def num_training_steps(trainer: TrainerConfig, num_rows: int) -> int:
 def check_resumption(trainer: TrainerConfig, checkpoints: CheckpointStore, provenance: Provenance) -> list[Change]:
     """Compare a run with the checkpoint that it is to resume, if there is one.
 
-    Returns: what differs and may.
+    Returns: the differences, all of them allowed.
 
     Raises:
-        ConfigError: something differs that makes another experiment, and `trainer.resume_allow_changes` is not set.
+        ConfigError: a difference makes it another experiment, and `trainer.resume_allow_changes` is not set.
     """
     folder = checkpoints.select(trainer)
     if folder is None:
@@ -171,8 +174,8 @@ def check_resumption(trainer: TrainerConfig, checkpoints: CheckpointStore, prove
     origin = Provenance.read(folder)
     if origin is None:
         logger.warning(
-            f"{folder} does not tell which settings and data it comes from (an earlier release wrote it): they are not "
-            "compared with those of this run"
+            f"{folder} does not record its settings and data (an earlier release wrote it): they are not compared with "
+            "those of this run"
         )
         return []
     changes = changes_between(origin, provenance)
@@ -181,14 +184,14 @@ def check_resumption(trainer: TrainerConfig, checkpoints: CheckpointStore, prove
 
 
 def check_before_start(cfg: SkyRLConfig, dataset: Dataset) -> None:
-    """Raise ConfigError if the checkpoint to resume is of another experiment: before anything starts."""
+    """Raise ConfigError, before anything starts, if the checkpoint to resume belongs to another experiment."""
     store = CheckpointStore(cfg.trainer.ckpt_path)
     if store.select(cfg.trainer) is not None:
         check_resumption(cfg.trainer, store, Provenance.of(cfg, dataset))
 
 
 def finished_message(folder: Path, total_steps: int) -> str:
-    """Return what to tell about a run whose checkpoint in `folder` is of the last step or a later one."""
+    """Return the message about a run whose checkpoint in `folder` is of the last step or a later one."""
     return (
         f"this run is finished: {folder} is of step {extract_step_from_path(folder)}, and these settings end after "
         f"step {total_steps}. To train on, raise trainer.max_training_steps or trainer.epochs; to train anew, set "
@@ -197,7 +200,7 @@ def finished_message(folder: Path, total_steps: int) -> str:
 
 
 def says_finished(cfg: SkyRLConfig, num_rows: int) -> bool:
-    """Return whether a run has nothing left to do, and log so. Reads file names only."""
+    """Return True, and log so, if a run has nothing left to do. Reads file names only."""
     folder = CheckpointStore(cfg.trainer.ckpt_path).select(cfg.trainer)
     total = num_training_steps(cfg.trainer, num_rows)
     if folder is None or extract_step_from_path(folder) < total:

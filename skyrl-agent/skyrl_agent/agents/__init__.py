@@ -1,11 +1,9 @@
-from typing import Any
-
 from skyrl_agent.agents.mapping import AGENT_GENERATOR_REGISTRY, AGENT_TRAJECTORY_REGISTRY
 
 __all__ = ["AGENT_GENERATOR_REGISTRY", "AGENT_TRAJECTORY_REGISTRY"]  # and AgentRunner: imported when asked for
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "AgentRunner":
         from skyrl_agent.runner import AgentRunner
 

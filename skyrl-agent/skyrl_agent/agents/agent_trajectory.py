@@ -1,6 +1,5 @@
-"""The life of one agent at one instance: a runtime, a dialogue, a judgement."""
+"""Trajectory of one agent on one instance: runtime, dialogue, evaluation."""
 
-import difflib
 import inspect
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -17,6 +16,8 @@ from skyrl_agent.runtimes.base import Runtime, RuntimeSpec
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement
 from skyrl_agent.tools.base import BaseTool, make_tools
 from skyrl_agent.tools.in_runtime import RuntimeTool
+from skyrl_agent.types import JsonObject
+from skyrl_gym.suggestions import did_you_mean
 
 LENDS_NOTHING = ("async_pipeline", "async_batch", "async_batch_bounded")
 """Types of dispatchers."""
@@ -25,8 +26,8 @@ _GIVEN = ("traj_config", "infer_engine", "tokenizer", "tools", "runtime", "traje
 
 
 class AgentTrajectory(BaseTrajectory):
-    """Of any task: one that names a `runtime_spec` gets a runtime. An environment lent by the dispatcher stands in for
-    it, and is not closed here."""
+    """Trajectory of any task. A task that names a `runtime_spec` gets a runtime, unless the dispatcher supplies an
+    environment, which is not closed here."""
 
     agent: Agent | None = None
     runtime: Runtime | None = None
@@ -37,12 +38,12 @@ class AgentTrajectory(BaseTrajectory):
         known = [name for name in inspect.signature(agent_cls).parameters if name not in _GIVEN]
         for name in cfg.agent_config:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean agent_config.{near[0]}?" if near else f"there are: {', '.join(known)}"
-                raise ConfigError(f"unknown key agent_config.{name}; {hint}")
-        no_model: Any = None
+                raise ConfigError(
+                    f"unknown key agent_config.{name}; {did_you_mean(name, known, prefix='agent_config.')}"
+                )
+        absent: Any = None  # settings are checked without model and tokenizer
         tools = agent_cls.tool_entries(cfg.tools, task)
-        agent = agent_cls(cfg.generator, no_model, None, tools=tools, **cfg.agent_config)
+        agent = agent_cls(cfg.generator, absent, absent, tools=tools, **cfg.agent_config)
         check_runtime_section(cfg.runtime)
         if type(task).runtime_spec is not BaseTask.runtime_spec:
             return
@@ -56,7 +57,9 @@ class AgentTrajectory(BaseTrajectory):
                 raise tool.without_runtime()
 
     @classmethod
-    def probes(cls, cfg: TaskFile, task: BaseTask, instances: Sequence[Instance]) -> list[Coroutine[Any, Any, None]]:
+    def probes(
+        cls, cfg: TaskFile, task: BaseTask, instances: Sequence[Instance]
+    ) -> list[Coroutine[object, None, None]]:
         probes = super().probes(cfg, task, instances)
         probes += [_probe_tool(tool) for tool in make_tools(_agent_class(cfg).tool_entries(cfg.tools, task))]
         spec = task.runtime_spec(instances[0]) if instances and task.make_environment is None else None
@@ -136,12 +139,12 @@ class AgentTrajectory(BaseTrajectory):
         )
 
     def _record(self, agent: Agent) -> None:
-        """What there is of it, also where it failed."""
+        """Copy the agent's records to the result, after a failure too."""
         result = self.result
         result.messages, result.transitions = agent.get_messages(), agent.get_transitions()
         result.tool_calls, result.num_steps = agent.get_tool_calls(), agent.num_steps
         if agent.sub_agents:
-            result.state = {"sub_agents": [_told(sub_agent) for sub_agent in agent.sub_agents]}
+            result.state = {"sub_agents": [_record_of(sub_agent) for sub_agent in agent.sub_agents]}
             result.metrics["sub_agents"] = float(len(agent.sub_agents))
 
 
@@ -167,10 +170,10 @@ def _agent_class(cfg: TaskFile) -> type[Agent]:
     return class_at(cfg.agent_cls, "agent_cls")
 
 
-def _told(agent: Agent) -> dict[str, Any]:
+def _record_of(agent: Agent) -> JsonObject:
     return {
         "messages": agent.get_messages(),
         "finish_reason": agent.outcome.finish_reason if agent.outcome else None,
         "num_steps": agent.num_steps,
-        "sub_agents": [_told(sub_agent) for sub_agent in agent.sub_agents],
+        "sub_agents": [_record_of(sub_agent) for sub_agent in agent.sub_agents],
     }

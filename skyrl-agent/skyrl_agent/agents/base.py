@@ -1,6 +1,4 @@
-"""A door to what lives elsewhere, under the names that users' code imports."""
-
-from typing import Any
+"""Published names of modules elsewhere."""
 
 from skyrl_agent.agents.trajectory import BaseTrajectory
 from skyrl_agent.types import TrajectoryResult
@@ -8,7 +6,7 @@ from skyrl_agent.types import TrajectoryResult
 __all__ = ["BaseTrajectory", "TrajectoryResult"]  # and AgentRunner, which lies above: imported when asked for
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "AgentRunner":
         from skyrl_agent.runner import AgentRunner
 

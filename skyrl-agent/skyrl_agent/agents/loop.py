@@ -1,4 +1,4 @@
-"""One loop for all agents: read, ask, act, tell, until done."""
+"""Agent loop: ask the model, run its calls, append their results, until an end condition holds."""
 
 import logging
 import uuid
@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from skyrl_agent.agents import prompts
-from skyrl_agent.agents.framing import Framing
 from skyrl_agent.agents.model import Model
 from skyrl_agent.agents.pending import Pending
+from skyrl_agent.agents.prompt_builder import PromptBuilder
 from skyrl_agent.agents.repetition import Repetition
 from skyrl_agent.agents.toolbox import Toolbox
+from skyrl_agent.chat.dialogue import Dialogue
+from skyrl_agent.chat.transitions import Transition
 from skyrl_agent.config.task_file import GeneratorSection
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.finish import (
@@ -22,26 +24,24 @@ from skyrl_agent.finish import (
     MAX_ITERATIONS_REACHED,
     STUCK_IN_A_LOOP,
 )
-from skyrl_agent.functional.dialogue import Dialogue
-from skyrl_agent.functional.utils import Transition
 from skyrl_agent.runtimes.base import Runtime
 from skyrl_agent.tasks.base import BaseTask, Instance
 from skyrl_agent.tools.base import ToolContext, ToolEntry, ToolOutput, make_tools
-from skyrl_agent.types import InferBackend, Message, ToolCallRecord
-from skyrl_gym.tools.calls import Invalid, ToolCall
+from skyrl_agent.types import InferBackend, JsonObject, Message, Tokenizer, ToolCallRecord
+from skyrl_gym.chat.tool_calls import Invalid, ToolCall
 
 
 class Outcome(NamedTuple):
-    """How an agent ended."""
+    """End of an agent."""
 
     finish_reason: str
     result: str | None = None
-    """Its answer; None where it gave none."""
+    """The agent's answer; None if it gave none."""
 
 
 @dataclass
-class Steps:
-    """Those that all sub-agents of a trajectory have left together."""
+class StepBudget:
+    """Steps left to all sub-agents of a trajectory together."""
 
     left: int
 
@@ -51,33 +51,39 @@ class Steps:
 
 
 class Agent:
-    """A model, its tools, and the dialogue between them. One per attempt at an instance.
+    """Model, tools, and the dialogue between them. One per attempt at an instance.
 
-    It ends when a tool says so (`FINISH_TOOL`); with an answer that calls nothing, unless there is a tool `finish`, of
-    which the model is reminded then (`FINISH`); with an answer that was cut short, or no room for one
-    (`CONTEXT_WINDOW_EXCEEDED`); with an empty one (`BAD_LLM_RESPONSE`); when it goes round in a circle
-    (`stuck_in_a_loop`); after `max_iterations` answers. Errors of parser and tools are for the model to read.
+    It ends
+
+    - when a tool says so (`FINISH_TOOL`);
+    - with an answer without calls (`FINISH`), unless there is a tool `finish`, of which the model is reminded instead;
+    - with a truncated answer, or without tokens left for one (`CONTEXT_WINDOW_EXCEEDED`);
+    - with an empty answer (`BAD_LLM_RESPONSE`);
+    - after repeated equal turns (`stuck_in_a_loop`);
+    - after `max_iterations` answers.
+
+    Errors of the parser and of tools are texts for the model.
 
     Args:
         traj_config: the task file's `generator`, or a `TrajectoryConfig`.
-        tools: in place of `traj_config.tools`.
-        max_depth: of sub-agents; 1: this agent may have some, they may not.
-        sub_agent_steps: steps of all sub-agents of a trajectory together; none: `max_iterations`.
-        max_repeats: so many equal turns in a row, or rounds of the same two, are a loop that it is stuck in.
-        parent: of a sub-agent.
+        tools: replace `traj_config.tools`.
+        max_depth: depth of sub-agents; 1: this agent may start some, they may not.
+        sub_agent_steps: steps of all sub-agents of a trajectory together; None: `max_iterations`.
+        max_repeats: number of equal turns, or rounds of the same two turns, that end the agent.
+        parent: the agent that started this sub-agent.
 
     Raises:
         ConfigError: a tool, its settings or one of these limits is wrong.
     """
 
     default_tools: ClassVar[Sequence[str]] = ()
-    """Where neither the task file nor the task names any."""
+    """Tools if neither the task file nor the task names any."""
 
     def __init__(
         self,
         traj_config: Any,
         infer_engine: InferBackend,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         tools: Sequence[ToolEntry] | None = None,
         runtime: Runtime | None = None,
@@ -94,7 +100,7 @@ class Agent:
         self.agent_id = uuid.uuid4().hex
         self.trajectory_id = trajectory_id or self.agent_id
         self.depth = parent.depth + 1 if parent else 0
-        self.steps = parent.steps if parent else Steps(sub_agent_steps or self.settings.max_iterations)
+        self.step_budget = parent.step_budget if parent else StepBudget(sub_agent_steps or self.settings.max_iterations)
 
         self.pending = Pending()
         own_tools = make_tools(self.tools)
@@ -108,16 +114,16 @@ class Agent:
             max_parallel=self.settings.max_parallel_tool_calls,
             log_level=logging.INFO if self.settings.debug_log else logging.DEBUG,
         )
-        self.framing = Framing(self.settings, self.toolbox, tokenizer)
-        self.model = Model(infer_engine, self.settings, self.pending, self.framing.sampling_params)
+        self.prompt_builder = PromptBuilder(self.settings, self.toolbox, tokenizer)
+        self.model = Model(infer_engine, self.settings, self.pending, self.prompt_builder.sampling_params)
         self.dialogue: Dialogue | None = None
         self.sub_agents: list[Agent] = []
         self.outcome: Outcome | None = None
         self.num_steps = 0
 
     @classmethod
-    def tool_entries(cls, tools: Any, task: BaseTask) -> list[ToolEntry]:
-        """The task file's `tools` as a list.
+    def tool_entries(cls, tools: Sequence[ToolEntry] | Mapping[str, object] | None, task: BaseTask) -> list[ToolEntry]:
+        """Return the task file's `tools` as a list.
 
         Raises:
             ConfigError: they are flags, which this agent does not take.
@@ -131,25 +137,27 @@ class Agent:
     async def run(
         self, instruction: Sequence[Message], instance: Instance | Mapping[str, Any] | None = None
     ) -> Outcome:
-        """From the first messages to the end.
+        """Run the agent from the first messages to its end.
 
         Raises:
-            InfraError: the model or what a tool stands on did not work, or did not answer in time.
+            InfraError: the model or a service of a tool failed, or did not answer in time.
             BackendError: the model's server refused a request.
         """
         row = instance.row if isinstance(instance, Instance) else instance or {}
         self._context = ToolContext(
             self.trajectory_id, row, self.runtime, ask=self.ask, run_agent=self.run_agent, messages=list(instruction)
         )
-        async with self.toolbox.opened(self._context):
+        async with self.toolbox.open_all(self._context):
             self.outcome = await self._converse(instruction)
         return self.outcome
 
     async def _converse(self, instruction: Sequence[Message]) -> Outcome:
         self._repetition = Repetition(self.max_repeats)
-        opening = self.framing.reminded(self.framing.opening(instruction), 1, self.settings.max_prompt_length)
-        self.dialogue = dialogue = Dialogue(self.framing.encoder(), opening)
-        while self._may_step():
+        opening = self.prompt_builder.with_reminder(
+            self.prompt_builder.opening(instruction), 1, self.settings.max_prompt_length
+        )
+        self.dialogue = dialogue = Dialogue(self.prompt_builder.encoder(), opening)
+        while self._can_step():
             input_ids = dialogue.input_ids()
             room = self._room(dialogue, input_ids)
             if room <= 0:
@@ -157,52 +165,54 @@ class Agent:
             text, meta = await self.model.answer(input_ids, room, self.agent_id)
             self.num_steps += 1
             is_whole = meta["finish_reason"] != "length"
-            calls = self.framing.calls(text) if is_whole else []
-            message = self.framing.answer(text, calls)
-            dialogue.add_answer(text, meta, self.framing.as_read_later(message))
+            calls = self.prompt_builder.calls(text) if is_whole else []
+            message = self.prompt_builder.answer(text, calls)
+            dialogue.add_answer(text, meta, self.prompt_builder.for_later_turns(message))
             if not is_whole:
                 return Outcome(CONTEXT_WINDOW_EXCEEDED)
             if not calls and not message["content"].strip():
                 return Outcome(BAD_LLM_RESPONSE)
             if not calls and not self.toolbox.has_finish:
                 return Outcome(FINISH, message["content"])
-            outputs = await self.toolbox.run(calls, self._context_now(dialogue), self.num_steps)
+            outputs = await self.toolbox.run(calls, self._current_context(dialogue), self.num_steps)
             if ending := next((output for output in outputs if output.ends), None):
                 return Outcome(FINISH_TOOL, ending.text)
-            if self._repetition.add(_what_happened(text, calls, outputs)):
+            if self._repetition.add(_turn_key(text, calls, outputs)):
                 return Outcome(STUCK_IN_A_LOOP)
-            self._tell(dialogue, calls, outputs)
+            self._append_results(dialogue, calls, outputs)
         return Outcome(MAX_ITERATIONS_REACHED)
 
-    def _may_step(self) -> bool:
-        return self.num_steps < self.settings.max_iterations and (self.depth == 0 or self.steps.take())
+    def _can_step(self) -> bool:
+        return self.num_steps < self.settings.max_iterations and (self.depth == 0 or self.step_budget.take())
 
     def _room(self, dialogue: Dialogue, input_ids: list[int]) -> int:
-        """Tokens that the budget has left for an answer."""
+        """Return the tokens left for an answer."""
         room, most = self._tokens_left(dialogue), self.settings.max_context_length
         return room if most is None else min(room, most - len(input_ids))
 
     def _tokens_left(self, dialogue: Dialogue) -> int:
         return self.settings.max_prompt_length - dialogue.num_response_tokens
 
-    def _tell(self, dialogue: Dialogue, calls: Sequence[ToolCall | Invalid], outputs: Sequence[ToolOutput]) -> None:
-        """What came of the calls, to the model."""
+    def _append_results(
+        self, dialogue: Dialogue, calls: Sequence[ToolCall | Invalid], outputs: Sequence[ToolOutput]
+    ) -> None:
+        """Append the results of calls to the dialogue, or restart it from the context that a tool returned."""
         step = self.num_steps + 1
         fresh = next((output.new_context for output in outputs if output.new_context is not None), None)
         if fresh is None:
-            results = self.framing.results(calls, [output.text for output in outputs])
-            dialogue.add(*self.framing.reminded(results, step, self._tokens_left(dialogue)))
+            results = self.prompt_builder.results(calls, [output.text for output in outputs])
+            dialogue.add(*self.prompt_builder.with_reminder(results, step, self._tokens_left(dialogue)))
         else:
             self._repetition.clear()
-            opening = self.framing.opening_anew(fresh)
-            dialogue.restart(self.framing.reminded(opening, step, self.settings.max_prompt_length))
+            opening = self.prompt_builder.restarted_opening(fresh)
+            dialogue.restart(self.prompt_builder.with_reminder(opening, step, self.settings.max_prompt_length))
 
-    def _context_now(self, dialogue: Dialogue) -> ToolContext:
+    def _current_context(self, dialogue: Dialogue) -> ToolContext:
         return replace(self._context, messages=prompts.without_reminders(dialogue.messages))
 
     async def ask(self, messages: list[Message]) -> str:
-        """The model's answer to something beside the conversation. Nothing of it is trained on."""
-        input_ids = Dialogue(self.framing.encoder(with_tools=False), messages).input_ids()
+        """Return the model's answer to messages outside the conversation, which are not trained on."""
+        input_ids = Dialogue(self.prompt_builder.encoder(with_tools=False), messages).input_ids()
         room, most = self.settings.max_prompt_length, self.settings.max_context_length
         room = room if most is None else min(room, most - len(input_ids))
         if room <= 0:
@@ -213,20 +223,20 @@ class Agent:
     async def run_agent(
         self, instruction: str, tools: Sequence[ToolEntry] | None = None, max_iterations: int | None = None
     ) -> str:
-        """Runs a sub-agent with a dialogue of its own on the same runtime.
+        """Run a sub-agent with a dialogue of its own on the same runtime.
 
         Args:
-            tools: its own; none: those of this agent.
+            tools: tools of the sub-agent; None: those of this agent.
 
         Returns:
-            Its answer, or why there is none.
+            Its answer, or the reason for a missing one.
 
         Raises:
             ValueError: it would be too deep, or no steps are left for sub-agents.
         """
         if self.depth >= self.max_depth:
             raise ValueError(f"sub-agents may be {self.max_depth} deep, and this one is: do the work yourself")
-        if self.steps.left <= 0:
+        if self.step_budget.left <= 0:
             raise ValueError("the steps for sub-agents are used up: do the work yourself")
         steps = max_iterations or self.settings.max_iterations
         sub_agent = type(self)(
@@ -246,23 +256,23 @@ class Agent:
         return outcome.result or f"The sub-agent ended without an answer: {outcome.finish_reason}."
 
     def cancel(self) -> None:
-        """Ends what it waits for; its sub-agents are among that."""
+        """Cancel all its waits, which include its sub-agents."""
         self.pending.cancel()
 
     def get_messages(self) -> list[Message]:
         return list(self.dialogue.messages) if self.dialogue else []
 
     def get_transitions(self) -> list[Transition]:
-        """Its own come last, and in one piece: a sub-agent's turns are rows of their own."""
+        """Return all transitions: those of each sub-agent, which make rows of their own, then its own."""
         own = self.dialogue.transitions if self.dialogue else []
         return [*(turn for agent in self.sub_agents for turn in agent.get_transitions()), *own]
 
     def get_tool_calls(self) -> list[ToolCallRecord]:
-        """Its own, then those of its sub-agents."""
+        """Return its own calls, then those of its sub-agents."""
         return [*self.toolbox.records, *(call for agent in self.sub_agents for call in agent.get_tool_calls())]
 
-    def get_tool_profile(self) -> dict[str, Any] | None:
-        """How many calls there were, with `profile_tools`."""
+    def get_tool_profile(self) -> JsonObject | None:
+        """Count calls in total and by name; None unless `profile_tools` is set."""
         if not self.settings.profile_tools:
             return None
         names = [call.name for call in self.get_tool_calls()]
@@ -282,6 +292,6 @@ def _settings(traj_config: Any) -> GeneratorSection:
     return GeneratorSection(**{name: value for name, value in fields.items() if value is not None})
 
 
-def _what_happened(text: str, calls: Sequence[ToolCall | Invalid], outputs: Sequence[ToolOutput]) -> str:
+def _turn_key(text: str, calls: Sequence[ToolCall | Invalid], outputs: Sequence[ToolOutput]) -> str:
     done = [(call.name, call.arguments) if isinstance(call, ToolCall) else call.reason for call in calls] or text
     return repr((done, [output.text for output in outputs]))

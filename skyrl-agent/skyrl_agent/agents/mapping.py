@@ -1,37 +1,36 @@
-"""Which runner and which trajectory belong to an agent. A new agent is an entry in each: a class or its dotted path."""
+"""Registry of agents: the runner and the trajectory of each. A new agent is an entry (class or dotted path) in both."""
 
-import difflib
 from importlib import import_module
 from typing import Any
 
 from skyrl_agent.errors import ConfigError
+from skyrl_gym.suggestions import did_you_mean
 
 __all__ = ["AGENT_GENERATOR_REGISTRY", "AGENT_TRAJECTORY_REGISTRY", "class_of_agent"]
 
 _RUNNER = "skyrl_agent.agents.base.AgentRunner"
 
-AGENT_GENERATOR_REGISTRY: dict[str, Any] = {
+AGENT_GENERATOR_REGISTRY: dict[str, str | type] = {
     "skyrl_agent.agents.react.ReActAgent": _RUNNER,
     "skyrl_agent.agents.codeact.CodeActAgent": _RUNNER,
     "skyrl_agent.agents.oh_codeact.OHCodeActAgent": _RUNNER,
 }
-AGENT_TRAJECTORY_REGISTRY: dict[str, Any] = {
+AGENT_TRAJECTORY_REGISTRY: dict[str, str | type] = {
     "skyrl_agent.agents.react.ReActAgent": "skyrl_agent.agents.react.ReActTrajectory",
     "skyrl_agent.agents.codeact.CodeActAgent": "skyrl_agent.agents.codeact.CodeActTrajectory",
     "skyrl_agent.agents.oh_codeact.OHCodeActAgent": "skyrl_agent.agents.oh_codeact.CodeActTrajectory",
 }
 
 
-def class_of_agent(agent_cls: str, registry: dict[str, Any]) -> type[Any]:
+def class_of_agent(agent_cls: str, registry: dict[str, str | type]) -> type[Any]:
     """
     Raises:
         ConfigError: there is no such agent, or what it needs is not installed.
     """
     if agent_cls not in registry:
-        near = difflib.get_close_matches(agent_cls, registry, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(registry)}"
         raise ConfigError(
-            f"agent_cls={agent_cls!r} is not registered; {hint} (an agent of your own: an entry in "
+            f"agent_cls={agent_cls!r} is not registered; {did_you_mean(agent_cls, registry)} "
+            "(an agent of your own: an entry in "
             "AGENT_TRAJECTORY_REGISTRY and AGENT_GENERATOR_REGISTRY of skyrl_agent.agents.mapping)"
         )
     found = registry[agent_cls]

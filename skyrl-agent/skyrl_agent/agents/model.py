@@ -1,6 +1,6 @@
-"""One question to the model, with a deadline. Knows no dialogue."""
+"""Requests to the model, with a deadline. Knows no dialogue."""
 
-from typing import Any
+from collections.abc import Mapping
 
 from skyrl_agent.agents.pending import Pending
 from skyrl_agent.config.task_file import GeneratorSection
@@ -9,22 +9,28 @@ from skyrl_agent.types import InferBackend, MetaInfo
 
 
 class Model:
-    """
+    """Model behind a backend, asked with a deadline.
+
     Args:
-        extra_params: laid over `settings.sampling_params`.
+        extra_params: override `settings.sampling_params`.
     """
 
     def __init__(
-        self, infer_engine: InferBackend, settings: GeneratorSection, pending: Pending, extra_params: dict[str, Any]
+        self,
+        infer_engine: InferBackend,
+        settings: GeneratorSection,
+        pending: Pending,
+        extra_params: Mapping[str, object],
     ) -> None:
         self.infer_engine, self.pending = infer_engine, pending
         self.seconds = settings.request_timeout_seconds
-        self.params = settings.sampling_params | extra_params
+        self.params = {**settings.sampling_params, **extra_params}
 
     async def answer(self, input_ids: list[int], room: int, request_id: str) -> tuple[str, MetaInfo]:
-        """
+        """Ask for the continuation of `input_ids`.
+
         Args:
-            room: tokens that the answer may have; `sampling_params.max_tokens` may be fewer.
+            room: limit of the answer's tokens, besides `sampling_params.max_tokens`.
 
         Raises:
             InfraError: the server failed, aborted the answer, or did not give it in time.

@@ -1,29 +1,29 @@
-"""Waits that have a deadline and an owner. Knows no agent."""
+"""Waits with a deadline and an owner. Knows no agent."""
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
 GRACE_SECONDS = 5.0
-"""What was cancelled may take so long to put things in order."""
+"""Time for cancelled work to clean up."""
 
 
 class Pending:
-    """What one agent waits for."""
+    """Pending waits of one agent."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._ended = False
 
-    async def before(self, seconds: float, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. If the wait ends without it, for whatever reason, `work` is cancelled; where it does
-        not heed that within `GRACE_SECONDS` it is left behind.
+    async def before(self, seconds: float, work: Coroutine[object, None, T]) -> T:
+        """Return the result of `work`. If the wait ends early, for whatever reason, `work` is cancelled; if it has not
+        ended `GRACE_SECONDS` later, it is abandoned.
 
         Raises:
-            TimeoutError: it took longer.
-            InterruptedError: it cancelled itself, as libraries do that lose track of a cancellation.
+            TimeoutError: `work` took longer than `seconds`.
+            InterruptedError: `work` cancelled itself, as libraries do that lose track of a cancellation.
         """
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -46,7 +46,7 @@ class Pending:
         for task in self._tasks:
             task.cancel()
 
-    def _forget(self, task: asyncio.Task[Any]) -> None:
+    def _forget(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # of one that was left behind: read, so that asyncio does not report it
+            task.exception()  # read, so that asyncio does not report the exception of an abandoned task

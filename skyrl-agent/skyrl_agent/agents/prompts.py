@@ -1,4 +1,4 @@
-"""What an agent says to its model on its own account: prose, free to change. Knows no loop."""
+"""Texts of an agent to its model; the wording is free to change. Knows no loop."""
 
 from collections.abc import Sequence
 
@@ -13,17 +13,18 @@ SUB_AGENT = (
     "part, then give an answer that can be understood without the rest."
 )
 FEW_TOKENS = 3_000
-"""With fewer left, reminders say so."""
+"""Limit below which reminders mention the tokens left."""
 
 _REMINDER, _END = "\n\n<reminder>", "</reminder>"
 
 
 def no_call(names: Sequence[str]) -> str:
+    """Render the reply to an answer without a call."""
     return NO_CALL.format(names=", ".join(names))
 
 
 def reminder(step: int, max_iterations: int, early_step_threshold: int, tokens_left: int) -> str:
-    """Before step `step`, counted from 1."""
+    """Render the reminder of step `step`, counted from 1."""
     text = f"Step {step} of {max_iterations}."
     if step == max_iterations:
         text += " This is the last one: finish now."
@@ -35,17 +36,18 @@ def reminder(step: int, max_iterations: int, early_step_threshold: int, tokens_l
 
 
 def with_reminder(messages: Sequence[Message], text: str) -> list[Message]:
-    """The messages, the last one with a reminder after what it says."""
+    """Append a reminder to the last message."""
     *before, last = messages
     return [*before, with_text_after(last, f"{_REMINDER}{text}{_END}")]
 
 
 def without_reminders(messages: Sequence[Message]) -> list[Message]:
-    """Copies of messages, as they were before `with_reminder`."""
+    """Copy messages without the text of `with_reminder`."""
     return [_without_reminder(message) for message in messages]
 
 
 def with_text_after(message: Message, text: str) -> Message:
+    """Append text to a message."""
     content = message.get("content") or ""
     return message | {
         "content": [*content, {"type": "text", "text": text}] if isinstance(content, list) else content + text
@@ -53,7 +55,7 @@ def with_text_after(message: Message, text: str) -> Message:
 
 
 def with_system_text(messages: Sequence[Message], before: str, after: str) -> list[Message]:
-    """The messages with text around the first system message, which is made where there is none."""
+    """Put text around the first system message, which is created if there is none."""
     if not (before or after):
         return list(messages)
     first = next((index for index, message in enumerate(messages) if message["role"] == "system"), None)
@@ -65,7 +67,7 @@ def with_system_text(messages: Sequence[Message], before: str, after: str) -> li
 
 
 def without_thoughts(message: Message) -> Message:
-    """An answer without what stands before `</think>`."""
+    """Remove the text before `</think>` from an answer."""
     content = message.get("content")
     return (
         message | {"content": content.rpartition("</think>")[2].lstrip("\n")} if isinstance(content, str) else message

@@ -1,13 +1,13 @@
-"""Notices an agent that goes round in a circle. Knows no agent."""
+"""Detector of repeated turns. Knows no agent."""
 
 from collections.abc import Hashable
 
 
 class Repetition:
-    """Turns are equal if what was done and what came of it are equal.
+    """Detector of repeated turns. Turns are equal if their calls and results are.
 
     Args:
-        limit: so many equal turns in a row, or so many rounds of the same two turns, are a circle.
+        limit: number of equal turns in a row, or of rounds of the same two turns, that count as stuck.
     """
 
     def __init__(self, limit: int = 4) -> None:
@@ -15,7 +15,7 @@ class Repetition:
         self._turns: list[Hashable] = []
 
     def add(self, turn: Hashable) -> bool:
-        """True: the agent is stuck."""
+        """Add a turn. Returns: True if the agent is stuck."""
         self._turns = [*self._turns, turn][-2 * self.limit :]
         same = self._turns[-self.limit :]
         if len(same) == self.limit and len(set(same)) == 1:

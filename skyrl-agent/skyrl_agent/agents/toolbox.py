@@ -1,4 +1,4 @@
-"""The tools of one agent: made, opened, called within limits, closed. Knows no model and no dialogue."""
+"""Tools of one agent: open_all, called within limits, closed. Knows no model and no dialogue."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ from skyrl_agent.agents.pending import Pending
 from skyrl_agent.errors import InfraError
 from skyrl_agent.tools.base import BaseTool, ToolContext, ToolOutput
 from skyrl_agent.types import ToolCallRecord
-from skyrl_gym.tools.calls import Invalid, ToolCall
+from skyrl_gym.chat.tool_calls import Invalid, ToolCall
 from skyrl_gym.tools.core import unknown_tool
 
 logger = logging.getLogger(__name__)
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 10.0
 TOO_MANY = "Not run: at most {} function call(s) in one turn."
 PREVIEW_CHARS = 400
-"""Of an output, in logs."""
+"""Length limit of an output in logs."""
 
 
 def clip(text: str, limit: int) -> str:
-    """At most `limit` characters of a text, and a note in the middle of how many were left out."""
+    """Shorten a text to `limit` characters and a note in the middle with the number of omitted ones."""
     missing = len(text) - limit
     if missing <= 0:
         return text
@@ -31,12 +31,13 @@ def clip(text: str, limit: int) -> str:
 
 
 class Toolbox:
-    """
+    """Tools of one agent and the records of their calls.
+
     Args:
-        timeout: of a call, in seconds, where the tool has none of its own.
-        max_chars: of an output.
-        max_parallel: calls of one turn that are run.
-        log_level: at which calls are logged.
+        timeout: seconds for a call of a tool without a timeout of its own.
+        max_chars: length limit of an output.
+        max_parallel: maximum number of calls run per turn.
+        log_level: level at which calls are logged.
     """
 
     def __init__(
@@ -60,13 +61,15 @@ class Toolbox:
         return "finish" in self.tools
 
     def system_prompt_prefixes(self) -> list[str]:
+        """Collect the texts of tools before the system message."""
         return [prefix for tool in self.tools.values() if (prefix := tool.get_system_prompt_prefix())]
 
     @asynccontextmanager
-    async def opened(self, context: ToolContext) -> AsyncIterator[None]:
-        """
+    async def open_all(self, context: ToolContext) -> AsyncIterator[None]:
+        """Open all tools, and close them at the end.
+
         Raises:
-            InfraError: a tool could not be opened.
+            InfraError: a tool could not be open_all.
         """
         try:
             for tool in self.tools.values():
@@ -81,19 +84,19 @@ class Toolbox:
     async def _close(self, tool: BaseTool) -> None:
         try:
             await self.pending.before(CLOSE_SECONDS, tool.close())
-        except Exception as error:  # nothing that depends on it is left
+        except Exception as error:  # user code may raise anything; nothing depends on the tool any more
             logger.warning("tool %s was not closed: %s: %s", tool.name, type(error).__name__, error)
 
     async def run(self, calls: Sequence[ToolCall | Invalid], context: ToolContext, step: int) -> list[ToolOutput]:
-        """The calls of one turn: at the same time, or one after another where they share a runtime. One that ends the
+        """Run the calls of one turn: concurrently, or one after another if they share a runtime. A call that ends the
         agent is the last.
 
         Raises:
-            InfraError: of a tool.
+            InfraError: raised by a tool.
         """
-        calls = self._at_most_so_many(calls)
+        calls = self._limit_calls(calls)
         if context.runtime is None:
-            return await self._at_the_same_time(calls, context, step)
+            return await self._run_concurrently(calls, context, step)
         outputs: list[ToolOutput] = []
         for call in calls:
             outputs.append(await self._call(call, context, step))
@@ -101,7 +104,7 @@ class Toolbox:
                 break
         return outputs
 
-    def _at_most_so_many(self, calls: Sequence[ToolCall | Invalid]) -> list[ToolCall | Invalid]:
+    def _limit_calls(self, calls: Sequence[ToolCall | Invalid]) -> list[ToolCall | Invalid]:
         allowed, count = [], 0
         for call in calls:
             count += isinstance(call, ToolCall)
@@ -109,7 +112,7 @@ class Toolbox:
             allowed.append(Invalid(TOO_MANY.format(self.max_parallel)) if is_extra else call)
         return allowed
 
-    async def _at_the_same_time(
+    async def _run_concurrently(
         self, calls: Sequence[ToolCall | Invalid], context: ToolContext, step: int
     ) -> list[ToolOutput]:
         tasks = [asyncio.create_task(self._call(call, context, step)) for call in calls]

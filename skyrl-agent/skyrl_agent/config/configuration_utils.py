@@ -4,18 +4,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_agent.types import JsonObject, Row
+
 __all__ = ["TrajectoryConfig", "get_field_from_config"]
 
 
 @dataclass
 class TrajectoryConfig:
-    """What an agent that is made by hand is given; in a task file these are `generator.*`, `agent_cls` and `tools`."""
+    """Settings of an agent built by hand; in a task file these are `generator.*`, `agent_cls` and `tools`."""
 
     instance_id: str = ""
     trajectory_id: int = 0
     max_prompt_length: int = 1024
     """Tokens after the initial prompt."""
-    sampling_params: dict[str, Any] | None = None
+    sampling_params: JsonObject | None = None
     vision_is_active: bool = False
     qwen3_enable_thinking: bool = True
     qwen3_acc_thinking: bool = True
@@ -28,11 +30,11 @@ class TrajectoryConfig:
     enable_turn_reminder: bool = False
 
 
-def get_field_from_config(path: str, row: Mapping[str, Any]) -> Any:
-    """What stands in a row under a dotted path.
+def get_field_from_config(path: str, row: Row) -> Any:
+    """Return the value of a row at a dotted path.
 
     Raises:
-        ValueError: a part of the path is not there.
+        ValueError: a part of the path is missing.
     """
     value: Any = row
     for part in path.split("."):

@@ -39,7 +39,7 @@ def keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str, s
             yield f"{prefix}{name}", _default(field), _in_a_cell(f"{values}{meaning}")
 
 
-def _choices(hint: Any) -> str:
+def _choices(hint: object) -> str:
     arms = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     values = [value for arm in arms if get_origin(arm) is Literal for value in get_args(arm) if value]
     return f"{', '.join(f'`{value}`' for value in values)}. " if values else ""

@@ -1,6 +1,5 @@
 """A task file: YAML in, typed values out. The one home of every key, its meaning and its default."""
 
-import difflib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,14 +7,18 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from skyrl_agent.errors import ConfigError
+from skyrl_agent.types import JsonObject
+from skyrl_gym.suggestions import did_you_mean
 
 
 class Section(BaseModel):
+    """Base class of sections: unknown keys are errors."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class DataSection(Section):
-    """Where in a dataset row the task finds what it needs. Dotted paths."""
+    """Dotted paths of the fields of a dataset row."""
 
     instance_key: str | None = None
     """The part of the row handed to the task; none: the whole row."""
@@ -26,21 +29,21 @@ class DataSection(Section):
 
 
 class GeneratorValSection(Section):
-    """Of evaluation batches; what is not given is as in training."""
+    """Settings of evaluation batches; missing ones are as in training."""
 
     num_trajectories: int | None = Field(default=None, ge=1)
     """Of each instance."""
-    sampling_params: dict[str, Any] | None = None
+    sampling_params: JsonObject | None = None
     """Laid over `generator.sampling_params`."""
 
 
 class GeneratorSection(Section):
-    """How the model is asked."""
+    """Settings of the model and of the agent loop."""
 
     infer_backend: str = "skyrl-train"
     """`skyrl-train`, `tinker`, `openai_server`, `verl`, or what `register_backend` was told. Trainers take their own
     whatever stands here."""
-    backend_config: dict[str, Any] = Field(default_factory=dict)
+    backend_config: JsonObject = Field(default_factory=dict)
     """Keywords of that backend."""
     num_trajectories: int = Field(default=1, ge=1)
     """Of each instance: a group. The trainer's `n_samples_per_prompt` must be the same."""
@@ -50,7 +53,7 @@ class GeneratorSection(Section):
     """Tokens after the initial prompt, the model's and the tools' together. (The name is historical.)"""
     max_context_length: int | None = Field(default=None, ge=2)
     """Tokens that the model reads and writes in one turn, the prompt included; none: not limited here."""
-    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    sampling_params: JsonObject = Field(default_factory=dict)
     """Handed to the backend. `max_tokens` bounds one turn (and is cut to what the budget has left)."""
     val_config: GeneratorValSection = GeneratorValSection()
     remove_think_tokens: bool = False
@@ -60,7 +63,7 @@ class GeneratorSection(Section):
     qwen3_enable_thinking: bool = True
     """The chat template's `enable_thinking`."""
     qwen3_acc_thinking: bool = False
-    """Keeps the thoughts of earlier turns, by the template `functional/templates/qwen3_acc_thinking.jinja2`."""
+    """Keeps the thoughts of earlier turns, by the template `qwen3_acc_thinking`."""
     chat_template: str | None = None
     """Path of a Jinja template to use in place of the tokenizer's."""
     tool_format: Literal["function_xml", "hermes", "llama3_json", "gpt_oss"] = "function_xml"
@@ -85,6 +88,8 @@ class GeneratorSection(Section):
 
 
 class DispatcherValSection(Section):
+    """Limits of evaluation batches; missing ones are as in training."""
+
     max_parallel_agents: int | None = Field(default=None, ge=1)
     """As above, of evaluation batches."""
     max_eval_parallel_agents: int | None = Field(default=None, ge=1)
@@ -92,7 +97,7 @@ class DispatcherValSection(Section):
 
 
 class StageLimits(Section):
-    """Of one stage; what is not given follows from the dispatcher's type."""
+    """Limits of one stage; missing ones follow from the dispatcher's type."""
 
     parallel: int | None = Field(default=None, ge=1)
     """Trajectories in the stage at a time."""
@@ -105,7 +110,7 @@ class StageLimits(Section):
 
 
 class DispatcherSection(Section):
-    """How many trajectories are in which stage at a time."""
+    """Settings of the scheduler."""
 
     type: str = "async_pipeline"
     """`async_pipeline`, `async_batch`, `async_batch_bounded`, `async_fix_pool`, or a registered one."""
@@ -151,23 +156,25 @@ class RuntimeSection(Section):
 
 
 class OutputSection(Section):
+    """Files that a run writes."""
+
     trajectories: str | None = None
     """JSONL file; a row is added as each trajectory ends."""
 
 
 class TaskFile(Section):
-    """What `AutoAgentRunner.from_task` loads."""
+    """Contents of a task file (`AutoAgentRunner.from_task`)."""
 
     agent_cls: str = "skyrl_agent.agents.react.ReActAgent"
     """Dotted path, as in `AGENT_TRAJECTORY_REGISTRY`."""
-    agent_config: dict[str, Any] = Field(default_factory=dict)
+    agent_config: JsonObject = Field(default_factory=dict)
     """Keywords of the agent: `max_depth` (of sub-agents), `sub_agent_steps` (of all of them together), `max_repeats`
     (equal turns that are a loop)."""
     task: str
     """Dotted path of a `BaseTask`."""
-    task_config: dict[str, Any] = Field(default_factory=dict)
+    task_config: JsonObject = Field(default_factory=dict)
     """Keywords of the task."""
-    tools: list[str | dict[str, dict[str, Any]]] | dict[str, Any] | None = None
+    tools: list[str | dict[str, JsonObject]] | JsonObject | None = None
     """Registry names, or `{name: {keywords of the tool}}`; a map of flags (`enable_bash: true`) for agents that take
     flags; none: the task's own."""
     data: DataSection = DataSection()
@@ -192,8 +199,8 @@ def load_task_file(path: str | Path) -> TaskFile:
     return read_task(content, str(path))
 
 
-def read_task(content: dict[str, Any], source: str = "task") -> TaskFile:
-    """As `load_task_file`, from a mapping. Keys with null are as if they were not there."""
+def read_task(content: JsonObject, source: str = "task") -> TaskFile:
+    """Read a task file's contents from a mapping; see `load_task_file`. Keys with null count as missing."""
     try:
         return TaskFile.model_validate(_without_nulls(content))
     except ValidationError as error:
@@ -207,10 +214,8 @@ def _without_nulls(value: Any) -> Any:
 def _explain(item: Any) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        known = _known_keys(item["loc"][:-1])
-        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
         prefix = "".join(f"{part}." for part in item["loc"][:-1])
-        hint = f"did you mean {prefix}{near[0]}?" if near else f"there are: {', '.join(known)}"
+        hint = did_you_mean(item["loc"][-1], _known_keys(item["loc"][:-1]), prefix=prefix)
         return f"unknown key {key}; {hint}"
     if item["type"] == "missing":
         return f"{key} is missing"

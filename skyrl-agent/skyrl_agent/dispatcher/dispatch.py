@@ -1,4 +1,4 @@
-"""The scheduler: moves trajectories through their stages, within the limits of a plan, and loses none."""
+"""Scheduler of trajectories: moves them through their stages, within the limits of a plan."""
 
 import asyncio
 import logging
@@ -7,13 +7,13 @@ from typing import TypeVar
 
 from skyrl_agent.config.task_file import DispatcherSection
 from skyrl_agent.dispatcher.environments import CloseEnvironment, EnvironmentPool, MakeEnvironment
-from skyrl_agent.dispatcher.life import Life, Trajectory
+from skyrl_agent.dispatcher.limits import PrioritySemaphore, QueueLimit
 from skyrl_agent.dispatcher.metrics import StageMeter
 from skyrl_agent.dispatcher.plan import PLANS, STAGES, Plan, parallel_agents, plan_of, unknown_type
 from skyrl_agent.dispatcher.progress import live_progress
 from skyrl_agent.dispatcher.registry import DISPATCHER_REGISTRY, run_registered
-from skyrl_agent.dispatcher.slots import Gate, Slots
-from skyrl_agent.dispatcher.waits import Overdue, before_deadline, to_the_end
+from skyrl_agent.dispatcher.trajectory_state import Trajectory, TrajectoryState
+from skyrl_agent.dispatcher.waits import DeadlineExceeded, before_deadline, finish_despite_cancellation
 from skyrl_agent.errors import ConfigError, InfraError, StageTimeout
 from skyrl_agent.types import Stage
 
@@ -26,24 +26,24 @@ BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 1.0, 30.0
 
 
 class Dispatch:
-    """One batch of trajectories, dispatched.
+    """Scheduler of one batch of trajectories.
 
-    A failure ends its trajectory, never the batch: `trajectory.fail` is told. (A ConfigError ends both.) What fails by
-    `InfraError` is tried again; a trajectory that fails so in `generate` begins anew. `close` is called at the end of
-    each in any case.
+    A failure ends its trajectory, never the batch: `trajectory.fail` records it. (A ConfigError ends both.) A stage
+    that fails by `InfraError` is retried; `generate` begins anew with `initialize`. `close` is called at the end of
+    each trajectory in any case.
 
-    Each stage runs in an asyncio task of its own: what must be left in the task that entered it (anyio's cancel scopes)
-    has to live within one stage. A stage that heeds no cancellation is left to itself, and may still write to its
-    trajectory.
+    Each stage runs in an asyncio task of its own, so anyio's cancel scopes, which must be left in the task that
+    entered them, have to end within the stage. A stage that ignores its cancellation is abandoned, and may still write
+    to its trajectory.
 
     Args:
         section: of the task file.
         val_mode: its `val_config` applies.
-        make_environment: (number of the place) -> what plans that lend environments lend to one trajectory at a time,
-            as its `environment`; made when first needed, and again after an infrastructure failure. None: the number.
-        close_environment: of what `make_environment` made.
-        clock: seconds; the event loop's, if none.
-        methods: of each stage, by name.
+        make_environment: (index) -> `environment` of one trajectory at a time, in plans that reuse environments; called
+            at first use, and again after an infrastructure failure. None: the environment is the index.
+        close_environment: closes a result of `make_environment`.
+        clock: seconds; None: the event loop's clock.
+        methods: name of the method of each stage.
 
     Raises:
         ConfigError: unknown type, contradictory limits.
@@ -63,18 +63,20 @@ class Dispatch:
             raise unknown_type(section.type, {**PLANS, **DISPATCHER_REGISTRY})
         self.section, self.val_mode = section, val_mode
         self.plan = plan_of(section, val_mode) if section.type in PLANS else Plan()
-        self.stages = {stage: Gate(lim.parallel, lim.queue) for stage in STAGES for lim in [self.plan.limits(stage)]}
+        self.stages = {
+            stage: QueueLimit(lim.parallel, lim.queue) for stage in STAGES for lim in [self.plan.limits(stage)]
+        }
         self.total = self.done = self.failed = self.alive = self.peak_alive = 0
         self._meters = {stage: StageMeter() for stage in STAGES}
         self._abandoned = 0
-        self._whole_lives = Slots(self.plan.alive)
+        self._alive_limit = PrioritySemaphore(self.plan.alive)
         self._make_environment, self._close_environment = make_environment, close_environment
         self._pool: EnvironmentPool | None = None
         self._clock, self._methods = clock, methods
         self._began = self._ended = 0.0
 
     async def run(self, trajectories: Sequence[T]) -> AsyncGenerator[T, None]:
-        """Yields each trajectory as it ends: its `result` set, itself closed. To be called once.
+        """Yield each trajectory as it ends, closed and with its `result`. May be called once.
 
         Raises ConfigError of a stage: it is the same for all trajectories.
 
@@ -93,25 +95,25 @@ class Dispatch:
             async for trajectory in run_registered(dispatcher, limits, in_order, self._methods, self._close):
                 yield trajectory
             return
-        if self.plan.lends_environments:
+        if self.plan.reuses_environments:
             self._pool = self._new_pool()
-        lives = [Life(trajectory, turn, self._began) for turn, trajectory in enumerate(in_order)]
+        states = [TrajectoryState(trajectory, priority, self._began) for priority, trajectory in enumerate(in_order)]
         ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         async with live_progress(self.total, self._state, self.section.progress):
-            turns = {asyncio.create_task(self._live(life)): life.turn for life in lives}
+            tasks = {asyncio.create_task(self._run_one(state)): state.priority for state in states}
             try:
-                for task in turns:
+                for task in tasks:
                     task.add_done_callback(ended.put_nowait)
-                for _ in turns:
+                for _ in tasks:
                     task = await ended.get()
                     task.result()
-                    yield in_order[turns[task]]
+                    yield in_order[tasks[task]]
             finally:
-                await to_the_end(self._wind_up(turns))
+                await finish_despite_cancellation(self._stop_all(tasks))
 
     def metrics(self) -> dict[str, float]:
-        """`dispatcher/...`: of each stage what `StageMeter.numbers` tells, and of the whole run `seconds`, `peak_alive`
-        (trajectories begun and not yet closed), `failures`, `abandoned` (what did not heed its cancellation)."""
+        """`dispatcher/...`: `StageMeter.numbers` of each stage, and of the whole run `seconds`, `peak_alive`
+        (maximum number of open trajectories), `failures`, `abandoned` (stages that ignored their cancellation)."""
         span = (self._ended or self._now()) - self._began
         whole = {"seconds": span, "peak_alive": self.peak_alive, "failures": self.failed, "abandoned": self._abandoned}
         of_stages = {
@@ -121,140 +123,142 @@ class Dispatch:
         }
         return {f"dispatcher/{name}": float(value) for name, value in (whole | of_stages).items()}
 
-    async def _live(self, life: Life) -> None:
-        """One trajectory, from the first queue to its end."""
+    async def _run_one(self, state: TrajectoryState) -> None:
+        """Run one trajectory from the first queue to its end."""
         try:
-            await self._whole_lives.take(life.turn)
-            life.admitted = True
+            await self._alive_limit.acquire(state.priority)
+            state.admitted = True
             if self._pool:
-                life.place = self._pool.take()
-            await self._pass_stages(life)
+                state.environment_index = self._pool.acquire()
+            await self._pass_stages(state)
         except asyncio.CancelledError as error:
-            life.trajectory.fail(life.stage, error, life.attempts)
+            state.trajectory.fail(state.stage, error, state.attempts)
             raise
         except ConfigError as error:  # the same for all trajectories
-            life.trajectory.fail(life.stage, error, life.attempts)
+            state.trajectory.fail(state.stage, error, state.attempts)
             raise
-        except Exception as error:  # whatever it is, it is this trajectory's alone
-            logger.debug("%s failed", life.stage, exc_info=True)
-            self._meters[life.stage].failures += 1
+        except Exception as error:  # user code may raise anything; it ends this trajectory alone
+            logger.debug("%s failed", state.stage, exc_info=True)
+            self._meters[state.stage].failures += 1
             self.failed += 1
-            life.trajectory.fail(life.stage, error, life.attempts)
+            state.trajectory.fail(state.stage, error, state.attempts)
         finally:
-            await to_the_end(self._end(life))
+            await finish_despite_cancellation(self._finish(state))
 
-    async def _pass_stages(self, life: Life) -> None:
+    async def _pass_stages(self, state: TrajectoryState) -> None:
         for attempt in range(1, (self.plan.generate.retries or 0) + 2):
-            await self._stage(life, "initialize")
+            await self._run_stage(state, "initialize")
             try:
-                await self._stage(life, "generate", attempt)
+                await self._run_stage(state, "generate", attempt)
                 break
             except InfraError:
                 if attempt > (self.plan.generate.retries or 0):
                     raise
-                await self._begin_anew(life)
-        if life.trajectory.wants_evaluation:
-            await self._stage(life, "evaluate")
+                await self._requeue(state)
+        if state.trajectory.wants_evaluation:
+            await self._run_stage(state, "evaluate")
 
-    async def _stage(self, life: Life, stage: Stage, attempt: int = 1) -> None:
-        """Waits for a slot, works in it, and keeps it: the next stage, or the end, gives it back."""
-        gate, meter = self.stages[stage], self._meters[stage]
-        await gate.admit(life.turn)
-        self._leave(life)
-        life.stage, life.attempts = stage, attempt
-        await gate.start(life.turn)
-        life.gate, life.held = gate, stage
-        self._open(life)
+    async def _run_stage(self, state: TrajectoryState, stage: Stage, attempt: int = 1) -> None:
+        """Wait for a slot and run the stage in it. The slot is kept until the next stage, or the end, releases it."""
+        limit, meter = self.stages[stage], self._meters[stage]
+        await limit.enter_queue(state.priority)
+        self._release_slot(state)
+        state.stage, state.attempts = stage, attempt
+        await limit.enter_stage(state.priority)
+        state.limit, state.held_stage = limit, stage
+        self._mark_open(state)
         began = self._now()
-        meter.queue.append(began - life.asked)
-        life.seconds[f"queue_{stage}"] += meter.queue[-1]
+        meter.queue.append(began - state.waiting_since)
+        state.seconds[f"queue_{stage}"] += meter.queue[-1]
         try:
-            await self._try(life, stage)
+            await self._run_with_retries(state, stage)
         finally:
-            life.asked = self._now()
-            meter.service.append(life.asked - began)
-            life.seconds[stage] += meter.service[-1]
+            state.waiting_since = self._now()
+            meter.service.append(state.waiting_since - began)
+            state.seconds[stage] += meter.service[-1]
 
-    async def _try(self, life: Life, stage: Stage) -> None:
+    async def _run_with_retries(self, state: TrajectoryState, stage: Stage) -> None:
         retries = 0 if stage == "generate" else self.plan.limits(stage).retries or 0
         while True:
             try:
-                return await self._attempt(life, stage)
+                return await self._run_attempt(state, stage)
             except InfraError:
-                if life.attempts > retries:
+                if state.attempts > retries:
                     raise
             if stage == "initialize":
-                await self._restart(life)
-            await self._back_off(life)
-            life.attempts += 1
+                await self._restart(state)
+            await self._back_off(state)
+            state.attempts += 1
 
-    async def _attempt(self, life: Life, stage: Stage) -> None:
-        method = getattr(life.trajectory, self._methods[stage])
-        work = self._with_environment(life, method) if stage == "initialize" else method()
+    async def _run_attempt(self, state: TrajectoryState, stage: Stage) -> None:
+        method = getattr(state.trajectory, self._methods[stage])
+        work = self._with_environment(state, method) if stage == "initialize" else method()
         seconds = self.plan.limits(stage).timeout_seconds
         try:
             await before_deadline(work, seconds, self.section.close_timeout_seconds)
-        except Overdue as overdue:
+        except DeadlineExceeded as error:
             self._meters[stage].timeouts += 1
-            self._abandoned += overdue.abandoned
+            self._abandoned += error.abandoned
             raise StageTimeout(
                 f"{stage} did not end within {seconds:g} s; dispatcher.{stage}.timeout_seconds can allow more"
             ) from None
 
-    async def _with_environment(self, life: Life, initialize: Callable) -> None:
-        if self._pool and life.place is not None:
-            life.trajectory.environment = await self._pool.environment(life.place)
+    async def _with_environment(self, state: TrajectoryState, initialize: Callable) -> None:
+        if self._pool and state.environment_index is not None:
+            state.trajectory.environment = await self._pool.environment(state.environment_index)
         await initialize()
 
-    async def _begin_anew(self, life: Life) -> None:
-        """Back to the first queue, with nothing in hand."""
-        await self._restart(life)
-        self._leave(life)
-        self._shut(life)
-        await self._back_off(life)
-        life.asked = self._now()
+    async def _requeue(self, state: TrajectoryState) -> None:
+        """Return a trajectory to the first queue without slots."""
+        await self._restart(state)
+        self._release_slot(state)
+        self._mark_closed(state)
+        await self._back_off(state)
+        state.waiting_since = self._now()
 
-    async def _restart(self, life: Life) -> None:
-        """Makes the trajectory forget the attempt that failed. Its environment may be what was broken."""
+    async def _restart(self, state: TrajectoryState) -> None:
+        """Discard the failed attempt, and the environment, which may have caused the failure."""
         grace = self.section.close_timeout_seconds
         try:
-            await before_deadline(life.trajectory.restart(), grace, grace)
-        except Overdue as overdue:
-            self._abandoned += overdue.abandoned
+            await before_deadline(state.trajectory.restart(), grace, grace)
+        except DeadlineExceeded as error:
+            self._abandoned += error.abandoned
             raise StageTimeout(f"closing it for another attempt took more than {grace:g} s") from None
-        if self._pool and life.place is not None:
-            life.trajectory.environment = None
-            await self._pool.discard(life.place)
+        if self._pool and state.environment_index is not None:
+            state.trajectory.environment = None
+            await self._pool.discard(state.environment_index)
 
-    async def _back_off(self, life: Life) -> None:
-        self._meters[life.stage].retries += 1
-        await asyncio.sleep(min(BACKOFF_SECONDS * 2 ** (life.attempts - 1), MAX_BACKOFF_SECONDS))
+    async def _back_off(self, state: TrajectoryState) -> None:
+        self._meters[state.stage].retries += 1
+        await asyncio.sleep(min(BACKOFF_SECONDS * 2 ** (state.attempts - 1), MAX_BACKOFF_SECONDS))
 
-    async def _end(self, life: Life) -> None:
-        """Closes the trajectory, then gives back what it held: what is limited is what is open."""
-        trajectory = life.trajectory
+    async def _finish(self, state: TrajectoryState) -> None:
+        """Close the trajectory, then release its slots: limits count open trajectories."""
+        trajectory = state.trajectory
         await self._close(trajectory)
-        if self._pool and life.place is not None:
+        if self._pool and state.environment_index is not None:
             failure = trajectory.result.failure
-            await self._pool.give(life.place, broken=failure is not None and failure.kind == "infrastructure")
-        self._leave(life)
-        self._shut(life)
-        if life.admitted:
-            self._whole_lives.give()
-        trajectory.result.stage_seconds = dict(life.seconds)
+            await self._pool.release(
+                state.environment_index, broken=failure is not None and failure.kind == "infrastructure"
+            )
+        self._release_slot(state)
+        self._mark_closed(state)
+        if state.admitted:
+            self._alive_limit.release()
+        trajectory.result.stage_seconds = dict(state.seconds)
         self.done += 1
 
     async def _close(self, trajectory: Trajectory) -> None:
         grace = self.section.close_timeout_seconds
         try:
             await before_deadline(trajectory.close(), grace, grace)
-        except Overdue as overdue:
-            self._abandoned += overdue.abandoned
+        except DeadlineExceeded as error:
+            self._abandoned += error.abandoned
             logger.warning("closing a trajectory did not end within %g s; its runtime's lease removes it", grace)
-        except Exception:  # `close` ought not to raise; that its runtime may be left over is no fault of the others
+        except Exception:  # user code may raise anything; a runtime left over does not concern the other trajectories
             logger.warning("closing a trajectory failed; its runtime's lease removes it", exc_info=True)
 
-    async def _wind_up(self, tasks: Iterable[asyncio.Task[None]]) -> None:
+    async def _stop_all(self, tasks: Iterable[asyncio.Task[None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -262,20 +266,20 @@ class Dispatch:
             await self._pool.close()
         self._ended = self._now()
 
-    def _leave(self, life: Life) -> None:
-        if life.gate and life.held:
-            self._meters[life.held].blocked += self._now() - life.asked
-            life.gate.leave()
-            life.gate = life.held = None
+    def _release_slot(self, state: TrajectoryState) -> None:
+        if state.limit and state.held_stage:
+            self._meters[state.held_stage].blocked += self._now() - state.waiting_since
+            state.limit.release()
+            state.limit = state.held_stage = None
 
-    def _open(self, life: Life) -> None:
-        self.alive += not life.open
+    def _mark_open(self, state: TrajectoryState) -> None:
+        self.alive += not state.is_open
         self.peak_alive = max(self.peak_alive, self.alive)
-        life.open = True
+        state.is_open = True
 
-    def _shut(self, life: Life) -> None:
-        self.alive -= life.open
-        life.open = False
+    def _mark_closed(self, state: TrajectoryState) -> None:
+        self.alive -= state.is_open
+        state.is_open = False
 
     def _new_pool(self) -> EnvironmentPool:
         count = min(self.plan.alive or self.total, self.total)
@@ -284,8 +288,8 @@ class Dispatch:
         )
 
     def _state(self) -> tuple[int, str]:
-        """For the progress bar."""
-        busy = " · ".join(f"{stage} {gate.slots.used}" for stage, gate in self.stages.items())
+        """Return the number of finished trajectories and the text of the progress bar."""
+        busy = " · ".join(f"{stage} {limit.running.used}" for stage, limit in self.stages.items())
         return self.done, f"{busy} · failed {self.failed}"
 
     def _now(self) -> float:

@@ -1,4 +1,4 @@
-"""The dispatchers as functions, by the published convention: `await fn(cfg, trajectories, init_fn=..., ...)`."""
+"""Dispatchers as functions of the published convention: `await fn(cfg, trajectories, init_fn=..., ...)`."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from skyrl_agent.dispatcher.dispatch import METHODS, Dispatch
 from skyrl_agent.dispatcher.plan import PLANS
 from skyrl_agent.dispatcher.registry import DISPATCHER_REGISTRY, Dispatcher, register_dispatcher
 from skyrl_agent.finish import ERROR_EVALUATION, ERROR_RUNTIME
-from skyrl_agent.types import Failure, Stage, TrajectoryResult
+from skyrl_agent.types import Failure, JsonObject, Stage, TrajectoryResult
 
 __all__ = ["DISPATCHER_REGISTRY", "register_dispatcher"]
 
@@ -24,15 +24,16 @@ def _published(type_name: str) -> Dispatcher:
         run_fn: str = METHODS["generate"],
         eval_fn: str = METHODS["evaluate"],
     ) -> None:
-        """
+        """Run trajectories to their end.
+
         Args:
-            cfg: keys of `DispatcherSection`; others are not read. `envs`: what `async_fix_pool` lends.
-            trajectories: in a sequence, or `[instance][trajectory_id]`; any objects with the three methods. One that
-                has no `fail` is told of a failure by `finish_reason` and `error` in its `result` (a dict).
+            cfg: keys of `DispatcherSection`; others are not read. `envs`: environments of `async_fix_pool`.
+            trajectories: in a sequence, or `[instance][trajectory_id]`; any objects with the three methods. A failure
+                of one without `fail` is written to `finish_reason` and `error` of its `result` (a dict).
             init_fn, run_fn, eval_fn: names of the methods, called without arguments.
         """
         known = {key: cfg[key] for key in DispatcherSection.model_fields if cfg.get(key) is not None}
-        settings: dict[str, Any] = {"methods": {"initialize": init_fn, "generate": run_fn, "evaluate": eval_fn}}
+        settings: JsonObject = {"methods": {"initialize": init_fn, "generate": run_fn, "evaluate": eval_fn}}
         if envs := cfg.get("envs"):
             known["num_environments"] = len(envs)
 
@@ -64,7 +65,7 @@ def _trajectory(it: Any) -> Any:
 
 
 class _Plain:
-    """What the scheduler needs of a trajectory, around an object that has the methods of the stages alone."""
+    """Adapter from an object with the methods of the stages alone to `Trajectory`."""
 
     def __init__(self, it: Any) -> None:
         self._it = it

@@ -1,4 +1,4 @@
-"""A fixed number of environments, each lent to one trajectory at a time. Knows no stages."""
+"""Pool of a fixed number of environments, each used by one trajectory at a time. Knows no stages."""
 
 import asyncio
 import heapq
@@ -10,19 +10,19 @@ from skyrl_agent.dispatcher.waits import before_deadline
 
 logger = logging.getLogger(__name__)
 
-MakeEnvironment = Callable[[int], Awaitable[Any]]
-"""The number of the place, in [0, environments) -> what a trajectory gets as its `environment`."""
+MakeEnvironment = Callable[[int], Awaitable[object]]
+"""(index of the environment) -> the trajectory's `environment`."""
 CloseEnvironment = Callable[[Any], Awaitable[None]]
 
 
 class EnvironmentPool:
-    """
+    """Pool of `count` environments, addressed by index.
+
     Args:
-        count: places.
-        make: called when a place is first needed, and after its environment was discarded; None: the environment is
-            the place's number.
-        close: of one environment.
-        close_seconds: how long that may take.
+        make: called at the first use of an index, and after its environment was discarded; None: the environment is
+            the index.
+        close: closes one environment.
+        close_seconds: deadline of `close`.
     """
 
     def __init__(
@@ -30,47 +30,50 @@ class EnvironmentPool:
     ) -> None:
         self._make, self._close, self._close_seconds = make, close, close_seconds
         self._free = list(range(count))
-        self._made: dict[int, Any] = {}
+        self._environments: dict[int, object] = {}
         self._leases: dict[int, object] = {}
 
-    def take(self) -> int:
-        """A free place; the caller sees to it that there is one. The lowest, which most likely has its environment."""
-        place = heapq.heappop(self._free)
-        self._leases[place] = object()
-        return place
+    def acquire(self) -> int:
+        """Return the lowest free index, which most likely has its environment. The caller ensures that there is one."""
+        index = heapq.heappop(self._free)
+        self._leases[index] = object()
+        return index
 
-    async def environment(self, place: int) -> Any:
-        if place not in self._made:
-            lease = self._leases[place]
-            made = await self._make(place) if self._make else place
-            if self._leases.get(place) is not lease:  # it took so long that the trajectory was given up
-                await self._end(made)
-                raise TimeoutError(f"environment {place} was made too late, and closed again")
-            self._made[place] = made
-        return self._made[place]
+    async def environment(self, index: int) -> object:
+        """Return the environment at `index`, which is made at its first use."""
+        if index not in self._environments:
+            lease = self._leases[index]
+            environment = await self._make(index) if self._make else index
+            if self._leases.get(index) is not lease:  # it took so long that the trajectory was given up
+                await self._close_one(environment)
+                raise TimeoutError(f"environment {index} was made too late, and closed again")
+            self._environments[index] = environment
+        return self._environments[index]
 
-    async def discard(self, place: int) -> None:
-        """Closes the place's environment, if there is one: the next to ask gets a new one."""
-        if place in self._made:
-            await self._end(self._made.pop(place))
+    async def discard(self, index: int) -> None:
+        """Close the environment at `index`, if there is one; the next use makes a new one."""
+        if index in self._environments:
+            await self._close_one(self._environments.pop(index))
 
-    async def give(self, place: int, broken: bool = False) -> None:
-        del self._leases[place]
+    async def release(self, index: int, broken: bool = False) -> None:
+        """Return an index to the pool."""
+        del self._leases[index]
         if broken:
-            await self.discard(place)
-        heapq.heappush(self._free, place)
+            await self.discard(index)
+        heapq.heappush(self._free, index)
 
     async def close(self) -> None:
-        await asyncio.gather(*(self.discard(place) for place in list(self._made)))
+        """Close all environments."""
+        await asyncio.gather(*(self.discard(index) for index in list(self._environments)))
 
-    async def _end(self, environment: Any) -> None:
+    async def _close_one(self, environment: object) -> None:
         if self._close is None:
             return
         try:
             await before_deadline(_call(self._close, environment), self._close_seconds, self._close_seconds)
-        except Exception:  # whatever it is, the other environments must be closed as well
+        except Exception:  # user code may raise anything; the other environments must be closed as well
             logger.warning("closing an environment failed; it may be left over: %r", environment, exc_info=True)
 
 
-async def _call(function: CloseEnvironment, environment: Any) -> None:
+async def _call(function: CloseEnvironment, environment: object) -> None:
     await function(environment)

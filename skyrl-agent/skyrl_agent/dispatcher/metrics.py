@@ -1,4 +1,4 @@
-"""What passed through a stage, in numbers."""
+"""Metrics of a stage."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 @dataclass
 class StageMeter:
-    """Seconds are those of the dispatcher's clock; lists have an entry for each time that a trajectory took a slot."""
+    """Meter of one stage, in seconds of the dispatcher's clock. Lists have an entry for each slot taken."""
 
     queue: list[float] = field(default_factory=list)
-    """From the end of the stage before (or the start of the run) to a slot."""
+    """Time between the end of the previous stage (or the start of the run) and a slot."""
     service: list[float] = field(default_factory=list)
-    """At work in a slot, retries included."""
+    """Time at work in a slot, retries included."""
     blocked: float = 0.0
-    """In all: work done, slot kept, until there was room in the next stage or the trajectory was closed."""
+    """Total time in which finished work kept its slot, until the next stage admitted it or it was closed."""
     failures: int = 0
     """Trajectories that ended here."""
     retries: int = 0
@@ -21,9 +21,10 @@ class StageMeter:
     """Attempts that reached the stage's deadline."""
 
     def numbers(self, slots: int, span: float) -> dict[str, float]:
-        """
+        """Compute the metrics.
+
         Args:
-            slots: of the stage.
+            slots: number of slots of the stage.
             span: seconds of the whole run.
         """
         capacity = slots * span

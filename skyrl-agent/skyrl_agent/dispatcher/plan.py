@@ -1,12 +1,12 @@
-"""How many trajectories may be in which stage: the settings of the one scheduler. Runs nothing."""
+"""Plans: limits of the scheduler by `dispatcher.type`. Runs nothing."""
 
-import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from skyrl_agent.config.task_file import DispatcherSection, DispatcherValSection, StageLimits
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.types import Stage
+from skyrl_gym.suggestions import did_you_mean
 
 STAGES: tuple[Stage, ...] = ("initialize", "generate", "evaluate")
 
@@ -21,31 +21,32 @@ DEFAULTS: dict[Stage, StageLimits] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Limits of each stage, and of whole lives. None: no limit.
+    """Limits of each stage, and of open trajectories. None: no limit.
 
     Args:
-        alive: trajectories between the begin of `initialize` and the end of `close`.
-        lends_environments: each of the `alive` places has an environment, made once.
+        alive: maximum number of trajectories between the begin of `initialize` and the end of `close`.
+        reuses_environments: a pool of `alive` environments serves all trajectories.
     """
 
     initialize: StageLimits = NO_LIMITS
     generate: StageLimits = NO_LIMITS
     evaluate: StageLimits = NO_LIMITS
     alive: int | None = None
-    lends_environments: bool = False
+    reuses_environments: bool = False
 
     def limits(self, stage: Stage) -> StageLimits:
+        """Return the limits of a stage."""
         return {"initialize": self.initialize, "generate": self.generate, "evaluate": self.evaluate}[stage]
 
     def slots(self, stage: Stage, total: int) -> int:
-        """How many of `total` trajectories can be in a stage at a time."""
+        """Return the number of trajectories, of `total`, that can be in a stage at a time."""
         return min(limit for limit in (self.limits(stage).parallel, self.alive, total) if limit is not None)
 
 
 PLANS: dict[str, Callable[[int, int], Plan]] = {
     "async_batch": lambda agents, judges: Plan(),
     "async_batch_bounded": lambda agents, judges: Plan(alive=agents),
-    "async_fix_pool": lambda agents, judges: Plan(alive=agents, lends_environments=True),
+    "async_fix_pool": lambda agents, judges: Plan(alive=agents, reuses_environments=True),
     "async_pipeline": lambda agents, judges: Plan(
         initialize=StageLimits(parallel=agents),
         generate=StageLimits(parallel=agents, queue=0),
@@ -54,18 +55,18 @@ PLANS: dict[str, Callable[[int, int], Plan]] = {
 }
 """`dispatcher.type` -> (max_parallel_agents, max_eval_parallel_agents) -> plan.
 
-In the pipeline what is initialised waits in its initialize slot, so that at most `agents` runtimes are idle. What is
-generated has given its runtime back; it waits in a queue, so that a slow judge does not keep the model waiting."""
+In the pipeline an initialized trajectory waits in its initialize slot, so at most `agents` runtimes are idle. A
+generated one has released its runtime and waits in a queue, so a slow evaluation does not keep the model waiting."""
 
 
 def plan_of(section: DispatcherSection, val_mode: bool = False) -> Plan:
-    """The plan of `section.type`, with what the section says of stages laid over it, and `DEFAULTS` under it.
+    """Return the plan of `section.type`, overridden by the section's stages, with `DEFAULTS` for the rest.
 
     Raises:
-        ConfigError: a limit that nothing would read.
+        ConfigError: a limit has no effect.
     """
     plan = PLANS[section.type](*parallel_agents(section, val_mode).values())
-    if section.num_environments and not plan.lends_environments:
+    if section.num_environments and not plan.reuses_environments:
         raise ConfigError(
             f"dispatcher.num_environments={section.num_environments} is read by async_fix_pool alone; "
             f"dispatcher.type is {section.type}"
@@ -80,7 +81,7 @@ def plan_of(section: DispatcherSection, val_mode: bool = False) -> Plan:
 
 
 def parallel_agents(section: DispatcherSection, val_mode: bool) -> dict[str, int]:
-    """`max_parallel_agents` and `max_eval_parallel_agents`, in this order."""
+    """Return `max_parallel_agents` and `max_eval_parallel_agents`, in this order."""
     val = section.val_config if val_mode else DispatcherValSection()
     return {
         "max_parallel_agents": val.max_parallel_agents or section.max_parallel_agents,
@@ -89,9 +90,8 @@ def parallel_agents(section: DispatcherSection, val_mode: bool) -> dict[str, int
 
 
 def unknown_type(name: str, known: Iterable[str]) -> ConfigError:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
-    return ConfigError(f"dispatcher.type={name!r} is not known; {hint}")
+    """Build the error of an unknown `dispatcher.type`."""
+    return ConfigError(f"dispatcher.type={name!r} is not known; {did_you_mean(name, known)}")
 
 
 def _laid_over(stage: Stage, by_type: StageLimits, by_user: StageLimits) -> StageLimits:

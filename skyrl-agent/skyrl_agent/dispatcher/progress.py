@@ -1,4 +1,4 @@
-"""A live line on standard error: how many are done, and how many are in which stage."""
+"""Progress bar on standard error: finished trajectories, and the number in each stage."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -9,10 +9,11 @@ SECONDS = 0.5
 
 @asynccontextmanager
 async def live_progress(total: int, state: Callable[[], tuple[int, str]], enabled: bool) -> AsyncIterator[None]:
-    """
+    """Show a progress bar.
+
     Args:
-        total: trajectories.
-        state: () -> (how many are done, text beside the bar), asked twice a second.
+        total: number of trajectories.
+        state: () -> (number of finished ones, text beside the bar), called twice a second.
     """
     if not enabled:
         yield

@@ -1,17 +1,17 @@
-"""Dispatchers that users add, by name. Imports no scheduler."""
+"""Registry of users' dispatchers. Imports no scheduler."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from skyrl_agent.dispatcher.life import Trajectory
 from skyrl_agent.dispatcher.plan import PLANS
-from skyrl_agent.dispatcher.waits import to_the_end
+from skyrl_agent.dispatcher.trajectory_state import Trajectory
+from skyrl_agent.dispatcher.waits import finish_despite_cancellation
 from skyrl_agent.types import Stage
 
 T = TypeVar("T", bound=Trajectory)
 
-Dispatcher = Callable[..., Awaitable[Any]]
+Dispatcher = Callable[..., Awaitable[object]]
 """`await fn(cfg, trajectories, init_fn=..., run_fn=..., eval_fn=...)` calls three methods of each trajectory, by their
 names and without arguments. `cfg`: max_parallel_agents, max_eval_parallel_agents, num_instances, num_trajectories."""
 
@@ -20,12 +20,12 @@ DISPATCHER_REGISTRY: dict[str, Dispatcher] = {}
 
 
 def register_dispatcher(name: str) -> Callable[[Dispatcher], Dispatcher]:
-    """For a type with code of its own; one that only has other limits is a line in `plan.PLANS`.
+    """Register a type with code of its own; one that only has other limits is a line in `plan.PLANS`.
 
-    A registered dispatcher contains no exceptions unless it does so itself; `close` is called for it.
+    A registered dispatcher handles exceptions itself; `close` is called for it.
 
     Raises:
-        ValueError: the name is one of ours.
+        ValueError: the name is built in.
     """
 
     def register(dispatcher: Dispatcher) -> Dispatcher:
@@ -44,7 +44,7 @@ async def run_registered(
     methods: Mapping[Stage, str],
     close: Callable[[Trajectory], Awaitable[None]],
 ) -> AsyncIterator[T]:
-    """Yields the trajectories when the dispatcher has done with all."""
+    """Yield the trajectories after the dispatcher has finished all."""
     of_each = len({trajectory.trajectory_id for trajectory in trajectories})
     cfg = {
         "num_trajectories": of_each,
@@ -59,6 +59,6 @@ async def run_registered(
     try:
         await dispatcher(cfg, trajectories, **names)
     finally:
-        await to_the_end(close_all())
+        await finish_despite_cancellation(close_all())
     for trajectory in trajectories:
         yield trajectory

@@ -1,28 +1,27 @@
-"""An event loop whose clock leaps to the next timer: hours of waiting pass in no time, in the same order every time.
+"""Event loop whose clock leaps to the next timer, for deterministic tests and simulations of schedulers.
 
-For tests and simulations of schedulers. Everything waited for must be in the loop itself: time does not
-stand still for threads, processes or sockets.
+Everything waited for must be in the loop itself: time does not stand still for threads, processes or sockets.
 """
 
 import asyncio
 import selectors
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
 
 class Deadlock(RuntimeError):
-    """Nothing is ready and no timer is set: no task would ever go on."""
+    """No task is ready and no timer is set."""
 
 
 class _LeapingSelector(selectors.DefaultSelector):
     now = 0.0
 
-    def select(self, timeout: float | None = None) -> list[Any]:
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         events = super().select(0)
         if not events and timeout is None:
-            raise Deadlock("no task can go on: none is ready, and no timer is set")
+            raise Deadlock("deadlock: no task is ready and no timer is set")
         if not events and timeout:
             self.now += timeout
         return events
@@ -37,7 +36,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._clock.now
 
 
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, in virtual time."""
+def run(work: Coroutine[object, None, T]) -> T:
+    """Run a coroutine in virtual time (see `asyncio.run`)."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(work)

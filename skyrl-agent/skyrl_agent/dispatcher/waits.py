@@ -1,9 +1,9 @@
-"""Waits that end, for work that may not. Knows no trajectories."""
+"""Waits with deadlines. Knows no trajectories."""
 
 import asyncio
 import logging
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from skyrl_agent.errors import InfraError
 
@@ -11,15 +11,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_abandoned: set[asyncio.Task[Any]] = set()
+_abandoned: set[asyncio.Task[object]] = set()
 """The event loop itself keeps tasks by weak references only."""
 
 
-class Overdue(TimeoutError):
-    """The work did not end in time.
+class DeadlineExceeded(TimeoutError):
+    """End of a wait at its deadline.
 
     Args:
-        abandoned: it did not heed its cancellation either, and may still be running.
+        abandoned: the work ignored its cancellation, and may still be running.
     """
 
     def __init__(self, abandoned: bool) -> None:
@@ -27,13 +27,13 @@ class Overdue(TimeoutError):
         self.abandoned = abandoned
 
 
-async def before_deadline(work: Coroutine[Any, Any, T], seconds: float | None, grace: float) -> T:
-    """What `work` returns or raises. Work that is late, or whose caller is cancelled, is cancelled; `grace` seconds
-    later it is left to itself. (Work that blocks the event loop is beyond anyone's reach.)
+async def before_deadline(work: Coroutine[object, None, T], seconds: float | None, grace: float) -> T:
+    """Return the result of `work`. Late work, or work whose caller is cancelled, is cancelled; `grace` seconds later it
+    is abandoned. Work that blocks the event loop cannot be stopped.
 
     Raises:
-        Overdue: after `seconds`.
-        InfraError: the work was cancelled, but not by us: a library within it did that.
+        DeadlineExceeded: `work` took longer than `seconds`.
+        InfraError: a library within `work` cancelled it.
     """
     task = asyncio.create_task(work)
     try:
@@ -43,14 +43,14 @@ async def before_deadline(work: Coroutine[Any, Any, T], seconds: float | None, g
         raise
     if not task.done():
         await _stop(task, grace)
-        raise Overdue(abandoned=not task.done())
+        raise DeadlineExceeded(abandoned=not task.done())
     if task.cancelled():
-        raise InfraError("it was cancelled from within: a library gave up without saying why")
+        raise InfraError("a library within the work cancelled it without a reason")
     return task.result()
 
 
-async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Awaits work that has deadlines of its own, through any cancellation of the caller, which is raised after it."""
+async def finish_despite_cancellation(work: Coroutine[object, None, T]) -> T:
+    """Await work that has deadlines of its own, and raise a cancellation of the caller after it."""
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -63,20 +63,20 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-async def _stop(task: asyncio.Task[Any], grace: float) -> None:
+async def _stop(task: asyncio.Task[object], grace: float) -> None:
     task.cancel()
     _abandoned.add(task)
     task.add_done_callback(_forget)
-    await to_the_end(_wait(task, grace))
+    await finish_despite_cancellation(_wait(task, grace))
     if not task.done():
-        logger.warning("abandoned after %g s, as it does not heed its cancellation: %r", grace, task)
+        logger.warning("abandoned after %g s, as it ignores its cancellation: %r", grace, task)
 
 
-async def _wait(task: asyncio.Task[Any], seconds: float) -> None:
+async def _wait(task: asyncio.Task[object], seconds: float) -> None:
     await asyncio.wait({task}, timeout=seconds)
 
 
-def _forget(task: asyncio.Task[Any]) -> None:
+def _forget(task: asyncio.Task[object]) -> None:
     _abandoned.discard(task)
     if not task.cancelled() and (error := task.exception()):  # asking marks it as seen
         logger.debug("raised after its cancellation: %r", error)

@@ -1,69 +1,41 @@
-"""Messages with calls in OpenAI's form as messages of plain text (`tagged_calls`), and back. Published names."""
+"""Conversion of messages with calls in OpenAI's form to plain text (`function_xml`), and back. Published names."""
 
 import copy
 import json
 import re
-from collections.abc import Sequence
-from importlib import import_module
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skyrl_agent.errors import ConfigError
-from skyrl_agent.functional.tagged_calls import (
+from skyrl_agent.types import Message
+from skyrl_gym.chat.function_xml import (
     FunctionCallConversionError,
     FunctionCallValidationError,
-    describe,
     in_context_example,
     read_call,
     result_text,
     system_suffix,
     write_call,
 )
-from skyrl_agent.types import Message
+from skyrl_gym.tools.signature import Schema
 
 __all__ = [
-    "STOP_WORDS",
     "FunctionCallConversionError",
     "FunctionCallValidationError",
     "convert_fncall_messages_to_non_fncall_messages",
     "convert_non_fncall_messages_to_fncall_messages",
-    "convert_str_to_completion_format",
-    "convert_tool_call_to_string",
-    "convert_tools_to_description",
 ]
-
-STOP_WORDS = ["</function"]
-"""An answer that this ended is read as if the rest of the tag stood there."""
 
 _RESULT = re.compile(r"EXECUTION RESULT of \[([^\]\n]{1,200})\]:\n")
 
-convert_tools_to_description = describe
-
-
-def convert_tool_call_to_string(tool_call: dict[str, Any]) -> str:
-    """Of a call in OpenAI's form.
-
-    Raises:
-        FunctionCallConversionError: it is no such call.
-    """
-    try:
-        function = tool_call["function"]
-        arguments = function["arguments"]
-        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        return write_call(function["name"], dict(arguments))
-    except (KeyError, TypeError, ValueError) as error:
-        raise FunctionCallConversionError(
-            f"a tool call needs function.name and function.arguments, a JSON object; got {tool_call!r}"
-        ) from error
-
 
 def convert_fncall_messages_to_non_fncall_messages(
-    messages: Sequence[Message], tools: Sequence[dict[str, Any]], add_in_context_learning_example: bool = True
+    messages: Sequence[Message], tools: Sequence[Schema], add_in_context_learning_example: bool = True
 ) -> list[Message]:
-    """Messages with calls in OpenAI's form as messages of plain text: the functions are explained in the first system
-    message (where there is none, nowhere), calls are text, results are user messages.
+    """Convert messages with calls in OpenAI's form to messages of plain text: the functions are explained in the first
+    system message (if there is one), calls are text, results are user messages.
 
     Raises:
-        FunctionCallConversionError: a call is no call in OpenAI's form, or a role is unknown.
+        FunctionCallConversionError: a call is not in OpenAI's form, or a role is unknown.
     """
     converted: list[Message] = []
     explained = exemplified = False
@@ -74,7 +46,7 @@ def convert_fncall_messages_to_non_fncall_messages(
         elif role == "user" and add_in_context_learning_example and not exemplified:
             exemplified, content = True, in_context_example(tools) + content
         elif role == "assistant":
-            texts = [convert_tool_call_to_string(call) for call in message.get("tool_calls") or []]
+            texts = [_call_text(call) for call in message.get("tool_calls") or []]
             content = "\n\n".join(text for text in (content.rstrip() if texts else content, *texts) if text)
         elif role == "tool":
             role, content = "user", result_text(message.get("name") or "function", content)
@@ -85,13 +57,13 @@ def convert_fncall_messages_to_non_fncall_messages(
 
 
 def convert_non_fncall_messages_to_fncall_messages(
-    messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    messages: Sequence[Message], tools: Sequence[Schema]
 ) -> list[Message]:
-    """The way back: the first call of each answer in OpenAI's form, results as tool messages. Ids are counted from
+    """Convert back: the first call of each answer in OpenAI's form, results as tool messages. Ids are counted from
     toolu_01.
 
     Raises:
-        FunctionCallConversionError, FunctionCallValidationError: of `read_call`.
+        FunctionCallConversionError, FunctionCallValidationError: see `read_call`.
     """
     converted: list[Message] = []
     suffix, example = system_suffix(tools), in_context_example(tools)
@@ -99,13 +71,13 @@ def convert_non_fncall_messages_to_fncall_messages(
     for message in messages:
         role, content = message["role"], message.get("content") or ""
         result = _RESULT.match(content) if role == "user" and last_id else None
-        found = read_call(content, tools) if role == "assistant" else None
-        if found:
+        first = read_call(content, tools) if role == "assistant" else None
+        if first:
             count += 1
             last_id = f"toolu_{count:02d}"
-            function = {"name": found.call.name, "arguments": json.dumps(found.call.arguments, ensure_ascii=False)}
+            function = {"name": first.call.name, "arguments": json.dumps(first.call.arguments, ensure_ascii=False)}
             call = {"index": 1, "id": last_id, "type": "function", "function": function}
-            converted.append({"role": role, "content": content[: found.start].rstrip(), "tool_calls": [call]})
+            converted.append({"role": role, "content": content[: first.start].rstrip(), "tool_calls": [call]})
         elif result:
             output = content[result.end() :]
             converted.append({"role": "tool", "name": result[1], "content": output, "tool_call_id": last_id})
@@ -115,19 +87,13 @@ def convert_non_fncall_messages_to_fncall_messages(
     return converted
 
 
-def convert_str_to_completion_format(messages: Sequence[Message]) -> Any:
-    """The one message as litellm's `ModelResponse`.
-
-    Raises:
-        ConfigError: litellm is not installed.
-        ValueError: it is not one message.
-    """
-    if len(messages) != 1:
-        raise ValueError(f"a completion has one message; got {len(messages)}")
+def _call_text(tool_call: Mapping[str, Any]) -> str:
     try:
-        response = import_module("litellm").ModelResponse
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "convert_str_to_completion_format makes a response of litellm, which is not installed"
+        function = tool_call["function"]
+        arguments = function["arguments"]
+        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        return write_call(function["name"], dict(arguments))
+    except (KeyError, TypeError, ValueError) as error:
+        raise FunctionCallConversionError(
+            f"a tool call needs function.name and function.arguments, a JSON object; got {tool_call!r}"
         ) from error
-    return response(choices=[{"index": 0, "finish_reason": "stop", "message": dict(messages[0])}])

@@ -1,9 +1,8 @@
-"""A list of messages with names for what agents add to it, and small readers of calls. Published names."""
+"""Message history of an agent, and a reader of its calls. Published names."""
 
 import copy
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from skyrl_agent.functional.function_calling import (
     FunctionCallConversionError,
@@ -11,17 +10,18 @@ from skyrl_agent.functional.function_calling import (
     convert_non_fncall_messages_to_fncall_messages,
 )
 from skyrl_agent.types import Message
+from skyrl_gym.tools.signature import Schema
 
 
 class MessageHistory:
-    """Messages of a conversation. `was_reset` until `clear_reset_flag`: they do not go on from those before."""
+    """Messages of a conversation. `was_reset`: they do not continue those before; `clear_reset_flag` ends that."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._was_reset = False
 
     def initialize(self, messages: Sequence[Message]) -> None:
-        """Starts over from a copy of these."""
+        """Start over from a copy of `messages`."""
         self.messages = copy.deepcopy(list(messages))
         self._was_reset = True
 
@@ -37,10 +37,10 @@ class MessageHistory:
     def add_tool_error(self, error: str, tool_call_id: str | None = None) -> None:
         self._add_tool({"error": error}, tool_call_id)
 
-    def add_tool_response(self, output: Any, tool_call_id: str | None = None) -> None:
+    def add_tool_response(self, output: object, tool_call_id: str | None = None) -> None:
         self._add_tool(output, tool_call_id)
 
-    def _add_tool(self, output: Any, tool_call_id: str | None) -> None:
+    def _add_tool(self, output: object, tool_call_id: str | None) -> None:
         message: Message = {"role": "tool", "content": json.dumps(output, ensure_ascii=False, default=str)}
         self.messages.append(message | ({"tool_call_id": tool_call_id} if tool_call_id else {}))
 
@@ -48,16 +48,13 @@ class MessageHistory:
         self.messages.append({"role": "user", "content": content})
 
     def append_to_last_message(self, text: str) -> None:
-        """
-        Raises:
-            ValueError: there is no message.
-        """
+        """Append text to the last message. Raises ValueError if there is none."""
         if not self.messages:
             raise ValueError("there is no message to append to: the history is empty")
         self.messages[-1]["content"] = (self.messages[-1].get("content") or "") + text
 
     def add_turn_reminder(self, text: str) -> None:
-        """To the last message, in a paragraph of its own."""
+        """Append a paragraph to the last message."""
         self.append_to_last_message(f"\n\n{text}")
 
     def get_messages(self) -> list[Message]:
@@ -67,8 +64,8 @@ class MessageHistory:
         return len(self.messages)
 
 
-def parse_tool_call(text: str, tool_params: Sequence[dict[str, Any]]) -> tuple[dict[str, Any] | None, str | None]:
-    """The first call of an answer in OpenAI's form, or what the model should mend; neither where there is no call."""
+def parse_tool_call(text: str, tool_params: Sequence[Schema]) -> tuple[Schema | None, str | None]:
+    """Return the first call of an answer in OpenAI's form, or an error text for the model; neither without a call."""
     try:
         (message,) = convert_non_fncall_messages_to_fncall_messages(
             [{"role": "assistant", "content": text}], tool_params
@@ -77,20 +74,3 @@ def parse_tool_call(text: str, tool_params: Sequence[dict[str, Any]]) -> tuple[d
         return None, str(error)
     calls = message.get("tool_calls")
     return (calls[0] if calls else None), None
-
-
-def extract_tool_info(tool_call: dict[str, Any]) -> tuple[str, str]:
-    """Name and arguments (JSON) of a call in OpenAI's form."""
-    function = tool_call["function"]
-    return function["name"], function["arguments"]
-
-
-def check_truncated_tool_call(text: str) -> bool:
-    """A call begins in this answer and does not end."""
-    return text.rfind("<function=") > text.rfind("</function>")
-
-
-def format_output_preview(output: Any, max_characters: int = 400) -> str:
-    """One line for logs."""
-    text = " ".join(str(output).split())
-    return text if len(text) <= max_characters else f"{text[:max_characters]}..."

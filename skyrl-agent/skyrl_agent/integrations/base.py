@@ -1,6 +1,5 @@
 """Backends: a model to ask, the rows a trainer hands in, the output it wants back. Imported when they are named."""
 
-import difflib
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,15 +9,16 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from skyrl_agent.errors import ConfigError, TaskRowError
-from skyrl_agent.types import InferBackend, Row
+from skyrl_agent.types import InferBackend, JsonObject, Row, Tokenizer
+from skyrl_gym.suggestions import did_you_mean
 
 __all__ = ["BACKEND_REGISTRY", "Backend", "TrainingRows", "build_backend", "register_backend"]
 
 
 @dataclass
 class TrainingRows:
-    """What a batch of trajectories is to a trainer: R rows of T trajectories, each list in order. A trajectory has one
-    row for each stretch of turns that only appended tokens; usually one."""
+    """Batch for a trainer: R rows of T trajectories, each list in order. A trajectory has one row for each stretch of
+    turns that only appended tokens; usually one."""
 
     prompt_token_ids: list[list[int]]
     response_ids: list[list[int]]
@@ -79,6 +79,7 @@ BACKEND_REGISTRY: dict[str, str | Backend] = {
 
 
 def register_backend(name: str, backend: Backend) -> None:
+    """Register a backend, or the dotted path of one."""
     BACKEND_REGISTRY[name] = backend
 
 
@@ -88,9 +89,7 @@ def get_backend(name: str) -> Backend:
         ConfigError: unknown, or what it needs is not installed.
     """
     if name not in BACKEND_REGISTRY:
-        near = difflib.get_close_matches(name, BACKEND_REGISTRY, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(BACKEND_REGISTRY)}"
-        raise ConfigError(f"Unknown backend: generator.infer_backend={name!r}; {hint}")
+        raise ConfigError(f"Unknown backend: generator.infer_backend={name!r}; {did_you_mean(name, BACKEND_REGISTRY)}")
     found = BACKEND_REGISTRY[name]
     if isinstance(found, str):
         module, _, attribute = found.partition(":")
@@ -105,7 +104,10 @@ def get_backend(name: str) -> Backend:
     return found
 
 
-def build_backend(name: str, *, infer_engine: Any, tokenizer: Any, cfg: dict[str, Any] | None = None) -> InferBackend:
+def build_backend(
+    name: str, *, infer_engine: object, tokenizer: Tokenizer, cfg: JsonObject | None = None
+) -> InferBackend:
+    """Build the client of a registered backend."""
     return get_backend(name).make(infer_engine=infer_engine, tokenizer=tokenizer, cfg=cfg or {})
 
 
@@ -118,7 +120,7 @@ class BackendSettings(BaseModel):
 Settings = TypeVar("Settings", bound=BackendSettings)
 
 
-def read_settings(kind: type[Settings], cfg: Mapping[str, Any]) -> Settings:
+def read_settings(kind: type[Settings], cfg: Mapping[str, object]) -> Settings:
     """
     Raises:
         ConfigError: a key of `generator.backend_config` is unknown or its value wrong.
@@ -134,8 +136,8 @@ def read_settings(kind: type[Settings], cfg: Mapping[str, Any]) -> Settings:
         raise ConfigError(f"{key}: {item['msg']}; got {item['input']!r}") from None
 
 
-def answer_text(tokenizer: Any, ids: Sequence[int], finish_reason: str) -> str:
-    """What the model wrote, special tokens included, without the token that ended its turn."""
+def answer_text(tokenizer: Tokenizer, ids: Sequence[int], finish_reason: str) -> str:
+    """Decode the generated tokens, special ones included, without the token that ended the turn."""
     if finish_reason == "stop" and ids and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
     return tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -160,7 +162,7 @@ def plain_rows(batch: Iterable[Row]) -> list[Row]:
     return rows
 
 
-def published_output(rows: TrainingRows) -> dict[str, Any]:
+def published_output(rows: TrainingRows) -> JsonObject:
     """The dictionary that `AgentRunner.run` gives where no trainer wants another form."""
     return {
         "prompt_token_ids": rows.prompt_token_ids,

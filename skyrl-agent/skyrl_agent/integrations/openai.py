@@ -19,7 +19,7 @@ from skyrl_agent.integrations.base import (
     seed_of_turn,
 )
 from skyrl_agent.tools.async_service import PROBE_RETRIES, PROBE_SECONDS, AsyncService
-from skyrl_agent.types import MetaInfo
+from skyrl_agent.types import JsonObject, MetaInfo, SamplingParams, Tokenizer
 from skyrl_gym.services import Response, Retries
 
 __all__ = ["BACKEND", "OpenAIBackend"]
@@ -52,15 +52,15 @@ class OpenAISettings(BackendSettings):
 
 
 class OpenAIBackend:
-    """Asks with token ids and for token ids and log-probs. A server that understands less is asked for less: at the
-    first request it is found out what it understands.
+    """Backend of an OpenAI-compatible server. Requests and replies have token ids and log-probs, as far as the server
+    supports them, which the first request finds out.
 
     Args:
         infer_engine: not used.
         cfg: see `OpenAISettings`.
     """
 
-    def __init__(self, infer_engine: Any = None, tokenizer: Any = None, cfg: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, infer_engine: object, tokenizer: Tokenizer, cfg: Mapping[str, object] | None = None) -> None:
         self.tokenizer = tokenizer
         self.settings = read_settings(OpenAISettings, cfg or {})
         self.url = self.settings.api_url.rstrip("/").removesuffix("/v1") + "/v1/completions"
@@ -96,7 +96,7 @@ class OpenAIBackend:
             )
 
     async def async_generate_ids(
-        self, *, input_ids: list[int], sampling_params: Mapping[str, Any], request_id: str
+        self, *, input_ids: list[int], sampling_params: SamplingParams, request_id: str
     ) -> tuple[str, MetaInfo]:
         params = {name: value for name, value in sampling_params.items() if value is not None}
         if self.settings.model_max_len is not None:
@@ -108,7 +108,7 @@ class OpenAIBackend:
             params["seed"] = seed_of_turn(params["seed"], input_ids)
         return self._read(await self._ask(input_ids, params, request_id))
 
-    async def _ask(self, input_ids: list[int], params: dict[str, Any], request_id: str) -> dict[str, Any]:
+    async def _ask(self, input_ids: list[int], params: JsonObject, request_id: str) -> JsonObject:
         """The answer's only choice."""
         base = {"model": self.settings.model_name, **params}
         dialects = [
@@ -128,7 +128,7 @@ class OpenAIBackend:
         assert first is not None
         raise BackendError(f"{self.url} refused the request: HTTP {first.status}: {first.text.strip()[:500]}")
 
-    async def _send(self, body: dict[str, Any]) -> Response:
+    async def _send(self, body: JsonObject) -> Response:
         service = self._service()
         try:
             return await service.request(body)
@@ -167,7 +167,7 @@ def _models(response: Response) -> list[str]:
         return []
 
 
-def _choice(response: Response) -> dict[str, Any]:
+def _choice(response: Response) -> JsonObject:
     try:
         [choice] = json.loads(response.body)["choices"]
         return dict(choice)
@@ -176,7 +176,7 @@ def _choice(response: Response) -> dict[str, Any]:
 
 
 def _text(choice: Mapping[str, Any]) -> str:
-    """With the stop string, where the server tells which one it cut off."""
+    """Return the text with the stop string, if the server reports the one it removed."""
     text, stop = choice.get("text") or "", choice.get("stop_reason")
     return text + stop if isinstance(stop, str) and not text.endswith(stop) else text
 

@@ -1,4 +1,4 @@
-"""Where agents work. `make_runtime` gives a `Runtime`."""
+"""Runtimes: machines in which agents work. `make_runtime` builds a `Runtime`."""
 
 import os
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Where an agent works: a machine of its own with files and a shell. The interface; knows no backend."""
+"""Interface of runtimes: an agent's machine with files and a shell. Knows no backend."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ RuntimeKind = Literal["auto", "local", "docker", "remote"]
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeSpec:
-    """What a runtime is made of. One per instance, from the task file and the row."""
+    """Specification of a runtime. One per instance, from the task file and the row."""
 
     kind: RuntimeKind = "auto"
     """`local`: bubblewrap, no daemon. `docker`: a container of `image`. `remote`: a server of

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes.base import Limits, RuntimeSpec
 from skyrl_agent.runtimes.leases import Lease
-from skyrl_agent.runtimes.local import Place
+from skyrl_agent.runtimes.local import LeasedSandbox
 from skyrl_gym.sandbox.command import Launch, as_bytes
 from skyrl_gym.sandbox.docker import CALL_SECONDS, IMAGE, SPARE_PROCESSES, Container, ContainerCommand
 from skyrl_gym.sandbox.workspace import path_parts
@@ -66,14 +66,14 @@ class Machine(Container):
     def write(self, path: str, data: bytes) -> None:
         ended = self._script(WRITE, _relative(path), stdin=data)
         if ended.returncode != 0:
-            raise ValueError(f"{path!r} cannot be written: {_said(ended)}")
+            raise ValueError(f"{path!r} cannot be written: {_error_text(ended)}")
 
     def read(self, path: str, max_bytes: int) -> bytes:
         ended = self._script(READ, _relative(path), str(max_bytes + 1))
         if ended.returncode == 4:
             raise FileNotFoundError(f"no file {path!r} in the working directory")
         if ended.returncode != 0:
-            raise ValueError(f"{path!r} is not a plain file that can be read: {_said(ended)}")
+            raise ValueError(f"{path!r} is not a plain file that can be read: {_error_text(ended)}")
         if len(ended.stdout) > max_bytes:
             raise ValueError(f"{path!r} is larger than {max_bytes} bytes")
         return ended.stdout
@@ -86,11 +86,11 @@ class Machine(Container):
         except (OSError, subprocess.TimeoutExpired) as error:
             raise InfraError(f"docker exec failed: {error}") from error
         if ended.returncode not in (0, 4, 5) and not self.runs():
-            raise InfraError(f"the container {self.name} is gone: {_said(ended)}")
+            raise InfraError(f"the container {self.name} is gone: {_error_text(ended)}")
         return ended
 
 
-class DockerPlace(Place[Machine]):
+class LeasedDockerSandbox(LeasedSandbox[Machine]):
     """See above. Memory and processes are limited for the container as a whole."""
 
     kind, python = "docker", "python3"
@@ -115,7 +115,7 @@ class DockerPlace(Place[Machine]):
 
 
 def docker(arguments: Sequence[str]) -> bytes:
-    """What the docker command prints. Raises InfraError with what it says instead."""
+    """Run a docker command and return its output. Raises InfraError with its error text."""
     try:
         ended = subprocess.run(
             ["docker", *arguments], stdin=subprocess.DEVNULL, capture_output=True, timeout=CALL_SECONDS, check=False
@@ -125,7 +125,7 @@ def docker(arguments: Sequence[str]) -> bytes:
     except subprocess.TimeoutExpired:
         raise InfraError(f"docker {arguments[0]} did not end within {CALL_SECONDS} s") from None
     if ended.returncode != 0:
-        raise InfraError(f"docker {arguments[0]} failed: {_said(ended)}")
+        raise InfraError(f"docker {arguments[0]} failed: {_error_text(ended)}")
     return ended.stdout
 
 
@@ -142,5 +142,5 @@ def _relative(path: str) -> str:
     return "./" + "/".join(path_parts(path))
 
 
-def _said(ended: "subprocess.CompletedProcess[bytes]") -> str:
+def _error_text(ended: "subprocess.CompletedProcess[bytes]") -> str:
     return ended.stderr.decode(errors="replace").strip()

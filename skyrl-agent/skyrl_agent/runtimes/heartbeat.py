@@ -1,7 +1,7 @@
-"""What keeps this process's leases, and what cleans up after it: a thread, and a small process that outlives it.
+"""Renewal of this process's leases by a thread, and cleanup after it by a small process that outlives it.
 
-The thread renews; it needs no event loop, so a task that blocks one costs no runtime. The process waits for the end of
-this one, by whatever signal, and then removes what it left.
+The thread needs no event loop, so a task that blocks one costs no runtime. The process waits for the end of this one,
+by whatever signal, and then removes its leftover runtimes.
 """
 
 import os
@@ -17,7 +17,7 @@ LONGEST_PAUSE_SECONDS = 30.0
 
 
 class Heart:
-    """Of one process."""
+    """Lease renewal of one process."""
 
     def __init__(self) -> None:
         self._held: set[Lease] = set()
@@ -28,7 +28,7 @@ class Heart:
         """Its process id, and a descriptor that becomes readable when it ends."""
 
     def be_watched(self) -> None:
-        """To be called before there is anything to leave behind. Starts the watcher if there is none (any more)."""
+        """Start the watcher process, unless it runs. Call it before a resource that needs cleanup exists."""
         with self._lock:
             if self._watcher is not None:
                 pid, descriptor = self._watcher

@@ -1,4 +1,4 @@
-"""A runtime on this machine: a place (`local`, `docker`), a lease, and calls that block made from threads."""
+"""A runtime on this machine: a sandbox (`local`, `docker`), a lease, and calls that block made from threads."""
 
 import asyncio
 import base64
@@ -13,9 +13,9 @@ from typing import Any, Self, TypeVar
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes import heartbeat
 from skyrl_agent.runtimes.base import ExecResult, Limits, RuntimeSpec, Snapshot
-from skyrl_agent.runtimes.docker import DockerPlace, check_docker
+from skyrl_agent.runtimes.docker import LeasedDockerSandbox, check_docker
 from skyrl_agent.runtimes.leases import Lease
-from skyrl_agent.runtimes.local import LocalPlace, Place, ProcessPlace
+from skyrl_agent.runtimes.local import LeasedLocalSandbox, LeasedProcessSandbox, LeasedSandbox
 from skyrl_agent.runtimes.threads import in_thread
 from skyrl_gym.sandbox import command as commands
 from skyrl_gym.sandbox.backends import make_sandbox
@@ -45,22 +45,22 @@ SHOWN_CHARACTERS = 2000
 """Of the output of a setup command that failed."""
 
 
-def make_place(spec: RuntimeSpec) -> Place[Any]:
+def make_leased_sandbox(spec: RuntimeSpec) -> LeasedSandbox[Any]:
     """
     Raises:
         InfraError: that kind does not work on this machine.
     """
     if spec.kind == "docker" or (spec.kind == "auto" and spec.image):
-        return DockerPlace(spec)
+        return LeasedDockerSandbox(spec)
     found = make_sandbox("auto" if spec.kind == "auto" else "local", limits=spec.limits)
     if isinstance(found, DockerSandbox):
-        return DockerPlace(spec)
-    return LocalPlace(spec.limits) if isinstance(found, LocalSandbox) else ProcessPlace(spec.limits)
+        return LeasedDockerSandbox(spec)
+    return LeasedLocalSandbox(spec.limits) if isinstance(found, LocalSandbox) else LeasedProcessSandbox(spec.limits)
 
 
-def check_place(spec: RuntimeSpec) -> None:
+def check_sandbox(spec: RuntimeSpec) -> None:
     """Raises InfraError if that kind does not work on this machine."""
-    if isinstance(make_place(spec), DockerPlace):
+    if isinstance(make_leased_sandbox(spec), LeasedDockerSandbox):
         check_docker()
 
 
@@ -73,14 +73,14 @@ class HostRuntime:
         self.id = uuid.uuid4().hex
         self.spec = spec
         self._lease: Lease | None = None
-        self._place: Place[Any] | None = None
+        self._sandbox: LeasedSandbox[Any] | None = None
         self._command = _Command()
         self._closed = False
         self._lock = threading.Lock()
-        """Held by whichever thread uses the place."""
+        """Held by whichever thread uses the sandbox."""
 
     async def probe(self) -> None:
-        await in_thread(PROBE_SECONDS, check_place, self.spec)
+        await in_thread(PROBE_SECONDS, check_sandbox, self.spec)
 
     async def start(self) -> None:
         try:
@@ -124,7 +124,7 @@ class HostRuntime:
         return await self._call(CALL_SECONDS, lambda: self._started().read(path))
 
     async def snapshot(self) -> Snapshot:
-        """Of the working directory, as a compressed tar."""
+        """Return the working directory as a compressed tar."""
         result = await self.exec(PACK, limits=self._snapshot_limits())
         _succeed(replace(result, stdout=""), "a snapshot")
         return Snapshot("tar", await in_thread(CALL_SECONDS, base64.b64decode, result.stdout))
@@ -144,16 +144,16 @@ class HostRuntime:
         await self.close()
 
     def _open(self) -> None:
-        if self._place is not None:
+        if self._sandbox is not None:
             raise InfraError(f"runtime {self.id} is started already")
-        place = make_place(self.spec)
+        sandbox = make_leased_sandbox(self.spec)
         heartbeat.heart.be_watched()
-        self._lease = place.take_lease(self.id, self.spec.lease_seconds)
+        self._lease = sandbox.take_lease(self.id, self.spec.lease_seconds)
         heartbeat.heart.hold(self._lease)
         weakref.finalize(self, _give_up, self._lease)
-        self._place = place
-        place.start()
-        self.workdir, self.python = place.workdir, place.python
+        self._sandbox = sandbox
+        sandbox.start()
+        self.workdir, self.python = sandbox.workdir, sandbox.python
 
     def _run(
         self, running: "_Command", argv: list[str], stdin: bytes, env: Mapping[str, str], limits: Limits
@@ -169,8 +169,8 @@ class HostRuntime:
             heartbeat.heart.drop(self._lease)
         self._command.cancel()
         with self._lock:
-            if self._place is not None:
-                self._place.close()
+            if self._sandbox is not None:
+                self._sandbox.close()
             if self._lease is not None:
                 _give_up(self._lease)
 
@@ -197,12 +197,12 @@ class HostRuntime:
 
         return await in_thread(seconds, locked)
 
-    def _started(self) -> Place[Any]:
-        if self._closed or self._place is None or self._lease is None:
+    def _started(self) -> LeasedSandbox[Any]:
+        if self._closed or self._sandbox is None or self._lease is None:
             raise InfraError(f"runtime {self.id} is not started, or closed")
         if not self._lease.is_held:
             raise InfraError(f"runtime {self.id} is gone: it had no heartbeat for {self._lease.seconds:g} s")
-        return self._place
+        return self._sandbox
 
 
 class _Command:
@@ -214,13 +214,13 @@ class _Command:
         self._command: Command | None = None
 
     def run(
-        self, place: Place[Any], argv: list[str], stdin: bytes, env: Mapping[str, str], limits: Limits
+        self, sandbox: LeasedSandbox[Any], argv: list[str], stdin: bytes, env: Mapping[str, str], limits: Limits
     ) -> ExecResult:
         with self._lock:
             if self._cancelled:
                 raise InfraError("the command was cancelled before it began")
             try:
-                self._command = command = place.begin(argv, env, limits)
+                self._command = command = sandbox.begin(argv, env, limits)
             except ValueError as error:  # what no system can start: a zero byte or megabytes in an argument
                 return ExecResult("exited", NOT_STARTED, "", f"{error}\n", 0.0)
         try:
@@ -239,7 +239,7 @@ class _Command:
 
 
 def limits_for(limits: Limits, timeout: float | None) -> Limits:
-    """With `timeout` for the wall clock; one process may compute for all of it."""
+    """Build limits with `timeout` for the wall clock; one process may compute for all of it."""
     if timeout is None:
         return limits
     return replace(limits, wall_seconds=timeout, cpu_seconds=max(timeout, limits.cpu_seconds))

@@ -1,4 +1,4 @@
-"""Who owns which runtime, and until when: a small file each, whose modification time is the owner's last heartbeat."""
+"""Leases of runtimes: a small file each, whose modification time is the owner's last heartbeat."""
 
 import json
 import os
@@ -18,7 +18,7 @@ UNREADABLE_SECONDS = 60.0
 
 
 def lease_folder() -> Path:
-    """Of this user's leases. The environment variable SKYRL_AGENT_LEASES moves it."""
+    """Return the folder of this user's leases (environment variable SKYRL_AGENT_LEASES)."""
     if named := os.environ.get(FOLDER_VARIABLE):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyrl-agent" / "leases"
@@ -80,7 +80,7 @@ class Lease:
             os.utime(self.path, (now, now))
 
     def release(self) -> None:
-        """There is nothing to remove any more. May be called more than once."""
+        """Drop the lease: there is nothing to remove any more. May be called more than once."""
         if self.pid == os.getpid():  # not a forked process that ends
             self.path.unlink(missing_ok=True)
 
@@ -128,7 +128,7 @@ def leases() -> list[Lease]:
 
 
 def process_start(pid: int) -> int | None:
-    """When that process began, in clock ticks since the machine's start; None if there is none (or it is a zombie)."""
+    """Return the start time of a process in clock ticks since boot; None if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -56,7 +56,7 @@ def remove(lease: Lease) -> bool:
 
 
 def _remove_folder(folder: str) -> None:
-    """With the processes that work in it."""
+    """Remove a folder and the processes that work in it."""
     if not os.path.basename(folder).startswith(PREFIX):
         raise InfraError(f"{folder} is not a sandbox's folder, and stays")
     _end_processes(folder)

@@ -23,7 +23,7 @@ ROOM_BYTES = 1 << 16
 """What a command may add to a workspace that is over its limit already."""
 
 
-class Place(HostSandbox[FilesType]):
+class LeasedSandbox(HostSandbox[FilesType]):
     """A sandbox with a lease, whose commands another thread may end."""
 
     kind: str
@@ -37,7 +37,7 @@ class Place(HostSandbox[FilesType]):
         return self.lease
 
     def _folder(self, id: str) -> str:
-        """Where its files will be on this machine; empty if they are elsewhere."""
+        """Return the folder of its files on this machine; empty if they are elsewhere."""
         return ""
 
     def begin(self, command: Sequence[str], env: Mapping[str, str] | None, limits: Limits) -> Command:
@@ -49,7 +49,7 @@ class Place(HostSandbox[FilesType]):
         return None
 
 
-class WorkspacePlace(Place[Workspace]):
+class LeasedWorkspaceSandbox(LeasedSandbox[Workspace]):
     def _folder(self, id: str) -> str:
         return os.path.join(tempfile.gettempdir(), PREFIX + id)
 
@@ -80,14 +80,14 @@ class WorkspacePlace(Place[Workspace]):
         return root if about.f_bavail * about.f_frsize < SPARE_BYTES else None
 
 
-class LocalPlace(LocalSandbox, WorkspacePlace):
+class LeasedLocalSandbox(LocalSandbox, LeasedWorkspaceSandbox):
     kind, workdir = "local", "/workspace"
 
     def _make_workspace(self) -> Workspace:
         return Workspace(self._user, self.lease.folder)
 
 
-class ProcessPlace(ProcessSandbox, WorkspacePlace):
+class LeasedProcessSandbox(ProcessSandbox, LeasedWorkspaceSandbox):
     kind = "process"
 
     def _make_workspace(self) -> Workspace:

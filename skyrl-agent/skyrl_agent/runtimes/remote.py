@@ -21,9 +21,9 @@ from skyrl_agent.runtimes.wire import (
     POLL_SECONDS,
     Body,
     CommandState,
+    ErrorReply,
     NewCommand,
     NewRuntime,
-    Problem,
     RuntimeState,
 )
 from skyrl_gym.sandbox.command import TURN_SECONDS, as_bytes
@@ -79,7 +79,7 @@ class RemoteRuntime:
                     break
                 except httpx.HTTPError as error:
                     if time.monotonic() + FIRST_PAUSE_SECONDS > deadline:
-                        raise InfraError(_NO_ANSWER.format(_said(error))) from error
+                        raise InfraError(_NO_ANSWER.format(_error_text(error))) from error
                 await asyncio.sleep(FIRST_PAUSE_SECONDS)
         if answer.status_code in (401, 403):
             raise InfraError(f"the server refuses: {answer.text:.300} (runtime.token_env names the token's variable)")
@@ -190,7 +190,7 @@ class RemoteRuntime:
                 await self._request("POST", "/lease", retry_seconds=0)
 
     async def _ask(
-        self, kind: type["Answer"], method: str, path: str = "", *, body: Body | None = None, **settings: Any
+        self, kind: type["ServerReply"], method: str, path: str = "", *, body: Body | None = None, **settings: Any
     ) -> Any:
         content = body.model_dump_json().encode() if body else None
         answer = await self._request(method, f"{path}?wait={POLL_SECONDS:g}", content, wait=POLL_SECONDS, **settings)
@@ -225,31 +225,31 @@ class RemoteRuntime:
                 if answer.is_success:
                     self._is_known = True
                     return answer.content
-                problem = _problem(answer)
+                problem = _error_of(answer)
                 if isinstance(problem, str) and answer.status_code not in _PASSING:
                     raise InfraError(f"{self.spec.url}: {_NO_SERVER.format(problem)}")
             except httpx.HTTPError as error:
-                problem = _said(error)
+                problem = _error_text(error)
                 is_refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) and not self._is_known
-            if isinstance(problem, Problem):
+            if isinstance(problem, ErrorReply):
                 self._is_known = True
                 if problem.kind != "full":
                     self._raise(problem)
-                seconds, said = most, problem.message
+                seconds, reason = most, problem.message
             else:
-                seconds, said = min(most, REFUSED_SECONDS if is_refused else RETRY_SECONDS), problem
+                seconds, reason = min(most, REFUSED_SECONDS if is_refused else RETRY_SECONDS), problem
             now = time.monotonic()  # time counts from the first failure, which may take long itself
             last_deadline = min(last_deadline, now + most)
             if seconds != limit:  # another kind of failure
                 limit, deadline = seconds, min(now + seconds, last_deadline)
                 if limit > 0:
-                    logger.warning("runtime server %s: %.200s; tried again for %g s", self.spec.url, said, limit)
+                    logger.warning("runtime server %s: %.200s; tried again for %g s", self.spec.url, reason, limit)
             if time.monotonic() + pause > deadline:
-                raise InfraError(f"the runtime server {self.spec.url} failed for {limit:g} s; last: {said}")
+                raise InfraError(f"the runtime server {self.spec.url} failed for {limit:g} s; last: {reason}")
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    def _raise(self, problem: Problem) -> NoReturn:
+    def _raise(self, problem: ErrorReply) -> NoReturn:
         if problem.kind == "missing_file":
             raise FileNotFoundError(problem.message)
         if problem.kind == "value":
@@ -257,7 +257,7 @@ class RemoteRuntime:
         raise InfraError(f"{self.spec.url}: {problem.message}")
 
 
-Answer = RuntimeState | CommandState
+ServerReply = RuntimeState | CommandState
 
 
 _PASSING = (408, 425, 429, 500, 502, 503, 504)
@@ -266,14 +266,14 @@ _NO_ANSWER = "no server answers: {}; start one there with `python -m skyrl_agent
 _NO_SERVER = "what answers there is no runtime server: {}"
 
 
-def _said(error: httpx.HTTPError) -> str:
+def _error_text(error: httpx.HTTPError) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _problem(answer: httpx.Response) -> Problem | str:
+def _error_of(answer: httpx.Response) -> ErrorReply | str:
     """Text where it is not the server who answers but something before it."""
     try:
-        return Problem.model_validate_json(answer.content)
+        return ErrorReply.model_validate_json(answer.content)
     except ValidationError:
         return f"status {answer.status_code}: {answer.text:.300}"
 

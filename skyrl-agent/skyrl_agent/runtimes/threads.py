@@ -11,7 +11,7 @@ from skyrl_agent.errors import InfraError
 T = TypeVar("T")
 
 
-async def in_thread(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
+async def in_thread(seconds: float, function: Callable[..., T], *arguments: object) -> T:
     """The result of `function(*arguments)`. A cancelled caller does not end the call; its result is then dropped.
 
     Raises:

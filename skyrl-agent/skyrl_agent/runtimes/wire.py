@@ -1,17 +1,17 @@
-"""What a client of a runtime server and the server say to each other. Bytes are base64 in JSON; files go as they are.
+"""Protocol between a runtime server and its clients. Bytes are base64 in JSON; files are sent as they are.
 
 | | |
 |---|---|
-| `PUT /runtimes/{id}` | makes one (`NewRuntime`); `GET` waits up to `wait` seconds for it; both give `RuntimeState` |
-| `POST /runtimes/{id}/lease` | a heartbeat; any other request is one too |
+| `PUT /runtimes/{id}` | creates it (`NewRuntime`); `GET` waits for it up to `wait` seconds; both give `RuntimeState` |
+| `POST /runtimes/{id}/lease` | heartbeat, as is any other request |
 | `DELETE /runtimes/{id}` | closes it |
-| `PUT /runtimes/{id}/commands/{id}` | runs one (`NewCommand`); `GET` waits for it; both give `CommandState` |
+| `PUT /runtimes/{id}/commands/{id}` | runs a command (`NewCommand`); `GET` waits for it; both return `CommandState` |
 | `DELETE /runtimes/{id}/commands/{id}` | ends it |
 | `PUT`, `GET /runtimes/{id}/files?path=` | a file |
 | `GET /runtimes/{id}/snapshot` | a compressed tar |
-| `GET /health` | how many runtimes there are, and may be |
+| `GET /health` | number of runtimes, and their limit |
 
-Ids are the client's, so a request that is made twice does nothing twice. Errors are `Problem`s.
+Ids are the client's, so a request that is made twice does nothing twice. Errors are `ErrorReply`.
 """
 
 from typing import Literal
@@ -27,10 +27,14 @@ ID = r"^[0-9a-zA-Z_-]{8,64}$"
 
 
 class Body(BaseModel):
+    """Base class of requests and replies."""
+
     model_config = ConfigDict(extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
 
 
 class NewRuntime(Body):
+    """Request to create a runtime; see `RuntimeSpec`."""
+
     image: str | None = None
     workdir: str | None = None
     files: dict[str, bytes] = {}
@@ -43,12 +47,16 @@ class NewRuntime(Body):
 
 
 class RuntimeState(Body):
+    """State of a runtime."""
+
     ready: bool
     workdir: str = ""
     python: str = ""
 
 
 class NewCommand(Body):
+    """Request to run a command; see `Runtime.exec`."""
+
     command: str | list[str]
     stdin: bytes = b""
     env: dict[str, str] = {}
@@ -57,15 +65,19 @@ class NewCommand(Body):
 
 
 class CommandState(Body):
+    """State of a command."""
+
     result: ExecResult | None = None
     """None while it runs."""
 
 
-ProblemKind = Literal["infrastructure", "value", "missing_file", "full", "gone", "unauthorized", "request"]
+ErrorKind = Literal["infrastructure", "value", "missing_file", "full", "gone", "unauthorized", "request"]
 
 
-class Problem(Body):
-    kind: ProblemKind
+class ErrorReply(Body):
+    """Reply to a request that failed."""
+
+    kind: ErrorKind
     """`full`: no room for a runtime now. `gone`: there is none of that id. `value`, `missing_file`: what `Runtime`
     raises. `request`: not as described here."""
     message: str

@@ -11,17 +11,17 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from typing import Any
 
 from skyrl_agent.runtimes.leases import Lease, lease_folder, leases
 from skyrl_agent.runtimes.leftovers import sweep
+from skyrl_agent.types import JsonObject
 
 SWEEP_SECONDS = 10.0
 RETRY_SECONDS = 0.2
 GIVE_UP_SECONDS = 600.0
 
 
-def describe(lease: Lease) -> dict[str, Any]:
+def describe(lease: Lease) -> JsonObject:
     """Raises FileNotFoundError if it is gone."""
     return {
         "id": lease.id,
@@ -35,7 +35,8 @@ def describe(lease: Lease) -> dict[str, Any]:
     }
 
 
-def table(rows: list[dict[str, Any]], outcome: dict[str, str]) -> str:
+def table(rows: list[JsonObject], outcome: dict[str, str]) -> str:
+    """Format leases and their outcome as a table."""
     lines = []
     for row in rows:
         state = outcome.get(row["id"]) or (f"left behind: {row['left_behind']}" if row["left_behind"] else "in use")
@@ -59,6 +60,7 @@ def watch(owner: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="skyrl_agent.services.gc", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--remove", action="store_true", help="remove what is left behind; what is in use stays")
     parser.add_argument("--json", action="store_true")

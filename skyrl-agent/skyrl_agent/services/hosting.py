@@ -21,15 +21,15 @@ class Full(Exception):
 
 
 class Gone(Exception):
-    """There is no such runtime (any more)."""
+    """Unknown runtime, or one that was closed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostSettings:
-    """What a server gives away.
+    """Limits of a runtime server.
 
     Args:
-        max_output_bytes: of standard output, and of standard error, of one command.
+        max_output_bytes: limit of each output stream of a command.
     """
 
     kind: RuntimeKind = "auto"
@@ -51,6 +51,8 @@ class Hosted:
 
 
 class Host:
+    """Host of the runtimes of a server."""
+
     def __init__(self, settings: HostSettings) -> None:
         self.settings = settings
         self._hosted: dict[str, Hosted] = {}
@@ -150,6 +152,7 @@ class Host:
                     self._begin_to_close(id, why)
 
     async def shut_down(self) -> None:
+        """Close all runtimes."""
         for id in list(self._hosted):
             self._begin_to_close(id, "the server is shutting down")
         if self._closing:

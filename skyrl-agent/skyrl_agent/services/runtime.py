@@ -36,6 +36,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
+    """Tell if a host name is of this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -43,6 +44,7 @@ def is_loopback(host: str) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line."""
     defaults = {field.name: field.default for field in fields(HostSettings)}
     parser = argparse.ArgumentParser(prog="skyrl_agent.services.runtime", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--host", default="127.0.0.1")
@@ -60,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def serve(settings: HostSettings, host: str, port: int, token: str | None) -> int:
-    """Until SIGTERM or SIGINT. Closes its runtimes."""
+    """Serve until SIGTERM or SIGINT, then close all runtimes."""
     import uvicorn
 
     from skyrl_agent.services.runtime_app import create_app

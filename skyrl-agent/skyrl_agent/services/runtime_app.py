@@ -17,13 +17,14 @@ from skyrl_agent.runtimes.wire import (
     LOOPBACK_NAMES,
     POLL_SECONDS,
     CommandState,
+    ErrorKind,
+    ErrorReply,
     NewCommand,
     NewRuntime,
-    Problem,
-    ProblemKind,
     RuntimeState,
 )
 from skyrl_agent.services.hosting import Full, Gone, Host, HostSettings
+from skyrl_agent.types import JsonObject
 
 Id = Annotated[str, Path(pattern=ID)]
 Wait = Annotated[float, Query(ge=0, le=POLL_SECONDS)]
@@ -31,8 +32,10 @@ Wishes = TypeVar("Wishes", bound=BaseModel)
 
 
 class Refused(Exception):
-    def __init__(self, status: int, kind: ProblemKind, message: str) -> None:
-        self.status, self.problem = status, Problem(kind=kind, message=message)
+    """Refusal of a request with an HTTP status."""
+
+    def __init__(self, status: int, kind: ErrorKind, message: str) -> None:
+        self.status, self.reply = status, ErrorReply(kind=kind, message=message)
 
 
 def create_app(settings: HostSettings, token: str | None = None) -> FastAPI:
@@ -86,7 +89,7 @@ def create_app(settings: HostSettings, token: str | None = None) -> FastAPI:
             raise Refused(400, "request", str(error)) from None
 
     @app.get("/health")
-    async def health() -> dict[str, Any]:
+    async def health() -> JsonObject:
         return {"runtimes": host.num_runtimes, "max_runtimes": settings.max_runtimes, "kind": settings.kind}
 
     async def runtime_state(id: str, wait: float) -> RuntimeState:
@@ -155,13 +158,13 @@ def create_app(settings: HostSettings, token: str | None = None) -> FastAPI:
     return app
 
 
-def _answer_with(status: int, kind: ProblemKind) -> Any:
+def _answer_with(status: int, kind: ErrorKind) -> Any:
     async def answer(_: Request, error: Exception) -> Response:
-        return JSONResponse(Problem(kind=kind, message=str(error)).model_dump(), status_code=status)
+        return JSONResponse(ErrorReply(kind=kind, message=str(error)).model_dump(), status_code=status)
 
     return answer
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    return JSONResponse(error.problem.model_dump(), status_code=error.status)
+    return JSONResponse(error.reply.model_dump(), status_code=error.status)

@@ -1,4 +1,4 @@
-"""What a task is: what an agent is told, where it works, and how its result is judged. Knows no agent, no model."""
+"""Base class of tasks: instruction, runtime, and evaluation of the result. Knows no agent, no model."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ class BaseTask:
     `TaskRowError`. Neither is ever a reward of 0.
     """
 
-    make_environment: Callable[[int], Awaitable[Any]] | None = None
+    make_environment: Callable[[int], Awaitable[object]] | None = None
     """(place) -> an environment that `async_fix_pool` lends to one trajectory at a time; none: the task has none."""
     close_environment: Callable[[Any], Awaitable[None]] | None = None
     tools: Sequence[str] = ()
@@ -64,14 +64,14 @@ class BaseTask:
         raise NotImplementedError
 
     def runtime_spec(self, instance: Instance) -> RuntimeSpec | None:
-        """Where the agent works; None: nowhere. The task file's `runtime` section is laid over it."""
+        """Return the agent's runtime; None: it needs none. The task file's `runtime` section overrides it."""
         return None
 
     async def initialize_runtime(self, instance: Instance, runtime: Runtime) -> None:
         """Makes a started runtime ready for the agent."""
 
     async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> Any:
-        """What there is to judge, taken from the runtime before it closes (a patch, files). Replaces the result."""
+        """Collect the result to evaluate (a patch, files) before the runtime closes. Replaces the agent's answer."""
         return result
 
     def evaluation_runtime_spec(self, instance: Instance) -> RuntimeSpec | None:

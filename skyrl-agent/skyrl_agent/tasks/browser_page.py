@@ -126,7 +126,7 @@ class BrowserPage:
     def _element(self, number: int) -> Any:
         return self.page.locator(f'[data-agent="{number}"]')
 
-    async def _do(self, action: Coroutine[Any, Any, T]) -> T:
+    async def _do(self, action: Coroutine[object, None, T]) -> T:
         from playwright.async_api import Error  # pyright: ignore[reportMissingImports]
 
         try:

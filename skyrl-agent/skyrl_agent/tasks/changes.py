@@ -1,4 +1,4 @@
-"""What an agent changed in the files it was given: read from its runtime, as texts and as a patch."""
+"""Changes of an agent to its files: read from its runtime, as texts and as a patch."""
 
 import difflib
 import hashlib
@@ -6,10 +6,10 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes.base import Runtime
+from skyrl_agent.types import JsonObject
 
 MAX_BYTES = 1 << 20
 """Of all changed files together; the rest is left out."""
@@ -103,8 +103,8 @@ def _lines(text: str | None) -> list[str]:
     return re.findall(r"[^\n]*\n|[^\n]+", text or "")
 
 
-def as_result(changes: Changes, original: Mapping[str, str]) -> dict[str, Any]:
-    """What `BaseTask.complete_runtime` hands on: plain values, so that it can be written down."""
+def as_result(changes: Changes, original: Mapping[str, str]) -> JsonObject:
+    """Return plain values for `BaseTask.complete_runtime`, which can be written to a file."""
     return {
         "git_patch": unified_diff(original, changes.files, changes.executable),
         "files": changes.files,

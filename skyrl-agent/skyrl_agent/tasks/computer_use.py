@@ -15,13 +15,15 @@ from typing import Any
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
 from skyrl_agent.tasks.browser_page import BrowserPage
-from skyrl_agent.types import Message, TrajectoryResult
+from skyrl_agent.types import JsonObject, Message, TrajectoryResult
 
 SYSTEM = """You use a browser. The tool `page` shows the page as text, with numbers at what can be clicked or filled \
 in, and acts on it. There is no network beyond this site."""
 
 
 class ComputerUseTask(BaseTask):
+    """Task in a browser; the dispatcher supplies the pages."""
+
     tools = ("page", "finish")
 
     async def make_environment(self, place: int) -> BrowserPage:
@@ -54,7 +56,7 @@ class ComputerUseTask(BaseTask):
     async def initialize_runtime(self, instance: Instance, runtime: Any) -> None:
         await page_of(runtime).show(files_of(instance), instance.row.get("start") or "index.html")
 
-    async def complete_runtime(self, instance: Instance, runtime: Any, result: Any) -> dict[str, Any]:
+    async def complete_runtime(self, instance: Instance, runtime: Any, result: Any) -> JsonObject:
         if instance.row.get("check") is None:
             return {"answer": result}
         try:

@@ -1,7 +1,6 @@
-"""What a final answer is worth: the graders of `skyrl_gym`, over answers as agents give them.
+"""Graders of `skyrl_gym` over final answers of agents.
 
-A finish tool takes an answer without ceremony, so that where a box, a tag or a fence is missing the whole text is the
-answer.
+A finish tool takes plain answers, so without a box, a tag or a fence the whole text is the answer.
 """
 
 import json
@@ -10,6 +9,7 @@ from typing import Any
 
 from skyrl_agent.errors import TaskRowError
 from skyrl_agent.runtimes.threads import in_thread
+from skyrl_agent.types import Row
 from skyrl_gym.error import TaskError
 from skyrl_gym.graders import Grade, code, math, qa
 
@@ -17,27 +17,28 @@ GRADE_SECONDS = 1800.0
 """The graders have shorter limits of their own; this one is for a machine that stands still."""
 
 
-async def graded(grader: Callable[..., Grade], *arguments: Any) -> Grade:
-    """What a grader says, in a thread of its own: it may wait for a judge, a process or a sandbox.
+async def graded(grader: Callable[..., Grade], *arguments: object) -> Grade:
+    """Run a grader in a thread of its own: it may wait for a judge, a process or a sandbox.
 
     Raises:
-        InfraError: it did not come back.
+        InfraError: it did not return.
     """
     return await in_thread(GRADE_SECONDS, grader, *arguments)
 
 
-def final_text(result: Any) -> str:
+def final_text(result: object) -> str:
     """An agent's result without its thoughts; "" where it gave none."""
     return "" if result is None else str(result).rpartition("</think>")[2].strip()
 
 
 def short_answer(text: str) -> str:
-    r"""What the last `\boxed{}` holds, else the last `<answer>`, else the whole text."""
+    r"""Return the last `\boxed{}`, else the last `<answer>`, else the whole text."""
     boxed = boxed_answer(text)
     return (boxed if boxed is not None else qa.extract_solution(text) or text).strip()
 
 
 def boxed_answer(text: str) -> str | None:
+    """Return the contents of the last `\\boxed{}`; None if there is none."""
     boxed = math.last_boxed_only_string(text)
     return math.remove_boxed(boxed) if boxed is not None else None
 
@@ -48,10 +49,12 @@ def grade_math(text: str, gold: str, question: str = "") -> Grade:
 
 
 def grade_em(text: str, golds: list[str]) -> Grade:
+    """Grade by exact match with one of the gold answers."""
     return qa.exact_match(short_answer(text), golds)
 
 
 def grade_f1(text: str, golds: list[str]) -> Grade:
+    """Grade by the F1 score of words."""
     return qa.f1(short_answer(text), golds)
 
 
@@ -79,7 +82,7 @@ def tests_of(ground_truth: Any) -> code.CodeTests:
         raise TaskRowError(str(failure)) from failure
 
 
-def _in_our_form(row: Mapping[str, Any]) -> Mapping[str, Any]:
+def _in_our_form(row: Row) -> Mapping[str, Any]:
     if "functional" in row:
         return {"tests": [row["functional"]]}
     if "inputs" not in row or "outputs" not in row:
@@ -92,5 +95,5 @@ def _in_our_form(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"tests": [{"input": _text(given), "output": _text(wanted), **kind} for given, wanted in pairs]}
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)

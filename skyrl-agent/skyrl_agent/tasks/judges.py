@@ -1,7 +1,6 @@
 """Language models as judges: `skyrl_gym.graders.judge`, set up by a task file or the environment."""
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Mapping
 from functools import cached_property
@@ -11,6 +10,7 @@ from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.tasks.base import BaseTask
 from skyrl_agent.tools.async_service import AsyncService
 from skyrl_gym.graders.judge import Judge, JudgeSettings
+from skyrl_gym.suggestions import did_you_mean
 
 URL_VARIABLE = "STEM_LLM_JUDGE_URL"
 MODEL_OF_URL = "openai/gpt-oss-20b"
@@ -30,10 +30,7 @@ def make_judge(settings: Mapping[str, Any] | None, where: str = "task_config.jud
     known = [field.name for field in dataclasses.fields(JudgeSettings)]
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"unknown key {where}.{name}; " + (f"did you mean {near[0]}?" if near else f"there are: {known}")
-            )
+            raise ConfigError(f"unknown key {where}.{name}; {did_you_mean(name, known)}")
     if not given.get("base_url") and (url := os.environ.get(URL_VARIABLE, "").strip()):
         given = {"model": MODEL_OF_URL, **given, "base_url": url}
     if url := given.get("base_url"):

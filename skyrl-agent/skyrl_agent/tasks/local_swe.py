@@ -28,7 +28,7 @@ from skyrl_agent.runtimes.base import Limits, Runtime, RuntimeSpec
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
 from skyrl_agent.tasks.changes import Changes, as_result, read_changes
 from skyrl_agent.tasks.tests_run import CollectionError, TestRun, check_pytest, pytest_arguments, run_tests
-from skyrl_agent.types import Message, Row, TrajectoryResult
+from skyrl_agent.types import JsonObject, Message, Row, TrajectoryResult
 from skyrl_gym.sandbox.workspace import path_parts
 
 MEBIBYTE = 1 << 20
@@ -61,7 +61,7 @@ class Problem:
     solution: dict[str, str] | None
 
     def is_editable(self, path: str) -> bool:
-        """Whether an agent's version of a file is judged. New files are, but for tests and their settings."""
+        """Tell if the agent's version of a file is evaluated: new files are, except tests and their settings."""
         if self.edit_files and path in self.files:
             return path in self.edit_files
         return not is_test_file(path)
@@ -77,7 +77,7 @@ class Problem:
 
 
 def is_test_file(path: str) -> bool:
-    """By its name: a test, a folder of tests, or settings of pytest."""
+    """Recognize, by name, a test, a folder of tests, or settings of pytest."""
     *folders, name = PurePosixPath(path).parts
     stem = name.removesuffix(".py")
     is_test = name.endswith(".py") and (stem.startswith("test_") or stem.endswith("_test"))
@@ -131,7 +131,7 @@ def read_problem(instance: Instance) -> Problem:
     )
 
 
-def _solution(value: Any, edit_files: tuple[str, ...]) -> dict[str, str] | None:
+def _solution(value: object, edit_files: tuple[str, ...]) -> dict[str, str] | None:
     """Texts by path; None for a solution in another form, which cannot be tried."""
     if isinstance(value, str) and len(edit_files) == 1:
         return {edit_files[0]: value}
@@ -185,7 +185,7 @@ class LocalSWETask(BaseTask):
         shown = {path: text for path, text in files.items() if self.show_tests or not is_test_file(path)}
         return self._spec(shown)
 
-    async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> dict[str, Any]:
+    async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> JsonObject:
         """`git_patch`: what may be judged of the changes, as a unified diff; `files`: the same as texts; `left_out`."""
         problem = read_problem(instance)
         shown = {path: problem.files[path] for path in runtime.spec.files}
@@ -214,7 +214,7 @@ class LocalSWETask(BaseTask):
         await put(runtime, files, result.get("executable", ()))
         return judge(problem, await self._run_tests(problem, runtime, untrusted=files))
 
-    def solution(self, instance: Instance) -> dict[str, Any] | None:
+    def solution(self, instance: Instance) -> JsonObject | None:
         problem = read_problem(instance)
         return problem.solution and as_result(Changes(dict(problem.solution)), problem.files)
 
@@ -282,7 +282,7 @@ def _first(row: Row, *names: str) -> Any:
     return next((row[name] for name in names if row.get(name) is not None), None)
 
 
-def _from_json(value: Any) -> Any:
+def _from_json(value: object) -> Any:
     if isinstance(value, str):
         try:
             return json.loads(value)

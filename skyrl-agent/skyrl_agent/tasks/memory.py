@@ -35,7 +35,7 @@ class MemoryAgentTask(JudgedTask):
 
     tools = ("next_with_summary", "finish")
 
-    def __init__(self, *, grader: Grader = "em", judge: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, *, grader: Grader = "em", judge: Mapping[str, object] | None = None) -> None:
         if grader not in get_args(Grader):
             raise ConfigError(f"task_config.grader must be one of {', '.join(get_args(Grader))}; got {grader!r}")
         super().__init__(judge)

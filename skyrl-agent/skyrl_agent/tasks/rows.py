@@ -1,4 +1,4 @@
-"""What tasks take from dataset rows. A row may come from Parquet (arrays, JSON in texts) or be made by hand."""
+"""Readers of dataset rows, which may come from Parquet (arrays, JSON in texts) or be made by hand."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,9 +14,9 @@ def field(row: Row, *paths: str) -> Any:
     for path in paths:
         found: Any = row
         for name in path.split("."):
-            found = _opened(found)
+            found = _unpacked(found)
             found = found.get(name) if isinstance(found, Mapping) else None
-        if _is_something(found := _plain(found)):
+        if _is_present(found := _plain(found)):
             return found
     return None
 
@@ -43,13 +43,13 @@ def messages_of(row: Row, *paths: str) -> list[Message]:
 
 
 def with_system(messages: list[Message], prompt: str) -> list[Message]:
-    """With a system message before them, unless they have one."""
+    """Prepend a system message, unless there is one."""
     has_one = any(message["role"] == "system" for message in messages)
     return messages if has_one else [{"role": "system", "content": prompt}, *messages]
 
 
 def question_of(messages: Sequence[Message]) -> str:
-    """What the user asks, for a judge."""
+    """Return the user's question, for a judge."""
     text = next((str(message["content"]) for message in messages if message["role"] == "user"), "")
     return text.strip().removeprefix("Answer the given question:").strip()
 
@@ -74,7 +74,7 @@ def golds_of(row: Row, *paths: str) -> list[str]:
     return golds
 
 
-def _opened(value: Any) -> Any:
+def _unpacked(value: object) -> Any:
     """JSON objects that a text holds."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:
@@ -88,5 +88,5 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _is_something(value: Any) -> bool:
+def _is_present(value: object) -> bool:
     return value is not None and not (isinstance(value, str | Sequence | Mapping) and len(value) == 0)

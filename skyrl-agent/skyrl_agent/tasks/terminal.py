@@ -22,7 +22,7 @@ from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes.base import Limits, Runtime, RuntimeSpec
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
 from skyrl_agent.tasks.tests_run import missing_program, obstacles_of
-from skyrl_agent.types import Message, Row, TrajectoryResult
+from skyrl_agent.types import JsonObject, Message, Row, TrajectoryResult
 
 LANGUAGES = ("bash", "python")
 SYSTEM = "You work at a shell, in small steps: run a command, read what it says, go on. There is no network."
@@ -55,10 +55,13 @@ print(whole.hexdigest())
 
 @dataclass(frozen=True)
 class Script:
+    """Script of a row in one of two languages."""
+
     code: str
     language: str = "bash"
 
     def command(self, python: str, *arguments: str) -> list[str]:
+        """Return the command that runs it."""
         if self.language == "python":
             return [python, "-c", self.code, *arguments]
         return ["bash", "-c", self.code, "bash", *arguments]
@@ -115,7 +118,7 @@ class TerminalTask(BaseTask):
                     f"{done.returncode}, {(done.stderr or done.stdout).strip()[-300:]!r}"
                 )
 
-    async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> dict[str, Any]:
+    async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> JsonObject:
         answer = "" if result is None else str(result)
         if instance.row.get("check") is None:
             return {"answer": answer}
@@ -151,7 +154,7 @@ class TerminalTask(BaseTask):
         }
         return Judgement(float(all(parts.values())), parts)
 
-    def solution(self, instance: Instance) -> dict[str, Any] | None:
+    def solution(self, instance: Instance) -> JsonObject | None:
         """The answer; none where a script checks what was done."""
         answer = _first(instance.row, "gold", "expected_output")
         return None if answer is None else {"answer": str(answer)}
@@ -186,7 +189,7 @@ async def _run(runtime: Runtime, command: str) -> None:
 
 
 def scripts(value: Any) -> list[Script]:
-    """Of a row's field: none, one or several, as text or with their language."""
+    """Read the scripts of a row's field: none, one or several, as text or with their language."""
     value = _from_json(value)
     if value is None:
         return []
@@ -209,7 +212,7 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _from_json(value: Any) -> Any:
+def _from_json(value: object) -> Any:
     """Tables hold nested values as JSON; a script is no JSON."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:

@@ -3,17 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
+from skyrl_agent.types import JsonObject, Row
+
 ROOTS = {1: "/testbed", 2: "/system", 3: "/workspace", 4: ""}
 """The folder that each of NL2Bash's file systems is made in."""
 
 
-def nl2bash_row(task: Mapping[str, Any], setups: Mapping[str, str], workdir: str = "/workspace") -> dict[str, Any]:
-    """Of InterCode's NL2Bash (https://arxiv.org/abs/2306.14898). Judged by what the reference command does: it has no
-    folder of its own below `/`, which in a sandbox cannot be written; its folder is in the working directory instead.
+def nl2bash_row(task: Row, setups: Mapping[str, str], workdir: str = "/workspace") -> JsonObject:
+    """Convert a row of InterCode's NL2Bash (https://arxiv.org/abs/2306.14898), evaluated by the effects of its
+    reference command. Its folder is in the working directory, as a sandbox cannot write below `/`.
 
     Args:
         setups: `fs1` to `fs4` -> the script that makes the files.
-        workdir: of the runtime, absolute.
+        workdir: absolute working directory of the runtime.
     """
     root = ROOTS[task["fs"]]
     place = workdir if root in ("", "/workspace") else f"{workdir}{root}"
@@ -30,12 +32,12 @@ def nl2bash_row(task: Mapping[str, Any], setups: Mapping[str, str], workdir: str
     }
 
 
-def agentbench_os_row(task: Mapping[str, Any]) -> dict[str, Any]:
-    """Of AgentBench's operating system tasks (https://arxiv.org/abs/2308.03688). Most want the root user of a machine
-    of their own: a docker runtime.
+def agentbench_os_row(task: Row) -> JsonObject:
+    """Convert a row of AgentBench's operating system tasks (https://arxiv.org/abs/2308.03688). Most need the root user
+    of a machine: a docker runtime.
 
     Raises:
-        ValueError: a script is in a language that nothing here runs, or is not there.
+        ValueError: a script is missing or in an unsupported language.
     """
     create = task.get("create")
     create = create if isinstance(create, Mapping) else {}

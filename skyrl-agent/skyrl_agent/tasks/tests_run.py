@@ -1,9 +1,9 @@
-"""Tests run in a runtime, and what became of each.
+"""Run of tests in a runtime, with the outcome of each test.
 
-Test commands that are plain pytest are run by a few lines of ours around it, which say afterwards what became of each
-test. Python starts without the working directory on its path and has loaded pytest before anything from there, so no
-file of an agent stands in for it; a process that leaves early has said nothing, which is a failure. What they cannot
-prevent: code under test is in the process of its tests, and may take pytest itself apart.
+Plain pytest commands are run by a wrapper of a few lines, which reports the outcome of each test afterwards. Python
+starts without the working directory on its path and loads pytest before anything from there, so no file of an agent
+stands in for it; a process that exits early reports nothing, which is a failure. The wrapper cannot prevent code under
+test, which is in the process of its tests, from changing pytest itself.
 """
 
 import json
@@ -46,11 +46,11 @@ def explained(error):
     while frame is not None:
         file = inside(frame.tb_frame.f_code.co_filename) or file
         frame = frame.tb_next
-    told = getattr(error, "filename", None) if isinstance(error, SyntaxError) else getattr(error, "path", None)
+    path = getattr(error, "filename", None) if isinstance(error, SyntaxError) else getattr(error, "path", None)
     return {
         "error": type(error).__name__,
         "text": str(error)[:500],
-        "file": inside(told) if isinstance(told, str) else file,
+        "file": inside(path) if isinstance(path, str) else file,
         "module": error.name if isinstance(error, ModuleNotFoundError) else None,
     }
 class Results:
@@ -106,7 +106,7 @@ class CollectionError:
 
 @dataclass(frozen=True)
 class TestRun:
-    """What came of a test command."""
+    """Result of a test command."""
 
     __test__ = False  # its name is no test's
 
@@ -134,13 +134,13 @@ class TestRun:
 
     @property
     def fraction(self) -> float:
-        """Of the tests that were not skipped, how many passed."""
+        """Return the share of passed tests among those not skipped."""
         counted = [outcome for outcome in self.tests.values() if outcome != "skipped"]
         return counted.count("passed") / len(counted) if counted else float(self.passed)
 
 
 def pytest_arguments(command: str) -> list[str] | None:
-    """Of a command that is plain pytest; None for any other."""
+    """Return the arguments of a plain pytest command; None for any other."""
     if SHELL_SIGNS & set(command):
         return None
     try:
@@ -184,21 +184,21 @@ async def run_tests(runtime: Runtime, command: str, limits: Limits, untrusted: C
     stdin = f"{secret}\n{json.dumps(sorted(untrusted))}\n"
     argv = [runtime.python, "-I", "-B", "-c", RUNNER, *arguments]
     done = await runtime.exec(argv, stdin=stdin, env=ENVIRONMENT, limits=limits)
-    said = _said(done.stdout, secret)
-    if not said:
+    report = _report(done.stdout, secret)
+    if not report:
         raise InfraError(
             f"pytest did not start in {runtime.workdir}: {done.outcome} after {done.wall_seconds:.1f} s, return code "
             f"{done.returncode}: {_last_line(_tail(done))!r}"
         )
-    if "missing" in said:
-        raise _without_pytest(runtime, said["missing"])
-    tests = said.get("tests", {})
-    passed = done.ok and said.get("status") == 0 and "passed" in tests.values() and "failed" not in tests.values()
+    if "missing" in report:
+        raise _without_pytest(runtime, report["missing"])
+    tests = report.get("tests", {})
+    passed = done.ok and report.get("status") == 0 and "passed" in tests.values() and "failed" not in tests.values()
     output = _tail(replace(done, stdout="".join(x for x in done.stdout.splitlines(True) if secret not in x)))
-    not_collected = {name: CollectionError(**why) for name, why in said.get("not_collected", {}).items()}
+    not_collected = {name: CollectionError(**why) for name, why in report.get("not_collected", {}).items()}
     obstacles = {f"collection of {name}": f"{why.error}: {why.text}" for name, why in not_collected.items()}
-    if not obstacles and "status" in said and not {"passed", "failed"} & set(tests.values()):
-        obstacles = {_no_test(said["status"], tests): _last_line(output)}
+    if not obstacles and "status" in report and not {"passed", "failed"} & set(tests.values()):
+        obstacles = {_no_test(report["status"], tests): _last_line(output)}
     return TestRun(passed, tests, _timed_out(done), output, obstacles, not_collected)
 
 
@@ -230,7 +230,7 @@ def _last_line(text: str) -> str:
     return next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-def _said(output: str, secret: str) -> dict:
+def _report(output: str, secret: str) -> dict:
     for line in reversed(output.splitlines()):
         if line.startswith(secret):
             try:

@@ -1,4 +1,4 @@
-"""What a backend promises, as checks that any of them must pass:
+"""Conformance checks of backends:
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     async def test_my_backend(check):
@@ -15,7 +15,7 @@ from typing import Any
 
 from skyrl_agent.errors import BackendError, InfraError
 from skyrl_agent.integrations.base import answer_text
-from skyrl_agent.types import InferBackend, MetaInfo
+from skyrl_agent.types import InferBackend, MetaInfo, Tokenizer
 
 __all__ = ["CHECKS", "NOT_ASKED", "Subject", "run_check"]
 
@@ -39,7 +39,7 @@ class Subject:
     """
 
     backend: InferBackend
-    tokenizer: Any
+    tokenizer: Tokenizer
     prompt_ids: Sequence[int]
     tells_ids: bool = True
     reads_ids: bool = True
@@ -69,6 +69,7 @@ async def run_check(check: Check, subject: Subject) -> str | None:
 
 
 async def the_text_is_that_of_the_ids(subject: Subject) -> str | None:
+    """Check that text and token ids of a reply agree."""
     text, meta = await subject.ask()
     assert isinstance(text, str) and text, f"the answer is {text!r}"
     if not subject.tells_ids:
@@ -81,6 +82,7 @@ async def the_text_is_that_of_the_ids(subject: Subject) -> str | None:
 
 
 async def every_token_has_a_log_prob(subject: Subject) -> str | None:
+    """Check that each token has a finite log-prob."""
     _, meta = await subject.ask(temperature=1.0)
     if not subject.tells_ids:
         return NOT_ASKED
@@ -93,7 +95,7 @@ async def every_token_has_a_log_prob(subject: Subject) -> str | None:
 
 
 async def ids_are_read_as_they_are(subject: Subject) -> str | None:
-    """What the model writes after its own first tokens is what it wrote after them, with the same log-probs."""
+    """Check that the model continues its own first tokens as before, with the same log-probs."""
     if not (subject.tells_ids and subject.reads_ids):
         return NOT_ASKED
     _, whole = await subject.ask()
@@ -108,6 +110,7 @@ async def ids_are_read_as_they_are(subject: Subject) -> str | None:
 
 
 async def the_budget_is_kept(subject: Subject) -> str | None:
+    """Check `max_tokens` and its finish reason."""
     _, meta = await subject.ask(max_tokens=3)
     assert meta["finish_reason"] in ("stop", "length"), meta["finish_reason"]
     if not subject.tells_ids:
@@ -119,6 +122,7 @@ async def the_budget_is_kept(subject: Subject) -> str | None:
 
 
 async def a_stop_string_ends_the_answer_and_stays_in_it(subject: Subject) -> str | None:
+    """Check stop strings."""
     text, _ = await subject.ask()
     stop = text[3:5]
     assert len(stop) == 2, f"the prompt of the test is too weak: {text!r}"
@@ -134,6 +138,7 @@ async def a_stop_string_ends_the_answer_and_stays_in_it(subject: Subject) -> str
 
 
 async def requests_at_the_same_time_do_not_mix(subject: Subject) -> str | None:
+    """Check that concurrent requests do not affect each other."""
     if not subject.reads_ids:
         return NOT_ASKED
     prompts = [list(subject.prompt_ids[start:]) for start in range(4)]
@@ -144,6 +149,7 @@ async def requests_at_the_same_time_do_not_mix(subject: Subject) -> str | None:
 
 
 async def a_seed_gives_the_same_answer_again(subject: Subject) -> str | None:
+    """Check that a seed repeats an answer."""
     if not subject.reads_ids:
         return NOT_ASKED
     first, again, *others = [(await subject.ask(temperature=1.0, seed=seed))[0] for seed in (1, 1, 2, 3, 4)]
@@ -153,6 +159,7 @@ async def a_seed_gives_the_same_answer_again(subject: Subject) -> str | None:
 
 
 async def an_impossible_request_is_refused(subject: Subject) -> str | None:
+    """Check that a temperature of -1 is a BackendError."""
     if not subject.checks_requests:
         return NOT_ASKED
     try:
@@ -163,6 +170,7 @@ async def an_impossible_request_is_refused(subject: Subject) -> str | None:
 
 
 async def a_cancelled_request_leaves_the_backend_usable(subject: Subject) -> str | None:
+    """Check that a request after a cancelled one works."""
     before = await subject.ask()
     waiting = asyncio.create_task(subject.ask(max_tokens=100))
     await asyncio.sleep(0)
@@ -175,6 +183,7 @@ async def a_cancelled_request_leaves_the_backend_usable(subject: Subject) -> str
 
 
 async def a_dead_server_is_an_infrastructure_failure(subject: Subject) -> str | None:
+    """Check that a dead server is an InfraError."""
     if subject.dead is None:
         return NOT_ASKED
     try:

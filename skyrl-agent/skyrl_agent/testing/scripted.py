@@ -2,11 +2,11 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_agent.types import MetaInfo
+from skyrl_agent.types import JsonObject, MetaInfo, SamplingParams
 
 Script = Callable[[str, int], str] | Sequence[str]
 """(the text the model was asked with, turn) -> its answer; or the answers in order, the last one for ever."""
@@ -14,14 +14,14 @@ Script = Callable[[str, int], str] | Sequence[str]
 
 @dataclass
 class Request:
-    """What the model was asked."""
+    """Request to the model."""
 
     request_id: str
     turn: int
     input_ids: list[int]
     prompt: str
     """`input_ids` as text, special tokens included."""
-    sampling_params: dict[str, Any]
+    sampling_params: JsonObject
 
 
 @dataclass
@@ -43,7 +43,7 @@ class ScriptedModel:
     _turns: Counter[str] = field(default_factory=Counter)
 
     async def async_generate_ids(
-        self, *, input_ids: list[int], sampling_params: Mapping[str, Any], request_id: str
+        self, *, input_ids: list[int], sampling_params: SamplingParams, request_id: str
     ) -> tuple[str, MetaInfo]:
         turn = self._turns[request_id]
         self._turns[request_id] += 1

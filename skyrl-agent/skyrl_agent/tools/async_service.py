@@ -59,12 +59,12 @@ class AsyncService:
         self._headers = dict(headers or {})
         self._client: httpx.AsyncClient | None = None
 
-    async def json(self, body: Any = None, **request: Any) -> Any:
-        """What the server answers, as `request` does.
+    async def json(self, body: object = None, **request: Any) -> Any:
+        """Return the JSON of the server's reply; see `request`.
 
         Raises:
-            RefusedRequest: status 400, 413 or 422, which what is sent may be the reason of.
-            InfraError: as `request`; another status than 200; no JSON.
+            RefusedRequest: status 400, 413 or 422, which the request's contents may cause.
+            InfraError: see `request`; or a status other than 200, or no JSON.
         """
         response = await self.request(body, **request)
         if response.status in FAULTS_OF_THE_REQUEST:
@@ -77,7 +77,7 @@ class AsyncService:
             raise InfraError(f"{self.url}: the answer is not JSON: {failure}") from failure
 
     async def request(
-        self, body: Any = None, *, path: str = "", method: str = "POST", params: Mapping[str, str] | None = None
+        self, body: object = None, *, path: str = "", method: str = "POST", params: Mapping[str, str] | None = None
     ) -> Response:
         """Sends `body` as JSON, as often as it takes.
 
@@ -108,7 +108,7 @@ class AsyncService:
         finally:
             await service.close()
 
-    async def _attempt(self, method: str, url: str, body: Any, params: Mapping[str, str] | None) -> Response:
+    async def _attempt(self, method: str, url: str, body: object, params: Mapping[str, str] | None) -> Response:
         content = None if body is None else json.dumps(body).encode()  # ASCII: halves of characters pass
         headers = {"Content-Type": "application/json"} if content else {}
         received = bytearray()

@@ -1,6 +1,5 @@
-"""What a tool is, and the registry of their names. Importing this imports no tool."""
+"""Base class of tools, and the registry of their names. Importing this imports no tool."""
 
-import difflib
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -10,7 +9,8 @@ from typing import Any, ClassVar
 
 from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.runtimes.base import Runtime
-from skyrl_agent.types import Message, Probeable, Row
+from skyrl_agent.types import JsonObject, Message, Probeable, Row
+from skyrl_gym.suggestions import did_you_mean
 from skyrl_gym.tools.core import as_text, function_schema
 from skyrl_gym.tools.signature import ArgumentError, Signature, parse_docstring
 
@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass
 class ToolContext:
-    """What a call may know of where it is made."""
+    """Context of a call."""
 
     trajectory_id: str
     """Unique in the run; servers may route by it."""
@@ -42,13 +42,13 @@ class ToolContext:
     """Runs a sub-agent, whose turns are the trajectory's: (instruction, tools=None, max_iterations=None) -> answer."""
     messages: list[Message] = field(default_factory=list)
     """A copy of the conversation so far."""
-    memory: dict[str, Any] = field(default_factory=dict)
+    memory: JsonObject = field(default_factory=dict)
     """The tools' own, for one trajectory."""
 
 
 @dataclass(frozen=True)
 class ToolOutput:
-    """What a call did. A plain string is the text alone."""
+    """Result of a call. A plain string is the text alone."""
 
     text: str
     """For the model; the agent clips it."""
@@ -103,11 +103,11 @@ class BaseTool:
     def description(self) -> str:
         return parse_docstring(type(self).run.__doc__).description
 
-    def schema(self) -> dict[str, Any]:
-        """In OpenAI's form."""
+    def schema(self) -> JsonObject:
+        """Return the schema in OpenAI's form."""
         return function_schema(self.name, self.description, self.signature.schema())
 
-    async def call(self, context: ToolContext, arguments: dict[str, Any]) -> ToolOutput:
+    async def call(self, context: ToolContext, arguments: JsonObject) -> ToolOutput:
         """A call as a model wrote it. What goes wrong because of the model, or inside the tool, becomes text for it.
 
         Raises:
@@ -149,15 +149,13 @@ def register_tool(name: str, allow_overwrite: bool = False) -> Callable[[type[Ba
     return register
 
 
-def make_tool(name: str, settings: dict[str, Any] | None = None) -> BaseTool:
+def make_tool(name: str, settings: JsonObject | None = None) -> BaseTool:
     """
     Raises:
         ConfigError: there is no such tool; a setting of it is wrong; what it needs is not installed.
     """
     if name not in TOOL_REGISTRY:
-        near = difflib.get_close_matches(name, TOOL_REGISTRY, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(TOOL_REGISTRY))}"
-        raise ConfigError(f"tools: there is no tool {name!r}; {hint}")
+        raise ConfigError(f"tools: there is no tool {name!r}; {did_you_mean(name, sorted(TOOL_REGISTRY))}")
     found = TOOL_REGISTRY[name]
     if isinstance(found, str):
         module, _, attribute = found.partition(":")

@@ -74,7 +74,7 @@ class Bash(RuntimeTool):
 
 
 def readable(output: str) -> str:
-    """What a terminal would show in the end: no colours, the last state of a progress bar. Binary output is named, not
+    """Return the final screen of a terminal: no colours, the last state of a progress bar. Binary output is named, not
     shown."""
     strange = output.count("\ufffd") + output.count("\0")
     if strange > BINARY_SHARE * len(output):

@@ -15,7 +15,7 @@ _NEWLINE = r"(?:\r\n|(?<!\r)\n)"
 
 
 def lines_of(text: str) -> list[str]:
-    """With their ends."""
+    """Split a text into lines with their ends."""
     return _LINE.findall(text)
 
 
@@ -76,7 +76,7 @@ def _line_at(text: str, position: int) -> int:
 
 
 def _nearest(text: str, old: str) -> str:
-    """What the model may have meant: the same but for white space, else lines that resemble the first of it."""
+    """Find the text the model may have meant: equal except for white space, else lines similar to the first one."""
     lines = [line.rstrip("\r\n") for line in lines_of(text)]
     wanted = old.strip("\n").split("\n")
     bare, bare_wanted = [line.strip() for line in lines], [line.strip() for line in wanted]

@@ -8,7 +8,7 @@ from skyrl_agent.tools import editing
 from skyrl_agent.tools.base import ToolContext
 from skyrl_agent.tools.code_search.engine.outline import elide, outline
 from skyrl_agent.tools.in_runtime import RuntimeTool
-from skyrl_agent.tools.runtime_files import Found, absolute, read_path, remove_path, write_path
+from skyrl_agent.tools.runtime_files import PathState, absolute, read_path, remove_path, write_path
 
 MAX_FILE_BYTES = 1 << 20
 MAX_LINE_CHARS = 2000
@@ -162,7 +162,7 @@ def _given(command: str, name: str, value: Any) -> Any:
     return value
 
 
-def _text_of(path: str, found: Found) -> str:
+def _text_of(path: str, found: PathState) -> str:
     """Raises ValueError for what is no text file."""
     if found.kind == "missing":
         raise ValueError(f"there is no {path}: create makes a file, view of a folder shows what there is")

@@ -1,9 +1,11 @@
-"""How an agent says that it is done."""
+"""Tool with which an agent ends."""
 
 from skyrl_agent.tools.base import BaseTool, ToolContext, ToolOutput
 
 
 class Finish(BaseTool):
+    """Tool that ends the agent with its answer."""
+
     name = "finish"
 
     async def run(self, context: ToolContext, answer: str) -> ToolOutput:
@@ -16,6 +18,8 @@ class Finish(BaseTool):
 
 
 class BoxedFinish(BaseTool):
+    """Tool that ends the agent with its answer in a box."""
+
     name = "finish"
 
     async def run(self, context: ToolContext, answer: str) -> ToolOutput:

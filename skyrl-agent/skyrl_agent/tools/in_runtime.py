@@ -1,4 +1,4 @@
-"""What tools share that work in the trajectory's runtime."""
+"""Base class of tools that work in the trajectory's runtime."""
 
 from dataclasses import replace
 
@@ -11,16 +11,20 @@ ABOVE_COMMAND_SECONDS = 30.0
 
 
 class RuntimeTool(BaseTool):
+    """Tool that works in the trajectory's runtime."""
+
     async def open(self, context: ToolContext) -> None:
         """Raises ConfigError without a runtime."""
         self.runtime_of(context)
 
     def runtime_of(self, context: ToolContext) -> Runtime:
+        """Return the runtime. Raises ConfigError without one."""
         if context.runtime is None:
             raise self.without_runtime()
         return context.runtime
 
     def without_runtime(self) -> ConfigError:
+        """Return the error of a task without a runtime."""
         return ConfigError(
             f"tools: {self.name} works in a runtime, and the task gives none; "
             f"take a task that has one, or leave {self.name} out"

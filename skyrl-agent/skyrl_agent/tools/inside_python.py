@@ -25,14 +25,14 @@ def main():
         exec(compile(ast.Interactive(last), FILE, "single"), names)  # shows the value, unless it is None
     except SystemExit:
         raise
-    except BaseException as error:
-        traceback.print_exception(type(error), error, _of_the_program(error.__traceback__))
+    except BaseException as error:  # the program of the model may raise anything; its traceback is the output
+        traceback.print_exception(type(error), error, _program_frames(error.__traceback__))
         sys.stdout.flush()
         sys.exit(1)
 
 
-def _of_the_program(trace):
-    """Without the frames of this file."""
+def _program_frames(trace):
+    """Remove the frames of this file."""
     while trace is not None and trace.tb_frame.f_code.co_filename != FILE:
         trace = trace.tb_next
     return trace

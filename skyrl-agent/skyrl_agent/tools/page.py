@@ -7,6 +7,8 @@ from skyrl_agent.tools.base import BaseTool, ToolContext
 
 
 class Page(BaseTool):
+    """Tool for the page of a browser."""
+
     name = "page"
 
     async def open(self, context: ToolContext) -> None:

@@ -1,7 +1,6 @@
 """Runs Python that a model wrote: in the trajectory's runtime, else in one of its own."""
 
 from importlib.resources import files
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -10,6 +9,7 @@ from skyrl_agent.errors import ConfigError
 from skyrl_agent.runtimes import make_runtime, spec_with
 from skyrl_agent.runtimes.base import ExecResult, Limits, Runtime, RuntimeSpec
 from skyrl_agent.tools.base import BaseTool, ToolContext, ToolOutput
+from skyrl_agent.types import JsonObject
 from skyrl_gym.graders.code import extract_code
 
 NOTHING_PRINTED = "The program ran without error and printed nothing. Print what you want to see."
@@ -34,7 +34,7 @@ class CodeInterpreter(BaseTool):
     name = "code_interpreter"
 
     def __init__(
-        self, *, timeout: float = 30.0, memory_bytes: int = 1 << 30, runtime: dict[str, Any] | None = None
+        self, *, timeout: float = 30.0, memory_bytes: int = 1 << 30, runtime: JsonObject | None = None
     ) -> None:
         self.limits = Limits(wall_seconds=timeout, cpu_seconds=timeout, memory_bytes=memory_bytes)
         try:

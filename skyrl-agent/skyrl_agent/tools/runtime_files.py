@@ -35,8 +35,8 @@ mv -f -- "$part" "$target"
 
 
 @dataclass(frozen=True)
-class Found:
-    """What is at a path: `missing`, a `directory` (two levels of names, without hidden ones), or a `file`."""
+class PathState:
+    """State of a path: `missing`, a `directory` (two levels of names, without hidden ones), or a `file`."""
 
     kind: str
     data: bytes = b""
@@ -49,7 +49,7 @@ def absolute(runtime: Runtime, path: str) -> str:
     return posixpath.normpath(posixpath.join(runtime.workdir, path))
 
 
-async def read_path(runtime: Runtime, path: str, max_bytes: int) -> Found:
+async def read_path(runtime: Runtime, path: str, max_bytes: int) -> PathState:
     """
     Raises:
         ValueError: there is something that cannot be read; the text says why.
@@ -69,8 +69,8 @@ async def read_path(runtime: Runtime, path: str, max_bytes: int) -> Found:
     if not result.ok:
         raise ValueError(f"{path} could not be read: {_why(result)}")
     if kind == "directory":
-        return Found(kind, entries=sorted(entry[2:] for entry in rest.splitlines() if entry not in (".", "./")))
-    return Found(kind, base64.b64decode(rest) if kind == "file" else b"")
+        return PathState(kind, entries=sorted(entry[2:] for entry in rest.splitlines() if entry not in (".", "./")))
+    return PathState(kind, base64.b64decode(rest) if kind == "file" else b"")
 
 
 async def write_path(runtime: Runtime, path: str, data: bytes) -> None:

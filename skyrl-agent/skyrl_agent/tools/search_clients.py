@@ -1,10 +1,11 @@
-"""What stands behind search tools: a class with one method, `search`. Knows no tools."""
+"""Search services: classes with one method, `search`. Know no tools."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from skyrl_agent.errors import InfraError
 from skyrl_agent.tools.async_service import PROBE_RETRIES, AsyncService
+from skyrl_agent.types import JsonObject
 from skyrl_gym.services import Retries
 
 SERPER_URL = "https://google.serper.dev/search"
@@ -25,11 +26,13 @@ class Hit:
 
 
 class SearchClient(Protocol):
+    """Interface of search services."""
+
     async def search(self, query: str, num: int) -> list[Hit]:
-        """At most `num` hits, the best first.
+        """Return at most `num` hits, the best first.
 
         Raises:
-            ValueError: something is wrong with the query; the text is for the model.
+            ValueError: the query is wrong; the text is for the model.
             InfraError: the server failed.
         """
         ...
@@ -79,8 +82,8 @@ class RetrieverClient(_ServiceClient):
             raise self.unreadable(answer, failure) from failure
 
 
-def _document(document: dict[str, Any]) -> Hit:
-    """Its first line is the title."""
+def _document(document: JsonObject) -> Hit:
+    """Split a document, whose first line is the title."""
     title, _, text = document["contents"].strip().partition("\n")
     return Hit(title, str(document.get("url") or document.get("id") or ""), text)
 
@@ -117,5 +120,5 @@ class YoucomClient(_ServiceClient):
             raise self.unreadable(answer, failure) from failure
 
 
-def _hit(item: dict[str, Any], url: str, text: str | None) -> Hit:
+def _hit(item: JsonObject, url: str, text: str | None) -> Hit:
     return Hit(item.get("title") or item[url], item[url], text or "")

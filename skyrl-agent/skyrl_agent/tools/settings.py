@@ -6,15 +6,15 @@ from skyrl_agent.errors import ConfigError
 
 
 def setting(given: str | None, *variables: str) -> str | None:
-    """What the task file gives, else the first environment variable that holds something."""
+    """Return the task file's value, else the first environment variable that is not empty."""
     return given or next((value for name in variables if (value := os.environ.get(name, "").strip())), None)
 
 
 def required(tool: str, name: str, given: str | None, *variables: str) -> str:
-    """As `setting`.
+    """Return a value that must exist; see `setting`.
 
     Raises:
-        ConfigError: neither is there.
+        ConfigError: neither is set.
     """
     value = setting(given, *variables)
     if value is None:
@@ -26,7 +26,7 @@ def required(tool: str, name: str, given: str | None, *variables: str) -> str:
 
 
 def setting_list(given: list[str] | None, *variables: str) -> list[str]:
-    """As `setting`; the environment's are separated by commas."""
+    """Return a list; see `setting`. The environment's is separated by commas."""
     if given is not None:
         return given
     return [item.strip() for item in (setting(None, *variables) or "").split(",") if item.strip()]

@@ -4,6 +4,8 @@ from skyrl_agent.tools.base import BaseTool, ToolContext
 
 
 class Think(BaseTool):
+    """Tool that does nothing."""
+
     name = "think"
 
     async def run(self, context: ToolContext, thought: str) -> str:

@@ -11,7 +11,7 @@ from skyrl_agent.tools.base import BaseTool, ToolContext
 from skyrl_agent.tools.cache import shared_cache
 from skyrl_agent.tools.settings import setting, setting_list
 from skyrl_agent.tools.web.blocklist import Blocklist
-from skyrl_agent.tools.web.readers import DirectReader, JinaReader, Page, PageError, PageReader, PageRefused
+from skyrl_agent.tools.web.readers import DirectReader, JinaReader, PageError, PageReader, PageRefused, WebPage
 from skyrl_agent.tools.web.summary import ChatSummarizer, OwnSummarizer, Summarizer, summarize_page
 from skyrl_agent.tools.web.urls import parse_urls, variants
 
@@ -105,7 +105,7 @@ class WebBrowser(BaseTool):
         if why and time.monotonic() - when < FORGET_FAILURE_SECONDS:
             raise PageError(why)
         try:
-            page = await self._first_that_reads(url)
+            page = await self._read_by_first(url)
         except PageError as failure:
             self._failed[url] = (time.monotonic(), str(failure))
             raise
@@ -114,7 +114,7 @@ class WebBrowser(BaseTool):
         await asyncio.to_thread(self.cache.put, url, page.text[: self.page_chars])
         return page.text
 
-    async def _first_that_reads(self, url: str) -> Page:
+    async def _read_by_first(self, url: str) -> WebPage:
         """Raises PageError: why the address as it is cannot be read."""
         first: PageError | None = None
         for address in variants(url):

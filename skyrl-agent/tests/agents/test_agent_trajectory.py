@@ -146,7 +146,7 @@ async def test_judging_may_find_another_ending(runtimes):
 
 
 @pytest.mark.parametrize("stage, number_made", [("initialize", 1), ("complete", 1), ("evaluate", 2)])
-async def test_after_a_failure_nothing_is_open_and_what_was_said_is_kept(runtimes, stage, number_made):
+async def test_failed_trajectory_is_closed_and_keeps_its_messages(runtimes, stage, number_made):
     task = File()
     task.fails = stage
     trajectory = trajectory_of(task, [finish("done")])

@@ -65,7 +65,7 @@ async def test_an_agent_mends_a_file_with_editor_and_shell(tools):
     assert [record.name for record in result.tool_calls] == ["bash", "str_replace_editor", "bash", "bash", "finish"]
 
 
-async def test_what_an_agent_left_behind_is_judged_at_the_step_limit():
+async def test_files_of_the_agent_are_judged_at_the_step_limit():
     script = [call("bash", command=f"sed -i 's/a - b/a + b/' add.py; echo {n}") for n in range(9)]
     result, _ = await run(script)
     assert (result.finish_reason, result.reward) == ("max_iterations_reached", 1.0)

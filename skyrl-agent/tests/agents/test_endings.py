@@ -1,11 +1,11 @@
-"""How an agent ends: each row of the table of finish reasons that an agent decides on."""
+"""Endings of an agent: each row of the table of finish reasons that an agent decides on."""
 
 import pytest
 
 from skyrl_agent.agents.react import ReActAgent
+from skyrl_agent.chat.transitions import transitions_to_training_data
 from skyrl_agent.config.configuration_utils import TrajectoryConfig
 from skyrl_agent.errors import BackendError, ConfigError, InfraError
-from skyrl_agent.functional.utils import transitions_to_training_data
 from skyrl_agent.testing import ScriptedModel, byte_tokenizer
 
 from .agent_cases import QUESTION, agent_of, call, finish, prompts_of
@@ -108,7 +108,7 @@ async def test_all_turns_have_one_request_id_and_one_row():
 
 
 @pytest.mark.parametrize("model", [{"model_logprob": None}, {"model_tells_ids": False}])
-async def test_without_log_probs_there_are_none(model):
+async def test_missing_log_probs_are_none(model):
     agent = agent_of([call("add", a=2, b=3), finish()], **model)
     assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
     rows = transitions_to_training_data(agent.get_transitions())
@@ -190,7 +190,7 @@ async def test_a_published_configuration_makes_an_agent():
     assert len(transitions_to_training_data(agent.get_transitions())) == 1  # its template keeps thoughts
 
 
-async def test_what_is_said_in_channels_is_not_the_answer():
+async def test_text_of_other_channels_is_not_the_answer():
     said = "<|channel|>analysis<|message|>2 + 3<|end|><|start|>assistant<|channel|>final<|message|>It is 5.<|return|>"
     agent = agent_of([said], (), tool_format="gpt_oss")
     assert await agent.run(QUESTION) == ("FINISH", "It is 5.")

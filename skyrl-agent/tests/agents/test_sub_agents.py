@@ -2,8 +2,8 @@
 
 import pytest
 
+from skyrl_agent.chat.transitions import transitions_to_training_data
 from skyrl_agent.errors import ConfigError, InfraError
-from skyrl_agent.functional.utils import transitions_to_training_data
 
 from .agent_cases import QUESTION, agent_of, call, finish, prompts_of
 
@@ -66,7 +66,7 @@ async def test_sub_agents_have_a_limit_of_steps_together_and_the_parent_goes_on(
     assert "the steps for sub-agents are used up: do the work yourself" in told[5]
 
 
-async def test_what_a_sub_agent_may_use_is_a_setting():
+async def test_sub_agent_tools_are_a_setting():
     tools = [{"delegate": {"tools": ["finish"], "max_iterations": 1}}, "test_add", "finish"]
     script = family(parent=[delegate(), finish()], child=[call("add", a=2, b=3)])
     agent = agent_of(script, tools)

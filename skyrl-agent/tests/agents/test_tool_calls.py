@@ -1,12 +1,12 @@
-"""What an agent does with calls: run them within limits, and tell the model what came of each."""
+"""Tool calls of an agent: they run within limits, and the model is told the result of each."""
 
 import asyncio
 
 import pytest
 
 from skyrl_agent.agents.toolbox import clip
+from skyrl_agent.chat.transitions import transitions_to_training_data
 from skyrl_agent.errors import InfraError
-from skyrl_agent.functional.utils import transitions_to_training_data
 
 from .agent_cases import QUESTION, Sleep, agent_of, call, finish, prompts_of
 
@@ -35,7 +35,7 @@ def forget_sleepers():
         ("It is 5.", "had no function call in it"),
     ],
 )
-async def test_what_went_wrong_reaches_the_model(answer, told):
+async def test_errors_of_calls_reach_the_model(answer, told):
     agent = agent_of([answer, finish()], ["test_add", "test_broken", "test_cancels_itself", "finish"])
     assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
     first, second = prompts_of(agent)
@@ -181,7 +181,7 @@ async def test_calls_that_share_a_runtime_run_one_after_another():
     assert prompts_of(agent)[1].count("Slept 0.01 s.") == 3
 
 
-async def test_what_comes_after_the_end_is_not_run():
+async def test_calls_after_the_finish_call_are_not_run():
     turn = hermes("finish", answer="5") + hermes("sleep", seconds=60)
     agent = agent_of(
         [turn],

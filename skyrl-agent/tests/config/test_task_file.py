@@ -31,7 +31,7 @@ def test_the_shortest_task_file_has_every_default():
         ({}, "task is missing"),
         ({"tsk": "a"}, "unknown key tsk; did you mean task?"),
         ({"task": "a", "generator": {"max_iteration": 3}}, "did you mean generator.max_iterations?"),
-        ({"task": "a", "dispatcher": {"val_config": {"zzz": 2}}}, "there are: max_parallel_agents, max_eval"),
+        ({"task": "a", "dispatcher": {"val_config": {"zzz": 2}}}, "known are max_parallel_agents, max_eval"),
         (
             {"task": "a", "generator": {"max_iterations": 0}},
             "max_iterations: input should be greater than or equal to 1",

@@ -1,4 +1,4 @@
-"""Of any plan, any stage times and any faults: each trajectory ends once, closed, and nothing runs on."""
+"""Property test over plans, stage times and faults: each trajectory ends once, closed, and nothing runs on."""
 
 import asyncio
 import os
@@ -61,7 +61,7 @@ def test_each_ends_once_closed_and_within_the_limits(given, acts):
     metrics = dispatch.metrics()
     assert metrics["dispatcher/failures"] == sum(t.failed for t in trajectories)
     assert metrics["dispatcher/abandoned"] == 0
-    assert all(gate.slots.used == gate.room.used == 0 for gate in dispatch.stages.values())
+    assert all(limit.running.used == limit.admitted.used == 0 for limit in dispatch.stages.values())
 
 
 @settings(SOME, max_examples=50)
@@ -89,5 +89,5 @@ def test_a_run_cancelled_at_any_moment_leaves_nothing_open(given, acts, moment, 
 
     virtual_time.run(story())
     assert world.now_in["open"] == 0 and all(world.closed[t.name] >= 1 for t in trajectories)
-    assert all(gate.slots.used == gate.room.used == 0 for gate in dispatch.stages.values())
+    assert all(limit.running.used == limit.admitted.used == 0 for limit in dispatch.stages.values())
     assert dispatch.alive == 0

@@ -52,7 +52,7 @@ def test_no_more_environments_than_trajectories_are_made():
     assert machines.made == [(0, 0)]
 
 
-def test_without_a_maker_the_number_of_the_place_is_lent():
+def test_default_environment_is_the_index():
     world = World()
     dispatched(lambda: Dispatch(section("async_fix_pool", agents=2)), [Staged(world, name) for name in "abc"])
     assert world.environments == [("a0", 0), ("b0", 1), ("c0", 0)]
@@ -77,7 +77,7 @@ def test_an_environment_is_kept_after_an_agents_own_failure():
     assert machines.made == [(0, 0)]
 
 
-def test_what_begins_anew_gets_a_new_environment():
+def test_restarted_trajectory_gets_a_new_environment():
     world, machines = World(), Machines()
     dispatched(lambda: pool(machines, count=1), [Staged(world, "a", generate=[InfraError("away"), 1.0])])
     assert world.environments == [("a0", (0, 0)), ("a0", (0, 1))]

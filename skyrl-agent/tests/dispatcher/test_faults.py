@@ -64,7 +64,7 @@ def test_a_fault_ends_its_trajectory_alone(type_name, stage, act, kind, reason, 
 
 @EVERY_PLAN
 @EVERY_STAGE
-def test_what_heeds_no_cancellation_is_left_to_itself(type_name, stage, caplog):
+def test_stage_that_ignores_its_cancellation_is_abandoned(type_name, stage, caplog):
     world = World()
     faulty, others = beside_seven(world, **{stage: [stubborn]})
 
@@ -79,7 +79,7 @@ def test_what_heeds_no_cancellation_is_left_to_itself(type_name, stage, caplog):
 
     virtual_time.run(story())
     assert f"dispatcher.{stage}.timeout_seconds" in faulty.result.failure.message
-    assert "does not heed" in caplog.text
+    assert "ignores its cancellation" in caplog.text
     check_the_others(world, others)
 
 
@@ -127,7 +127,7 @@ def test_many_that_begin_anew_do_not_lock_each_other_out():
     assert all(world.closed[t.name] == 2 for t in flaky)
 
 
-def test_what_needs_no_judging_is_not_judged():
+def test_evaluation_is_skipped_if_not_wanted():
     class NoPatch(Staged):
         async def generate_trajectory(self) -> None:
             self.result.finish_reason = NO_GIT_PATCH

@@ -1,4 +1,4 @@
-"""How many are where at a time, and in which order."""
+"""Limits of stages: numbers of trajectories at a time, and their order."""
 
 import asyncio
 
@@ -7,8 +7,8 @@ import pytest
 from skyrl_agent.config.task_file import DispatcherSection
 from skyrl_agent.dispatcher import virtual_time
 from skyrl_agent.dispatcher.dispatch import Dispatch
+from skyrl_agent.dispatcher.limits import PrioritySemaphore
 from skyrl_agent.dispatcher.plan import plan_of
-from skyrl_agent.dispatcher.slots import Slots
 from skyrl_agent.errors import ConfigError
 
 from .staged_trajectory import PLANS, Staged, World, dispatched, section
@@ -136,7 +136,7 @@ def test_evaluation_batches_have_limits_of_their_own():
     "settings, complaint",
     [
         ({"type": "async_pipelin"}, "did you mean async_pipeline"),
-        ({"type": "zzz"}, "there are: async_batch"),
+        ({"type": "zzz"}, "known are async_batch"),
         ({"type": "async_batch", "num_environments": 2}, "read by async_fix_pool alone"),
         ({"type": "async_batch", "generate": {"queue": 2}}, "set dispatcher.generate.parallel"),
         ({"type": "async_pipeline", "initialize": {"queue": 2}}, "all trajectories wait there from the start"),
@@ -149,16 +149,16 @@ def test_settings_that_cannot_be_meant_are_refused(settings, complaint):
 
 def test_a_place_given_to_one_who_is_cancelled_at_that_moment_goes_to_the_next():
     async def story() -> list[str]:
-        slots, got = Slots(1), []
+        slots, got = PrioritySemaphore(1), []
 
         async def take(name: str) -> None:
-            await slots.take(0)
+            await slots.acquire(0)
             got.append(name)
 
         await take("holder")
         first, _second = (asyncio.create_task(take(name)) for name in ("first", "second"))
         await asyncio.sleep(0)
-        slots.give()  # to the first, who does not know yet
+        slots.release()  # to the first, who does not know yet
         first.cancel()
         await asyncio.sleep(1)
         return got

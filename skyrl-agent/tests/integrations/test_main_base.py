@@ -156,7 +156,7 @@ async def test_the_same_file_runs_on_a_server(trained: Run):
     ],
     ids=["turns", "estimator", "file", "samples", "temperature", "row"],
 )
-def test_what_cannot_be_is_said_before_anything_starts(trained: Run, changes: dict[str, Any], text: str):
+def test_impossible_settings_are_errors_before_anything_starts(trained: Run, changes: dict[str, Any], text: str):
     from skyrl_train.config import SkyRLConfig
     from skyrl_train.entrypoints.main_base import BasePPOExp
     from skyrl_train.errors import ConfigError

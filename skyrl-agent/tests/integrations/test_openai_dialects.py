@@ -109,7 +109,7 @@ async def test_a_key_is_sent_where_there_is_one(monkeypatch: pytest.MonkeyPatch)
         (choice(finish_reason="abort"), InfraError, "aborted"),
     ],
 )
-async def test_what_goes_wrong_has_its_kind(answer: Reply, error: type[Exception], text: str):
+async def test_errors_have_their_type(answer: Reply, error: type[Exception], text: str):
     with serving(lambda body, headers: answer) as url, pytest.raises(error, match=text):
         await ask(url)
 

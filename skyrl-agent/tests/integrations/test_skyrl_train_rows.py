@@ -1,4 +1,4 @@
-"""What skyrl-train makes of trajectories: failures, several rows of one, advantages."""
+"""Training rows that skyrl-train makes of trajectories: failures, several rows of one, advantages."""
 
 import asyncio
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_agent.functional.utils import Observation, TokensWithLogprobs, Transition
+from skyrl_agent.chat.transitions import Observation, TokensWithLogprobs, Transition
 from skyrl_agent.integrations.skyrl_train.skyrl_train_backend import (
     SkyRLAgentGenerator,
     SkyRLBackend,
@@ -14,13 +14,13 @@ from skyrl_agent.integrations.skyrl_train.skyrl_train_backend import (
     instance_rows,
     rollout_batch,
 )
-from skyrl_agent.training_rows import of_rows, training_rows, trajectory_advantages
+from skyrl_agent.training_rows import repeat_for_rows, training_rows, trajectory_advantages
 from skyrl_agent.types import Failure, TrajectoryResult
+from skyrl_train.batch_preparation import prepare_training_batch
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WorkerError
 from skyrl_train.generators.base import GeneratorInput, TrajectoryID
 from skyrl_train.generators.inputs import prepare_generator_input
-from skyrl_train.judging import judge
 from skyrl_train.rollouts.adapter import to_generator_output, to_rollout_batch
 from skyrl_train.rollouts.collate import collate
 from skyrl_train.rollouts.faults import record_faults
@@ -59,9 +59,9 @@ def test_rows_pass_the_trainers_checks_and_get_each_trajectorys_advantage():
     assert [sample.reward for *_, sample in rollouts.rows()] == [1.0, 0.0, 0.0, 0.0, 0.5, 0.25, 1.0]
     batch = collate(rollouts, SimpleNamespace(pad_token_id=0), step=1)  # type: ignore[arg-type]
     cfg = SkyRLConfig.from_dict({"trainer": {"algorithm": {"advantage_estimator": "rloo", "use_kl_loss": False}}})
-    judged, metrics = judge(batch, cfg, 0.0)
+    judged, metrics = prepare_training_batch(batch, cfg, 0.0)
     found = [row[0].item() for row in judged.tensor("advantages")]
-    assert found == pytest.approx(of_rows(rows, trajectory_advantages(rows, "leave_one_out")))
+    assert found == pytest.approx(repeat_for_rows(rows, trajectory_advantages(rows, "leave_one_out")))
     assert found == pytest.approx([1.0, -1.0, -1.0, 0.0, -0.125, -0.5, 0.625])
     assert judged.tensor("loss_mask").sum(dim=1).tolist() == [3, 1, 2, 0, 1, 0, 1]
     assert metrics["loss/avg_final_rewards"] == pytest.approx(2.75 / 5)

@@ -4,10 +4,10 @@ import asyncio
 from typing import Any
 
 from skyrl_agent.agents.trajectory import BaseTrajectory
+from skyrl_agent.chat.transitions import Observation, TokensWithLogprobs, Transition
 from skyrl_agent.config.task_file import TaskFile
 from skyrl_agent.errors import ConfigError, InfraError, TaskRowError
 from skyrl_agent.finish import FINISH
-from skyrl_agent.functional.utils import Observation, TokensWithLogprobs, Transition
 from skyrl_agent.tasks.base import BaseTask, Instance
 from skyrl_agent.types import Message
 
@@ -50,7 +50,7 @@ class OneQuestion(BaseTrajectory):
         text, meta = await self.infer_engine.async_generate_ids(
             input_ids=ids, sampling_params=self.sampling_params, request_id=f"{id(self)}"
         )
-        self.result.transitions = [Transition(Observation(ids), TokensWithLogprobs.of_answer(text, meta))]
+        self.result.transitions = [Transition(Observation(ids), TokensWithLogprobs.from_reply(text, meta))]
         self.result.messages = [*messages, {"role": "assistant", "content": text}]
         self.result.results, self.result.finish_reason, self.result.num_steps = text, FINISH, 1
 

@@ -138,7 +138,7 @@ async def test_runtime_server_that_fails_in_turns_is_given_up(monkeypatch):
         ({"dispatcher": {"type": "async_pipelin"}}, "did you mean async_pipeline"),
         ({"dispatcher": {"num_environments": 2}}, "is read by async_fix_pool alone"),
         ({"tools": ["bash", "finish"]}, "bash works in a runtime, and the task gives none"),
-        ({"generator": {"chat_template": "no_such.jinja"}}, "generator.chat_template='no_such.jinja' cannot be read"),
+        ({"generator": {"chat_template": "no_such.jinja"}}, "generator.chat_template='no_such.jinja' is not a file"),
     ],
 )
 def test_task_file_is_checked_when_it_is_loaded(keys, text):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_agent.functional.utils import Observation, TokensWithLogprobs, Transition
+from skyrl_agent.chat.transitions import Observation, TokensWithLogprobs, Transition
 from skyrl_agent.records import TrajectoryFile, read_records
 from skyrl_agent.testing import byte_tokenizer
 from skyrl_agent.types import Failure, ToolCallRecord, TrajectoryResult
@@ -58,7 +58,7 @@ def test_a_row_holds_the_tokens_and_who_wrote_them(file: Path):
     }
 
 
-def test_what_a_kill_cut_off_costs_its_line_alone(file: Path):
+def test_truncated_line_is_left_out(file: Path):
     whole = file.read_bytes()
     file.write_bytes(whole[:-50])
     TrajectoryFile(file, byte_tokenizer()).append(result(9))

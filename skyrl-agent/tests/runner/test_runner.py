@@ -1,4 +1,4 @@
-"""From a task file and rows to groups of trajectories."""
+"""Runner: from a task file and rows to groups of trajectories."""
 
 import asyncio
 from typing import Any
@@ -38,7 +38,7 @@ async def test_batches_at_the_same_time_do_not_mix(runner, numbers):
         assert texts == [f"{2 * n}<|im_end|>" for n in range(start, start + 5) for _ in range(2)]
 
 
-async def test_what_fails_is_left_out_of_its_group_and_of_no_other(runner):
+async def test_failed_trajectory_is_left_out_of_its_group_only(runner):
     rows = [{"number": 1}, {"number": 2, "judge": "away"}, {"number": 3, "sandbox": "broken"}]
     found = await runner().rows(rows)
     assert found.finish_reasons == ["FINISH"] * 2 + ["error_evaluation"] * 2 + ["error_runtime"] * 2
@@ -117,7 +117,7 @@ async def test_no_rows_are_no_trajectories(runner):
         ({"agent_config": {"a": 1}}, "OneQuestion takes none"),
     ],
 )
-def test_what_is_wrong_with_a_task_file_is_said_before_anything_starts(runner, changes: dict[str, Any], text: str):
+def test_wrong_task_file_is_an_error_before_anything_starts(runner, changes: dict[str, Any], text: str):
     with pytest.raises(ConfigError) as error:
         runner(**changes)
     assert text in str(error.value)
@@ -132,7 +132,7 @@ def test_what_is_wrong_with_a_task_file_is_said_before_anything_starts(runner, c
         ({}, "number", "row 1 of the batch must be a mapping of fields; got str"),
     ],
 )
-async def test_what_is_wrong_with_a_row_is_said_before_anything_starts(runner, data: dict, row: Any, text: str):
+async def test_wrong_row_is_an_error_before_anything_starts(runner, data: dict, row: Any, text: str):
     made = runner(data=data)
     with pytest.raises(TaskRowError) as error:
         await made.run([{"number": 1}, row])

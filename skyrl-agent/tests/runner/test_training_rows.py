@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from skyrl_agent.chat.transitions import Observation, TokensWithLogprobs, Transition
 from skyrl_agent.finish import ENDINGS
-from skyrl_agent.functional.utils import Observation, TokensWithLogprobs, Transition
-from skyrl_agent.training_rows import of_rows, training_rows, trajectory_advantages
+from skyrl_agent.training_rows import repeat_for_rows, training_rows, trajectory_advantages
 from skyrl_agent.types import Failure, ToolCallRecord, TrajectoryResult
 
 INFRASTRUCTURE = ("error_runtime", "error_evaluation", "error_agent", "cancelled")
@@ -100,7 +100,7 @@ def test_a_rewritten_history_is_several_rows_with_the_trajectorys_advantage_on_e
     assert rows.is_last_episode == [True, False, True]
     assert (rows.row_trajectory, rows.episode_nums) == ([0, 1, 1], [1, 2])
     assert rows.traj_idx == ["a-traj0", "a-traj1", "a-traj1"]
-    assert of_rows(rows, trajectory_advantages(rows)) == [0.5, -0.5, -0.5]
+    assert repeat_for_rows(rows, trajectory_advantages(rows)) == [0.5, -0.5, -0.5]
 
 
 def test_a_row_that_is_too_long_is_cut_and_its_trajectory_does_not_train():

@@ -38,7 +38,7 @@ if sys.argv[1] == "exec":
 
 @pytest.fixture
 def docker(tmp_path, monkeypatch):
-    """What a `docker` was asked that, but for the walls, does it."""
+    """Commands given to a stand-in of `docker` that runs them without isolation."""
     log, workdir = tmp_path / "log", tmp_path / "testbed"
     workdir.mkdir()
     program = tmp_path / "docker"
@@ -92,7 +92,7 @@ async def test_a_command_gets_its_limits_inside(docker):
         assert result.stdout.split() == ["2", "0", "4096"]
 
 
-async def test_what_a_command_leaves_is_killed_before_its_result_is_given(docker):
+async def test_leftover_processes_of_a_command_are_killed_before_its_result(docker):
     async with runtime_of() as runtime:
         await runtime.exec("true")
         assert "kill -9 -1" in docker()[-1][-1]

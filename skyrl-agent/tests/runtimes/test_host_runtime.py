@@ -12,9 +12,9 @@ import pytest
 from skyrl_agent.config.task_file import RuntimeSection
 from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.runtimes import HostRuntime, RuntimeSpec, make_runtime, spec_with
-from skyrl_agent.runtimes.docker import DockerPlace
-from skyrl_agent.runtimes.host import make_place
-from skyrl_agent.runtimes.local import LocalPlace, ProcessPlace
+from skyrl_agent.runtimes.docker import LeasedDockerSandbox
+from skyrl_agent.runtimes.host import make_leased_sandbox
+from skyrl_agent.runtimes.local import LeasedLocalSandbox, LeasedProcessSandbox
 from skyrl_agent.runtimes.remote import RemoteRuntime
 from skyrl_agent.runtimes.threads import in_thread
 from skyrl_gym.sandbox import make_sandbox
@@ -112,7 +112,7 @@ async def test_hundreds_of_calls_wait_at_a_time():
     await asyncio.gather(*(in_thread(60, gate.wait) for _ in range(300)))
 
 
-async def test_what_a_call_raises_is_raised():
+async def test_exception_of_a_call_is_raised():
     with pytest.raises(KeyError, match="a"):
         await in_thread(10, {}.__getitem__, "a")
 
@@ -121,12 +121,12 @@ def test_the_kind_follows_from_what_is_given(needs_local, monkeypatch):
     monkeypatch.delenv("SKYRL_GYM_SANDBOX", raising=False)
     assert isinstance(make_runtime(RuntimeSpec(url="http://127.0.0.1:1")), RemoteRuntime)
     assert isinstance(make_runtime(RuntimeSpec(kind="local", url="http://127.0.0.1:1")), HostRuntime)
-    assert isinstance(make_place(RuntimeSpec(image="some/image")), DockerPlace)
-    assert isinstance(make_place(RuntimeSpec(kind="local", image="some/image")), LocalPlace)
-    assert isinstance(make_place(RuntimeSpec()), LocalPlace)
+    assert isinstance(make_leased_sandbox(RuntimeSpec(image="some/image")), LeasedDockerSandbox)
+    assert isinstance(make_leased_sandbox(RuntimeSpec(kind="local", image="some/image")), LeasedLocalSandbox)
+    assert isinstance(make_leased_sandbox(RuntimeSpec()), LeasedLocalSandbox)
     monkeypatch.setenv("SKYRL_GYM_SANDBOX", "process")
-    assert isinstance(make_place(RuntimeSpec()), ProcessPlace)
-    assert isinstance(make_place(RuntimeSpec(kind="local")), LocalPlace)
+    assert isinstance(make_leased_sandbox(RuntimeSpec()), LeasedProcessSandbox)
+    assert isinstance(make_leased_sandbox(RuntimeSpec(kind="local")), LeasedLocalSandbox)
 
 
 def test_a_section_is_laid_over_the_wishes_of_a_task(monkeypatch):

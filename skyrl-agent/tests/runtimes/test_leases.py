@@ -1,4 +1,4 @@
-"""Whose runtime is whose, and when it is left behind."""
+"""Leases of runtimes: owners, renewal, and runtimes left behind."""
 
 import json
 import os
@@ -77,13 +77,13 @@ def test_an_owner_is_looked_for_only_where_its_number_means_it(elsewhere, ended)
     assert lease_of(**elsewhere).owner_ended is ended
 
 
-def test_without_a_heartbeat_a_runtime_is_left_behind_wherever_its_owner_is():
+def test_missing_heartbeat_makes_a_runtime_a_leftover():
     assert lease_of(age=59.0, host="another").why_left_behind() is None
     assert lease_of(id="lease-2", age=61.0, host="another").why_left_behind() == "no heartbeat for 61 s"
     assert lease_of(id="lease-3", age=61.0).why_left_behind() == "no heartbeat for 61 s"
 
 
-def test_what_is_left_behind_is_removed_and_nothing_else():
+def test_only_leftovers_are_removed():
     used, left = workspace(), workspace()
     lease_of(id="used", folder=used)
     lease_of(id="left", folder=left, age=100.0)

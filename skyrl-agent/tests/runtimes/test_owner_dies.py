@@ -88,7 +88,7 @@ def owner(*arguments, **settings) -> Iterator[Owner]:
 @pytest.mark.parametrize(
     "kinds, env", [(("local", "local"), {}), (("auto",), {"SKYRL_GYM_SANDBOX": "process"})], ids=["local", "process"]
 )
-def test_after_kill_9_nothing_is_left(tmp_path, kinds, env):
+def test_kill_9_of_the_owner_leaves_nothing(tmp_path, kinds, env):
     with owner(tmp_path, kinds, **env) as owning:
         assert len(owning.watchers()) == 1
         assert len(os.listdir(owning.places)) == len(os.listdir(owning.leases)) == len(kinds)
@@ -97,7 +97,7 @@ def test_after_kill_9_nothing_is_left(tmp_path, kinds, env):
         assert eventually(lambda: not owning.watchers())
 
 
-def test_if_the_watcher_dies_too_gc_removes_what_nobody_owns(tmp_path):
+def test_gc_removes_leftovers_of_a_dead_watcher(tmp_path):
     with owner(tmp_path) as owning:
         (watcher,) = owning.watchers()
         assert owning.gc("--remove")["removed"] == []  # its owner lives

@@ -1,4 +1,4 @@
-"""What every kind of runtime does."""
+"""Behaviour of every kind of runtime."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from skyrl_agent.runtimes import Limits
 from .runtime_places import LIMITS, eventually, long_sleep, processes_with
 
 
-async def test_it_starts_with_files_environment_and_setup(make):
+async def test_runtime_starts_with_files_environment_and_setup(make):
     runtime = make(files={"a/b.txt": "text", "c.bin": b"\xff\0"}, setup=("cat a/b.txt >made",), env={"ONE": "1"})
     async with runtime:
         result = await runtime.exec('cat made; echo "$ONE $TWO"; pwd', env={"TWO": "2 3"})
@@ -33,7 +33,7 @@ async def test_a_string_is_run_by_bash_and_a_list_as_it_is(make):
         assert (await runtime.exec("echo out; echo err >&2; exit 3")).returncode == 3
 
 
-async def test_what_cannot_be_started_is_a_result(make):
+async def test_command_that_cannot_start_is_a_result(make):
     async with make() as runtime:
         assert (await runtime.exec(["no-such-program"])).returncode != 0
         assert (await runtime.exec("echo a\0b")).returncode == 126
@@ -163,7 +163,7 @@ async def test_a_file_that_cannot_be_is_an_error_at_the_start(make):
         await make(files={"../x": ""}).start()
 
 
-async def test_it_is_used_between_start_and_close(make):
+async def test_runtime_works_between_start_and_close_only(make):
     runtime = make()
     with pytest.raises(InfraError):
         await runtime.exec("true")

@@ -103,7 +103,7 @@ def test_a_runtime_that_was_closed_is_not_made_by_a_late_request(server):
         assert problem(runtime.run("true")) == (410, "gone")
 
 
-def test_without_heartbeats_a_runtime_is_closed_with_what_runs_in_it(server):
+def test_missing_heartbeats_close_a_runtime_and_its_commands(server):
     sleep = long_sleep()
     with Direct(server) as runtime:
         runtime.make(lease_seconds=2.0)

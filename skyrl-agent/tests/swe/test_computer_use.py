@@ -70,7 +70,7 @@ async def test_the_page_is_judged_not_the_word(browser):
     assert (rows.traj_rewards, rows.finish_reasons) == ([0.0], ["FINISH_TOOL"])
 
 
-def test_without_browsers_to_lend_the_setting_is_named():
+def test_missing_browser_pool_names_the_setting():
     with pytest.raises(ConfigError, match=r"set dispatcher.type to async_fix_pool"):
         page_of(None)
     with pytest.raises(ConfigError, match=r"set dispatcher.type to async_fix_pool; got async_pipeline"):

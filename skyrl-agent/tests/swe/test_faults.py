@@ -84,7 +84,7 @@ async def test_every_fault_in_every_stage(plan):
 
 
 @EVERY_PLAN
-async def test_what_fails_for_a_moment_is_tried_again(plan):
+async def test_transient_failure_is_retried(plan):
     runner = faulty_runner(plan, retries=2)
     rows = await runner.rows([row(stage, fault) for stage in STAGES for fault in ("short outage", "dead sandbox")])
     assert rows.finish_reasons == ["FINISH_TOOL"] * 18

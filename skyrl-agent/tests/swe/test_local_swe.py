@@ -103,7 +103,7 @@ echo 'from calc.twice import twice as double' > calc/double.py"""
     assert set(result["files"]) == {"calc/double.py", "calc/twice.py"}
 
 
-async def test_without_edit_files_all_but_tests_may_be_changed(play):
+async def test_missing_edit_files_allow_all_files_but_tests(play):
     row = {key: value for key, value in ROW.items() if key != "edit_file"}
     result, judgement = await play(
         LocalSWETask(), row, f"{FIX}\necho y = 2 >> calc/other.py; echo >> tests/test_double.py"
@@ -141,7 +141,7 @@ async def test_hidden_tests_are_judged_all_the_same(play):
     assert (judgement.reward, set(result["files"])) == (1.0, {"calc/double.py"})
 
 
-async def test_what_cannot_be_told_as_text_is_left_out(play):
+async def test_binary_changes_are_left_out(play):
     script = f"{FIX}\nprintf '\\377' > calc/binary; head -c 2000000 /dev/urandom > big; mkfifo pipe"
     result, judgement = await play(LocalSWETask(), ROW, script)
     assert judgement.reward == 1.0
@@ -154,7 +154,7 @@ async def test_a_full_workspace_is_read_all_the_same(play):
     assert (judgement.reward, set(result["files"])) == (1.0, {"calc/double.py"})
 
 
-async def test_without_pytest_it_is_no_failure_of_the_agent(sandboxed, monkeypatch):
+async def test_missing_pytest_is_no_failure_of_the_agent(sandboxed, monkeypatch):
     task, instance = LocalSWETask(), Instance(ROW, "row")
     async with make_runtime(task.evaluation_runtime_spec(instance)) as runtime:
         runtime.python = "/usr/bin/python3"

@@ -119,7 +119,7 @@ async def test_rewards(play, script, reward, parts):
 
 
 @pytest.mark.parametrize("script", ["true", "rm -rf .git; echo >> double.py", "printf '\\377\\0' > new.bin"])
-async def test_without_a_patch(play, script):
+async def test_missing_patch_ends_as_no_git_patch(play, script):
     result, judgement = await play(HereTask(), ROW, script)
     assert (result["git_patch"], judgement.reward, judgement.finish_reason) == ("", 0.0, "no_git_patch")
 

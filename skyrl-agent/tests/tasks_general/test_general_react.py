@@ -50,7 +50,7 @@ async def reward(result, task=None, **fields):
         ({"source": "2WikiMultihopQA", "target": ["no"]}, "No.", 1.0),
     ],
 )
-async def test_what_an_answer_is_worth(fields, answer, expected):
+async def test_reward_of_an_answer(fields, answer, expected):
     assert await reward(answer, **fields) == expected
 
 
@@ -111,7 +111,7 @@ def test_rows_that_cannot_be_used_are_named_before_anything_starts(fields, text)
         GeneralReactTask().check_row(Instance(row(**fields), "i7"))
 
 
-def test_without_a_judge_nothing_starts():
+def test_missing_judge_is_an_error_before_anything_starts():
     with pytest.raises(ConfigError, match=r"task_config\.judge: .*OPENAI_API_KEY.*STEM_LLM_JUDGE_URL"):
         GeneralReactTask().check_row(Instance(row(source="ruler", target="a"), "i"))
 

@@ -47,7 +47,7 @@ async def test_rows_in_all_their_forms(row, judge):
     assert "Q?" in asked and "42 of them" in asked and "So " not in asked
 
 
-async def test_without_a_box_there_is_no_answer_and_no_question_to_the_judge(judge):
+async def test_missing_box_is_no_answer_and_asks_no_judge(judge):
     task, row = WebResearchTask(judge={"base_url": judge.url}), {"prompt": "Q?", "answer": "42"}
     assert [await judged(task, row, result) for result in ("42", "", None, "\\boxed{}")] == [0.0] * 4
     assert not judge.asked

@@ -29,7 +29,7 @@ async def ask(url: str, **options):
 
 
 @pytest.mark.parametrize("trouble", [(500, "no"), (503, "busy", {"Retry-After": "0"}), (429, "slow"), "drop"])
-async def test_what_passes_is_tried_again(trouble):
+async def test_transient_failures_are_retried(trouble):
     with web_server(answers(trouble, (200, {"a": 2}))) as server:
         assert await ask(server.url) == {"a": 2}
     assert [asked.body for asked in server.asked] == [{"q": 1}] * 2

@@ -22,7 +22,7 @@ async def test_an_answer_ends_the_agent(name, answer, result):
     assert (output.text, output.ends) == (result, True)
 
 
-async def test_without_an_answer_the_agent_goes_on():
+async def test_missing_answer_does_not_end_the_agent():
     output = await make_tool("finish").call(context_of(), {})
     assert output.failed and not output.ends and "'answer' (string) is missing" in output.text
 

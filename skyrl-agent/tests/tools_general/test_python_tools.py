@@ -77,7 +77,7 @@ async def test_a_program_that_does_not_end_is_ended():
     assert output.failed and output.text.startswith("begun\nError: the program was ended: it ")
 
 
-async def test_it_runs_where_the_agent_works():
+async def test_program_runs_in_the_runtime_of_the_agent():
     async with make_runtime(RuntimeSpec(files={"data.txt": "from the task"})) as runtime:
         tool = make_tool("python")
         output = await tool.call(context_of(runtime=runtime), {"code": "open('data.txt').read()"})
@@ -92,11 +92,11 @@ async def test_another_language_is_refused():
 
 
 @pytest.mark.parametrize("runtime", [{"kind": "vm"}, {"knid": "local"}, {"token_env": "NO_SUCH_VARIABLE"}])
-def test_where_it_runs_is_checked_when_it_is_made(runtime):
+def test_place_of_execution_is_checked_at_construction(runtime):
     with pytest.raises(ConfigError, match="runtime"):
         make_tool("python", {"runtime": runtime})
 
 
-def test_it_needs_nothing_of_the_environment():
+def test_runtime_needs_no_environment_variables():
     assert "SANDBOX_FUSION_URL" not in os.environ
     make_tool("code_interpreter")

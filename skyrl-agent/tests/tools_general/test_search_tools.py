@@ -67,7 +67,7 @@ async def test_nothing_found_is_said(retriever):
     assert output.text.startswith("No document was found")
 
 
-async def test_what_the_server_finds_wrong_is_told_to_the_model(retriever):
+async def test_refusals_of_the_server_reach_the_model(retriever):
     output = await call(make_tool("local_search", {"url": retriever.url}), query="x" * 9000)
     assert output.failed and "9000 characters; 8192 are allowed" in output.text
 

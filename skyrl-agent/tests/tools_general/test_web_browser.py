@@ -29,7 +29,7 @@ async def browse(url, goal="colour", context=None, **settings):
         await tool.close()
 
 
-async def test_without_a_summarizer_the_page_itself_comes_back(tmp_path):
+async def test_missing_summarizer_returns_the_page(tmp_path):
     with web_server(lambda asked: (200, PAGE)) as pages:
         output = await browse(f"{pages.url}/a", cache_file=str(tmp_path / "c"))
     assert output.text == f"{pages.url}/a\nFish\n\nThe thornfish is green."
@@ -64,7 +64,7 @@ async def test_else_the_agents_own_model_is_asked(tmp_path):
     assert "I read " in output.text
 
 
-async def test_what_is_too_long_for_the_agents_own_model_is_halved(tmp_path):
+async def test_page_too_long_for_the_model_is_halved(tmp_path):
     async def ask(messages):
         if len(messages[0]["content"]) > 4000:
             raise ValueError("the question has 4001 tokens")
@@ -96,7 +96,7 @@ async def test_a_page_that_was_read_is_not_fetched_again(tmp_path):
         ("trickle", "did not answer within 0.3 s"),
     ],
 )
-async def test_what_is_wrong_with_a_page_is_told_to_the_model(answer, said, tmp_path):
+async def test_errors_of_pages_reach_the_model(answer, said, tmp_path):
     with web_server(lambda asked: answer) as pages:
         output = await browse(pages.url, timeout=0.3, cache_file=str(tmp_path / "c"))
     assert said in output.text
@@ -163,7 +163,7 @@ async def test_a_redirect_to_this_machine_is_refused_too(monkeypatch):
         ("fd00::1", False),
     ],
 )
-def test_what_is_public(address, public):
+def test_public_addresses(address, public):
     assert is_public(address) == public
 
 
@@ -207,7 +207,7 @@ async def test_a_model_that_refuses_everything_is_an_outage():
         await summarizer.close()
 
 
-async def test_what_holds_nothing_is_left_out():
+async def test_empty_elements_are_left_out():
     replies = iter(['{"evidence": "", "summary": "nothing"}', "plain words", '{"evidence": "E", "summary": "S"}'])
 
     class Said:

@@ -41,7 +41,7 @@ async def test_lines_of_errors_count_from_the_commands_first(call):
     assert "line 2: syntax error" in await said(call, Bash(), "true\necho (")
 
 
-async def test_what_reads_gets_nothing_and_ends(call):
+async def test_command_that_reads_input_gets_none_and_ends(call):
     assert await said(call, Bash(), "cat; read answer; echo \"[$answer]\"; python3 -c 'input()' 2>&1 | tail -1") == (
         "[]\nEOFError: EOF when reading a line\n[exit code 0]"
     )
@@ -60,7 +60,7 @@ async def test_no_command_may_ask_for_more_than_the_ceiling(call):
     assert output.text.startswith("[ended: it took longer than 1 seconds")
 
 
-async def test_what_is_left_in_the_background_ends_with_the_call(call):
+async def test_background_process_ends_with_the_call(call):
     bash = Bash()
     assert await said(call, bash, "sleep 300 & echo $! >pid; echo started") == "started\n[exit code 0]"
     assert "gone" in await said(call, bash, 'kill -0 "$(cat pid)" 2>/dev/null || echo gone')
@@ -111,7 +111,7 @@ async def test_a_zero_character_is_refused_with_a_reason(call):
     assert output.failed and "zero character" in output.text
 
 
-async def test_without_a_runtime_the_settings_are_wrong_and_not_the_model():
+async def test_missing_runtime_is_a_config_error():
     with pytest.raises(ConfigError, match="bash works in a runtime, and the task gives none"):
         await Bash().open(ToolContext("trajectory", {}))
 

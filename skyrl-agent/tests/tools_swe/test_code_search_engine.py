@@ -147,7 +147,7 @@ def test_formats(shop):
     assert "    26\tdef renew(self):" in fold and "    16\tdef size(self):" in fold and "json.dumps" not in fold
 
 
-def test_who_calls(shop):
+def test_callers_are_found(shop):
     assert related(shop, "callers", "Stock.renew") == [
         "by the name alone (the object may be of another class):",
         "src/shop/stock.py:helper  line 33",
@@ -167,7 +167,7 @@ def test_who_calls(shop):
     assert related(shop, "callers", "stock.py:Stock") == ["src/shop/stock.py:helper  line 33"]
 
 
-def test_what_is_called(shop):
+def test_callees_are_found(shop):
     assert related(shop, "callees", "Stock.renew") == [
         "src/shop/base.py:Base.empty  line 27",
         "src/shop/stock.py:Stock.count  line 28",
@@ -175,7 +175,7 @@ def test_what_is_called(shop):
     assert related(shop, "callees", "Stock.size") == ["src/shop/tools.py:total  line 16"]
 
 
-def test_what_is_inherited(shop):
+def test_inherited_members_are_found(shop):
     assert related(shop, "inherits", "stock.py:Stock") == [
         "bases:",
         "Base  -> src/shop/base.py:Base",
@@ -186,7 +186,7 @@ def test_what_is_inherited(shop):
     assert related(shop, "inherits", "helper") == ["not a class"]
 
 
-def test_what_is_imported(shop):
+def test_imports_are_found(shop):
     assert related(shop, "imports", "stock.py") == [
         "imports:",
         "import json  -> outside of this repository",
@@ -229,7 +229,7 @@ def test_text_is_found_where_names_are_not(shop):
     assert "README.md:1: needle in the manual" in shop.search(["needle in"], "*.md")
 
 
-def test_what_is_not_the_repositorys_own_is_skipped(shop):
+def test_third_party_files_are_skipped(shop):
     assert "nothing found" in shop.search(["hidden"])
 
 
@@ -283,7 +283,7 @@ def test_no_folder_is_told():
         RepositorySearch("/nonexistent").search(["x"])
 
 
-def test_what_changes_is_seen_and_nothing_else_read_again(make, tmp_path):
+def test_only_changed_files_are_read_again(make, tmp_path):
     contents = {f"m{n}.py": f"def f{n}(): pass\n" for n in range(5)}
     search = make(contents)
     assert search.index.refresh() == 5

@@ -42,7 +42,7 @@ async def test_all_arguments_arrive(call, runtime: Runtime):
         ({"search_terms": ["x"], "relation": "friends"}, "must be one of"),
     ],
 )
-async def test_what_is_wrong_is_told(call, runtime: Runtime, arguments, message):
+async def test_errors_are_texts_for_the_model(call, runtime: Runtime, arguments, message):
     await runtime.write("m.py", MODULE)
     output = await call(CodeSearch(), **arguments)
     assert output.failed and message in output.text

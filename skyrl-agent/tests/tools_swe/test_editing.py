@@ -39,7 +39,7 @@ def test_one_place_is_replaced_and_nothing_else(text, old, new, after, line):
         ("a\n", "something else entirely", "x", "No line resembles it"),
     ],
 )
-def test_what_cannot_be_replaced_is_told_with_help(text, old, new, message):
+def test_failed_replacement_returns_help(text, old, new, message):
     with pytest.raises(ValueError) as raised:
         replace_once(text, old, new)
     assert message in str(raised.value)

@@ -99,7 +99,7 @@ async def test_files_outside_of_the_working_directory_are_as_good(edit):
         ("jump", "there", {}, "must be one of"),
     ],
 )
-async def test_what_is_wrong_is_told(edit, runtime: Runtime, command, path, arguments, message):
+async def test_errors_are_texts_for_the_model(edit, runtime: Runtime, command, path, arguments, message):
     await runtime.exec(
         "echo hello >there; mkdir folder; printf 'caf\\xe9\\n' >latin; printf 'a\\0b' >binary; "
         "yes | head -c 2000000 >huge; mkfifo pipe"
@@ -179,7 +179,7 @@ async def test_a_long_python_file_is_shown_without_bodies_by_itself(edit, runtim
     assert "third = 3" in await edit("view", "long.py", view_range=[10, 20])
 
 
-async def test_what_is_too_long_is_cut_with_a_note(edit, runtime: Runtime):
+async def test_long_output_is_truncated_with_a_note(edit, runtime: Runtime):
     await runtime.write("rows.txt", "".join(f"row {n}\n" for n in range(1000)))
     shown = await edit("view", "rows.txt")
     assert len(shown) <= 3000 and "more lines left out" in shown.split("\n")[-1]

@@ -19,7 +19,7 @@ stands under "shaping". An environment passes if its oracle earns at least {ORAC
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit code."""
+    """Run the command line. Returns the exit code."""
     options = _parser().parse_args(arguments)
     env_ids = sorted(skyrl_gym.registry) if options.all else options.env
     if not env_ids:

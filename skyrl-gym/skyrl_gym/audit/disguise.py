@@ -3,7 +3,6 @@
 import re
 import string
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 _FORMS = [
     re.compile(r"(?P<open><(?P<tag>[\w-]+)>)(?P<inside>(?:(?!<[\w-]+>).)*?)(?P<close></(?P=tag)>)", re.DOTALL),
@@ -28,7 +27,7 @@ def garbled(text: str) -> str:
 
 
 def change_marked(text: str, change: Callable[[str], str]) -> str | None:
-    """The text with the inside of each marked place changed; None if nothing is marked."""
+    """Return the text with the inside of each marked place changed; None if nothing is marked."""
     for form in _FORMS:
         if form.search(text):
             return form.sub(lambda found: found["open"] + change(found["inside"]) + found["close"], text)
@@ -36,7 +35,7 @@ def change_marked(text: str, change: Callable[[str], str]) -> str | None:
 
 
 def change_answers(text: str, answers: list[str], change: Callable[[str], str]) -> str | None:
-    """The text with each occurrence of an answer changed; None if it has none."""
+    """Return the text with each occurrence of an answer changed; None if it has none."""
     present = sorted((answer for answer in answers if answer in text), key=len, reverse=True)
     if not present:
         return None
@@ -44,7 +43,7 @@ def change_answers(text: str, answers: list[str], change: Callable[[str], str]) 
 
 
 def last_marked(text: str) -> str:
-    """The inside of the last marked place, or the text if nothing is marked."""
+    """Return the inside of the last marked place, or the text if nothing is marked."""
     for form in _FORMS:
         found = list(form.finditer(text))
         if found:
@@ -53,7 +52,7 @@ def last_marked(text: str) -> str:
 
 
 def replace_last_marked(text: str, inside: str) -> str:
-    """The text with the last marked place saying something else; all of it if nothing is marked."""
+    """Return the text with the last marked place saying something else; all of it if nothing is marked."""
     for form in _FORMS:
         found = list(form.finditer(text))
         if found:
@@ -62,13 +61,13 @@ def replace_last_marked(text: str, inside: str) -> str:
     return inside
 
 
-def answers_in(extras: Mapping[str, Any]) -> list[str]:
-    """The texts and numbers of a row's ground truth."""
+def answers_in(extras: Mapping[str, object]) -> list[str]:
+    """Return the texts and numbers of a row's ground truth."""
     specs = (extras.get("reward_spec"), extras.get("reward_model"))
     return [text for spec in specs if isinstance(spec, Mapping) for text in _leaves(spec.get("ground_truth"))]
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def _leaves(value: object) -> Iterator[str]:
     if isinstance(value, Mapping):
         for each in value.values():
             yield from _leaves(each)

@@ -64,13 +64,13 @@ CHEATING_PROGRAMS = {
 
 
 def program_in(text: str) -> str | None:
-    """The last Python block of a solution."""
+    """Return the last Python block of a solution."""
     blocks = _BLOCK.findall(text)
     return blocks[-1] if blocks else None
 
 
 def replace_program(text: str, program: str) -> str:
-    """The solution with another program in its last block, under the same names of functions and classes."""
+    """Return the solution with another program in its last block, under the same names of functions and classes."""
     found = list(_BLOCK.finditer(text))[-1]
     names = [each["name"] for each in _FUNCTION.finditer(found["code"]) if not each["indent"]]
     methods = [each["name"] for each in _FUNCTION.finditer(found["code"]) if each["indent"]]

@@ -1,8 +1,7 @@
-"""What an audit found, and how it is shown."""
+"""Results of an audit, and their table."""
 
 import statistics
 from dataclasses import dataclass
-from typing import Any
 
 ORACLE_AT_LEAST = 0.98
 """Of the highest outcome reward, which is 1."""
@@ -13,7 +12,7 @@ CHEATER_AT_MOST = 0.05
 
 @dataclass(frozen=True)
 class PolicyOutcome:
-    """What one policy earned, on each example it applies to."""
+    """Rewards of one policy, on each example that it applies to."""
 
     name: str
     outcomes: list[float]
@@ -56,7 +55,7 @@ class AuditReport:
 
     @property
     def complaints(self) -> list[str]:
-        """What is wrong; nothing if the environment passes."""
+        """Problems found; empty if the environment passes."""
         found = []
         if self.oracle.outcome < ORACLE_AT_LEAST:
             found.append(f"the oracle earns {self.oracle.outcome:.3f}; it must earn at least {ORACLE_AT_LEAST:g}")
@@ -72,7 +71,7 @@ class AuditReport:
     def ok(self) -> bool:
         return not self.complaints
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {
             "env": self.env,
             "ok": self.ok,
@@ -85,7 +84,7 @@ class AuditReport:
         }
 
 
-def _as_json(policy: PolicyOutcome) -> dict[str, Any]:
+def _as_json(policy: PolicyOutcome) -> dict[str, object]:
     return {
         "name": policy.name,
         "outcome": policy.outcome,

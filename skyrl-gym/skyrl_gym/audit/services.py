@@ -1,16 +1,15 @@
-"""What environments need, with the solutions planted where a cheater can make a tool show them."""
+"""Services for environments, with the solutions planted where a cheating policy can make a tool show them."""
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 from skyrl_gym.audit.cheats import plant_key
 from skyrl_gym.check.services import services_for as services_for_examples
 from skyrl_gym.envs.base_text_env import Example
 
 
-def services_for(env: Any, examples: Sequence[Example]) -> contextlib.AbstractContextManager[dict[str, Any]]:
-    """As of `skyrl_gym.check`, with a document for each example that holds its solution."""
+def services_for(env: object, examples: Sequence[Example]) -> contextlib.AbstractContextManager[dict[str, object]]:
+    """Start the services of `skyrl_gym.check`, with a document for each example that holds its solution."""
     planted = [
         {"id": f"planted-{index}", "title": plant_key(index), "text": f"{plant_key(index)} {example.oracle[-1]}"}
         for index, example in enumerate(examples)

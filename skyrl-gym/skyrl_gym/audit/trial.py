@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 from skyrl_gym.audit.cheats import Turns, cheats_for
 from skyrl_gym.audit.report import AuditReport, PolicyOutcome
@@ -25,13 +24,13 @@ EPISODE_SECONDS = 300.0
 
 
 def audit(
-    env: Any,
+    env: object,
     examples: Sequence[Example] | None = None,
     *,
-    env_config: Mapping[str, Any] | None = None,
+    env_config: Mapping[str, object] | None = None,
     max_turns: int | None = None,
 ) -> AuditReport:
-    """Plays the oracle and every cheat (`cheats_for`) on every example.
+    """Play the oracle and every cheat (`cheats_for`) on every example.
 
     Args:
         env: an id, "package.module:Class", a spec or a class.
@@ -58,7 +57,7 @@ def audit(
     return AuditReport(env_spec.id, len(tasks), oracle, cheaters)
 
 
-def _adjusted(task: Example, env_config: Mapping[str, Any] | None, max_turns: int | None) -> Example:
+def _adjusted(task: Example, env_config: Mapping[str, object] | None, max_turns: int | None) -> Example:
     limit = {} if max_turns is None else {"max_turns": max_turns}
     return replace(task, extras={**task.extras, **limit}, env_config={**task.env_config, **(env_config or {})})
 

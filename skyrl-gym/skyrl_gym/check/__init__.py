@@ -4,7 +4,6 @@ From a shell: `python -m skyrl_gym.check ENV`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from skyrl_gym.check.hostile import HOSTILE_ACTIONS
 from skyrl_gym.check.promises import PROMISES, run_promise
@@ -19,14 +18,14 @@ __all__ = ["HOSTILE_ACTIONS", "CheckError", "CheckReport", "Finding", "check_env
 
 def check_env(
     env: str | EnvSpec | Env | Callable[..., Env],
-    prompts: Sequence[Example | Mapping[str, Any] | ConversationType] | None = None,
+    prompts: Sequence[Example | Mapping[str, object] | ConversationType] | None = None,
     *,
-    env_config: Mapping[str, Any] | None = None,
+    env_config: Mapping[str, object] | None = None,
     max_tasks: int = 4,
     seconds_per_call: float = 30.0,
     raise_on_error: bool = True,
 ) -> CheckReport:
-    """Checks types, done and turns, closing, determinism under a seed, isolation of instances, rows left as they were,
+    """Check types, done and turns, closing, determinism under a seed, isolation of instances, rows left as they were,
     messages that serialise and tokenise, metrics, hostile actions, incomplete rows, and time.
 
     Every call is made in a thread of its own, as the trainer's are.

@@ -11,7 +11,7 @@ from skyrl_gym.error import Error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit code: 1 if there are errors, 2 if an environment could not be checked."""
+    """Run the command line. Returns the exit code: 1 if there are errors, 2 if an environment could not be checked."""
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_gym.check", description="Checks that environments keep their promises."
     )

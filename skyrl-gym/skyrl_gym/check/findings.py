@@ -1,4 +1,4 @@
-"""What is wrong with one message, one step's output, one set of metrics."""
+"""Faults of one message, one step's output, one set of metrics."""
 
 import copy
 import inspect
@@ -25,7 +25,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error!s:.300}{where}"
 
 
-def output_findings(env: Any, output: BaseTextEnvStepOutput, turn: int, is_single: bool) -> Iterator[Finding]:
+def output_findings(env: object, output: BaseTextEnvStepOutput, turn: int, is_single: bool) -> Iterator[Finding]:
     if not isinstance(output["reward"], float):
         yield a_warning(f"reward should be a float; it is {type(output['reward']).__name__}")
     if not isinstance(output.get("metadata", {}), dict):
@@ -59,7 +59,7 @@ def message_findings(method: str, messages: ConversationType) -> Iterator[Findin
             yield an_error(f"{method} gave a message that is not JSON: {failure}")
 
 
-def _texts_of_parts(content: Any) -> list[str] | None:
+def _texts_of_parts(content: object) -> list[str] | None:
     if not isinstance(content, list) or not all(isinstance(part, dict) and "type" in part for part in content):
         return None
     return [part["text"] for part in content if isinstance(part.get("text"), str)]

@@ -1,4 +1,4 @@
-"""What a model may write without meaning well."""
+"""Hostile model outputs."""
 
 from collections.abc import Mapping
 

@@ -1,10 +1,9 @@
-"""What an environment promises, one function each: it tries, and yields what it finds broken."""
+"""Checks of an environment's contract, one function each, which yield the violations."""
 
 import copy
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from skyrl_gym.check.findings import a_warning, an_error, describe, message_findings, metric_findings, output_findings
 from skyrl_gym.check.hostile import HOSTILE_ACTIONS, IDLE_ACTION
@@ -28,7 +27,7 @@ def promise(name: str) -> Callable[[Promise], Promise]:
 
 
 def run_promise(name: str, check: Promise, subject: Subject) -> list[Finding]:
-    """A check's findings; what it trips over is one more."""
+    """Return a check's findings; an exception in it is one more."""
     findings = []
     try:
         for found in check(subject):
@@ -42,22 +41,32 @@ def run_promise(name: str, check: Promise, subject: Subject) -> list[Finding]:
     return findings
 
 
+def error_of(function: Callable[..., object], *args: object) -> Exception | None:
+    """Call a function of users' code. Returns: the exception that it raised, of whatever class, or None."""
+    try:
+        function(*args)
+    except Exception as error:  # users' code may raise anything, and each caller reports it in its own words
+        return error
+    return None
+
+
 @promise("constructor")
 def _constructor(subject: Subject) -> Iterator[Finding]:
     """Trainers give `{}` or None where an environment has no settings."""
     for example in subject.examples[:1]:
         for env_config in (None, {}):
-            try:
-                subject.make_with(copy.deepcopy(example.extras), env_config).close()
-            except (TaskError, FileNotFoundError, ValueError):
-                continue  # a setting without a usable default, named by the environment
-            except Exception as error:  # users' code
+            extras = copy.deepcopy(example.extras)
+            error = error_of(
+                lambda extras, env_config: subject.make_with(extras, env_config).close(), extras, env_config
+            )
+            # The three classes mean a setting without a usable default, named by the environment.
+            if error is not None and not isinstance(error, TaskError | FileNotFoundError | ValueError):
                 yield an_error(f"with env_config={env_config!r} raised {describe(error)}")
 
 
 @promise("episode")
 def _episode(subject: Subject) -> Iterator[Finding]:
-    """The example's own solution, or idle talk: types, messages, turns, metrics."""
+    """Check types, messages, turns and metrics with the example's own solution, or idle talk."""
     for example in subject.examples:
         actions = example.oracle or [IDLE_ACTION] * 8
         prompt = copy.deepcopy(example.prompt)
@@ -84,7 +93,7 @@ def _episode(subject: Subject) -> Iterator[Finding]:
 
 @promise("closing")
 def _closing(subject: Subject) -> Iterator[Finding]:
-    """Before init, twice, and after an episode that was left early."""
+    """Check `close` before `init`, called twice, and after an episode that was left early."""
     example = subject.examples[0]
     for stage in ("before init", "after init", "after a step"):
         run = subject.make(example)
@@ -93,15 +102,14 @@ def _closing(subject: Subject) -> Iterator[Finding]:
         if stage == "after a step":
             run.step(IDLE_ACTION)
         for attempt in ("close", "a second close"):
-            try:
-                run.close()
-            except Exception as error:  # users' code
+            error = error_of(run.close)
+            if error is not None:
                 yield an_error(f"{attempt} {stage} raised {describe(error)}")
 
 
 @promise("metrics before the first step")
 def _early_metrics(subject: Subject) -> Iterator[Finding]:
-    """A prompt that is too long ends an episode before its first step, and metrics are read all the same."""
+    """Check metrics before the first step: a prompt that is too long ends an episode there."""
     example = subject.examples[0]
     with subject.make(example) as run:
         run.init(example.prompt)
@@ -147,7 +155,7 @@ def _step_after_done(subject: Subject) -> Iterator[Finding]:
             output = run.step(IDLE_ACTION)
         except (Error, RuntimeError, ContractError):
             return  # said so
-        except Exception as error:  # users' code
+        except Exception as error:  # users' code may raise anything
             yield a_warning(f"raised {describe(error)}; a clear error or another done step would do")
             return
         if not output["done"]:
@@ -156,7 +164,7 @@ def _step_after_done(subject: Subject) -> Iterator[Finding]:
 
 @promise("determinism")
 def _determinism(subject: Subject) -> Iterator[Finding]:
-    """The same seed and actions give the same episode."""
+    """Check that the same seed and actions give the same episode."""
     for example, actions in ((each, actions) for each in subject.examples[:2] for actions in _scripts(each)):
         runs = [subject.play(example, actions, seed=7) for _ in range(2)]
         difference = runs[0].difference(runs[1])
@@ -169,7 +177,7 @@ def _determinism(subject: Subject) -> Iterator[Finding]:
 
 
 def _scripts(example: Example) -> list[list[str]]:
-    """The solution, and a model that comes to it late: in one turn the second is only its idle first turn."""
+    """Return the solution, and a model that comes to it late: in one turn the second is only its idle first turn."""
     return [example.oracle, [IDLE_ACTION, *example.oracle]] if example.oracle else [[IDLE_ACTION] * 4]
 
 
@@ -199,9 +207,8 @@ def _isolation(subject: Subject) -> Iterator[Finding]:
 def _rows(subject: Subject) -> Iterator[Finding]:
     """Rows travel between processes, and are used again in the next epoch."""
     for example in subject.examples:
-        try:
-            pickle.dumps((example.prompt, example.extras, example.env_config))
-        except Exception as failure:  # pickle raises what it likes
+        failure = error_of(pickle.dumps, (example.prompt, example.extras, example.env_config))
+        if failure is not None:
             yield an_error(f"prompt, extras and settings of a row must pickle: {failure}")
         extras = copy.deepcopy(example.extras)
         prompt = copy.deepcopy(example.prompt)
@@ -214,39 +221,41 @@ def _rows(subject: Subject) -> Iterator[Finding]:
             yield an_error("the environment changes its row (extras); copy what you change")
 
 
+def _first_step_error(subject: Subject, example: Example, extras: Mapping[str, object] | None) -> Exception | None:
+    """Return the exception of an idle first step with these columns, or None. Raises InfraError."""
+
+    def play() -> None:
+        with subject.make_with(extras, example.env_config) as run:
+            run.init(example.prompt)
+            run.step(IDLE_ACTION)
+
+    error = error_of(play)
+    if isinstance(error, InfraError):
+        raise error
+    return error
+
+
 @promise("incomplete rows")
 def _incomplete_rows(subject: Subject) -> Iterator[Finding]:
-    """A row that lacks a column is either good enough, or a `TaskError` that names the column."""
+    """Check that a row without a column is either accepted, or a `TaskError` that names the column."""
     example = subject.examples[0]
     for name, extras in _incomplete(example.extras):
-        try:
-            with subject.make_with(extras, example.env_config) as run:
-                run.init(example.prompt)
-                run.step(IDLE_ACTION)
-        except (TaskError, FileNotFoundError) as refused:
-            if name and name.split(".")[-1] not in str(refused):
-                yield a_warning(f"a row without {name} is refused with a text that does not name it: {refused!s:.200}")
-        except InfraError:
-            raise
-        except Exception as error:  # users' code
+        error = _first_step_error(subject, example, extras)
+        if isinstance(error, TaskError | FileNotFoundError):
+            if name and name.split(".")[-1] not in str(error):
+                yield a_warning(f"a row without {name} is refused with a text that does not name it: {error!s:.200}")
+        elif error is not None:
             yield an_error(f"a row without {name or 'any columns'} must raise TaskError; it raised {describe(error)}")
 
 
 @promise("misused columns")
 def _misused_columns(subject: Subject) -> Iterator[Finding]:
-    """A column of a kind that cannot be meant is a `TaskError` that names it, if it matters."""
+    """Check that a column of a wrong type is a `TaskError` that names it, if it matters."""
     example = subject.examples[0]
     for name in example.extras:
         for value in _MISUSES:
-            try:
-                with subject.make(example, **{name: value}) as run:
-                    run.init(example.prompt)
-                    run.step(IDLE_ACTION)
-            except (TaskError, FileNotFoundError):
-                continue
-            except InfraError:
-                raise
-            except Exception as error:  # users' code
+            error = _first_step_error(subject, example, copy.deepcopy({**example.extras, name: value}))
+            if error is not None and not isinstance(error, TaskError | FileNotFoundError):
                 yield a_warning(f"a row with {name} = {value!r} should raise TaskError; it raised {describe(error)}")
                 break
 
@@ -254,7 +263,7 @@ def _misused_columns(subject: Subject) -> Iterator[Finding]:
 _MISUSES = (-1, "\0", [], {"ground_truth": [None]}, 3.5)
 
 
-def _incomplete(extras: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _incomplete(extras: Mapping[str, object]) -> Iterator[tuple[str, dict[str, object] | None]]:
     yield "", {}
     yield "", None
     for name, value in extras.items():
@@ -267,7 +276,7 @@ def _incomplete(extras: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @promise("hostile actions")
 def _hostile_actions(subject: Subject) -> Iterator[Finding]:
-    """What the model wrote is never the reason for an exception."""
+    """Check that no text of a model causes an exception."""
     example = subject.examples[0]
     for name, action in HOSTILE_ACTIONS.items():
         try:
@@ -283,5 +292,5 @@ def _hostile_actions(subject: Subject) -> Iterator[Finding]:
             raise
         except (DeadlineExceeded, ContractError) as broken:
             yield an_error(f"{name}: {broken}")
-        except Exception as error:  # users' code
+        except Exception as error:  # users' code may raise anything
             yield an_error(f"{name}: raised {describe(error)}")

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""Results of a check."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -21,7 +21,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check_env` found."""
+    """Results of `check_env`."""
 
     env: str
     findings: list[Finding]

@@ -2,14 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from skyrl_gym.check.subject import spec_of
 
 
 @contextlib.contextmanager
-def services_for(env: Any, documents: Sequence[Mapping[str, Any]] = ()) -> Iterator[dict[str, Any]]:
-    """Gives the settings (`env_config`) under which the environment finds what its examples need; none for most.
+def services_for(env: object, documents: Sequence[Mapping[str, object]] = ()) -> Iterator[dict[str, object]]:
+    """Give the settings (`env_config`) under which the environment finds what its examples need; none for most.
 
     `search` and `searchcode` get a retrieval server over the documents of their examples and those given here;
     `llm_as_a_judge` gets a judge.

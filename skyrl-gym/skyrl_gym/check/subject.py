@@ -13,8 +13,8 @@ from skyrl_gym.envs.registration import EnvSpec, env_class_of, make, spec
 from skyrl_gym.episode import Episode
 
 
-def spec_of(env: Any) -> EnvSpec:
-    """The spec behind an id, "package.module:Class", a spec, a class, a factory or an environment.
+def spec_of(env: object) -> EnvSpec:
+    """Return the spec behind an id, "package.module:Class", a spec, a class, a factory or an environment.
 
     Raises:
         Error: no environment of that id.
@@ -34,11 +34,11 @@ def spec_of(env: Any) -> EnvSpec:
 
 
 def examples_of(env_spec: EnvSpec) -> list[Example]:
-    """The examples that the environment's class defines; none if a factory does not tell its class."""
+    """Return the examples that the environment's class defines; none if a factory does not tell its class."""
     return getattr(env_class_of(env_spec), "examples", list)()
 
 
-def tasks_of(env_spec: EnvSpec, prompts: Any, env_config: Mapping[str, Any] | None) -> list[Example]:
+def tasks_of(env_spec: EnvSpec, prompts: Any, env_config: Mapping[str, object] | None) -> list[Example]:
     if prompts is None:
         prompts = examples_of(env_spec)
     return [_with_config(_as_example(task), env_config) for task in prompts]
@@ -53,7 +53,7 @@ def _as_example(task: Any) -> Example:
     return Example(prompt=task, extras={}, oracle=[])
 
 
-def _with_config(example: Example, env_config: Mapping[str, Any] | None) -> Example:
+def _with_config(example: Example, env_config: Mapping[str, object] | None) -> Example:
     return replace(example, env_config={**example.env_config, **(env_config or {})}) if env_config else example
 
 
@@ -66,7 +66,7 @@ class Subject:
     seconds_per_call: float
     times: dict[str, float] = field(default_factory=dict)
 
-    def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+    def call(self, name: str, function: Callable[..., object], *args: object) -> Any:
         started = time.perf_counter()
         try:
             return call_before_deadline(self.seconds_per_call, function, *args)
@@ -75,16 +75,16 @@ class Subject:
         finally:
             self.times[name] = max(time.perf_counter() - started, self.times.get(name, 0.0))
 
-    def make(self, example: Example, **changed_extras: Any) -> "Run":
-        """A new environment of the example's task. `changed_extras` stand in for columns of the row."""
+    def make(self, example: Example, **changed_extras: object) -> "Run":
+        """Return a new environment of the example's task. `changed_extras` stand in for columns of the row."""
         extras = copy.deepcopy({**example.extras, **changed_extras})
         return self.make_with(extras, example.env_config)
 
-    def make_with(self, extras: Any, env_config: Any) -> "Run":
+    def make_with(self, extras: object, env_config: object) -> "Run":
         env = self.call("the constructor", lambda: make(self.env_spec, env_config=env_config, extras=extras))
         return Run(self, env)
 
-    def play(self, example: Example, actions: Sequence[str], seed: int | None = 7, **extras: Any) -> "Transcript":
+    def play(self, example: Example, actions: Sequence[str], seed: int | None = 7, **extras: object) -> "Transcript":
         with self.make(example, **extras) as run:
             transcript = Transcript(run.init(example.prompt, seed))
             for action in actions:
@@ -112,7 +112,7 @@ class Run:
     def step(self, action: str) -> BaseTextEnvStepOutput:
         return copy.deepcopy(self.subject.call("step", self.episode.step, action))
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, object]:
         return self.subject.call("get_metrics", self.episode.metrics)
 
     def close(self) -> None:
@@ -124,14 +124,14 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             self.close()
-        except Exception:
-            if kind is None:  # else the first error is the one to tell
+        except Exception:  # of users' code
+            if kind is None:  # else the first error is the one to report
                 raise
 
 
 @dataclass
 class Transcript:
-    """What an environment said in one episode."""
+    """Record of an environment's outputs in one episode."""
 
     first: ConversationType
     outputs: list[BaseTextEnvStepOutput] = field(default_factory=list)
@@ -141,7 +141,7 @@ class Transcript:
         return bool(self.outputs) and self.outputs[-1]["done"]
 
     def difference(self, other: "Transcript") -> str | None:
-        """Where two episodes part, or None."""
+        """Describe the first difference between two episodes, or return None."""
         if self.first != other.first:
             return f"init gave {self.first!r:.120} and {other.first!r:.120}"
         for turn, (mine, theirs) in enumerate(zip(self.outputs, other.outputs, strict=False), start=1):

@@ -1,8 +1,7 @@
 """Environments that talk: chat messages out, the model's text in."""
 
 import dataclasses
-import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, ClassVar, NotRequired, TypeVar, cast
@@ -10,6 +9,7 @@ from typing import Any, ClassVar, NotRequired, TypeVar, cast
 from skyrl_gym.core import Env, EnvStepOutput
 from skyrl_gym.error import TaskError
 from skyrl_gym.metrics import default_aggregate_metrics
+from skyrl_gym.suggestions import did_you_mean
 from skyrl_gym.tools.core import ToolGroup
 
 MessageType = dict[str, Any]
@@ -22,7 +22,7 @@ NumberT = TypeVar("NumberT", int, None)
 
 
 class BaseTextEnvStepOutput(EnvStepOutput[ConversationType]):
-    """What one step of a text environment gives back; a plain dict at run time.
+    """Output of one step of a text environment; a plain dict at run time.
 
     `observations` are the messages that answer the model: none if the episode is over.
     """
@@ -43,7 +43,7 @@ class Example:
     """The dataset row's other columns."""
     oracle: list[str]
     """What a perfect model writes, turn by turn, for the highest outcome reward."""
-    env_config: Mapping[str, Any] = field(default_factory=dict)
+    env_config: Mapping[str, object] = field(default_factory=dict)
 
 
 class BaseTextEnv(Env[ConversationType, str]):
@@ -68,7 +68,7 @@ class BaseTextEnv(Env[ConversationType, str]):
         self.tool_to_toolgroup: dict[str, str] = {}
 
     def init_tool_groups(self, tool_groups: list[ToolGroup] | None = None) -> None:
-        """Gives the environment its tools. Raises ValueError if two groups have a tool of the same name."""
+        """Give the environment its tools. Raises ValueError if two groups have a tool of the same name."""
         self.tool_groups = list(tool_groups or [])
         self.tool_to_toolgroup = {}
         for group in self.tool_groups:
@@ -80,8 +80,8 @@ class BaseTextEnv(Env[ConversationType, str]):
                     )
                 self.tool_to_toolgroup[tool_name] = group_name
 
-    def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: list[Any] | tuple[Any, ...]) -> Any:
-        """Calls a tool with `tool_input` as its positional arguments and returns what it returns."""
+    def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: Sequence[object]) -> Any:
+        """Call a tool with `tool_input` as its positional arguments and return its result."""
         if not isinstance(tool_input, list | tuple):
             raise TypeError(f"tool_input must be a list or tuple of arguments; got {type(tool_input).__name__}")
         for group in self.tool_groups:
@@ -89,18 +89,18 @@ class BaseTextEnv(Env[ConversationType, str]):
                 return group.execute_tool(tool_name, *tool_input)
         raise ValueError(f"ToolGroup '{tool_group_name}' not found.")
 
-    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
-        """Starts the episode. May rewrite the prompt; the list returned becomes the chat history."""
+    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, object]]:
+        """Start the episode. May rewrite the prompt; the list returned becomes the chat history."""
         return prompt, {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Answers what the model wrote in this turn, and judges it. `reward` is a float in every step."""
+        """Process the model's text of one turn: observations and a reward, which is a float in every step."""
         raise NotImplementedError(f"{type(self).__name__} must define step")
 
     def close(self) -> None:
-        """Gives resources back. May be called more than once."""
+        """Give resources back. May be called more than once."""
 
-    def get_metrics(self) -> dict[str, Any]:
+    def get_metrics(self) -> dict[str, object]:
         """Numbers about this episode; read once, after its last step.
 
         An environment that pays for more than success (a format bonus, say) reports the part that is for success as
@@ -114,13 +114,13 @@ class BaseTextEnv(Env[ConversationType, str]):
         return []
 
     @staticmethod
-    def aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, Any]:
-        """Makes one set of numbers of the `get_metrics` of many episodes."""
+    def aggregate_metrics(metrics: list[dict[str, object]]) -> dict[str, Any]:
+        """Make one set of numbers of the `get_metrics` of many episodes."""
         return default_aggregate_metrics(metrics)
 
 
 def text_of(message: MessageType) -> str:
-    """What a message says; of one in parts, those that are text."""
+    """Return the text of a message; of one with typed parts, the text parts joined by newlines."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -128,32 +128,32 @@ def text_of(message: MessageType) -> str:
 
 
 def last_user_text(prompt: ConversationType) -> str:
-    """What the user said last; nothing if there is no user."""
+    """Return the text of the last user message; empty if there is none."""
     return next((text_of(message) for message in reversed(prompt) if message["role"] == "user"), "")
 
 
-def ground_truth_of(extras: dict[str, Any], spec_field: str = "reward_spec") -> Any:
-    """The expected answer of a dataset row: `reward_spec.ground_truth`. Raises TaskError if it is not there."""
+def ground_truth_of(extras: dict[str, object], spec_field: str = "reward_spec") -> Any:
+    """Return the expected answer of a dataset row: `reward_spec.ground_truth`. Raises TaskError if it is not there."""
     spec = required(extras, spec_field)
     if not isinstance(spec, Mapping) or "ground_truth" not in spec:
         raise TaskError(f"ground_truth is required in {spec_field} field; got {spec!r:.200}")
     return spec["ground_truth"]
 
 
-def required(extras: Mapping[str, Any], name: str) -> Any:
-    """A column that the environment cannot do without. Raises TaskError if it is not there."""
+def required(extras: Mapping[str, object], name: str) -> Any:
+    """Return a column that the environment cannot do without. Raises TaskError if it is not there."""
     if extras.get(name) is None:
         raise TaskError(f"{name} field is required; the row has {', '.join(sorted(extras)) or 'no columns'}")
     return extras[name]
 
 
-def max_turns_of(extras: Mapping[str, Any], default: int) -> int:
-    """A row's `max_turns`. Raises TaskError if it is no whole number from 1 on."""
+def max_turns_of(extras: Mapping[str, object], default: int) -> int:
+    """Return a row's `max_turns`. Raises TaskError if it is no whole number from 1 on."""
     return whole_number(extras, "max_turns", default, least=1)
 
 
-def whole_number(extras: Mapping[str, Any], name: str, default: NumberT, least: int = 0) -> int | NumberT:
-    """A whole number among a row's columns, or the default. Raises TaskError if it is none, or below the least."""
+def whole_number(extras: Mapping[str, object], name: str, default: NumberT, least: int = 0) -> int | NumberT:
+    """Return a column that is a whole number, or the default. Raises TaskError if it is none, or below the least."""
     value = extras.get(name)
     if value is None:
         return default
@@ -165,7 +165,7 @@ def whole_number(extras: Mapping[str, Any], name: str, default: NumberT, least: 
 ConfigT = TypeVar("ConfigT")
 
 
-def typed_config(config_class: type[ConfigT], env_config: Any) -> ConfigT:
+def typed_config(config_class: type[ConfigT], env_config: object) -> ConfigT:
     """Return an environment's settings as its dataclass, from None, a mapping, a DictConfig or the dataclass itself.
 
     `env_class` is accepted beside them: callers hand over the section that names the environment, too.
@@ -175,16 +175,16 @@ def typed_config(config_class: type[ConfigT], env_config: Any) -> ConfigT:
     """
     if isinstance(env_config, config_class):
         return env_config
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     if dataclasses.is_dataclass(env_config):
         settings = vars(env_config)
     elif env_config is not None:
-        settings = {str(name): env_config[name] for name in cast(Mapping[str, Any], env_config)}
+        given = cast(Mapping[str, object], env_config)
+        settings = {str(name): given[name] for name in given}
         settings.pop("env_class", None)
     known = [each.name for each in dataclasses.fields(cast(Any, config_class))]
     for name in settings:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}"
+            hint = did_you_mean(name, known)
             raise ValueError(f"{config_class.__name__} has no setting {name!r}; {hint}")
     return config_class(**settings)

@@ -9,7 +9,6 @@ Text of the form "package.module:Class" is an id that needs no registration.
 """
 
 import copy
-import difflib
 import importlib
 import json
 import reprlib
@@ -22,6 +21,7 @@ from typing import Any, Protocol, get_type_hints
 
 from skyrl_gym import error
 from skyrl_gym.core import Env
+from skyrl_gym.suggestions import did_you_mean
 
 __all__ = [
     "EnvCreator",
@@ -41,12 +41,12 @@ __all__ = [
 class EnvCreator(Protocol):
     """An `Env` class, or a function that returns one."""
 
-    def __call__(self, **kwargs: Any) -> Env: ...
+    def __call__(self, **kwargs: object) -> Env: ...
 
 
 @dataclass
 class EnvSpec:
-    """How to make an environment: its id, what makes it, and the keyword arguments it is made with."""
+    """Specification of an environment: its id, its entry point, and the keyword arguments it is made with."""
 
     id: str
     entry_point: EnvCreator | Callable[..., Env] | str | None = None
@@ -57,7 +57,7 @@ class EnvSpec:
     def __post_init__(self) -> None:
         self.name = self.id
 
-    def make(self, **kwargs: Any) -> Env:
+    def make(self, **kwargs: object) -> Env:
         return make(self, **kwargs)
 
     def to_json(self) -> str:
@@ -84,7 +84,7 @@ class EnvSpec:
             raise ValueError(f"not an environment spec: {json_env_spec!r}") from failure
 
     def pprint(self, disable_print: bool = False, include_entry_points: bool = False) -> str | None:
-        """Prints the spec, or returns the text if `disable_print`."""
+        """Print the spec, or return the text if `disable_print`."""
         text = f"id={self.id}"
         if include_entry_points:
             text += f"\nentry_point={self.entry_point}"
@@ -95,13 +95,14 @@ class EnvSpec:
 
 
 registry: dict[str, EnvSpec] = {}
+# Held while an id is checked and written; look-ups of a dict are atomic and take no lock.
 _registry_lock = threading.Lock()
 
 
 def register(
-    id: str, entry_point: EnvCreator | Callable[..., Env] | str | None = None, kwargs: dict[str, Any] | None = None
+    id: str, entry_point: EnvCreator | Callable[..., Env] | str | None = None, kwargs: dict[str, object] | None = None
 ) -> None:
-    """Adds an environment to the registry of this process.
+    """Add an environment to the registry of this process.
 
     Raises:
         AssertionError: no entry point is given.
@@ -126,10 +127,11 @@ ENTRY_POINT_GROUP = "skyrl_gym.envs"
 
 
 def register_installed() -> None:
-    """Registers the environments that installed packages declare. Imports none of them: that is left to `make`.
+    """Register the environments that installed packages declare. Imports none of them: that is left to `make`.
 
     An id that is taken already keeps its meaning, with a warning that names both.
     """
+    # Only the declarations are read: importing the packages could take seconds, or fail.
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
         try:
             register(id=entry_point.name, entry_point=entry_point.value)
@@ -139,7 +141,7 @@ def register_installed() -> None:
 
 
 def deregister(id: str) -> None:
-    """Removes an environment. Raises `Error` if there is none of that id."""
+    """Remove an environment. Raises `Error` if there is none of that id."""
     with _registry_lock:
         _find_spec(id)
         del registry[id]
@@ -158,12 +160,10 @@ def _find_spec(env_id: str) -> EnvSpec:
     found = registry.get(env_id)
     if found is not None:
         return found
+    # An id with a colon names a class, which needs no registration.
     if isinstance(env_id, str) and ":" in env_id:
         return _spec_of_entry_point(env_id)
-    nearest = difflib.get_close_matches(str(env_id), registry, n=3, cutoff=0.5)
-    hint = (
-        f"did you mean {' or '.join(nearest)}?" if nearest else f"registered: {', '.join(sorted(registry)) or 'none'}"
-    )
+    hint = did_you_mean(env_id, sorted(registry), count=3)
     raise error.Error(f"No registered env with id: {env_id}; {hint}")
 
 
@@ -179,7 +179,7 @@ def _spec_of_entry_point(entry_point: str) -> EnvSpec:
 
 
 def load_env_creator(entry_point: EnvCreator | Callable[..., Env] | str) -> EnvCreator | Callable[..., Env]:
-    """The class or function behind an entry point, imported if it is given as "package.module:attribute".
+    """Return the class or function behind an entry point, imported if it is given as "package.module:attribute".
 
     Raises:
         ValueError: the text is not of that form.
@@ -194,7 +194,7 @@ def load_env_creator(entry_point: EnvCreator | Callable[..., Env] | str) -> EnvC
 
 
 def env_class_of(env_spec: EnvSpec) -> type[Env] | None:
-    """The class of the environments that a spec makes; for a factory function the one it is annotated to return.
+    """Return the class of the environments that a spec makes; for a factory function the one it is annotated to return.
 
     None if a factory does not say.
     """
@@ -202,12 +202,13 @@ def env_class_of(env_spec: EnvSpec) -> type[Env] | None:
         raise error.Error(f"{env_spec.id} is registered without an entry point")
     creator = load_env_creator(env_spec.entry_point)
     if not isinstance(creator, type):
+        # A factory function tells its class by its return annotation, without being called.
         creator = get_type_hints(getattr(creator, "func", creator)).get("return")  # also of a functools.partial
     return creator if isinstance(creator, type) and issubclass(creator, Env) else None
 
 
-def make(id: str | EnvSpec, **kwargs: Any) -> Env:
-    """Makes an environment by its id or spec.
+def make(id: str | EnvSpec, **kwargs: object) -> Env:
+    """Make an environment by its id or spec.
 
     `kwargs` win over those of the registration. Whatever the constructor raises reaches the caller; a TypeError is
     raised again with the id and the arguments in its text.
@@ -219,16 +220,19 @@ def make(id: str | EnvSpec, **kwargs: Any) -> Env:
     env_spec = id if isinstance(id, EnvSpec) else _find_spec(id)
     if env_spec.entry_point is None:
         raise error.Error(f"{env_spec.id} has no entry point, so it cannot be made")
+    # A copy: an environment that changes its arguments must not change the registration.
     merged = copy.deepcopy(env_spec.kwargs) | kwargs
     creator = load_env_creator(env_spec.entry_point)
     try:
         env = creator(**merged)
     except TypeError as failure:
+        # The same class, since callers catch TypeError and its subclasses; the text names the environment.
         raise type(failure)(
             f"{failure} (while making env {env_spec.id!r} with arguments {reprlib.repr(merged)})"
         ) from failure
     if not isinstance(env, Env):
         raise TypeError(f"entry point of env {env_spec.id!r} must make a skyrl_gym.Env; it made a {type(env).__name__}")
+    # Of this instance: with it, the environment can be made again elsewhere.
     env.spec = EnvSpec(id=env_spec.id, entry_point=env_spec.entry_point, kwargs=merged)
     return env
 
@@ -236,7 +240,7 @@ def make(id: str | EnvSpec, **kwargs: Any) -> Env:
 def pprint_registry(
     print_registry: dict[str, EnvSpec] = registry, *, num_cols: int = 3, disable_print: bool = False
 ) -> str | None:
-    """Prints the registered ids in columns, or returns the text if `disable_print`."""
+    """Print the registered ids in columns, or return the text if `disable_print`."""
     ids = sorted(print_registry)
     width = max(map(len, ids), default=0) + 2
     rows = [ids[start : start + num_cols] for start in range(0, len(ids), num_cols)]

@@ -1,4 +1,4 @@
-"""How good is a model at an environment? Plays episodes with any OpenAI-compatible endpoint.
+"""Evaluation of a model on an environment. Plays episodes with any OpenAI-compatible endpoint.
 
 From a shell: `python -m skyrl_gym.eval --env gsm8k --base-url URL --model NAME --data test.parquet`.
 """

@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from skyrl_gym.error import Error
 from skyrl_gym.eval.runner import Stopped, evaluate
@@ -19,7 +18,7 @@ stopped it: unfinished episodes are then written as far as they came (`cancelled
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit code."""
+    """Run the command line. Returns the exit code."""
     options = vars(_parser().parse_args(arguments))
     is_quiet = options.pop("quiet")
     if options["output"] is None:
@@ -92,7 +91,7 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"must be numbers with commas between, as in 1,4; got {text!r}") from None
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _json_object(text: str) -> dict[str, object]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as failure:

@@ -4,9 +4,8 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from skyrl_gym.chat import ChatModel, ModelError, Reply
+from skyrl_gym.chat_model import ChatModel, ModelError, Reply
 from skyrl_gym.envs.base_text_env import ConversationType
 from skyrl_gym.error import Error
 from skyrl_gym.services import Cancelled, Retries, Service
@@ -38,7 +37,7 @@ class ChatEndpoint:
         base_url: str,
         model: str,
         *,
-        sampling: Mapping[str, Any] | None = None,
+        sampling: Mapping[str, object] | None = None,
         stop: Sequence[str] = (),
         api_key: str | None = None,
         max_retries: int = 5,
@@ -62,7 +61,7 @@ class ChatEndpoint:
             raise self._refused(response.status, response.text)
 
     def complete(self, messages: ConversationType, seed: int | None = None) -> Reply:
-        """The model's next turn. `seed` goes to the server, if given.
+        """Return the model's next turn. `seed` goes to the server, if given.
 
         Raises:
             InfraError: the server could not be reached or failed, as often as it may be tried.
@@ -72,6 +71,7 @@ class ChatEndpoint:
         try:
             reply = self._model.complete(messages, **({} if seed is None else {"seed": seed}))
         except ModelError as failure:
+            # These statuses are the same for each request: going on would fail every episode.
             if failure.status in _REFUSED:
                 raise self._refused(failure.status, failure.text) from failure
             raise
@@ -86,8 +86,8 @@ class ChatEndpoint:
         )
 
 
-def with_stop_string(text: str, stop: Sequence[str], stop_reason: Any = None) -> str:
-    """The text with the stop string that ended it, which servers cut off and environments look for.
+def with_stop_string(text: str, stop: Sequence[str], stop_reason: object = None) -> str:
+    """Return the text with the stop string that ended it, which servers cut off and environments look for.
 
     `stop_reason` is the string itself where a server tells it (vLLM does). Where it does not, a closing tag is put back
     if its opening tag is the last one that the text leaves open.
@@ -97,11 +97,12 @@ def with_stop_string(text: str, stop: Sequence[str], stop_reason: Any = None) ->
     if isinstance(stop_reason, str) and stop_reason in stop:
         return text + stop_reason
     opened = [(_last_open(text, tag[1]), each) for each in stop if (tag := re.fullmatch(r"</([\w-]+)>", each))]
+    # The tag that was opened last is the one that the model was about to close.
     place, closing = max(opened, default=(-1, ""))
     return text + closing if place >= 0 else text
 
 
 def _last_open(text: str, tag: str) -> int:
-    """Where a tag is opened and not closed after it, or -1."""
+    """Find the index of an opening tag that is not closed after it, or -1."""
     opening = text.rfind(f"<{tag}>")
     return opening if opening > text.rfind(f"</{tag}>") else -1

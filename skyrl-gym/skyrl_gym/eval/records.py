@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from skyrl_gym.error import Error
 
@@ -23,7 +23,7 @@ class EpisodeRecord:
     task: int
     """Row of the data."""
     sample: int
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[dict[str, object]] = field(default_factory=list)
     """Prompt, turns and observations; as far as it came, in an episode that failed."""
     rewards: list[float] = field(default_factory=list)
     """Of each turn."""
@@ -33,7 +33,7 @@ class EpisodeRecord:
     success: bool | None = None
     done: bool = False
     truncated: bool = False
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, object] = field(default_factory=dict)
     finish_reasons: list[str | None] = field(default_factory=list)
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -54,11 +54,12 @@ class EpisodeFile:
         Error: another evaluation writes it, or its episodes were made with other settings.
     """
 
-    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, identity: dict[str, object]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "episodes.jsonl"
         self._file = self.path.open("a+", encoding="utf-8")
         try:
+            # The lock belongs to the open file: the kernel releases it however the process ends.
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as held:
             self._file.close()
@@ -71,17 +72,19 @@ class EpisodeFile:
             raise
 
     def _read(self) -> dict[tuple[int, int], EpisodeRecord]:
-        """The last line of each episode counts. A line that a killed process left unfinished is cut off."""
+        """Read records; an episode's last line counts. A line that a killed process left unfinished is cut off."""
         records = {}
         whole = 0
         content = self.path.read_bytes()
         for line in content.splitlines(keepends=True):
+            # A process was killed while it wrote this line: the episode is played again.
             if not line.endswith(b"\n"):
                 break
             record = EpisodeRecord(**json.loads(line))
             records[record.key] = record
             whole += len(line)
         if whole < len(content):
+            # Else the next record would be appended to half a line.
             os.truncate(self.path, whole)
         return records
 
@@ -91,6 +94,7 @@ class EpisodeFile:
 
     def add(self, record: EpisodeRecord) -> None:
         self._file.write(json.dumps(asdict(record), default=str) + "\n")
+        # To the kernel, which keeps it if this process is killed.
         self._file.flush()
         self.records[record.key] = record
 
@@ -106,7 +110,7 @@ class EpisodeFile:
         self.close()
 
 
-def _check_identity(path: Path, identity: dict[str, Any]) -> None:
+def _check_identity(path: Path, identity: dict[str, object]) -> None:
     if not path.exists():
         path.write_text(json.dumps(identity, indent=2) + "\n")
         return

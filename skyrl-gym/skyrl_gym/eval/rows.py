@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from skyrl_gym.check import examples_of, spec_of
 from skyrl_gym.envs.base_text_env import ConversationType, Example
@@ -38,7 +38,7 @@ def read_tasks(env: str, data: Path | None, limit: int | None = None) -> tuple[l
     return tasks, hashlib.sha256(data.read_bytes()).hexdigest()
 
 
-def _rows(path: Path) -> Iterator[Any]:
+def _rows(path: Path) -> Iterator[object]:
     name = path.name.removesuffix(".gz")
     if name.endswith(".parquet"):
         yield from _parquet_rows(path)
@@ -54,7 +54,7 @@ def _rows(path: Path) -> Iterator[Any]:
         raise Error(f"--data must be .parquet, .jsonl or .json (or .gz of the last two); got {path}")
 
 
-def _opened(path: Path) -> Any:
+def _opened(path: Path) -> IO[str]:
     return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
 
 
@@ -65,7 +65,7 @@ def _parsed(text: str, where: str) -> Any:
         raise TaskError(f"{where}: not JSON: {failure}") from failure
 
 
-def _parquet_rows(path: Path) -> Iterator[Any]:
+def _parquet_rows(path: Path) -> Iterator[object]:
     try:
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]
     except ImportError as missing:
@@ -77,14 +77,14 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
             yield _without_none(row)
 
 
-def _without_none(value: Any) -> Any:
+def _without_none(value: object) -> object:
     """Parquet gives all messages the fields of any: those that a message does not have are None."""
     if isinstance(value, dict):
         return {name: _without_none(each) for name, each in value.items() if each is not None}
     return [_without_none(each) for each in value] if isinstance(value, list) else value
 
 
-def _task(row: Any, where: str) -> Example:
+def _task(row: object, where: str) -> Example:
     if not isinstance(row, dict) or not row.get("prompt"):
         raise TaskError(f"{where}: a row needs a column `prompt`; got {row!r:.200}")
     prompt: ConversationType | str = row["prompt"]

@@ -14,6 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from skyrl_gym.check import spec_of
+from skyrl_gym.core import Env
 from skyrl_gym.deadline import DeadlineExceeded, call_before_deadline
 from skyrl_gym.envs.base_text_env import ConversationType, Example
 from skyrl_gym.envs.registration import env_class_of, make
@@ -38,7 +39,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def evaluate(settings: EvalSettings, *, progress: bool = False) -> Summary:
-    """Plays what `settings.output` does not have yet, and sums up all of it.
+    """Play the episodes that `settings.output` does not have yet, and summarize all of them.
 
     Raises:
         Error: something is wrong with the settings, or the endpoint fails again and again; what is finished is kept.
@@ -54,6 +55,7 @@ def evaluate(settings: EvalSettings, *, progress: bool = False) -> Summary:
         wanted = [(task, sample) for sample in range(settings.num_samples) for task in range(len(tasks))]
         missing = [key for key in wanted if not file.is_finished(key)]
         if missing:
+            # Threads, not processes: an episode mostly waits for the endpoint.
             crew = _Crew(settings, lambda config, extras: make(env_spec, env_config=config, extras=extras), tasks)
             bar = tqdm(total=len(wanted), initial=len(wanted) - len(missing), unit="episode", disable=not progress)
             try:
@@ -70,7 +72,7 @@ def _write_summary(settings: EvalSettings, num_tasks: int, file: EpisodeFile) ->
     return summary
 
 
-def _collect(crew: "_Crew", missing: list[tuple[int, int]], file: EpisodeFile, bar: Any) -> None:
+def _collect(crew: "_Crew", missing: list[tuple[int, int]], file: EpisodeFile, bar: object) -> None:
     """Write records as they come, and in the end those of episodes cut off. Raises what makes going on pointless."""
     try:
         _collect_finished(crew, missing, file, bar)
@@ -80,6 +82,7 @@ def _collect(crew: "_Crew", missing: list[tuple[int, int]], file: EpisodeFile, b
 
 
 def _collect_finished(crew: "_Crew", missing: list[tuple[int, int]], file: EpisodeFile, bar: Any) -> None:
+    # Two failures per thread: one bad moment of a server fails at most one episode of each thread.
     patience = max(10, 2 * crew.settings.concurrency)
     infra_in_a_row = num_failed = num_right = num_scored = 0
     for record in crew.play(missing):
@@ -114,6 +117,7 @@ class _Player:
             raise Cancelled
         self.messages = messages
         self.is_waiting = True
+        # A seed per turn: with one for all turns a server would repeat its random numbers in each.
         reply = self.endpoint.complete(messages, None if self.seed is None else self.seed + len(self.replies))
         self.is_waiting = False
         self.replies.append(reply)
@@ -124,9 +128,7 @@ class _Player:
 class _Crew:
     """Threads that play episodes. They are daemons: one that hangs does not keep the process from ending."""
 
-    def __init__(
-        self, settings: EvalSettings, make_env: Callable[[Any, dict[str, Any]], Any], tasks: list[Example]
-    ) -> None:
+    def __init__(self, settings: EvalSettings, make_env: Callable[..., Env], tasks: list[Example]) -> None:
         self.settings = settings
         self.make_env = make_env
         self.tasks = tasks
@@ -157,6 +159,7 @@ class _Crew:
     def stop(self) -> list[EpisodeRecord]:
         """End what is played. Returns the records that `play` did not yield, those of unfinished episodes included."""
         self.cancelled.set()
+        # One deadline for all threads together, not one for each.
         leave_at = time.monotonic() + LEAVE_SECONDS
         for thread in self._threads:
             thread.join(max(leave_at - time.monotonic(), 0.0))
@@ -171,7 +174,7 @@ class _Crew:
         return records
 
     def play(self, keys: list[tuple[int, int]]) -> Any:
-        """Yields records as episodes end. Raises Error if the endpoint cannot be reached or refuses."""
+        """Yield records as episodes end. Raises Error if the endpoint cannot be reached or refuses."""
         try:
             self.endpoint.check()
         except InfraError as dead:
@@ -179,9 +182,11 @@ class _Crew:
         for key in keys:
             self._waiting.put(key)
         for _ in range(min(self.settings.concurrency, len(keys))):
+            # Daemons, so that an episode that hangs does not keep the process from ending.
             thread = threading.Thread(target=self._work, name="skyrl-gym-eval", daemon=True)
             thread.start()
             self._threads.append(thread)
+        # Records arrive in the order in which episodes end; an exception of a thread ends the evaluation.
         for _ in keys:
             result = self._finished.get()
             if isinstance(result, BaseException):
@@ -199,6 +204,7 @@ class _Crew:
             except BaseException as error:  # carried to the main thread: going on is pointless
                 self._finished.put(error)
                 return
+            # Only now: `stop` finds unfinished episodes in `_playing`.
             self._playing.pop(key, None)
 
     def _episode(self, task: int, sample: int) -> EpisodeRecord:
@@ -209,6 +215,7 @@ class _Crew:
         try:
             result = call_before_deadline(self.settings.episode_seconds, self._run, task, sample, player)
             self._fill(record, result)
+        # A refusal (authentication, unknown model) is the same for all episodes.
         except EndpointRefused:
             raise
         except Cancelled:
@@ -252,7 +259,7 @@ def _cut_off(record: EpisodeRecord, player: _Player) -> EpisodeRecord:
 
 
 def _seed_of(seed: int | None, task: int, sample: int) -> int | None:
-    """Of one episode, in 31 bits: servers read it as a signed number."""
+    """Derive the seed of one episode, in 31 bits: servers read it as a signed number."""
     return None if seed is None else zlib.crc32(f"{seed}/{task}/{sample}".encode()) >> 1
 
 

@@ -1,10 +1,9 @@
-"""What an evaluation is told. Knows neither endpoints nor environments."""
+"""Settings of an evaluation. Knows neither endpoints nor environments."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from skyrl_gym.error import Error
 
@@ -33,7 +32,7 @@ class EvalSettings:
     """Only the first tasks."""
     max_turns: int | None = None
     """Turn limit given to the environment in place of the row's."""
-    env_config: Mapping[str, Any] = field(default_factory=dict)
+    env_config: Mapping[str, object] = field(default_factory=dict)
     success_at: float = 1.0
     """Outcome reward from which an episode counts as a success in pass@k."""
     temperature: float | None = None
@@ -44,7 +43,7 @@ class EvalSettings:
     """Strings that end a turn. They are part of what the environment sees."""
     seed: int | None = None
     """Makes environments, and requests to servers that know `seed`, repeatable."""
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    extra_body: Mapping[str, object] = field(default_factory=dict)
     """Further fields of each request."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key; no key is sent if it is not set."""
@@ -82,8 +81,8 @@ class EvalSettings:
                     f"--pass-k {k} needs at least {max(k, 1)} samples of each task; --num-samples is {self.num_samples}"
                 )
 
-    def identity(self, data_digest: str) -> dict[str, Any]:
-        """What episodes depend on, by flag. It is the same for all of one folder; samples and tasks may be added."""
+    def identity(self, data_digest: str) -> dict[str, object]:
+        """Return the settings that episodes depend on, by flag. Equal in one folder; samples and tasks may grow."""
         named = {
             "--env": self.env,
             "--model": self.model,
@@ -100,7 +99,7 @@ class EvalSettings:
         }
         return json.loads(json.dumps(named))
 
-    def as_json(self) -> dict[str, Any]:
-        """All of them, with paths as text."""
+    def as_json(self) -> dict[str, object]:
+        """Return all of them, with paths as text."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}

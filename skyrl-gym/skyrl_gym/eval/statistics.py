@@ -25,7 +25,7 @@ class Estimate:
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """The probability that at least one of k samples is right, estimated without bias from n samples of which c are
+    """Estimate the probability that at least one of k samples is right, without bias, from n samples of which c are
     (Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1):
 
         pass@k = 1 - C(n - c, k) / C(n, k)
@@ -39,7 +39,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def estimate(values: Sequence[float], level: float = 0.95) -> Estimate | None:
-    """The mean of one value for each task, and its interval. None if there are no tasks."""
+    """Return the mean of one value for each task, and its interval. None if there are no tasks."""
     if not values:
         return None
     mean = math.fsum(values) / len(values)
@@ -51,7 +51,7 @@ def estimate(values: Sequence[float], level: float = 0.95) -> Estimate | None:
 
 
 def clopper_pearson(num_right: int, num_tasks: int, level: float = 0.95) -> tuple[float, float]:
-    """The exact interval of a proportion (Clopper and Pearson 1934, https://doi.org/10.1093/biomet/26.4.404): the
+    """Compute the exact interval of a proportion (Clopper, Pearson 1934, https://doi.org/10.1093/biomet/26.4.404): the
     smallest and the largest p that would not make x of n, or something farther out, rarer than (1 - level) / 2."""
     tail = (1 - level) / 2
 
@@ -77,7 +77,7 @@ def _binomial_sum(first: int, last: int, n: int, p: float) -> float:
 
 
 def _bisect(is_above: Callable[[float], bool]) -> float:
-    """Where a condition on (0, 1), false below and true above, becomes true."""
+    """Find by bisection the point of (0, 1) above which a condition is true."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -86,7 +86,7 @@ def _bisect(is_above: Callable[[float], bool]) -> float:
 
 
 def bootstrap(values: Sequence[float], level: float = 0.95, resamples: int = RESAMPLES) -> tuple[float, float]:
-    """The percentile interval of the mean over resampled tasks (Efron 1979, https://doi.org/10.1214/aos/1176344552).
+    """Bootstrap the percentile interval of the mean over tasks (Efron 1979, https://doi.org/10.1214/aos/1176344552).
     The same for the same values."""
     draw = random.Random(0)
     means = sorted(math.fsum(draw.choices(values, k=len(values))) / len(values) for _ in range(resamples))

@@ -4,7 +4,6 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from skyrl_gym.check import spec_of
 from skyrl_gym.envs.registration import env_class_of
@@ -16,7 +15,7 @@ from skyrl_gym.metrics import default_aggregate_metrics
 
 @dataclass(frozen=True)
 class Summary:
-    """What an evaluation says. Failed episodes count in none of the numbers but `failures`."""
+    """Summary of an evaluation. Failed episodes count in none of the numbers but `failures`."""
 
     env: str
     model: str
@@ -35,21 +34,21 @@ class Summary:
     """One text for each kind of failure."""
     means: dict[str, float]
     """Of an episode: turns, tokens, seconds, how many were truncated or had a turn cut at its token limit."""
-    environment: dict[str, Any]
+    environment: dict[str, object]
     """The environment's own metrics."""
 
     @property
     def is_complete(self) -> bool:
         return self.num_scored == self.num_tasks * self.num_samples
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         found = asdict(self)
         found["pass_at"] = {f"pass@{k}": value for k, value in found["pass_at"].items()}
         return found
 
 
 def summarize(settings: EvalSettings, num_tasks: int, records: Iterable[EpisodeRecord]) -> Summary:
-    """Of the episodes that the settings ask for; a folder may hold more."""
+    """Summarize the episodes that the settings ask for; a folder may hold more."""
     wanted = [each for each in records if each.task < num_tasks and each.sample < settings.num_samples]
     scored = [each for each in wanted if each.failure is None]
     failed = [each for each in wanted if each.failure is not None]
@@ -96,13 +95,13 @@ def _means(scored: list[EpisodeRecord]) -> dict[str, float]:
     return {name: statistics.fmean(values) for name, values in numbers.items() if values}
 
 
-def _environment_metrics(env: str, scored: list[EpisodeRecord]) -> dict[str, Any]:
+def _environment_metrics(env: str, scored: list[EpisodeRecord]) -> dict[str, object]:
     aggregate = getattr(env_class_of(spec_of(env)), "aggregate_metrics", default_aggregate_metrics)
     return dict(aggregate([each.metrics for each in scored])) if scored else {}
 
 
 def table(summary: Summary) -> str:
-    """For people."""
+    """Format the summary as text for people."""
     asked = summary.num_tasks * summary.num_samples
     lines = [
         f"{summary.env} with {summary.model}: {summary.num_tasks} tasks, {summary.num_samples} episodes each; "

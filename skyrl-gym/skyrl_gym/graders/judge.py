@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from skyrl_gym.chat import ChatModel, ModelError
+from skyrl_gym.chat_model import ChatModel, ModelError
 from skyrl_gym.error import InfraError
 from skyrl_gym.graders.results import Grade, Score
 from skyrl_gym.services import Retries, Service
@@ -47,7 +47,7 @@ MAX_ANSWER_CHARACTERS = 20_000
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """Which judge, and how it is asked."""
+    """Settings of the judge: its endpoint, model and requests."""
 
     model: str = "gpt-4o-mini"
     """Name of the judge, as its server knows it."""
@@ -70,7 +70,7 @@ class JudgeSettings:
     prompt_template: str | None = None
     """With `{answer}` and, as needed, `{question}` and `{reference}`; None is `DEFAULT_PROMPT`."""
 
-    request_fields: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
+    request_fields: Mapping[str, object] = field(default_factory=lambda: {"temperature": 0.0})
     """Further fields of the request, such as `max_tokens`; empty for models that take none."""
 
 
@@ -105,7 +105,7 @@ class Judge:
         self.url = self._model.service.url
 
     def grade(self, question: str, reference: str, answer: str) -> Grade:
-        """The judge's score, from 0 to 1, with its reply in `details["reply"]`; InfraError if none can be had.
+        """Return the judge's score, from 0 to 1, with its reply in `details["reply"]`; InfraError if none can be had.
 
         A reply without a score is asked for once more; it is never taken for 0.
         """
@@ -129,7 +129,7 @@ class Judge:
         return InfraError(f"the judge {self.settings.model} gave no '### Final Score: ' twice; last: {reply!r:.300}")
 
     def prompt(self, question: str, reference: str, answer: str) -> str:
-        """What the judge is told. What is filled in is not itself searched for names to fill in."""
+        """Fill in the judge's prompt. Inserted texts are not themselves searched for names to fill in."""
         values = {"question": question, "reference": reference, "answer": fence(answer[-MAX_ANSWER_CHARACTERS:])}
         return re.sub(r"\{(question|reference|answer)\}", lambda name: values[name[1]], self.template)
 
@@ -147,7 +147,7 @@ class Judge:
 
 
 def fence(text: str) -> str:
-    """A text between two marks that it cannot contain: they bear a hash of it."""
+    """Return a text between two marks that it cannot contain: they bear a hash of it."""
     name = f"student-{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:16]}"
     return f"<{name}>\n{text}\n</{name}>"
 
@@ -157,7 +157,7 @@ _BARE_SCORE = re.compile(r"\A\s*([01](?:\.0+)?)\s*\Z")
 
 
 def parse_final_score(reply: str) -> float | None:
-    """The number from 0 to 1 after the last `### Final Score: `, else a reply that is nothing but 0 or 1, else None."""
+    """Parse the number from 0 to 1 after the last `### Final Score: `, else a reply that is only 0 or 1, else None."""
     found = _FINAL_SCORE.findall(reply) or _BARE_SCORE.findall(reply)
     if not found:
         return None

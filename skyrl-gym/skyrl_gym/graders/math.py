@@ -176,7 +176,7 @@ def _with_percent_as_fraction(answer: str, gold: str) -> tuple[str, str] | None:
 
 
 def _percentage(text: str) -> str | None:
-    """The value of a lone percentage as a fraction, in LaTeX; None for all else."""
+    """Return the value of a lone percentage as a fraction, in LaTeX; None for all else."""
     text = join_thousands(clean(_PERCENT.sub(" percent", text)))
     text = _without_approximation(text[_end_of_last_equality(text) :].strip())
     number = normalize_answer(text.removesuffix("percent"))
@@ -205,7 +205,7 @@ def _without_names(answer: str, gold: str) -> str:
 
 
 def _end_of_last_equality(answer: str) -> int:
-    r"""Where the part after the last `=` begins, not counting those inside braces and brackets, as in `\sum_{i=1}`."""
+    r"""Find the start of the part after the last `=`, ignoring those inside braces and brackets, as in `\sum_{i=1}`."""
     depth = end = 0
     for position, character in enumerate(answer):
         depth += (character in "{([") - (character in "})]")
@@ -215,7 +215,7 @@ def _end_of_last_equality(answer: str) -> int:
 
 
 def _flaw(answer: str, gold: str, question: str) -> str | None:
-    """Why an answer cannot count, whatever its value is."""
+    """Return the reason why an answer cannot count, whatever its value is."""
     if not _bases(answer) <= _bases(gold):
         return "the answer is in another base"
     if _PLAIN_NUMBER.fullmatch(normalize_answer(gold)):
@@ -235,11 +235,11 @@ def _flaw(answer: str, gold: str, question: str) -> str | None:
 
 
 def _bases(answer: str) -> set[str]:
-    """What stands below numbers."""
+    """Return the bases (subscripts of numbers) in an answer."""
     return {base.strip("{}") for base in _BASE.findall(normalize_answer(answer))}
 
 
 def _is_solved(answer: str) -> bool:
-    """Whether each side of each relation is a lone symbol or has no symbols."""
+    """Return whether each side of each relation is a lone symbol or has no symbols."""
     sides = (side.strip() for side in _RELATION_OR_COMMA.split(_UNITS.sub("", answer)))
     return all(_SYMBOL.fullmatch(side) or not re.search("[A-Za-z]", _COMMAND.sub("", side)) for side in sides)

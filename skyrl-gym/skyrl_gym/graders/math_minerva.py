@@ -67,7 +67,7 @@ _SHORT_ROOT = re.compile(r"(sqrt)([^{])")
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    r"""An answer without units, filler words, text commands, short LaTeX forms and thousands separators.
+    r"""Return an answer without units, filler words, text commands, short LaTeX forms and thousands separators.
 
     "x = 5" is "5", "\frac12" is "\frac{1}{2}", "$3$ apples" is "3", "1,000" is "1000".
     """
@@ -90,7 +90,7 @@ def normalize_final_answer(final_answer: str) -> str:
 def grade_minerva(
     response: str, gold: str, *, gold_is_boxed: bool = False, answer_pattern: str = ANSWER_PATTERN
 ) -> Score:
-    """Whether the response's last `Answer: ...` reads as the gold after normalisation of both.
+    """Return whether the response's last `Answer: ...` equals the gold after normalisation of both.
 
     `gold_is_boxed` takes the gold from the last box of a whole solution. A response without an answer has the
     prediction "[INVALID]".
@@ -103,7 +103,7 @@ def grade_minerva(
 
 
 def grade_strict_box(response: str, gold: str, *, end: int | None = None) -> Score:
-    r"""Whether the last box among the last 100 characters (before `end`, if given) holds the gold, to the letter."""
+    r"""Return whether the last box among the last 100 characters (before `end`, if given) is literally the gold."""
     start = max(0, (len(response) if end is None else end) - STRICT_BOX_CHARACTERS)
     boxed = last_boxed_only_string(response[start:])
     prediction = remove_boxed(boxed) if boxed else None

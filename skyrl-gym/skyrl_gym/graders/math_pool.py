@@ -72,6 +72,7 @@ class EquivalencePool:
 
     def _compare(self, answer: str, gold: str) -> Grade:
         try:
+            # A slot holds a started process, or None where one is to be started: starting takes a second.
             process = self._turns.get(timeout=QUEUE_SECONDS)
         except queue.Empty:
             raise InfraError(f"no process to compare answers in became free within {QUEUE_SECONDS:g} s") from None
@@ -89,6 +90,7 @@ class EquivalencePool:
             process = self._end(process)
             raise
         finally:
+            # Whatever happened, the slot goes back: else threads would wait for it for ever.
             self._turns.put(process)
 
     def _start(self) -> "_Process":
@@ -97,6 +99,7 @@ class EquivalencePool:
             if self._closed:
                 process.close()
                 raise InfraError("this EquivalencePool is closed")
+            # Under the lock that `close` takes: it kills each process that is alive, this one included.
             self._alive.add(process)
         try:
             process.wait_until_ready()
@@ -112,7 +115,7 @@ class EquivalencePool:
                 self._alive.discard(process)
 
     def close(self) -> None:
-        """Ends the processes. May be called more than once."""
+        """End the processes. May be called more than once."""
         with self._lock:
             self._closed = True
             for process in self._alive:
@@ -189,7 +192,7 @@ class _Process:
         return line
 
     def _ended(self) -> Exception:
-        """What it means that the process has gone."""
+        """Return the exception that describes the end of the process."""
         try:
             status = self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
@@ -204,11 +207,11 @@ class _Process:
         return InfraError(f"a process that compares answers was ended from outside: {text}")
 
     def kill(self) -> None:
-        """Ends it. For any thread: one that waits for a reply sees the end of the output."""
+        """End it. For any thread: one that waits for a reply sees the end of the output."""
         self._process.kill()
 
     def close(self) -> None:
-        """Ends it and gives back what it stands on. For the thread that uses it."""
+        """End the process and release its resources. For the thread that uses it."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._stderr):
@@ -221,7 +224,7 @@ _default_lock = threading.Lock()
 
 
 def default_pool() -> EquivalencePool:
-    """The pool that all of this process's graders share."""
+    """Return the pool that all of this process's graders share."""
     global _default
     with _default_lock:
         if _default is None:

@@ -11,7 +11,7 @@ _NUMBER = re.compile(r"-?[0-9.,]+")
 
 
 def extract_number(text: str, *, strict: bool = True) -> str | None:
-    """The final answer of a GSM8K solution (https://arxiv.org/abs/2110.14168), without thousands separators, or None.
+    """Extract a GSM8K solution's final answer (https://arxiv.org/abs/2110.14168) without thousands separators, or None.
 
     Strict: the number after the first `#### `. Otherwise: the last number anywhere. A full stop that follows the number
     belongs to it, so "#### 42." is not "42".
@@ -24,7 +24,7 @@ def extract_number(text: str, *, strict: bool = True) -> str | None:
 
 
 def last_boxed_only_string(text: str) -> str | None:
-    r"""The last `\boxed{...}` of a text, box included; None if there is none or its braces do not close."""
+    r"""Return the last `\boxed{...}` of a text, box included; None if there is none or its braces do not close."""
     start = text.rfind(_BOX)
     if start < 0:
         return None
@@ -40,13 +40,13 @@ def last_boxed_only_string(text: str) -> str | None:
 
 
 def remove_boxed(boxed: str) -> str:
-    r"""What is inside `\boxed{...}`. Raises AssertionError if the text is not that."""
+    r"""Return the content of `\boxed{...}`. Raises AssertionError if the text is not that."""
     assert boxed.startswith(_BOX) and boxed.endswith("}"), f"not a \\boxed{{...}}: {boxed!r:.200}"
     return boxed[len(_BOX) : -1]
 
 
 def first_boxed(text: str) -> str | None:
-    r"""What the first `\boxed{...}` without braces inside holds, or None if there is none or it is empty."""
+    r"""Extract the first `\boxed{...}` without braces inside, or None if there is none or it is empty."""
     found = _FLAT_BOX.search(text)
     return (found.group(1).strip() or None) if found else None
 
@@ -70,7 +70,7 @@ _TEXT_ALONE = re.compile(rf"\s*{TEXT_COMMAND}\s*\{{([^{{}}]*[0-9][^{{}}]*)\}}\s*
 
 
 def clean(answer: str) -> str:
-    """An answer without what only makes it look better: delimiters, sizes, spaces, degree and percent signs, a plus
+    """Strip pure formatting from an answer: delimiters, sizes, spaces, degree and percent signs, a plus
     sign before a number, a text command around all of it.
 
     "5 1/2" becomes a mixed number, lest it read as 51/2.
@@ -89,7 +89,7 @@ def join_thousands(text: str) -> str:
 
 
 def normalize_answer(answer: str) -> str:
-    r"""An answer in one way of writing, for comparison: "\dfrac12" and "\frac{1}{2}" read the same afterwards.
+    r"""Normalize the spelling of an answer, for comparison: "\dfrac12" and "\frac{1}{2}" are equal afterwards.
 
     Normalising what is normal changes nothing.
     """

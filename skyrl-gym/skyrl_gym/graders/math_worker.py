@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def same(answer: str, gold: str) -> bool:
-    """Whether two answers mean the same. False if one of them is not mathematics: then only their text could tell."""
+    """Return whether two answers are equivalent; False if one is not mathematics: only texts can be compared then."""
     from math_verify import verify
 
     expected, found = _parse(gold), _parse(answer)
@@ -54,7 +54,7 @@ def same(answer: str, gold: str) -> bool:
 
 
 def _parse(answer: str) -> list[Any]:
-    """The library's reading, as an expression if it can, and as text."""
+    """Return the library's reading, as an expression if it can, and as text."""
     from math_verify import LatexExtractionConfig, parse
 
     box = f"\\boxed{{{answer}}}"
@@ -62,7 +62,7 @@ def _parse(answer: str) -> list[Any]:
 
 
 def _close(expected: Any, found: Any) -> bool:
-    """For two numbers of which the expected one is tiny: whether they are close for their size. True for all else."""
+    """Compare two numbers, the expected one tiny, relative to their size. Returns: True for everything else."""
     try:
         size, difference = (abs(complex(value.evalf())) for value in (expected, expected - found))
     except (AttributeError, TypeError, ValueError, OverflowError):
@@ -71,7 +71,7 @@ def _close(expected: Any, found: Any) -> bool:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Sets what may be used from now on; a platform that knows no such limit goes without."""
+    """Set what may be used from now on; a platform that knows no such limit goes without."""
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
 

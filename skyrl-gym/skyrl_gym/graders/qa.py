@@ -8,7 +8,6 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from skyrl_gym.graders.results import Grade, Invalid, Score, reward_of
 from skyrl_gym.tags import last_tagged
@@ -23,7 +22,7 @@ _DROP_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def extract_solution(solution_str: str) -> str | None:
-    """What the last `<answer>...</answer>` holds, without the space around it; None if there is none."""
+    """Extract the last `<answer>...</answer>`, without the space around it; None if there is none."""
     answer = last_tagged(solution_str, "answer")
     return answer.strip() if answer is not None else None
 
@@ -47,7 +46,7 @@ def subem_check(prediction: str, golden_answers: Golds) -> int:
 
 
 def token_f1(prediction: str, golden_answers: Golds) -> float:
-    """The best F1, over the accepted answers, of the words that prediction and answer share:
+    """Return the best F1, over the accepted answers, of the words that prediction and answer share:
 
     precision = shared / words of the prediction,  recall = shared / words of the answer,  F1 = 2 P R / (P + R)
     """
@@ -76,7 +75,7 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """The worth of a text by exact match of its last answer: `score` if right, `format_score` if wrong, 0 without one.
+    """Score a text by exact match of its last answer: `score` if right, `format_score` if wrong, 0 without one.
 
     `ground_truth` holds the accepted answers, bare or under `target`. `method` is not read; datasets pass it.
     """
@@ -90,7 +89,7 @@ def compute_score_subem(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """As `compute_score`, but it is enough that an accepted answer stands somewhere in the last answer."""
+    """Score as `compute_score` does, but an accepted answer anywhere in the last answer is enough."""
     return _worth(substring_match(extract_solution(solution_str), _targets(ground_truth)), format_score, score)
 
 
@@ -131,7 +130,7 @@ def _grade(measure: Callable[[str, Golds], float], prediction: str | None, golde
     if prediction is None:
         return Invalid(NO_ANSWER)
     golds = as_list(golden_answers)
-    details: dict[str, Any] = {"golden_answers": golds}
+    details: dict[str, object] = {"golden_answers": golds}
     return Score(float(measure(prediction, golds)), prediction=normalize_answer(prediction), details=details)
 
 

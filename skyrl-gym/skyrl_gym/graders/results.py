@@ -1,8 +1,7 @@
-"""What a grader says. Graders are pure functions of an answer and what was expected; environments make rewards."""
+"""Results of graders, which are pure functions of an answer and the expected one; environments make rewards."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from skyrl_gym.error import InfraError
 
@@ -17,13 +16,13 @@ class Score:
     """1 is right, 0 is wrong; a grader that gives part credit says so in its docstring."""
     prediction: str | None = None
     """The answer found in the text, as it was compared."""
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, object] = field(default_factory=dict)
     """What a person would ask next: which test failed, what came out."""
 
 
 @dataclass(frozen=True)
 class Invalid:
-    """There was nothing to judge: no answer in the asked form, code that does not compile, SQL that does not run."""
+    """Nothing gradable: no answer in the required form, code that does not compile, SQL that does not run."""
 
     reason: str
 
@@ -41,7 +40,7 @@ Grade = Score | Invalid | Timeout | InfraError
 
 
 def reward_of(grade: Grade, *, invalid: float = 0.0, timeout: float = 0.0) -> float:
-    """The reward that a grade is worth.
+    """Return the reward that a grade is worth.
 
     Raises:
         InfraError: the grade is one. It has no worth.

@@ -23,7 +23,7 @@ _THOUGHT_BEGINS = re.compile(r"\s*<think>", re.IGNORECASE)
 
 
 def verify_format_and_extract(output: str) -> tuple[bool, list[str] | None, str | None, None]:
-    """Whether a whole episode has the asked form, its thoughts, and its solution; `(False, None, None, None)` if not.
+    """Check the format of an episode and extract its thoughts and solution; `(False, None, None, None)` if it is wrong.
 
     There is one `<solution>` with its end, without a tag of another kind inside; at least one `<think>...</think>`; and
     a thought begins right after every observation before the solution. Never raises.
@@ -44,7 +44,7 @@ def verify_format_and_extract(output: str) -> tuple[bool, list[str] | None, str 
 
 
 def _thoughts(text: str) -> list[str]:
-    """What stands in `<think>...</think>`; not by one regular expression, which is quadratic where ends are missing."""
+    """Extract `<think>...</think>`; one regular expression would take quadratic time where ends are missing."""
     thoughts: list[str] = []
     start: int | None = None
     for tag in _THOUGHT_TAG.finditer(text):
@@ -125,7 +125,7 @@ def _gold_rows(gold: str, db_file: str, limits: QueryLimits) -> list[Row]:
 
 
 def compute_score_single(completion: str, reference: str, db_file: str) -> float:
-    """The reward of a whole episode's text: -1 without the asked form, 1 for the gold query's rows, else 0.
+    """Return the reward of a whole episode's text: -1 without the asked form, 1 for the gold query's rows, else 0.
 
     Raises:
         InfraError, TaskError: as `grade_sql` says; there is no reward then.

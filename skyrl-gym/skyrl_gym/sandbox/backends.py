@@ -1,4 +1,4 @@
-"""Which sandbox there is on this machine."""
+"""Selection of the sandbox that works on this machine."""
 
 import os
 import threading
@@ -20,7 +20,7 @@ _finding = threading.Lock()
 
 
 def make_sandbox(kind: Kind = "auto", *, limits: Limits | None = None) -> Sandbox:
-    """A sandbox, not started.
+    """Return a sandbox, not started.
 
     Args:
         kind: "local" is bubblewrap, "docker" a container; "auto" the first of these that works here, or what the
@@ -53,7 +53,8 @@ def make_sandbox(kind: Kind = "auto", *, limits: Limits | None = None) -> Sandbo
 
 
 def _probe(kind: str) -> InfraError | None:
-    """Why that kind does not work here; None if it does. Tried once in a process."""
+    """Return the reason why that kind does not work here; None if it does. Tried once per process."""
+    # Held during the trial: threads that ask meanwhile wait for its result instead of trying themselves.
     with _finding:
         if kind not in _found:
             _found[kind] = _try(BACKENDS[kind])
@@ -63,6 +64,7 @@ def _probe(kind: str) -> InfraError | None:
 def _try(backend: Callable[..., Sandbox]) -> InfraError | None:
     try:
         with backend(PROBE_LIMITS) as sandbox:
+            # A start alone proves little: kernels without user namespaces fail at the first command.
             result = sandbox.exec([sandbox.python, "-I", "-S", "-c", "print(6 * 7)"])
     except InfraError as error:
         return error

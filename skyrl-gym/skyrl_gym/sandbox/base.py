@@ -1,4 +1,4 @@
-"""Where code that nobody has read is run: the interface, and the limits that hold in it. Knows no backend."""
+"""Interface of sandboxes for untrusted code, and the limits that hold in them. Knows no backend."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one command may use. Reaching a limit ends the command, with everything it started."""
+    """Resource limits of one command. Reaching a limit ends the command, with everything it started."""
 
     wall_seconds: float = 10.0
     cpu_seconds: float = 10.0
@@ -33,7 +33,7 @@ Outcome = Literal["exited", "wall_time", "cpu_time", "memory", "output", "worksp
 
 @dataclass(frozen=True)
 class ExecResult:
-    """What a command did. Output is text; bytes that are not UTF-8 become replacement characters."""
+    """Result of a command. Output is text; bytes that are not UTF-8 become replacement characters."""
 
     outcome: Outcome
     returncode: int
@@ -44,7 +44,7 @@ class ExecResult:
 
     @property
     def ok(self) -> bool:
-        """It ended by itself, with success."""
+        """Whether the command ended by itself, with success."""
         return self.outcome == "exited" and self.returncode == 0
 
 
@@ -56,15 +56,15 @@ class SandboxProcess(Protocol):
     """Unbuffered; not counted against `output_bytes`: who reads it bounds it."""
 
     def wait(self, timeout: float | None = None) -> ExecResult:
-        """Waits for the end (`stdout` of the result is empty: it was read already). Raises TimeoutError."""
+        """Wait for the end (`stdout` of the result is empty: it was read already). Raises TimeoutError."""
         ...
 
     def interrupt(self) -> None:
-        """Sends SIGINT to the command itself."""
+        """Send SIGINT to the command itself."""
         ...
 
     def kill(self) -> None:
-        """Ends it and everything it started. May be called more than once."""
+        """End it and everything it started. May be called more than once."""
         ...
 
 
@@ -92,25 +92,25 @@ class Sandbox(Protocol):
         env: Mapping[str, str] | None = None,
         limits: Limits | None = None,
     ) -> ExecResult:
-        """Runs a command to its end. `limits` stand in for the sandbox's own."""
+        """Run a command to its end. `limits` stand in for the sandbox's own."""
         ...
 
     def popen(
         self, command: Sequence[str], *, env: Mapping[str, str] | None = None, limits: Limits | None = None
     ) -> SandboxProcess:
-        """Starts a command and returns while it runs."""
+        """Start a command and return while it runs."""
         ...
 
     def write(self, path: str, data: str | bytes) -> None:
-        """Writes a file of the workspace, with the folders it needs. Raises ValueError for a path outside."""
+        """Write a file of the workspace, with the folders it needs. Raises ValueError for a path outside."""
         ...
 
     def read(self, path: str) -> bytes:
-        """A file of the workspace. Raises ValueError for a path outside (also by a link), FileNotFoundError."""
+        """Return a file of the workspace. Raises ValueError for a path outside (also by a link), FileNotFoundError."""
         ...
 
     def close(self) -> None:
-        """Ends what still runs and deletes the workspace. May be called more than once."""
+        """End all commands and delete the workspace. May be called more than once."""
         ...
 
     def __enter__(self) -> Self: ...

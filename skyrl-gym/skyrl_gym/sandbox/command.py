@@ -40,32 +40,32 @@ def as_bytes(text: str | bytes) -> bytes:
 
 
 class Containment(Protocol):
-    """What is around one command."""
+    """Container around one command."""
 
     def kill(self, process: "subprocess.Popen[bytes]") -> None:
-        """Sends SIGKILL to the command and everything it started. May be called more than once."""
+        """Send SIGKILL to the command and everything it started. May be called more than once."""
         ...
 
     def interrupt(self, process: "subprocess.Popen[bytes]") -> None:
-        """Sends SIGINT to the command itself."""
+        """Send SIGINT to the command itself."""
         ...
 
     def over_limit(self, process: "subprocess.Popen[bytes]", limits: Limits) -> Outcome | None:
-        """Which limit on all processes or all files together is passed, if one is."""
+        """Return the limit on all processes or all files together that is exceeded, if any."""
         ...
 
     def returncode(self, status: int) -> int | None:
-        """The command's own, from that of the process we started; None if that one failed and there was no command."""
+        """Return the command's status, from that of its launcher; None if the launcher failed and no command ran."""
         ...
 
     def close(self) -> None:
-        """Closes what it holds, after the end. May be called more than once."""
+        """Close what it holds, after the end. May be called more than once."""
         ...
 
 
 @dataclass
 class Launch:
-    """What to start: the whole command line, and descriptors to keep open for it (closed here once it runs)."""
+    """Command line to start, and descriptors to keep open for it (closed here once it runs)."""
 
     argv: Sequence[str | bytes]
     containment: Containment
@@ -88,6 +88,7 @@ class Command:
         self._failure: InfraError | None = None
         self._pidfd = -1
         self._stderr_to_file = stderr_to_file
+        # Held while the process is signalled or reaped: its id may belong to another process afterwards.
         self._lock = threading.Lock()
         self._result: ExecResult | None = None
         self._cpu_seconds = 0.0
@@ -137,6 +138,7 @@ class Command:
                 start_new_session=True,
             )
         try:
+            # Readable once the process ends, so one `select` waits for its end and its output.
             self._pidfd = os.pidfd_open(process.pid)
         except OSError:
             process.kill()
@@ -145,11 +147,13 @@ class Command:
         return process
 
     def communicate(self, stdin: bytes) -> ExecResult:
-        """Feeds the command, reads what it says up to the limit, and waits for its end."""
+        """Feed the command, read its output up to the limit, and wait for its end."""
         pending = memoryview(stdin)
         said: dict[IO[bytes], bytearray] = {self.stdout: bytearray(), self._stderr: bytearray()}
+        # Past the deadline the command is killed; a dead one may still need time to be reaped.
         last_moment = self.deadline + END_SECONDS
         with selectors.DefaultSelector() as selector:
+            # Nonblocking: a command that reads nothing while it writes would else block us, and we it.
             for file in (self.stdin, *said):
                 os.set_blocking(file.fileno(), False)
             if pending:
@@ -201,7 +205,7 @@ class Command:
             raise InfraError(f"a sandboxed command could not be ended within {END_SECONDS} s")
 
     def check(self) -> None:
-        """Ends the command if it is over a limit. Called by the monitor."""
+        """End the command if it is over a limit. Called by the monitor."""
         try:
             over = self._limit_passed()
             if over is not None:
@@ -222,7 +226,7 @@ class Command:
         return self._process.returncode is not None
 
     def close(self) -> None:
-        """Closes what we hold of it. The command must have ended."""
+        """Close what we hold of it. The command must have ended."""
         for file in self._files:
             file.close()
         self._containment.close()
@@ -246,11 +250,12 @@ class Command:
         return self.ended
 
     def _reap(self) -> None:
-        """Takes the exit status if the process has ended."""
+        """Take the exit status if the process has ended."""
         with self._lock:
             if self._process.returncode is not None:
                 return
             try:
+                # `wait4` instead of `Popen.wait`: it also gives the CPU time, that of waited-for descendants included.
                 pid, status, usage = os.wait4(self._process.pid, os.WNOHANG)
             except ChildProcessError as error:
                 self._process.returncode = -signal.SIGKILL
@@ -272,11 +277,12 @@ class Command:
             return memoryview(b"")
 
     def _hear(self, file: IO[bytes], heard: bytearray) -> bool:
-        """Reads once. False at the end, or when there is nothing to read."""
+        """Read once. False at the end, or when there is nothing to read."""
         try:
             chunk = os.read(file.fileno(), CHUNK)
         except BlockingIOError:
             return False
+        # One byte above the limit shows that it was exceeded.
         room = self.limits.output_bytes + 1 - len(heard)
         heard += chunk[: max(0, room)]
         if len(heard) > self.limits.output_bytes:
@@ -302,7 +308,7 @@ class Command:
 
 
 def _outcome_of(returncode: int, cpu_seconds: float, limits: Limits) -> Outcome:
-    """What the kernel's own limits did. CPU time: SIGXCPU, and a second later SIGKILL."""
+    """Return the kernel limit that ended the command. CPU time: SIGXCPU, and a second later SIGKILL."""
     if returncode == -signal.SIGXCPU or (returncode == -signal.SIGKILL and cpu_seconds >= limits.cpu_seconds):
         return "cpu_time"
     return "workspace" if returncode == -signal.SIGXFSZ else "exited"
@@ -335,15 +341,17 @@ class Monitor:
                 self._changed.wait_for(lambda: self._commands)
             time.sleep(pause)  # most commands end before their first check
             with self._changed:
+                # A copy: a check may take the lock again, to remove the command that it ended.
                 commands = list(self._commands)
             started = time.thread_time()
             for command in commands:
                 command.check()
+            # Checks take at most `CHECK_SHARE` of a core: with many commands they become rarer.
             pause = min(max(CHECK_SECONDS, (time.thread_time() - started) / CHECK_SHARE), LONGEST_PAUSE_SECONDS)
 
 
 class Background:
-    """What this process has once: the monitor, turns, and a thread that starts commands which outlive their caller's.
+    """Singletons of this process: the monitor, slots, and a thread that starts commands which outlive their caller's.
 
     A command asks the kernel to be killed when the *thread* that started it ends, so a lasting thread must start it.
     And commands take turns, a few for each processor: hundreds at once would only use up each other's wall clock.

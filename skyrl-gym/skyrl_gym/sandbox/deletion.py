@@ -72,13 +72,16 @@ def _deletions(root: int) -> Iterator[None]:
     pending = ["."]
     while pending:
         name = pending.pop()
+        # By descriptor and name, never by path: a path can be longer than the kernel takes, or lead through a link.
         folder = open_folder(name, root, os.stat(name, dir_fd=root, follow_symlinks=False).st_mode)
         try:
             with os.scandir(folder) as entries:
+                # Read to the end before entries are moved: a scan of a folder that changes may skip some.
                 found = list(entries)
             for entry in found:
                 if not entry.is_dir(follow_symlinks=False):
                     os.unlink(entry.name, dir_fd=folder)
+                # Folders of the root are where they should be; those further down are moved up to it.
                 elif name == ".":
                     pending.append(entry.name)
                 else:
@@ -102,6 +105,7 @@ def open_folder(name: str, parent: int, mode: int) -> int:
 def _let_owner_in(name: str, parent: int, mode: int) -> None:
     if mode & stat.S_IRWXU == stat.S_IRWXU:
         return
+    # O_PATH needs no permission for the folder itself, and chmod by descriptor follows no link.
     closed = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     try:
         os.chmod(f"/proc/self/fd/{closed}", stat.S_IMODE(mode) | stat.S_IRWXU)
@@ -130,6 +134,7 @@ class LeftFolders:
             ) from None
 
     def _start(self) -> None:
+        # Two threads that add their first folder at once start one thread.
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="sandbox-deletion", daemon=True)

@@ -157,7 +157,7 @@ class Container:
         return ended.stdout
 
     def shell(self, script: str, *arguments: str) -> str:
-        """What a script of ours says inside; nothing if it does not end: that shows in the command it is about."""
+        """Run a script inside and return its output; empty if it does not end: the command it is about fails then."""
         command = self.exec_arguments("sh", "-c", script, *arguments)
         with suppress(subprocess.TimeoutExpired):
             ended = subprocess.run(
@@ -167,7 +167,7 @@ class Container:
         return ""
 
     def end(self) -> Outcome | None:
-        """Ends all that runs in it, and gives what had run out since the last time."""
+        """End all commands in the container, and return the limits that were reached since the last call."""
         said = self.shell(END)
         killed = OUT_OF_MEMORY.search(said)
         before, self._killed_for_memory = self._killed_for_memory, int(killed[1]) if killed else 0
@@ -269,7 +269,7 @@ def _size(size: int) -> str:
 
 
 def _docker(arguments: Sequence[str], timeout: float = CALL_SECONDS) -> bytes:
-    """Runs the docker command and gives what it prints. Raises InfraError with what it says instead."""
+    """Run the docker command and return its output. Raises InfraError with its error output."""
     try:
         ended = subprocess.run(
             ["docker", *arguments], stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=False

@@ -1,4 +1,4 @@
-"""What sandboxes on this machine share: a workspace folder, commands started from here, an end that leaves nothing."""
+"""Base of sandboxes on this machine: a workspace folder, commands started from here, complete cleanup."""
 
 import os
 import weakref
@@ -17,7 +17,7 @@ NOT_STARTED = 126
 
 
 class Files(Protocol):
-    """Where the files of a sandbox are."""
+    """Folder with the files of a sandbox."""
 
     def write(self, path: str, data: bytes) -> None: ...
 

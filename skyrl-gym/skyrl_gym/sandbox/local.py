@@ -149,7 +149,7 @@ class Bubblewrap:
             self._proc = None
 
     def _first_process(self, process: "subprocess.Popen[bytes]", wait_seconds: float) -> int | None:
-        """The process id, out here, of process 1 inside; None if there is none (yet, or any more)."""
+        """Return the process id, out here, of process 1 inside; None if there is none (yet, or any more)."""
         if FIRST_PROCESS.search(self._status) is None:
             if wait_seconds:
                 poll = select.poll()
@@ -170,7 +170,7 @@ class Bubblewrap:
                 self._status += chunk
 
     def _open_proc(self, process: "subprocess.Popen[bytes]", wait_seconds: float) -> bool:
-        """Opens the sandbox's own /proc, which lists its processes and no others. False while it is not mounted."""
+        """Open the sandbox's own /proc, which lists its processes and no others. False while it is not mounted."""
         if self._proc is None:
             first = self._first_process(process, wait_seconds)
             if first is None:
@@ -186,7 +186,7 @@ class Bubblewrap:
 
 @cache
 def _bwrap(as_root: bool) -> list[str]:
-    """The part of the command line that is the same for every command. Raises InfraError without bubblewrap."""
+    """Return the part of the command line that is the same for every command. Raises InfraError without bubblewrap."""
     argv = [tool("bwrap"), "--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--hostname", "sandbox"]
     argv += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     argv += ["--cap-drop", "ALL"]
@@ -248,7 +248,7 @@ def _below(path: str, folders: Sequence[str]) -> bool:
 
 
 def _spare_user() -> int | None:
-    """A user and group id for one sandbox if we are root and may choose, else None."""
+    """Return a user and group id for one sandbox if we are root and may choose, else None."""
     if os.geteuid() != 0:
         return None
     with open("/proc/self/uid_map") as file:
@@ -261,7 +261,7 @@ def _spare_user() -> int | None:
 
 
 def _in_memory(content: bytes) -> int:
-    """A descriptor that reads `content`."""
+    """Return a descriptor that reads `content`."""
     descriptor = os.memfd_create("sandbox")
     os.write(descriptor, content)
     os.lseek(descriptor, 0, os.SEEK_SET)

@@ -81,7 +81,7 @@ def _signal_resetter() -> list[str]:
 
 @cache
 def tool(name: str) -> str:
-    """Where a program of the system is. Raises InfraError with the package to install."""
+    """Find a program of the system. Raises InfraError with the package to install."""
     for folder in FOLDERS:
         if os.access(os.path.join(folder, name), os.X_OK):
             return os.path.join(folder, name)

@@ -68,7 +68,7 @@ NUMBER_OFFSET, ARCHITECTURE_OFFSET, FIRST_ARGUMENT_OFFSET, FOURTH_ARGUMENT_OFFSE
 
 @cache
 def seccomp_filter(machine: str = platform.machine()) -> bytes:
-    """The filter's bytes for a kind of processor. Raises InfraError for one whose system calls are not known here."""
+    """Assemble the filter for a processor architecture. Raises InfraError if its system calls are unknown here."""
     if machine not in MACHINES:
         raise InfraError(f"the sandbox knows the system calls of {', '.join(MACHINES)}, not of {machine}")
     architecture, column, socket_number, clone_number, mmap_number = MACHINES[machine]

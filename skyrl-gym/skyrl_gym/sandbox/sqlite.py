@@ -1,4 +1,4 @@
-"""Where SQL that nobody has read is run: one query on one SQLite file, which it can read and nothing else.
+"""Sandbox for untrusted SQL: one query on one SQLite file, which it can read and nothing else.
 
 Nothing here knows models, observations or rewards. What stands between a query and the world, each layer enough alone:
 the file is opened read-only, an authorizer refuses every statement but SELECT, no further database can be attached, and
@@ -13,13 +13,12 @@ from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from skyrl_gym.error import InfraError
 
 MEBIBYTE = 1 << 20
 
-Row = tuple[Any, ...]
+Row = tuple[int | float | str | bytes | None, ...]
 """Values of a row: None, int, float, str, bytes."""
 
 
@@ -33,7 +32,7 @@ class QueryTimeout(QueryError):
 
 @dataclass(frozen=True, kw_only=True)
 class QueryLimits:
-    """What one query may use."""
+    """Resource limits of one query."""
 
     wall_seconds: float = 30.0
     value_bytes: int = MEBIBYTE
@@ -78,7 +77,7 @@ _WATCH_INTERVAL = 0.05  # seconds
 
 
 def read_rows(db_file: str, sql: str, limits: QueryLimits = DEFAULT_LIMITS) -> Generator[Row, None, None]:
-    """The rows of one query, as they come: the caller stops when it has enough, and should close the generator.
+    """Yield the rows of one query, as they come: the caller stops when it has enough, and should close the generator.
 
     Text that is not UTF-8 has its stray bytes spelled out (`\\xe9`), so that different bytes stay different.
 
@@ -115,6 +114,7 @@ def _uri(db_file: str) -> str:
 
 
 def _restrict(connection: sqlite3.Connection, limits: QueryLimits) -> None:
+    # Decoding must not raise in the middle of a result: stray bytes are spelled out.
     connection.text_factory = lambda data: data.decode("utf-8", "backslashreplace")
     for limit, value in (
         (sqlite3.SQLITE_LIMIT_LENGTH, limits.value_bytes),
@@ -152,7 +152,7 @@ def _fetch(connection: sqlite3.Connection, sql: str, limits: QueryLimits) -> Gen
 
 
 def _meaning(failure: Exception, watch: "_Watch", db_file: str) -> Exception:
-    """What an error of SQLite says, and about whom."""
+    """Classify an error of SQLite as the query's, the database's or a limit's."""
     code = getattr(failure, "sqlite_errorcode", 0) & 0xFF  # the upper bits only refine
     if code == sqlite3.SQLITE_INTERRUPT and watch.stopped_for is not None:
         return watch.stopped_for
@@ -179,6 +179,7 @@ class _Watch:
 
     def __enter__(self) -> None:
         self._deadline = time.monotonic() + self._limits.wall_seconds
+        # Of this thread alone, which runs the query: temporary files of others are not its fault.
         self._counters = f"/proc/self/task/{threading.get_native_id()}/io"
         self._written_before = self._written()
         self._thread.start()
@@ -211,7 +212,7 @@ _DEFINITION = re.compile(r"\b(\w+)\b\s*(?:\([^()]*\)\s*)?\bas\s*(?:(?:not\s+)?ma
 
 
 def _expansions(sql: str) -> int:
-    """How often SQLite will copy the body of one common table expression into others, at most.
+    """Bound the number of copies that SQLite makes of one common table expression's body.
 
     `WITH a AS (...), b AS (... a, a), c AS (... b, b), ...` doubles with every line, and the copying cannot be
     interrupted. Estimated from the text alone; too high where a column is named like a table.

@@ -1,4 +1,4 @@
-"""What processes use together, read from a /proc folder. Processes end while one looks: they then count nothing."""
+"""Resource usage of processes together, read from a /proc folder. Processes that end meanwhile count nothing."""
 
 import os
 import re
@@ -27,7 +27,7 @@ class ProcFolder:
         return [name for name in os.listdir(self.descriptor) if name.isdigit()]
 
     def over_limit(self, processes: list[str], limits: Limits, workspace: Workspace) -> Outcome | None:
-        """Which limit on all of the processes together is passed, if one is."""
+        """Return the limit on all of the processes together that is exceeded, if any."""
         # The first, cheap sum counts shared pages once for each process.
         if all(sum(map(measure, processes)) > limits.memory_bytes for measure in (self._resident, self._proportional)):
             return "memory"
@@ -38,7 +38,7 @@ class ProcFolder:
         return "workspace" if used > limits.workspace_bytes else None
 
     def text(self, path: str) -> str:
-        """The beginning of a file; empty once its process is gone."""
+        """Return the beginning of a file; empty once its process is gone."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.descriptor)
         except OSError:
@@ -64,7 +64,7 @@ class ProcFolder:
         return int(found[1]) if found else 0
 
     def _nameless_bytes(self, processes: list[str], device: int) -> int:
-        """Of files on that device that are open but were deleted."""
+        """Sum the bytes of files on that device that are open but were deleted."""
         files: dict[int, int] = {}
         for process in processes:
             with suppress(OSError):

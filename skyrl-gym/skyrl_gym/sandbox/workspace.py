@@ -46,7 +46,7 @@ class Workspace:
         self.device = os.stat(self.root).st_dev
 
     def open(self) -> None:
-        """Lets their owner and our group into the folders, whatever a command did to their modes."""
+        """Let their owner and our group into the folders, whatever a command did to their modes."""
         try:
             for folder in (self.files, self.tmp, self.shm):
                 os.chmod(folder, 0o770)
@@ -54,7 +54,7 @@ class Workspace:
             raise InfraError(f"the sandbox's folder is gone: {error}") from error
 
     def write(self, path: str, data: bytes) -> None:
-        """Writes a file, with the folders it needs. What had its name before is replaced, not written through."""
+        """Write a file, with the folders it needs. What had its name before is replaced, not written through."""
         *folders, name = path_parts(path)
         with self._folder(folders, make=True, path=path) as folder:
             with suppress(FileNotFoundError):
@@ -62,13 +62,14 @@ class Workspace:
                     os.unlink(name, dir_fd=folder)
                 except (IsADirectoryError, PermissionError):
                     raise ValueError(f"{path!r} is a folder or cannot be replaced") from None
+            # O_EXCL: a command that makes a link of that name in this moment must not have us write through it.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             with os.fdopen(os.open(name, flags, 0o644, dir_fd=folder), "wb") as file:
                 self._give(file.fileno())
                 file.write(data)
 
     def read(self, path: str, max_bytes: int) -> bytes:
-        """A regular file's bytes. Raises ValueError for what is none, for a link on the way, and above `max_bytes`."""
+        """Read a regular file. Raises ValueError for any other kind, for a link on the way, and above `max_bytes`."""
         *folders, name = path_parts(path)
         with self._folder(folders, make=False, path=path) as folder:
             # Without blocking: a pipe with no writer would hold us.
@@ -98,14 +99,14 @@ class Workspace:
         return total
 
     def delete(self) -> None:
-        """Deletes everything, whatever was made of it; what takes long, later. May be called more than once."""
+        """Delete everything, slow deletions in the background. May be called more than once."""
         if self._lock >= 0:
             lock, self._lock = self._lock, -1
             delete_locked(self.root, lock, time.monotonic() + CLOSE_SECONDS)
 
     @contextmanager
     def _folder(self, folders: list[str], *, make: bool, path: str) -> Iterator[int]:
-        """A descriptor of a folder of the workspace, reached one name at a time and never through a link."""
+        """Yield a descriptor of a folder of the workspace, reached one name at a time and never through a link."""
         descriptor = os.open(self.files, FOLDER)
         try:
             for name in folders:
@@ -113,6 +114,7 @@ class Workspace:
                     if make:
                         with suppress(FileExistsError):
                             os.mkdir(name, 0o755, dir_fd=descriptor)
+                    # FOLDER has O_NOFOLLOW: a link on the way is an error, whatever a command puts there.
                     inner = os.open(name, FOLDER, dir_fd=descriptor)
                 os.close(descriptor)
                 descriptor = inner
@@ -129,7 +131,7 @@ class Workspace:
 
 @cache
 def _sweep() -> None:
-    """Deletes folders of processes that were killed before they could: old ones that nobody holds a lock on. Once."""
+    """Delete folders of processes that were killed before they could: old ones that nobody holds a lock on. Once."""
     deadline = time.monotonic() + CLOSE_SECONDS
     for path in glob.glob(os.path.join(tempfile.gettempdir(), f"{PREFIX}*")):
         with suppress(OSError, InfraError):
@@ -138,6 +140,7 @@ def _sweep() -> None:
                 continue
             lock = os.open(path, FOLDER)
             try:
+                # The owner holds this lock for as long as it lives: who gets it finds a folder that was left behind.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 os.close(lock)
@@ -146,7 +149,7 @@ def _sweep() -> None:
 
 
 def path_parts(path: str) -> list[str]:
-    """The names on the way to a file of the workspace. Raises ValueError for a path that leads, or looks, outside."""
+    """Split the path to a file of the workspace. Raises ValueError for a path that leads, or looks, outside."""
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/") or not parts or ".." in parts or "\0" in path:
         raise ValueError(f"{path!r} is not a path inside the workspace")
@@ -164,7 +167,7 @@ def _unsafe_is_value_error(path: str) -> Iterator[None]:
 
 
 def _tree_bytes(descriptor: int, stop_above: int, depth: int) -> int:
-    """Takes over the open folder. Entries may come and go meanwhile: a command is running."""
+    """Take over the open folder. Entries may come and go meanwhile: a command is running."""
     total = 0
     try:
         with os.scandir(descriptor) as entries:

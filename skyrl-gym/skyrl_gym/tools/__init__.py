@@ -1,13 +1,13 @@
 """Tools that environments offer to a model. What a group stands on is imported when the group is asked for."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from skyrl_gym.tools.calculator import CalculatorToolGroup
 from skyrl_gym.tools.core import ToolGroup, tool
 
 if TYPE_CHECKING:
-    from skyrl_gym.tools.calls import ToolCall, parse_tool_calls
+    from skyrl_gym.chat.tool_calls import ToolCall, parse_tool_calls
     from skyrl_gym.tools.mcp import MCPToolGroup
     from skyrl_gym.tools.python import PythonCodeExecutorToolGroup
     from skyrl_gym.tools.search import SearchToolGroup
@@ -26,16 +26,16 @@ __all__ = [
 ]
 
 _MODULES = {
-    "MCPToolGroup": "mcp",
-    "PythonCodeExecutorToolGroup": "python",
-    "SQLCodeExecutorToolGroup": "sql",
-    "SearchToolGroup": "search",
-    "ToolCall": "calls",
-    "parse_tool_calls": "calls",
+    "MCPToolGroup": "skyrl_gym.tools.mcp",
+    "PythonCodeExecutorToolGroup": "skyrl_gym.tools.python",
+    "SQLCodeExecutorToolGroup": "skyrl_gym.tools.sql",
+    "SearchToolGroup": "skyrl_gym.tools.search",
+    "ToolCall": "skyrl_gym.chat.tool_calls",
+    "parse_tool_calls": "skyrl_gym.chat.tool_calls",
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(_MODULES[name]), name)

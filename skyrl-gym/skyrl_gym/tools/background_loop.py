@@ -5,7 +5,7 @@ import concurrent.futures
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -21,27 +21,28 @@ class BackgroundLoop:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
-    def start(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+    def start(self, work: Coroutine[object, object, T]) -> "concurrent.futures.Future[T]":
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, function: Callable[[], object]) -> None:
-        """Calls a function on the loop, some time soon. Does nothing once the loop is closed."""
+        """Call a function on the loop, some time soon. Does nothing once the loop is closed."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function)
 
-    def run(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
-        """The result of a coroutine. After `timeout` seconds it is cancelled. Raises TimeoutError."""
+    def run(self, work: Coroutine[object, object, T], timeout: float) -> T:
+        """Return the result of a coroutine. After `timeout` seconds it is cancelled. Raises TimeoutError."""
         if threading.current_thread() is self._thread:
             work.close()
             raise RuntimeError("called from its own event loop, which would wait for itself: use await there")
         future = self.start(asyncio.wait_for(work, timeout))
         try:
+            # `wait_for` cancels the coroutine at the deadline; the rest is for its clean-up.
             return future.result(timeout + CANCEL_SECONDS)
         except TimeoutError as failure:
             raise TimeoutError(str(failure) or f"no result within {timeout:g} seconds") from failure
 
     def close(self) -> None:
-        """Ends the thread; what still runs is abandoned. May be called more than once."""
+        """End the thread; what still runs is abandoned. May be called more than once."""
         if self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(self._loop.stop)

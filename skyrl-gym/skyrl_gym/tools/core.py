@@ -4,7 +4,6 @@ Two ways to call one. An environment that has read the arguments itself uses `ex
 A call as a model wrote it goes through `call`, and errors are text that tells the model what to do better.
 """
 
-import difflib
 import inspect
 import json
 import re
@@ -12,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from skyrl_gym.error import InfraError
+from skyrl_gym.suggestions import did_you_mean
 from skyrl_gym.tools.signature import ArgumentError, Schema, Signature, parse_docstring
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -32,10 +32,10 @@ class tool:
         ValueError: the name is none that models can use.
     """
 
-    def __new__(cls, func: Callable[..., Any] | None = None, **options: Any) -> Any:
+    def __new__(cls, func: Callable[..., object] | None = None, **options: object) -> Any:
         return super().__new__(cls) if func is not None else lambda func: cls(func, **options)
 
-    def __init__(self, func: Callable[..., Any], *, name: str | None = None, description: str | None = None):
+    def __init__(self, func: Callable[..., object], *, name: str | None = None, description: str | None = None):
         if not inspect.isfunction(func):
             raise TypeError(f"@tool marks a method written with def or async def; got {func!r}")
         self.func = func
@@ -46,11 +46,11 @@ class tool:
         self.signature = Signature(func)
         self.__doc__ = func.__doc__
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else self.func.__get__(instance, owner)
 
     def schema(self) -> Schema:
-        """As OpenAI-compatible servers and chat templates take it."""
+        """Return the schema that OpenAI-compatible servers and chat templates take."""
         return function_schema(self.name, self.description, self.signature.schema())
 
 
@@ -68,7 +68,7 @@ class ToolGroup:
     def __init__(self, name: str):
         """Raises ValueError if two of the tools have one name."""
         self.name = name
-        self._tool_registry: dict[str, Callable[..., Any]] = {}
+        self._tool_registry: dict[str, Callable[..., object]] = {}
         self._marks: dict[str, tool] = {}
         for attribute in dir(type(self)):
             marked = getattr(type(self), attribute)
@@ -81,15 +81,15 @@ class ToolGroup:
     def get_name(self) -> str:
         return self.name
 
-    def get_tool(self, name: str) -> Callable[..., Any] | None:
+    def get_tool(self, name: str) -> Callable[..., object] | None:
         return self._tool_registry.get(name)
 
     def get_tool_names(self) -> list[str]:
-        """In alphabetical order of the methods."""
+        """Return the names of the tools, in alphabetical order of the methods."""
         return list(self._tool_registry)
 
-    def execute_tool(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """What the tool returns; an `async def` tool is waited for, on an event loop that is not the caller's.
+    def execute_tool(self, name: str, /, *args: object, **kwargs: object) -> Any:
+        """Call a tool and return its result; an `async def` tool runs on an event loop that is not the caller's.
 
         Raises:
             ValueError: this group has no such tool.
@@ -106,8 +106,8 @@ class ToolGroup:
 
         return shared_loop().run(result, self.async_timeout)
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Answers a call as a model wrote it, with text for the model whatever it wrote and whatever the tool did.
+    def call(self, name: str, arguments: Mapping[str, object]) -> str:
+        """Answer a call as a model wrote it, with text for the model whatever it wrote and whatever the tool did.
 
         Raises:
             InfraError: what the tool stands on did not work; that is not for the model to mend.
@@ -129,7 +129,7 @@ class ToolGroup:
             return f"Error in {name}: {str(failure) or type(failure).__name__}"
 
     def schemas(self) -> list[Schema]:
-        """The tools in OpenAI's form: what goes into a request's `tools` or a chat template.
+        """Return the tools in OpenAI's form: what goes into a request's `tools` or a chat template.
 
         Raises:
             TypeError: a tool has a parameter whose type hint JSON cannot express.
@@ -140,18 +140,16 @@ class ToolGroup:
         return dict.fromkeys(self._tool_registry, self.name)
 
     def close(self) -> None:
-        """Gives resources back. May be called more than once."""
+        """Give resources back. May be called more than once."""
 
 
 def unknown_tool(name: str, known: list[str]) -> str:
-    """What a model is told that called a tool there is not."""
-    nearest = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"did you mean {nearest[0]}?" if nearest else f"there are: {', '.join(known) or 'none'}"
-    return f"Error: there is no tool {str(name)[:100]!r}; {hint}"
+    """Return the message for a model that called an unknown tool."""
+    return f"Error: there is no tool {str(name)[:100]!r}; {did_you_mean(name, known)}"
 
 
-def as_text(result: Any) -> str:
-    """A tool's result for a model: text as it is, nothing as nothing, the rest as JSON where it can be."""
+def as_text(result: object) -> str:
+    """Return a tool's result for a model: text as it is, nothing as nothing, the rest as JSON where it can be."""
     if result is None:
         return ""
     if isinstance(result, str):

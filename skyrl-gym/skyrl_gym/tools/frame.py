@@ -23,7 +23,7 @@ class Frame:
     Lines are made when asked for: a result of a few rows can be a gigabyte once every cell is as wide as the widest.
     """
 
-    def __init__(self, rows: Sequence[Sequence[Any]], cell_characters: int | None = None):
+    def __init__(self, rows: Sequence[Sequence[object]], cell_characters: int | None = None):
         self._columns = [
             _column(str(index), values, cell_characters) for index, values in enumerate(zip(*rows, strict=True))
         ]
@@ -37,7 +37,7 @@ class Frame:
         return self.num_lines * (sum(self._widths) + len(self._widths)) - 1
 
     def render(self, num_characters: int | None = None) -> str:
-        """The text, or its beginning."""
+        """Return the text, or its beginning."""
         if not self._columns:
             return EMPTY[:num_characters]
         line_length = sum(self._widths) + len(self._widths)
@@ -50,7 +50,7 @@ class Frame:
 
 
 def _column(label: str, values: Sequence[Any], cell_characters: int | None) -> list[str]:
-    """A column's header and cells, written by what all of its values are: whole numbers, numbers, text, or anything."""
+    """Format a column's header and cells by the type of all its values: whole numbers, numbers, text, or anything."""
     types = {type(value) for value in values}
     if types == {int}:
         return [f" {label}", *map(str, values)]
@@ -60,7 +60,7 @@ def _column(label: str, values: Sequence[Any], cell_characters: int | None) -> l
     return [label, *(_cell(value, null)[:cell_characters] for value in values)]
 
 
-def _cell(value: Any, null: str) -> str:
+def _cell(value: object, null: str) -> str:
     match value:
         case None:
             return null
@@ -71,7 +71,7 @@ def _cell(value: Any, null: str) -> str:
 
 
 def _floats(values: Sequence[float | None]) -> list[str]:
-    """All with as many decimals as the one that needs most; in scientific notation if that hides or swells one."""
+    """Format all with as many decimals as the one that needs most; in scientific notation if that distorts one."""
     numbers = [abs(value) for value in values if value is not None]
     fixed = _trimmed([_number(value, "f") for value in values])
     too_long = max(map(len, fixed)) > DIGITS + 6
@@ -85,7 +85,7 @@ def _number(value: float | None, notation: str) -> str:
 
 
 def _trimmed(texts: list[str]) -> list[str]:
-    """Without the zeros that all decimals end in, but for one."""
+    """Strip the zeros that all decimals end in, but for one."""
     decimals = {text for text in texts if _DECIMAL.fullmatch(text.strip())}
     surplus = min((len(text) - len(text.rstrip("0")) for text in decimals), default=0)
     surplus -= any(text[: len(text) - surplus].endswith(".") for text in decimals)

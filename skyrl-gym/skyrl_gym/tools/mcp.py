@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from skyrl_gym.error import InfraError
 from skyrl_gym.tools.background_loop import BackgroundLoop
@@ -74,7 +74,7 @@ class MCPToolGroup(ToolGroup):
             raise ValueError(f"MCPToolGroup needs either command or url; got command={command!r}, url={url!r}")
         super().__init__(name=name or f"MCPToolGroup({url or ' '.join(command or ())})")
         self.timeout = timeout
-        self._server = _Server(command, url, env, headers, start_timeout, max_restarts)
+        self._server = _ServerHandle(command, url, env, headers, start_timeout, max_restarts)
         try:
             self._tools = self._named(self._server.tools(), prefix)
         except BaseException:
@@ -83,7 +83,7 @@ class MCPToolGroup(ToolGroup):
         self._tool_registry = {tool: functools.partial(self._run, tool) for tool in self._tools}
 
     def _named(self, listed: "list[Tool]", prefix: str) -> "dict[str, Tool]":
-        """By the name that models use, which may have fewer kinds of characters than MCP's."""
+        """Return tools by the name that models use, which allows fewer kinds of characters than MCP's."""
         tools: dict[str, Tool] = {}
         for tool in sorted(listed, key=lambda tool: tool.name):
             shown = _BAD_IN_NAME.sub("_", prefix + tool.name)
@@ -94,8 +94,8 @@ class MCPToolGroup(ToolGroup):
             tools[shown] = tool
         return tools
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """As of `ToolGroup`. Whether the arguments fit is for the server to say."""
+    def call(self, name: str, arguments: Mapping[str, object]) -> str:
+        """Call a tool as `ToolGroup.call` does, but leave the check of the arguments to the server."""
         if name not in self._tools:
             return unknown_tool(name, self.get_tool_names())
         if not isinstance(arguments, Mapping):
@@ -106,12 +106,12 @@ class MCPToolGroup(ToolGroup):
         return [function_schema(name, tool.description or "", tool.input_schema) for name, tool in self._tools.items()]
 
     def close(self) -> None:
-        """Ends the server, if it was started here, and the thread. May be called more than once."""
+        """End the server, if it was started here, and the thread. May be called more than once."""
         self._server.close()
 
-    def _run(self, tool_name: str, /, *args: Any, **arguments: Any) -> str:
+    def _run(self, tool_name: str, /, *args: object, **arguments: object) -> str:
         tool = self._tools[tool_name]
-        properties: dict[str, Any] = tool.input_schema.get("properties", {})
+        properties: dict[str, object] = tool.input_schema.get("properties", {})
         if SOLE_ARGUMENT in arguments:
             args = (*args, arguments.pop(SOLE_ARGUMENT))
         arguments |= zip(properties, args, strict=False)
@@ -120,7 +120,7 @@ class MCPToolGroup(ToolGroup):
         return answer if isinstance(answer, str) else _result_text(tool_name, answer)
 
 
-def _as_typed(value: Any, schema: Any) -> Any:
+def _as_typed(value: object, schema: object) -> object:
     """Text for something that cannot be text is read as JSON: some call formats know nothing else."""
     kind = schema.get("type") if isinstance(schema, dict) else None
     if not isinstance(value, str) or kind is None or "string" in kind:
@@ -151,7 +151,7 @@ def _block_text(block: Any) -> str:
             return f"[{other}]"
 
 
-class _Server:
+class _ServerHandle:
     """Starts and restarts connections; holds at most one. Belongs to the process that made it."""
 
     def __init__(
@@ -182,8 +182,8 @@ class _Server:
         except Exception as failure:  # as in `call`
             raise self._lost(connection, failure) from failure
 
-    def call(self, tool: str, arguments: dict[str, Any], timeout: float) -> "CallToolResult | str":
-        """The result, or text for the model if the server answers, but not to this."""
+    def call(self, tool: str, arguments: dict[str, object], timeout: float) -> "CallToolResult | str":
+        """Return the result, or text for the model if the server answers, but not to this."""
         from mcp import MCPError
 
         connection = self._living()
@@ -204,6 +204,7 @@ class _Server:
             return
         with self._lock:
             self._closed = True
+            # Closed under the lock: a connection that a call starts meanwhile would leave its server running.
             connection, self._connection = self._connection, None
             if connection is not None:
                 connection.close()
@@ -217,6 +218,7 @@ class _Server:
             if self._closed:
                 raise InfraError(f"MCP server {self._label}: the group is closed")
             if self._connection is None:
+                # Deaths in a row: an answer sets the count back to 0.
                 if self._deaths > self._max_restarts:
                     raise InfraError(f"MCP server {self._label} died {self._deaths} times in a row: not started again")
                 connection = self._connect(self._loop)
@@ -229,7 +231,7 @@ class _Server:
             return self._connection
 
     def _answers(self, connection: "_Connection") -> bool:
-        """Whether the server does anything at all. Asked because one error code means that it is gone, or anything."""
+        """Return whether the server responds at all: one error code means that it is gone, or anything else."""
         try:
             self._loop.run(connection.list_tools(), PROBE_SECONDS)
         except Exception:  # as in `call`
@@ -245,7 +247,7 @@ class _Server:
         return InfraError(f"MCP server {self._label} does not work: {_cause(failure)}{connection.stderr()}")
 
 
-_open_servers: "weakref.WeakSet[_Server]" = weakref.WeakSet()
+_open_servers: "weakref.WeakSet[_ServerHandle]" = weakref.WeakSet()
 
 
 @atexit.register
@@ -271,6 +273,7 @@ class _Connection:
         self._loop = loop
         self._client: Client | None = None
         self._task: asyncio.Task[None] | None = None
+        # Futures of `concurrent.futures`: other threads wait for them while the loop runs in its own.
         self._ready: Future[None] = Future()
         self._finished: Future[None] = Future()
         self._end = asyncio.Event()
@@ -281,25 +284,26 @@ class _Connection:
         self._loop.start(self._hold())
         try:
             self._ready.result(timeout)
-        except Exception as failure:
+        except Exception as failure:  # of transport or protocol: there are many kinds, and no base class
             self.close()
             late = isinstance(failure, TimeoutError) and not str(failure)
             reason = f"did not start within {timeout:g} seconds" if late else f"cannot be started: {_cause(failure)}"
             raise InfraError(f"MCP server {self._label} {reason}{self.stderr()}") from failure
 
     def close(self) -> None:
-        """Ends the server, and waits for that."""
+        """End the server and wait for its end."""
         self._loop.call(self._stop)
         with suppress(TimeoutError):  # it cannot even be killed, then
             self._finished.result(CLOSE_SECONDS)
 
     def _stop(self) -> None:
         self._end.set()
+        # A start that hangs waits for no event: it is cancelled.
         if self._task is not None and not self._ready.done():
             self._task.cancel()
 
     def stderr(self) -> str:
-        """The end of what the server wrote to standard error, for the end of an error message."""
+        """Return the end of what the server wrote to standard error, for the end of an error message."""
         text = bytes(self._stderr).decode("utf-8", "replace").strip()
         return f"; its standard error ends:\n{text}" if text else ""
 
@@ -315,7 +319,7 @@ class _Connection:
                 break
         return tools
 
-    async def call_tool(self, tool: str, arguments: dict[str, Any]) -> "CallToolResult":
+    async def call_tool(self, tool: str, arguments: dict[str, object]) -> "CallToolResult":
         assert self._client is not None
         return await self._client.call_tool(tool, arguments)
 
@@ -352,9 +356,10 @@ class _Connection:
         parameters = StdioServerParameters(command=executable, args=arguments, env=self._env)
         return stdio_client(parameters, errlog=self._error_stream(stack))
 
-    def _error_stream(self, stack: AsyncExitStack) -> Any:
-        """A pipe of which the last characters are kept."""
+    def _error_stream(self, stack: AsyncExitStack) -> TextIO:
+        """Return a pipe of which the last characters are kept."""
         reader, writer = os.pipe()
+        # A read that blocks would stop the loop, and with it all calls.
         os.set_blocking(reader, False)
         loop = asyncio.get_running_loop()
 
@@ -375,7 +380,7 @@ class _Connection:
 
 
 def _cause(failure: BaseException) -> str:
-    """What went wrong inside groups of exceptions with one member, as task groups make them."""
+    """Unwrap groups of exceptions with one member, as task groups make them."""
     while isinstance(failure, BaseExceptionGroup) and len(failure.exceptions) == 1:
         failure = failure.exceptions[0]
     return str(failure) or type(failure).__name__

@@ -74,7 +74,7 @@ def call_search_api(
 
 
 def _detail(text: str) -> str:
-    """What a server says about an error: `detail` of a JSON answer, else its beginning."""
+    """Return a server's error message: `detail` of a JSON reply, else its beginning."""
     try:
         return str(json.loads(text)["detail"])[:500]
     except (ValueError, KeyError, TypeError):

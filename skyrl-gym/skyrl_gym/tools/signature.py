@@ -1,4 +1,4 @@
-"""What a tool takes, told to a model and checked: a JSON schema from hints and docstring, and arguments back.
+"""Signatures of tools: a JSON schema from type hints and docstring, and conversion of a model's arguments.
 
 A hint is read by two functions that mirror each other: `schema_of` says what JSON it admits, `read` makes a value of
 such JSON. Knows no tools and no groups.
@@ -14,6 +14,9 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired, Required, Union, get_args, get_origin, get_type_hints
+
+Hint = Any
+"""A type hint; Python has no type for all of them."""
 
 Schema = dict[str, Any]
 
@@ -38,7 +41,7 @@ class Signature:
         TypeError: `func` takes `*args` or `**kwargs`, or positional-only parameters: a model calls by name.
     """
 
-    def __init__(self, func: Callable[..., Any], skip: int = 1):
+    def __init__(self, func: Callable[..., object], skip: int = 1):
         self._func = func
         self._parameters = list(inspect.signature(func).parameters.values())[skip:]
         for parameter in self._parameters:
@@ -49,7 +52,7 @@ class Signature:
                 )
 
     @property
-    def _hints(self) -> dict[str, Any]:
+    def _hints(self) -> dict[str, Hint]:
         """Read late: at the time of decoration the names in them may not exist yet."""
         try:
             return get_type_hints(self._func, include_extras=True)
@@ -73,7 +76,7 @@ class Signature:
         required = [parameter.name for parameter in self._parameters if parameter.default is _NO_DEFAULT]
         return {"type": "object", "properties": properties, "required": required}
 
-    def bind(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def bind(self, arguments: Mapping[str, object]) -> dict[str, object]:
         """Arguments from a model as keyword arguments of the right types.
 
         A number or boolean that came as text is read; null for a parameter with a default means the default.
@@ -99,13 +102,13 @@ class Signature:
             bound[name] = read(hint, arguments[name], name)
         return bound
 
-    def _named(self, value: Any) -> dict[str, Any]:
+    def _named(self, value: object) -> dict[str, object]:
         if not self._parameters and value in ("", None):
             return {}
         return {self._parameters[0].name if self._parameters else SOLE_ARGUMENT: value}
 
 
-def schema_of(hint: Any, _inside: tuple[Any, ...] = ()) -> Schema:
+def schema_of(hint: Hint, _inside: tuple[Hint, ...] = ()) -> Schema:
     """JSON schema of a type hint. Raises TypeError for a hint that JSON cannot express."""
     if hint in _inside:
         raise TypeError(f"{hint.__name__} contains itself")
@@ -114,7 +117,7 @@ def schema_of(hint: Any, _inside: tuple[Any, ...] = ()) -> Schema:
     return schema | {"description": text} if text else schema
 
 
-def _bare_schema(hint: Any, inside: tuple[Any, ...]) -> Schema:
+def _bare_schema(hint: Hint, inside: tuple[Hint, ...]) -> Schema:
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if hint is Any or hint is object:
         return {}
@@ -146,7 +149,7 @@ def _bare_schema(hint: Any, inside: tuple[Any, ...]) -> Schema:
     )
 
 
-def _enum_schema(values: Sequence[Any]) -> Schema:
+def _enum_schema(values: Sequence[object]) -> Schema:
     kinds = {_JSON_TYPES.get(type(value)) for value in values}
     if None in kinds:
         raise TypeError(f"{list(values)} has values that JSON does not have")
@@ -162,7 +165,7 @@ def _union_schema(arms: list[Schema]) -> Schema:
     return {"anyOf": arms}
 
 
-def _array_schema(origin: Any, arguments: tuple[Any, ...], inside: tuple[Any, ...]) -> Schema:
+def _array_schema(origin: object, arguments: tuple[object, ...], inside: tuple[object, ...]) -> Schema:
     if origin is tuple and arguments and arguments[-1] is not Ellipsis:
         items = [schema_of(item, inside) for item in arguments]
         return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
@@ -171,8 +174,8 @@ def _array_schema(origin: Any, arguments: tuple[Any, ...], inside: tuple[Any, ..
     return {"type": "array", **({"items": items} if items else {}), **unique}
 
 
-def read(hint: Any, value: Any, where: str) -> Any:
-    """A JSON value as what the hint says. `where` names it in errors. Raises ArgumentError."""
+def read(hint: Hint, value: object, where: str) -> Any:
+    """Return a JSON value as what the hint says. `where` names it in errors. Raises ArgumentError."""
     try:
         return _read(hint, value, where)
     except ArgumentError as failure:
@@ -185,8 +188,8 @@ def read(hint: Any, value: Any, where: str) -> Any:
             raise failure from None
 
 
-def parse_text(value: Any) -> Any:
-    """What a text says in JSON, if that is not text again: some call formats have no other type."""
+def parse_text(value: object) -> object:
+    """Decode a text as JSON, unless the result is text again: some call formats have no other type."""
     if not isinstance(value, str):
         return None
     text = {"True": "true", "False": "false"}.get(value.strip(), value)
@@ -197,7 +200,7 @@ def parse_text(value: Any) -> Any:
     return None if isinstance(parsed, str) else parsed
 
 
-def _read(hint: Any, value: Any, where: str) -> Any:
+def _read(hint: Hint, value: Any, where: str) -> Any:
     hint, _ = _unwrapped(hint)
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if hint is Any or hint is object:
@@ -222,7 +225,7 @@ def _read(hint: Any, value: Any, where: str) -> Any:
     return _read_record(hint, value, where)
 
 
-def _read_plain(hint: type, value: Any, wrong: ArgumentError) -> Any:
+def _read_plain(hint: type, value: Any, wrong: ArgumentError) -> object:
     """Not `isinstance`: True is no number. 5.0 is a whole number, 5 is a number."""
     if type(value) is hint:
         if hint is float and not math.isfinite(value):
@@ -238,14 +241,14 @@ def _read_plain(hint: type, value: Any, wrong: ArgumentError) -> Any:
     raise wrong
 
 
-def _member(members: Mapping[Any, Any], value: Any, wrong: ArgumentError) -> Any:
+def _member(members: Mapping[Hint, object], value: object, wrong: ArgumentError) -> object:
     for member in members:
         if type(member) is type(value) and member == value:
             return member
     raise wrong
 
 
-def _read_union(arms: tuple[Any, ...], value: Any, where: str, wrong: ArgumentError) -> Any:
+def _read_union(arms: tuple[object, ...], value: object, where: str, wrong: ArgumentError) -> object:
     for reader in (lambda arm: _read(arm, value, where), lambda arm: read(arm, value, where)):
         for arm in arms:
             try:
@@ -255,7 +258,9 @@ def _read_union(arms: tuple[Any, ...], value: Any, where: str, wrong: ArgumentEr
     raise wrong
 
 
-def _read_items(origin: Any, arguments: tuple[Any, ...], value: list[Any], where: str, wrong: ArgumentError) -> Any:
+def _read_items(
+    origin: Hint, arguments: tuple[Hint, ...], value: list[object], where: str, wrong: ArgumentError
+) -> Any:
     if origin is tuple and arguments and arguments[-1] is not Ellipsis:
         if len(value) != len(arguments):
             raise wrong
@@ -271,7 +276,7 @@ def _read_items(origin: Any, arguments: tuple[Any, ...], value: list[Any], where
         raise wrong from None
 
 
-def _read_record(hint: Any, value: Mapping[str, Any], where: str) -> Any:
+def _read_record(hint: Hint, value: Mapping[str, object], where: str) -> object:
     fields = _record_fields(hint)
     for name in value:
         if name not in fields:
@@ -288,7 +293,7 @@ def _read_record(hint: Any, value: Mapping[str, Any], where: str) -> Any:
         raise ArgumentError(f"argument {where!r}: {failure}") from failure
 
 
-def _record_fields(hint: Any) -> dict[str, tuple[Any, bool]]:
+def _record_fields(hint: Hint) -> dict[str, tuple[Hint, bool]]:
     """Name -> (hint, required) of a TypedDict or dataclass; empty for anything else."""
     if typing.is_typeddict(hint):
         return {
@@ -305,8 +310,8 @@ def _record_fields(hint: Any) -> dict[str, tuple[Any, bool]]:
     return {}
 
 
-def _unwrapped(hint: Any) -> tuple[Any, str | None]:
-    """A hint without `Annotated`, `Required`, `NotRequired` and `NewType` around it, and the outermost text given."""
+def _unwrapped(hint: Hint) -> tuple[Hint, str | None]:
+    """Unwrap a hint (`Annotated`, `Required`, `NotRequired`, `NewType`). Returns: the hint and the outermost text."""
     text: str | None = None
     while True:
         origin = get_origin(hint)
@@ -321,11 +326,11 @@ def _unwrapped(hint: Any) -> tuple[Any, str | None]:
             return (types.NoneType if hint is None else hint), text
 
 
-def _is_enum(hint: Any) -> bool:
+def _is_enum(hint: Hint) -> bool:
     return isinstance(hint, type) and issubclass(hint, enum.Enum)
 
 
-def _admits_none(hint: Any) -> bool:
+def _admits_none(hint: Hint) -> bool:
     try:
         _read(hint, None, "")
     except ArgumentError:
@@ -333,8 +338,8 @@ def _admits_none(hint: Any) -> bool:
     return True
 
 
-def describe(hint: Any) -> str:
-    """A hint in a model's words: JSON's, not Python's."""
+def describe(hint: Hint) -> str:
+    """Return a hint in a model's words: JSON's, not Python's."""
     schema = schema_of(hint)
     if "enum" in schema:
         return "one of " + ", ".join(json.dumps(value) for value in schema["enum"])
@@ -348,7 +353,7 @@ def describe(hint: Any) -> str:
     return kind
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
@@ -356,7 +361,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
-def _is_json(value: Any) -> bool:
+def _is_json(value: object) -> bool:
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -365,7 +370,7 @@ def _is_json(value: Any) -> bool:
 
 
 class Docstring(typing.NamedTuple):
-    """What a docstring says of a function as a whole, and of each argument."""
+    """Descriptions in a docstring: of the function and of each argument."""
 
     description: str
     arguments: dict[str, str]
@@ -376,7 +381,7 @@ _ARGUMENT = re.compile(r"(\*{0,2}\w+(?:\s*,\s*\*{0,2}\w+)*)\s*(?:\([^)]*\))?\s*:
 
 
 def parse_docstring(docstring: str | None) -> Docstring:
-    """Reads Google's style (https://google.github.io/styleguide/pyguide.html#383-functions-and-methods)."""
+    """Read Google's style (https://google.github.io/styleguide/pyguide.html#383-functions-and-methods)."""
     section, description, arguments = None, [], {}
     names: list[str] = []
     indent = 0

@@ -128,7 +128,7 @@ def maxrl_advantages(
 
 
 def negative_groups(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable]) -> int:
-    """Groups whose mean score is below 0: those `maxrl` can say nothing of."""
+    """Count the groups with a mean score below 0, for which `maxrl` is not defined."""
     scores_B, group_B, counts_B = _scores_and_groups(token_level_rewards, response_mask, index)
     return int((group_means(scores_B, group_B, counts_B)[0] < 0).sum())
 
@@ -226,7 +226,7 @@ def turn_grpo_advantages(
 def token_reward_advantages(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every token's own reward is its advantage, and nothing later counts: A_bt = reward_bt.
+    """Use every token's own reward as its advantage; nothing later counts: A_bt = reward_bt.
 
     For on-policy distillation, where the reward of a token is how much likelier a teacher thinks it
     (https://arxiv.org/abs/2306.13649 with the reverse KL divergence).
@@ -300,7 +300,7 @@ def gae_advantages(
 
 
 def normalize_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Advantages with mean 0 and variance 1 over the tokens where mask is 1; 0 elsewhere. [B, T]
+    """Normalise advantages to mean 0 and variance 1 over the tokens where mask is 1; 0 elsewhere. [B, T]
 
     The variance is the sample's (divisor n - 1), and 1e-8 is added to it: equal advantages, or a single one, become 0.
     """
@@ -343,8 +343,8 @@ def _group_stds(
 def _scores_and_groups(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each sequence its summed reward (float64), the number of its group, and whether it counts: one without any
-    token is part of no baseline. Each [B]."""
+    """Return for each sequence, [B] each: its summed reward (float64), the number of its group, and whether it counts
+    (one without any token is part of no baseline)."""
     mask = response_mask != 0
     scores_B = torch.where(mask, token_level_rewards, 0.0).sum(dim=-1, dtype=torch.float64)
     return scores_B, group_numbers(index).to(scores_B.device), mask.any(dim=-1)

@@ -27,7 +27,7 @@ def step_numbers(trajectory_ids: Sequence[Hashable]) -> tuple[torch.Tensor, torc
 def trajectory_matrix(
     rewards_B: torch.Tensor, trajectory_B: torch.Tensor, step_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards of rows as a matrix of trajectories and steps.
+    """Arrange rewards of rows in a matrix of trajectories and steps.
 
     Args:
         rewards_B: [B], of a row's whole response.
@@ -50,7 +50,7 @@ def trajectory_matrix(
 
 
 def rows_of_matrix(values: torch.Tensor, trajectory_B: torch.Tensor, step_B: torch.Tensor) -> torch.Tensor:
-    """What stands in a matrix [M, K] for each row of the batch, [B]: the way back from `trajectory_matrix`."""
+    """Gather for each row of the batch, [B], its entry of a matrix [M, K]: the inverse of `trajectory_matrix`."""
     return values[trajectory_B, step_B]
 
 

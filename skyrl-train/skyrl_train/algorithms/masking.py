@@ -1,4 +1,4 @@
-"""What stands in masked positions, and in which precision the rest is computed: two rules every formula here keeps."""
+"""Masking and precision: two rules that every formula of this package keeps."""
 
 import torch
 

@@ -22,7 +22,7 @@ METRIC_PREFIX = "policy/loss_metrics/"
 
 @dataclass(frozen=True)
 class Correction:
-    """What the loss takes from the correction.
+    """Result of the correction, for the loss.
 
     Attributes:
         weights: [B, T], factor of every token's loss; None: no weighting. 1 outside the incoming loss mask.
@@ -106,7 +106,8 @@ class _Rules:
     def outside(
         self, name: str, smallest: torch.Tensor, largest: torch.Tensor, low: float | None, high: float | None
     ) -> torch.Tensor:
-        """Where `smallest` is below `low` or `largest` above `high`, counted under `name`; nowhere without bounds."""
+        """Return where `smallest` is below `low` or `largest` above `high`, counted under `name`; nowhere without
+        bounds."""
         nowhere = torch.zeros_like(smallest, dtype=torch.bool)
         if low is None and high is None:
             return nowhere
@@ -165,7 +166,8 @@ def _ratio_metrics(rules: _Rules) -> dict[str, float]:
 def mismatch_metrics(
     old_log_probs: torch.Tensor, rollout_logprobs: torch.Tensor, loss_mask: torch.Tensor
 ) -> dict[str, float]:
-    """How far the trainer's log-probs are from the engine's, over the n tokens of `loss_mask`; {} if there is none.
+    """Compute metrics of the distance between the trainer's and the engine's log-probs, over the n tokens of
+    `loss_mask`; {} without any.
 
         abs_diff_{mean,max,std}     |old - rollout|
         kl_k3                       mean of rho - 1 - log rho: an estimate of KL(rollout || trainer)

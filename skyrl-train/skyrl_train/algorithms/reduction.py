@@ -1,4 +1,4 @@
-"""How per-token losses become one number.
+"""Reductions of per-token losses to a scalar.
 
 Every reduction is a weighted sum over the tokens of the whole mini-batch, and the weights are a function of the loss
 mask alone. So they are computed once, before the mini-batch is split over ranks and micro-batches, and no split can
@@ -24,7 +24,7 @@ def token_weights(
     max_seq_len: int | None = None,
     index: Sequence[Hashable] | None = None,
 ) -> torch.Tensor:
-    """Weights w [B, T] with `loss = sum_bt w_bt * loss_bt`.
+    """Compute weights w [B, T] with `loss = sum_bt w_bt * loss_bt`.
 
         token_mean                w_bt = m_bt / sum_bt m_bt
         sequence_mean             w_bt = m_bt / (B' * sum_t m_bt)
@@ -75,7 +75,7 @@ def reduce_loss(
     max_seq_len: int | None = None,
     index: Sequence[Hashable] | None = None,
 ) -> torch.Tensor:
-    """One number out of per-token losses [B, T] that are here in full; arguments as of `token_weights`."""
+    """Reduce per-token losses [B, T] of a whole batch to a scalar. Arguments: see `token_weights`."""
     mask = torch.ones_like(loss) if loss_mask is None else loss_mask
     return weighted_sum(loss, token_weights(mask, loss_reduction, max_seq_len, index))
 

@@ -1,7 +1,7 @@
-"""Which rollouts are worth training on: groups without a difference, dynamic sampling, answers near the length limit.
+"""Selection of rollouts for training: groups without a difference, dynamic sampling, answers near the length limit.
 
 Decisions only: the functions return which groups or rows, `rollouts` and the trainer act on it. A rollout that failed
-has no reward (None, or a number that is not finite) and is judged as if it had never been sampled.
+has no reward (None, or a number that is not finite) and is treated as if it had never been sampled.
 
 Shapes: B rollouts, G groups (the rollouts of one prompt).
 """
@@ -19,7 +19,7 @@ _TOLERANCE = 1e-6
 def informative_groups(
     rewards: Sequence[float | None], uids: Sequence[Hashable], tolerance: float = _TOLERANCE
 ) -> list[Hashable]:
-    """Groups whose rewards differ, so that they teach something, in order of first appearance.
+    """Return the groups whose rewards differ, in order of first appearance.
 
     A group is informative if the population standard deviation of its rewards is above `tolerance`, or if it is a group
     of one (which is compared with nothing). A group in which everything failed is not.
@@ -28,15 +28,15 @@ def informative_groups(
         rewards: B numbers, one a rollout (summed over its tokens).
         uids: B names of groups.
     """
-    return [uid for uid, is_informative in _judged(rewards, uids, tolerance).items() if is_informative]
+    return [uid for uid, is_informative in _informative_by_uid(rewards, uids, tolerance).items() if is_informative]
 
 
 def zero_variance_rows(
     rewards: Sequence[float | None], uids: Sequence[Hashable], tolerance: float = _TOLERANCE
 ) -> torch.Tensor:
-    """Rows of groups that are not informative: bool [B], True where a row should not train (`zero_variance_filter`)."""
-    judged = _judged(rewards, uids, tolerance)
-    return torch.tensor([not judged[uid] for uid in uids], dtype=torch.bool)
+    """Return the rows [B] bool of groups that are not informative and should not train (`zero_variance_filter`)."""
+    informative = _informative_by_uid(rewards, uids, tolerance)
+    return torch.tensor([not informative[uid] for uid in uids], dtype=torch.bool)
 
 
 def draw_replacements(
@@ -83,8 +83,10 @@ def overlong_penalty(lengths: torch.Tensor, limit: int, buffer_len: int, factor:
     return (0.0 - factor * excess.clamp(0.0, 1.0)).float()
 
 
-def _judged(rewards: Sequence[float | None], uids: Sequence[Hashable], tolerance: float) -> dict[Hashable, bool]:
-    """Whether each group is informative, in order of first appearance."""
+def _informative_by_uid(
+    rewards: Sequence[float | None], uids: Sequence[Hashable], tolerance: float
+) -> dict[Hashable, bool]:
+    """Map each group to True if its rewards differ, in order of first appearance."""
     if len(rewards) != len(uids):
         raise ValueError(f"every rollout needs a reward and a uid; got {len(rewards)} rewards and {len(uids)} uids")
     names = list(dict.fromkeys(uids))

@@ -14,7 +14,7 @@ Section = TypeVar("Section")
 
 @dataclass(kw_only=True)
 class KLCtrlConfig(BaseConfig):
-    """How the KL coefficient moves when KL is part of the reward."""
+    """Controller of the KL coefficient when KL is part of the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
     """`adaptive` steers towards `kl_target` (https://arxiv.org/abs/1909.08593, section 2.2); `fixed` stays."""
@@ -28,8 +28,8 @@ class KLCtrlConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class OffPolicyCorrectionConfig(BaseConfig):
-    """What is done about rollouts written by other numbers than the trainer's: an engine of lower precision, or older
-    weights. rho is the ratio pi_trainer / pi_engine of a token at the start of the step."""
+    """Correction of rollouts whose log-probs are not the trainer's: an engine of lower precision, or older weights. rho
+    is the ratio pi_trainer / pi_engine of a token at the start of the step."""
 
     tis_ratio_type: Literal["token", "sequence"] | None = None
     """Truncated importance sampling: multiply the loss of a token by its own rho, or by the product of its sequence's,
@@ -84,7 +84,7 @@ class OffPolicyCorrectionConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class DynamicSamplingConfig(BaseConfig):
-    """What is done about prompts whose answers all have the same reward (DAPO, https://arxiv.org/abs/2503.14476)."""
+    """Treatment of prompts whose answers all have the same reward (DAPO, https://arxiv.org/abs/2503.14476)."""
 
     type: Literal["filter", "replace"] | None = None
     """`filter` drops such prompts and samples further ones until the batch is full; `replace` puts copies of others in
@@ -242,7 +242,7 @@ class _DeclaredSettings(BaseConfig):
 
 
 class AlgorithmConfig(_DeclaredSettings):
-    """What the trainer optimizes."""
+    """Settings of the RL objective (`trainer.algorithm`)."""
 
     if not TYPE_CHECKING:  # type checkers know the declared settings, and `section` for the others
 

@@ -1,4 +1,4 @@
-"""What every section of settings can do."""
+"""Base class of all sections of settings."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class BaseConfig:
-    """What every section can do. Errors have full names when the section is built as a part of `SkyRLConfig`."""
+    """Base of a section of settings. Errors have full names when the section is built as a part of `SkyRLConfig`."""
 
     @classmethod
     def from_dict(cls, values: "Mapping[str, Any] | DictConfig") -> "Self":

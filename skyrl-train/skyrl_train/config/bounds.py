@@ -32,7 +32,7 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class Between:
-    """From one number to another, both included."""
+    """Bounds from one number to another, both included."""
 
     low: float
     high: float
@@ -45,7 +45,7 @@ class Between:
 
 @dataclass(frozen=True)
 class NotAbove:
-    """At most the value of another setting of the same section."""
+    """Upper bound that is the value of another setting of the same section."""
 
     other: str
 
@@ -57,7 +57,7 @@ class NotAbove:
 
 
 def check_bounds(section: Any, name: str) -> None:
-    """Raises ConfigError if a setting of the dataclass instance `section`, called `name`, is outside its bounds."""
+    """Raise ConfigError if a setting of the dataclass instance `section`, called `name`, is outside its bounds."""
     hints = get_type_hints(type(section), include_extras=True)
     for field in fields(section):
         for mark in get_args(hints[field.name])[1:]:

@@ -1,4 +1,4 @@
-"""Every setting of the trainer: its name, type, default and meaning. The one home of all four.
+"""Settings of the trainer, the one home of every name, type, default and meaning.
 
 Hydra's defaults (`store.py`), the checks (`validation.py`) and the reference page (`document.py`) are made from these
 dataclasses. A text `${trainer.seed}` as a default means "the value of that setting": `SkyRLConfig` resolves it, a
@@ -8,6 +8,8 @@ section made on its own keeps the text. Imports no torch, no Ray, no Hydra.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import yaml
 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.base import BaseConfig, plain
@@ -19,12 +21,14 @@ from skyrl_train.config.typed import REST, Choices, resolve_references, to_dict
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-TrackerName = Literal["console", "tensorboard", "wandb", "mlflow", "swanlab"]
+TrackerName = Literal[
+    "console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "aim", "clearml", "comet_ml", "dvclive"
+]
 
 
 @dataclass(kw_only=True)
 class DataConfig(BaseConfig):
-    """What is learnt from, and what is measured on."""
+    """Data of training and of evaluation."""
 
     train_data: list[str] = field(default_factory=lambda: ["~/data/gsm8k/train.parquet"])
     """Training sets: paths of .parquet, .json or .jsonl files, or names on the Hugging Face hub as `name[:split]`.
@@ -36,7 +40,7 @@ class DataConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class PlacementConfig(BaseConfig):
-    """Where the models run. Without a GPU, every count of GPUs is a count of worker processes."""
+    """Placement of the models. Without a GPU, every count of GPUs is a count of worker processes."""
 
     launcher: Literal["ray", "inline"] = "ray"
     """Launcher of workers and engines. `ray`: a process for each, on one machine or on the cluster of RAY_ADDRESS.
@@ -198,7 +202,8 @@ class TrainerConfig(BaseConfig):
     """The run's folder: its settings, metrics, trajectories, logs, and unless set otherwise checkpoints and exports."""
 
     logger: TrackerName | list[TrackerName] = "console"
-    """Where metrics go, one name or several. metrics.jsonl in the run folder is always written."""
+    """Sinks of the metrics, one name or several: the console, and services of accelerate.tracking (the extra `tracking`
+    installs the first four). metrics.jsonl in the run folder is always written."""
 
     print_example_interval: int = 10
     """Show one trajectory on the console every so many steps. <= 0: never."""
@@ -280,7 +285,7 @@ class SkyRLGymConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class EnvironmentConfig(BaseConfig):
-    """What judges the answers."""
+    """Environments that answer and grade the model."""
 
     env_class: str | None = "gsm8k"
     """Environment for rows of the data without an `env_class` of their own: a registered id, or `package.module:Class`
@@ -291,7 +296,7 @@ class EnvironmentConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class SkyRLConfig(BaseConfig):
-    """All settings of a run."""
+    """Settings of a run."""
 
     data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -312,12 +317,32 @@ def default_values(config_type: type[BaseConfig] = SkyRLConfig) -> dict[str, Any
 
 
 def get_config_as_dict(config: "BaseConfig | Mapping[str, Any] | DictConfig") -> dict[str, Any]:
-    """Any form of the settings as plain values, with interpolations resolved."""
+    """Convert settings of any form to plain values, with interpolations resolved."""
     return to_dict(config) if isinstance(config, BaseConfig) else plain(config)
 
 
 def get_config_as_yaml_str(config: "BaseConfig | Mapping[str, Any] | DictConfig") -> str:
-    """Any form of the settings as YAML; `SkyRLConfig.from_dict` of its content gives the same settings."""
-    from omegaconf import OmegaConf  # optional here: settings made in Python need no OmegaConf
+    """Convert settings of any form to YAML, from whose content `SkyRLConfig.from_dict` makes the same settings."""
+    return yaml.dump(get_config_as_dict(config), Dumper=_SettingsDumper, sort_keys=False, allow_unicode=True)
 
-    return OmegaConf.to_yaml(OmegaConf.create(get_config_as_dict(config)))
+
+class _SettingsDumper(yaml.CSafeDumper):
+    """Writer of YAML that OmegaConf reads back unchanged: it takes texts such as `1e-6` for numbers, which YAML 1.1
+    does not."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="'" if _is_number(text) else None)
+
+
+_SettingsDumper.add_representer(str, _SettingsDumper.represent_text)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

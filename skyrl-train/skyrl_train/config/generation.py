@@ -12,7 +12,7 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(kw_only=True)
 class SamplingParams(BaseConfig):
-    """How tokens are drawn from the model."""
+    """Sampling of tokens from the model."""
 
     max_generate_length: int = 1024
     """The most new tokens a turn."""
@@ -61,7 +61,7 @@ class ChatTemplateConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class GeneratorConfig(BaseConfig):
-    """How answers are made: engines, sampling, turns."""
+    """Generation of answers: engines, sampling, turns."""
 
     task: str | None = None
     """A task file of skyrl-agent: its agent makes the trajectories, in place of `environment.env_class`. Turns, tools,

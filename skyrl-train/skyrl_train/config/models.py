@@ -9,7 +9,7 @@ from skyrl_train.config.typed import reference
 
 @dataclass(kw_only=True)
 class ModelConfig(BaseConfig):
-    """Which model."""
+    """Path of a model."""
 
     path: str = "Qwen/Qwen2.5-1.5B-Instruct"
     """A folder, or a name on the Hugging Face hub."""
@@ -42,14 +42,14 @@ class LoRAConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class TrainedModelConfig(ModelConfig):
-    """Which model, and whether it is trained by adapters."""
+    """Path of a trained model, and its adapters."""
 
     lora: LoRAConfig = field(default_factory=LoRAConfig)
 
 
 @dataclass(kw_only=True)
 class CriticModelConfig(BaseConfig):
-    """Which model the critic begins as."""
+    """Path of the model that the critic starts from."""
 
     path: str | None = None
     """A folder, or a name on the Hugging Face hub. null: no critic."""
@@ -88,7 +88,7 @@ class OptimizerConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class FSDPConfig(BaseConfig):
-    """How one model is divided over its workers (torch's `fully_shard`)."""
+    """Division of one model over its workers (torch's `fully_shard`)."""
 
     cpu_offload: bool = False
     """Parameters, gradients and optimizer state rest in host memory and visit the GPU layer by layer."""

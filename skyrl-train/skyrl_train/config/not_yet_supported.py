@@ -41,7 +41,7 @@ NOT_YET_SUPPORTED_VALUES: dict[str, dict[str, str]] = {
 
 
 def reason_not_supported(name: str) -> str | None:
-    """What the setting `name` waits for, or None if it is not one of these settings nor inside of one."""
+    """Return the work that the setting `name` waits for; None if it is not one of these settings nor inside of one."""
     for entry, reason in NOT_YET_SUPPORTED.items():
         if name == entry or name.startswith(entry + "."):
             return reason

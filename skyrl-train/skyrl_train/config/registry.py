@@ -8,7 +8,6 @@ Imports no torch and none of the entries: a registry is told the names of the mo
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
@@ -19,7 +18,7 @@ Requirements = TypeVar("Requirements")
 
 @dataclass(frozen=True, kw_only=True)
 class Registration(Generic[Entry, Requirements]):
-    """One registered name."""
+    """Entry of a registry."""
 
     name: str
 
@@ -56,7 +55,8 @@ class Registry(Generic[Entry, Requirements]):
     def register(
         self, name: str, entry: Entry, *, requires: Requirements | None = None, settings: type[Any] | None = None
     ) -> None:
-        """Raises ValueError if the name is taken: a silent replacement would change other people's runs."""
+        """Register an entry. Raises ValueError if the name is taken: a silent replacement would change other people's
+        runs."""
         self._load()
         if name in self._registrations:
             raise ValueError(f"{self._noun} '{name}' is already registered; choose another name or unregister it first")
@@ -69,7 +69,7 @@ class Registry(Generic[Entry, Requirements]):
         )
 
     def unregister(self, name: str) -> None:
-        """Raises ValueError if there is no such name."""
+        """Remove an entry. Raises ValueError if there is no such name."""
         self.registration(name)
         del self._registrations[name]
 
@@ -77,11 +77,10 @@ class Registry(Generic[Entry, Requirements]):
         """Return all that was registered under `name`. Raises ValueError with the known names if there is none."""
         self._load()
         if name not in self._registrations:
-            near = get_close_matches(name, self._registrations, n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else "."
-            raise ValueError(
-                f"Unknown {self._noun} '{name}': not registered{hint} Available: {', '.join(self.list_available())}"
-            )
+            from skyrl_gym.suggestions import did_you_mean  # settings import without the gym
+
+            hint = did_you_mean(name, self.list_available())
+            raise ValueError(f"Unknown {self._noun} '{name}': not registered; {hint}")
         return self._registrations[name]
 
     def get(self, name: str) -> Entry:
@@ -121,6 +120,6 @@ class Registry(Generic[Entry, Requirements]):
         try:
             for module in providers:
                 import_module(module)
-        except BaseException:
+        except BaseException:  # also an interrupt: the next look-up must import them again
             self._providers = providers
             raise

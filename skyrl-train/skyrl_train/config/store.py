@@ -33,7 +33,7 @@ either way."""
 
 
 def register_config_store(config_type: type[BaseConfig] = SkyRLConfig, name: str = "ppo_base_config") -> None:
-    """Makes the defaults of `config_type` known to Hydra as `name`. A second call replaces the first."""
+    """Register the defaults of `config_type` with Hydra as `name`. A second call replaces the first."""
     from hydra.core.config_store import ConfigStore
 
     node = get_default_config(config_type)

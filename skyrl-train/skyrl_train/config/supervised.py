@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class SupervisedDataConfig(BaseConfig):
-    """What is learnt from."""
+    """Data of supervised training."""
 
     train_data: list[str] = field(default_factory=list)
     """Training sets: paths of .parquet, .json or .jsonl files, or names on the Hugging Face hub as `name[:split]`.
@@ -48,7 +48,7 @@ class SupervisedDataConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class SupervisedConfig(BaseConfig):
-    """All settings of supervised training."""
+    """Settings of supervised training."""
 
     data: SupervisedDataConfig = field(default_factory=SupervisedDataConfig)
     trainer: TrainerConfig = field(
@@ -62,7 +62,7 @@ class SupervisedConfig(BaseConfig):
 
     @classmethod
     def from_dict(cls, values: "Mapping[str, Any] | DictConfig") -> "Self":
-        """As of any settings. What is left out of a section is as here, not as in reinforcement learning."""
+        """Build the settings. Missing ones have the defaults of this class, not those of reinforcement learning."""
         return build(cls, _merged(default_values(cls), plain(values)))
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class SupervisedConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class PreferenceConfig(SupervisedConfig):
-    """All settings of training on preference pairs."""
+    """Settings of training on preference pairs."""
 
     data: SupervisedDataConfig = field(default_factory=lambda: SupervisedDataConfig(train_on="last_assistant"))
     trainer: TrainerConfig = field(
@@ -124,7 +124,7 @@ _OF_PREFERENCES = (
 
 
 def check_read(config: SupervisedConfig) -> None:
-    """Raises ConfigError if a setting of `trainer` was changed that this kind of training does not read."""
+    """Raise ConfigError if a setting of `trainer` was changed that this kind of training does not read."""
     own = _OF_PREFERENCES if isinstance(config, PreferenceConfig) else _OF_DEMONSTRATIONS
     of_loss = f"algorithm.{config.trainer.algorithm.policy_loss_type}."
     read = tuple(f"trainer.{name}" for name in (*_SHARED, *own, of_loss))

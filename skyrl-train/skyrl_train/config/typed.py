@@ -43,7 +43,7 @@ def reference(text: str) -> Any:
 
 
 def build(config_type: type[T], values: Mapping[str, Any], name: str = "", root: type | None = None) -> T:
-    """Makes a `config_type` of `values`; what is missing keeps its default.
+    """Build a `config_type` from `values`; missing ones have their defaults.
 
     Raises ConfigError on an unknown name (with the nearest valid one below `root`) and on a value of the wrong type.
     """
@@ -83,7 +83,7 @@ def typed_value(annotation: Any, value: Any, name: str, root: type) -> Any:
     """`value` as `annotation` wants it, or ConfigError. An int is a float too; a bool is no int; text is no number."""
     if dataclasses.is_dataclass(annotation):
         return value if isinstance(value, annotation) else build(annotation, value, name, root)  # type: ignore[arg-type]
-    if annotation is Any or (isinstance(value, str) and _REFERENCE.search(value)):
+    if annotation in (Any, object) or (isinstance(value, str) and _REFERENCE.search(value)):
         return value  # a reference gets its type when `resolve_references` knows what it stands for
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -135,7 +135,7 @@ def _typed_member(annotation: Any, value: Any, name: str, root: type) -> Any:
 
 
 def resolve_references(config: Any) -> None:
-    """Replaces every `${other.setting}` in the text settings below `config` by that setting's value, in place."""
+    """Replace every `${other.setting}` in the text settings below `config` by that setting's value, in place."""
     root = type(config)
 
     def value_of(name: str, path: tuple[str, ...]) -> Any:
@@ -265,5 +265,13 @@ def expectation(annotation: Any) -> str:
         return "one of " + ", ".join(str(choice) for choice in arguments)
     if origin is list:
         return f"a list of {expectation(arguments[0])}"
-    words = {int: "an int", float: "a number", str: "text", bool: "true or false", type(None): "null", Any: "anything"}
+    words = {
+        int: "an int",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        type(None): "null",
+        Any: "anything",
+        object: "anything",
+    }
     return "any names and values" if origin is dict else words.get(annotation, str(annotation))

@@ -1,4 +1,4 @@
-"""Which rules a run must obey. Types and choices are `typed.py`'s; the rules between settings are in `rules/`.
+"""Validation of the settings of a run. `typed.py` checks types and choices; `rules/` has the rules between settings.
 
 Every violation is a ConfigError that names the setting, its value, the rule and the likely fix. Torch, the registries
 and the environments are imported only when a rule asks for them.

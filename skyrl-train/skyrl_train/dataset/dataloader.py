@@ -50,7 +50,7 @@ class PromptDataLoader:
             )
 
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Return the number of batches of an epoch."""
         full, rest = divmod(len(self.dataset), self.batch_size)
         return full if self.drop_last or rest == 0 else full + 1
 
@@ -66,7 +66,7 @@ class PromptDataLoader:
             yield self._deal()
 
     def next_batch(self) -> Any:
-        """One batch more; the first of the next epoch when this one is dealt out."""
+        """Return one more batch; the first of the next epoch after the last of this one."""
         if self.batches_consumed == len(self):
             self._begin_next_epoch()
         return self._deal()
@@ -86,7 +86,7 @@ class PromptDataLoader:
         return self._order[1]
 
     def order(self, epoch: int) -> list[int]:
-        """Indices of the dataset in the order of an epoch."""
+        """Return the indices of the dataset in the order of an epoch."""
         if not self.shuffle:
             return list(range(len(self.dataset)))
         digest = hashlib.sha256(f"{self.seed}/{epoch}".encode()).digest()
@@ -98,7 +98,7 @@ class PromptDataLoader:
         return {"epoch": self.epoch, "batches_consumed": self.batches_consumed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Takes a position up again. Raises CheckpointError if this dataset has no such position."""
+        """Restore a position. Raises CheckpointError if this dataset has no such position."""
         epoch, batches_consumed = state["epoch"], state["batches_consumed"]
         if epoch < 0 or not 0 <= batches_consumed <= len(self):
             raise CheckpointError(

@@ -75,7 +75,7 @@ class PromptDataset:
 
     @staticmethod
     def collate_fn(items: list[PromptItem]) -> list[dict[str, Any]]:
-        """Items as the dicts that `prepare_generator_input` takes."""
+        """Convert items to the dicts that `prepare_generator_input` takes."""
         return [
             {"prompt": prompt, "env_class": env_class, "env_extras": extras, "uid": uid}
             for prompt, env_class, extras, uid in items
@@ -126,7 +126,7 @@ def read_source(source: str) -> list[Row]:
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    """Rows of a JSON list, or of one JSON object a line. Read as they are: no column is made of one type."""
+    """Read the rows of a JSON list, or of one JSON object a line, unchanged: no column is converted to one type."""
     text = path.read_text(encoding="utf-8")
     if text.lstrip().startswith("["):
         rows = json.loads(text)

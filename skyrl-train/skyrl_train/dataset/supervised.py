@@ -181,13 +181,14 @@ class Encoder:
         return [*alone, *(last or ([] if alone else [self._example(whole, [])]))]
 
     def _answer_start(self, chat: ChatFormat, messages: ConversationType, i: int, up_to: str) -> int:
-        """Where answer i begins in the text: behind the header that a model continues."""
+        """Return the position in the text where answer i begins: behind the header that a model continues."""
         before = chat.text(messages[:i], add_generation_prompt=True) if i else ""
         same = takewhile(lambda pair: pair[0] == pair[1], zip(before, up_to, strict=False))
         return sum(1 for _ in same)
 
     def _answer_end(self, up_to: str, start: int) -> int:
-        """Where an answer ends: behind the token that ends a turn. What the template puts after it is not learnt."""
+        """Return the position where an answer ends: behind the token that ends a turn. Text of the template after it
+        does not train."""
         eos = str(self._tokenizer.eos_token)
         last = up_to.rfind(eos, start)
         return len(up_to) if last < 0 else last + len(eos)

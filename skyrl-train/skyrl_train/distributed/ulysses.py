@@ -30,7 +30,7 @@ class SequenceParallel:
         self.rank = dist.get_rank(group)
 
     def check_heads(self, num_heads: int) -> None:
-        """Whether the ranks can share so many attention heads (of key-value heads, any number will do).
+        """Check that the ranks can share so many attention heads (of key-value heads, any number will do).
 
         Raises:
             ConfigError: they cannot.
@@ -41,7 +41,7 @@ class SequenceParallel:
             )
 
     def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's slice of a tensor that all ranks hold.
+        """Return this rank's slice of a tensor that all ranks hold.
 
         Raises:
             ValueError: the ranks do not divide its length.
@@ -86,7 +86,7 @@ class SequenceParallel:
 
 
 def make_sequence_parallel(size: int, timeout_seconds: float = 600.0) -> SequenceParallel | None:
-    """Groups of `size` consecutive ranks; this rank's own is returned. A collective: every rank must call it.
+    """Make groups of `size` consecutive ranks. A collective: every rank must call it. Returns: this rank's own group.
 
     Args:
         timeout_seconds: the deadline of every exchange.

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def agent_generator(
     cfg: GeneratorConfig, tokenizer: Any, client: InferenceEngineInterface | None
 ) -> GeneratorInterface:
-    """
+    """Build the generator of agent trajectories.
+
     Args:
         client: None to check the settings alone.
 

@@ -13,8 +13,9 @@ from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.engine_handle import EngineHandle
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
-from skyrl_train.inference_engines.remote.engine import RemoteInferenceEngine, check_server
+from skyrl_train.inference_engines.remote.check import check_server
 from skyrl_train.inference_engines.remote.key_guard import key_from_file
+from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
 from skyrl_train.orchestration.placement import make_launcher
 
 if TYPE_CHECKING:

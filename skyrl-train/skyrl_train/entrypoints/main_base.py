@@ -54,7 +54,7 @@ register_config_store()
 
 
 class BasePPOExp:
-    """One experiment: settings in, a trained policy out.
+    """Experiment: builds the objects of a run from its settings, and trains.
 
     Args:
         cfg: settings, typed or as Hydra gives them.
@@ -176,7 +176,8 @@ class BasePPOExp:
         )
 
     def get_endpoint(self, client: InferenceEngineClient) -> AbstractAsyncContextManager[object]:
-        """What makes the engines reachable for others while the run lasts (`generator.enable_http_endpoint`)."""
+        """Build the server that gives others access to the engines while the run lasts
+        (`generator.enable_http_endpoint`)."""
         if not self.cfg.generator.enable_http_endpoint:
             return nullcontext()
         return listening(endpoint_of(self.cfg, client, self.tokenizer))
@@ -186,7 +187,7 @@ class BasePPOExp:
         return self.train_dataset is not None and says_finished(self.cfg, len(self.train_dataset))
 
     def run(self) -> None:
-        """Trains to the end."""
+        """Train to the end."""
         asyncio.run(self._run())
 
     async def _run(self) -> None:
@@ -220,7 +221,7 @@ def _interrupt(*_: Any) -> None:
 
 
 class Experiment(Protocol):
-    """What `run_experiment` runs."""
+    """Interface of an experiment, for `run_experiment`."""
 
     def is_finished(self) -> bool: ...
     def run(self) -> None: ...

@@ -40,11 +40,11 @@ class EvalOnlyEntrypoint(BasePPOExp):
         return start_engines(self.cfg, self.tokenizer, self.colocate_pg)
 
     def run(self) -> None:
-        """Evaluates and logs the metrics."""
+        """Evaluate and log the metrics."""
         asyncio.run(self.evaluate())
 
     async def evaluate(self) -> dict[str, float | None]:
-        """Scores the evaluation set; the metrics by name."""
+        """Evaluate the evaluation set. Returns: the metrics by name."""
         self.run_folder.write_config(self.get_cfg_as_str(self.cfg))
         tracker = self.get_tracker()
         client = self.get_inference_client()

@@ -71,7 +71,7 @@ _BUILT_IN_PROMPTS = (
 
 @dataclass(kw_only=True)
 class MismatchConfig(BaseConfig):
-    """What is measured."""
+    """Settings of the measurement."""
 
     engines: list[Backend] | None = None
     """Engines to start. null: those that are installed."""
@@ -142,7 +142,7 @@ def validated(cfg: DictConfig | MismatchRunConfig) -> MismatchRunConfig:
 
 
 def measure(cfg: MismatchRunConfig) -> tuple[Report, PreTrainedTokenizerBase]:
-    """Starts one engine after the other, and compares."""
+    """Start one engine after the other, and compare."""
     tokenizer = load_tokenizer(cfg.trainer.policy.model.path)
     samplings = samplings_of(cfg)
     questions = Questions(
@@ -186,7 +186,7 @@ def samplings_of(cfg: MismatchRunConfig) -> list[Sampling]:
 
 
 def prompts_of(cfg: MismatchRunConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Prompts of the training data, or the built-in ones; where there are too few, random tokens."""
+    """Return prompts of the training data, or the built-in ones; random tokens where there are too few."""
     count = cfg.mismatch.num_prompts
     longest = cfg.trainer.max_prompt_length
     if cfg.data.train_data:
@@ -211,7 +211,7 @@ def prompts_of(cfg: MismatchRunConfig, tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def engines_of(cfg: MismatchRunConfig, questions: Questions) -> Iterator[tuple[EngineName, MakeEngine]]:
-    """Every engine that is to be asked, and what makes it in its process."""
+    """Return the engines to measure, each with its builder."""
     generator = cfg.generator
     if not generator.run_engines_locally:
         for url in generator.remote_inference_engine_urls:
@@ -265,7 +265,7 @@ def _text_config(cfg: MismatchRunConfig) -> Any:
 
 
 def publish(report: Report, cfg: MismatchRunConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Prints the report, writes it, and gives the exit code."""
+    """Print the report and write it. Returns: the exit code."""
 
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids))
@@ -291,7 +291,7 @@ def publish(report: Report, cfg: MismatchRunConfig, tokenizer: PreTrainedTokeniz
 
 
 def help_text() -> str:
-    """This command and its own settings."""
+    """Return the help of this command and its own settings."""
     hints = get_type_hints(MismatchConfig, include_extras=True)
     meanings, defaults = field_meanings(MismatchConfig), asdict(MismatchConfig())
     lines = [

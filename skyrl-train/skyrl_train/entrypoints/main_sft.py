@@ -23,7 +23,7 @@ register_config_store(SupervisedConfig, "sft_base_config")
 
 
 class SupervisedExp:
-    """One run of supervised training: settings in, a trained model out.
+    """Experiment of supervised training: builds the objects of a run from its settings, and trains.
 
     Args:
         settings: validated; `PreferenceConfig` for preference pairs.
@@ -55,7 +55,7 @@ class SupervisedExp:
         return says_finished(self.cfg, len(self.train_dataset))
 
     def run(self) -> None:
-        """Trains to the end."""
+        """Train to the end."""
         asyncio.run(self._run())
 
     async def _run(self) -> None:
@@ -77,7 +77,7 @@ class SupervisedExp:
 
 
 def start(cfg: DictConfig, config_type: type[SupervisedConfig]) -> None:
-    """Checks the settings and runs them; what a person must mend ends it with a plain text."""
+    """Check the settings and run them; an error that the user can correct ends it with a plain text."""
     try:
         settings = validate_supervised_cfg(cfg, config_type)
     except SkyRLError as error:

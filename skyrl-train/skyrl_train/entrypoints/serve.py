@@ -30,7 +30,7 @@ register_config_store()
 
 
 async def serve(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Starts the engines and the endpoint, and answers until cancelled."""
+    """Start the engines and the endpoint, and answer until cancelled."""
     client = start_engines(cfg, tokenizer)
     try:
         info = await client.describe()  # waits until the engines are there

@@ -1,28 +1,35 @@
-"""One trajectory: a model and an environment talk until the environment is satisfied or the length is used up.
+"""Agent loop of one trajectory: turns of a model and an environment until the episode is done or the length is used up.
 
-Knows no Ray, no batch and no retries. What fails here is raised as `RolloutError`; `skyrl_gym_generator` records it.
+Imports no Ray, and knows no batch and no retries. Failures are raised as `RolloutError`; `skyrl_gym_generator` records
+them.
 """
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from skyrl_train.errors import RolloutError, WorkerError
-from skyrl_train.generators.dialogue import Answer, Dialogue
+from skyrl_train.generators.dialogue import Dialogue
 from skyrl_train.generators.environment import EnvironmentSession
-from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineInterface
+from skyrl_train.inference_engines.base import (
+    InferenceEngineInput,
+    InferenceEngineInterface,
+    InferenceEngineOutput,
+    SamplingKeywords,
+)
+from skyrl_train.inference_engines.completion import Completion, to_completions
 from skyrl_train.types import ConversationType
 
 
 @dataclass(frozen=True)
 class LengthBudget:
-    """How long a trajectory may become.
+    """Length limits of a trajectory.
 
     Args:
-        max_input_length: the most tokens that the model is given to read, in any turn.
-        max_tokens: the most it may write in one turn.
-        max_context_length: reading and writing together; None if it is not known.
+        max_input_length: maximum number of input tokens of any turn.
+        max_tokens: maximum number of generated tokens of one turn.
+        max_context_length: maximum of both together; None if it is not known.
     """
 
     max_input_length: int
@@ -30,7 +37,7 @@ class LengthBudget:
     max_context_length: int | None = None
 
     def tokens_left(self, num_input_tokens: int) -> int:
-        """How many tokens the model may write after reading so many; 0 if none."""
+        """Return the number of tokens that the model may generate behind so many input tokens."""
         if num_input_tokens > self.max_input_length:
             return 0
         if self.max_context_length is None:
@@ -40,64 +47,60 @@ class LengthBudget:
 
 @dataclass(frozen=True)
 class EngineSession:
-    """Requests of one trajectory to an engine.
+    """Requests of one trajectory to an engine, and their errors.
 
     Args:
         engine: an engine, or a client over many.
-        sampling_params: in the engines' keywords; `max_tokens` and `seed` are set for each turn.
+        sampling_params: without `max_tokens` and `seed`, which are set for each turn.
         session_id: same for all turns, so that they may go to one engine.
         seed_of_turn: turn -> seed.
-        timeout_seconds: of one answer.
+        timeout_seconds: deadline of one request.
     """
 
     engine: InferenceEngineInterface
-    sampling_params: dict[str, Any]
+    sampling_params: SamplingKeywords
     session_id: str
     seed_of_turn: Callable[[int], int]
     timeout_seconds: float
     turn_lengths: list[int] = field(default_factory=list)
-    """Number of tokens of every answer so far."""
+    """Number of tokens of every completion so far."""
 
-    async def ask(self, input_ids: list[int], turn: int, max_tokens: int) -> Answer:
-        """Continue `input_ids` by at most `max_tokens` tokens.
-
-        Raises:
-            RolloutError: kind `model` if the engine refuses the request, `infrastructure` if it fails, is aborted, or
-                does not answer in time.
-            WorkerError: the engine's process died.
-        """
+    def request(self, input_ids: list[int], turn: int, max_tokens: int) -> InferenceEngineInput:
+        """Return the request of a turn: continue `input_ids` by at most `max_tokens` tokens."""
         params = self.sampling_params | {"max_tokens": max_tokens, "seed": self.seed_of_turn(turn)}
-        request = InferenceEngineInput(
-            prompt_token_ids=[input_ids], sampling_params=params, session_ids=[self.session_id]
-        )
+        return InferenceEngineInput(prompt_token_ids=[input_ids], sampling_params=params, session_ids=[self.session_id])
+
+    @contextlib.asynccontextmanager
+    async def deadline(self) -> AsyncIterator[None]:
+        """Limit a request to the engine, and raise its errors as RolloutError: kind `model` if the engine refuses the
+        request, `infrastructure` if it fails or does not answer in time. WorkerError passes: a dead engine ends the
+        batch, not one trajectory."""
+        timeout = asyncio.timeout(self.timeout_seconds)
         try:
-            async with asyncio.timeout(self.timeout_seconds) as deadline:
-                output = await self.engine.generate(request)
-        except (RolloutError, WorkerError):  # a dead engine is no matter of one rollout: it ends the batch
+            async with timeout:
+                yield
+        except (RolloutError, WorkerError):
             raise
         except ValueError as error:
             raise RolloutError("model", f"the engine refused the request: {error}") from error
         except Exception as error:  # the far side may be a Ray actor, an HTTP server or a library: any error of theirs
-            if isinstance(error, TimeoutError) and deadline.expired():
+            if isinstance(error, TimeoutError) and timeout.expired():
                 what = f"did not answer within generator.request_timeout_seconds={self.timeout_seconds:g}"
             else:
                 what = f"raised {type(error).__name__}: {error}"
             raise RolloutError("infrastructure", f"the engine {what}") from error
-        if output["stop_reasons"][0] == "abort":
+
+    def completion_of(self, output: InferenceEngineOutput) -> Completion:
+        """Return the completion of a request. Raises RolloutError if it was aborted or has no log-probs."""
+        [completion] = to_completions(output)
+        if completion.stop_reason == "abort":
             raise RolloutError("infrastructure", "the engine aborted the request")
-        logprobs = output["response_logprobs"]
-        if logprobs is None and params.get("logprobs") is not None:
+        if completion.log_probs is None and self.sampling_params.get("logprobs") is not None:
             raise RolloutError(
                 "infrastructure", "the engine gave no log-probs though sampling_params.logprobs asks for them"
             )
-        self.turn_lengths.append(len(output["response_ids"][0]))
-        return Answer(
-            text=output["responses"][0],
-            token_ids=list(output["response_ids"][0]),
-            logprobs=None if logprobs is None else list(logprobs[0]),
-            weight_versions=list(output["weight_versions"][0]),
-            stop_reason=output["stop_reasons"][0],
-        )
+        self.turn_lengths.append(len(completion.token_ids))
+        return completion
 
 
 async def run_agent_loop(
@@ -107,10 +110,10 @@ async def run_agent_loop(
     session: EngineSession,
     budget: LengthBudget,
 ) -> str:
-    """Let the model answer and the environment react, turn by turn; `dialogue` collects the tokens and rewards.
+    """Generate a completion and step the environment, turn by turn; `dialogue` collects tokens and rewards.
 
     Returns:
-        The stop reason: that of the last answer, or `length` if there was no room for another one.
+        The stop reason: that of the last completion, or `length` if the budget was used up.
 
     Raises:
         RolloutError: the environment, its reward, the model or the engine failed.
@@ -118,18 +121,20 @@ async def run_agent_loop(
     dialogue.open(await env.init(prompt))
     turn, input_ids = 0, dialogue.input_ids()
     while max_tokens := budget.tokens_left(len(input_ids)):
-        answer = await session.ask(input_ids, turn, max_tokens)
-        dialogue.add_answer(answer)
-        step = await env.step(answer.text)
-        dialogue.add_step(answer, step)
+        async with session.deadline():
+            output = await session.engine.generate(session.request(input_ids, turn, max_tokens))
+        completion = session.completion_of(output)
+        dialogue.add_completion(completion)
+        step = await env.step(completion.text)
+        dialogue.add_step(completion, step)
         if step.done:
-            return answer.stop_reason
+            return completion.stop_reason
         previous_input_ids, input_ids = input_ids, dialogue.input_ids()
         if input_ids == previous_input_ids:
             raise RolloutError(
                 "environment",
                 f"environment {env.env_class!r}: turn {turn} added no token and did not end the episode, "
-                "so it would go on for ever",
+                "so it would never end",
             )
         turn += 1
     return "length"

@@ -5,6 +5,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Literal, NotRequired, TypedDict
 
+from skyrl_train.inference_engines.base import SamplingKeywords
 from skyrl_train.rollouts.adapter import GeneratorOutput, to_rollout_batch
 from skyrl_train.rollouts.metrics import MetricsOutput
 from skyrl_train.rollouts.types import Failure, RolloutBatch, TrajectoryID
@@ -53,7 +54,7 @@ class GeneratorInput(TypedDict):
     prompts: list[ConversationType]
     env_classes: list[str]
     env_extras: NotRequired[list[dict[str, Any]] | None]
-    sampling_params: NotRequired[dict[str, Any] | None]
+    sampling_params: NotRequired[SamplingKeywords | None]
     trajectory_ids: NotRequired[list[TrajectoryID] | None]
     batch_metadata: NotRequired[BatchMetadata | None]
 

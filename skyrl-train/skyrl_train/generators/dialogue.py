@@ -1,6 +1,6 @@
-"""A trajectory's tokens while it grows: what the model reads next, and what of it the model wrote. Knows no engine.
+"""Dialogues: tokens of a trajectory while it grows, and which of them the model generated. Knows no engine.
 
-There are three ways to write down a conversation; each is a class with the same few methods.
+Each way to tokenize a conversation is a class with the same few methods.
 """
 
 import functools
@@ -14,24 +14,14 @@ from skyrl_train.errors import RolloutError
 from skyrl_train.generators.environment import StepResult
 from skyrl_train.generators.rewards import TurnReward, token_rewards
 from skyrl_train.generators.tokenization import ChatFormat
+from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.rollouts.types import NO_VERSION, TrainingSample
 from skyrl_train.types import ConversationType
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What an engine wrote in one turn. `logprobs` and `weight_versions` are one a token."""
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[float] | None
-    weight_versions: list[int]
-    stop_reason: str
-
-
 @dataclass
 class ResponseTokens:
-    """Everything after the prompt; four lists of one length."""
+    """Tokens after the prompt; four lists of one length."""
 
     ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
@@ -56,7 +46,7 @@ class ResponseTokens:
         self.weight_versions += [NO_VERSION] * len(ids)
 
     def cut(self, length: int) -> None:
-        """Keeps the first `length` tokens."""
+        """Keep the first `length` tokens."""
         for tokens in (self.ids, self.loss_mask, self.logprobs, self.weight_versions):
             del tokens[length:]
 
@@ -73,7 +63,7 @@ class ResponseTokens:
 
 
 class Dialogue(ABC):
-    """Open it with the messages to start from; then add answers and steps in turn; then finish it."""
+    """Tokens of one conversation. Call `open` first, then `add_completion` and `add_step` in turn, then `finish`."""
 
     def __init__(self, chat: ChatFormat) -> None:
         self.chat = chat
@@ -81,24 +71,24 @@ class Dialogue(ABC):
 
     @abstractmethod
     def open(self, history: ConversationType) -> None:
-        """Takes the messages that stand before the first answer."""
+        """Add the messages before the first completion."""
 
     @abstractmethod
     def input_ids(self) -> list[int]:
-        """What the model reads next."""
+        """Return the input of the next completion."""
 
     @abstractmethod
-    def add_answer(self, answer: Answer) -> None:
-        """Takes what the model wrote."""
+    def add_completion(self, completion: Completion) -> None:
+        """Add the completion of a turn."""
 
     @abstractmethod
-    def add_step(self, answer: Answer, step: StepResult) -> None:
-        """Takes what the environment made of that answer."""
+    def add_step(self, completion: Completion, step: StepResult) -> None:
+        """Add the environment's step on that completion."""
 
     @abstractmethod
     def finish(self, stop_reason: str) -> list[TrainingSample]:
-        """The training samples: one, with the tokens up to the last answer (what an environment said after it was never
-        read by the model), or one a turn. There is at least one."""
+        """Return the training samples, at least one: the tokens up to the last completion (the model read no later
+        observation), or one sample a turn."""
 
     def to_failed_samples(self) -> list[TrainingSample]:
         """Return the tokens so far of a trajectory that failed: nothing of it trains, no token has a reward."""
@@ -113,7 +103,7 @@ class Dialogue(ABC):
 
 
 class TokenDialogue(Dialogue):
-    """Base of those that only ever append tokens: what the model wrote is never encoded again."""
+    """Base of dialogues that only append tokens: generated tokens are never encoded again."""
 
     def __init__(self, chat: ChatFormat) -> None:
         super().__init__(chat)
@@ -128,9 +118,9 @@ class TokenDialogue(Dialogue):
     def input_ids(self) -> list[int]:
         return self.prompt_ids + self.response.ids
 
-    def add_answer(self, answer: Answer) -> None:
+    def add_completion(self, completion: Completion) -> None:
         self._turn_start = len(self.response)
-        self.response.append_generated(answer.token_ids, answer.logprobs, answer.weight_versions)
+        self.response.append_generated(completion.token_ids, completion.log_probs, completion.weight_versions)
         self._turn_end = len(self.response)
 
     def finish(self, stop_reason: str) -> list[TrainingSample]:
@@ -143,33 +133,33 @@ class TokenDialogue(Dialogue):
         self.response.cut(self._turn_end)
         return self.response
 
-    def _replace_answer(self, answer: Answer, text: str) -> None:
-        """Puts an environment's `postprocessed_action` in the place of the answer.
+    def _replace_answer(self, completion: Completion, text: str) -> None:
+        """Replace a completion by an environment's `postprocessed_action`.
 
-        Where it is the beginning of the answer and ends between two tokens, those tokens stay the model's own.
-        Otherwise the text is encoded, and as the model did not write those tokens their loss mask is 0.
+        Where the text is a beginning of the completion and ends between two tokens, those tokens are kept. Otherwise
+        the text is encoded, with loss mask 0: the model did not generate its tokens.
         """
-        if text == answer.text:
+        if text == completion.text:
             return
         self.response.cut(self._turn_start)
-        kept = self._tokens_of_beginning(answer, text)
+        kept = self._tokens_of_beginning(completion, text)
         if kept is not None:
-            logprobs = None if answer.logprobs is None else answer.logprobs[:kept]
-            self.response.append_generated(answer.token_ids[:kept], logprobs, answer.weight_versions[:kept])
+            logprobs = None if completion.log_probs is None else completion.log_probs[:kept]
+            self.response.append_generated(completion.token_ids[:kept], logprobs, completion.weight_versions[:kept])
         else:
             _warn_of_encoded_action()
             self.response.append_context(self.chat.encode(text))
         self._turn_end = len(self.response)
 
-    def _tokens_of_beginning(self, answer: Answer, text: str) -> int | None:
-        if not answer.text.startswith(text):
+    def _tokens_of_beginning(self, completion: Completion, text: str) -> int | None:
+        if not completion.text.startswith(text):
             return None
-        ids = answer.token_ids
+        ids = completion.token_ids
         length = bisect_left(range(len(ids) + 1), len(text), key=lambda n: len(self.chat.decode(ids[:n])))
         return length if self.chat.decode(ids[:length]) == text else None
 
-    def _last_written_token(self) -> int:
-        """Index of the turn's last token that the model wrote; if there is none, of the turn's last token."""
+    def _last_generated_token(self) -> int:
+        """Return the index of the turn's last generated token; if there is none, of the turn's last token."""
         for index in range(self._turn_end - 1, self._turn_start - 1, -1):
             if self.response.loss_mask[index]:
                 return index
@@ -177,7 +167,7 @@ class TokenDialogue(Dialogue):
 
 
 class ConversationDialogue(TokenDialogue):
-    """Every turn is a message of its own, and what the environment says comes between them in the template's form.
+    """Conversation with one message a turn, and observations between them in the template's format.
 
     Args:
         append_eos_after_stop_string: an answer that ended with one of `stop_strings` is closed with the end-of-sequence
@@ -188,17 +178,17 @@ class ConversationDialogue(TokenDialogue):
         super().__init__(chat)
         self.stop_strings = tuple(stop_strings) if append_eos_after_stop_string else ()
 
-    def add_step(self, answer: Answer, step: StepResult) -> None:
+    def add_step(self, completion: Completion, step: StepResult) -> None:
         if step.postprocessed_action is not None:
-            self._replace_answer(answer, step.postprocessed_action)
-        text = answer.text if step.postprocessed_action is None else step.postprocessed_action
-        self.turn_rewards.append(TurnReward(self._last_written_token(), step.reward))
+            self._replace_answer(completion, step.postprocessed_action)
+        text = completion.text if step.postprocessed_action is None else step.postprocessed_action
+        self.turn_rewards.append(TurnReward(self._last_generated_token(), step.reward))
         if self.stop_strings and text.endswith(self.stop_strings) and not self._ends_with_eos():
             self.response.append_context([self.chat.eos_token_id])
             self._turn_end = len(self.response)
         if not step.done:
             # An answer that was cut short still has to be closed before the next message opens.
-            cut_short = answer.stop_reason == "length" or step.postprocessed_action is not None
+            cut_short = completion.stop_reason == "length" or step.postprocessed_action is not None
             closed = self._ends_with_eos() or not cut_short
             self.response.append_context(self.chat.continuation_ids(step.observations, answer_is_closed=closed))
 
@@ -207,21 +197,21 @@ class ConversationDialogue(TokenDialogue):
 
 
 class SingleMessageDialogue(TokenDialogue):
-    """One assistant message that grows: what the environment says stands inside it as plain text (a tool's result
-    between tags, for example)."""
+    """Single assistant message that grows: observations stand inside it as plain text, such as a tool's result between
+    tags."""
 
-    def add_step(self, answer: Answer, step: StepResult) -> None:
+    def add_step(self, completion: Completion, step: StepResult) -> None:
         if step.postprocessed_action is not None:
-            self._replace_answer(answer, step.postprocessed_action)
+            self._replace_answer(completion, step.postprocessed_action)
         if not step.done:
             self._drop_eos()
-        self.turn_rewards.append(TurnReward(self._last_written_token(), step.reward))
+        self.turn_rewards.append(TurnReward(self._last_generated_token(), step.reward))
         if not step.done:
             for message in step.observations:
                 self.response.append_context(self.chat.encode(message["content"]))
 
     def finish(self, stop_reason: str) -> list[TrainingSample]:
-        """As the base class; a message that came to its end is closed, by us if the model did not (loss mask 0)."""
+        """Close the message if it came to its end; tokens of ours get loss mask 0."""
         self.response.cut(self._turn_end)
         if stop_reason != "length" and self.response.ids[-1:] != [self.chat.eos_token_id]:
             self.response.append_context([self.chat.eos_token_id])
@@ -229,7 +219,7 @@ class SingleMessageDialogue(TokenDialogue):
         return super().finish(stop_reason)
 
     def _drop_eos(self) -> None:
-        """The message goes on, so the end that the model wrote is taken back."""
+        """Remove the end-of-sequence token: the message continues."""
         if self._turn_end > self._turn_start and self.response.ids[-1] == self.chat.eos_token_id:
             self.response.cut(self._turn_end - 1)
             self._turn_end -= 1
@@ -245,7 +235,7 @@ class RetokenizedDialogue(Dialogue):
     def __init__(self, chat: ChatFormat) -> None:
         super().__init__(chat)
         self.messages: ConversationType = []
-        self.turns: list[tuple[Answer, float]] = []
+        self.turns: list[tuple[Completion, float]] = []
         self._num_messages = 0
 
     def open(self, history: ConversationType) -> None:
@@ -256,16 +246,16 @@ class RetokenizedDialogue(Dialogue):
     def input_ids(self) -> list[int]:
         return self.chat.ids(self.messages, add_generation_prompt=True)
 
-    def add_answer(self, answer: Answer) -> None:
-        text = answer.text.removesuffix(str(self.chat.tokenizer.eos_token))
+    def add_completion(self, completion: Completion) -> None:
+        text = completion.text.removesuffix(str(self.chat.tokenizer.eos_token))
         self.messages.append({"role": "assistant", "content": text})
         self._num_messages = len(self.messages)
-        self.turns.append((answer, 0.0))
+        self.turns.append((completion, 0.0))
 
-    def add_step(self, answer: Answer, step: StepResult) -> None:
+    def add_step(self, completion: Completion, step: StepResult) -> None:
         if step.postprocessed_action is not None:
             self.messages[-1] = {"role": "assistant", "content": step.postprocessed_action}
-        self.turns[-1] = (answer, step.reward)
+        self.turns[-1] = (completion, step.reward)
         self.messages += step.observations
 
     def finish(self, stop_reason: str) -> list[TrainingSample]:
@@ -279,7 +269,7 @@ class RetokenizedDialogue(Dialogue):
         return [response.as_sample(self.prompt_ids, turn_rewards)]
 
     def _rendered(self) -> tuple[list[int], list[int]]:
-        """Ids and assistant mask of everything after the prompt."""
+        """Return ids and assistant mask of everything after the prompt."""
         ids, mask = self.chat.ids_and_written_mask(self.messages[: self._num_messages])
         if ids[: len(self.prompt_ids)] != self.prompt_ids:
             raise RolloutError(
@@ -288,7 +278,7 @@ class RetokenizedDialogue(Dialogue):
         return ids[len(self.prompt_ids) :], mask[len(self.prompt_ids) :]
 
     def _mark_answers(self, response: ResponseTokens, assistant_mask: list[int]) -> list[TurnReward]:
-        """Gives every answer its tokens and its reward."""
+        """Set loss mask and weight versions of every completion; return their rewards."""
         spans = _runs_of_ones(assistant_mask)
         if len(spans) != len(self.turns):
             raise RolloutError(
@@ -297,13 +287,13 @@ class RetokenizedDialogue(Dialogue):
                 "it must put each in a generation block",
             )
         turn_rewards = []
-        for (start, end), (answer, reward) in zip(spans, self.turns, strict=True):
+        for (start, end), (completion, reward) in zip(spans, self.turns, strict=True):
             eos = self.chat.eos_token_id
             # The template closes every message; where the model did not, that token is not its own.
-            wrote_end = answer.token_ids[-1:] == [eos]
+            wrote_end = completion.token_ids[-1:] == [eos]
             written_end = end - 1 if response.ids[end - 1] == eos and not wrote_end else end
             num_written = written_end - start
-            version = answer.weight_versions[-1] if answer.weight_versions else NO_VERSION
+            version = completion.weight_versions[-1] if completion.weight_versions else NO_VERSION
             response.loss_mask[start:written_end] = [1] * num_written
             response.weight_versions[start:written_end] = [version] * num_written
             turn_rewards.append(TurnReward(max(written_end, start + 1) - 1, reward))
@@ -311,14 +301,14 @@ class RetokenizedDialogue(Dialogue):
 
 
 def _runs_of_ones(mask: list[int]) -> list[tuple[int, int]]:
-    """Start and end of every unbroken run of ones."""
+    """Return start and end of every run of ones."""
     edges = [i for i, (a, b) in enumerate(zip([0, *mask], [*mask, 0], strict=True)) if a != b]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 @functools.cache
 def _warn_of_encoded_action() -> None:
-    """Once in a process."""
+    """Log a warning, once in a process."""
     logger.warning(
         "an environment replaced the model's text by a postprocessed_action that is not a beginning of it: the model "
         "is not trained on those tokens (loss mask 0). Let the environment end its turn with a stop string instead."

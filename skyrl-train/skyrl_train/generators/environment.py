@@ -1,4 +1,4 @@
-"""Environments as the agent loop sees them: awaitable, with a deadline, their faults named. Knows no tokens.
+"""Sessions of environments: awaitable methods with deadlines and named errors. Knows no tokens.
 
 Environments may block (tools, databases, sandboxes), so their methods run in threads. The threads are daemons: one that
 never returns costs its trajectory a deadline, and does not keep the process from ending.
@@ -11,7 +11,7 @@ import inspect
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
@@ -32,11 +32,11 @@ DEADLINE_SETTING = "environment.skyrl_gym.env_timeout_seconds"
 
 
 class DeadlineExceeded(Exception):
-    """A call did not return in time. It may still be running."""
+    """Error of a call that did not return in time. It may still be running."""
 
 
 class DaemonThreads:
-    """Runs blocking calls beside the event loop.
+    """Runner of blocking calls beside the event loop.
 
     Args:
         max_workers: calls at the same time; 0 runs them on the event loop itself, without a deadline (for debugging).
@@ -50,8 +50,8 @@ class DaemonThreads:
             weakref.WeakKeyDictionary()
         )
 
-    async def call(self, function: Callable[..., T], *args: Any, discard: Callable[[T], None] | None = None) -> T:
-        """The result of `function(*args)`; a coroutine function is awaited directly.
+    async def call(self, function: Callable[..., T], *args: object, discard: Callable[[T], None] | None = None) -> T:
+        """Return the result of `function(*args)`; a coroutine function is awaited directly.
 
         Args:
             discard: what to do with a result that arrives after the caller has gone.
@@ -74,7 +74,7 @@ class DaemonThreads:
     def _slots_of_this_loop(self) -> asyncio.Semaphore:
         return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_workers))
 
-    async def _before_deadline(self, awaitable: Any) -> Any:
+    async def _before_deadline(self, awaitable: Awaitable[T]) -> T:
         deadline = asyncio.timeout(self.timeout_seconds)
         try:
             async with deadline:
@@ -86,7 +86,7 @@ class DaemonThreads:
 
 
 def _in_daemon_thread(function: Callable[[], T], discard: Callable[[T], None] | None) -> "asyncio.Future[T]":
-    """Starts `function` in a daemon thread of its own. Cancelling the future abandons the thread."""
+    """Start `function` in a daemon thread of its own. Cancelling the future abandons the thread."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()
 
@@ -119,18 +119,18 @@ def _in_daemon_thread(function: Callable[[], T], discard: Callable[[T], None] | 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step of an environment gave, checked."""
+    """Checked result of one step of an environment."""
 
     reward: float
     done: bool
     truncated: bool = False
-    """It ended because of a limit, not because the task did."""
+    """True if a limit ended the episode, not the task."""
     observations: ConversationType = field(default_factory=list)
     postprocessed_action: str | None = None
 
 
 class EnvironmentSession:
-    """The environment of one trajectory. Every fault is a `RolloutError` that names the environment and the method.
+    """Environment of one trajectory. Every fault is a `RolloutError` that names the environment and the method.
 
     Args:
         env_class: id in the registry of skyrl_gym.
@@ -140,7 +140,12 @@ class EnvironmentSession:
     """
 
     def __init__(
-        self, threads: DaemonThreads, env_class: str, env_config: Any, extras: dict[str, Any], seed: int | None = None
+        self,
+        threads: DaemonThreads,
+        env_class: str,
+        env_config: object,
+        extras: dict[str, Any],
+        seed: int | None = None,
     ) -> None:
         self.threads = threads
         self.env_class = env_class
@@ -151,7 +156,7 @@ class EnvironmentSession:
         self._truncated: bool | None = None
 
     async def init(self, prompt: ConversationType) -> ConversationType:
-        """Makes the environment and starts its episode. Returns the chat history to start from."""
+        """Make the environment and start its episode; return the chat history to start from."""
         self._env = await self._call("make", self._make, discard=lambda env: env.close())
         arguments = (prompt, self.seed) if accepts_seed(self._env) else (prompt,)
         answer = await self._call("init", self._env.init, *arguments)
@@ -166,7 +171,7 @@ class EnvironmentSession:
         return skyrl_gym.make(self.env_class, env_config=self.env_config, extras=copy.deepcopy(self.extras))
 
     async def step(self, text: str) -> StepResult:
-        """Hands over what the model wrote in this turn."""
+        """Step the environment with the text of a completion."""
         output = await self._call("step", self._env.step, text)
         if not isinstance(output, dict) or "done" not in output:
             raise self._fault(
@@ -188,18 +193,18 @@ class EnvironmentSession:
         )
 
     async def metrics(self) -> dict[str, Any]:
-        """The episode's numbers; `truncated` is among them if the environment tells whether a limit ended it."""
+        """Return the episode's metrics; `truncated` is among them if the environment reports it."""
         known = {} if self._truncated is None else {"truncated": self._truncated}
         if not hasattr(self._env, "get_metrics"):
             return known
         return known | dict(await self._call("get_metrics", self._env.get_metrics))
 
     async def close(self) -> None:
-        """Gives the environment's resources back, if it was made."""
+        """Close the environment, if it was made."""
         if self._env is not None:
             await self._call("close", self._env.close)
 
-    async def _call(self, method: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    async def _call(self, method: str, function: Callable[..., T], *args: object, **kwargs: Any) -> T:
         try:
             return await self.threads.call(function, *args, **kwargs)
         except RolloutError:
@@ -212,7 +217,7 @@ class EnvironmentSession:
             what = f"raised {type(error).__name__}: {error}{last_place(error)}"
             raise self._fault("environment", method, what) from error
 
-    def _check_messages(self, method: str, messages: Any) -> None:
+    def _check_messages(self, method: str, messages: object) -> None:
         if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
             raise self._fault("environment", method, f"must give a list of chat messages; got {messages!r:.200}")
 

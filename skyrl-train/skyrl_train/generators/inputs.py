@@ -3,12 +3,13 @@
 from typing import Any
 
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, TrainingPhase, TrajectoryID
+from skyrl_train.inference_engines.base import SamplingKeywords
 
 
 def prepare_generator_input(
     prompts: list[dict[str, Any]],
     n_samples_per_prompt: int,
-    sampling_params: dict[str, Any] | None,
+    sampling_params: SamplingKeywords | None,
     default_env_class: str | None,
     training_phase: TrainingPhase,
     global_step: int | None,

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TurnReward:
-    """What an environment gave for one turn, and the index in the response of the turn's last token."""
+    """Reward of one turn, and the index in the response of the turn's last token."""
 
     token_index: int
     reward: float
 
 
 def token_rewards(num_tokens: int, turn_rewards: Sequence[TurnReward]) -> list[float]:
-    """One reward a token: 0 everywhere but at the turns' last tokens. A turn in which the model wrote nothing gives its
-    reward to the token before.
+    """Return one reward a token: 0 everywhere but at the turns' last tokens. A turn without tokens adds its reward to
+    the token before.
 
     `num_tokens` is at least 1.
     """
@@ -25,7 +25,7 @@ def token_rewards(num_tokens: int, turn_rewards: Sequence[TurnReward]) -> list[f
 
 
 def apply_overlong_filtering(loss_masks: list[list[int]], stop_reasons: list[str]) -> list[list[int]]:
-    """Trajectories that ran out of length do not train (DAPO's overlong filtering, https://arxiv.org/abs/2503.14476).
+    """Take trajectories that ran out of length out of the loss (DAPO's overlong filtering, https://arxiv.org/abs/2503.14476).
 
     Judged by the stop reason: one that was ended by its environment without an end-of-sequence token stays, one that
     was cut off just behind such a token does not. The lists given are left as they are.

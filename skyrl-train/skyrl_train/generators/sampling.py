@@ -1,17 +1,18 @@
 """Sampling: the settings in the engines' keywords, and the seed of each request."""
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from skyrl_train.generators.base import BatchMetadata, TrajectoryID
+from skyrl_train.inference_engines.base import SamplingKeywords
 
 if TYPE_CHECKING:
     from skyrl_train.config import SamplingParams
 
 
-def get_sampling_params(sampling_params_cfg: "SamplingParams") -> dict[str, Any]:
+def get_sampling_params(sampling_params_cfg: "SamplingParams") -> SamplingKeywords:
     """`generator.sampling_params` or `generator.eval_sampling_params` in the engines' keywords."""
-    params: dict[str, Any] = {
+    params: SamplingKeywords = {
         "max_tokens": sampling_params_cfg.max_generate_length,
         "temperature": sampling_params_cfg.temperature,
         "top_p": sampling_params_cfg.top_p,

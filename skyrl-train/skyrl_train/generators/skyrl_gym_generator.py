@@ -2,11 +2,13 @@
 failed, records other failures, and returns trajectory groups."""
 
 import asyncio
+import contextlib
 import copy
 from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from loguru import logger
 from tqdm import tqdm
@@ -34,7 +36,7 @@ from skyrl_train.generators.environment import DaemonThreads, EnvironmentSession
 from skyrl_train.generators.sampling import episode_seed, get_sampling_params, request_seed
 from skyrl_train.generators.step_wise_dialogue import StepWiseDialogue
 from skyrl_train.generators.tokenization import ChatFormat, ChatTemplateError
-from skyrl_train.inference_engines.base import InferenceEngineInterface
+from skyrl_train.inference_engines.base import InferenceEngineInterface, SamplingKeywords
 from skyrl_train.rollouts.adapter import to_generator_output
 from skyrl_train.rollouts.filters import map_trajectories, mask_overlong, zero_reward_on_non_stop
 from skyrl_train.rollouts.joining import merge_appending_turns
@@ -59,7 +61,7 @@ class RolloutRequest:
     prompt: ConversationType
     env_class: str
     env_extras: dict[str, Any]
-    sampling_params: dict[str, Any]
+    sampling_params: SamplingKeywords
     trajectory_id: TrajectoryID
     metadata: BatchMetadata | None
 
@@ -138,52 +140,49 @@ class SkyRLGymGenerator(GeneratorInterface):
 
     # -- one trajectory
 
-    async def _trajectory(self, request: RolloutRequest, progress: "tqdm[Any]") -> Trajectory:
+    async def _trajectory(self, request: RolloutRequest, progress: "tqdm[NoReturn]") -> Trajectory:
         """Return a trajectory, begun again from its prompt with a fresh environment when the infrastructure failed."""
-        retries = 0
+        num_retries = 0
         while True:
-            trajectory = await self._attempt(request, retries)
-            failure = trajectory.failure
-            if failure is None or failure.kind != "infrastructure" or retries >= self.generator_cfg.max_rollout_retries:
-                progress.update()
-                return trajectory
-            await asyncio.sleep(RETRY_DELAY_SECONDS * 2**retries)
-            retries += 1
-
-    async def _attempt(self, request: RolloutRequest, num_retries: int) -> Trajectory:
-        dialogue = self._new_dialogue(request)
-        extras = request.env_extras | {"max_turns": self.generator_cfg.max_turns}
-        env_config = self.skyrl_gym_cfg.env_config(request.env_class)
-        seed = episode_seed(self._seed_of(request), request.metadata, request.trajectory_id)
-        env = EnvironmentSession(self._threads, request.env_class, env_config, extras, seed)
-        session, prompt = self._engine_session(request), copy.deepcopy(request.prompt)
-        stop_reason, samples, env_metrics, failure = "error", None, {}, None
-        try:
-            stop_reason = await run_agent_loop(env, prompt, dialogue, session, self._length_budget(request))
-            samples = dialogue.finish(stop_reason)
-            env_metrics = await env.metrics()
-        except WorkerError:
-            raise
-        except Exception as error:  # whatever it is, it ends this trajectory and no other: it becomes its failure
-            failure = _failure_of(error)
-        finally:
-            try:
-                await env.close()
-            except RolloutError as error:
-                failure = failure or _failure_of(error)
-        if failure is not None or samples is None:
+            env, dialogue, session = (
+                self._environment(request),
+                self._new_dialogue(request),
+                self._engine_session(request),
+            )
+            stop_reason, samples, env_metrics = "error", [], {}
+            async with _recorded_failures(env) as failures:
+                prompt = copy.deepcopy(request.prompt)
+                stop_reason = await run_agent_loop(env, prompt, dialogue, session, self._length_budget(request))
+                samples = dialogue.finish(stop_reason)
+                env_metrics = await env.metrics()
+            if (
+                not failures
+                or failures[0].kind != "infrastructure"
+                or num_retries >= self.generator_cfg.max_rollout_retries
+            ):
+                break
+            await asyncio.sleep(RETRY_DELAY_SECONDS * 2**num_retries)
+            num_retries += 1
+        if failures:
             samples, stop_reason, env_metrics = dialogue.to_failed_samples(), "error", {}
+        progress.update()
         return Trajectory(
             id=request.trajectory_id,
             samples=[self._bounded(request, sample) for sample in samples],
             stop_reason=stop_reason,
-            failure=failure,
+            failure=failures[0] if failures else None,
             is_step_wise=self.generator_cfg.step_wise_trajectories,
             env_class=request.env_class,
             env_metrics=env_metrics,
             turn_lengths=session.turn_lengths,
             num_retries=num_retries,
         )
+
+    def _environment(self, request: RolloutRequest) -> EnvironmentSession:
+        extras = request.env_extras | {"max_turns": self.generator_cfg.max_turns}
+        env_config = self.skyrl_gym_cfg.env_config(request.env_class)
+        seed = episode_seed(self._seed_of(request), request.metadata, request.trajectory_id)
+        return EnvironmentSession(self._threads, request.env_class, env_config, extras, seed)
 
     def _engine_session(self, request: RolloutRequest) -> EngineSession:
         seed, metadata, trajectory_id = self._seed_of(request), request.metadata, request.trajectory_id
@@ -301,13 +300,31 @@ class SkyRLGymGenerator(GeneratorInterface):
             if logprobs is not None:
                 raise self._no_logprobs(f"generator.{name}.logprobs", logprobs)
 
-    def _no_logprobs(self, setting: str, value: Any) -> ConfigError:
+    def _no_logprobs(self, setting: str, value: object) -> ConfigError:
         return ConfigError(
             f"{setting}={value!r} must be null with generator.chat_template.name_or_path="
             f"{self.generator_cfg.chat_template.name_or_path!r}: the conversation is tokenized anew each turn, so the "
             "log-probs would belong to other tokens. With generator.step_wise_trajectories=true every turn is "
             "trained on as the model saw it, and keeps its log-probs"
         )
+
+
+@contextlib.asynccontextmanager
+async def _recorded_failures(env: EnvironmentSession) -> AsyncIterator[list[Failure]]:
+    """Append errors of the block to the list instead of raising them, and close the environment in any case. A dead
+    engine (WorkerError) is raised: it ends the batch."""
+    failures: list[Failure] = []
+    try:
+        yield failures
+    except WorkerError:
+        raise
+    except Exception as error:  # whatever it is, it ends this trajectory and no other: it becomes its failure
+        failures.append(_failure_of(error))
+    finally:
+        try:
+            await env.close()
+        except RolloutError as error:
+            failures.append(_failure_of(error))
 
 
 def _failure_of(error: Exception) -> Failure:

@@ -1,22 +1,23 @@
-"""A conversation of which every turn is a training sample of its own. Knows no engine."""
+"""Step-wise dialogue: every turn of a conversation is a training sample. Knows no engine."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from skyrl_train.generators.dialogue import Answer, ConversationDialogue, Dialogue
+from skyrl_train.generators.dialogue import ConversationDialogue, Dialogue
 from skyrl_train.generators.environment import StepResult
 from skyrl_train.generators.tokenization import ChatFormat
+from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.rollouts.types import TrainingSample
 from skyrl_train.types import ConversationType
 
 
 class StepWiseDialogue(Dialogue):
-    """One sample a turn: its prompt is what the engine was given in that turn, its response what the model wrote then
-    (and the token that closes it, where the model did not). So ids and log-probs are the engine's own whatever becomes
+    """Conversation with one sample a turn: its prompt is the input of that turn, its response the completion (and the
+    token that closes it, where the model did not). So ids and log-probs are the engine's own whatever becomes
     of the history afterwards: a chat template may drop earlier thoughts, an environment may take messages back.
 
     Args:
-        new_turn: makes what writes one turn down.
+        new_turn: makes the dialogue of one turn.
         renders_anew: every prompt is rendered from the messages, as a template demands that rewrites earlier turns.
             Otherwise tokens are only ever appended, unless the environment took messages out of the list that its
             `init` returned: then the next prompt is rendered from what is left.
@@ -28,7 +29,7 @@ class StepWiseDialogue(Dialogue):
         self._renders_anew = renders_anew
         self._messages: ConversationType = []
         self._num_messages = 0
-        self._answered: list[ConversationDialogue] = []
+        self._completed: list[ConversationDialogue] = []
         self._current = new_turn()
 
     def open(self, history: ConversationType) -> None:
@@ -39,17 +40,17 @@ class StepWiseDialogue(Dialogue):
     def input_ids(self) -> list[int]:
         return self._current.input_ids()
 
-    def add_answer(self, answer: Answer) -> None:
-        self._current.add_answer(answer)
-        self._answered.append(self._current)
+    def add_completion(self, completion: Completion) -> None:
+        self._current.add_completion(completion)
+        self._completed.append(self._current)
 
-    def add_step(self, answer: Answer, step: StepResult) -> None:
+    def add_step(self, completion: Completion, step: StepResult) -> None:
         turn = self._current
         anew = self._renders_anew or len(self._messages) < self._num_messages
-        turn.add_step(answer, replace(step, done=step.done or anew))
+        turn.add_step(completion, replace(step, done=step.done or anew))
         text = step.postprocessed_action
         if text is None:
-            text = answer.text.removesuffix(str(self.chat.tokenizer.eos_token))
+            text = completion.text.removesuffix(str(self.chat.tokenizer.eos_token))
         self._messages += [{"role": "assistant", "content": text}, *step.observations]
         self._num_messages = len(self._messages)
         if not step.done:
@@ -63,8 +64,8 @@ class StepWiseDialogue(Dialogue):
         return [sample for turn in self._turns() for sample in turn.to_failed_samples()]
 
     def _turns(self) -> list[ConversationDialogue]:
-        """Those with an answer; if there is none, the one that was to have the first."""
-        return self._answered or [self._current]
+        """Return the turns with a completion; if there is none, the first turn."""
+        return self._completed or [self._current]
 
     def _prompt_ids(self) -> list[int]:
         return self.chat.ids(self._messages, add_generation_prompt=True)

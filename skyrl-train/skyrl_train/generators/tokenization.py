@@ -1,4 +1,4 @@
-"""From chat messages to token ids, and which of those ids a model wrote. Knows no engine and no environment.
+"""Tokenization of chat messages, and masks of the tokens that a model generated. Knows no engine and no environment.
 
 What a model wrote is never tokenized again. What stands between two of its answers is found by rendering a small fixed
 conversation whose last message carries a mark, and taking what the template puts after that mark.
@@ -8,8 +8,7 @@ import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-
+from skyrl_gym.chat.template import ChatTemplate, ChatTemplateError
 from skyrl_train.errors import ConfigError
 from skyrl_train.types import ConversationType, MessageType
 
@@ -22,21 +21,14 @@ _MARKED_QUESTION: MessageType = {"role": "user", "content": _MARK}
 _MARKED_ANSWER: MessageType = {"role": "assistant", "content": _MARK}
 
 
-class ChatTemplateError(ValueError):
-    """A chat template cannot render the messages it was given."""
-
-
-class ChatFormat:
-    """A tokenizer with its chat template and the template's keyword arguments.
-
-    Args:
-        tokenizer: a tokenizer with an end-of-sequence token.
-        chat_template: Jinja text; None means the tokenizer's own.
-        chat_template_kwargs: what the template reads besides messages, such as `enable_thinking`.
+class ChatFormat(ChatTemplate):
+    """Chat template that can be continued after an answer without encoding the answer again.
 
     Raises:
         ConfigError: there is no template, no end-of-sequence token, or the template leaves assistant messages out.
     """
+
+    tokenizer: "PreTrainedTokenizerBase"
 
     def __init__(
         self,
@@ -52,9 +44,7 @@ class ChatFormat:
             raise ConfigError(
                 "the tokenizer has no chat template; use an instruct model, or give one with generator.chat_template"
             )
-        self.tokenizer = tokenizer
-        self.chat_template = chat_template
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        super().__init__(tokenizer, chat_template, chat_template_kwargs)
         try:
             probe = self.text([_QUESTION, _MARKED_ANSWER])
         except ChatTemplateError as error:
@@ -66,19 +56,6 @@ class ChatFormat:
     def eos_token_id(self) -> int:
         return self.tokenizer.eos_token_id  # pyright: ignore[reportReturnType]
 
-    def text(self, messages: ConversationType, add_generation_prompt: bool = False) -> str:
-        """The conversation as the template renders it. Raises ChatTemplateError if it cannot."""
-        try:
-            return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
-                messages,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                chat_template=self.chat_template,
-                **self.chat_template_kwargs,
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise ChatTemplateError(f"the chat template cannot render these messages: {error}") from error
-
     def ids_and_written_mask(self, messages: ConversationType) -> tuple[list[int], list[int]]:
         """The conversation's ids, and 1 where the template's `generation` blocks say that a model writes."""
         rendered = self.tokenizer.apply_chat_template(
@@ -87,7 +64,7 @@ class ChatFormat:
             return_dict=True,
             return_assistant_tokens_mask=True,
             chat_template=self.chat_template,
-            **self.chat_template_kwargs,
+            **self.kwargs,
         )
         return rendered["input_ids"], rendered["assistant_masks"]  # pyright: ignore
 
@@ -100,16 +77,8 @@ class ChatFormat:
         """The conversation's token ids; with the generation prompt, what a model continues."""
         return self.encode(self.text(messages, add_generation_prompt))
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens around it."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of some ids, special tokens left out."""
-        return self.tokenizer.decode(ids, skip_special_tokens=True)  # pyright: ignore[reportReturnType]
-
     def continuation_ids(self, observations: ConversationType, *, answer_is_closed: bool) -> list[int]:
-        """What the template puts between an answer and the next one.
+        """Return the template's tokens between a completion and the next one.
 
         Args:
             observations: the messages that follow the answer; there may be none.
@@ -120,10 +89,10 @@ class ChatFormat:
         end_of_turn = str(self.tokenizer.eos_token)
         if answer_is_closed and text.startswith(end_of_turn, cut):
             cut += len(end_of_turn)
-        return self._ids_after(text, cut)
+        return self.encode_after(text[:cut], text[cut:])
 
     def subset_ids(self, messages: ConversationType) -> list[int]:
-        """What `messages` add to a conversation that stands before them.
+        """Return the tokens that `messages` add to a conversation before them.
 
         Raises:
             ValueError: no messages, or a template that rewrites the end of what stood before.
@@ -139,21 +108,13 @@ class ChatFormat:
                 f"the chat template ends a message with {end_of_base!r}, but otherwise when "
                 f"{messages[0]['role']!r} follows: messages cannot be encoded one by one"
             )
-        return self._ids_after(text, cut + len(end_of_base))
+        return self.encode_after(text[: cut + len(end_of_base)], text[cut + len(end_of_base) :])
 
     @cached_property
     def generation_prompt_ids(self) -> list[int]:
         """The header after which a model writes. Empty for templates without one."""
         before, text = self.text([_QUESTION]), self.text([_QUESTION], add_generation_prompt=True)
-        return self._ids_after(text, len(before)) if text.startswith(before) else []
-
-    def _ids_after(self, text: str, cut: int) -> list[int]:
-        """The ids of `text[cut:]` as they are when it stands after `text[:cut]`: some tokenizers treat the start of a
-        text differently. If a token straddles the cut, the rest is encoded by itself."""
-        before, whole = self.encode(text[:cut]), self.encode(text)
-        if whole[: len(before)] == before:
-            return whole[len(before) :]
-        return self.encode(text[cut:])
+        return self.encode_after(before, text[len(before) :]) if text.startswith(before) else []
 
 
 def get_generation_prompt_ids(tokenizer: "PreTrainedTokenizerBase", chat_template: str | None = None) -> list[int]:
@@ -211,7 +172,7 @@ def get_response_ids_and_loss_mask_from_messages(
 
 
 def _written_part(chat: ChatFormat, message_ids: list[int]) -> tuple[int, int]:
-    """Where in an encoded assistant message the model's own tokens begin and end."""
+    """Return start and end of the generated tokens in an encoded assistant message."""
     start = 0
     # A template's last header token may have merged with the first of the content: then the model wrote that token.
     for header_id, message_id in zip(chat.generation_prompt_ids, message_ids, strict=False):

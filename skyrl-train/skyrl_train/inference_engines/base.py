@@ -1,6 +1,6 @@
-"""What a rollout engine is: tokens in, tokens out, with the log-prob and the weight version of every token it wrote.
+"""Interface of rollout engines: tokens in, tokens out, with log-prob and weight version of every generated token.
 
-The trainer, the generators and the client know engines only through this file. It knows no engine, no Ray.
+Trainer, generators and client know engines only through this file. It imports no engine and no Ray.
 """
 
 from abc import ABC, abstractmethod
@@ -16,8 +16,8 @@ StopReason = Literal["stop", "length", "abort"]
 `abort`: the engine was told to stop; what was written so far is returned and may be continued."""
 
 PauseMode = Literal["keep", "wait", "abort"]
-"""What happens to running requests at a pause. `keep`: they stay where they are and go on after resume. `wait`: they
-run to their end first (no new ones start). `abort`: they return now, with what they wrote and stop reason `abort`."""
+"""Treatment of running requests at a pause. `keep`: they stay and continue after resume. `wait`: they run to their end
+first (no new ones start). `abort`: they return now, with the tokens so far and stop reason `abort`."""
 
 
 Feature = Literal[
@@ -31,32 +31,42 @@ Feature = Literal[
     "sleep",
     "broadcast",
 ]
-"""What an engine may lack. Tokens in and out, log-probs, aborts, weight versions and health every engine has."""
+"""Optional features. Tokens in and out, log-probs, aborts, weight versions and health checks are mandatory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What an engine says of itself."""
+    """Description of an engine."""
 
     backend: str
     """The registered name of its kind."""
     release: str
     """The library's version."""
     model: str
-    """The model's path or name, as the engine was given it (a server: what it serves)."""
+    """Path or name of the model, as given to the engine (a server: the model that it serves)."""
     vocab_size: int
     """Token ids lie in [0, vocab_size)."""
     max_model_len: int
-    """The most tokens of a prompt and its answer."""
+    """Maximum number of tokens of a prompt and its response."""
     dtype: str | None
     """`bfloat16`, `float16`, `float32`; None if the engine does not say."""
     num_weight_processes: int = 1
     """Processes that take part in a weight broadcast: tensor- x pipeline- x data-parallel size."""
     node: str | None = None
     """The Ray node or host whose shared memory the engine sees; None: another machine, or not known."""
-    lacks: Mapping[Feature, str] = field(default_factory=dict)
-    """A feature that this engine does not have -> why (an issue or a line of its source). Asking for it raises
+    unsupported: Mapping[Feature, str] = field(default_factory=dict)
+    """Feature that this engine does not have -> reason (an issue or a line of its source). A request for it raises
     `UnsupportedByEngine`."""
+
+
+SamplingKeywords = dict[str, Any]
+"""Sampling settings, the same keywords for every engine: `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`,
+`repetition_penalty`, `stop`, `stop_token_ids`, `ignore_eos`, `min_tokens`, `seed`, `logprobs`, `prompt_logprobs`,
+`skip_special_tokens`. An unknown one raises ValueError.
+
+Request i of a batch with `seed` s uses (s, i); `seed` may also be a list of such pairs, one for each request, so that a
+batch can be split or sent again. `max_tokens` is at least 1; text that matches `stop` stays in the response, as does a
+stop token. `prompt_logprobs`: 0 or None, like `logprobs`."""
 
 
 class InferenceEngineInput(TypedDict):
@@ -64,105 +74,99 @@ class InferenceEngineInput(TypedDict):
 
     prompts: NotRequired[list[ConversationType] | None]
     prompt_token_ids: NotRequired[list[list[int]] | None]
-    sampling_params: NotRequired[dict[str, Any] | None]
-    """The same keywords for every engine: `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`,
-    `repetition_penalty`, `stop`, `stop_token_ids`, `ignore_eos`, `min_tokens`, `seed`, `logprobs`, `prompt_logprobs`,
-    `skip_special_tokens`. An unknown one raises ValueError. Request i of a batch with `seed` s uses (s, i); `seed` may
-    also be a list of such pairs, one a request, so that a batch can be split or sent again. `max_tokens` is at least
-    1; text that matches `stop` stays in the answer, as does a stop token. `prompt_logprobs`: 0 or None, as `logprobs`.
-    """
+    sampling_params: NotRequired[SamplingKeywords | None]
     session_ids: NotRequired[list[str | int] | None]
     """Requests of one session go to one engine, so that its prefix cache is of use."""
     lora_name: NotRequired[str | None]
-    """The loaded adapter that answers (its tokens carry the adapter's version); None: the model as it is. An unknown
-    name raises ValueError."""
+    """Loaded adapter that generates (its tokens carry the adapter's version); None: the base model. An unknown name
+    raises ValueError."""
 
 
 class InferenceEngineOutput(TypedDict):
-    """Answers in the order of the requests."""
+    """Completions in the order of the requests."""
 
     responses: list[str]
     response_ids: list[list[int]]
     stop_reasons: list[str]
     response_logprobs: list[list[float]] | None
-    """log softmax(logits / temperature) at each written token (temperature 1 if sampling is greedy), before penalties
+    """log softmax(logits / temperature) at each generated token (temperature 1 if sampling is greedy), before penalties
     and truncation (top-p, top-k, min-p): the distribution the trainer computes."""
     weight_versions: list[list[int]]
-    """The version of the weights that wrote each token."""
+    """Version of the weights that generated each token."""
     prompt_logprobs: NotRequired[list[list[float]] | None]
-    """If asked for: the log-prob of each token of the prompt but the first, given those before it; in the same
-    distribution (log softmax(logits / temperature))."""
+    """Log-prob of each prompt token but the first, if asked for; of the same distribution (log softmax(logits /
+    temperature))."""
 
 
 class InferenceEngineInterface(ABC):
-    """One engine, or a client over many. Every coroutine ends: with an answer, or with an error."""
+    """One engine, or a client over many. Every coroutine ends, with a result or with an error."""
 
     @abstractmethod
     async def describe(self) -> EngineInfo: ...
 
     @abstractmethod
     async def check_health(self) -> None:
-        """Return when the engine says that it is well: soon, or after a long step. How long the silence may last is for
-        the caller to decide; see `progress`.
+        """Wait until the engine answers that it is well: soon, or after a long step. The caller sets the deadline; see
+        `progress`.
 
         Raises:
             WorkerError: the engine has failed.
         """
 
     def progress(self) -> int:
-        """A number that grows while the engine computes, for any thread to read. Tells an engine that is busy (silent,
-        but the number grows) from one that hangs. 0 for engines that do not know."""
+        """Return a number that grows while the engine computes, for any thread to read. It distinguishes a busy engine
+        (silent, but the number grows) from one that hangs. 0 for engines that do not know."""
         return 0
 
     @abstractmethod
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        """Continues every prompt. A token id outside the vocabulary or a prompt over the context raises ValueError."""
+        """Continue every prompt. A token id outside the vocabulary or a prompt over the context raises ValueError."""
 
     @abstractmethod
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
-        """Returns when no request is being computed. Requests that arrive while paused wait for `resume_generation`."""
+        """Pause, and wait until no request is being computed. New requests wait for `resume_generation`."""
 
     @abstractmethod
     async def resume_generation(self) -> None: ...
 
     @abstractmethod
     async def abort_generation(self) -> None:
-        """Ends every running and waiting request with stop reason `abort`."""
+        """End every running and waiting request with stop reason `abort`."""
 
     @abstractmethod
     async def sleep(self, level: int = 1) -> None:
-        """Gives memory back while the trainer works: 1 keeps the weights in host memory, 2 drops them (a full weight
-        update must follow `wake_up`). Refused while requests run."""
+        """Release memory for the trainer: level 1 keeps the weights in host memory, 2 drops them (a full weight update
+        must follow `wake_up`). Refused while requests run."""
 
     @abstractmethod
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Undoes `sleep`. `tags` picks what comes back: `weights`, `kv_cache`; None means both."""
+        """Undo `sleep`. `tags` selects what comes back: `weights`, `kv_cache`; None means both."""
 
     @abstractmethod
     async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None: ...
 
     @abstractmethod
     async def update_named_weights(self, request: WeightUpdateRequest) -> None:
-        """Receives one bucket of named parameters. Nothing is computed from here to `finish_weight_update`; requests
-        under way stay, and new ones wait, whether or not `pause_generation` was called."""
+        """Receive one bucket of named parameters. No token is computed until `finish_weight_update`; running requests
+        stay, and new ones wait, with or without `pause_generation`."""
 
     @abstractmethod
     async def finish_weight_update(self, version: int) -> WeightReport:
-        """After the last bucket: takes on `version`, stops using cached prefixes of older versions, and reports a
-        fingerprint of every tensor of this update as the engine holds it now."""
+        """Finish the update after its last bucket: take on `version`, stop using cached prefixes of older versions, and
+        report a fingerprint of every tensor of this update as the engine holds it now."""
 
     @abstractmethod
     async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
-        """Loads an adapter from a folder, or takes it in place of the one with this name; requests that name it use it
-        from now on, under `request.version`."""
+        """Load an adapter from a folder, in place of one with the same name; requests that name it use it from now on,
+        under `request.version`."""
 
     @abstractmethod
     async def unload_lora(self, name: str) -> None:
-        """Forgets an adapter. Requests under way that use it end first; an unknown name raises ValueError."""
+        """Unload an adapter after the running requests that use it. An unknown name raises ValueError."""
 
     @abstractmethod
     async def weight_version(self) -> int:
-        """The version that the next token will have. 0 until a first update."""
+        """Return the version that the next token will have; 0 until a first update."""
 
     @abstractmethod
     async def reset_prefix_cache(self) -> None: ...
@@ -180,9 +184,9 @@ class InferenceEngineInterface(ABC):
         return 1
 
     async def sample(
-        self, prompt_token_ids: list[int], num_samples: int, sampling_params: dict[str, Any]
+        self, prompt_token_ids: list[int], num_samples: int, sampling_params: SamplingKeywords
     ) -> InferenceEngineOutput:
-        """`num_samples` continuations of one prompt."""
+        """Generate `num_samples` continuations of one prompt."""
         return await self.generate(
             InferenceEngineInput(prompt_token_ids=[prompt_token_ids] * num_samples, sampling_params=sampling_params)
         )

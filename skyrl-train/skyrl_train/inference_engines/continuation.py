@@ -1,77 +1,61 @@
-"""How an answer that was interrupted goes on: arithmetic of tokens and budgets, without engines.
+"""Continuation of interrupted completions: arithmetic of tokens and budgets, without engines.
 
-An answer comes in parts when its engine was told to abort, or died. What follows is asked for as a new request whose
-prompt ends with the tokens that are there, with what remains of the budget and the same randomness. The whole must be
-what an engine that nobody interrupted would have written.
+A completion comes in parts when its engine was told to abort, or died. The next part is requested by a new call whose
+prompt ends with the tokens so far, with what remains of the budget and the same randomness. The whole equals what an
+engine without interruption would have generated.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from skyrl_train.inference_engines.base import SamplingKeywords
+from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.stop_strings import StopStringFinder
 
 Decode = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one engine wrote of an answer, in one go."""
-
-    token_ids: list[int]
-    stop_reason: str
-    weight_versions: list[int]
-    log_probs: list[float] | None = None
-    text: str = ""
-    prompt_log_probs: list[float] | None = None
-    """Of the prompt that this part was asked for with."""
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What to ask an engine for next."""
+class EngineCall:
+    """Prompt and settings of the next call of an engine."""
 
     prompt_token_ids: list[int]
-    sampling_params: dict[str, Any]
+    sampling_params: SamplingKeywords
 
 
-Answer = Part
-"""A whole answer looks like a part that ends it."""
-
-
-def next_step(
+def next_call(
     prompt: list[int],
-    params: dict[str, Any],
-    parts: Sequence[Part],
+    params: SamplingKeywords,
+    parts: Sequence[Completion],
     decode: Decode,
     max_model_len: int | None = None,
-) -> Ask | Answer:
-    """What is to be asked for next, or the whole answer.
+) -> EngineCall | Completion:
+    """Return the next call of an engine, or the whole completion.
 
-    The next request has `max_tokens` and `min_tokens` less what is there, and everything else as given, the seed as
-    well: engines derive a token's randomness from the seed and its place behind the prompt's beginning. No engine is
-    ever asked for 0 tokens: a used-up budget (or context) ends the answer with `length`.
+    The next call has `max_tokens` and `min_tokens` less the tokens so far, and everything else as given, the seed as
+    well: engines derive a token's randomness from the seed and its place behind the prompt's beginning. No call asks
+    for 0 tokens: a used-up budget (or context) ends the completion with `length`.
 
     Args:
-        prompt, params: as the caller gave them.
+        prompt, params: those of the caller.
         parts: in order; all but the last ended with `abort`.
         decode: token ids to text, as `skip_special_tokens` says.
-        max_model_len: the most tokens of prompt and answer that the engines take; None: not known.
+        max_model_len: maximum number of tokens of prompt and completion in the engines; None: not known.
     """
     if not parts:
-        return Ask(prompt, params)
+        return EngineCall(prompt, params)
     if len(parts) == 1 and parts[0].stop_reason != "abort":
         return parts[0]
     token_ids = [token for part in parts for token in part.token_ids]
     end = _end_by_straddling_stop(parts, params, decode)
     if end is not None:
-        return joined(prompt, parts, decode, "stop", end)
+        return join(prompt, parts, decode, "stop", end)
     if parts[-1].stop_reason != "abort":
-        return joined(prompt, parts, decode, parts[-1].stop_reason)
+        return join(prompt, parts, decode, parts[-1].stop_reason)
     max_tokens = params.get("max_tokens")
     out_of_context = max_model_len is not None and len(prompt) + len(token_ids) >= max_model_len
     if (max_tokens is not None and len(token_ids) >= max_tokens) or (token_ids and out_of_context):
-        return joined(prompt, parts, decode, "length")
+        return join(prompt, parts, decode, "length")
     remaining = dict(params)
     if max_tokens is not None:
         remaining["max_tokens"] = max_tokens - len(token_ids)
@@ -79,16 +63,16 @@ def next_step(
         remaining["min_tokens"] = max(0, params["min_tokens"] - len(token_ids))
     if _prompt_log_probs(prompt, parts) is not None:
         remaining.pop("prompt_logprobs", None)
-    return Ask(prompt + token_ids, remaining)
+    return EngineCall(prompt + token_ids, remaining)
 
 
-def joined(
-    prompt: list[int], parts: Sequence[Part], decode: Decode, stop_reason: str, num_tokens: int | None = None
-) -> Answer:
-    """The parts as one answer, with text decoded from all of it; of `num_tokens` tokens if given."""
+def join(
+    prompt: list[int], parts: Sequence[Completion], decode: Decode, stop_reason: str, num_tokens: int | None = None
+) -> Completion:
+    """Join parts to one completion, with text decoded from all of it; cut to `num_tokens` tokens if given."""
     with_log_probs = bool(parts) and all(part.log_probs is not None for part in parts)
     token_ids = [token for part in parts for token in part.token_ids][:num_tokens]
-    return Answer(
+    return Completion(
         token_ids=token_ids,
         stop_reason=stop_reason,
         weight_versions=[version for part in parts for version in part.weight_versions][:num_tokens],
@@ -98,19 +82,21 @@ def joined(
     )
 
 
-def _prompt_log_probs(prompt: list[int], parts: Sequence[Part]) -> list[float] | None:
-    """Of the prompt alone, from the first part that has them: later ones count tokens of the answer as prompt."""
+def _prompt_log_probs(prompt: list[int], parts: Sequence[Completion]) -> list[float] | None:
+    """Return the log-probs of the prompt alone, from the first part that has them: prompts of later parts hold
+    generated tokens."""
     given = (part.prompt_log_probs for part in parts)
     return next(
         (values[: len(prompt) - 1] for values in given if values is not None and len(values) >= len(prompt) - 1), None
     )
 
 
-def _end_by_straddling_stop(parts: Sequence[Part], params: dict[str, Any], decode: Decode) -> int | None:
-    """After how many tokens a stop string that begins in one part and ends in a later one is complete, if one is.
+def _end_by_straddling_stop(parts: Sequence[Completion], params: SamplingKeywords, decode: Decode) -> int | None:
+    """Return the number of tokens up to the end of a stop string that begins in one part and ends in a later one; None
+    if there is none.
 
-    An engine that goes on does not see the text before its part, and writes past such an end. Only near the borders of
-    parts is there anything to find: stop strings within a part are the engine's own business.
+    The engine of the later part does not see the text before it, and generates past such an end. Only the borders of
+    parts are searched: stop strings within a part are found by their engine.
     """
     stop = params.get("stop") or ()
     stop = (stop,) if isinstance(stop, str) else tuple(stop)

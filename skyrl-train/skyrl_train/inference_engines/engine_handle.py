@@ -1,12 +1,13 @@
-"""Engines that this run starts: the engine in its own event loop, and the handle that looks like it from outside.
+"""Engines that this run starts: the engine in its own event loop, and the handle that implements its interface outside.
 
-Where the engine lives is for subclasses to know: a Ray process (`ray_wrapped_inference_engine`) or this process
+Subclasses decide where the engine lives: a Ray process (`ray_wrapped_inference_engine`) or this process
 (`inline_engine`). Either way every call has a deadline, and an error names the engine.
 """
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from skyrl_train.errors import WorkerError
@@ -35,7 +36,7 @@ MakeEngine = Callable[[], InferenceEngineInterface]
 
 
 class EngineHost:
-    """An engine with an event loop of its own, whichever loops its callers have.
+    """Engine with an event loop of its own, whichever loops its callers have.
 
     Args:
         make_engine: creates the engine, here.
@@ -44,16 +45,20 @@ class EngineHost:
     def __init__(self, make_engine: MakeEngine):
         self._engine = make_engine()
         self._loop = LoopThread("engine")
-        self._check: asyncio.Task[None] | None = None
+        self._check: asyncio.Future[None] | None = None
         self._progress = 0
         self._silent_since = 0.0
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        return await self._loop.call(self._engine.generate(input_batch))
+    def generate(self, input_batch: InferenceEngineInput) -> Awaitable[InferenceEngineOutput]:
+        return self._loop.call(self._engine.generate(input_batch))
 
-    async def control(self, method: str, *args: Any) -> Any:
+    def control(self, method: str, *args: object) -> Awaitable[Any]:
         """Call any other method of the engine."""
-        return await self._loop.call(getattr(self._engine, method)(*args))
+        return self._loop.call(getattr(self._engine, method)(*args))
+
+    def submit(self, method: str, *args: object) -> "Future[Any]":
+        """Call any method of the engine, from any thread."""
+        return self._loop.submit(getattr(self._engine, method)(*args))
 
     async def check_health(self, patience_seconds: float) -> None:
         """Return if the engine is well, or busy: not answering yet, for less than `patience_seconds` since it was last
@@ -64,7 +69,7 @@ class EngineHost:
         """
         now, progress = asyncio.get_running_loop().time(), self._engine.progress()
         if self._check is None or self._check.get_loop() is not asyncio.get_running_loop():
-            self._check = asyncio.ensure_future(self._loop.call(self._engine.check_health()))
+            self._check = self._loop.call(self._engine.check_health())
             self._silent_since = now
         if progress != self._progress:
             self._progress, self._silent_since = progress, now
@@ -84,14 +89,14 @@ class EngineHost:
 
 
 class EngineHandle(InferenceEngineInterface):
-    """An engine that this run has started, behind calls with deadlines.
+    """Handle of an engine that this run has started: calls with deadlines.
 
     Args:
-        name: in logs and errors.
-        log_file: where the engine's process writes.
+        name: used in logs and errors.
+        log_file: log of the engine's process.
         request_timeout_seconds: `generator.request_timeout_seconds`.
-        control_timeout_seconds: `generator.engine_control_timeout_seconds`; None: as for requests.
-        start_timeout_seconds: `generator.engine_start_timeout_seconds`, for the first call; None: as for control calls.
+        control_timeout_seconds: `generator.engine_control_timeout_seconds`; None: that of requests.
+        start_timeout_seconds: `generator.engine_start_timeout_seconds`, for the first call; None: control timeout.
     """
 
     def __init__(
@@ -112,12 +117,12 @@ class EngineHandle(InferenceEngineInterface):
     # ---- where the engine lives
 
     @abstractmethod
-    def start(self, method: str, *args: Any) -> Any:
+    def start(self, method: str, *args: object) -> Any:
         """Start a control call, from any thread. `wait_for_all` and `_answer` wait for it."""
 
     @abstractmethod
     def wait_for_all(self, calls: Sequence[Any], timeout_seconds: float) -> list[Any]:
-        """Block until calls of this and other engines of its kind are answered; the answers, in order.
+        """Block until calls of this and other engines of its kind are answered; return the answers in order.
 
         Raises:
             WorkerError: an engine failed, or the deadline passed.
@@ -125,15 +130,15 @@ class EngineHandle(InferenceEngineInterface):
 
     @abstractmethod
     async def _answer(self, call: Any, timeout_seconds: float, setting: str) -> Any:
-        """The answer of one started call. Raises WorkerError after the deadline, which comes from `setting`."""
+        """Return the answer of one started call. Raises WorkerError after the deadline, whose setting is `setting`."""
 
     @abstractmethod
     async def _started(self) -> None:
-        """Wait for the engine's start, which may take longer than what is asked of it afterwards."""
+        """Wait for the engine's start, which has a longer deadline than later calls."""
 
     # ---- the interface
 
-    async def _control(self, method: str, *args: Any) -> Any:
+    async def _control(self, method: str, *args: object) -> Any:
         await self._started()
         return await self._answer(self.start(method, *args), self.control_timeout_seconds, CONTROL)
 
@@ -184,7 +189,7 @@ class EngineHandle(InferenceEngineInterface):
         await self._control("reset_prefix_cache")
 
     def log(self) -> str:
-        """The end of the log of the engine's process, with a headline."""
+        """Return the end of the log of the engine's process, with a headline."""
         return end_of_log(self._log_file)
 
 
@@ -192,16 +197,16 @@ class LocalEngines:
     """All engines of the run, for the weight sender beside the policy (`skyrl_train.weight_sync.sender.EngineHandles`).
 
     Args:
-        engines: of one kind.
+        engines: handles of one class.
     """
 
     def __init__(self, engines: Sequence[EngineHandle]):
         self._engines = list(engines)
 
-    def call_all(self, method: str, *args: Any) -> list[Any]:
+    def call_all(self, method: str, *args: object) -> list[Any]:
         return [engine.start(method, *args) for engine in self._engines]
 
-    def call_each(self, method: str, args: Sequence[Any]) -> list[Any]:
+    def call_each(self, method: str, args: Sequence[object]) -> list[Any]:
         return [engine.start(method, arg) for engine, arg in zip(self._engines, args, strict=True)]
 
     def wait(self, calls: list[Any]) -> list[Any]:

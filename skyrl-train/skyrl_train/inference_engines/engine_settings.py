@@ -1,4 +1,4 @@
-"""Settings of an engine of another library, in our words; its `arguments` module has the library's."""
+"""Settings of an engine of another library under our names; its `arguments` module translates them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -36,7 +36,7 @@ class EngineSettings:
     max_lora_rank: int = 0
     """The largest adapter; 0: none can be loaded."""
     sleep_mode: bool = False
-    """On CUDA, `sleep` frees the memory of weights and cache."""
+    """Free the memory of weights and cache in `sleep` (CUDA alone)."""
     seed: int = 0
     model_config_kwargs: Mapping[str, Any] | None = None
     """Changes to the model's config."""
@@ -47,7 +47,7 @@ class EngineSettings:
 
     @classmethod
     def of(cls, model_path: str, given: Mapping[str, Any]) -> "EngineSettings":
-        """Of keywords: ours, and the library's own beside them."""
+        """Return the settings given as keywords; those that are not ours are the library's."""
         names = {field.name for field in fields(cls)}
         ours = {name: value for name, value in given.items() if name in names}
         others = {name: value for name, value in given.items() if name not in names}
@@ -74,7 +74,7 @@ def library_keywords(cfg: "SkyRLConfig", device: str) -> dict[str, Any]:
 
 
 def check_division(generator: "GeneratorConfig") -> None:
-    """Raises ConfigError if the model cannot be divided over the ranks of tensor parallelism."""
+    """Raise ConfigError if the model cannot be divided over the ranks of tensor parallelism."""
     parallel = generator.inference_engine_tensor_parallel_size
     if parallel == 1:
         return

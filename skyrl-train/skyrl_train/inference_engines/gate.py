@@ -1,4 +1,4 @@
-"""Who may start now: requests wait here, not in an engine's queue, while it is paused, asleep or takes weights."""
+"""Gate before an engine: requests wait here, not in the engine's queue, while it is paused, asleep or updated."""
 
 import asyncio
 from typing import Literal
@@ -7,7 +7,7 @@ Reason = Literal["paused", "updating", "asleep"]
 
 
 class Gate:
-    """Open while there is no reason to be closed. Belongs to one event loop."""
+    """Gate that is open while there is no reason to be closed. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._reasons: set[Reason] = set()
@@ -24,17 +24,17 @@ class Gate:
         self._reasons.add(reason)
 
     def open(self, reason: Reason) -> None:
-        """Takes the reason away; with the last one, everyone who waits may go."""
+        """Remove a reason; without reasons, all waiting requests pass."""
         self._reasons.discard(reason)
         if self.is_open:
             self._answer(True)
 
     def dismiss(self) -> None:
-        """Sends away everyone who waits."""
+        """Turn away all waiting requests."""
         self._answer(False)
 
     async def wait(self) -> bool:
-        """Returns when the gate is open: True. False: dismissed."""
+        """Wait until the gate is open (True) or the wait was dismissed (False)."""
         while not self.is_open:
             future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             self._waiting.add(future)

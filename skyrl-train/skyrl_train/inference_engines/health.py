@@ -1,7 +1,6 @@
-"""What is known of an engine's health, and how it changes: a state machine without engines.
+"""Health of an engine as a state machine, without engines.
 
-An engine's health is a state; what happens to it is an event; the table says what follows. The supervisor watches
-engines and makes the events:
+The table maps a state and an event to the next state. The supervisor watches engines and makes the events:
 
 ```text
  starting ──started──> healthy <──answered/silent──> suspect
@@ -19,22 +18,22 @@ from enum import StrEnum
 
 
 class Health(StrEnum):
-    """What is known of an engine."""
+    """State of an engine."""
 
     STARTING = "starting"
     HEALTHY = "healthy"
     SUSPECT = "suspect"
-    """It did not answer in time: it keeps its requests and sessions, but gets nothing new while others are well."""
+    """Late with its answer: keeps its requests and sessions, but gets no new ones while others are well."""
     DEAD = "dead"
     RESTARTING = "restarting"
     WAITING_FOR_WEIGHTS = "waiting for weights"
-    """Started again, but with old weights: nobody's requests go there yet."""
+    """Started again, but with old weights: gets no requests yet."""
     LOST = "lost"
-    """Not to be started again. The end of all engines."""
+    """Not started again: the end of all engines."""
 
 
 class HealthEvent(StrEnum):
-    """What happens to an engine."""
+    """Event that changes the state of an engine."""
 
     STARTED = "started"
     START_FAILED = "start failed"
@@ -80,7 +79,7 @@ UP = (*ROUTED, Health.WAITING_FOR_WEIGHTS)
 
 
 def after(health: Health, event: HealthEvent) -> Health:
-    """The state that follows. Raises ValueError if the event cannot happen in this state."""
+    """Return the next state. Raises ValueError if the event cannot happen in this state."""
     if event not in TRANSITIONS[health]:
         raise ValueError(f"an engine that is {health} cannot have the event '{event}'")
     return TRANSITIONS[health][event]

@@ -1,11 +1,11 @@
-"""Rollout engines in this process: what `trainer.placement.launcher=inline` starts. Knows no Ray."""
+"""Rollout engines in this process, started by `trainer.placement.launcher=inline`. Imports no Ray."""
 
 import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Awaitable, Coroutine, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,38 +19,42 @@ from skyrl_train.inference_engines.engine_handle import (
     EngineHandle,
     EngineHost,
 )
-from skyrl_train.inference_engines.loop_thread import LoopStopped, LoopThread
+from skyrl_train.inference_engines.loop_thread import LoopStopped, outcome_of
 from skyrl_train.utils.call_errors import failure_of, timed_out
 
 
 @dataclass(frozen=True)
 class InlineCall:
-    """A control call under way, and the engine that it is made to."""
+    """Control call under way, and the engine that it is made to."""
 
     answer: "Future[Any]"
     engine: "InlineEngine"
 
 
 class InlineEngine(EngineHandle):
-    """An engine that runs in this process, with the deadlines of one that runs in another.
+    """Handle of an engine in this process, with the deadlines of one in another process.
 
     Args:
         host: the engine, which may still be loading its model.
-        more: as of any `EngineHandle`.
+        more: see `EngineHandle`.
     """
 
     def __init__(self, host: "Future[EngineHost]", *more: Any, **settings: Any):
         super().__init__(*more, **settings)
         self._host = host
-        self._loop = LoopThread(f"{self._name} calls")
         self._has_ended = threading.Event()
 
-    def start(self, method: str, *args: Any) -> InlineCall:
+    def start(self, method: str, *args: object) -> InlineCall:
+        answer: Future[Any] = Future()
         if self._has_ended.is_set():
-            failed: Future[Any] = Future()
-            failed.set_exception(LoopStopped())
-            return InlineCall(failed, self)
-        return InlineCall(self._loop.submit(self._on_host("control", method, *args)), self)
+            answer.set_exception(LoopStopped())
+        elif not self._host.done():
+            answer.set_exception(WorkerError("has not started yet"))
+        elif (error := self._host.exception()) is not None:
+            answer.set_exception(error)
+        else:
+            answer = self._host.result().submit(method, *args)
+        return InlineCall(answer, self)
 
     def wait_for_all(self, calls: Sequence[InlineCall], timeout_seconds: float) -> list[Any]:
         deadline = time.monotonic() + timeout_seconds
@@ -65,13 +69,16 @@ class InlineEngine(EngineHandle):
             raise self._failure(error) from error
 
     async def _answer(self, call: InlineCall, timeout_seconds: float, setting: str) -> Any:
-        return await self._within(asyncio.wrap_future(call.answer), timeout_seconds, setting)
+        async with self._deadline(timeout_seconds, setting):
+            return await outcome_of(call.answer)
 
-    async def _within(self, answer: Awaitable[Any], timeout_seconds: float, setting: str) -> Any:
+    @contextlib.asynccontextmanager
+    async def _deadline(self, timeout_seconds: float, setting: str) -> AsyncIterator[None]:
+        """Raise errors of the block, and the end of its time, under the name of this engine."""
         deadline = asyncio.timeout(timeout_seconds)
         try:
             async with deadline:
-                return await answer
+                yield
         except Exception as error:
             if deadline.expired():
                 raise timed_out([(self._name, self._log_file)], timeout_seconds, setting) from None
@@ -82,41 +89,36 @@ class InlineEngine(EngineHandle):
             return WorkerError(f"{self._name} has ended")
         return failure_of(error, self._name, self._log_file)
 
-    async def _on_host(self, method: str, *args: Any) -> Any:
-        host = await asyncio.wrap_future(self._host)
-        return await getattr(host, method)(*args)
-
-    def _call(self, method: str, *args: Any) -> Coroutine[Any, Any, Any]:
-        return self._loop.call(self._on_host(method, *args))
-
     async def _started(self) -> None:
         if not self._host.done():
-            await self._within(asyncio.shield(asyncio.wrap_future(self._host)), self._start_timeout_seconds, START)
+            async with self._deadline(self._start_timeout_seconds, START):
+                await asyncio.shield(asyncio.wrap_future(self._host))
 
     async def check_health(self) -> None:
         await self._started()
-        patience = self.control_timeout_seconds
-        await self._within(self._call("check_health", patience), patience, CONTROL)
+        async with self._deadline(self.control_timeout_seconds, CONTROL):
+            await self._host.result().check_health(self.control_timeout_seconds)
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
         await self._started()
-        output = await self._within(self._call("generate", input_batch), self._request_timeout_seconds, REQUEST)
+        async with self._deadline(self._request_timeout_seconds, REQUEST):
+            output = await self._host.result().generate(input_batch)
         self._num_answers += 1
         return output
 
     async def teardown(self) -> None:
-        """Let the engine end in order, for a moment, and then end its event loops."""
+        """Let the engine end in order, within `TEARDOWN_SECONDS`, and then end its event loop."""
         if self._has_ended.is_set():
             return
+        await asyncio.to_thread(wait, [self._host], TEARDOWN_SECONDS)
         with contextlib.suppress(WorkerError):
             await self._answer(self.start("teardown"), TEARDOWN_SECONDS, CONTROL)
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
-        """End the event loops: who still waits gets an error, and nobody can ask for more."""
+        """End the event loop: calls under way raise an error, and so does every later one."""
         self._has_ended.set()
         self._host.add_done_callback(_stop)
-        self._loop.stop()
 
 
 def _stop(host: "Future[EngineHost]") -> None:

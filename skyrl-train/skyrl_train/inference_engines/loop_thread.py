@@ -1,20 +1,21 @@
-"""An asyncio loop in a thread of its own, for an object that belongs to one loop and callers that have others."""
+"""Event loop in a thread of its own, for an object that belongs to one loop and callers in others."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
 
 class LoopStopped(Exception):
-    """The loop ended before the coroutine did."""
+    """Error of a coroutine whose loop ended before it did."""
 
 
 class LoopThread:
-    """Runs coroutines in its thread. A caller that is cancelled cancels its coroutine."""
+    """Thread that runs coroutines."""
 
     def __init__(self, name: str):
         self._loop = asyncio.new_event_loop()
@@ -26,32 +27,26 @@ class LoopThread:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """
-        Raises:
-            LoopStopped: `stop` came first.
-        """
+    def call(self, coroutine: Coroutine[None, None, T]) -> "asyncio.Future[T]":
+        """Start a coroutine for a caller in another loop. The future belongs to that loop; see `outcome_of`."""
+        return outcome_of(self.submit(coroutine))
+
+    def submit(self, coroutine: Coroutine[None, None, T]) -> "Future[T]":
+        """Start a coroutine from any thread. After `stop` the future is cancelled."""
         if self._stopping:
             coroutine.close()
-            raise LoopStopped
-        try:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
-        except asyncio.CancelledError:
-            caller = asyncio.current_task()
-            if self._stopping and caller is not None and not caller.cancelling():
-                raise LoopStopped from None
-            raise
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Start it from any thread."""
+            stopped: Future[T] = Future()
+            stopped.cancel()
+            stopped.set_running_or_notify_cancel()
+            return stopped
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def call_from_thread(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Blocks until it is done."""
+    def call_from_thread(self, coroutine: Coroutine[None, None, T]) -> T:
+        """Block until it is done."""
         return self.submit(coroutine).result()
 
     def stop(self, timeout_seconds: float = 10.0) -> None:
-        """Ends the thread; what still runs in it is cancelled."""
+        """End the thread; what still runs in it is cancelled."""
         self._stopping = True
         if not self._thread.is_alive():
             return
@@ -67,3 +62,28 @@ class LoopThread:
         self._thread.join(timeout_seconds)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+def outcome_of(running: "Future[T]") -> "asyncio.Future[T]":
+    """Return the future of a coroutine in another loop as one of this loop: cancelling it cancels the coroutine, and it
+    raises LoopStopped where the coroutine was cancelled from the other side."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = loop.create_future()
+
+    def deliver() -> None:
+        if outcome.done():
+            return
+        if running.cancelled():
+            outcome.set_exception(LoopStopped())
+        elif (error := running.exception()) is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(running.result())
+
+    def done(_: "Future[T]") -> None:
+        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(deliver)
+
+    running.add_done_callback(done)
+    outcome.add_done_callback(lambda _: running.cancel())
+    return outcome

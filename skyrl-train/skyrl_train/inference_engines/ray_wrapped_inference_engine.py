@@ -1,4 +1,4 @@
-"""Rollout engines in Ray processes: the engine in its process, and a handle that looks like the engine from outside."""
+"""Rollout engines in Ray processes: the engine in its process, and a handle with its interface outside."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ def engine_actor(cls: "type[EngineProcess] | None" = None, **options: Any) -> An
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Where a process runs, and since when (process ids come again)."""
+    """Node, id and start time of a process (ids are used again)."""
 
     node: str
     pid: int
@@ -58,13 +58,13 @@ class ProcessPlace:
 
 
 class EngineProcess(EngineHost):
-    """An engine in a process of its own. Made by `engine_actor`.
+    """Engine in a process of its own, made by `engine_actor`.
 
     Ray runs each concurrency group of an actor in an event loop of its own; the engine has one loop for all of them.
 
     Args:
         make_engine: creates the engine, there.
-        log_file: where the process writes.
+        log_file: log of the process.
     """
 
     def __init__(self, make_engine: MakeEngine, log_file: str):
@@ -79,7 +79,7 @@ class EngineProcess(EngineHost):
             return await super().generate(input_batch)
 
     @ray.method(concurrency_group=_CONTROL_GROUP)
-    async def control(self, method: str, *args: Any) -> Any:
+    async def control(self, method: str, *args: object) -> Any:
         with errors_for_caller():
             return await super().control(method, *args)
 
@@ -94,11 +94,11 @@ class EngineProcess(EngineHost):
 
 
 class RayWrappedInferenceEngine(EngineHandle):
-    """An engine that runs in another process. A dead process is a WorkerError.
+    """Handle of an engine in another process. A dead process raises WorkerError.
 
     Args:
         actor: an `EngineProcess`, made of `engine_actor`.
-        more: as of any `EngineHandle`.
+        more: see `EngineHandle`.
     """
 
     def __init__(self, actor: Any, *more: Any, **settings: Any):
@@ -106,7 +106,7 @@ class RayWrappedInferenceEngine(EngineHandle):
         self._actor = actor
         self._place: ProcessPlace | None = None
 
-    def start(self, method: str, *args: Any) -> Call:
+    def start(self, method: str, *args: object) -> Call:
         return self._named(self._actor.control.remote(method, *args))
 
     def wait_for_all(self, calls: Sequence[Call], timeout_seconds: float) -> list[Any]:
@@ -140,7 +140,7 @@ class RayWrappedInferenceEngine(EngineHandle):
         return output
 
     async def teardown(self) -> None:
-        """Lets the engine end in order, for a moment, and then ends whatever is left of it."""
+        """Let the engine end in order, within `TEARDOWN_SECONDS`, and then kill what is left of it."""
         with contextlib.suppress(WorkerError):
             await answer_of(self.start("teardown"), TEARDOWN_SECONDS, CONTROL)
         await asyncio.to_thread(self._end)
@@ -151,7 +151,7 @@ class RayWrappedInferenceEngine(EngineHandle):
         self._kill_rest()
 
     def place(self) -> ProcessPlace:
-        """Where it runs; waits for its start."""
+        """Return node and id of the process; waits for its start."""
         if self._place is None:
             self._place = ray.get(self._actor.place.remote(), timeout=self._start_timeout_seconds)
         assert self._place is not None
@@ -161,7 +161,7 @@ class RayWrappedInferenceEngine(EngineHandle):
         return self.place().pid
 
     def kill(self) -> None:
-        """Ends the engine's process and everything that it started, whatever state they are in."""
+        """Kill the engine's process and everything that it started."""
         ray.kill(self._actor)  # also one of which nothing is known yet
         self._kill_rest()
 
@@ -180,8 +180,8 @@ class RayWrappedInferenceEngine(EngineHandle):
 
 
 def kill_tree(place: ProcessPlace) -> None:
-    """Kills a process of this machine that leads a group, its group and its descendants. One that is gone already may
-    have left some of its group."""
+    """Kill a process of this machine that leads a group, its group and its descendants. A dead one may have left
+    members of its group."""
     victims = [process for process in psutil.process_iter() if _group_of(process.pid) == place.pid]
     try:
         leader = psutil.Process(place.pid)

@@ -1,8 +1,8 @@
-"""Which engine takes a request, and who waits for which: bookkeeping of one event loop, without engines.
+"""Routing of requests to engines, and the queue of requests that wait: bookkeeping of one event loop, without engines.
 
 Requests of a session go to one engine, by a consistent hash: an engine's death moves only its sessions, and they are
-back when it is. Everything else goes where least is under way. With a limit on an engine's requests, the others wait in
-the order in which they came; one that goes on after an interruption keeps its place.
+back when it is. Everything else goes to the engine with the fewest requests. With a limit on an engine's requests,
+further ones wait in the order of their arrival; one that is continued after an interruption keeps its place.
 """
 
 import asyncio
@@ -15,28 +15,28 @@ Session = str | int
 
 
 def engine_of_session(session: Session, engines: Collection[int]) -> int:
-    """The engine among `engines` with the highest hash together with this session (rendezvous hashing): without any
-    other engine the choice is the same."""
+    """Return the engine among `engines` with the highest hash together with this session (rendezvous hashing): without
+    any other engine the choice is the same."""
     return max(engines, key=lambda engine: sha256(f"{session}\n{engine}".encode()).digest())
 
 
 @dataclass(frozen=True)
-class Want:
-    """What a request asks of the router."""
+class SlotRequest:
+    """Properties of a request that decide which engine it gets."""
 
     session: Session | None = None
     num_tokens: int = 0
-    """Of its prompt: decides between engines with equally many requests."""
+    """Number of prompt tokens: decides between engines with equally many requests."""
 
 
 @dataclass
-class Grant:
-    """The requests of a waiter that may go now."""
+class SlotGrant:
+    """Slots granted to some requests of a queue entry."""
 
-    places: dict[int, list[int]]
-    """Engine -> numbers of wants."""
-    rest: "Waiter | None"
-    """Waits for the other ones, in the same place of the queue."""
+    slots: dict[int, list[int]]
+    """Engine -> indices of the requests."""
+    rest: "QueueEntry | None"
+    """Entry of the other requests, in the same place of the queue."""
 
 
 class Interrupted(Exception):
@@ -44,15 +44,15 @@ class Interrupted(Exception):
 
 
 @dataclass(eq=False)
-class Waiter:
-    """Some requests that came together."""
+class QueueEntry:
+    """Requests that came together and wait for slots."""
 
     ticket: int
-    """Their place: lower goes first."""
-    wants: Sequence[Want]
-    numbers: list[int]
-    """Which of `wants` still wait."""
-    granted: "asyncio.Future[Grant]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Place in the queue: lower goes first."""
+    requests: Sequence[SlotRequest]
+    indices: list[int]
+    """Indices of the requests that still wait."""
+    granted: "asyncio.Future[SlotGrant]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 @dataclass
@@ -62,11 +62,11 @@ class _Load:
 
 
 class Router:
-    """Hands out engines. Nobody is served while there is a reason to hold, nor where no engine is open.
+    """Grants slots on engines. None is granted while admission is paused or no engine is open.
 
     Args:
         num_engines: their numbers are 0 to `num_engines - 1`; all are closed at first.
-        max_requests_per_engine: how many requests an engine has at a time; None: any number.
+        max_requests_per_engine: slots of an engine; None: any number.
     """
 
     def __init__(self, num_engines: int, max_requests_per_engine: int | None = None):
@@ -74,24 +74,24 @@ class Router:
         self._limit = max_requests_per_engine
         self._open: list[int] = []
         self._doubtful: set[int] = set()
-        self._holds: set[str] = set()
-        self._queue: list[Waiter] = []
+        self._pause_reasons: set[str] = set()
+        self._queue: list[QueueEntry] = []
         self._failure: Exception | None = None
 
     @property
-    def holds(self) -> set[str]:
-        """Why nobody is served now."""
-        return self._holds
+    def pause_reasons(self) -> set[str]:
+        """Reasons for which no slot is granted now."""
+        return self._pause_reasons
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(waiter.numbers) for waiter in self._queue)
+        return sum(len(entry.indices) for entry in self._queue)
 
     def num_under_way(self, engine: int) -> int:
         return self._loads[engine].requests
 
     def set_engines(self, open_engines: Collection[int], doubtful: Collection[int] = ()) -> None:
-        """Who takes requests from now on.
+        """Set the engines that take requests from now on.
 
         Args:
             doubtful: those of `open_engines` that keep their sessions, but get nothing else while others are open.
@@ -99,109 +99,99 @@ class Router:
         self._open, self._doubtful = sorted(open_engines), set(doubtful)
         self._serve()
 
-    def hold(self, reason: str) -> None:
-        """Serves nobody until every reason is gone."""
-        self._holds.add(reason)
+    def pause_admission(self, reason: str) -> None:
+        """Grant no slots until every reason is gone."""
+        self._pause_reasons.add(reason)
 
-    def let_go(self, reason: str) -> None:
-        self._holds.discard(reason)
+    def resume_admission(self, reason: str) -> None:
+        self._pause_reasons.discard(reason)
         self._serve()
 
-    def ask(self, ticket: int, wants: Sequence[Want]) -> Waiter:
-        """Queues up. `granted_to` waits; `withdraw` ends it otherwise."""
-        waiter = Waiter(ticket, wants, list(range(len(wants))))
+    def request_slots(self, ticket: int, requests: Sequence[SlotRequest]) -> QueueEntry:
+        """Queue up. `granted` of the entry is done when at least one request has a slot, or raises `Interrupted` or the
+        error of `fail`. Each slot must be given back by `release`; `withdraw` ends the wait."""
+        entry = QueueEntry(ticket, requests, list(range(len(requests))))
         if self._failure is not None:
-            waiter.granted.set_exception(self._failure)
-            return waiter
-        bisect.insort(self._queue, waiter, key=lambda waiting: waiting.ticket)
+            entry.granted.set_exception(self._failure)
+            return entry
+        bisect.insort(self._queue, entry, key=lambda waiting: waiting.ticket)
         self._serve()
-        return waiter
+        return entry
 
-    async def granted_to(self, waiter: Waiter) -> Grant:
-        """Waits until at least one of the requests may go. Each place must be given back by `release`.
-
-        Raises:
-            Interrupted: by `interrupt`.
-        """
-        try:
-            return await waiter.granted
-        except asyncio.CancelledError:
-            self.withdraw(waiter)
-            raise
-
-    def withdraw(self, waiter: Waiter | None) -> None:
-        """Nobody wants what this waiter waits for, or was just granted."""
-        if waiter is None:
+    def withdraw(self, entry: QueueEntry | None) -> None:
+        """End the wait of an entry, and give back slots that it was just granted."""
+        if entry is None:
             return
-        if waiter in self._queue:
-            self._queue.remove(waiter)
-        elif waiter.granted.done() and not waiter.granted.cancelled() and waiter.granted.exception() is None:
-            grant = waiter.granted.result()
-            for engine, numbers in grant.places.items():
-                self.release(engine, [waiter.wants[number] for number in numbers])
+        if entry in self._queue:
+            self._queue.remove(entry)
+        elif entry.granted.done() and not entry.granted.cancelled() and entry.granted.exception() is None:
+            grant = entry.granted.result()
+            for engine, indices in grant.slots.items():
+                self.release(engine, [entry.requests[index] for index in indices])
             self.withdraw(grant.rest)
             return
-        waiter.granted.cancel()
+        entry.granted.cancel()
 
-    def release(self, engine: int, wants: Sequence[Want]) -> None:
-        """These requests have ended on their engine."""
+    def release(self, engine: int, requests: Sequence[SlotRequest]) -> None:
+        """Give back the slots of these requests on an engine."""
         load = self._loads[engine]
-        load.requests -= len(wants)
-        load.tokens -= sum(want.num_tokens for want in wants)
+        load.requests -= len(requests)
+        load.tokens -= sum(request.num_tokens for request in requests)
         self._serve()
 
     def interrupt(self) -> None:
-        """Ends every wait there is."""
+        """End every wait there is with `Interrupted`."""
         self._end_all(Interrupted())
 
     def fail(self, error: Exception) -> None:
-        """Ends every wait, and every later one, with `error`."""
+        """End every wait, and every later one, with `error`."""
         self._failure = error
         self._end_all(error)
 
     def _end_all(self, error: Exception) -> None:
         queue, self._queue = self._queue, []
-        for waiter in queue:
-            if not waiter.granted.done():
-                waiter.granted.set_exception(error)
+        for entry in queue:
+            if not entry.granted.done():
+                entry.granted.set_exception(error)
 
     def _serve(self) -> None:
-        """First come, first served: a later one passes only to an engine that no earlier one could have had."""
-        if self._holds or not self._open or not self._queue:
+        """Grant slots in the order of the queue: a later request passes only to an engine that no earlier one could
+        have had."""
+        if self._pause_reasons or not self._open or not self._queue:
             return
-        waiting: list[Waiter] = []
-        for place, waiter in enumerate(self._queue):
+        waiting: list[QueueEntry] = []
+        for place, entry in enumerate(self._queue):
             if self._all_full():
                 waiting += self._queue[place:]
                 break
-            rest = self._serve_one(waiter)
+            rest = self._serve_one(entry)
             if rest is not None:
                 waiting.append(rest)
         self._queue = waiting
 
-    def _serve_one(self, waiter: Waiter) -> Waiter | None:
-        """Grants what can go; returns who waits for the rest."""
-        places: dict[int, list[int]] = {}
+    def _serve_one(self, entry: QueueEntry) -> QueueEntry | None:
+        """Grant the slots there are; return the entry that waits for the rest."""
+        slots: dict[int, list[int]] = {}
         remaining: list[int] = []
-        for number in waiter.numbers:
-            want = waiter.wants[number]
-            engine = self._engine_for(want)
+        for index in entry.indices:
+            request = entry.requests[index]
+            engine = self._engine_for(request)
             if engine is None:
-                remaining.append(number)
+                remaining.append(index)
                 continue
-            places.setdefault(engine, []).append(number)
+            slots.setdefault(engine, []).append(index)
             self._loads[engine].requests += 1
-            self._loads[engine].tokens += want.num_tokens
-        if not places:
-            return waiter
-        rest = Waiter(waiter.ticket, waiter.wants, remaining) if remaining else None
-        waiter.granted.set_result(Grant(places, rest))
+            self._loads[engine].tokens += request.num_tokens
+        if not slots:
+            return entry
+        rest = QueueEntry(entry.ticket, entry.requests, remaining) if remaining else None
+        entry.granted.set_result(SlotGrant(slots, rest))
         return rest
 
-    def _engine_for(self, want: Want) -> int | None:
-        """Where a request goes now; None where it must wait."""
-        if want.session is not None:
-            engine = engine_of_session(want.session, self._open)
+    def _engine_for(self, request: SlotRequest) -> int | None:
+        """Return the engine that a request goes to now; None where it must wait."""
+        if request.session is not None:
+            engine = engine_of_session(request.session, self._open)
             return None if self._is_full(engine) else engine
         sure = [engine for engine in self._open if engine not in self._doubtful]
         free = [engine for engine in sure or self._open if not self._is_full(engine)]

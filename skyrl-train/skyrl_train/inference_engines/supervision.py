@@ -1,11 +1,11 @@
-"""Keeps engines alive: notices those that died or hang, starts them again, and tells everyone who waits.
+"""Supervision of engines: notices those that died or hang, starts them again, and wakes everyone who waits.
 
-The states of an engine and what changes them are in `health`.
+The states of an engine and their transitions are in `health`.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from loguru import logger
 
@@ -17,48 +17,48 @@ from skyrl_train.inference_engines.health import ROUTED, UP, Health, HealthEvent
 T = TypeVar("T")
 
 Restart = Callable[[int], Awaitable[InferenceEngineInterface]]
-"""Starts engine i again, and returns at once or when it is up."""
+"""Function that starts engine i again, and returns at once or when it is up."""
 
 SILENT_INTERVALS = 3
-"""An engine that for so many `generator.engine_health_interval_seconds` neither says that it is well nor computes
-anything counts as dead."""
+"""Number of `generator.engine_health_interval_seconds` after which an engine that neither answers health checks nor
+computes anything counts as dead."""
 
 _TEARDOWN_SECONDS = 30.0
 
 
 class EngineFailure(WorkerError):
-    """The engine died or hangs; it has been noted. Its requests may go on elsewhere."""
+    """Death or hang of an engine, already recorded. Its requests may be continued elsewhere."""
 
 
 @runtime_checkable
 class Process(Protocol):
-    """An engine whose process can be ended from outside."""
+    """Engine whose process can be ended from outside."""
 
     def kill(self) -> None: ...
 
     def log(self) -> str: ...
 
 
-class Supervised:
-    """One place of an engine, whichever process fills it now."""
+class EngineState:
+    """State of engine i, whichever process is it now."""
 
     def __init__(self, index: int):
         self.index = index
         self.health = Health.STARTING
         self.info: EngineInfo | None = None
         self.ended: asyncio.Future[Exception]
-        """Done, with the reason, when the engine that is here now has failed."""
+        """Done, with the reason, when the present engine has failed."""
         self.examination: asyncio.Task[None] | None = None
         self.seen_well = float("-inf")
-        """When the last examination began that found it well."""
+        """Start time of the last examination that found it well."""
 
 
 class Supervisor:
-    """Engines, started again when they fail.
+    """Supervisor of engines, which are started again when they fail.
 
     Args:
-        engines: in `engines[i]` is always the present engine i.
-        settings: deadlines, and how many restarts there are for all engines together.
+        engines: `engines[i]` is always the present engine i.
+        settings: deadlines, and the number of restarts for all engines together.
         restart: starts engine i anew; None: nothing can be started again.
         changed: called whenever an engine's health changed.
     """
@@ -72,65 +72,76 @@ class Supervisor:
     ):
         self.engines = list(engines)
         self.prepare: Callable[[int], Awaitable[None]] | None = None
-        """Makes engine i, just started again, as the others are. It gets requests only afterwards."""
+        """Function that brings engine i, just started again, to the state of the others, before it gets requests."""
         self.lost: WorkerError | None = None
-        """Set when it is over: an engine failed and may not be started again."""
+        """Error of an engine that failed and may not be started again: the end of all engines."""
         self.num_deaths = self.num_restarts = 0
-        self._places = [Supervised(index) for index in range(len(self.engines))]
+        self._states = [EngineState(index) for index in range(len(self.engines))]
         self._settings = settings
         self.restart = restart
         self._on_change = changed
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting_for_change: list[asyncio.Future[None]] = []
-        self._deaths_settled = 0
+        self._reported_deaths = 0
         self._warned_of_seeds = False
 
-    def with_health(self, *states: Health) -> list[int]:
-        return [place.index for place in self._places if place.health in states]
+    def with_health(self, *healths: Health) -> list[int]:
+        return [state.index for state in self._states if state.health in healths]
 
     def attach(self) -> None:
-        """Begins to watch, in the running event loop; to be called before anything else there."""
+        """Start watching the engines in the running event loop; must be called before anything else there."""
         loop = asyncio.get_running_loop()
         if self._loop is loop or self.lost is not None:
             return
         self._loop = loop
         self._tasks, self._waiting_for_change = set(), []
-        for place in self._places:
-            place.ended, place.examination = loop.create_future(), None
-            if place.health is Health.STARTING:
-                self._spawn(self._await_start(place))
-            elif place.health not in ROUTED:  # who was starting it again went away with the other loop
-                if place.health is not Health.DEAD:
-                    was_starting = place.health is Health.RESTARTING
-                    place.health = after(place.health, HealthEvent.START_FAILED if was_starting else HealthEvent.DIED)
-                self._spawn(self._revive(place))
+        for state in self._states:
+            state.ended, state.examination = loop.create_future(), None
+            if state.health is Health.STARTING:
+                self._spawn(self._await_start(state))
+            elif state.health not in ROUTED:  # who was starting it again went away with the other loop
+                if state.health is not Health.DEAD:
+                    was_starting = state.health is Health.RESTARTING
+                    state.health = after(state.health, HealthEvent.START_FAILED if was_starting else HealthEvent.DIED)
+                self._spawn(self._revive(state))
             if self._settings.engine_health_interval_seconds > 0:
-                self._spawn(self._watch(place))
+                self._spawn(self._watch(state))
 
     async def run(self, index: int, call: Callable[[InferenceEngineInterface], Awaitable[T]]) -> T:
-        """A call of engine `index`, which ends when the engine does.
+        """Call engine `index`; the call ends when the engine does.
 
         Raises:
             EngineFailure: the engine failed.
             Exception: whatever the call raised, if the engine is well.
         """
         self.raise_if_lost()
-        place = self._places[index]
-        ended = place.ended
+        state = self._states[index]
+        ended = state.ended
+        task = asyncio.ensure_future(call(self.engines[index]))
         try:
-            return await self._until_ended(ended, call(self.engines[index]))
+            await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
+            return self._result(task, ended)
         except EngineFailure:
             raise
         except WorkerError as error:
-            await self._examine_since(place, ended, self._now())
+            await self._examine_since(state, ended, self._now())
             self.raise_if_lost()
             if ended.done():
                 raise _failure_of(ended) from error
             raise
+        finally:
+            task.cancel()
+
+    def _result(self, task: "asyncio.Future[T]", ended: "asyncio.Future[Exception]") -> T:
+        """Return the result of a call that is done, or raise the failure of its engine."""
+        if task.done():
+            return task.result()
+        self.raise_if_lost()
+        raise _failure_of(ended)
 
     async def run_all(self, call: Callable[[InferenceEngineInterface], Awaitable[T]]) -> list[T]:
-        """The same call of every engine that is up, in their order. All end before the first error is raised."""
+        """Call every engine that is up, in their order. All calls end before the first error is raised."""
         self.attach()
         await self.started()
         answers = await asyncio.gather(*(self.run(i, call) for i in self.with_health(*UP)), return_exceptions=True)
@@ -140,16 +151,16 @@ class Supervisor:
         return answers  # pyright: ignore[reportReturnType]
 
     async def started(self) -> None:
-        """Waits for the first start of every engine. Raises WorkerError if one failed."""
+        """Wait for the first start of every engine. Raises WorkerError if one failed."""
         while self.with_health(Health.STARTING):
             self.raise_if_lost()
             await self._change()
         self.raise_if_lost()
 
-    async def settle(self) -> bool:
-        """Examines every engine, and returns when none is starting or waits for weights.
+    async def wait_until_healthy(self) -> bool:
+        """Examine every engine, and wait until none is starting or waits for weights.
 
-        Returns: whether any failed since the last time.
+        Returns: True if any failed since the last call.
 
         Raises:
             WorkerError: an engine failed once too often.
@@ -157,36 +168,38 @@ class Supervisor:
         self.attach()
         await self.started()
         began = self._now()
-        up = [place for place in self._places if place.health in UP]
-        await asyncio.gather(*(self._examine_since(place, place.ended, began) for place in up))
+        up = [state for state in self._states if state.health in UP]
+        await asyncio.gather(*(self._examine_since(state, state.ended, began) for state in up))
         while self.with_health(Health.DEAD, Health.RESTARTING, Health.WAITING_FOR_WEIGHTS):
             self.raise_if_lost()
             await self._change()
         self.raise_if_lost()
-        any_failed, self._deaths_settled = self.num_deaths > self._deaths_settled, self.num_deaths
+        any_failed, self._reported_deaths = self.num_deaths > self._reported_deaths, self.num_deaths
         return any_failed
 
     async def infos(self) -> list[EngineInfo]:
-        """What each engine last said of itself."""
+        """Return the last description of each engine."""
         self.attach()
         await self.started()
-        infos = [place.info for place in self._places]
+        infos = [state.info for state in self._states]
         assert None not in infos, "an engine that has started has described itself"
         return infos  # pyright: ignore[reportReturnType]
 
     def max_model_len(self, index: int) -> int | None:
-        """The most tokens of prompt and answer on engine `index`; None: it did not say yet."""
-        info = self._places[index].info
+        """Return the context length of engine `index`; None: not known yet."""
+        info = self._states[index].info
         return None if info is None else info.max_model_len
 
     def has_no_seeds(self, index: int) -> bool:
-        """Engine `index` draws as it likes (`EngineInfo.lacks`): said once; requests go there without seeds."""
-        info = self._places[index].info
-        if info is None or "seed" not in info.lacks:
+        """Check whether engine `index` takes no seeds (`EngineInfo.unsupported`), and warn of it once."""
+        info = self._states[index].info
+        if info is None or "seed" not in info.unsupported:
             return False
         if not self._warned_of_seeds:
             self._warned_of_seeds = True
-            logger.warning(f"answers cannot be repeated: {info.backend} takes no seeds here ({info.lacks['seed']})")
+            logger.warning(
+                f"answers cannot be repeated: {info.backend} takes no seeds here ({info.unsupported['seed']})"
+            )
         return True
 
     def raise_if_lost(self) -> None:
@@ -194,7 +207,7 @@ class Supervisor:
             raise WorkerError(str(self.lost))
 
     async def close(self) -> None:
-        """Stops watching, and ends every engine. Nothing can be called afterwards."""
+        """Stop watching, and end every engine. No call is possible afterwards."""
         if self.lost is None:
             self._lose(WorkerError("the engines were shut down"))
         tasks = [task for task in self._tasks if task.get_loop() is asyncio.get_running_loop()]
@@ -205,38 +218,38 @@ class Supervisor:
 
     # ---- health
 
-    async def _await_start(self, place: Supervised) -> None:
+    async def _await_start(self, state: EngineState) -> None:
         timeout = self._settings.engine_start_timeout_seconds
         try:
-            place.info = await asyncio.wait_for(self.engines[place.index].describe(), timeout)
+            state.info = await asyncio.wait_for(self.engines[state.index].describe(), timeout)
         except Exception as error:  # whatever it is, those who wait must hear of it
-            place.health = after(place.health, HealthEvent.START_FAILED)
-            self._lose(self._start_error(place, error))
+            state.health = after(state.health, HealthEvent.START_FAILED)
+            self._lose(self._start_error(state, error))
         else:
-            self._note(place, HealthEvent.STARTED)
+            self._apply(state, HealthEvent.STARTED)
 
-    async def _watch(self, place: Supervised) -> None:
+    async def _watch(self, state: EngineState) -> None:
         while True:
             await asyncio.sleep(self._settings.engine_health_interval_seconds)
-            if place.health in UP:
-                await self._examine(place)
+            if state.health in UP:
+                await self._examine(state)
 
-    async def _examine_since(self, place: Supervised, ended: "asyncio.Future[Exception]", moment: float) -> None:
-        """Returns when the engine has been found well in an examination that began after `moment`, or has failed."""
-        while not ended.done() and place.seen_well < moment:
-            await self._examine(place)
+    async def _examine_since(self, state: EngineState, ended: "asyncio.Future[Exception]", moment: float) -> None:
+        """Wait until an examination that began after `moment` found the engine well, or it has failed."""
+        while not ended.done() and state.seen_well < moment:
+            await self._examine(state)
 
-    async def _examine(self, place: Supervised) -> None:
-        """Asks the engine whether it is well; together with whoever else asks now."""
-        if place.examination is None or place.examination.done():
-            place.examination = self._spawn(self._ask_for_health(place, place.ended))
-        await asyncio.shield(place.examination)
+    async def _examine(self, state: EngineState) -> None:
+        """Check the engine's health; concurrent calls share one check."""
+        if state.examination is None or state.examination.done():
+            state.examination = self._spawn(self._ask_for_health(state, state.ended))
+        await asyncio.shield(state.examination)
 
-    async def _ask_for_health(self, place: Supervised, ended: "asyncio.Future[Exception]") -> None:
+    async def _ask_for_health(self, state: EngineState, ended: "asyncio.Future[Exception]") -> None:
         began = self._now()
         interval = self._settings.engine_health_interval_seconds
         period = interval or self._settings.engine_control_timeout_seconds / SILENT_INTERVALS
-        engine = self.engines[place.index]
+        engine = self.engines[state.index]
         check = asyncio.ensure_future(engine.check_health())
         num_silent, progress = 0, engine.progress()
         try:
@@ -250,10 +263,10 @@ class Supervisor:
                 before, progress = progress, engine.progress()
                 num_silent = num_silent + 1 if progress == before else 0
                 if num_silent < SILENT_INTERVALS:
-                    self._note(place, HealthEvent.SILENT)
+                    self._apply(state, HealthEvent.SILENT)
             else:
                 text = (
-                    f"engine {place.index} neither said that it is well nor computed anything for "
+                    f"engine {state.index} neither said that it is well nor computed anything for "
                     f"{SILENT_INTERVALS * period:g} s"
                 )
                 setting = (
@@ -262,80 +275,85 @@ class Supervisor:
                     else "generator.engine_control_timeout_seconds"
                 )
                 log = f"\n{engine.log()}" if isinstance(engine, Process) else ""
-                self._bury(place, HealthEvent.SILENT_TOO_LONG, WorkerError(f"{text} ({setting}){log}"))
+                self._record_failure(state, HealthEvent.SILENT_TOO_LONG, WorkerError(f"{text} ({setting}){log}"))
                 return
             error = check.exception()
             if error is None:
-                place.seen_well = began
-                self._note(place, HealthEvent.ANSWERED)
+                state.seen_well = began
+                self._apply(state, HealthEvent.ANSWERED)
             else:
-                self._bury(place, HealthEvent.DIED, error)
+                self._record_failure(state, HealthEvent.DIED, error)
         finally:
             check.cancel()
 
-    def _note(self, place: Supervised, event: HealthEvent) -> None:
-        before, place.health = place.health, after(place.health, event)
-        if place.health is not before:
-            if place.health is Health.SUSPECT:
-                logger.warning(f"engine {place.index} is silent")
-            self._tell()
+    def _apply(self, state: EngineState, event: HealthEvent) -> None:
+        before, state.health = state.health, after(state.health, event)
+        if state.health is not before:
+            if state.health is Health.SUSPECT:
+                logger.warning(f"engine {state.index} is silent")
+            self._wake_waiters()
 
-    def _bury(self, place: Supervised, event: HealthEvent, error: BaseException) -> None:
-        """The engine has failed: whoever waits for it hears so, and somebody starts it again."""
-        reviving = place.health is Health.WAITING_FOR_WEIGHTS
-        place.health = after(place.health, event)
+    def _record_failure(self, state: EngineState, event: HealthEvent, error: BaseException) -> None:
+        """Record that the engine has failed, wake everyone who waits for it, and start it again."""
+        reviving = state.health is Health.WAITING_FOR_WEIGHTS
+        state.health = after(state.health, event)
         self.num_deaths += 1
         failure = (
-            error if isinstance(error, WorkerError) else WorkerError(f"engine {place.index} failed: {_named(error)}")
+            error if isinstance(error, WorkerError) else WorkerError(f"engine {state.index} failed: {_named(error)}")
         )
-        logger.warning(f"engine {place.index} failed: {str(failure).splitlines()[0]}")
-        place.ended.set_result(failure)
-        self._tell()
+        logger.warning(f"engine {state.index} failed: {str(failure).splitlines()[0]}")
+        state.ended.set_result(failure)
+        self._wake_waiters()
         if not reviving:  # whoever gives it weights sees that it ended
-            self._spawn(self._revive(place))
+            self._spawn(self._revive(state))
 
     # ---- starting again
 
-    async def _revive(self, place: Supervised) -> None:
-        """Ends what is left of the old process and starts new ones, until one serves or the restarts are used up."""
+    async def _revive(self, state: EngineState) -> None:
+        """End the rest of the old process and start new ones, until one serves or the restarts are used up."""
         while self.lost is None:
-            await self._end(self.engines[place.index])
-            failure = _failure_of(place.ended) if place.ended.done() else None
+            await self._end(self.engines[state.index])
+            failure = _failure_of(state.ended) if state.ended.done() else None
             if self.restart is None or self.num_restarts >= self._settings.max_engine_restarts:
-                place.health = after(place.health, HealthEvent.RESTART_REFUSED)
+                state.health = after(state.health, HealthEvent.RESTART_REFUSED)
                 self._lose(self._with_reason(failure))
                 return
             self.num_restarts += 1
-            self._note(place, HealthEvent.RESTART_GRANTED)
-            logger.warning(f"engine {place.index}: restart {self.num_restarts} of {self._settings.max_engine_restarts}")
+            self._apply(state, HealthEvent.RESTART_GRANTED)
+            logger.warning(f"engine {state.index}: restart {self.num_restarts} of {self._settings.max_engine_restarts}")
             try:
-                await self._start_again(place)
+                await self._start_again(state)
                 return
             except Exception as error:  # whatever it is, those who wait must hear of it
-                if place.health is Health.RESTARTING:
-                    place.health = after(place.health, HealthEvent.START_FAILED)
-                elif place.health is Health.WAITING_FOR_WEIGHTS:
-                    place.health = after(place.health, HealthEvent.DIED)
-                if not place.ended.done():
-                    place.ended.set_result(self._start_error(place, error))
-                logger.warning(f"engine {place.index} could not be started again: {_named(error)}")
-                self._tell()
+                if state.health is Health.RESTARTING:
+                    state.health = after(state.health, HealthEvent.START_FAILED)
+                elif state.health is Health.WAITING_FOR_WEIGHTS:
+                    state.health = after(state.health, HealthEvent.DIED)
+                if not state.ended.done():
+                    state.ended.set_result(self._start_error(state, error))
+                logger.warning(f"engine {state.index} could not be started again: {_named(error)}")
+                self._wake_waiters()
 
-    async def _start_again(self, place: Supervised) -> None:
+    async def _start_again(self, state: EngineState) -> None:
         assert self.restart is not None
         timeout = self._settings.engine_start_timeout_seconds
-        place.ended = asyncio.get_running_loop().create_future()
+        state.ended = asyncio.get_running_loop().create_future()
         # Twice: the device may have to become free first, which has the same deadline.
-        engine = await asyncio.wait_for(self.restart(place.index), 2 * timeout)
-        self.engines[place.index] = engine
-        place.info = await asyncio.wait_for(engine.describe(), timeout)
-        self._note(place, HealthEvent.STARTED)  # from now on it must answer in time
+        engine = await asyncio.wait_for(self.restart(state.index), 2 * timeout)
+        self.engines[state.index] = engine
+        state.info = await asyncio.wait_for(engine.describe(), timeout)
+        self._apply(state, HealthEvent.STARTED)  # from now on it must answer in time
         if self.prepare is not None:
-            await self._until_ended(place.ended, asyncio.wait_for(self.prepare(place.index), timeout))
-        self._note(place, HealthEvent.WEIGHTS_GIVEN)
+            preparing = asyncio.ensure_future(asyncio.wait_for(self.prepare(state.index), timeout))
+            try:
+                await asyncio.wait({preparing, state.ended}, return_when=asyncio.FIRST_COMPLETED)
+                self._result(preparing, state.ended)
+            finally:
+                preparing.cancel()
+        self._apply(state, HealthEvent.WEIGHTS_GIVEN)
 
     async def _end(self, engine: InferenceEngineInterface) -> None:
-        """Ends an engine's process and all that it started, before another takes its place."""
+        """End an engine's process and all that it started, before another takes its place."""
         try:
             ending = asyncio.to_thread(engine.kill) if isinstance(engine, Process) else engine.teardown()
             await asyncio.wait_for(ending, _TEARDOWN_SECONDS)
@@ -343,7 +361,7 @@ class Supervisor:
             logger.warning(f"the end of a failed engine: {_named(error)}")
 
     def _with_reason(self, failure: EngineFailure | None) -> WorkerError:
-        """Why it is over: what happened, why nothing is started again, and the engine's log."""
+        """Return the final error: the failure, why no engine is started again, and the engine's log."""
         first, *others = str(failure or "an engine failed").splitlines()
         limit = self._settings.max_engine_restarts
         if self.restart is None:
@@ -352,51 +370,40 @@ class Supervisor:
             why = f"it is not started again: generator.max_engine_restarts={limit} are used up"
         return WorkerError("\n".join([first, why, *others]))
 
-    def _start_error(self, place: Supervised, error: Exception) -> WorkerError:
+    def _start_error(self, state: EngineState, error: Exception) -> WorkerError:
         if isinstance(error, TimeoutError):
             timeout = self._settings.engine_start_timeout_seconds
-            engine = self.engines[place.index]
+            engine = self.engines[state.index]
             log = f"\n{engine.log()}" if isinstance(engine, Process) else ""
             setting = f"generator.engine_start_timeout_seconds={timeout:g}"
-            return WorkerError(f"engine {place.index} did not start within {setting}{log}")
+            return WorkerError(f"engine {state.index} did not start within {setting}{log}")
         if isinstance(error, WorkerError):
             return error
-        return WorkerError(f"engine {place.index} could not start: {_named(error)}")
+        return WorkerError(f"engine {state.index} could not start: {_named(error)}")
 
     def _lose(self, error: WorkerError) -> None:
-        """It is over for all engines; everyone hears why."""
+        """End all engines' calls with this error, now and later."""
         self.lost = error
-        for place in self._places:
-            if self._loop is not None and not place.ended.done():
-                place.ended.set_result(error)
-        self._tell()
+        for state in self._states:
+            if self._loop is not None and not state.ended.done():
+                state.ended.set_result(error)
+        self._wake_waiters()
 
     # ---- waiting
-
-    async def _until_ended(self, ended: "asyncio.Future[Exception]", call: Awaitable[T]) -> T:
-        task = asyncio.ensure_future(call)
-        try:
-            await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            self.raise_if_lost()
-            raise _failure_of(ended)
-        finally:
-            task.cancel()
 
     async def _change(self) -> None:
         waiting = asyncio.get_running_loop().create_future()
         self._waiting_for_change.append(waiting)
         await waiting
 
-    def _tell(self) -> None:
+    def _wake_waiters(self) -> None:
         self._on_change()
         waiting, self._waiting_for_change = self._waiting_for_change, []
         for future in waiting:
             if not future.done():
                 future.set_result(None)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,4 +1,4 @@
-"""What is asked of an engine: answers under several sampling settings, and the log-probs of fixed tokens.
+"""Requests to an engine: answers under several sampling settings, and the log-probs of fixed tokens.
 
 Knows engines by their interface only. What comes back is plain lists, so that it can come from another process.
 """
@@ -15,7 +15,7 @@ from skyrl_train.weight_sync.canary import canary_prompts
 
 @dataclass(frozen=True)
 class Sampling:
-    """One way to draw tokens."""
+    """Sampling settings of answers."""
 
     name: str
     params: dict[str, Any]
@@ -23,7 +23,7 @@ class Sampling:
 
     @property
     def temperature(self) -> float:
-        """What logits are divided by for log-probs: 1 where sampling is greedy."""
+        """Divisor of the logits for log-probs: 1 where sampling is greedy."""
         return self.params.get("temperature", 1.0) or 1.0
 
 
@@ -44,7 +44,7 @@ SAMPLINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Questions:
-    """What every engine is asked."""
+    """Requests to every engine."""
 
     prompts: list[list[int]]
     samplings: list[Sampling]
@@ -58,7 +58,7 @@ class Questions:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Under one sampling setting, an answer to each prompt; empty answers are left out."""
+    """Answers to all prompts under one sampling setting; empty answers are left out."""
 
     prompts: list[list[int]]
     responses: list[list[int]]
@@ -68,7 +68,7 @@ class Answers:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineAnswers:
-    """Everything that one engine said."""
+    """Answers of one engine to all requests."""
 
     info: EngineInfo
     answers: dict[str, Answers]
@@ -83,7 +83,7 @@ class EngineAnswers:
 
 
 async def ask(engine: InferenceEngineInterface, questions: Questions) -> EngineAnswers:
-    """Asks everything. What an engine refuses is recorded, and the next is asked.
+    """Send all requests. A refusal of the engine is recorded, and the next request sent.
 
     Raises:
         WorkerError: the engine died.
@@ -121,8 +121,8 @@ async def _answers(engine: InferenceEngineInterface, sampling: Sampling, questio
 
 
 async def _canary(engine: InferenceEngineInterface, info: EngineInfo, questions: Questions) -> Answers:
-    if "prompt_log_probs" in info.lacks:
-        raise ValueError(info.lacks["prompt_log_probs"])
+    if "prompt_log_probs" in info.unsupported:
+        raise ValueError(info.unsupported["prompt_log_probs"])
     rows = canary_prompts(info.vocab_size, info.max_model_len)
     params = {"max_tokens": 1, "temperature": 1.0, "logprobs": 0, "prompt_logprobs": 0, "seed": questions.seed}
     request = InferenceEngineInput(prompt_token_ids=rows, sampling_params=params)

@@ -1,4 +1,5 @@
-"""One engine in one number format under one sampling setting, beside the trainer's log-probs of the same tokens.
+"""Cells of the measurement: one engine in one number format under one sampling setting, with the trainer's log-probs of
+the same tokens.
 
 Shapes: N tokens of all answers of the cell, one answer after the other.
 """
@@ -17,7 +18,7 @@ TrainerDtype = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineName:
-    """Which engine, started how."""
+    """Name of an engine, with its options."""
 
     backend: str
     dtype: str | None
@@ -36,7 +37,7 @@ class EngineName:
 
 @dataclass(frozen=True)
 class TokenGap:
-    """One token on which engine and trainer differ."""
+    """Difference of engine and trainer on one token."""
 
     answer: int
     position: int
@@ -49,7 +50,7 @@ class TokenGap:
 
 @dataclass(eq=False, kw_only=True)
 class Cell:
-    """What one engine said under one sampling setting, and what the trainer says of it in either number format."""
+    """Log-probs of one engine under one sampling setting, and of the trainer in either number format."""
 
     engine: EngineName
     sampling: Sampling
@@ -79,7 +80,7 @@ class Cell:
         return int((~self.finite).sum())
 
     def gap(self, dtype: TrainerDtype, clip_low: float, clip_high: float) -> Gap | None:
-        """None if no token has a number."""
+        """Compare the log-probs. Returns: None if no token has a number."""
         if not self.finite.any():
             return None
         return gap_of(self.train[dtype][self.finite], self.rollout[self.finite], clip_low, clip_high)
@@ -90,7 +91,7 @@ class Cell:
 
     @property
     def rounding(self) -> float:
-        """What bfloat16 makes of these tokens: the mean difference of the trainer in bfloat16 to itself in float32."""
+        """Effect of bfloat16 on these tokens: the mean difference of the trainer in bfloat16 to itself in float32."""
         return mean_difference(self.train["bfloat16"], self.train["float32"])
 
     def worst(self, dtype: TrainerDtype, count: int) -> list[TokenGap]:

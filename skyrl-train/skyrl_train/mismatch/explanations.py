@@ -1,5 +1,5 @@
-"""What an engine may have done to its log-probs: each mistake is made on the trainer's own logits, and the one that
-gives the engine's numbers is the explanation.
+"""Explanations of an engine's log-probs: each known mistake is made on the trainer's own logits, and the one that gives
+the engine's numbers is the explanation.
 
 Shapes: N tokens, V words, P tokens of a row so far.
 """
@@ -67,7 +67,7 @@ def best_explanation(reference: Reference, answers: Answers, sampling: Sampling)
 
 
 def _tokens_of(reference: Reference, answers: Answers) -> _Tokens | None:
-    """Of the first answers, as many tokens as are looked at."""
+    """Return the tokens of the first answers, up to the number examined."""
     logits, labels, seen, rollout = [], [], [], []
     for prompt, response, log_probs in zip(answers.prompts, answers.responses, answers.log_probs, strict=True):
         of_answer = reference.logits(prompt, response)
@@ -87,7 +87,7 @@ def _tokens_of(reference: Reference, answers: Answers) -> _Tokens | None:
 
 
 def _mistakes(tokens: _Tokens, sampling: Sampling) -> Iterator[tuple[Kind, torch.Tensor]]:
-    """Logits [N, V] after what this sampling setting does to them."""
+    """Apply the known mistakes under this sampling setting to logits [N, V]."""
     params = sampling.params
     greedy = params.get("temperature", 1.0) == 0
     truncates = greedy or params.get("top_p", 1) < 1 or params.get("top_k", -1) > 0 or params.get("min_p", 0) > 0

@@ -1,4 +1,5 @@
-"""From numbers to sentences: what is wrong between engine and trainer, and what to change. Decisions only."""
+"""Findings from the measured numbers: faults between engine and trainer, and settings that mend them. Decisions
+only."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ Severity = Literal["error", "warning", "ok"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence or two for a person."""
+    """Text of one or two sentences for the user."""
 
     severity: Severity
     """`error`: engine and trainer do not compute the same thing. `warning`: they do, in numbers that differ more than
@@ -54,7 +55,7 @@ class Finding:
 
 @dataclass(eq=False, kw_only=True)
 class Measured:
-    """One engine, all its cells with the trainer's log-probs."""
+    """Cells of one engine with the trainer's log-probs."""
 
     name: EngineName
     cells: list[Cell] = field(default_factory=list)
@@ -67,7 +68,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """How the run that is asked about would train."""
+    """Settings of training of the run under examination."""
 
     dtype: TrainerDtype
     clip_low: float = 0.2
@@ -81,7 +82,7 @@ def tolerance(cell: Cell) -> float:
 
 
 def findings_of(engines: Sequence[Measured], trainer: Trainer) -> list[Finding]:
-    """What is to be said, errors first; one `ok` where there is nothing."""
+    """Derive all findings, errors first; one `ok` where there is none."""
     found: list[Finding] = []
     sound: list[Measured] = []
     for engine in engines:
@@ -122,7 +123,7 @@ def _wrong_computation(engine: Measured) -> list[Finding]:
 
 
 def _explanation(engine: Measured, cell: Cell) -> Explanation | None:
-    """What explains a cell down to rounding, or to a fifth of the gap and less."""
+    """Find the mistake that explains a cell down to rounding, or to a fifth of the gap and less."""
     found = engine.explain(cell)
     if found is None or found.left > max(tolerance(cell), cell.mean("float32") / 5):
         return None
@@ -233,7 +234,7 @@ def _processed(engine: Measured, cells: list[Cell], explanation: Explanation | N
 
 
 def _number_formats(group: list[Measured], trainer: Trainer) -> list[Finding]:
-    """Engines whose gap another pair of formats, of engine and trainer, makes at least three times smaller."""
+    """Report engines whose gap another pair of formats, of engine and trainer, makes at least three times smaller."""
     gaps = {
         (engine.name.dtype, dtype): engine.cells[0].mean(dtype) for engine in group for dtype in engine.cells[0].train
     }
@@ -268,7 +269,7 @@ def _changes(own: tuple[str | None, str], pair: tuple[str | None, str]) -> str:
 
 
 def _outliers(engines: Sequence[Measured], trainer: Trainer) -> list[Finding]:
-    """Tokens that leave the clip range, and what importance weights cost: of each engine the cell where it is worst."""
+    """Report tokens that leave the clip range, and the cost of importance weights: for each engine its worst cell."""
     found = []
     for engine in engines:
         gaps = [(cell, cell.gap(trainer.dtype, trainer.clip_low, trainer.clip_high)) for cell in engine.cells]

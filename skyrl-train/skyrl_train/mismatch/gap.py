@@ -12,7 +12,7 @@ from skyrl_train.algorithms.off_policy import mismatch_metrics
 
 @dataclass(frozen=True)
 class Gap:
-    """Of the tokens that an engine wrote: its own log-probs against the trainer's."""
+    """Distance between an engine's own log-probs of its tokens and the trainer's."""
 
     num_tokens: int
     mean: float
@@ -31,7 +31,7 @@ class Gap:
 
 
 def gap_of(train: torch.Tensor, rollout: torch.Tensor, clip_low: float, clip_high: float) -> Gap:
-    """Compares the log-probs of the N tokens that an engine wrote.
+    """Compare the log-probs of the N tokens that an engine generated.
 
     Args:
         train, rollout: [N], finite; N at least 1.

@@ -16,7 +16,7 @@ _LINE = 120
 
 
 def as_markdown(report: Report, decode: Decode, num_worst: int) -> str:
-    """Findings, the table of cells, number formats against each other, the worst tokens, what was left out."""
+    """Format findings, the table of cells, number formats against each other, the worst tokens, refusals."""
     parts = [
         f"# Train/rollout log-probs of {report.model}",
         f"Differences are |trainer - engine| in nats, over the tokens that the engine wrote. The trainer computes in "
@@ -78,7 +78,7 @@ def _table(report: Report) -> str:
 
 
 def _formats(report: Report) -> str:
-    """Of each engine's first cell: the mean difference to the trainer in either format."""
+    """Format the mean difference of each engine's first cell to the trainer in either format."""
     trainers: tuple[TrainerDtype, ...] = ("float32", "bfloat16")
     lines = ["| engine | trainer in float32 | trainer in bfloat16 | rounding explains |", "|---|---:|---:|---:|"]
     for engine in report.engines:
@@ -90,7 +90,7 @@ def _formats(report: Report) -> str:
 
 
 def _worst(report: Report, decode: Decode, count: int) -> str:
-    """Of each engine's worst cell."""
+    """Format the worst tokens of each engine's worst cell."""
     lines = [
         "| engine | sampling | answer | position | token | engine | trainer |",
         "|---|---|---:|---:|---|---:|---:|",

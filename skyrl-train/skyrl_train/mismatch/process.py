@@ -27,7 +27,7 @@ _END_SECONDS = 30.0
 def ask_in_a_process(
     make_engine: MakeEngine, questions: Questions, log_path: str | Path, timeout_seconds: float
 ) -> EngineAnswers:
-    """Starts the engine, asks everything, and ends it with all that it started.
+    """Start the engine in a process, send all requests, and end it with all processes that it started.
 
     Args:
         log_path: where the process writes.
@@ -93,6 +93,6 @@ def _end_with_parent(connection: Connection) -> None:
 
 
 def _end_group(leader: int) -> None:
-    """Kills every process of the group that this process led, whether or not it is still there itself."""
+    """Kill every process of the group that this process led, whether or not it is still there itself."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)

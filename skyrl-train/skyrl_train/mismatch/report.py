@@ -18,7 +18,7 @@ _FIXED_TOKENS = Sampling("fixed tokens", {"temperature": 1.0})
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What was measured and what it means."""
+    """Measured numbers and findings."""
 
     model: str
     trainer: Trainer
@@ -29,15 +29,15 @@ class Report:
 
     @property
     def cells(self) -> list[Cell]:
-        """Everything that was measured, the fixed tokens of each engine first."""
+        """Cells of all engines, the fixed tokens of each engine first."""
         return _cells_of(self.engines)
 
     def gap(self, cell: Cell) -> Gap | None:
-        """Of a cell to the trainer as the settings have it; None if no token has a number."""
+        """Return the gap of a cell to the trainer under its settings; None if no token has a number."""
         return cell.gap(self.trainer.dtype, self.trainer.clip_low, self.trainer.clip_high)
 
     def above(self, limit: float) -> list[Cell]:
-        """Cells whose mean difference is above `limit`, or is no number."""
+        """Return the cells whose mean difference is above `limit`, or is no number."""
         return [cell for cell in self.cells if not cell.mean(self.trainer.dtype) <= limit]
 
 
@@ -47,8 +47,8 @@ def make_report(
     samplings: Sequence[Sampling],
     not_measured: Sequence[tuple[str, str]] = (),
 ) -> Report:
-    """Scores all answers with the trainer's model, in bfloat16 and then in float32 (one at a time in memory), and says
-    what the differences mean.
+    """Score all answers with the trainer's model, in bfloat16 and then in float32 (one at a time in memory), and derive
+    the findings.
 
     Args:
         cfg: the settings of the run that is asked about.
@@ -66,7 +66,7 @@ def make_report(
         model=cfg.trainer.policy.model.path,
         trainer=trainer,
         engines=engines,
-        findings=_judged(cfg, engines, trainer),
+        findings=_score_and_explain(cfg, engines, trainer),
         not_measured=[
             *not_measured,
             *((f"{name}, {what}", reason) for name, answers in said for what, reason in answers.refused.items()),
@@ -84,8 +84,8 @@ def _measured(name: EngineName, said: EngineAnswers, samplings: Sequence[Samplin
     return Measured(name=name, cells=cells, canary=canary)
 
 
-def _judged(cfg: SkyRLConfig, engines: Sequence[Measured], trainer: Trainer) -> list[Finding]:
-    """Gives every cell the trainer's log-probs, and finds what they mean."""
+def _score_and_explain(cfg: SkyRLConfig, engines: Sequence[Measured], trainer: Trainer) -> list[Finding]:
+    """Add the trainer's log-probs to every cell, and derive the findings."""
     cells = _cells_of(engines)
     if not cells:
         return findings_of([], trainer)

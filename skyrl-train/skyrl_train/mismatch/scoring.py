@@ -33,7 +33,7 @@ class TrainerModel:
 
     @torch.no_grad()
     def log_probs(self, answers: Answers, temperature: float) -> list[torch.Tensor]:
-        """Of each answer's tokens, under softmax(logits / temperature): float32 [r] on the CPU."""
+        """Compute the log-probs of each answer's tokens under softmax(logits / temperature): float32 [r] on the CPU."""
         rows = list(zip(answers.prompts, answers.responses, strict=True))
         found: list[torch.Tensor] = []
         for start in range(0, len(rows), _ROWS_AT_A_TIME):
@@ -54,7 +54,7 @@ class Reference(TrainerModel):
 
     @torch.no_grad()
     def logits(self, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
-        """What the model says before each token of the response: float32 [R, V] on the CPU."""
+        """Compute the logits before each token of the response: float32 [R, V] on the CPU."""
         sequences, mask, num_response = _padded([(prompt, response)])
         packing = self._model.packing
         layout = lay_out(sequences.to(self._device), mask.to(self._device), num_response, packing, None)
@@ -94,7 +94,7 @@ def _device(cfg: SkyRLConfig) -> torch.device:
 
 
 def _padded(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Sequences and their mask [B, T], prompts padded on the left and responses on the right, and R."""
+    """Pad prompts on the left and responses on the right. Returns: sequences and mask [B, T], and R."""
     num_prompt = max(len(prompt) for prompt, _ in rows)
     num_response = max(len(response) for _, response in rows)
     sequences = torch.zeros(len(rows), num_prompt + num_response, dtype=torch.int64)

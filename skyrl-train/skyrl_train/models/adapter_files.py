@@ -47,8 +47,8 @@ def adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str,
 def write_adapter_version(
     model: nn.Module, folder: Path, version: int, dtype: torch.dtype, rank: int, *, keep: int = 2
 ) -> dict[str, torch.Tensor]:
-    """Writes the policy's adapters for engines, to `folder/version`: there when they are whole. Forgets all but the
-    last `keep` versions (an engine may be reading the one before). A collective; rank 0 writes.
+    """Write the policy's adapters for engines to `folder/version`, complete or absent, and delete all but the last
+    `keep` versions (an engine may be reading the one before). A collective; rank 0 writes.
 
     Args:
         model, dtype: as for `adapter_tensors`; the engines' dtype, so that what they hold can be compared.
@@ -75,13 +75,13 @@ def write_adapter_version(
 
 
 def can_be_sent_alone(init_method: Any) -> bool:
-    """Whether adapters that began so stand beside the model's weights as its files have them."""
+    """Check whether adapters with this start belong to the model's weights as its files have them."""
     return not (isinstance(init_method, str) and init_method.startswith(CHANGES_THE_MODEL))
 
 
 def save_adapter(model: nn.Module, folder: str | Path, base_model_path: str) -> None:
-    """Writes adapters in the dtype they are trained in, as plain `peft.PeftModel.from_pretrained(base_model, folder)`
-    loads them. A collective; rank 0 writes.
+    """Write adapters in the dtype they are trained in, for plain `peft.PeftModel.from_pretrained(base_model, folder)`.
+    A collective; rank 0 writes.
 
     Args:
         model: as for `adapter_tensors`.
@@ -108,7 +108,7 @@ def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: LoraConfig
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """What a folder of peft's holds."""
+    """Content of a folder written by peft."""
 
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
@@ -133,8 +133,8 @@ def read_adapter(folder: str | Path) -> AdapterFile:
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> None:
-    """Takes on adapters that `save_adapter` or peft wrote, into a model that has adapters of the same layers and rank.
-    A collective where the model is sharded.
+    """Load adapters that `save_adapter` or peft wrote into a model with adapters of the same layers and rank. A
+    collective where the model is sharded.
 
     Raises:
         CheckpointError: the file has other layers or shapes.

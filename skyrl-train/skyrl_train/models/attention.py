@@ -85,7 +85,7 @@ def check_arguments(
     is_causal: bool | None = None,
     **others: Any,
 ) -> None:
-    """What a model may hand to an attention function that computes causal attention and nothing else.
+    """Raise unless a model's arguments suit an attention function that computes causal attention and nothing else.
 
     Raises:
         ValueError: the model asks for more.
@@ -156,7 +156,8 @@ def _group_by_group(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Rows of nearly one length at a time, padded on the right to the longest: a causal row never looks there."""
+    """Attend rows of nearly one length at a time, padded on the right to the longest: a causal row never looks
+    there."""
     if query.device.type != "cpu":  # whose kernel takes grouped heads as they are; others then fall back to [L, L]
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
@@ -187,7 +188,7 @@ def _from_batch(x: torch.Tensor, group: RowGroup) -> torch.Tensor:
 
 
 def _slots(group: RowGroup, device: torch.device) -> torch.Tensor:
-    """Where each token of the group lies in [G L]."""
+    """Return the position of each token of the group in [G L]."""
     lengths = torch.tensor(group.lengths)
     places = torch.arange(max(group.lengths))
     return (places < lengths[:, None]).flatten().nonzero()[:, 0].to(device)
@@ -206,8 +207,8 @@ def causal_attention(
 def _causal_in_window(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int, block: int = 512
 ) -> torch.Tensor:
-    """Each token sees itself and the `window` - 1 before it. Queries in blocks, with only the keys in their reach: the
-    mask is [block, window + block]."""
+    """Attend from each token to itself and the `window` - 1 before it. Queries in blocks, with only the keys in their
+    reach: the mask is [block, window + block]."""
     grouped = q.shape[1] != k.shape[1]
     answers = []
     for start in range(0, q.shape[2], block):

@@ -13,9 +13,9 @@ from torch import nn
 
 
 def use_onednn_linear(model: nn.Module) -> None:
-    """Makes the linear layers of a model compute float32 on a CPU with oneDNN, in place, where this torch has it.
-    Parameters, their names and the results (to rounding) stay as they are; on other devices (a model kept on the CPU
-    may visit a GPU layer by layer) and in other dtypes the layers compute as before."""
+    """Let the linear layers of a model compute float32 on a CPU with oneDNN, in place, where this torch has it.
+    Parameters, their names and the results (to rounding) stay the same; on other devices (a model kept on the CPU may
+    visit a GPU layer by layer) and in other dtypes the layers compute as before."""
     if not torch.backends.mkldnn.is_available():
         return
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""How evenly the routers of a mixture of experts spread tokens, as sums that add up over micro-batches and ranks.
+"""Load statistics of the routers of a mixture of experts, as sums that add up over micro-batches and ranks.
 
 Only for the log: nothing here enters a loss. Shapes: L layers with a router, E experts, n tokens.
 """
@@ -82,7 +82,7 @@ class Routers:
 
     @contextmanager
     def listen(self, real: torch.Tensor) -> Iterator[_Collected]:
-        """Collects from the forward inside. A backward that computes layers again comes later, and is not heard.
+        """Collect statistics of the forward inside. A backward that recomputes layers later is not counted.
 
         Args:
             real: [n] bool, 0 on padding.

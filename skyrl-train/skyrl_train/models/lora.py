@@ -31,7 +31,7 @@ PARTS_OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1",
 
 
 def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, setting: str = "model.lora") -> None:
-    """Gives layers of a model adapters and freezes everything else, in place. To be called before sharding.
+    """Add adapters to layers of a model and freeze everything else, in place. Call it before sharding.
 
     `all-linear` means every linear layer but the output layer. Experts that are fused into parameters of three
     dimensions, and their router, have no linear layers and get no adapter: in such a model only the layers around
@@ -99,8 +99,8 @@ def _linear_layers_beside_experts(model: PreTrainedModel) -> list[str]:
 
 
 def _refuse_what_cannot_be_merged(model: PreTrainedModel, config: LoRAConfig, setting: str) -> None:
-    """Adapters of embeddings and of the output layer would be left out where log-probs are computed from hidden states
-    and the output layer's weight; those of fused experts where weights leave."""
+    """Refuse adapters that log-probs or exports would miss: of embeddings and the output layer (log-probs come from
+    hidden states and the output layer's weight), and of fused experts (exports)."""
     output_layer = model.get_output_embeddings()
     for name, module in model.named_modules():
         if not isinstance(module, LoraLayer):
@@ -115,7 +115,7 @@ def _refuse_what_cannot_be_merged(model: PreTrainedModel, config: LoRAConfig, se
 
 @dataclass(frozen=True)
 class Adapter:
-    """One layer's: what is added to its weight is `scaling` B A."""
+    """Adapter of one layer: its weight has `scaling` B A added."""
 
     layer: str
     """The layer's name in the transformers model."""
@@ -153,8 +153,8 @@ def adapters_of(model: nn.Module) -> Iterator[Adapter]:
 
 
 def exported_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter whole, under the name that transformers gives it, with its adapter merged: W + (alpha / rank) B
-    A. One at a time, in the same order on every rank; tied parameters appear once. A collective.
+    """Yield every parameter whole, under the name that transformers gives it, with its adapter merged: W + (alpha /
+    rank) B A. One at a time, in the same order on every rank; tied parameters appear once. A collective.
 
     Args:
         model: a transformers model, or what holds one as `causal_lm`; with or without adapters, sharded or not.

@@ -1,4 +1,4 @@
-"""How the rows of a micro-batch lie before the model: end to end without padding, or padded; and the way back.
+"""Layout of the rows of a micro-batch before the model: end to end without padding, or padded; and its inverse.
 
 Shapes: B rows, T columns (prompts padded on the left, responses on the right), R response columns, N real tokens, M
 response tokens that are scored.
@@ -22,7 +22,7 @@ class RowGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedRows:
-    """What attention must know of rows that lie end to end."""
+    """Lengths and positions of rows that lie end to end, for attention."""
 
     lengths: tuple[int, ...]
     boundaries: torch.Tensor
@@ -80,26 +80,26 @@ class Layout:
 
     @cached_property
     def own(self) -> torch.Tensor | None:
-        """Which of the M this rank computes, as indices; None for all."""
+        """Indices of the scored tokens that this rank computes; None for all."""
         ranks = self.rows and self.rows.sequence_parallel
         if ranks is None:
             return None
         return (self.predictors // self.input_ids.numel() == ranks.rank).nonzero()[:, 0]
 
     def inputs(self) -> dict[str, Any]:
-        """Arguments of a transformers model."""
+        """Return the arguments of a transformers model."""
         inputs = dict(input_ids=self.input_ids, position_ids=self.position_ids, attention_mask=self.attention_mask)
         return inputs if self.rows is None else inputs | dict(packed_rows=self.rows)
 
     def scored(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """From hidden states [b, n, H] to those that predict the scored tokens of this rank, and these tokens."""
+        """Select from hidden states [b, n, H] those that predict the scored tokens of this rank, and these tokens."""
         hidden = hidden.flatten(0, 1)
         if self.own is None:
             return hidden.index_select(0, self.predictors), self.labels
         return hidden.index_select(0, self.predictors[self.own] % len(hidden)), self.labels[self.own]
 
     def place(self, values: torch.Tensor) -> torch.Tensor:
-        """From a value for each of `scored` to [B, R], 0 at padding. A collective with sequence parallelism."""
+        """Arrange values of `scored` tokens in [B, R], 0 at padding. A collective with sequence parallelism."""
         if self.own is not None:
             assert self.rows is not None and self.rows.sequence_parallel is not None
             slots = values.new_zeros(self.input_ids.numel())
@@ -159,7 +159,7 @@ def packed(
 
 
 def padded(sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int) -> Layout:
-    """Rows as they are, without the columns that are padding in every row.
+    """Keep rows padded, without the columns that are padding in every row.
 
     Args:
         sequences, attention_mask: [B, T]; the last `num_response` columns are the response.
@@ -189,7 +189,7 @@ def padded(sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: 
 def trim(
     sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Drops the columns that are padding in every row.
+    """Drop the columns that are padding in every row.
 
     Args:
         sequences, attention_mask: [B, T], prompts padded on the left, responses (the last `num_response` columns) on

@@ -17,7 +17,7 @@ from skyrl_train.models.token_log_probs import LogitRule, token_log_probs
 
 
 class TokenScores(NamedTuple):
-    """What a model makes of responses. 0 at padding columns. (A tuple, so that FSDP finds the tensors in it.)"""
+    """Scores of the response tokens, 0 at padding columns. (A tuple, so that FSDP finds the tensors in it.)"""
 
     log_probs: torch.Tensor
     """[B, R] float32, under softmax(logits / temperature)."""
@@ -123,7 +123,7 @@ def lay_out(
 
 
 def hidden_states(model: Any, layout: Layout) -> torch.Tensor:
-    """What a transformers model makes of it before its output layer, if it has one: [b, n, H].
+    """Run a transformers model up to its output layer, if it has one: [b, n, H].
 
     Raises:
         ValueError: the model keeps that to itself.
@@ -135,7 +135,7 @@ def hidden_states(model: Any, layout: Layout) -> torch.Tensor:
 
 
 def use_attention(model: Any, packing: bool, sequence_parallel: SequenceParallel | None) -> None:
-    """Makes a transformers model compute attention among packed rows, if they are to be packed."""
+    """Make a transformers model compute attention among packed rows, if they are to be packed."""
     if sequence_parallel is not None:
         sequence_parallel.check_heads(model.config.get_text_config().num_attention_heads)
     if packing:
@@ -148,7 +148,7 @@ def use_attention(model: Any, packing: bool, sequence_parallel: SequenceParallel
 
 
 def logit_rule(config: Any) -> LogitRule:
-    """What the model does to its logits, from its config."""
+    """Read from its config what the model does to its logits."""
     text = config.get_text_config()
     multiplier = getattr(text, "logit_scale", None) or 1 / (getattr(text, "logits_scaling", None) or 1)
     return LogitRule(float(multiplier), getattr(text, "final_logit_softcapping", None))

@@ -1,4 +1,4 @@
-"""Whether a model, as it is going to be trained, gives the numbers that transformers' own forward gives.
+"""Check that a model, in its form for training, gives the numbers of transformers' own forward.
 
 Training never uses that forward: rows are packed, attention is ours, logits are made in chunks. A model with a part
 that this leaves out would train on wrong numbers without a sign. So each model is asked once, when it is loaded.
@@ -40,7 +40,7 @@ _NO_REFERENCE = (
 
 
 def check_scoring(model: ScoringModel | ValueModel, name: str) -> None:
-    """Tries a few random tokens. Before sharding; on every rank alike, no collective.
+    """Compare the scores of a few random tokens. Before sharding; on every rank alike, no collective.
 
     Args:
         name: of the model, for the error.
@@ -63,7 +63,8 @@ def check_scoring(model: ScoringModel | ValueModel, name: str) -> None:
 
 @torch.no_grad()
 def _problem(model: ScoringModel | ValueModel, attention: str | None = None) -> str | None:
-    """What is wrong with a model, None for nothing; with another attention implementation (padded) if one is given."""
+    """Describe the difference to transformers, None for none; with another attention implementation (padded) if one is
+    given."""
     try:
         with _as_if(model, attention):
             return _unknown_parts(model) or _difference(model)
@@ -102,7 +103,7 @@ def _transformers_model(model: ScoringModel | ValueModel) -> Any:
 
 
 def _unknown_parts(model: ScoringModel | ValueModel) -> str | None:
-    """What a few tokens would not show: caps on small scores, windows longer than the rows tried."""
+    """List properties that a few tokens would not show: caps on small scores, windows longer than the rows tried."""
     config = model.config.get_text_config()
     eager = config._attn_implementation == "eager"
     if getattr(config, "attn_logit_softcapping", None) and not eager:
@@ -155,7 +156,7 @@ def _difference(model: ScoringModel | ValueModel) -> str | None:
 
 
 def _reference_attention(inner: Any) -> Sequence[str]:
-    """Implementations of attention that must all give the numbers of training."""
+    """Return implementations of attention that must all give the numbers of training."""
     written_by_the_model = not inner._can_set_attn_implementation()
     return ("eager", "sdpa") if written_by_the_model and inner._supports_sdpa else ("eager",)
 
@@ -191,7 +192,7 @@ class _FusedAttention(TorchFunctionMode):
 
 
 def _reference(model: ScoringModel | ValueModel) -> Callable[[torch.Tensor], torch.Tensor]:
-    """By the model's own forward: from the tokens [L] of one row to the score of all but the first [L - 1]."""
+    """Score by the model's own forward: from the tokens [L] of one row to the scores of all but the first [L - 1]."""
 
     def log_probs(ids: torch.Tensor) -> torch.Tensor:
         logits = _transformers_model(model)(input_ids=ids[None], use_cache=False).logits[0, :-1]

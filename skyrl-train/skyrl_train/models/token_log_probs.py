@@ -19,7 +19,8 @@ from skyrl_train.models.cpu_linear import times_transposed
 
 @dataclass(frozen=True)
 class LogitRule:
-    """What a model does to x W^T + b before it calls the result logits: z = cap tanh(m x / cap)."""
+    """Function of the output layer's product: z = cap tanh(m (x W^T + b) / cap), for models that cap or scale
+    logits."""
 
     multiplier: float = 1.0
     """m: Cohere's `logit_scale`, 1 / Granite's `logits_scaling`."""
@@ -49,7 +50,8 @@ def token_log_probs(
     with_entropy: bool = False,
     compile: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the softmax over z / temperature, z = rule(hidden W^T + b), gives to each label, and its entropy in nats:
+    """Compute the log-prob of each label under softmax(z / temperature), z = rule(hidden W^T + b), and the entropy in
+    nats:
 
         log p(label) = z_label - logsumexp(z)        H = logsumexp(z) - sum_v p_v z_v
 

@@ -65,7 +65,8 @@ class ValueModel(nn.Module):
         return getattr(self, self.head_name)
 
     def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int) -> torch.Tensor:
-        """At each response token, the value of the state before it was written: from the hidden state that predicts it.
+        """Compute at each response token the value of the state before it was generated: from the hidden state that
+        predicts it.
 
         Args:
             sequences, attention_mask: [B, T]; prompts padded on the left, responses (the last `num_response` columns)

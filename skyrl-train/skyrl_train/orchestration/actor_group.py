@@ -1,5 +1,5 @@
-"""The ranks of one model, as the trainer calls them. What they compute is in the worker classes; where they run, in the
-launchers."""
+"""Group of the ranks of one model, as the trainer calls it. The worker classes compute; launchers decide where they
+run."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,20 +8,20 @@ from skyrl_train.env_vars import scheduling_timeout_seconds
 from skyrl_train.orchestration.launcher import Calls, Ranks
 from skyrl_train.training_backends.base import ParallelInfo, RankInfo
 
-ShardArgs = Sequence[tuple[Any, ...]]
-"""The arguments of a call on every shard, in shard order."""
+DataParallelArgs = Sequence[tuple[Any, ...]]
+"""Arguments of a call for each data-parallel rank, in order."""
 
 
 class ActorGroup:
-    """Ranks 0..N-1 of one model. Those of one data-parallel rank are a shard: they take the same rows. The workers say
-    which ranks these are, and which of them hold the outputs (`ParallelInfo`).
+    """Ranks 0..N-1 of one model. Those that share a data-parallel rank take the same rows; `ParallelInfo` says which
+    they are, and which of them hold the outputs.
 
     Args:
         name: "policy", "critic", "ref": in logs and errors.
         ranks: the workers, started.
         device: "cpu" or "cuda".
         timeout_seconds: the deadline of every call.
-        timeout_setting: where that comes from, for the text of an error.
+        timeout_setting: setting that the deadline comes from, for the text of an error.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ActorGroup:
         self._deadline = timeout_seconds, timeout_setting
 
     async def init_model(self) -> None:
-        """Waits until the workers are there, and makes them one group with a model."""
+        """Wait until the workers have started, then form their process group and load the model."""
         start_deadline = scheduling_timeout_seconds(), "SKYRL_RAY_PG_TIMEOUT_IN_S"
         points = await self.ranks.call([[("rendezvous_point", ())]] * self.num_ranks, *start_deadline)
         [(address, port)], *_ = points
@@ -58,7 +58,7 @@ class ActorGroup:
         self.parallel = [info for [info] in await self.ranks.call(calls, *self._deadline)]
 
     @property
-    def num_shards(self) -> int:
+    def data_parallel_size(self) -> int:
         """Number of data-parallel ranks."""
         return self.parallel[0].data_parallel_size
 
@@ -69,10 +69,14 @@ class ActorGroup:
         for rank, info in enumerate(self.parallel):
             if info.holds_outputs:
                 first.setdefault(info.data_parallel_rank, rank)
-        return [first[shard] for shard in range(self.num_shards)]
+        return [first[rank] for rank in range(self.data_parallel_size)]
 
     def token_budget(self, tokens_a_worker: int | None) -> int | None:
-        """Tokens of a micro-batch, which the ranks of a shard share, from the most that one worker may hold."""
+        """Return the token limit of a micro-batch, whose sequences the ranks of one replica share.
+
+        Args:
+            tokens_a_worker: limit of one worker; None: no limit.
+        """
         return None if tokens_a_worker is None else tokens_a_worker * self.parallel[0].ranks_per_replica
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
@@ -80,25 +84,24 @@ class ActorGroup:
         answers = await self.ranks.call([[(method, args)]] * self.num_ranks, *self._deadline)
         return [answer for [answer] in answers]
 
-    async def call_shards(self, method: str, args: ShardArgs) -> list[Any]:
-        """A call with each shard's own arguments on all its ranks; the answer of each shard."""
-        [answers] = await self.call_in_turn([(method, args)])
+    async def call_data_parallel(self, method: str, args: DataParallelArgs) -> list[Any]:
+        """Call a method with the arguments of each data-parallel rank. Returns: one answer for each of them."""
+        [answers] = await self.call_sequence([(method, args)])
         return answers
 
-    async def call_in_turn(self, calls: Sequence[tuple[str, ShardArgs]]) -> list[list[Any]]:
-        """Several calls as of `call_shards`, handed over at once: the ranks go through them without waiting for us.
+    async def call_sequence(self, calls: Sequence[tuple[str, DataParallelArgs]]) -> list[list[Any]]:
+        """Call several methods one after the other. The ranks receive them at once and do not wait for the driver.
 
         Returns:
-            for each call, the answers in shard order.
+            for each call, the answers in data-parallel order.
         """
+        size = self.data_parallel_size
         for method, args in calls:
-            if len(args) != self.num_shards:
-                raise ValueError(f"{self.name} has {self.num_shards} shards; {method} got arguments for {len(args)}")
-        of_shards = [[(method, args[shard]) for method, args in calls] for shard in range(self.num_shards)]
-        of_ranks = await self.ranks.call(
-            [of_shards[info.data_parallel_rank] for info in self.parallel], *self._deadline
-        )
-        return [list(of_call) for of_call in zip(*(of_ranks[rank] for rank in self.output_ranks), strict=True)]
+            if len(args) != size:
+                raise ValueError(f"{self.name} has {size} data-parallel ranks; {method} got arguments for {len(args)}")
+        sequences = [[(method, args[rank]) for method, args in calls] for rank in range(size)]
+        answers = await self.ranks.call([sequences[info.data_parallel_rank] for info in self.parallel], *self._deadline)
+        return [list(of_call) for of_call in zip(*(answers[rank] for rank in self.output_ranks), strict=True)]
 
     async def shutdown(self) -> None:
         """End the workers, in order where they answer."""

@@ -1,4 +1,5 @@
-"""A batch through a group of workers: every row once, in the micro-batches of a schedule, and back in its order."""
+"""Calls of a worker group on a whole batch: every row once, in the micro-batches of a schedule, outputs in row
+order."""
 
 from dataclasses import dataclass
 
@@ -24,47 +25,49 @@ INPUTS = {
     ),
     "critic": ("sequences", "attention_mask", "loss_mask", "critic_loss_weights", "values", "returns"),
 }
-"""The columns of a batch that learning reads."""
+"""Columns of a batch that training reads."""
 
 
 @dataclass(frozen=True)
-class Learnt:
-    """What came of the optimizer steps on one batch."""
+class UpdateResult:
+    """Result of the optimizer steps on one batch."""
 
     losses: list[list[MetricSums]]
-    """Of each optimizer step, every shard's sums."""
+    """[optimizer step][data-parallel rank] metric sums."""
 
     steps: list[dict[str, float]]
-    """What each optimizer step returned."""
+    """Return value of `optim_step` for each optimizer step."""
 
     old_log_probs: torch.Tensor | None
-    """[B, R], where they came from the training forward itself."""
+    """[B, R] log-probs of the training forward, where the batch came without `action_log_probs`."""
 
 
 async def forward(group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch) -> torch.Tensor:
-    """What the group's model says of every response token [B, R]: log-probs, or a critic's values."""
+    """Compute log-probs (or a critic's values) of the response tokens, [B, R], without gradients."""
     inputs = batch.select(["sequences", "attention_mask"], ["response_length"])
-    args = list(zip(schedule.shard(inputs), schedule.whole(), strict=True))
-    return schedule.gather(await group.call_shards("forward", args), "output")
+    args = list(zip(schedule.split(inputs), schedule.whole(), strict=True))
+    return schedule.gather(await group.call_data_parallel("forward", args), "output")
 
 
-async def learn(group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch, epochs: int) -> Learnt:
-    """One optimizer step for each mini-batch of the schedule, `epochs` times over. The ranks are given all of it at
-    once and go through it without waiting for us. Policy workers that are given no `action_log_probs` use those of
-    their own forward, which come back as `old_log_probs`."""
+async def train_on_batch(group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch, epochs: int) -> UpdateResult:
+    """Take one optimizer step for each mini-batch of the schedule, `epochs` times over.
+
+    The ranks receive all steps at once and do not wait for the driver. Policy workers without `action_log_probs` in the
+    batch use those of their own forward, returned as `old_log_probs`.
+    """
     own_log_probs = group.name == "policy" and batch.get("action_log_probs") is None
     inputs = batch.select([name for name in INPUTS[group.name] if batch.get(name) is not None], ["response_length"])
-    await group.call_shards("load_batch", [(own,) for own in schedule.shard(inputs)])
-    nothing: list[tuple[()]] = [()] * group.num_shards
+    await group.call_data_parallel("load_batch", [(own,) for own in schedule.split(inputs)])
+    no_args: list[tuple[()]] = [()] * group.data_parallel_size
     one_epoch = [
         call
-        for of_shards in schedule.mini_batches
-        for call in (("forward_backward", [(own,) for own in of_shards]), ("optim_step", nothing))
+        for micro_batches in schedule.mini_batches
+        for call in (("forward_backward", [(own,) for own in micro_batches]), ("optim_step", no_args))
     ]
     calls = one_epoch * epochs
     if not own_log_probs:
-        answers, old = await group.call_in_turn(calls), None
+        answers, old = await group.call_sequence(calls), None
     else:
-        *answers, outputs = await group.call_in_turn([*calls, ("old_log_probs", nothing)])
+        *answers, outputs = await group.call_sequence([*calls, ("old_log_probs", no_args)])
         old = schedule.gather(outputs, "output")
-    return Learnt(answers[0::2], [of_shards[0] for of_shards in answers[1::2]], old)
+    return UpdateResult(answers[0::2], [steps[0] for steps in answers[1::2]], old)

@@ -1,4 +1,4 @@
-"""Gang scheduling: all places of a group are reserved at once, and taken node by node. Knows Ray, no models.
+"""Gang scheduling: all bundles of a group are reserved at once, and taken node by node. Knows Ray, no models.
 
 Ray places the bundles of a placement group in any order over the nodes. Ranks whose neighbours matter (ranks of one
 sequence, of one copy of a sharded model) take them sorted by node.
@@ -22,7 +22,8 @@ from skyrl_train.errors import WorkerError
 def reserve_bundles(
     count: int, device: str, *, num_devices: int = 1, purpose: str, timeout_seconds: float | None = None
 ) -> PlacementGroup:
-    """Reserve `count` places at once, each a CPU and on CUDA `num_devices` GPUs of one node, on as few nodes as can be.
+    """Reserve `count` bundles at once, each a CPU and on CUDA `num_devices` GPUs of one node, on as few nodes as can
+    be.
 
     Args:
         device: "cpu" or "cuda".
@@ -85,6 +86,6 @@ def groups_across_nodes(nodes: Sequence[str], size: int) -> list[range]:
         nodes: the node of each rank.
     """
     if size > max(list(nodes).count(node) for node in set(nodes)):
-        return []  # wider than any node: it was asked for so
+        return []  # wider than any node: no placement could avoid it
     groups = [range(first, first + size) for first in range(0, len(nodes), size)]
     return [group for group in groups if len({nodes[rank] for rank in group}) > 1]

@@ -1,25 +1,27 @@
-"""Makes engines and workers follow the colocation protocol (`colocation_protocol.py` has its picture).
+"""Driver of the colocation protocol: moves engines and workers on and off the device they share.
 
-A failure in mid-move leaves the device in doubt. Every later step is then refused until `recover`, which takes all
-workers off, waits for engines that died to be started again, and puts all engines to sleep.
+`colocation_protocol.py` has the picture of it.
 
-An engine comes up awake, so it may start only while no worker is on the device (`start_engine` waits for that, and the
-next sync makes room); if the others sleep, it is put to sleep as well. It has the weights of the model's files until
-the next sync, or until `send_between` does one at once.
+A failure during a move leaves the state of the device unknown. Every later move is refused until `recover`, which
+offloads all workers, waits until engines that died have been restarted, and puts all engines to sleep.
 
-Knows neither Ray nor engines: it is given coroutines to call.
+An engine starts awake, so it may start only while no worker is on the device: `start_engine` waits for that, and the
+next sync makes room. It is put to sleep if the others sleep. It has the weights of the model's files until the next
+sync, or until `send_between`.
+
+Knows neither Ray nor engines, only coroutines to call.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from skyrl_train.orchestration.colocation_protocol import (
     ALL_SHARE,
-    ALONE_AWAKE,
     EMPTY,
-    NOBODY_SHARES,
+    ENGINES_ONLY,
+    NO_SHARING,
     POLICY_AND_REF_SHARE,
     SYNC,
     ColocationError,
@@ -27,8 +29,8 @@ from skyrl_train.orchestration.colocation_protocol import (
     Engines,
     Event,
     Worker,
-    after,
     events_of,
+    next_state,
 )
 
 __all__ = ["Colocation", "ColocationError", "DeviceState", "Engines"]
@@ -36,173 +38,157 @@ __all__ = ["Colocation", "ColocationError", "DeviceState", "Engines"]
 T = TypeVar("T")
 
 
-class Sleeper(Protocol):
-    """Engines (a client over all of them, or one). A second `sleep` does nothing."""
+class SleepableEngine(Protocol):
+    """Engines (one, or a client of several). A second `sleep` does nothing."""
 
     async def sleep(self, level: int = 1) -> None: ...
 
     async def wake_up(self, tags: list[str] | None = None) -> None: ...
 
 
-class Traveller(Protocol):
-    """A group of workers. To move it to where it is does nothing."""
+class OffloadableGroup(Protocol):
+    """Group of workers. Moving it to where it already is does nothing."""
 
     name: str
 
     async def init_model(self) -> None: ...
 
-    async def call_all(self, method: str, *args: Any) -> list[Any]: ...
+    async def call_all(self, method: str) -> object: ...
 
 
-SleeperT = TypeVar("SleeperT", bound=Sleeper)
+EngineT = TypeVar("EngineT", bound=SleepableEngine)
 
 
 class Colocation:
-    """Moves engines and workers on and off the device they share, in the order of the protocol.
+    """Scheduler of the device that engines and workers share, in the order of the protocol.
 
     Args:
         engines: all engines, awake and alone on the device; None where there are none.
-        takes_turns: engines and workers share a device (`trainer.placement.colocate_all`).
+        engines_share_device: engines and workers share a device (`trainer.placement.colocate_all`).
         policy_and_ref_share: those two share one although engines have their own (`colocate_policy_ref`).
-        start_timeout_seconds: how long an engine that starts again, and whoever waits for it, wait for each other.
+        start_timeout_seconds: limit of the time that a restarting engine, and a sync that needs it, wait for each
+            other.
     """
 
     def __init__(
         self,
-        engines: Sleeper | None,
+        engines: SleepableEngine | None,
         *,
-        takes_turns: bool,
+        engines_share_device: bool,
         policy_and_ref_share: bool = False,
         start_timeout_seconds: float = 600.0,
     ):
         self._engines = engines
-        self._takes_turns = takes_turns
-        self._protocol = ALL_SHARE if takes_turns else POLICY_AND_REF_SHARE if policy_and_ref_share else NOBODY_SHARES
+        self._engines_share_device = engines_share_device
+        self._protocol = NO_SHARING
+        if engines_share_device:
+            self._protocol = ALL_SHARE
+        elif policy_and_ref_share:
+            self._protocol = POLICY_AND_REF_SHARE
         self._events = events_of(self._protocol)
-        self._state = ALONE_AWAKE if takes_turns and engines is not None else EMPTY
-        self._groups: dict[str, Traveller] = {}
-        self._in_doubt: Event | None = None
+        self._state = ENGINES_ONLY if engines_share_device and engines is not None else EMPTY
+        self._groups: dict[str, OffloadableGroup] = {}
+        self._inconsistent_since: Event | None = None
         self._num_starting = 0
         self._start_timeout = start_timeout_seconds
-        self._turn = asyncio.Condition()  # whoever has it may take steps; notified of each
+        # Held for each move (methods with a leading underscore expect it), notified after each.
+        self._lock = asyncio.Condition()
 
     @property
     def state(self) -> DeviceState:
-        """What is on the shared device, as far as is known."""
+        """State of the shared device after the last move that succeeded."""
         return self._state
 
-    # ---- single steps
-
-    async def start(self, groups: Sequence[Traveller]) -> None:
-        """Loads the models of all groups: one after the other where they share a device, with the engines asleep. The
-        policy keeps it."""
+    async def start(self, groups: Sequence[OffloadableGroup]) -> None:
+        """Load the models of all groups: one after the other where they share a device, with the engines asleep. The
+        policy stays on it."""
         self._groups = {group.name: group for group in groups}
-        sharing = [group for group in groups if f"bring {group.name}" in self._events]
-        async with self._turn:
-            if self._state == ALONE_AWAKE:
+        sharing = [group for group in groups if f"onload {group.name}" in self._events]
+        async with self._lock:
+            if self._state == ENGINES_ONLY:
                 await self._sleep()
             others = [group.init_model() for group in groups if group not in sharing]
-            await asyncio.gather(self._load_in_turn(sharing), *others)
+            await asyncio.gather(self._load_one_by_one(sharing), *others)
 
-    async def bring(self, worker: Worker) -> None:
-        """The worker gets the device."""
-        async with self._turn:
-            await self._bring(worker)
-
-    async def take_off(self, worker: Worker) -> None:
-        """The worker gives the device back."""
-        async with self._turn:
-            await self._take_off(worker)
-
-    async def sleep(self) -> None:
-        """The engines give the device back. They must have nothing to compute."""
-        async with self._turn:
-            await self._sleep()
-
-    async def wake_weights(self) -> None:
-        """The engines take back room for their weights. Engines that wait to be started get the device before."""
-        async with self._turn:
-            await self._wake_weights()
-
-    async def wake_cache(self) -> None:
-        """The engines take back room for keys and values, and may generate."""
-        async with self._turn:
-            await self._wake_cache()
+    async def onload(self, worker: Worker) -> None:
+        """Move a worker onto the device."""
+        async with self._lock:
+            await self._onload(worker)
 
     def check(self, event: Event) -> None:
-        """For what moves nothing: `generate`, `send weights`, `use W`.
+        """Check an event that moves nothing: `generate`, `send weights`, `use W`.
 
         Raises:
-            ColocationError: it is out of turn.
+            ColocationError: the protocol does not allow it now.
         """
         if event in self._events:
-            self._following(event)
+            self._state_after(event)
 
-    # ---- sentences of the protocol
+    # ---- sequences of moves
 
     async def after_generating(self) -> None:
-        """From awake engines to a policy that may compute."""
-        async with self._turn:
+        """Move from awake engines to a policy that may compute."""
+        async with self._lock:
             await self._sleep()
-            if self._takes_turns:
-                await self._bring("policy")
+            if self._engines_share_device:
+                await self._onload("policy")
 
     @asynccontextmanager
-    async def in_place_of_policy(self, worker: Worker) -> AsyncIterator[None]:
-        """`worker` has the device that the policy had, if they share one, and then the policy has it again. After a
-        failure in between `worker` stays."""
-        shared = f"bring {worker}" in self._events and worker != "policy"
+    async def swapped_in(self, worker: Worker) -> AsyncIterator[None]:
+        """Give `worker` the policy's place on the device, if they share one, for the duration of the block. After a
+        failure inside the block `worker` stays."""
+        shared = f"onload {worker}" in self._events and worker != "policy"
         if shared:
-            async with self._turn:
-                await self._take_off("policy")
-                await self._bring(worker)
+            async with self._lock:
+                await self._offload("policy")
+                await self._onload(worker)
         yield
         if shared:
-            async with self._turn:
-                await self._take_off(worker)
-                await self._bring("policy")
+            async with self._lock:
+                await self._offload(worker)
+                await self._onload("policy")
 
     async def sync(self, send: Callable[[], Awaitable[T]]) -> T:
-        """From a policy that has learnt to engines that generate with its weights. May be called again after a failure
-        of `send`.
+        """Move from a policy that has been updated to engines that generate with its weights. May be called again after
+        a failure of `send`.
 
         Args:
-            send: sends them and waits until they have landed. It must not wait for an engine to be started.
-        Returns: what `send` returned.
+            send: sends the weights and waits until they have arrived. It must not wait for an engine to start.
+        Returns: the result of `send`.
         """
-        async with self._turn:
+        async with self._lock:
             return await self._sync(send)
 
     async def send_between(self, send: Callable[[], Awaitable[object]]) -> bool:
-        """Gives weights to an engine that was just started, between two syncs. Where engines share the device, requests
-        must have been paused by `abort` (all caches go), and nothing is done unless the engines are awake: else the
-        next sync is near, and brings the weights.
+        """Send weights to an engine that was just started, between two syncs. Where engines share the device, requests
+        must have been paused by `abort` (all caches go), and nothing is done unless the engines are awake: otherwise
+        the next sync is near and sends them.
 
-        Returns: whether they were sent.
+        Returns: True if they were sent.
         """
-        async with self._turn:
-            if self._takes_turns:
-                if self._state != ALONE_AWAKE:
+        async with self._lock:
+            if self._engines_share_device:
+                if self._state != ENGINES_ONLY:
                     return False
                 await self._sleep()
-                await self._bring("policy")
+                await self._onload("policy")
             await self._sync(send)
             return True
 
-    async def start_engine(self, start: Callable[[], Awaitable[SleeperT]]) -> SleeperT:
-        """Starts one engine again, as soon as no worker is on the device, and brings it to where the others are.
+    async def start_engine(self, start: Callable[[], Awaitable[EngineT]]) -> EngineT:
+        """Restart one engine as soon as no worker is on the device, and bring it to the state of the others.
 
         Args:
             start: returns the engine when it is ready: awake.
         Raises:
-            ColocationError: the workers stayed too long.
+            ColocationError: a worker stayed on the device too long.
         """
-        if not self._takes_turns:
+        if not self._engines_share_device:
             return await start()
         self._num_starting += 1
         try:
-            async with self._turn:
-                await self._wait(self._is_free_for_engines, "start engine", f"take off {self._state.worker}")
+            async with self._lock:
+                await self._wait(self._is_free_for_engines, "start engine", f"offload {self._state.worker}")
                 engine = await start()
                 if self._state.engines is not Engines.AWAKE:
                     await engine.sleep()
@@ -211,109 +197,113 @@ class Colocation:
                 return engine
         finally:
             self._num_starting -= 1
-            async with self._turn:
-                self._turn.notify_all()
+            async with self._lock:
+                self._lock.notify_all()
 
-    async def recover(self, settle: Callable[[], Awaitable[object]] | None = None) -> None:
-        """From any state, known or in doubt, to engines asleep and no worker on the device. May be repeated.
+    async def recover(self, wait_until_healthy: Callable[[], Awaitable[object]] | None = None) -> None:
+        """Move from any state, known or not, to engines asleep and no worker on the device. May be repeated.
 
         Args:
-            settle: returns when every engine that died has been started again (by `start_engine`).
+            wait_until_healthy: returns when every engine that died has been restarted (by `start_engine`).
         """
-        async with self._turn:
-            self._in_doubt = "recover"
+        async with self._lock:
+            self._inconsistent_since = "recover"
             for worker, group in self._groups.items():
-                if f"bring {worker}" in self._events:
+                if f"onload {worker}" in self._events:
                     await group.call_all("offload_to_cpu")
             self._state = EMPTY
-            self._turn.notify_all()
-        if settle is not None:
-            await settle()
-        async with self._turn:
-            if self._takes_turns and self._engines is not None:
+            self._lock.notify_all()
+        if wait_until_healthy is not None:
+            await wait_until_healthy()
+        async with self._lock:
+            if self._engines_share_device and self._engines is not None:
                 await self._engines.sleep()
-            self._in_doubt = None
-            self._turn.notify_all()
+            self._inconsistent_since = None
+            self._lock.notify_all()
 
-    # ---- the same, for who has the turn
+    # ---- single moves, under the lock
 
-    async def _load_in_turn(self, groups: Sequence[Traveller]) -> None:
+    async def _load_one_by_one(self, groups: Sequence[OffloadableGroup]) -> None:
         for group in sorted(groups, key=lambda group: group.name == "policy"):
-            await self._step(f"bring {group.name}", group.init_model)
+            await self._move(f"onload {group.name}", group.init_model)
             if group.name != "policy":
-                await self._take_off(group.name)
+                await self._offload(group.name)
 
-    async def _bring(self, worker: str) -> None:
-        await self._step(f"bring {worker}", lambda: self._groups[worker].call_all("backload_to_gpu"))
+    async def _onload(self, worker: str) -> None:
+        await self._move(f"onload {worker}", lambda: self._groups[worker].call_all("backload_to_gpu"))
 
-    async def _take_off(self, worker: str) -> None:
-        await self._step(f"take off {worker}", lambda: self._groups[worker].call_all("offload_to_cpu"))
+    async def _offload(self, worker: str) -> None:
+        await self._move(f"offload {worker}", lambda: self._groups[worker].call_all("offload_to_cpu"))
 
     async def _sleep(self) -> None:
-        await self._step("sleep", lambda: self._of_engines().sleep())
+        """Free the engines' memory. They must have nothing to compute."""
+        await self._move("sleep", lambda: self._existing_engines().sleep())
 
     async def _wake_weights(self) -> None:
+        """Reserve the engines' memory for weights. Engines that wait to be started have the device before."""
         if "wake weights" in self._events:
-            self._following("wake weights")
+            self._state_after("wake weights")
             await self._let_engines_start()
-        await self._step("wake weights", lambda: self._of_engines().wake_up(["weights"]))
+        await self._move("wake weights", lambda: self._existing_engines().wake_up(["weights"]))
 
     async def _wake_cache(self) -> None:
-        await self._step("wake cache", lambda: self._of_engines().wake_up(["kv_cache"]))
+        """Reserve the engines' memory for keys and values: they may generate."""
+        await self._move("wake cache", lambda: self._existing_engines().wake_up(["kv_cache"]))
 
     async def _sync(self, send: Callable[[], Awaitable[T]]) -> T:
-        if self._state == SYNC:  # again
+        if self._state == SYNC:  # an earlier `send` failed
             await self._let_engines_start()
         else:
             await self._wake_weights()
         self.check("send weights")
-        sent = await send()
-        if self._takes_turns:
-            await self._take_off("policy")
+        result = await send()
+        if self._engines_share_device:
+            await self._offload("policy")
         await self._wake_cache()
-        return sent
+        return result
 
     async def _let_engines_start(self) -> None:
-        """Takes the worker off for as long as engines wait to be started."""
+        """Offload the worker for as long as engines wait to be started."""
         if not self._num_starting:
             return
         worker = self._state.worker
         if worker is not None:
-            await self._take_off(worker)
+            await self._offload(worker)
         await self._wait(lambda: not self._num_starting, "wake weights", "the start of an engine")
         if worker is not None:
-            await self._bring(worker)
+            await self._onload(worker)
 
     async def _wait(self, condition: Callable[[], bool], event: Event, missing: str) -> None:
-        """Lets others take steps until `condition` holds."""
+        """Release the lock to other moves until `condition` holds."""
         try:
-            await asyncio.wait_for(self._turn.wait_for(condition), self._start_timeout)
+            await asyncio.wait_for(self._lock.wait_for(condition), self._start_timeout)
         except TimeoutError:
             raise ColocationError(
                 f"cannot {event} for {self._start_timeout:g} s, with {self._state}; first: {missing}"
             ) from None
 
     def _is_free_for_engines(self) -> bool:
-        return self._state.worker is None and self._in_doubt in (None, "recover")
+        return self._state.worker is None and self._inconsistent_since in (None, "recover")
 
-    def _of_engines(self) -> Sleeper:
+    def _existing_engines(self) -> SleepableEngine:
         if self._engines is None:
             raise ValueError("this run has no engines")
         return self._engines
 
-    async def _step(self, event: Event, action: Callable[[], Awaitable[object]]) -> None:
-        """Asks the protocol, then moves. What fails or is cancelled in between leaves the device in doubt."""
+    async def _move(self, event: Event, action: Callable[[], Awaitable[object]]) -> None:
+        """Check the protocol, then run `action`. Its failure or cancellation leaves the state of the device unknown."""
         if event not in self._events:
             return
-        following = self._following(event)
-        self._in_doubt = event
+        following = self._state_after(event)
+        self._inconsistent_since = event
         await action()
-        self._state, self._in_doubt = following, None
-        self._turn.notify_all()
+        self._state, self._inconsistent_since = following, None
+        self._lock.notify_all()
 
-    def _following(self, event: Event) -> DeviceState:
-        if self._in_doubt is not None:
+    def _state_after(self, event: Event) -> DeviceState:
+        if self._inconsistent_since is not None:
             raise ColocationError(
-                f"cannot {event}: what is on the device is in doubt since '{self._in_doubt}' failed; first: recover"
+                f"cannot {event}: the state of the device is unknown since '{self._inconsistent_since}' failed; "
+                "first: recover"
             )
-        return after(self._state, event, self._protocol)
+        return next_state(self._state, event, self._protocol)

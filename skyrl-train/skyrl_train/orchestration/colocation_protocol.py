@@ -1,23 +1,23 @@
-"""Who has the shared device when: the states, the legal steps, and what is missing for others. Pure tables.
+"""Protocol of the device that engines and workers share: its states, legal events, and the events missing for others.
 
-The device holds either engines that generate or one model that is computed with. In between stands the sync, where the
-policy and the engines' weights are on it together, but no cache of keys and values:
+Pure tables. The device holds either engines that generate or one model that is computed with. In between stands the
+sync, where the policy and the engines' weights are on it together, but no cache of keys and values:
 
 ```text
-    step                      engines         on the device
-    generate                  awake           [ weights | keys and values ]
-    sleep                     asleep          -
-    bring, use, take off ref  asleep          [ ref ]
-    the same of the critic    asleep          [ critic ]
-    bring policy, use policy  asleep          [ policy ]
-    wake weights              weights only    [ weights ] [ policy ]
-    send weights              weights only    [ weights ] [ policy ]
-    take off policy           weights only    [ weights ]
-    wake cache                awake           [ weights | keys and values ]     and so on
+    event                       engines         on the device
+    generate                    awake           [ weights | keys and values ]
+    sleep                       asleep          -
+    onload, use, offload ref    asleep          [ ref ]
+    the same of the critic      asleep          [ critic ]
+    onload policy, use policy   asleep          [ policy ]
+    wake weights                weights only    [ weights ] [ policy ]
+    send weights                weights only    [ weights ] [ policy ]
+    offload policy              weights only    [ weights ]
+    wake cache                  awake           [ weights | keys and values ]     and so on
 ```
 
-Whatever else is asked for is a `ColocationError` that says what must come first. What has a device of its own takes no
-turns: its steps do nothing and are never refused. Policy and reference model may have one device for the two of them
+Any other order is a `ColocationError` that names the events missing. A model or an engine with a device of its own has
+no events: its moves do nothing and are never refused. Policy and reference model may share one device
 (`colocate_policy_ref`) while engines have theirs.
 """
 
@@ -34,11 +34,12 @@ WORKERS: tuple[Worker, ...] = ("policy", "critic", "ref")
 
 
 class ColocationError(SkyRLError):
-    """A step of the colocation protocol was asked for out of turn. The text says what must come first."""
+    """Event that the colocation protocol does not allow in this state. The text names the events that must come
+    first."""
 
 
 class Engines(StrEnum):
-    """What the engines have on the device."""
+    """Memory of the engines on the device."""
 
     AWAKE = "awake"
     WEIGHTS_ONLY = "awake by their weights only"
@@ -47,10 +48,10 @@ class Engines(StrEnum):
 
 @dataclass(frozen=True)
 class DeviceState:
-    """What is on the shared device.
+    """Contents of the shared device.
 
     Raises:
-        ValueError: it has no room for that: a worker beside engines that are awake, or another than the policy beside
+        ValueError: they do not fit together: a worker beside engines that are awake, or another than the policy beside
             their weights.
     """
 
@@ -67,62 +68,63 @@ class DeviceState:
 
 
 Event = str
-"""A step: `generate`, `sleep`, `wake weights`, `wake cache`, `send weights`, `start engine`, and of each worker `bring
-W`, `use W`, `take off W`."""
+"""Event: `generate`, `sleep`, `wake weights`, `wake cache`, `send weights`, `start engine`, and for each worker
+`onload W`, `use W`, `offload W`."""
 
-Steps = Mapping[DeviceState, Mapping[Event, DeviceState]]
-"""A protocol: state -> each legal event -> the state that follows."""
+Transitions = Mapping[DeviceState, Mapping[Event, DeviceState]]
+"""Protocol: state -> each legal event -> next state."""
 
 EMPTY = DeviceState(Engines.ASLEEP)
-ALONE_AWAKE = DeviceState(Engines.AWAKE)
+ENGINES_ONLY = DeviceState(Engines.AWAKE)
 WEIGHTS = DeviceState(Engines.WEIGHTS_ONLY)
 SYNC = DeviceState(Engines.WEIGHTS_ONLY, "policy")
 POLICY = DeviceState(Engines.ASLEEP, "policy")
 
 
 def _steps_of_workers(workers: Sequence[Worker]) -> dict[DeviceState, dict[Event, DeviceState]]:
-    """One after the other on a device without engines."""
+    """Let workers follow each other on a device without engines."""
     steps: dict[DeviceState, dict[Event, DeviceState]] = {EMPTY: {}}
     for worker in workers:
         at_work = DeviceState(Engines.ASLEEP, worker)
-        steps[EMPTY][f"bring {worker}"] = at_work
-        steps[at_work] = {f"use {worker}": at_work, f"take off {worker}": EMPTY}
+        steps[EMPTY][f"onload {worker}"] = at_work
+        steps[at_work] = {f"use {worker}": at_work, f"offload {worker}": EMPTY}
     return steps
 
 
-def _steps_of_all() -> Steps:
+def _steps_of_all() -> Transitions:
     steps = _steps_of_workers(WORKERS)
     steps[EMPTY] |= {"wake weights": WEIGHTS}
     steps[POLICY] |= {"wake weights": SYNC}
-    steps[SYNC] = {"send weights": SYNC, "take off policy": WEIGHTS, "sleep": POLICY}
-    steps[WEIGHTS] = {"wake cache": ALONE_AWAKE, "bring policy": SYNC, "sleep": EMPTY}
-    steps[ALONE_AWAKE] = {"generate": ALONE_AWAKE, "sleep": EMPTY}
-    for state in (EMPTY, WEIGHTS, ALONE_AWAKE):
+    steps[SYNC] = {"send weights": SYNC, "offload policy": WEIGHTS, "sleep": POLICY}
+    steps[WEIGHTS] = {"wake cache": ENGINES_ONLY, "onload policy": SYNC, "sleep": EMPTY}
+    steps[ENGINES_ONLY] = {"generate": ENGINES_ONLY, "sleep": EMPTY}
+    for state in (EMPTY, WEIGHTS, ENGINES_ONLY):
         steps[state] |= {"start engine": state}
     return steps
 
 
-def _steps_of_policy_and_ref() -> Steps:
-    """The engines are elsewhere, and count as asleep on this device."""
+def _steps_of_policy_and_ref() -> Transitions:
+    """Let policy and reference model share. The engines are elsewhere, and count as asleep on this device."""
     steps = _steps_of_workers(("policy", "ref"))
     steps[POLICY] |= {"send weights": POLICY}
     return steps
 
 
-ALL_SHARE: Steps = _steps_of_all()
-POLICY_AND_REF_SHARE: Steps = _steps_of_policy_and_ref()
-NOBODY_SHARES: Steps = {EMPTY: {}}
+ALL_SHARE: Transitions = _steps_of_all()
+POLICY_AND_REF_SHARE: Transitions = _steps_of_policy_and_ref()
+NO_SHARING: Transitions = {EMPTY: {}}
 
 
-def events_of(protocol: Steps) -> tuple[Event, ...]:
+def events_of(protocol: Transitions) -> tuple[Event, ...]:
+    """Return all events of a protocol."""
     return tuple(dict.fromkeys(event for legal in protocol.values() for event in legal))
 
 
-def after(state: DeviceState, event: Event, protocol: Steps = ALL_SHARE) -> DeviceState:
-    """The state that follows.
+def next_state(state: DeviceState, event: Event, protocol: Transitions = ALL_SHARE) -> DeviceState:
+    """Return the state after an event.
 
     Raises:
-        ColocationError: the event is out of turn; names the shortest way to where it is not.
+        ColocationError: the event is not legal; names the shortest way to a state in which it is.
     """
     if event not in protocol[state]:
         first = ", ".join(missing_steps(state, event, protocol))
@@ -130,20 +132,20 @@ def after(state: DeviceState, event: Event, protocol: Steps = ALL_SHARE) -> Devi
     return protocol[state][event]
 
 
-def missing_steps(state: DeviceState, event: Event, protocol: Steps = ALL_SHARE) -> tuple[Event, ...]:
-    """The fewest steps from a state to one in which `event` is legal.
+def missing_steps(state: DeviceState, event: Event, protocol: Transitions = ALL_SHARE) -> tuple[Event, ...]:
+    """Return the fewest events from a state to one in which `event` is legal.
 
     Raises:
         ValueError: it is legal nowhere.
     """
-    ways: deque[tuple[DeviceState, tuple[Event, ...]]] = deque([(state, ())])
+    paths: deque[tuple[DeviceState, tuple[Event, ...]]] = deque([(state, ())])
     seen = {state}
-    while ways:
-        here, way = ways.popleft()
-        if event in protocol[here]:
-            return way
-        for step, following in protocol[here].items():
+    while paths:
+        current, path = paths.popleft()
+        if event in protocol[current]:
+            return path
+        for step, following in protocol[current].items():
             if following not in seen:
                 seen.add(following)
-                ways.append((following, (*way, step)))
-    raise ValueError(f"no step of this protocol: {event!r}; there are {', '.join(events_of(protocol))}")
+                paths.append((following, (*path, step)))
+    raise ValueError(f"unknown event of this protocol: {event!r}; there are {', '.join(events_of(protocol))}")

@@ -35,22 +35,22 @@ EXIT_SECONDS = 10.0
 
 
 class ModelThread:
-    """Runs functions one after the other in a thread. It is a daemon: a worker stopped at a breakpoint does not keep
-    the process from ending."""
+    """Daemon thread that runs functions one after the other: a worker stopped at a breakpoint does not keep the process
+    from ending."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="models", daemon=True).start()
 
     def _run(self) -> None:
-        # As in a process that Ray starts: several threads for each product change its bits. OpenMP counts them for each
-        # calling thread, so that a setting of the main thread says nothing here.
+        # One thread, like a process that Ray starts: several threads for each product change its bits. OpenMP counts
+        # them for each calling thread, so that a setting of the main thread says nothing here.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         while True:
             self._queue.get()()
 
     def submit(self, function: Callable[[], T]) -> "Future[T]":
-        """Run `function` when its turn comes, unless the future is cancelled before."""
+        """Run `function` after those submitted before, unless the future is cancelled until then."""
         future: Future[T] = Future()
 
         def work() -> None:
@@ -58,7 +58,7 @@ class ModelThread:
                 return
             try:
                 result = function()
-            except BaseException as error:  # a SystemExit in a worker, say, is its caller's affair
+            except BaseException as error:  # a SystemExit in a worker, say, belongs to its caller
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -69,7 +69,7 @@ class ModelThread:
 
 @functools.cache
 def model_thread() -> ModelThread:
-    """The thread of all models of this process."""
+    """Return the thread of all models of this process."""
     return ModelThread()
 
 
@@ -118,8 +118,13 @@ class InlineRank:
 
     def _make(self, make_worker: MakeWorker, args: tuple[Any, ...]) -> None:
         _PROCESS_GROUP.enter()
-        with self._random.swapped_in():
-            self._worker = make_worker(*args)
+        try:
+            with self._random.swapped_in():
+                self._worker = make_worker(*args)
+        except BaseException:  # nobody may shut down a rank that never was
+            self._has_ended = True
+            _PROCESS_GROUP.leave()
+            raise
 
     async def call(self, calls: Sequence[Calls], timeout_seconds: float, timeout_setting: str) -> list[list[Any]]:
         [own] = calls
@@ -127,19 +132,19 @@ class InlineRank:
         try:
             async with deadline:
                 await asyncio.shield(asyncio.wrap_future(self._start))
-                return [await asyncio.wrap_future(model_thread().submit(lambda: self._call_in_turn(own)))]
-        except Exception as error:
+                return [await asyncio.wrap_future(model_thread().submit(lambda: self._call_sequence(own)))]
+        except Exception as error:  # a user's code may raise anything: reported as a failure of this rank
             if deadline.expired():
                 raise timed_out([(self._name, own_log())], timeout_seconds, timeout_setting) from None
             log_traceback(error)
             raise failure_of(error, self._name, own_log()) from error
 
-    def _call_in_turn(self, calls: Calls) -> list[Any]:
+    def _call_sequence(self, calls: Calls) -> list[Any]:
         with self._random.swapped_in():
             return [getattr(self._worker, method)(*args) for method, args in calls]
 
     async def shutdown(self) -> None:
-        """Let go of the worker and its model when it has finished what it computes, which is waited for a moment."""
+        """Release the worker and its model after its current computation, which is waited for briefly."""
         ending = asyncio.wrap_future(self._end())
         try:
             await asyncio.wait_for(asyncio.shield(ending), EXIT_SECONDS)
@@ -147,7 +152,7 @@ class InlineRank:
             logger.warning(f"{self._name} still computes after {EXIT_SECONDS:g} s, and ends with this process")
 
     def kill(self) -> None:
-        """Let go of the worker when it has finished what it computes."""
+        """Release the worker after its current computation."""
         self._end()
 
     def _end(self) -> "Future[None]":
@@ -164,7 +169,7 @@ class InlineRank:
 
 
 class InlineLauncher:
-    """Objects of this process, on a CPU or its first GPU."""
+    """Launcher of workers and engines as objects of this process, on a CPU or its first GPU."""
 
     def __init__(self, cfg: SkyRLConfig):
         self._cfg = cfg
@@ -200,4 +205,4 @@ class InlineLauncher:
         )
 
     async def check_files(self, cfg: SkyRLConfig, data: Sequence[str], log_folder: Path) -> None:
-        """There is one machine."""
+        """Return at once: there is one machine."""

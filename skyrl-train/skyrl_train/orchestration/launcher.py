@@ -1,4 +1,4 @@
-"""Starting the workers and engines of a run, wherever they live: what the two launchers have in common.
+"""Interface of the two launchers, which start the workers and engines of a run.
 
 `ray_launcher` starts a process for each, `inline_launcher` makes objects of this process. What they start is the same
 classes, called by the names of their methods.
@@ -12,7 +12,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.inference_engines.engine_handle import EngineHandle, MakeEngine
 
 Calls = Sequence[tuple[str, tuple[Any, ...]]]
-"""Methods of a worker with their arguments, to be called one after the other."""
+"""Methods of a worker with their arguments, called one after the other."""
 
 MakeWorker = Callable[..., Any]
 """A worker class, or another callable that makes the worker where it will live."""
@@ -25,11 +25,11 @@ class Ranks(Protocol):
     def num_ranks(self) -> int: ...
 
     async def call(self, calls: Sequence[Calls], timeout_seconds: float, timeout_setting: str) -> list[list[Any]]:
-        """Run each rank's calls, in turn; the first that fails ends it.
+        """Run each rank's calls in sequence; the first that fails ends it.
 
         Args:
-            calls: of each rank.
-            timeout_setting: where the deadline comes from, for the text of an error.
+            calls: one sequence for each rank.
+            timeout_setting: setting that the deadline comes from, for the text of an error.
 
         Returns:
             the answers of each rank.
@@ -40,7 +40,7 @@ class Ranks(Protocol):
         ...
 
     async def shutdown(self) -> None:
-        """End the workers, in order where they answer."""
+        """End the workers, by request where they answer."""
         ...
 
     def kill(self) -> None:
@@ -61,18 +61,18 @@ class Launcher(Protocol):
         device: str,
         log_folder: Path,
     ) -> Ranks:
-        """Start the workers of a group; their first calls wait until they are there.
+        """Start the workers of a group; their first calls wait until they have started.
 
         Args:
             name: of the group: `policy`, `critic`, `ref`.
-            make_worker, args: what makes each worker, where it will live.
+            make_worker, args: builder of each worker, called where it will live.
             device: `cpu` or `cuda`.
             log_folder: of the run.
         """
         ...
 
     def start_engine(self, index: int, make_engine: MakeEngine) -> EngineHandle:
-        """Start engine `index`, for the first time or again. Returns at once; calls wait until it is there."""
+        """Start engine `index`, for the first time or again. Returns at once; calls wait until it has started."""
         ...
 
     async def check_files(self, cfg: SkyRLConfig, data: Sequence[str], log_folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Proof, before the first step, that all nodes of a run see the same files: run folder, models, data.
+"""Check before the first step that all nodes of a run see the same files: run folder, models, data.
 
 The driver writes a token into each shared folder. A task on every node reads it, answers with a file beside it, and
 lists the model's files. On one node nothing is done.
@@ -46,7 +46,7 @@ class Paths:
 
 @dataclass(frozen=True)
 class NodeView:
-    """Paths as one node sees them: the text of each token (None: not there), the listing of each model and data file
+    """View of one node: the text of each token (None: not there), the listing of each model and data file
     (None: not there), and errors of writing the answers."""
 
     node: str
@@ -57,7 +57,7 @@ class NodeView:
 
 
 async def check_nodes(cfg: SkyRLConfig, data: Sequence[str], log_folder: Path) -> None:
-    """Prove that every node on which this run has processes sees what the driver sees.
+    """Check that every node with processes of this run sees the driver's files.
 
     Args:
         data: names of data sets; those that are no files here are not looked at.

@@ -1,5 +1,5 @@
 """Placement of a run: the launcher of the settings, and the groups of workers that it starts. On a CPU a count of
-"GPUs" is a count of processes. Who holds a shared device when is `colocation.py`'s."""
+"GPUs" is a count of processes. `colocation.py` moves groups on and off a shared device."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def make_shared_placement_group(cfg: SkyRLConfig, timeout_seconds: float | None = None) -> "PlacementGroup | None":
-    """The GPUs that workers and engines share, or None where nothing is shared, there are no GPUs, or no Ray.
+    """Reserve the GPUs that workers and engines share. None: nothing is shared, there are no GPUs, or no Ray.
 
     Raises:
         WorkerError: the cluster could not give them in time.
@@ -28,7 +28,7 @@ def make_shared_placement_group(cfg: SkyRLConfig, timeout_seconds: float | None 
 
 
 def make_launcher(cfg: SkyRLConfig, shared: "PlacementGroup | None" = None) -> Launcher:
-    """Return the starter of the run's workers and engines (`trainer.placement.launcher`).
+    """Make the launcher of the run's workers and engines (`trainer.placement.launcher`).
 
     Args:
         shared: on CUDA, the GPUs that workers and engines share.
@@ -41,7 +41,7 @@ def make_launcher(cfg: SkyRLConfig, shared: "PlacementGroup | None" = None) -> L
 
 
 class Placement:
-    """Starts worker groups on their devices."""
+    """Starter of worker groups on their devices."""
 
     def __init__(self, cfg: SkyRLConfig, shared: "PlacementGroup | None"):
         self._cfg = cfg
@@ -54,7 +54,7 @@ class Placement:
         args: tuple[Any, ...],
         run_folder: RunFolder,
     ) -> ActorGroup:
-        """The workers of one model; `init_model` then waits for them."""
+        """Start the workers of one model; `ActorGroup.init_model` then waits for them."""
         trainer = self._cfg.trainer
         num_ranks: int = getattr(trainer.placement, f"{name}_world_size")
         device = trainer.placement.resolved_device()

@@ -28,7 +28,7 @@ SHARE_OF_SHARED_GPU = 0.2  # four kinds of process (policy, critic, ref, engine)
 
 
 class WorkerProcess:
-    """A worker in a process: its output goes to its log file, and it computes on one thread (of a CPU)."""
+    """Ray process of one worker, with a log file and one CPU thread."""
 
     def __init__(self, make_worker: MakeWorker, args: tuple[Any, ...], log_file: str):
         prepare_process(log_file)
@@ -36,10 +36,11 @@ class WorkerProcess:
             self._worker = make_worker(*args)
 
     def pid(self) -> int:
+        """Return the process id."""
         return os.getpid()
 
-    def call_in_turn(self, calls: Calls) -> list[Any]:
-        """Several calls; the first that fails ends it."""
+    def call_sequence(self, calls: Calls) -> list[Any]:
+        """Run several calls in sequence; the first that fails ends it."""
         with errors_for_caller():
             return [getattr(self._worker, method)(*args) for method, args in calls]
 
@@ -49,14 +50,14 @@ class RayRanks:
 
     Args:
         name: of the group, in logs and errors.
-        make_worker, args: what each process makes.
+        make_worker, args: builder of each worker.
         log_folder: each rank writes `<name>_<rank>.log` there.
         gpu_share: on CUDA, the part of a GPU each rank takes (less than 1 when it is shared).
-        placement_group: the GPUs that are shared, a bundle each. None: places of the group's own are reserved, all at
-            once. Either way the ranks take them node by node (see `bundles.py`).
+        placement_group: the shared GPUs, one bundle each. None: the group reserves bundles of its own, all at once.
+            Either way the ranks take them node by node (see `bundles.py`).
 
     Raises:
-        WorkerError: the cluster could not give all places in time.
+        WorkerError: the cluster could not give all bundles in time.
     """
 
     nodes: list[str]
@@ -77,9 +78,9 @@ class RayRanks:
         self.name = name
         self.num_ranks = num_ranks
         self._log_files = [str(log_folder / f"{name}_{rank}.log") for rank in range(num_ranks)]
-        self._own_places = None
+        self._own_bundles = None
         if placement_group is None:
-            placement_group = self._own_places = reserve_bundles(num_ranks, device, purpose=f"the ranks of {name}")
+            placement_group = self._own_bundles = reserve_bundles(num_ranks, device, purpose=f"the ranks of {name}")
         nodes = nodes_of_bundles(placement_group)
         bundles = order_by_node(nodes)[:num_ranks]
         self.nodes = [nodes[bundle] for bundle in bundles]
@@ -91,7 +92,7 @@ class RayRanks:
     async def call(self, calls: Sequence[Calls], timeout_seconds: float, timeout_setting: str) -> list[list[Any]]:
         return await answers_of(
             [
-                Call(actor.call_in_turn.remote(own), f"{self.name} worker {rank}", self._log_files[rank])
+                Call(actor.call_sequence.remote(own), f"{self.name} worker {rank}", self._log_files[rank])
                 for rank, (actor, own) in enumerate(zip(self._actors, calls, strict=True))
             ],
             timeout_seconds,
@@ -99,27 +100,27 @@ class RayRanks:
         )
 
     def pids(self) -> list[int]:
-        """Process ids on their machines, for whoever must look at or stop one."""
+        """Return the process ids of the ranks, each on its machine."""
         return ray.get([actor.pid.remote() for actor in self._actors], timeout=scheduling_timeout_seconds())
 
     async def shutdown(self) -> None:
-        """End the processes: in order where they answer, else by force. Their places are given back."""
+        """End the processes, by request where they answer, else by force. Free their bundles."""
         await asyncio.to_thread(end_actors, self._actors)
-        self._give_places_back()
+        self._free_bundles()
 
     def kill(self) -> None:
-        """End the processes at once, and give their places back."""
+        """End the processes at once and free their bundles."""
         for actor in self._actors:
             ray.kill(actor)
-        self._give_places_back()
+        self._free_bundles()
 
-    def _give_places_back(self) -> None:
-        if self._own_places is not None:
-            remove_placement_group(self._own_places)
+    def _free_bundles(self) -> None:
+        if self._own_bundles is not None:
+            remove_placement_group(self._own_bundles)
 
 
 class RayLauncher:
-    """Processes of Ray, each on its places.
+    """Launcher of Ray processes.
 
     Args:
         shared: on CUDA, the GPUs that workers and engines share.
@@ -128,7 +129,7 @@ class RayLauncher:
     def __init__(self, cfg: SkyRLConfig, shared: PlacementGroup | None):
         self._cfg = cfg
         self._shared = shared
-        self._engines: EnginePlaces | None = None
+        self._engines: EngineBundles | None = None
         self._num_engine_starts = itertools.count()
 
     def start_ranks(
@@ -157,9 +158,10 @@ class RayLauncher:
         return ranks
 
     def start_engine(self, index: int, make_engine: MakeEngine) -> RayWrappedInferenceEngine:
-        """A process that logs to `engine_<index>.log` of the run, with `_start_<number>` if it is not the first."""
+        """Start an engine process. It logs to `engine_<index>.log` of the run, with `_start_<number>` after a
+        restart."""
         if self._engines is None:
-            self._engines = EnginePlaces(self._cfg, self._shared)
+            self._engines = EngineBundles(self._cfg, self._shared)
         generator = self._cfg.generator
         number = next(self._num_engine_starts)
         again = f"_start_{number}" if number >= generator.num_inference_engines else ""
@@ -187,11 +189,11 @@ def _warn_of_groups_across_nodes(ranks: RayRanks, setting: str, size: int) -> No
         )
 
 
-# ---- places of engines
+# ---- bundles of engines
 
 
-class EnginePlaces:
-    """The CPU and GPUs of each engine.
+class EngineBundles:
+    """CPU and GPUs of each engine.
 
     Args:
         shared: on CUDA, the GPUs that workers and engines share.
@@ -205,15 +207,15 @@ class EnginePlaces:
         self._device = cfg.trainer.placement.resolved_device()
         self._num_gpus = cfg.generator.engine_world_size
         self._gpus = gpus_of_engines(cfg, shared)
-        self._places, self._bundles = bundles_of_engines(cfg, shared)
+        self._group, self._bundles = bundles_of_engines(cfg, shared)
 
     def options(self, index: int) -> dict[str, Any]:
-        """Ray's options. An engine of several GPUs that it shares with workers sees them by their numbers: Ray can give
-        a process a part of one GPU, or several whole ones, not parts of several."""
+        """Return Ray's options for an engine. One of several GPUs that it shares with workers sees them by their
+        numbers: Ray can give a process a part of one GPU, or several whole ones, not parts of several."""
         shared_by_number = self._shared is not None and self._num_gpus > 1
         share = self._num_gpus if self._shared is None else 0 if shared_by_number else SHARE_OF_SHARED_GPU
         bundle, gpu_ids = self._gpus[index] if self._gpus else (self._bundles[index], [])
-        options = actor_options(self._device, share, self._places, bundle)
+        options = actor_options(self._device, share, self._group, bundle)
         if shared_by_number:
             options["runtime_env"] = {
                 "env_vars": {
@@ -227,12 +229,12 @@ class EnginePlaces:
 def actor_options(
     device: str, gpu_share: float, placement_group: PlacementGroup | None, bundle_index: int
 ) -> dict[str, Any]:
-    """Ray's options for one process of ours: a CPU, and on CUDA its share of a GPU."""
+    """Return Ray's options for one process: a CPU, and on CUDA `gpu_share` of a GPU."""
     options: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0}
     if device == "cuda":
         options |= {"num_gpus": gpu_share}
     if placement_group is not None:
-        options["num_cpus"] = min(1.0, gpu_share)  # a bundle has one, whoever shares it and however many GPUs it has
+        options["num_cpus"] = min(1.0, gpu_share)  # a bundle has one, however many processes share it and GPUs it has
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
             placement_group=placement_group, placement_group_bundle_index=bundle_index
         )
@@ -240,7 +242,7 @@ def actor_options(
 
 
 def reserve_shared_gpus(cfg: SkyRLConfig, timeout_seconds: float | None = None) -> PlacementGroup | None:
-    """The GPUs that workers and engines share, or None where nothing is shared or there are no GPUs.
+    """Reserve the GPUs that workers and engines share. None: nothing is shared, or there are no GPUs.
 
     Raises:
         WorkerError: the cluster could not give them in time.
@@ -255,7 +257,7 @@ def reserve_shared_gpus(cfg: SkyRLConfig, timeout_seconds: float | None = None) 
 def bundles_of_engines(cfg: SkyRLConfig, shared: PlacementGroup | None) -> tuple[PlacementGroup | None, list[int]]:
     """Return the placement group of the engines, and for each engine of one bundle the bundle that it takes: in a group
     shared with workers that of the rank with its number, else one of a group of the engines' own. None on a CPU, where
-    an engine is one process and waits for nobody.
+    an engine is one process without a reservation.
 
     Raises:
         WorkerError: the cluster could not give them in time.
@@ -271,8 +273,8 @@ def bundles_of_engines(cfg: SkyRLConfig, shared: PlacementGroup | None) -> tuple
 
 
 def gpus_of_engines(cfg: SkyRLConfig, shared: PlacementGroup | None) -> list[tuple[int, list[str]]]:
-    """For each engine that shares several GPUs with workers: the bundle that its process belongs to, and the numbers of
-    its GPUs on that node. Empty where engines share nothing, or one GPU each (Ray divides that itself).
+    """Return for each engine that shares several GPUs with workers the bundle of its process and the numbers of its
+    GPUs on that node. Empty where engines share nothing, or one GPU each (Ray divides that itself).
 
     Raises:
         WorkerError: the GPUs of an engine lie on several nodes.
@@ -289,8 +291,10 @@ def gpus_of_engines(cfg: SkyRLConfig, shared: PlacementGroup | None) -> list[tup
         ],
         timeout=scheduling_timeout_seconds(),
     )
-    in_order = list(dict.fromkeys(node for node, _ in where))  # as ranks take them
-    order = sorted(range(shared.bundle_count), key=lambda bundle: (in_order.index(where[bundle][0]), where[bundle][1]))
+    node_order = list(dict.fromkeys(node for node, _ in where))  # as ranks take them
+    order = sorted(
+        range(shared.bundle_count), key=lambda bundle: (node_order.index(where[bundle][0]), where[bundle][1])
+    )
     engines = []
     for first in range(0, len(order), size):
         bundles = order[first : first + size]

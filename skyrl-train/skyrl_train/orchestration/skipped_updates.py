@@ -1,4 +1,5 @@
-"""Optimizer steps that were skipped because their gradient was not finite: how many in a row, why, and when to stop."""
+"""Optimizer steps skipped for a gradient that was not finite: counts, probable cause, and the limit of a row of
+them."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,7 +9,7 @@ from loguru import logger
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import NonFiniteUpdateError
-from skyrl_train.orchestration.batch_calls import Learnt
+from skyrl_train.orchestration.batch_calls import UpdateResult
 from skyrl_train.training_batch import TrainingInputBatch
 
 _COLUMNS = {
@@ -43,31 +44,31 @@ class SkippedUpdates:
         self._num_applied = 0
 
     def state(self) -> dict[str, int]:
-        """Return what the counts of a resumed run begin with."""
+        """Return the counts, for a checkpoint."""
         return {"num_in_a_row": self._num_in_a_row, "num_applied": self._num_applied}
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Take up what `state` gave."""
+        """Restore the counts that `state` returned."""
         self._num_in_a_row, self._num_applied = state["num_in_a_row"], state["num_applied"]
 
-    def count(self, learnt: Learnt, batch: TrainingInputBatch, *, is_last_step: bool) -> dict[str, float]:
+    def count(self, update: UpdateResult, batch: TrainingInputBatch, *, is_last_step: bool) -> dict[str, float]:
         """Count the optimizer steps of one training step. Returns: metrics.
 
         Raises:
             NonFiniteUpdateError: as many in a row as the limit allows were skipped, or the run ends without an update.
         """
         num_skipped, longest = 0, self._num_in_a_row
-        for step in learnt.steps:
+        for step in update.steps:
             is_skipped = step["skipped_updates"] > 0
             num_skipped += is_skipped
             self._num_in_a_row = self._num_in_a_row + 1 if is_skipped else 0
             self._num_applied += not is_skipped
             longest = max(longest, self._num_in_a_row)
         if num_skipped:
-            self._tell(num_skipped, longest, self._not_finite(learnt, batch), is_last_step)
+            self._report(num_skipped, longest, self._not_finite(update, batch), is_last_step)
         return {f"{self._section}/consecutive_skipped_updates": float(self._num_in_a_row)}
 
-    def _tell(self, num_skipped: int, longest: int, not_finite: str, is_last_step: bool) -> None:
+    def _report(self, num_skipped: int, longest: int, not_finite: str, is_last_step: bool) -> None:
         why = f"because the gradient was not finite. Not finite in this step: {not_finite}"
         if self._limit is not None and longest >= self._limit:
             raise NonFiniteUpdateError(
@@ -78,8 +79,8 @@ class SkippedUpdates:
             raise NonFiniteUpdateError(f"the run ends without an update: all of the {self._name}'s were skipped {why}")
         logger.warning(f"{num_skipped} optimizer steps of the {self._name} were skipped {why}")
 
-    def _not_finite(self, learnt: Learnt, batch: TrainingInputBatch) -> str:
-        """The first causes that are known: a loss of NaN advantages is NaN, and says nothing more."""
+    def _not_finite(self, update: UpdateResult, batch: TrainingInputBatch) -> str:
+        """Name the earliest columns or losses that are not finite: later ones only follow from them."""
         columns = [
             text.format(estimator=self._estimator)
             for name, text in _COLUMNS.items()
@@ -87,7 +88,7 @@ class SkippedUpdates:
         ]
         if columns:
             return ", ".join(columns)
-        losses = _names_not_finite(sums for shards in learnt.losses for sums in shards)
+        losses = _names_not_finite(sums for ranks in update.losses for sums in ranks)
         if not losses:
             return (
                 "the gradient alone, of a loss that is finite: weights or learning rate too large, or an operation "
@@ -98,7 +99,7 @@ class SkippedUpdates:
 
 
 def skipped_updates(name: str, cfg: SkyRLConfig, *, section: str | None = None) -> SkippedUpdates:
-    """A counter for a run with these settings, whose metrics are under `section`, or else under the model's name."""
+    """Make a counter from the settings. Args: `section` of its metrics, by default the model's name."""
     algorithm = cfg.trainer.algorithm
     return SkippedUpdates(
         name,
@@ -115,11 +116,11 @@ def _is_finite(batch: TrainingInputBatch, name: str) -> bool:
 
 
 def _names_not_finite(sums: Iterable[dict[str, float]]) -> Sequence[str]:
-    """Parts of the loss that are not finite, their sum left out."""
+    """Return the parts of the loss that are not finite, without their sum."""
     names = {
         key.removeprefix("loss/")
-        for of_shard in sums
-        for key, value in of_shard.items()
+        for of_rank in sums
+        for key, value in of_rank.items()
         if key.startswith("loss/") and not math.isfinite(value)
     }
     return sorted(names - {"final_loss"}) or sorted(names)

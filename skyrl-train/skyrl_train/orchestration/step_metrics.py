@@ -1,4 +1,4 @@
-"""What the workers counted, as the metrics of a training step."""
+"""Metrics of a training step from the sums that its workers counted."""
 
 import math
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ _RENAMED = {"values": "values_mean"}
 def step_metrics(
     name: str, losses: Sequence[Sequence[MetricSums]], steps: Sequence[dict[str, float]]
 ) -> dict[str, float]:
-    """Means over the optimizer steps of a training step, under `<name>/`.
+    """Compute means over the optimizer steps of a training step, under `<name>/`.
 
     Parts of the loss are sums over a mini-batch, other numbers means over its tokens (those of the loss function under
     `<name>/loss_metrics/`), maxima are over all steps.
 
     Args:
-        losses: of each optimizer step, every shard's sums.
-        steps: what each optimizer step returned.
+        losses: [optimizer step][data-parallel rank] metric sums.
+        steps: return value of `optim_step` for each optimizer step.
     """
     totals: dict[str, float] = {}
-    for shards in losses:
-        sums = merge_metric_sums(shards)
+    for ranks in losses:
+        sums = merge_metric_sums(ranks)
         num_tokens = max(1.0, sums.pop("num_tokens", 0.0))
         for key, value in sums.items():
             kind, metric = key.split("/", 1)
@@ -46,23 +46,23 @@ def step_metrics(
     return totals
 
 
-def first_ratio_metrics(shards: Sequence[MetricSums], tolerance: float) -> dict[str, float]:
-    """How far the probability ratio of any token was from 1 in a training step's first optimizer step, before which
-    nothing had changed; and an alarm where that is more than rounding.
+def first_ratio_metrics(ranks: Sequence[MetricSums], tolerance: float) -> dict[str, float]:
+    """Compute the largest deviation of a token's probability ratio from 1 in a training step's first optimizer step,
+    and raise an alarm where it is more than rounding: no weight had changed before.
 
     Args:
-        shards: the sums of that optimizer step.
+        ranks: metric sums of that optimizer step.
         tolerance: `trainer.algorithm.first_ratio_tolerance`.
     """
-    deviations = [shard.get("max/ratio_deviation", 0.0) for shard in shards]
+    deviations = [sums.get("max/ratio_deviation", 0.0) for sums in ranks]
     deviation = math.nan if any(map(math.isnan, deviations)) else max(deviations)  # max() may pass over NaN
     is_off = not deviation <= tolerance  # NaN is off, too
     if is_off:
         logger.warning(
-            f"ALARM: before anything was learnt in this step, the probability ratio of a token is off 1 by "
+            f"ALARM: before the first update of this step, the probability ratio of a token differs from 1 by "
             f"{deviation:.3g}, more than trainer.algorithm.first_ratio_tolerance={tolerance:g}. The log-probs at the "
-            "start of the step are of another computation than those in training: dropout, layers that depend on the "
-            "rest of the batch, weights that changed in between, or low precision (then raise the tolerance)"
+            "start of the step come from another computation than those in training: dropout, layers that depend on "
+            "the rest of the batch, weights that changed in between, or low precision (then raise the tolerance)"
         )
     value = deviation if math.isfinite(deviation) else math.inf
     return {"policy/first_ratio_max_deviation": value, "policy/ratio_alarms": float(is_off)}

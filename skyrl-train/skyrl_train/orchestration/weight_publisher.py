@@ -1,8 +1,8 @@
-"""The policy's weights on their way to the engines: what happens in which order, and what if an engine dies meanwhile.
+"""Weight sync from the policy to the engines: order of its steps, and recovery if an engine dies meanwhile.
 
     stage (files, deltas)  ->  pause generation  ->  send, compare fingerprints  ->  resume  ->  compare log-probs
 
-How bytes travel is in `weight_sync`; what the policy does for it, in `policy_worker`.
+`weight_sync` has the transports, `policy_worker` the policy's side.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from skyrl_train.errors import WeightSyncError, WorkerError
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineInterface
 from skyrl_train.inference_engines.engine_handle import EngineHandle, LocalEngines
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
-from skyrl_train.inference_engines.remote.engine import RemoteEngines
+from skyrl_train.inference_engines.remote.handles import RemoteEngines
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.colocation import Colocation
 from skyrl_train.utils.io import expand_path
@@ -29,16 +29,16 @@ from skyrl_train.weight_sync.plan import choose_transport, init_infos_for
 from skyrl_train.weight_sync.sender import EngineHandles
 
 ADAPTER = "policy"
-"""The name under which engines hold the policy's adapters."""
+"""Name under which engines hold the policy's adapters."""
 
 
 class WeightPublisher:
-    """Gives every engine the policy's weights and proves that it has them.
+    """Sender of the policy's weights to all engines, with verification.
 
     Args:
         policy: the workers that hold the weights.
         client: the engines.
-        colocation: who holds the device; engines are awake for weights when they are sent.
+        colocation: moves engines and workers on the shared device; engines are awake for weights when they are sent.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class WeightPublisher:
         self._expected: LogProbs | None = None
         formats = (cfg.generator.model_dtype, "bfloat16" if cfg.trainer.bf16 else "float32")
         self._tolerance = CanaryTolerance(formats, cfg.generator.weight_sync_canary_tolerance)
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         client.give_weights = self._give_weights
         if client.restart is not None:
             client.restart = partial(self._restart, client.restart)
@@ -71,8 +71,10 @@ class WeightPublisher:
             client.lora_name = ADAPTER
 
     async def publish(self, version: int) -> dict[str, float]:
-        """Brings all engines to `version`; the metrics of doing so. An engine that dies meanwhile is started again, and
-        all is repeated, as often as `generator.max_engine_restarts` allows.
+        """Sync the policy's weights to all engines as `version` and verify them. An engine that dies meanwhile is
+        restarted and the sync repeated, as often as `generator.max_engine_restarts` allows.
+
+        Returns: metrics, among them `seconds`.
 
         Raises:
             WeightSyncError: an engine does not hold the policy's weights.
@@ -81,7 +83,7 @@ class WeightPublisher:
         start = time.monotonic()
         while True:
             try:
-                async with self._turn:
+                async with self._lock:
                     self._version = version
                     metrics = await self._colocation.sync(self._send)
                     metrics |= await self._compare_log_probs()
@@ -89,19 +91,19 @@ class WeightPublisher:
             except (WorkerError, WeightSyncError) as error:
                 self._connected = False
                 if not await self._recovered():
-                    raise  # no engine died: it is what it says
+                    raise  # no engine died: the error has another cause
                 logger.warning(f"the weights of version {version} are sent again: {_first_line(error)}")
-                await self._colocation.bring("policy")
+                await self._colocation.onload("policy")
         self._num_published += 1
         return metrics | {"seconds": time.monotonic() - start}
 
     async def _recovered(self) -> bool:
-        """Whether there was something to recover from: an engine had died, and runs again."""
+        """Recover from engines that died. Returns: True if one had, and runs again."""
         any_died = False
 
         async def settle() -> None:
             nonlocal any_died
-            any_died = await self._client.settle()
+            any_died = await self._client.wait_until_healthy()
 
         await self._colocation.recover(settle)
         return any_died
@@ -123,12 +125,12 @@ class WeightPublisher:
         return metrics
 
     async def _compare_log_probs(self) -> dict[str, float]:
-        """Of the fixed tokens, where it is their turn. Raises WeightSyncError if they differ."""
+        """Compare the log-probs of fixed tokens, in syncs where that is due. Raises WeightSyncError if they differ."""
         if self._expected is None:
             return {}
-        found = await asyncio.gather(*(self._log_probs_of_engine(engine) for engine in self._client.engines))
+        of_engines = await asyncio.gather(*(self._log_probs_of_engine(engine) for engine in self._client.engines))
         tolerance = self._tolerance.now(self._expected)
-        gap = check_canaries(self._expected, found, tolerance, self._version)
+        gap = check_canaries(self._expected, of_engines, tolerance, self._version)
         self._tolerance.learn(gap, self._expected)
         return {"canary_gap": gap, "canary_tolerance": tolerance}
 
@@ -138,10 +140,10 @@ class WeightPublisher:
         self._infos = await self._client.infos()
         self._node, *_ = await self._policy.call_all("node")
         if not self._adapters_alone:
-            await self._meet(self._client.engines, self._infos, *self._transport())
+            await self._connect_to(self._client.engines, self._infos, *self._transport())
         self._connected = True
 
-    async def _meet(
+    async def _connect_to(
         self,
         engines: Sequence[InferenceEngineInterface],
         infos: Sequence[EngineInfo],
@@ -182,13 +184,13 @@ class WeightPublisher:
         )
 
     def _is_on_one_node(self, infos: Sequence[EngineInfo]) -> bool:
-        """Whether these engines see the shared memory of the policy's first worker."""
+        """Check whether these engines see the shared memory of the policy's first worker."""
         return {info.node for info in infos} == {self._node}
 
     async def _restart(
         self, start: Callable[[int], Awaitable[InferenceEngineInterface]], index: int
     ) -> InferenceEngineInterface:
-        """Starts engine `index` again as soon as it may have the device."""
+        """Restart engine `index` as soon as it may use the device."""
 
         async def start_and_wait() -> InferenceEngineInterface:
             engine = await start(index)
@@ -198,10 +200,10 @@ class WeightPublisher:
         return await self._colocation.start_engine(start_and_wait)
 
     async def _give_weights(self, index: int) -> None:
-        """Brings engine `index`, which was started again, to the version of the others. Where the workers have the
-        device, the next sync does."""
-        async with self._turn:
-            self._connected = False  # the next sync meets all of them anew
+        """Send the current version to engine `index`, which was restarted. Where workers are on the device, the next
+        sync does."""
+        async with self._lock:
+            self._connected = False  # the next sync connects to all of them again
             if not self._cfg.trainer.placement.colocate_all:
                 await self._send_to(index)
                 return
@@ -217,7 +219,7 @@ class WeightPublisher:
         transport: Transport = "checkpoint"
         if self._cfg.generator.run_engines_locally:
             transport = "shared_memory" if self._is_on_one_node([infos[index]]) else "broadcast"
-        await self._meet([engine], [infos[index]], transport, "full")
+        await self._connect_to([engine], [infos[index]], transport, "full")
         await self._policy.call_all("stage_weights", self._version)
         await self._policy.call_all("send_weights", self._version)
 
@@ -228,7 +230,7 @@ class WeightPublisher:
         return LoraLoadRequest(name=ADAPTER, path=str(folder), version=self._version)
 
     async def _load_adapters(self, expected: dict[str, int]) -> dict[str, float]:
-        """Every engine loads what `write_adapters` wrote. Raises WeightSyncError if one holds something else."""
+        """Load the files of `write_adapters` in every engine. Raises WeightSyncError if one holds something else."""
         reports = await asyncio.gather(*(engine.load_lora(self._adapter()) for engine in self._client.engines))
         for index, report in enumerate(reports):
             wrong = differences(expected, report.fingerprints)

@@ -1,4 +1,4 @@
-"""Which curves stand together. Knows metric names, not how a chart is drawn."""
+"""Grouping of curves into charts. Knows metric names, not how a chart is drawn."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -83,7 +83,7 @@ def _label(name: str) -> str:
 
 
 def groups(names: Iterable[str]) -> dict[str, list[str]]:
-    """Every metric, under the part of its name before the first slash (`eval/gsm8k` for evaluations of a dataset)."""
+    """Group all metrics by the part of the name before the first slash (`eval/gsm8k` for evaluations of a dataset)."""
     found: dict[str, list[str]] = {}
     for name in sorted(names):
         parts = name.split("/")

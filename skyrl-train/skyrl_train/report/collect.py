@@ -1,4 +1,4 @@
-"""What a page shows of a run, read from its folder. Knows no HTML."""
+"""Data of a run's page, read from its folder. Knows no HTML."""
 
 import time
 from collections import Counter
@@ -50,7 +50,8 @@ class Trajectories:
 
 
 def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float | None]]]:
-    """Every metric as steps and values, by step. Of several lines of a step the last that has the metric counts."""
+    """Return every metric as steps and values, by step. Of several lines of a step the last that has the metric
+    counts."""
     found: dict[str, dict[int, float | None]] = {}
     for row in rows:
         for name, value in row.items():
@@ -79,7 +80,8 @@ def run_name(run: RunFolder, text: str) -> str:
 
 
 def run_times(rows: list[dict[str, Any]]) -> dict[str, float | None]:
-    """When the run started and last wrote (Unix seconds), and what lies between. The first line ends the first step."""
+    """Return when the run started and last wrote (Unix seconds), and the durations between. The first line ends the
+    first step."""
     if not rows:
         return {"started": None, "updated": None, "seconds": None}
     started = rows[0]["time"] - (rows[0].get("timing/step") or 0.0)
@@ -87,7 +89,8 @@ def run_times(rows: list[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def read_trajectories(run: RunFolder, max_samples: int) -> Trajectories:
-    """Samples spread over the steps of a run and the prompts of each, and the failures of the files they are from."""
+    """Read samples spread over the steps of a run and the prompts of each, and the failures of the files they are
+    from."""
     files = run.trajectory_files()
     chosen = _spread(files, min(MAX_FILES, max(1, max_samples)))
     found = Trajectories(num_files=len(files), num_files_read=len(chosen))
@@ -139,7 +142,7 @@ def _sample(file: TrajectoryFile, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spread(items: list[Any], count: int) -> list[Any]:
-    """At most `count` items at even distances, the first and the last among them."""
+    """Select at most `count` items at even distances, the first and the last among them."""
     if len(items) <= count:
         return list(items)
     if count < 2:
@@ -169,7 +172,7 @@ def existing_run(path: Any) -> RunFolder:
 
 
 def page_data(run: RunFolder, max_samples: int) -> dict[str, Any]:
-    """All that the page shows, ready for JSON."""
+    """Collect all data of the page, ready for JSON."""
     rows = run.read_metrics()
     text = run.config_path.read_text() if run.config_path.exists() else ""
     trajectories = read_trajectories(run, max_samples)

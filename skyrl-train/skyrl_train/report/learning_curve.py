@@ -18,7 +18,7 @@ def save_learning_curve_png(
     training_metric: str = TRAINING_REWARD,
     evaluation_metric: str = EVALUATION_REWARD,
 ) -> Path:
-    """Draws the reward in training and in evaluation over the steps of a run.
+    """Draw the reward in training and in evaluation over the steps of a run.
 
     Returns:
         The picture's absolute path.

@@ -23,7 +23,7 @@ _ASSETS = files("skyrl_train.report") / "assets"
 
 
 def write_report(run_path: str | Path, output: str | Path | None = None, *, max_samples: int = 200) -> Path:
-    """Writes the page about a run, which may still be going on.
+    """Write the page about a run, which may still be going on.
 
     Args:
         run_path: the run folder.

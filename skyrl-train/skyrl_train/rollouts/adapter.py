@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 from skyrl_train.rollouts.metrics import MetricsOutput, concatenate, scores_of_groups
 from skyrl_train.rollouts.types import (
@@ -150,7 +150,7 @@ def _check_steps(output: GeneratorOutput) -> None:
 
 def _check_token_columns(output: GeneratorOutput) -> None:
     lengths = [len(ids) for ids in output["response_ids"]]
-    columns: dict[str, Any] = {
+    columns: dict[str, Sequence[Sequence[float]] | None] = {
         "loss masks": output["loss_masks"],
         "rollout logprobs": output["rollout_logprobs"],
         "weight versions": output.get("weight_versions"),

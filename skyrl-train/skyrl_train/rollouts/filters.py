@@ -67,7 +67,7 @@ def scores(group: TrajectoryGroup) -> list[float | None]:
 
 
 def is_informative(group: TrajectoryGroup) -> bool:
-    """Whether the rewards of a group differ, so that it teaches something (see `algorithms.sampling`)."""
+    """Check that the rewards of a group differ, so that it has a gradient (see `algorithms.sampling`)."""
     return bool(informative_groups(scores(group), [group.uid] * len(group.trajectories)))
 
 

@@ -228,6 +228,6 @@ def _environment_metrics(
     return found
 
 
-def _mean(values: np.ndarray[Any, Any]) -> float | None:
+def _mean(values: np.ndarray) -> float | None:
     """Return the mean; None of nothing."""
     return float(values.mean()) if values.size else None

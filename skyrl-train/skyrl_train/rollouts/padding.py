@@ -1,4 +1,4 @@
-"""From trajectories to padded tensors.
+"""Padding of trajectories to tensors.
 
 B trajectories, P longest prompt, R longest response, T = P + R:
 
@@ -31,7 +31,7 @@ def convert_prompts_responses_to_batch_tensors(
     loss_masks: list[list[int]],
     logprobs: list[list[float]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Pads B trajectories into tensors.
+    """Pad B trajectories into tensors.
 
     Args:
         tokenizer: gives the padding id.

@@ -13,12 +13,12 @@ _SENTENCEPIECE_SPACE = "\u2581"
 class Detokenizer(Protocol):
     """The part of a tokenizer that this module needs; those of transformers have it."""
 
-    def decode(self, token_ids: Any, /, *, skip_special_tokens: bool = False) -> Any: ...
+    def decode(self, token_ids: list[int], /, *, skip_special_tokens: bool = False) -> Any: ...
 
-    def convert_ids_to_tokens(self, ids: Any, /) -> Any: ...
+    def convert_ids_to_tokens(self, ids: int | list[int], /) -> Any: ...
 
 
-def trajectory_rows(groups: Sequence[TrajectoryGroup], tokenizer: Detokenizer) -> list[dict[str, Any]]:
+def trajectory_rows(groups: Sequence[TrajectoryGroup], tokenizer: Detokenizer) -> list[dict[str, object]]:
     """Return one JSON-ready row a trajectory (or a turn, with step-wise trajectories), in order:
 
     uid, sample         which prompt, and which of its samples
@@ -46,9 +46,9 @@ def _row(
     sample: TrainingSample,
     tokenizer: Detokenizer,
     pieces: "_TokenTexts",
-) -> dict[str, Any]:
+) -> dict[str, object]:
     log_probs = sample.log_probs
-    row: dict[str, Any] = {
+    row: dict[str, object] = {
         "uid": group.uid,
         "sample": trajectory.id.repetition_id,
         "prompt": tokenizer.decode(sample.prompt_ids, skip_special_tokens=False),
@@ -99,7 +99,7 @@ class _TokenTexts:
         return self._known[token]
 
     def _join_character(self, ids: Sequence[int], texts: list[str], start: int) -> int:
-        """Puts the character whose first bytes are token `start` onto its last token; returns that token's index."""
+        """Put the character whose first bytes are token `start` onto its last token; returns that token's index."""
         for end in range(start + 2, min(start + _MAX_TOKENS_OF_A_CHARACTER, len(ids)) + 1):
             joined = self._tokenizer.decode(list(ids[start:end]), skip_special_tokens=False)
             if _REPLACEMENT not in joined:

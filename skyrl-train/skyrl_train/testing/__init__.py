@@ -1,1 +1,2 @@
-"""For whoever writes a loss or an estimator: checks of what must hold for every one. Start at `invariances`."""
+"""Test kits for users' losses, estimators, backends and engines: checks that hold for every one. Start at
+`invariances`."""

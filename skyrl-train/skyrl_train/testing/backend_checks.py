@@ -30,7 +30,7 @@ NUM_STEPS = 8
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Everything that one optimizer step shows."""
+    """Observable results of one optimizer step."""
 
     sums: MetricSums
     step: Step
@@ -82,7 +82,7 @@ def _check_all(findings: Findings, backend: TrainingBackend, model_path: str) ->
 
 
 def settings_of(model_path: str, settings: Mapping[str, Any]) -> SkyRLConfig:
-    """Settings of a policy in float32 whose gradients are clipped at about a third of their norm."""
+    """Return settings of a policy in float32 whose gradients are clipped at about a third of their norm."""
     optimizer = {"lr": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.05, "scheduler": "linear"}
     trainer = {
         "policy": {"model": {"path": model_path}, "optimizer_config": optimizer},
@@ -96,7 +96,7 @@ def settings_of(model_path: str, settings: Mapping[str, Any]) -> SkyRLConfig:
 
 
 def backend_batch(num_words: int = 64) -> TrainingInputBatch:
-    """Rows of 1 to 5 prompt tokens and 1 to 6 response tokens, of which some are an environment's."""
+    """Make rows of 1 to 5 prompt tokens and 1 to 6 response tokens, some of them observations of an environment."""
     draw = torch.Generator().manual_seed(0)
     num_prompt = torch.tensor([5, 1, 3, 4, 2, 5, 1])
     num_response = torch.tensor([6, 4, 1, 6, 3, 2, 5])
@@ -118,7 +118,7 @@ def backend_batch(num_words: int = 64) -> TrainingInputBatch:
 def take_step(
     backend: TrainingBackend, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch] | None = None
 ) -> StepOutcome:
-    """One optimizer step of the plain policy gradient."""
+    """Take one optimizer step of the plain policy gradient."""
     objective = PolicyObjective(backend.cfg.trainer.algorithm, PolicyLossRegistry.get("regular"))
     micro_batches = micro_batches or [MicroBatch(tuple(range(len(batch))))]
     gradient = backend.forward_backward(batch, micro_batches, objective)
@@ -166,7 +166,7 @@ def _check_divisions(findings: Findings, backend: TrainingBackend) -> None:
     for size in (1, 2, 4):
         parts = [MicroBatch(rows[start : start + size]) for start in range(0, NUM_ROWS, size)]
         _compare(findings, "micro_batches", f"in micro-batches of {size}", backend, batch, parts, expected)
-    parts = [MicroBatch(rows[:4]), MicroBatch(rows[4:]), MicroBatch(rows[:2], is_filler=True)]
+    parts = [MicroBatch(rows[:4]), MicroBatch(rows[4:]), MicroBatch(rows[:2], is_dummy=True)]
     _compare(findings, "micro_batches", "with a dummy micro-batch", backend, batch, parts, expected)
     order = torch.tensor([3, 6, 0, 5, 2, 4, 1])
     with findings.attempt("row_order", "with the rows shuffled"):
@@ -179,7 +179,7 @@ def _check_divisions(findings: Findings, backend: TrainingBackend) -> None:
 
 
 def _check_updates(findings: Findings, backend: TrainingBackend) -> None:
-    """Gradients are forgotten, those that are not finite change nothing, and moving off the device neither."""
+    """Check that gradients are cleared, and that neither a non-finite gradient nor offloading changes weights."""
     batch = backend_batch()
     backend.load_model()
     before = take_step(backend, batch)

@@ -1,4 +1,4 @@
-"""What every advantage estimator must keep. One runs once a step, over the whole batch: no split concerns it.
+"""Invariances of advantage estimators. An estimator runs once a step, over the whole batch: no split concerns it.
 
 Shapes: B sequences, R response columns.
 """
@@ -30,9 +30,9 @@ def check_advantage_estimator(
     name: str | None = None,
     exempt: Mapping[str, str] | None = None,
 ) -> None:
-    """Runs every invariance of advantage estimators. One is called with keywords alone, as the trainer does:
-    `token_level_rewards`, `response_mask`, `action_mask` [B, R], `index` (B group names), `turns` [B, R], `values`
-    [B, R], `config`, `grpo_norm_by_std`, `gamma`, `lambd`; it gives advantages and returns [B, R].
+    """Run every invariance of advantage estimators. One is called with keywords alone, as the trainer does:
+    `token_level_rewards`, `response_mask`, `action_mask` [B, R], `index` (B group names), `turns` [B, R], `values` [B,
+    R], `config`, `grpo_norm_by_std`, `gamma`, `lambd`; it gives advantages and returns [B, R].
 
     Which of them hold depends on the estimator: `other_groups` not for one that normalises over the batch,
     `group_constant` not for one without a baseline. Say so in `exempt`.
@@ -163,7 +163,7 @@ def _check_groups(
     expected: Outputs,
     compare: Callable[..., None],
 ) -> None:
-    """Names, other groups, constants, rows without a token."""
+    """Check group names, other groups, constants, rows without a token."""
     mask = batch.tensor("response_mask")
     relabellings: dict[str, Mapping[str, Hashable]] = {
         "numbers that run the other way": {"a": 7, "b": 5, "c": 3, "d": 0},
@@ -209,7 +209,7 @@ def _check_direction(
     config: AlgorithmConfig,
     advantages: torch.Tensor,
 ) -> None:
-    """Raises the reward of every row's last action token in turn, and looks at the advantage there."""
+    """Raise the reward of every row's last action token in turn, and compare the advantage there."""
     rises = []
     for row, action in enumerate(batch.tensor("action_mask")):
         if not action.any():

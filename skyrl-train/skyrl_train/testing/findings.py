@@ -1,4 +1,4 @@
-"""What must hold, and how a function that breaks it is told so: one error, every broken rule, the numbers.
+"""Rules of the kits, and their errors: one error with every broken rule and its numbers.
 
 An invariance has a name, a rule and a likely cause, all three here and nowhere else.
 """
@@ -22,11 +22,11 @@ class Invariance:
 
 INVARIANCES: Mapping[str, Invariance] = {
     "form": Invariance(
-        "it gives back what the trainer expects: the stated types, one number a token, and raises nothing",
+        "the output has the types that the trainer expects, one number per token, and nothing is raised",
         "a reduced loss (`.mean()`): reducing is the trainer's business, over the whole mini-batch",
     ),
     "finite": Invariance(
-        "what it gives for the tokens that count is neither NaN nor infinite",
+        "the output for unmasked tokens is neither NaN nor infinite",
         "a division by a count or a standard deviation that can be 0",
     ),
     "deterministic": Invariance(
@@ -34,27 +34,27 @@ INVARIANCES: Mapping[str, Invariance] = {
         "random numbers of its own; randomness must come with the batch (`noise` of a token selector)",
     ),
     "inputs_unchanged": Invariance(
-        "the tensors and settings it was given are afterwards what they were",
+        "input tensors and settings are not modified",
         "an operation in place (`x *= mask`, `x[...] = 0`, `x.clamp_()`)",
     ),
     "masked_garbage": Invariance(
-        "NaN, infinity or any other number where the mask is 0 changes nothing, in the gradient neither",
+        "NaN, infinity or any other number where the mask is 0 changes neither output nor gradient",
         "a multiplication by the mask (NaN * 0 is NaN): use `torch.where(mask != 0, x, 0.0)` before any arithmetic",
     ),
     "masked_output": Invariance(
-        "it gives 0 for tokens that the mask leaves out",
+        "the output for masked tokens is 0",
         "a result that is not masked, or is masked by the wrong mask",
     ),
     "masked_gradient": Invariance(
-        "tokens that the mask leaves out have no gradient",
+        "masked tokens have no gradient",
         "a sum or mean over all columns instead of those of the mask",
     ),
     "gradient": Invariance(
-        "every token that should learn has a gradient that is not 0",
+        "every unmasked token has a nonzero gradient",
         "a `.detach()` or `torch.no_grad()` that covers too much",
     ),
     "gradient_direction": Invariance(
-        "a step down the gradient moves every token the right way",
+        "a gradient step moves the log-prob of every token in the right direction",
         "a wrong sign",
     ),
     "row_order": Invariance(
@@ -62,11 +62,11 @@ INVARIANCES: Mapping[str, Invariance] = {
         "something that runs over rows (`cumsum(0)`, neighbours), or takes groups to be consecutive",
     ),
     "micro_batches": Invariance(
-        "it does not matter which rows are computed together",
+        "the division into micro-batches changes nothing",
         "a mean, maximum or count over rows inside the function",
     ),
     "data_parallel": Invariance(
-        "it does not matter how rows are shared out over 1, 2 or 4 workers",
+        "the division over 1, 2 or 4 workers changes nothing",
         "a mean, maximum or count over rows inside the function",
     ),
     "padding": Invariance(
@@ -74,15 +74,15 @@ INVARIANCES: Mapping[str, Invariance] = {
         "a mean over the width (`.mean(-1)`, `x.shape[1]`), or a fixed column (`x[:, -1]`)",
     ),
     "float64": Invariance(
-        "float32 gives what float64 gives, to 1e-5",
+        "float32 agrees with float64 to 1e-5",
         "half precision inside, or a difference of large numbers (mean of squares minus square of the mean)",
     ),
     "group_names": Invariance(
-        "what groups are called changes nothing",
+        "the names of groups change nothing",
         "arithmetic on group names, or groups sorted by name",
     ),
     "other_groups": Invariance(
-        "a group is judged by itself: other groups in the batch change nothing",
+        "other groups in the batch change nothing",
         "a mean or standard deviation of the batch in place of the group's",
     ),
     "group_constant": Invariance(
@@ -94,23 +94,23 @@ INVARIANCES: Mapping[str, Invariance] = {
         "a wrong sign, or rewards that are not read",
     ),
     "empty_rows": Invariance(
-        "a row without a token in the mask is as if it were not there",
+        "a row with an empty mask has no effect",
         "a count of rows that includes those (`mask.shape[0]`)",
     ),
     "skipped_update": Invariance(
-        "a gradient that is not finite changes no weight and is told",
+        "a gradient that is not finite changes no weight and is reported",
         "an optimizer step that is taken whatever the gradient's norm is",
     ),
     "forgotten_gradient": Invariance(
-        "a step's gradient is that of its own mini-batch",
+        "a step uses the gradient of its own mini-batch alone",
         "gradients that are not cleared after a step, or after one that was skipped",
     ),
     "sums_to_one": Invariance(
-        "the weights of a mini-batch add up to 1, as those of a mean do",
+        "the weights of a mini-batch add up to 1",
         "a wrong count of tokens, rows or prompts",
     ),
     "agreement": Invariance(
-        "two ways of computing the same numbers give the same numbers",
+        "two implementations of the same formula agree",
         "positions, masks or the temperature are treated differently in the two",
     ),
 }
@@ -118,7 +118,7 @@ INVARIANCES: Mapping[str, Invariance] = {
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken rule.
+    """Violation of one rule.
 
     Attributes:
         subject: the function that breaks it.
@@ -186,7 +186,7 @@ class Findings:
         return invariance in self._found
 
     def check_finite(self, words: str, what: str, value: torch.Tensor, kept: torch.Tensor) -> None:
-        """Adds a violation of `finite` where a kept position holds NaN or infinity."""
+        """Add a violation of `finite` where a kept position holds NaN or infinity."""
         self.compare("finite", words, what, value.nan_to_num(posinf=0.0, neginf=0.0), value, kept)
 
     def check_deterministic(self, words: str, outputs: Callable[[], Mapping[str, torch.Tensor]]) -> None:
@@ -203,7 +203,7 @@ class Findings:
 
     @contextmanager
     def attempt(self, invariance: str, words: str) -> Iterator[None]:
-        """Whatever the function under test raises inside is a violation, not the end of the check."""
+        """Record an exception of the function under test as a violation; the check goes on."""
         try:
             yield
         except Exception as error:  # a user's function may raise anything
@@ -221,7 +221,7 @@ class Findings:
         relative: float = 1e-5,
         absolute: float = 1e-6,
     ) -> None:
-        """Adds a violation where `got` differs from `expected` by more than `absolute + relative * |expected|` at a
+        """Add a violation where `got` differs from `expected` by more than `absolute + relative * |expected|` at a
         `kept` position; NaN differs from everything, itself included.
 
         Args:
@@ -245,7 +245,7 @@ class Findings:
             )
 
     def finish(self) -> None:
-        """Raises InvarianceError if anything was found."""
+        """Raise InvarianceError if there are violations."""
         if self._found:
             raise InvarianceError(
                 [

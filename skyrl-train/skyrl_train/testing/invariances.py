@@ -57,7 +57,7 @@ NOT_MEANT_TO_HOLD: Mapping[str, Mapping[str, str]] = {
 def check_everything_registered(
     config: AlgorithmConfig | None = None, exempt: Mapping[str, Mapping[str, str]] | None = None
 ) -> None:
-    """Checks every policy loss, estimator, reduction, KL estimate and critic loss there is, users' own included.
+    """Check every registered policy loss, estimator, reduction, KL estimate and critic loss, users' own included.
 
     Args:
         config: the settings they are run with. None: the defaults.

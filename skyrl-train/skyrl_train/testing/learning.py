@@ -1,4 +1,5 @@
-"""Learning in one process, on a CPU, in seconds: the trainer's own judging, workers and losses, without Ray or engines.
+"""Training of tiny models in one process, on a CPU, in seconds: the trainer's batch preparation, workers and losses,
+without Ray or engines.
 
     outcome = learn(Bandit(), {"advantage_estimator": "rloo", "policy_loss_type": "my_loss"})
     assert outcome.after > 0.9
@@ -20,8 +21,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
 from skyrl_train.algorithms.losses import PolicyLossRegistry, TokenSelectorRegistry
+from skyrl_train.batch_preparation import loss_weights, mini_batches_of_prompts, prepare_training_batch
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.judging import judge, loss_weights, mini_batches_of_prompts
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.rollouts.padding import convert_prompts_responses_to_batch_tensors
 from skyrl_train.testing.tasks import Task
@@ -33,7 +34,7 @@ from skyrl_train.workers.worker import CriticWorker, RefWorker, Worker
 
 @dataclass
 class Episode:
-    """One rollout: what was asked, what was written by whom, what it earned. Lists of one entry a response token."""
+    """Rollout of the kit. Lists of one entry a response token."""
 
     prompt: list[int]
     response: list[int] = field(default_factory=list)
@@ -112,20 +113,21 @@ class Apprentice:
     # ---- one step, as the trainer takes it
 
     def step(self) -> MetricSums:
-        """Answer, judge, learn. Returns the metrics of the first optimizer step, of judging, and the mean reward."""
+        """Take one training step. Returns: metrics of the first optimizer step and of batch preparation, mean
+        reward."""
         episodes, names = self.rollouts(self.num_samples)
         batch = self.batch_of(episodes, names)
         mini_batches = mini_batches_of_prompts(names, self.cfg.trainer.policy_mini_batch_size)
         schedule = self.schedule(batch, mini_batches)
         batch = self.with_forwards(batch, schedule)
-        batch, judged = judge(batch, self.cfg, self.cfg.trainer.algorithm.kl_loss_coef)
+        batch, preparation = prepare_training_batch(batch, self.cfg, self.cfg.trainer.algorithm.kl_loss_coef)
         algorithm = self.cfg.trainer.algorithm
         weights = loss_weights(batch, mini_batches, algorithm.loss_reduction, algorithm.max_seq_len)
         batch["loss_weights"] = batch["critic_loss_weights"] = weights
         metrics = self.train(self.policy, batch, schedule)
         if self.critic is not None:
             self.train(self.critic, batch, schedule)
-        return {**judged, **metrics, "reward": mean_reward(episodes)}
+        return {**preparation, **metrics, "reward": mean_reward(episodes)}
 
     def schedule(self, batch: TrainingInputBatch, mini_batches: list[list[int]]) -> Schedule:
         lengths = batch.tensor("attention_mask").sum(dim=1).tolist()
@@ -135,16 +137,16 @@ class Apprentice:
     def with_forwards(self, batch: TrainingInputBatch, schedule: Schedule) -> TrainingInputBatch:
         """The batch with what models say of it before anything is learnt."""
         columns = {"action_log_probs": self.policy, "base_action_log_probs": self.ref, "values": self.critic}
-        [micro_batches], [shard] = schedule.whole(), schedule.shard(batch)
+        [micro_batches], [rows] = schedule.whole(), schedule.split(batch)
         for name, worker in columns.items():
             if worker is not None:
-                batch[name] = schedule.gather([worker.forward(shard, micro_batches)], "output")
+                batch[name] = schedule.gather([worker.forward(rows, micro_batches)], "output")
         return batch
 
     def train(self, worker: Worker, batch: TrainingInputBatch, schedule: Schedule) -> MetricSums:
         """Optimizer steps over all mini-batches; the metrics of the first."""
-        [shard] = schedule.shard(batch)
-        worker.load_batch(shard)
+        [rows] = schedule.split(batch)
+        worker.load_batch(rows)
         metrics = []
         for _ in range(self.cfg.trainer.update_epochs_per_batch):
             for [micro_batches] in schedule.mini_batches:
@@ -173,7 +175,7 @@ class Apprentice:
 
     @torch.no_grad()
     def sync_engine(self) -> None:
-        """Gives the sampler the policy's weights."""
+        """Copy the policy's weights to the sampler."""
         self.engine.load_state_dict(self.policy.full_state())
 
     @torch.no_grad()
@@ -190,7 +192,7 @@ class Apprentice:
         return ids[:, -self.task.num_tokens :].tolist(), torch.cat(log_probs, dim=1).tolist()
 
     def batch_of(self, episodes: list[Episode], names: list[str]) -> TrainingInputBatch:
-        """Episodes as the trainer's tensors."""
+        """Collate episodes into the trainer's tensors."""
         sequences, attention_mask, response_mask, rewards, loss_mask, log_probs = (
             convert_prompts_responses_to_batch_tensors(
                 SimpleNamespace(pad_token_id=0),  # type: ignore[arg-type]  # all that is asked of a tokenizer
@@ -218,7 +220,7 @@ class Apprentice:
 
 
 def learn(task: Task, algorithm: Mapping[str, Any] | None = None, *, num_steps: int = 20, **options: Any) -> Outcome:
-    """Trains a tiny model on a task. Same arguments (`options` are `Apprentice`'s), same result, bit for bit.
+    """Train a tiny model on a task. Equal arguments (`options` are `Apprentice`'s) give equal results, bit for bit.
 
     Returns:
         the mean reward of fresh rollouts before and after, to be held against `task.at_random` and `task.optimum`.
@@ -292,5 +294,5 @@ def settings_of(
 
 
 def start(worker: Worker) -> None:
-    """Loads a worker's model, alone in its group. All workers of this process share one process group."""
+    """Load a worker's model, alone in its group. All workers of this process share one process group."""
     worker.init_model(RankInfo())

@@ -1,4 +1,4 @@
-"""What every per-token loss must keep: policy losses (alone or with a token selector), the critic's loss, KL estimates.
+"""Invariances of per-token losses: policy losses (alone or with a token selector), the critic's loss, KL estimates.
 
 A loss is run as a worker runs it: on some rows of a mini-batch at a time, reduced by weights that belong to the whole
 mini-batch, with a gradient in `log_probs`. Garbage behind the mask, which a worker takes out before, is given to it all
@@ -40,7 +40,7 @@ def check_policy_loss(
     rows_per_unit: int = 1,
     exempt: Mapping[str, str] | None = None,
 ) -> None:
-    """Runs every invariance of policy losses: `loss(log_probs, old_log_probs, advantages, config, loss_mask,
+    """Run every invariance of policy losses: `loss(log_probs, old_log_probs, advantages, config, loss_mask,
     rollout_logprobs)`, tensors [B, R], gives the loss of every token and metrics by name, all [B, R].
 
     Args:
@@ -90,8 +90,8 @@ def check_critic_loss(
     name: str | None = None,
     exempt: Mapping[str, str] | None = None,
 ) -> None:
-    """Runs every invariance of critic losses: `loss(values, old_values, returns, config)`, tensors [B, R], gives the
-    loss of every token and metrics by name, all [B, R]. Arguments and errors as of `check_policy_loss`."""
+    """Run every invariance of critic losses: `loss(values, old_values, returns, config)`, tensors [B, R], gives the
+    loss of every token and metrics by name, all [B, R]. Arguments and errors: see `check_policy_loss`."""
     config = AlgorithmConfig() if config is None else deepcopy(config)
     findings = Findings(f"the critic loss {name or _name_of(loss)}", exempt)
     policy = policy_batch()
@@ -115,8 +115,8 @@ def check_critic_loss(
 def check_kl_estimator(
     estimator: Callable[..., torch.Tensor], *, name: str | None = None, exempt: Mapping[str, str] | None = None
 ) -> None:
-    """Runs every invariance of KL estimates: `estimator(log_probs, log_probs_base, loss_mask)`, tensors [B, R], gives
-    one number a token, 0 outside the mask. Arguments and errors as of `check_policy_loss`."""
+    """Run every invariance of KL estimates: `estimator(log_probs, log_probs_base, loss_mask)`, tensors [B, R], gives
+    one number a token, 0 outside the mask. Arguments and errors: see `check_policy_loss`."""
     findings = Findings(f"the KL estimator {name or _name_of(estimator)}", exempt)
     policy = policy_batch()
     mask, log_probs = policy.tensor("loss_mask"), policy.tensor("log_probs")
@@ -172,7 +172,7 @@ def _check(
     select: Callable[[TensorBatch], TensorBatch] = lambda batch: batch,
     unit: int = 1,
 ) -> None:
-    """Every invariance that a function of tokens has, whatever it means. Stops early where its form is wrong."""
+    """Run the invariances of any function of tokens. Stops early where its form is wrong."""
     kept = batch.tensor("loss_mask") != 0
     config_before = deepcopy(config)
     with findings.attempt("form", "on an ordinary mini-batch"):
@@ -214,7 +214,7 @@ def _check(
 def _outputs(
     per_token: PerTokenLoss, batch: TensorBatch, variable: str, parts: list[torch.Tensor] | None = None
 ) -> Outputs:
-    """What a worker would see: the loss of every token and metrics, and the gradient of the reduced loss in the
+    """Compute the worker's view: the loss of every token and metrics, and the gradient of the reduced loss in the
     variable; computed in parts, whose weights are those of the whole mini-batch."""
     mask = batch.tensor("loss_mask")
     weights = token_weights(mask, "sequence_mean").to(mask.dtype)
@@ -274,7 +274,7 @@ def _check_gradient_of_first_step(
 def _check_slope(
     findings: Findings, words: str, gradient: torch.Tensor, direction: torch.Tensor | None, learning: torch.Tensor
 ) -> None:
-    """Where `learning`: the gradient is not 0, and has the sign of `direction` (None: any)."""
+    """Check, where `learning`, that the gradient is not 0 and has the sign of `direction` (None: any)."""
     still = learning & (gradient == 0)
     for row, token in still.nonzero()[:1].tolist():
         count = f"{int(still.sum())} of {int(learning.sum())} tokens"

@@ -1,4 +1,4 @@
-"""What a model's forward must keep, with its gradient: the numbers of the plainest forward there is, however rows lie.
+"""Invariances of a model's forward and gradient: the numbers of the plainest forward there is, however rows lie.
 
 Shapes: B rows, T columns (prompts padded on the left, responses on the right), R response columns.
 """
@@ -29,7 +29,7 @@ def check_model_forward(
     name: str | None = None,
     exempt: Mapping[str, str] | None = None,
 ) -> None:
-    """Compares log-probs, entropy and the gradient in every parameter with those of a plain forward in float64: row by
+    """Compare log-probs, entropy and the gradient in every parameter with those of a plain forward in float64: row by
     row, without padding, from whole logits. Then padded on either side, in other micro-batches, in another order of
     rows, and with other words at padding.
 
@@ -68,7 +68,8 @@ def check_model_forward(
 
 
 def model_batch(num_words: int) -> TensorBatch:
-    """Sequences [7, 11] of prompts of 1 to 5 tokens and responses of 1 to 6, and weights [7, 6] of their tokens."""
+    """Make sequences [7, 11] of prompts of 1 to 5 tokens and responses of 1 to 6, and weights [7, 6] of their
+    tokens."""
     draw = torch.Generator().manual_seed(0)
     num_prompt = torch.tensor([5, 1, 3, 4, 2, 5, 1])
     num_response = torch.tensor([6, 4, 1, 6, 3, 2, 5])
@@ -151,7 +152,7 @@ def _weighted(batch: TensorBatch, log_probs: torch.Tensor, entropy: torch.Tensor
 
 
 def _gradients(model: nn.Module) -> Outputs:
-    """Of every parameter, under its name in the transformers model."""
+    """Return the gradient of every parameter, under its name in the transformers model."""
     gradients = {}
     for name, parameter in model.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()

@@ -76,6 +76,9 @@ FAULTS: dict[str, Fault] = {
 }
 """Faults for models with tied embeddings, at least two layers and square key and value projections."""
 
+FAULTS_OF_PACKING = ("tied_head_stale", "packed_layer_stale")
+"""Faults of copies that vLLM packs for the instructions of a CPU (AVX-512 and AMX; without them there are none)."""
+
 FAULTS_OF_EXPERTS: dict[str, Fault] = {
     "experts_stale": _stale("layers.1.mlp.experts.down_proj"),
     "experts_moved_by_one": _each("layers.0.mlp.experts.down_proj", lambda stack: stack.roll(1, dims=0)),
@@ -95,9 +98,12 @@ class FaultyWeightExtension(WeightExtension):
     _planted: str | None = None
     _old_product: Any = None
 
-    def skyrl_plant(self, fault: str | None, processes: list[str]) -> None:
-        """Plants a fault in the processes of these names (as reports name them); None: takes it away.
-        Everywhere the weights of the last sync are kept from here on."""
+    def skyrl_plant(self, fault: str | None, processes: list[str]) -> bool:
+        """Plant a fault in the processes of these names (as reports name them); None removes it. Everywhere the
+        weights of the last sync are kept from here on.
+
+        Returns: False for a fault that cannot exist on this machine.
+        """
         model: Any = self.model_runner.get_model()
         vars(model).pop("load_weights", None)
         here = fault is not None and self._process_name() in processes
@@ -111,6 +117,13 @@ class FaultyWeightExtension(WeightExtension):
 
         model.load_weights = load_weights
         self._planted = fault if here else None
+        return fault not in FAULTS_OF_PACKING or self._packs_layers()
+
+    def _packs_layers(self) -> bool:
+        """Return True if layers multiply by a packed copy of their weight, whatever weight they are given."""
+        layer = self._packed_layer()
+        ones = torch.ones(1, layer.weight.shape[1], dtype=layer.weight.dtype)
+        return bool(layer.cpu_linear(ones, torch.zeros_like(layer.weight), None).any())
 
     def skyrl_finish(self, version: int) -> dict[str, Any]:
         tie: Any = loading.ModelUpdate._tie_again

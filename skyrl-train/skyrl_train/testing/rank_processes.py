@@ -138,7 +138,7 @@ def _serve(pipe: Connection, made: bytes, log_file: str) -> None:
                 make_worker, args = cloudpickle.loads(made)
                 worker = make_worker(*args)
             answer = _dumps((None, [getattr(worker, method)(*args) for method, args in cloudpickle.loads(calls)]))
-        except Exception as error:
+        except Exception as error:  # a worker may raise anything: its caller gets it
             log_traceback(error)
             keep_where_raised(error)
             try:

@@ -1,4 +1,4 @@
-"""What every reduction must keep: it is weights, a function of the loss mask (and of whose answers the rows are).
+"""Invariances of reductions: weights that depend on the loss mask (and on the prompts of the rows) alone.
 
 Shapes: B sequences of a mini-batch, R response columns.
 """
@@ -22,8 +22,8 @@ def check_reduction(
     name: str | None = None,
     exempt: Mapping[str, str] | None = None,
 ) -> None:
-    """Runs every invariance of reductions: `weights_of(loss_mask, max_seq_len=..., index=...)` gives weights [B, R],
-    and the reduced loss is the sum of weights * loss.
+    """Run every invariance of reductions: `weights_of(loss_mask, max_seq_len=..., index=...)` gives weights [B, R], and
+    the reduced loss is the sum of weights * loss.
 
     Args:
         max_seq_len: the constant that it may divide by, in tokens.

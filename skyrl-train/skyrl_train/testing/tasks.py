@@ -13,7 +13,7 @@ Turns = list[list[int]]
 
 
 class Task(Protocol):
-    """What is learnt."""
+    """Task of the learning kit."""
 
     @property
     def num_words(self) -> int:
@@ -37,12 +37,12 @@ class Task(Protocol):
 
     @property
     def prompts(self) -> list[list[int]]:
-        """All there are; a training step asks each."""
+        """Prompts of the task; a training step asks each."""
         ...
 
     def reply(self, prompt: list[int], turns: Turns) -> tuple[float, list[int] | None]:
-        """What the last turn earned (the reward stands on its last token), and what the environment says then; None
-        where the episode ends."""
+        """Return the reward of the last turn (on its last token) and the environment's reply; None where the episode
+        ends."""
         ...
 
 

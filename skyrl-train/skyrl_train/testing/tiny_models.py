@@ -16,8 +16,8 @@ CHAT_TEMPLATE = (
 def character_tokenizer(
     chat_template: str = CHAT_TEMPLATE, *, start: str = "<start>", end: str = "<end>", added_tokens: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """Its tokens: 0 `<pad>`, 1 `end` (the end of a sequence), 2 `start`, newline and printable ASCII (99 in all), and
-    those added."""
+    """Make a tokenizer of characters: 0 `<pad>`, 1 `end` (the end of a sequence), 2 `start`, newline and printable
+    ASCII (99 in all), and those added."""
     symbols = ["<pad>", end, start, "\n", *map(chr, range(32, 127)), *added_tokens]
     tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")  # type: ignore[assignment]

@@ -39,7 +39,7 @@ class Variant:
 
 
 def variants(batch: TensorBatch, masks: Mapping[str, str], *, unit: int = 1) -> Iterator[Variant]:
-    """Every variant of a batch whose columns are [B] or [B, R].
+    """Yield every variant of a batch whose columns are [B] or [B, R].
 
     Args:
         masks: the column that says where another one counts: {"log_probs": "loss_mask"}. Columns that are masks

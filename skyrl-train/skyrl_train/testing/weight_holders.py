@@ -26,11 +26,11 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class HolderInfo:
-    """What `init_infos_for` wants to know of an engine."""
+    """Properties of an engine that `init_infos_for` reads."""
 
     backend: str = "native"
     num_weight_processes: int = 1
-    lacks: Mapping[Any, str] = field(default_factory=dict)
+    unsupported: Mapping[Any, str] = field(default_factory=dict)
 
 
 class WeightHolder:
@@ -50,8 +50,8 @@ class WeightHolder:
 
     @classmethod
     def of_shapes(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], dtype: torch.dtype) -> Self:
-        """Ones. To be called in the engine's process: tensors that travel there would share their memory with the
-        trainer's."""
+        """Make tensors of ones. Called in the engine's process: tensors that travel there would share their memory with
+        the trainer's."""
         return cls((name, torch.ones(shape, dtype=dtype)) for name, shape in shapes)
 
     def weight_version(self) -> int:
@@ -128,13 +128,13 @@ class HolderProcesses:
             self.processes.append(process)
 
     def wait_for_start(self, timeout_seconds: float = 120.0) -> None:
-        """Until all processes answer: imports take longer than calls."""
+        """Wait until all processes answer: imports take longer than calls."""
         calls, self._timeout_seconds, usual = self.call_all("weight_version"), timeout_seconds, self._timeout_seconds
         self.wait(calls)
         self._timeout_seconds = usual
 
     def restart(self, index: int) -> None:
-        """Ends a process, if it still lives, and starts another in its place."""
+        """End a process, if it still lives, and start another in its place."""
         self.processes[index].kill()
         self.processes[index].join(10)
         self._pipes[index], self.processes[index] = self._start_process()
@@ -197,7 +197,7 @@ class HolderProcesses:
 
 
 def _serve(pipe: Connection, make_holder: Callable[[], Any]) -> None:
-    """Answers calls one after the other until the other end is gone."""
+    """Answer calls one after the other until the other end is gone."""
     torch.set_num_threads(1)
     holder = make_holder()
     while True:

@@ -132,7 +132,7 @@ class WrittenFiles:
 
 
 class TrainingBackend(ABC):
-    """One rank of a model. Every method but properties is a collective: all ranks call it, in the same order.
+    """Holder of one rank of a model. Every method but properties is a collective: all ranks call it, in the same order.
 
     Args:
         cfg: settings of the run.
@@ -238,7 +238,7 @@ class TrainingBackend(ABC):
         for micro_batch in micro_batches:
             rows = torch.tensor(micro_batch.rows)
             scores = self.score(batch.rows(rows))
-            if not micro_batch.is_filler:
+            if not micro_batch.is_dummy:
                 outputs[rows] = scores.output.cpu()
         return outputs
 
@@ -257,16 +257,16 @@ class TrainingBackend(ABC):
         for micro_batch in micro_batches:
             rows = torch.tensor(micro_batch.rows)
             micro = batch.rows(rows)
-            if micro_batch.is_filler:
+            if micro_batch.is_dummy:
                 micro = without_weight(micro)
             scores = self.score(micro, with_entropy=objective.needs_entropy)
             loss, own = objective(scores, micro.to(self.device))
             self.backward(loss)
             sums.append(own)
-            if not micro_batch.is_filler:
+            if not micro_batch.is_dummy:
                 outputs[rows] = scores.output.detach().cpu()
             if scores.router is not None:
-                counted = scores.router.zeros() if micro_batch.is_filler else scores.router
+                counted = scores.router.zeros() if micro_batch.is_dummy else scores.router
                 router = counted if router is None else router + counted
         return Gradient(merge_metric_sums(sums), outputs, router)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 
 def initialize_ray(cfg: Any) -> None:
-    """Starts Ray for a run with these settings (typed, or as Hydra gives them), or joins the cluster of RAY_ADDRESS.
-    With `trainer.placement.launcher=inline` no Ray is started.
+    """Start Ray for a run with these settings (typed, or as Hydra gives them), or join the cluster of RAY_ADDRESS. With
+    `trainer.placement.launcher=inline` no Ray is started.
 
     Raises:
         ConfigError: `trainer.placement.device=cuda`, and there are no GPUs.

@@ -17,7 +17,7 @@ TEMPORARY_SUFFIX = ".partial"
 
 
 def is_cloud_path(path: str | Path) -> bool:
-    """Whether a path names an object store rather than a file system."""
+    """Check whether a path names an object store rather than a file system."""
     return str(path).startswith(CLOUD_SCHEMES)
 
 
@@ -35,7 +35,7 @@ def expand_path(path: str | Path) -> Path:
 
 
 def fsync_folder(folder: str | Path) -> None:
-    """Makes the names in a folder (a rename, a new file) survive a power cut, where the file system can do that."""
+    """Make the names in a folder (a rename, a new file) survive a power cut, where the file system can do that."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -47,7 +47,7 @@ def fsync_folder(folder: str | Path) -> None:
 
 
 def write_atomically(path: str | Path, content: bytes | str) -> None:
-    """Replaces a file as a whole: a reader, or a process killed here, sees the old content or the new, nothing between.
+    """Replace a file as a whole: a reader, or a process killed here, sees the old content or the new, nothing between.
 
     Raises:
         OSError: the disk is full or refuses. The old file is untouched and nothing is left beside it.
@@ -97,7 +97,8 @@ def _flush(path: Path) -> None:
 
 
 def remove_leftovers(folder: str | Path) -> None:
-    """Removes what writers killed in `write_atomically` left in a folder. Only for a time when nobody writes there."""
+    """Remove temporary files that killed writers of `write_atomically` left in a folder. Only for a time when nobody
+    writes there."""
     for leftover in Path(folder).glob(f".*{TEMPORARY_SUFFIX}"):
         leftover.unlink()
 

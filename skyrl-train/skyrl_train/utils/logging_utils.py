@@ -15,7 +15,7 @@ __all__ = ["BASE_PROMPT_COLOR", "NEGATIVE_RESPONSE_COLOR", "POSITIVE_RESPONSE_CO
 def log_example(
     logger: Any, prompt: object, response: object, reward: float | list[float] | None = None, **facts: Any
 ) -> None:
-    """Logs one prompt and response, coloured where the log goes to a terminal. Never raises: it is only for looking.
+    """Log one prompt and response, coloured where the log goes to a terminal. Never raises.
 
     Args:
         logger: loguru's logger.

@@ -1,4 +1,4 @@
-"""This machine as other processes of the run name it."""
+"""Name and address of this machine for other processes of the run."""
 
 import socket
 

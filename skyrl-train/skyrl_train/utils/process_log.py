@@ -1,4 +1,4 @@
-"""What a process says: where it goes, and how it looks. Knows no Ray."""
+"""Output of a process: its destination and format. Knows no Ray."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ _own_log = "its standard error"
 
 
 def capture_output(path: str | Path) -> None:
-    """Sends this process's standard output and error to a file from here on, line by line, appended to what is there.
+    """Redirect this process's standard output and error to a file from here on, line by line, appended to its content.
 
     The descriptors themselves are redirected, so what C++ libraries and child processes print arrives as well. A header
     line tells one start from the next. For processes that nobody watches; there is no way back.
@@ -70,7 +70,7 @@ def log_level() -> str:
 
 
 def configure_logging(log_path: str | Path | None = None) -> None:
-    """Sets up loguru for this process at the level of `LOG_LEVEL`, and brings what libraries log into it.
+    """Set up loguru for this process at the level of `LOG_LEVEL`, and forward logs of libraries to it.
 
     Args:
         log_path: also write every line there, without colours (appended): for the process that a person watches.
@@ -109,7 +109,7 @@ class _ToLoguru(logging.Handler):
 
 
 def _depth_of_caller() -> int:
-    """How many frames lie between `_ToLoguru.emit` and the code that called the standard library's logging."""
+    """Return the number of frames between `_ToLoguru.emit` and the code that called the standard library's logging."""
     frame: FrameType | None = sys._getframe(1)
     depth = 0
     while frame is not None and (depth == 0 or frame.f_code.co_filename == logging.__file__):

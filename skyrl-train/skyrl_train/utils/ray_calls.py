@@ -34,7 +34,7 @@ class Call:
     log_file: str
 
     def failure(self, error: RayError, remark: str = "") -> Exception:
-        """What `error` means to a person. Errors of ours come through; those about processes say in which.
+        """Convert `error` to one for the user. Errors of ours pass unchanged; those about processes name the process.
 
         Args:
             remark: a line about the circumstances, for errors that are not ours.
@@ -105,7 +105,7 @@ async def answers_of(
 
 
 async def answer_of(call: Call, timeout_seconds: float, what_to_set: str) -> Any:
-    """One answer, without a thread: for the many small calls to engines."""
+    """Await one answer without a thread: for the many small calls to engines."""
     try:
         return await asyncio.wait_for(_as_coroutine(call.reference), timeout_seconds)
     except TimeoutError:
@@ -133,7 +133,7 @@ def errors_for_caller() -> Iterator[None]:
     the exception, or all of it as text in place of an exception that does not survive pickling."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # a user's code may raise anything: the caller gets it
         log_traceback(error)
         keep_where_raised(error)
         if _survives_pickling(error):

@@ -13,7 +13,7 @@ from skyrl_train.utils.nodes import set_node_address
 
 
 def start_ray(cfg: SkyRLConfig) -> None:
-    """Joins the cluster named by RAY_ADDRESS, or starts one on this machine with room for every process of the run.
+    """Join the cluster named by RAY_ADDRESS, or start one on this machine with room for every process of the run.
 
     Raises:
         ConfigError: `trainer.placement.device=cuda`, and there are no GPUs.

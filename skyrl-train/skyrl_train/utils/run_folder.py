@@ -41,10 +41,11 @@ class TrajectoryFile(NamedTuple):
 
 
 class RunFolder:
-    """One run on disk. Making this object touches nothing; writing makes the folders it needs."""
+    """Folder of a run. Making this object touches nothing; writing makes the folders it needs."""
 
     def __init__(self, path: str | Path):
-        """
+        """Resolve the path.
+
         Raises:
             ConfigError: the path names an object store.
         """
@@ -71,16 +72,8 @@ class RunFolder:
         return self.path / "logs"
 
     @property
-    def checkpoints_folder(self) -> Path:
-        return self.path / "ckpts"
-
-    @property
-    def exports_folder(self) -> Path:
-        return self.path / "exports"
-
-    @property
     def trackers_folder(self) -> Path:
-        """Where trackers that keep local files put them."""
+        """Folder of trackers that keep local files."""
         return self.path / "trackers"
 
     @property
@@ -103,7 +96,7 @@ class RunFolder:
         write_atomically(self.config_path, text)
 
     def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Adds one line, on disk when this returns.
+        """Append one line, on disk when this returns.
 
         Values are numbers (also NumPy's and torch's), strings, booleans or None.
         What is not a number becomes null, with a warning the first time for each metric.
@@ -127,7 +120,8 @@ class RunFolder:
             fsync_folder(self.path)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Every line of `metrics.jsonl`, oldest first, less a torn last one (of a process killed or writing now).
+        """Return every line of `metrics.jsonl`, oldest first, less a torn last one (of a process killed or writing
+        now).
 
         Raises:
             DataError: a line before the last is not JSON.
@@ -137,7 +131,7 @@ class RunFolder:
         return [row for _, row in read_json_lines(self.metrics_path)]
 
     def write_trajectories(self, step: int, phase: Phase, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Keeps the trajectories of a step, all or none; an earlier file of the same step and phase is replaced."""
+        """Write the trajectories of a step, all or none; an earlier file of the same step and phase is replaced."""
         lines = b"".join(self._trajectory_line(row) for row in rows)
         self.trajectories_folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.trajectories_path(step, phase), lines)
@@ -158,7 +152,7 @@ class RunFolder:
         return [row for _, row in read_json_lines(self.trajectories_path(step, phase))]
 
     def trajectory_files(self) -> list[TrajectoryFile]:
-        """All trajectory files, by step."""
+        """Return all trajectory files, by step."""
         names = ((path, _TRAJECTORIES_NAME.fullmatch(path.name)) for path in self.trajectories_folder.glob("*.jsonl"))
         return sorted(
             TrajectoryFile(int(name[2]), "train" if name[1] == "train" else "eval", path)
@@ -167,7 +161,7 @@ class RunFolder:
         )
 
     def truncate_after(self, step: int) -> None:
-        """Forgets what came after a step, for a run that resumes there: it then writes those steps again.
+        """Delete everything after a step, for a run that resumes there and writes those steps again.
 
         Killed in the middle of this, calling it again finishes the work.
         """
@@ -192,7 +186,7 @@ class RunFolder:
 
 
 def _json_line(row: Mapping[str, Any]) -> bytes:
-    """One line of JSON. Half a surrogate pair, which UTF-8 cannot hold, becomes the JSON escape it is written as."""
+    """Format one line of JSON. Half a surrogate pair, which UTF-8 cannot hold, becomes its JSON escape."""
     return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
 
 
@@ -218,7 +212,7 @@ def _without_non_finite(value: Any) -> Any:
 
 
 def _drop_torn_line(file: BinaryIO) -> None:
-    """Cuts what follows the last line end: a line that was never whole, and would spoil the next."""
+    """Cut off an incomplete last line, which would spoil the next."""
     size = end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - 65536)

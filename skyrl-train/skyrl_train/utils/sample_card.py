@@ -1,4 +1,5 @@
-"""One trajectory as a few readable lines for a terminal. Model output is untrusted: it must not steer the terminal."""
+"""Card of a trajectory in a few readable lines for a terminal. Model output is untrusted: it must not steer the
+terminal."""
 
 import unicodedata
 from typing import Literal, NamedTuple
@@ -31,7 +32,7 @@ def card_blocks(
     failure: str = "",
     max_chars: int = 1200,
 ) -> list[Block]:
-    """What a card shows, top to bottom; texts are escaped and at most about `max_chars` long."""
+    """Return the blocks of a card, top to bottom; texts are escaped and at most about `max_chars` long."""
     good = isinstance(reward, int | float) and reward > 0
     facts = [f"reward {reward:.4g}"] if isinstance(reward, int | float) else []
     facts += [stop_reason] if stop_reason else []

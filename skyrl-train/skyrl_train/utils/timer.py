@@ -1,4 +1,4 @@
-"""How long a stage took."""
+"""Durations of the phases of a step."""
 
 import time
 from types import TracebackType

@@ -17,7 +17,7 @@ Encoding = Literal["full", "delta"]
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncInitInfo:
-    """How an engine meets the trainer. Can travel as JSON."""
+    """Description of an engine's connection to the trainer. Can travel as JSON."""
 
     transport: Transport
     encoding: Encoding = "full"
@@ -37,7 +37,8 @@ class WeightSyncInitInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightUpdateRequest:
-    """One bucket of parameters, in order. Can travel as JSON. `dtypes` are torch names such as `bfloat16`.
+    """Description of one bucket of parameters, in order. Can travel as JSON. `dtypes` are torch names such as
+    `bfloat16`.
 
     The bytes of a `full` bucket are those of its tensors one after the other.
     """
@@ -105,7 +106,7 @@ class ProcessReport:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightReport:
-    """What an engine holds after an update."""
+    """Report of an engine about its weights after an update."""
 
     version: int
     fingerprints: dict[str, int]

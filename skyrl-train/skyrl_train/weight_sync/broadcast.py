@@ -43,7 +43,7 @@ class BroadcastGroup:
             ) from error
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Sends (rank 0) or fills (others) `flat`, on the group's device. Every member must call it.
+        """Send (rank 0) or fill (others) `flat`, on the group's device. Every member must call it.
 
         Raises:
             WeightSyncError: a member is dead or silent, or the group was left.
@@ -59,7 +59,7 @@ class BroadcastGroup:
             ) from error
 
     def abort(self) -> None:
-        """Ends what other threads and the other members wait for, by an error."""
+        """End pending calls of other threads and members by an error."""
         if self._group is not None:
             self._group.abort()
         self._group = None  # its connections close with it: only so do the others hear of it
@@ -78,18 +78,18 @@ class BroadcastWriter:
         self._buffers = [Buffer(self._group.device) for _ in range(2)]  # one is sent while the other is filled
 
     def write(self, payload: Payload, version: int, index: int) -> dict[str, Any]:
-        """Puts a bucket into one piece."""
+        """Copy a bucket into one piece."""
         payload.copy_to(self._buffers[index % 2].first(payload.num_bytes))
         return {}
 
     def transmit(self, request: WeightUpdateRequest) -> None:
-        """Sends a bucket; the engines must have been told."""
+        """Send a bucket; the engines must have been told."""
         self._group.broadcast(_header(request, self._group.device))
         if request.num_bytes:
             self._group.broadcast(self._buffers[request.index % 2].first(request.num_bytes))
 
     def finish(self, version: int) -> None:
-        """Nothing stays behind."""
+        """Do nothing: no state remains."""
 
     def abort(self) -> None:
         self._group.abort()
@@ -130,5 +130,5 @@ class BroadcastReader:
 
 
 def _header(request: WeightUpdateRequest, device: torch.device) -> torch.Tensor:
-    """What goes ahead of a bucket's bytes. [3] int64"""
+    """Encode the header of a bucket. [3] int64"""
     return torch.tensor([request.version, request.index, request.num_bytes], device=device)

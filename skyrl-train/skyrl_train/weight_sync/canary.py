@@ -67,7 +67,7 @@ class CanaryTolerance:
         return min(self._most, max(self._least, measured))
 
     def learn(self, gap: float, expected: LogProbs) -> None:
-        """Takes note of a sync that passed."""
+        """Adjust the tolerance after a sync that passed."""
         if len(self._measured) < _NUM_MEASURED:
             self._measured.append(gap / _size(expected))
 

@@ -50,7 +50,7 @@ class CheckpointVersion:
         self._unfinished.mkdir(parents=True)
 
     def add(self, payload: Payload) -> None:
-        """Writes one bucket to a file of its own, tensor by tensor."""
+        """Write one bucket to a file of its own, tensor by tensor."""
         with (self._unfinished / str(len(self._names))).open("wb") as file:
             file.write(_header(payload))
             _write_bytes(file, payload)
@@ -58,7 +58,7 @@ class CheckpointVersion:
         self._num_bytes += payload.num_bytes
 
     def publish(self) -> list[Path]:
-        """Gives the files their names and the folder its place; the files."""
+        """Rename the files and their folder to their final names. Returns: the files."""
         count = len(self._names)
         names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
         for number, name in enumerate(names):
@@ -83,7 +83,7 @@ class CheckpointWriter:
         self._directory = Path(directory)
 
     def write(self, payload: Payload, version: int, index: int) -> dict[str, Any]:
-        """Says where the bytes are, after writing them if they are in no file yet."""
+        """Return the place of the bytes, after writing them if they are in no file yet."""
         if payload.place:
             return payload.place
         folder = self._directory / str(version)
@@ -102,7 +102,7 @@ class CheckpointWriter:
         """The engines read on their own."""
 
     def finish(self, version: int) -> None:
-        """Deletes all other versions, and what was left half written."""
+        """Delete all other versions and unfinished files."""
         for folder in self._directory.iterdir():
             number = folder.name.removesuffix(_UNFINISHED)
             if folder.is_dir() and number.isdecimal() and folder.name != str(version):
@@ -143,7 +143,7 @@ class CheckpointReader:
             ) from error
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: no file stays open."""
 
 
 def _header(payload: Payload) -> bytes:

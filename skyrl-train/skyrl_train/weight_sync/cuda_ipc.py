@@ -14,7 +14,7 @@ NUM_SLOTS = 2
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """What names a GPU in every process, whichever ones each of them sees."""
+    """Return the name of a GPU that is the same in every process, whichever GPUs each of them sees."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -28,7 +28,7 @@ class CudaIpcWriter:
         self._handles: list[dict[str, Any]] = [{} for _ in range(NUM_SLOTS)]
 
     def write(self, payload: Payload, version: int, index: int) -> dict[str, Any]:
-        """Copies a bucket to where no engine is reading."""
+        """Copy a bucket to memory that no engine is reading."""
         slot = index % NUM_SLOTS
         if payload.num_bytes > self._slots[slot].numel():
             self._slots[slot] = torch.empty(payload.num_bytes, dtype=torch.uint8, device=self._device)
@@ -94,7 +94,7 @@ _FIELDS = ("device", "memory", "size", "offset", "ref_counter", "ref_counter_off
 
 
 def _handle_of(flat: torch.Tensor) -> dict[str, Any]:
-    """What opens a tensor's memory in another process, fit for JSON."""
+    """Return a handle, fit for JSON, that opens a tensor's memory in another process."""
     shared = dict(zip(_FIELDS, flat.untyped_storage()._share_cuda_(), strict=True))
     return {name: base64.b64encode(value).decode() if name in _BYTES else value for name, value in shared.items()}
 

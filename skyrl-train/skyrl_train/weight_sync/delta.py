@@ -27,14 +27,14 @@ _ESCAPE = 255  # in gaps: go on by so many, and read on
 
 
 def encode(new: Integers, base: Integers) -> Iterator[bytes]:
-    """What leads from `base` to `new`, in pieces."""
+    """Encode the change from `base` to `new`, in pieces."""
     for start in range(0, len(new), CHUNK_ELEMENTS):
         part = slice(start, start + CHUNK_ELEMENTS)
         yield from _encode_chunk(new[part], base[part])
 
 
 def apply(payload: memoryview, base: Integers) -> int:
-    """Turns `base` in place into what `encode` was given as `new`; returns the number of bytes read.
+    """Change `base` in place into the `new` that `encode` was given. Returns: the number of bytes read.
 
     Raises:
         WeightSyncError: the payload is not of such a tensor.
@@ -91,20 +91,20 @@ def _gaps(positions: np.ndarray) -> np.ndarray:
 
 
 def _positions(gaps: np.ndarray) -> np.ndarray:
-    """Undoes `_gaps`."""
+    """Decode `_gaps`."""
     reached = np.cumsum(gaps, dtype=np.int64)
     return reached[gaps != _ESCAPE] - 1
 
 
 def _planes(differences: Integers) -> np.ndarray:
-    """All lowest bytes, then all second ones, and so on, of the differences with their sign last."""
+    """Order the bytes of the differences by significance, lowest first, with their sign last."""
     bits = differences.itemsize * 8
     sign_last = (differences << 1) ^ (differences >> (bits - 1))
     return np.ascontiguousarray(sign_last.view(np.uint8).reshape(-1, differences.itemsize).T)
 
 
 def _from_planes(planes: np.ndarray, dtype: np.dtype) -> Integers:
-    """Undoes `_planes`."""
+    """Decode `_planes`."""
     sign_last = np.ascontiguousarray(planes.reshape(dtype.itemsize, -1).T).view(f"u{dtype.itemsize}").reshape(-1)
     return ((sign_last >> 1) ^ -(sign_last & 1)).view(dtype)
 

@@ -63,7 +63,7 @@ class DeltaDecoder:
         return bucket
 
     def finish(self, version: int) -> None:
-        """All tensors are of `version`."""
+        """Record that all tensors are of `version`."""
         self._last.version = version
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class DeltaDecoder:
 
 
 def _room(num_bytes: int) -> int:
-    """So many bytes and what aligns the next tensor."""
+    """Return a buffer of so many bytes and the alignment of the next tensor."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -27,7 +27,7 @@ _MOST_NAMED = 3
 
 
 def num_turns(num_bytes: int) -> int:
-    """After so many consecutive versions, `sampled` has read every byte of a tensor of this size."""
+    """Return the number of consecutive versions after which `sampled` has read every byte of a tensor of this size."""
     if num_bytes <= WHOLE_BYTES:
         return 1
     return min(MOST_TURNS, num_bytes // BLOCK_BYTES // _LEAST_BLOCKS)
@@ -48,7 +48,7 @@ class Sampling:
 
 
 def num_bytes_read(num_bytes: int, verification: Verification) -> int:
-    """Bytes of a tensor that one fingerprint reads."""
+    """Return the number of bytes of a tensor that one fingerprint reads."""
     return num_bytes if verification == "full" else num_bytes // num_turns(num_bytes)
 
 
@@ -90,7 +90,7 @@ def fingerprints_of(
 
 
 def differences(expected: Mapping[str, int], report: Mapping[str, int]) -> str:
-    """What is wrong with an engine's fingerprints, by the names of the tensors; empty if nothing is."""
+    """Describe wrong fingerprints of an engine, by the names of the tensors; empty if there are none."""
     kinds = {
         "differ": [name for name, value in expected.items() if name in report and report[name] != value],
         "are missing": [name for name in expected if name not in report],

@@ -37,14 +37,14 @@ class LastWeights:
         self._places: dict[str, tuple[int, _Kind]] = {}
 
     def knows(self, name: str, dtype: str, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor of this name, dtype and shape was kept."""
+        """Check whether a tensor of this name, dtype and shape was kept."""
         return name in self._places and self._places[name][1] == (dtype, shape)
 
     def num_bytes(self, name: str) -> int:
         return num_bytes_of(*self._places[name][1])
 
     def read(self, name: str, into: torch.Tensor) -> None:
-        """Fills `into` [num_bytes] uint8, on the host, with a kept tensor's bytes."""
+        """Fill `into` [num_bytes] uint8, on the host, with a kept tensor's bytes."""
         position, _ = self._places[name]
         rest = into.numpy().data
         while rest:
@@ -54,7 +54,7 @@ class LastWeights:
             position, rest = position + count, rest[count:]
 
     def write(self, name: str, dtype: str, shape: tuple[int, ...], flat: torch.Tensor) -> None:
-        """Keeps a tensor, given as its bytes on the host, in place of the one of this name."""
+        """Keep a tensor, given as its bytes on the host, in place of the one of this name."""
         if not self.knows(name, dtype, shape):
             self._places[name] = self._end, (dtype, shape)
             self._end += flat.numel()

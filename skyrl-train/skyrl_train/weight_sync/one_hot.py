@@ -19,7 +19,7 @@ def columns_by_products(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Columns of a matrix W, one a row. [columns, outputs]
+    """Compute columns of a matrix W, one in each row. [columns, outputs]
 
     Args:
         multiply: x -> x W^T.

@@ -26,7 +26,7 @@ def integers_of(flat: torch.Tensor, dtype: str) -> np.ndarray:
 
 
 def num_bytes_of(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor of this torch dtype (by name) and shape."""
+    """Return the bytes of a tensor of this torch dtype (by name) and shape."""
     return math.prod(shape) * getattr(torch, dtype).itemsize
 
 
@@ -45,7 +45,7 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True)
 class Payload:
-    """One bucket on its way: what it holds, and its bytes in pieces that follow one another."""
+    """Bucket in transit: its description, and its bytes in consecutive pieces."""
 
     names: list[str]
     dtypes: list[str]
@@ -74,7 +74,7 @@ class Payload:
         )
 
     def request(self, *, version: int, index: int, **place: Any) -> WeightUpdateRequest:
-        """What the engines are told. `place`: the fields that say where the bytes are."""
+        """Build the request to the engines. `place`: the fields that say where the bytes are."""
         return WeightUpdateRequest(
             names=self.names,
             dtypes=self.dtypes,
@@ -87,7 +87,7 @@ class Payload:
         )
 
     def copy_to(self, flat: torch.Tensor) -> None:
-        """Writes the bytes to the beginning of `flat` (uint8, one dimension)."""
+        """Write the bytes to the beginning of `flat` (uint8, one dimension)."""
         start = 0
         for part in self.parts:
             flat[start : start + part.numel()].copy_(part)
@@ -95,7 +95,7 @@ class Payload:
 
 
 def check_announced(request: WeightUpdateRequest) -> None:
-    """Before whole tensors are fetched: raises WeightSyncError unless the request announces as many bytes as they need.
+    """Raise WeightSyncError, before whole tensors are fetched, unless the request announces as many bytes as they need.
     (Members of a group that expect different lengths would wait for each other.)"""
     needed = sum(map(num_bytes_of, request.dtypes, request.shapes))
     if needed != request.num_bytes:
@@ -106,7 +106,7 @@ def check_announced(request: WeightUpdateRequest) -> None:
 
 
 def split_bytes(request: WeightUpdateRequest, flat: torch.Tensor) -> Bucket:
-    """Views of `flat` (uint8, one dimension) as the request's named tensors.
+    """Split `flat` (uint8, one dimension) into views, the request's named tensors.
 
     Raises:
         WeightSyncError: the bytes are not as many as the tensors need.

@@ -1,4 +1,5 @@
-"""Which way weights take to the engines, and what each side must know to meet. Knows settings' names, not engines."""
+"""Choice of the transport of weights to the engines, and of each side's connection. Knows settings' names, not
+engines."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -12,7 +13,7 @@ Strategy = Literal["auto", "shared_memory", "cuda_ipc", "broadcast", "checkpoint
 
 
 class ReceivingEngine(Protocol):
-    """What must be known of an engine (`skyrl_train.inference_engines.base.EngineInfo` knows it)."""
+    """Properties of an engine that the plan reads (`skyrl_train.inference_engines.base.EngineInfo` has them)."""
 
     @property
     def backend(self) -> str: ...
@@ -21,7 +22,7 @@ class ReceivingEngine(Protocol):
     def num_weight_processes(self) -> int: ...
 
     @property
-    def lacks(self) -> Mapping[Any, str]: ...
+    def unsupported(self) -> Mapping[Any, str]: ...
 
 
 def choose_transport(
@@ -90,9 +91,9 @@ def init_infos_for(
         ConfigError: an engine cannot take part.
     """
     for index, engine in enumerate(engines):
-        why = engine.lacks.get("weight_update")
+        why = engine.unsupported.get("weight_update")
         if why is None and transport == "broadcast":
-            why = engine.lacks.get("broadcast")
+            why = engine.unsupported.get("broadcast")
         if why is not None:
             raise ConfigError(
                 f"generator.weight_sync_strategy: engine {index} ({engine.backend}) cannot get its weights by "

@@ -58,7 +58,7 @@ class WeightReceiver:
         return bucket
 
     def finish(self, version: int) -> None:
-        """Ends the update.
+        """End the update.
 
         Raises:
             WeightSyncError: no update to `version` is open, or tensors that came with the update before are missing.

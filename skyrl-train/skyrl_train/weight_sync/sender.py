@@ -49,7 +49,7 @@ class Writer(Protocol):
     """The beginning of a transport."""
 
     def write(self, payload: Payload, version: int, index: int) -> dict[str, Any]:
-        """Puts a bucket where the engines can get it, while they may still read the one before; returns where, as
+        """Put a bucket where the engines can read it, while they may still read the one before. Returns: its place, as
         fields of a request."""
         ...
 
@@ -58,7 +58,7 @@ class Writer(Protocol):
         ...
 
     def finish(self, version: int) -> None:
-        """All engines hold `version`."""
+        """Record that all engines hold `version`."""
         ...
 
     def abort(self) -> None:
@@ -98,7 +98,7 @@ def _in_buckets(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> 
 
 
 def needs_staging(init_info: WeightSyncInitInfo) -> bool:
-    """Whether `WeightSender.stage` can do a part of the work before generation pauses: write files, encode."""
+    """Check whether `WeightSender.stage` can do a part of the work before generation pauses: write files, encode."""
     return init_info.encoding == "delta" or init_info.transport == "checkpoint"
 
 
@@ -153,7 +153,7 @@ class WeightSender:
             raise
 
     def stage(self, buckets: Iterable[Bucket], version: int) -> None:
-        """Does what needs no engine, where `needs_staging`: writes files, encodes.
+        """Do the work that needs no engine, where `needs_staging`: write files, encode.
 
         Raises:
             WeightSyncError: the files cannot be written.
@@ -169,7 +169,7 @@ class WeightSender:
         self._stage_seconds = perf_counter() - began
 
     def send(self, buckets: Iterable[Bucket] | None, version: int) -> SyncResult:
-        """Streams the buckets to every engine, which then takes on `version`.
+        """Stream the buckets to every engine, which then takes on `version`.
 
         Args:
             buckets: None: those that were staged.
@@ -223,8 +223,8 @@ class WeightSender:
         return self._stage.payloads(held)
 
     def _stream(self, payloads: Iterable[Payload], version: int) -> tuple[dict[str, float], dict[str, int]]:
-        """Every bucket to every engine; at most one is under way, since nothing promises the order of two calls.
-        Returns metrics and the fingerprints of what was sent."""
+        """Send every bucket to every engine, one at a time, since nothing promises the order of two calls. Returns:
+        metrics and the fingerprints of the tensors sent."""
         writer = self._writer
         assert writer is not None
         sums = {"bytes": 0.0, "payload_bytes": 0.0, "buckets": 0.0}

@@ -40,7 +40,7 @@ class Segment:
         return self._bytes[:num_bytes]
 
     def close(self) -> None:
-        """Forgets the memory; it is free once no engine maps it any more."""
+        """Release the memory; it is free once no engine maps it any more."""
         self._bytes = torch.empty(0, dtype=torch.uint8)
         if hasattr(self, "_file"):
             self._file.close()
@@ -64,7 +64,7 @@ class SharedMemoryWriter:
         self._slots = [Segment() for _ in range(NUM_SLOTS)]
 
     def write(self, payload: Payload, version: int, index: int) -> dict[str, Any]:
-        """Copies a bucket to where no engine is reading."""
+        """Copy a bucket to memory that no engine is reading."""
         slot = self._slots[index % NUM_SLOTS]
         if payload.num_bytes:
             payload.copy_to(slot.first(payload.num_bytes))

@@ -1,4 +1,4 @@
-"""What the trainer does for a sync while the engines still generate: encode what changed, or write files."""
+"""Staging: work of the trainer for a sync while the engines still generate (encoding changes, writing files)."""
 
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -20,11 +20,11 @@ class Stage(Protocol):
     """Buckets, held ready outside of memory."""
 
     def take(self, buckets: Iterable[Bucket], version: int) -> Iterator[Payload]:
-        """Makes the buckets ready; each is yielded, with its tensors, once it is."""
+        """Prepare the buckets; yield each, with its tensors, when it is ready."""
         ...
 
     def payloads(self, held: int | None) -> Iterator[Payload]:
-        """What was made ready, for engines that hold version `held` (None: nothing that is known)."""
+        """Yield the prepared buckets, for engines that hold version `held` (None: unknown)."""
         ...
 
     def close(self) -> None: ...
@@ -43,7 +43,7 @@ class DeltaStage:
         self._sizes: list[int] = []
 
     def take(self, buckets: Iterable[Bucket], version: int) -> Iterator[Payload]:
-        """Encodes every tensor against the one that was taken last."""
+        """Encode every tensor against its previous version."""
         self._base_version, self._last.version = self._last.version, None
         self._buckets, self._sizes = [], []
         self._changes.seek(0)
@@ -58,7 +58,7 @@ class DeltaStage:
         self._last.version = version
 
     def payloads(self, held: int | None) -> Iterator[Payload]:
-        """Changes if they lead away from `held`, else whole tensors."""
+        """Yield changes if they lead away from `held`, else whole tensors."""
         if held is None or held != self._base_version:
             for payload in self._buckets:
                 yield replace(payload, parts=[self._kept(payload)])
@@ -107,7 +107,7 @@ class CheckpointStage:
         self._payloads: list[Payload] = []
 
     def take(self, buckets: Iterable[Bucket], version: int) -> Iterator[Payload]:
-        """Writes a file a bucket; the folder appears when all are there."""
+        """Write one file for each bucket; the folder appears when all are there."""
         self._payloads = []
         try:
             folder = CheckpointVersion(self._directory, version)

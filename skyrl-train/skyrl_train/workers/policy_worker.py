@@ -1,4 +1,4 @@
-"""One rank of the policy: it is trained, and its weights go to the rollout engines."""
+"""Rank of the policy: it is trained, and its weights go to the rollout engines."""
 
 import platform
 from collections.abc import Iterator, Sequence
@@ -62,7 +62,7 @@ class PolicyWorker(Worker):
             self.batch["selected_tokens"] = self._selected_tokens(self._token_selector, micro_batches)
         gradient = self.add_gradient(micro_batches)
         if self.batch.get("action_log_probs") is None:
-            rows = [row for micro_batch in micro_batches if not micro_batch.is_filler for row in micro_batch.rows]
+            rows = [row for micro_batch in micro_batches if not micro_batch.is_dummy for row in micro_batch.rows]
             own = torch.where(self.batch.tensor("loss_mask") != 0, gradient.outputs, 0.0)
             self._old_log_probs[rows] = own[rows]
         return gradient.sums | self._router_metrics(gradient.router)
@@ -76,7 +76,7 @@ class PolicyWorker(Worker):
         """Select the tokens [b, R] bool of the loaded rows that the loss treats apart, over the rows of the mini-batch
         on all ranks. A collective."""
         log_probs = self.backend.forward(self.batch, micro_batches)
-        rows = [row for micro_batch in micro_batches if not micro_batch.is_filler for row in micro_batch.rows]
+        rows = [row for micro_batch in micro_batches if not micro_batch.is_dummy for row in micro_batch.rows]
         columns = [log_probs]
         for name in ("action_log_probs", "advantages", "loss_mask", "token_noise"):
             columns.append(log_probs if self.batch.get(name) is None else self.batch.tensor(name).float())

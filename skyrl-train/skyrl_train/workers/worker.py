@@ -1,4 +1,4 @@
-"""One rank of a model: a training backend that holds it and an objective that it is trained on.
+"""Rank of a model: a training backend that holds it and an objective that it is trained on.
 
 Knows nothing of Ray; alone it is a plain object.
 """
@@ -160,7 +160,7 @@ class Worker:
 
 
 class CriticWorker(Worker):
-    """One rank of the critic, which is trained to predict returns.
+    """Rank of the critic, which is trained to predict returns.
 
     Args:
         num_training_steps: optimizer steps of the whole run, for the learning-rate schedule.
@@ -175,7 +175,7 @@ class CriticWorker(Worker):
 
 
 class RefWorker(Worker):
-    """One rank of the reference model: the policy as it was, to which KL is measured."""
+    """Rank of the reference model, the origin of KL."""
 
     name = "ref"
 

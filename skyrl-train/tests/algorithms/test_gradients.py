@@ -184,7 +184,7 @@ def test_gradcheck_of_the_critic():
 
 
 @pytest.mark.parametrize("name", [name for name in OURS if PolicyLossRegistry.requirements(name).advantages])
-def test_on_policy_the_gradient_is_the_policy_gradient(name: str):
+def test_gradient_on_policy_is_the_policy_gradient(name: str):
     """Whatever a loss does away from ratio 1: there, d loss / d log pi = -A of each token; but Clip-Cov takes its
     chosen tokens out even then."""
     batch = Batch()
@@ -198,8 +198,9 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name: str):
     torch.testing.assert_close(log_probs.grad, expected)
 
 
-def test_from_the_reference_on_dpo_pulls_all_tokens_of_a_pair_alike():
-    """At margin 0, d loss / d log pi = -beta/2 in the chosen answer and +beta/2 in the rejected one, for its mean."""
+def test_dpo_gradient_at_margin_0_is_equal_for_all_tokens():
+    """The gradient of DPO at margin 0 is d loss / d log pi = -beta/2 in the chosen answer and +beta/2 in the rejected
+    one, for its mean."""
     batch = Batch()
     log_probs = batch.old.clone().requires_grad_()
     weighted_sum(batch.loss("dpo", log_probs), token_weights(batch.mask, "sequence_mean")).backward()

@@ -152,7 +152,7 @@ def test_the_estimates_of_all_tokens_average_to_the_kl(estimator):
     torch.testing.assert_close(estimate, exact)
 
 
-def test_in_the_loss_the_gradient_of_k2_averages_to_that_of_the_kl_and_that_of_k1_to_nothing():
+def test_k2_gradient_averages_to_that_of_the_kl_and_k1_gradient_to_0():
     logits, reference = two_policies()
 
     def gradient(of_logits) -> torch.Tensor:

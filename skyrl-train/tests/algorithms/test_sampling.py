@@ -1,4 +1,4 @@
-"""Which rollouts are worth training on."""
+"""Selection of rollouts for training."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What of the algorithm's settings goes together, and what each needs; refused before anything starts."""
+"""Rules between the algorithm's settings, checked before anything starts."""
 
 import re
 from typing import Any

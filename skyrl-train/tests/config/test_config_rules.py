@@ -278,7 +278,7 @@ def test_a_contradiction_is_refused(settings, message):
         remote(["a:1"], generator__weight_sync_strategy="checkpoint"),
     ],
 )
-def test_what_only_looks_odd_is_accepted(settings):
+def test_odd_but_valid_values_are_accepted(settings):
     validate_cfg(with_settings(**({"trainer__placement__device": "cpu"} | settings)))
 
 

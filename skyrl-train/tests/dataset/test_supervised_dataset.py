@@ -45,13 +45,13 @@ def write(tmp_path, rows) -> list[str]:
         ("all", "<start>user:one?<end><start>assistant:1<end><start>user:two?<end><start>assistant:2<end>"),
     ],
 )
-def test_which_turns_are_learnt(tokenizer, train_on, expected):
+def test_trained_turns_of_a_conversation(tokenizer, train_on, expected):
     (example,) = Encoder(tokenizer, SupervisedDataConfig(train_on=train_on)).conversation(DIALOGUE, None)
     assert learnt(tokenizer, example) == expected
     assert tokenizer.decode(example.ids).startswith("<start>user:one?<end><start>assistant:1<end><start>user:two?")
 
 
-def test_where_the_template_rewrites_earlier_turns_each_turn_is_an_example_of_its_own(chat_model):
+def test_rewriting_template_makes_each_turn_an_example(chat_model):
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
     tokenizer.chat_template = FORGETS_THOUGHTS
     messages = [

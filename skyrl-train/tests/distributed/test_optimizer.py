@@ -155,7 +155,7 @@ def give_gradients(
 
 
 def compare_with_reference(worker: Worker, changes: dict[str, Any]) -> None:
-    """On one rank: begin the optimizer anew, take steps, and let the reference follow.
+    """Begin the optimizer anew on one rank, take steps, and let the reference follow.
 
     Raises:
         AssertionError: they part.
@@ -182,7 +182,7 @@ def compare_with_reference(worker: Worker, changes: dict[str, Any]) -> None:
 
 
 def failures_of_cases(path: str) -> dict[str, str]:
-    """On one rank: the cases that fail, with why."""
+    """Return on one rank the cases that fail, with the reason."""
     workers = {kind: loaded(kind, path) for kind in ("policy", "adapters", "critic")}
     failures = {}
     for name, (kind, changes) in CASES.items():

@@ -85,7 +85,7 @@ def with_adapters() -> Qwen3ForCausalLM:
 
 
 def learn_on_ranks(sizes: tuple[int, ...], model: Callable[[], Any]) -> list[dict[str, Any]]:
-    """With each number of ranks that share a sequence, on this rank."""
+    """Run with each number of ranks that share a sequence, on this rank."""
     results = []
     for size in sizes:
         rows = 4 * size // dist.get_world_size()

@@ -30,7 +30,8 @@ def numbers_of_the_answer(num_heads: int) -> torch.Tensor:
 
 
 def attention_of_ranks(size: int, num_heads: int, num_kv_heads: int) -> dict[str, Any]:
-    """On one rank: attention over exchanged heads, the whole answer, and the gradients of this rank's slices."""
+    """Compute on one rank: attention over exchanged heads, the whole answer, and the gradients of this rank's
+    slices."""
     ranks = make_sequence_parallel(size)
     assert ranks is not None
     slices = [ranks.shard(x, 2).clone().requires_grad_() for x in queries_keys_values(num_heads, num_kv_heads)]
@@ -117,7 +118,7 @@ def test_ranks_gradients_of_a_shared_weight_add_up_to_the_weights(run_on_ranks):
 
 
 class OneOfTwo(SequenceParallel):
-    """What a rank is without its group: enough to cut slices."""
+    """Rank without its group: enough to cut slices."""
 
     def __init__(self) -> None:
         self.size, self.rank = 2, 1

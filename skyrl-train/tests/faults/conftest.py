@@ -32,7 +32,7 @@ class OneTurn(BaseTextEnv):
 
 
 class RaisesInFirstStep(OneTurn):
-    """Of all its episodes the first raises, the second earns 1, the others nothing."""
+    """Environment whose first episode raises, whose second earns 1, the others nothing."""
 
     episodes: "itertools.count[int]"
 
@@ -212,5 +212,5 @@ def make_prompt() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def scripted_experiment() -> type[ScriptedExperiment]:
-    """For tests that put a part of their own in."""
+    """Make an experiment for tests that replace a part of it."""
     return ScriptedExperiment

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train import judging
+from skyrl_train import batch_preparation
 from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
 from skyrl_train.config import SkyRLConfig, validate_cfg
 from skyrl_train.errors import ConfigError, SkyRLError
@@ -69,7 +69,7 @@ def checked(batch: RolloutBatch) -> RolloutBatch:
 def prepared(batch: RolloutBatch) -> tuple[Any, dict[str, float]]:
     """Return the batch that a training step makes of them."""
     cfg = SkyRLConfig.from_dict({"trainer": {"algorithm": {"grpo_norm_by_std": False}}})
-    return judging.judge(collate(batch, Padding(), step=1), cfg, 0.0)  # type: ignore[arg-type]
+    return batch_preparation.prepare_training_batch(collate(batch, Padding(), step=1), cfg, 0.0)  # type: ignore[arg-type]
 
 
 def failure_of(batch: RolloutBatch, number: int) -> tuple[str, str]:
@@ -103,11 +103,11 @@ def test_a_response_over_the_limit_is_recorded_and_cut():
 def test_a_row_that_is_masked_entirely_counts_in_no_denominator():
     """Its reward is a reward, as of an answer that was cut off (`apply_overlong_filtering`)."""
     batch, metrics = prepared(answers([1.0, 0.0, 0.5], [2, 2, 2], masks=[1, 1, 0]))
-    weights = judging.loss_weights(batch, [[0, 1, 2]], "sequence_mean")
+    weights = batch_preparation.loss_weights(batch, [[0, 1, 2]], "sequence_mean")
     assert weights.sum(dim=1).tolist() == [0.5, 0.5, 0.0]
     assert metrics["loss/share_of_rows_trained"] == pytest.approx(2 / 3)
     nothing, _ = prepared(answers([1.0, 0.0], [2, 2], masks=[0, 0]))
-    assert judging.loss_weights(nothing, [[0, 1]], "token_mean").sum() == 0
+    assert batch_preparation.loss_weights(nothing, [[0, 1]], "token_mean").sum() == 0
     assert torch.isfinite(nothing["advantages"]).all()
 
 
@@ -136,7 +136,7 @@ def test_an_estimator_that_returns_something_else_is_told_what_to_return(returne
         with pytest.raises(
             ConfigError, match=r"advantage_estimator='odd' must return advantages and returns, two tensor"
         ):
-            judging.judge(batch, cfg, 0.0)
+            batch_preparation.prepare_training_batch(batch, cfg, 0.0)
     finally:
         AdvantageEstimatorRegistry.unregister("odd")
 

@@ -1,4 +1,4 @@
-"""What a person can mend ends the command at once: exit code 1, one text that says what to do, no traceback."""
+"""Errors that a user can mend end the command at once: exit code 1, one text with the remedy, no traceback."""
 
 import os
 import subprocess

@@ -72,7 +72,7 @@ def undisturbed(start_run_with_ray, prompt, tmp_path_factory) -> Path:
 
 
 def trajectories(folder: Path) -> list[Any]:
-    """What was written in all steps: tokens and log-probs, to the bit."""
+    """Read the trajectories of all steps: tokens and log-probs, to the bit."""
     return [
         (row["tokens"]["ids"], row["tokens"]["log_probs"], row["tokens"]["weight_versions"], row["reward"])
         for step in (1, 2)
@@ -124,13 +124,13 @@ async def test_a_run_outlives_an_engine(
     async with start_run_with_ray(tmp_path, script(prompt), trainer=placement, generator=GENERATOR, **own) as trainer:
         client = trainer.inference_engine_client
         if when == "while it generates":
-            at(trainer, "generate_once", killer(trainer, 1), seconds=0.3)
+            at(trainer, "generate", killer(trainer, 1), seconds=0.3)
         elif when == "while it is paused":
             at(client, "pause_generation", killer(trainer, 1), after=True)
         elif when == "during a sync":
             at(client, "pause_generation", killer(trainer, 1), seconds=0.5)
         else:
-            at(trainer, "generate_once", killer(trainer, 1, signal.SIGSTOP), seconds=0.2)
+            at(trainer, "generate", killer(trainer, 1, signal.SIGSTOP), seconds=0.2)
         await trainer.train()
     assert sum(row["engines/restarts"] for row in RunFolder(tmp_path).read_metrics()) == 1
     assert trajectories(tmp_path) == trajectories(undisturbed)
@@ -140,7 +140,7 @@ async def test_a_run_outlives_an_engine(
 async def test_the_run_ends_when_restarts_are_spent(start_run_with_ray, prompt, tmp_path: Path):
     once_only = GENERATOR | {"max_engine_restarts": 0}
     async with start_run_with_ray(tmp_path, script(prompt), trainer=OWN_DEVICES, generator=once_only) as trainer:
-        at(trainer, "generate_once", killer(trainer, 1), seconds=0.3)
+        at(trainer, "generate", killer(trainer, 1), seconds=0.3)
         with pytest.raises(WorkerError, match=r"(?s)engine 1 died.*generator.max_engine_restarts=0.*engine_1.log"):
             await trainer.train()
 

@@ -56,7 +56,7 @@ def test_answers_are_in_the_order_of_the_calls(actors: list[Any]):
     assert asyncio.run(answers_of([], 1)) == []
 
 
-def test_who_did_not_answer_is_named_with_the_setting(actors: list[Any], tmp_path: Path):
+def test_timeout_names_the_process_and_the_setting(actors: list[Any], tmp_path: Path):
     (tmp_path / "worker.log").write_text("first line\nwaiting for peer\n")
     calls = [call(actors[0].answer.remote(1)), call(actors[1].answer.remote(2, 3.0), 1, tmp_path / "worker.log")]
     began = time.monotonic()
@@ -100,7 +100,7 @@ def test_an_exception_of_a_process_of_ours_names_its_line_and_its_log(ray_cpu: N
     worker: Any = ray.remote(WorkerProcess).options(num_cpus=0).remote(Buggy, (None,), str(tmp_path / "w.log"))
 
     def learn(error: Exception) -> Call:
-        return call(worker.call_in_turn.remote([("learn", (error,))]), log=tmp_path / "w.log")
+        return call(worker.call_sequence.remote([("learn", (error,))]), log=tmp_path / "w.log")
 
     place = rf"{__file__}:\d+ in learn: raise error"
     with pytest.raises(WorkerError, match=rf"^worker 0 raised KeyError: 'my bug'\n{place}\nwhole traceback: .*w.log$"):

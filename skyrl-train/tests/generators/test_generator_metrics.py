@@ -189,7 +189,7 @@ def test_an_error_about_a_failed_batch_has_the_commonest_cause():
     check_not_all_failed([], "step 4 failed")
 
 
-def test_what_has_nothing_to_be_the_mean_of_is_absent():
+def test_means_of_nothing_are_absent():
     metrics = get_rollout_metrics([[1, 2], [3]], [0.0, 0.0], failures=[None, FAILED])
     assert metrics["generate/avg_tokens_zero_rewards"] == 2.0 and "generate/avg_tokens_non_zero_rewards" not in metrics
     assert "generate/avg_num_tokens" not in get_rollout_metrics([[3]], [0.0], failures=[FAILED])

@@ -1,4 +1,4 @@
-"""What a trajectory's tokens, loss mask, rewards and log-probs are, in each of the three ways to write one down."""
+"""Tokens, loss mask, rewards and log-probs of a trajectory, in each of the three ways to write one down."""
 
 import pytest
 
@@ -9,7 +9,7 @@ PROMPT = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
 
 
 def written(tokenizer, output, i=0) -> str:
-    """What the model wrote: the response tokens with loss mask 1."""
+    """Return the response tokens with loss mask 1."""
     ids = [t for t, m in zip(output["response_ids"][i], output["loss_masks"][i], strict=True) if m]
     return tokenizer.decode(ids)
 
@@ -109,7 +109,7 @@ async def test_an_environment_with_nothing_to_say_gets_another_answer(game, say,
 class TestOneGrowingMessage:
     settings = {"use_conversation_multi_turn": False}  # noqa: RUF012
 
-    async def test_what_the_environment_says_stands_inside_the_message(self, game, say, characters):
+    async def test_observations_stand_inside_the_message(self, game, say, characters):
         steps = [{"reward": 0.5, "says": "<42>"}, {"reward": 1.0}]
         played = await game(characters, [[say("a"), say("b")]], [{"steps": steps}], settings=self.settings).play()
         given = [(t, 0, 0.0) for t in "<42>"]

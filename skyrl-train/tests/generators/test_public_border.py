@@ -68,7 +68,7 @@ def test_columns_come_back_as_they_went_in(is_last_step):
     assert to_generator_output(to_rollout_batch(output, list(dict.fromkeys(ids)))) == output
 
 
-def test_what_a_generator_does_not_tell_stays_unknown():
+def test_unreported_values_stay_unknown():
     bare = columns(stop_reasons=None, rollout_logprobs=None, weight_versions=None, failures=None, rollout_metrics=None)
     batch = to_rollout_batch(bare, PROMPTS)
     for _, trajectory, sample in batch.rows():

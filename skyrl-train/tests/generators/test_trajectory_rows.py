@@ -71,7 +71,7 @@ def test_turns_of_a_trajectory_are_rows_with_their_step(symbols):
     assert found == [("b#2", 4, 0, False, 0.5), ("b#2", 4, 1, True, 2.0)]
 
 
-def test_what_a_generator_does_not_report_is_null(symbols):
+def test_unreported_values_are_null(symbols):
     trajectory = Trajectory(TrajectoryID("a", 0), [TrainingSample([1], [3], [1], [1.0])])
     [row] = trajectory_rows([TrajectoryGroup("a", [trajectory])], symbols)
     assert (

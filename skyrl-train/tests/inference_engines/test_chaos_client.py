@@ -39,18 +39,18 @@ def make_engine_of(model: str, seconds_a_step: float, seconds_of_first_prompt: f
 
         engine: Any = NativeInferenceEngine(model)
         step = engine._core.step
-        prefill = engine._core._prefill
+        prefill = engine._core._runner.prefill
         seconds_left = [seconds_of_first_prompt]
 
         def slow_step(**kwargs: Any) -> Any:
             time.sleep(seconds_a_step)
             return step(**kwargs)
 
-        def slow_prefill(rows: list[int]) -> Any:
+        def slow_prefill(*args: Any) -> Any:
             time.sleep(seconds_left.pop() if seconds_left else 0)
-            return prefill(rows)
+            return prefill(*args)
 
-        engine._core.step, engine._core._prefill = slow_step, slow_prefill
+        engine._core.step, engine._core._runner.prefill = slow_step, slow_prefill
         engine.child = subprocess.Popen(["sleep", "1000"])
         return engine
 
@@ -104,7 +104,7 @@ def start(ray_cpu: None, chat_model: str, tmp_path: Path) -> Start:
         first = [await engines.start(index) for index in range(len(seconds_a_step))]
         cfg = SkyRLConfig.from_dict({"generator": given})
         client = InferenceEngineClient(first, AutoTokenizer.from_pretrained(chat_model), cfg, engines.start)
-        await client.settle()
+        await client.wait_until_healthy()
         try:
             yield client, engines
         finally:
@@ -136,7 +136,7 @@ async def test_an_engine_killed_while_it_generates(start: Start):
         os.kill(victim, signal.SIGKILL)
         assert await answers == undisturbed
         assert_each_was_answered_once(engines)
-        assert await client.settle()
+        assert await client.wait_until_healthy()
         assert pid(client, 1) != victim
         assert not any(child.is_running() for child in children), "what it had started is gone before another starts"
         metrics = client.take_metrics()
@@ -156,7 +156,7 @@ async def test_an_engine_killed_while_all_are_paused(start: Start):
             await asyncio.sleep(0.5)
             await client.pause_generation(mode)
             os.kill(pid(client, 0), signal.SIGKILL)
-            assert await client.settle()
+            assert await client.wait_until_healthy()
             assert not answers.done()
             await client.resume_generation()
             assert await answers == undisturbed
@@ -178,7 +178,7 @@ async def test_a_stopped_engine_counts_as_dead_and_is_replaced(start: Start):
         ):
             await client.pause_generation()
         assert time.monotonic() - began < 40
-        await client.settle()
+        await client.wait_until_healthy()
         await client.resume_generation()
         assert await answers == undisturbed
         assert_each_was_answered_once(engines)
@@ -229,7 +229,7 @@ async def test_a_death_too_many_reaches_everyone_with_the_log(start: Start):
     async with start([0.03, 0.03], max_engine_restarts=1) as (client, engines):
         first = pid(client, 0)
         os.kill(first, signal.SIGKILL)
-        assert await client.settle()
+        assert await client.wait_until_healthy()
         answers = asyncio.create_task(client.generate(batch()))
         await asyncio.sleep(0.3)
         await client.pause_generation("abort")
@@ -237,7 +237,13 @@ async def test_a_death_too_many_reaches_everyone_with_the_log(start: Start):
         second = pid(client, 1)
         os.kill(second, signal.SIGKILL)
         expected = rf"(?s)^engine 1 died: .*generator.max_engine_restarts=1 are used up.*=== process {second} started"
-        for call in (answers, waiting, client.settle(), client.generate(batch()), client.pause_generation()):
+        for call in (
+            answers,
+            waiting,
+            client.wait_until_healthy(),
+            client.generate(batch()),
+            client.pause_generation(),
+        ):
             with pytest.raises(WorkerError, match=expected):
                 await asyncio.wait_for(call, 30)
         assert engines.num_starts == 3
@@ -267,5 +273,5 @@ async def test_engines_die_again_and_again(start: Start):
             assert answer["response_ids"] == [undisturbed["response_ids"][i]]
             assert answer["response_logprobs"] == [(undisturbed["response_logprobs"] or [])[i]]
         assert_each_was_answered_once(engines)
-        await client.settle()
+        await client.wait_until_healthy()
         assert client.take_metrics()["engines/restarts"] >= 3

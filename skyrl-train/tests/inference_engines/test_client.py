@@ -244,7 +244,7 @@ async def test_an_engine_that_ends_costs_no_request(client, engines):
     await under_way(client, len(PROMPTS))
     await engines[1].teardown()
     assert await answers == undisturbed
-    assert await client.settle()
+    assert await client.wait_until_healthy()
     assert given == [1]
     assert client.take_metrics() == {"engines/deaths": 1, "engines/restarts": 1, "engines/continued_requests": 2}
     await client.generate(batch())
@@ -257,7 +257,7 @@ async def test_an_engine_that_ends_during_a_control_call_fails_the_call_by_name(
     with pytest.raises(WorkerError, match="the native engine is closed"):
         await client.pause_generation()
     assert engines[1]._pause == "keep", "the others did as told"
-    assert await client.settle()
+    assert await client.wait_until_healthy()
     await client.pause_generation()
     await client.resume_generation()
     assert await client.weight_version() == 0
@@ -271,12 +271,12 @@ async def test_without_restarts_left_everyone_hears_why(make_client: MakeClient)
     waiting = asyncio.create_task(client.generate(batch()))
     await client.engines[0].teardown()
     expected = "the native engine is closed\nit is not started again: generator.max_engine_restarts=0 are used up"
-    for call in (client.settle(), running, waiting, client.generate(batch()), client.pause_generation()):
+    for call in (client.wait_until_healthy(), running, waiting, client.generate(batch()), client.pause_generation()):
         with pytest.raises(WorkerError, match=expected):
             await call
 
 
-async def test_what_all_engines_have_in_common(client, engines):
+async def test_client_describes_the_common_abilities_of_its_engines(client, engines):
     first, second = await client.infos()
     assert (first, second) == (await engines[0].describe(), await engines[1].describe())
     assert await client.describe() == first

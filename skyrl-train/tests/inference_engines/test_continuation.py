@@ -7,7 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from skyrl_train.inference_engines.base import InferenceEngineInput
-from skyrl_train.inference_engines.continuation import Ask, Part, joined, next_step
+from skyrl_train.inference_engines.completion import Completion
+from skyrl_train.inference_engines.continuation import EngineCall, join, next_call
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 
 PROMPT = [65, 66, 67]
@@ -17,17 +18,19 @@ def decode(token_ids: list[int]) -> str:
     return "".join(map(chr, token_ids))
 
 
-def part(text: str, stop_reason: str = "abort", version: int = 0, prompt_log_probs: list[float] | None = None) -> Part:
+def part(
+    text: str, stop_reason: str = "abort", version: int = 0, prompt_log_probs: list[float] | None = None
+) -> Completion:
     ids = list(map(ord, text))
-    return Part(ids, stop_reason, [version] * len(ids), [-float(i) for i in ids], text, prompt_log_probs)
+    return Completion(ids, stop_reason, [version] * len(ids), [-float(i) for i in ids], text, prompt_log_probs)
 
 
-def step(params: dict[str, Any], *parts: Part, max_model_len: int | None = None) -> Ask | Part:
-    return next_step(PROMPT, params, parts, decode, max_model_len)
+def step(params: dict[str, Any], *parts: Completion, max_model_len: int | None = None) -> EngineCall | Completion:
+    return next_call(PROMPT, params, parts, decode, max_model_len)
 
 
-def asks(text: str, **params: Any) -> Ask:
-    return Ask(PROMPT + list(map(ord, text)), params)
+def asks(text: str, **params: Any) -> EngineCall:
+    return EngineCall(PROMPT + list(map(ord, text)), params)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +49,7 @@ def asks(text: str, **params: Any) -> Ask:
          asks("a", max_tokens=4, seed=[[7, 2]], top_p=0.9, stop_token_ids=[9])),
     ],
 )  # fmt: skip
-def test_what_is_asked_for_next(params, parts, expected):
+def test_next_call_continues_behind_the_tokens_so_far(params, parts, expected):
     assert step(params, *parts) == expected
 
 
@@ -61,17 +64,19 @@ def test_what_is_asked_for_next(params, parts, expected):
         ({"max_tokens": 9}, [part(""), part(""), part("c", "stop")], "c", "stop"),
     ],
 )
-def test_what_ends_an_answer(params, parts, text, stop_reason):
+def test_completion_ends_at_stop_or_used_up_budget(params, parts, text, stop_reason):
     answer = step(params, *parts)
-    assert isinstance(answer, Part)
+    assert isinstance(answer, Completion)
     assert (answer.text, answer.stop_reason, decode(answer.token_ids)) == (text, stop_reason, text)
 
 
 def test_a_full_context_ends_an_answer_that_has_begun():
     assert step({}, part("ab"), max_model_len=6) == asks("ab")
     answer = step({}, part("abc"), max_model_len=6)
-    assert isinstance(answer, Part) and answer.stop_reason == "length"
-    assert isinstance(step({}, part(""), max_model_len=3), Ask), "the engine says what is wrong with such a prompt"
+    assert isinstance(answer, Completion) and answer.stop_reason == "length"
+    assert isinstance(step({}, part(""), max_model_len=3), EngineCall), (
+        "the engine says what is wrong with such a prompt"
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,21 +101,21 @@ def test_a_full_context_ends_an_answer_that_has_begun():
 )
 def test_a_stop_string_over_the_border_of_parts_ends_the_answer(stop, params, parts, text, stop_reason):
     answer = step({"max_tokens": 20, "stop": stop} | params, *parts)
-    assert isinstance(answer, Part)
+    assert isinstance(answer, Completion)
     assert (answer.text, answer.stop_reason) == (text, stop_reason)
     assert answer.token_ids == list(map(ord, text))
     assert len(answer.weight_versions) == len(answer.log_probs or []) == len(text)
 
 
 def test_the_parts_are_joined_token_by_token():
-    whole = joined(PROMPT, [part("ab", version=3), part("c", version=4)], decode, "stop")
-    assert whole == Part([97, 98, 99], "stop", [3, 3, 4], [-97.0, -98.0, -99.0], "abc", None)
-    without = Part([97], "abort", [3])
-    assert joined(PROMPT, [without, part("c")], decode, "stop").log_probs is None
+    whole = join(PROMPT, [part("ab", version=3), part("c", version=4)], decode, "stop")
+    assert whole == Completion([97, 98, 99], "stop", [3, 3, 4], [-97.0, -98.0, -99.0], "abc", None)
+    without = Completion([97], "abort", [3])
+    assert join(PROMPT, [without, part("c")], decode, "stop").log_probs is None
 
 
 def test_one_whole_part_stays_as_the_engine_gave_it():
-    answer = Part([97], "stop", [0], None, "whatever the engine says")
+    answer = Completion([97], "stop", [0], None, "whatever the engine says")
     assert step({"max_tokens": 9, "stop": "a"}, answer) is answer
 
 
@@ -125,16 +130,16 @@ def test_one_whole_part_stays_as_the_engine_gave_it():
 )
 def test_prompt_log_probs_are_asked_for_until_they_are_there(parts, asked_again):
     ask = step({"max_tokens": 5, "prompt_logprobs": 0}, *parts)
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, EngineCall)
     assert ("prompt_logprobs" in ask.sampling_params) == asked_again
 
 
 def test_prompt_log_probs_are_those_of_the_prompt_alone():
     late = part("c", "stop", prompt_log_probs=[-1.0, -2.0, -3.0, -4.0])  # of the prompt and the first part
     answer = step({"max_tokens": 5, "prompt_logprobs": 0}, part("ab"), late)
-    assert isinstance(answer, Part) and answer.prompt_log_probs == [-1.0, -2.0]
+    assert isinstance(answer, Completion) and answer.prompt_log_probs == [-1.0, -2.0]
     both = step({"max_tokens": 5}, part("a", prompt_log_probs=[-1.0, -2.0]), late)
-    assert isinstance(both, Part) and both.prompt_log_probs == [-1.0, -2.0]
+    assert isinstance(both, Completion) and both.prompt_log_probs == [-1.0, -2.0]
 
 
 @pytest.fixture(scope="module")
@@ -155,12 +160,12 @@ async def test_an_interrupted_answer_is_bit_equal_to_an_uninterrupted_one(engine
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
     dice = random.Random(5)
 
-    async def ask(prompt: list[int], sampling_params: dict[str, Any]) -> Part:
+    async def ask(prompt: list[int], sampling_params: dict[str, Any]) -> Completion:
         output = await engine.generate(InferenceEngineInput(prompt_token_ids=[prompt], sampling_params=sampling_params))
         of_prompt = output.get("prompt_logprobs")
         log_probs = output["response_logprobs"]
         assert log_probs is not None
-        return Part(
+        return Completion(
             output["response_ids"][0], output["stop_reasons"][0], output["weight_versions"][0], log_probs[0],
             output["responses"][0], None if of_prompt is None else of_prompt[0],
         )  # fmt: skip
@@ -181,18 +186,18 @@ async def test_an_interrupted_answer_is_bit_equal_to_an_uninterrupted_one(engine
         if "stop" in given:
             assert whole.stop_reason == "stop"
         for _ in range(2):
-            parts: list[Part] = []
-            while isinstance(now := next_step(prompt, given, parts, decode, 256), Ask):
+            parts: list[Completion] = []
+            while isinstance(now := next_call(prompt, given, parts, decode, 256), EngineCall):
                 length = dice.randrange(0, 13)  # the engine is interrupted after so many tokens
                 budget = now.sampling_params["max_tokens"]
                 if length == 0:
-                    parts.append(Part([], "abort", [], []))
+                    parts.append(Completion([], "abort", [], []))
                     continue
                 cut = min(length, budget)
                 limits = {"max_tokens": cut, "min_tokens": min(now.sampling_params.get("min_tokens", 0), cut)}
                 written = await ask(now.prompt_token_ids, now.sampling_params | limits)
                 if written.stop_reason == "length" and cut < budget:
-                    written = Part(written.token_ids, "abort", written.weight_versions, written.log_probs,
+                    written = Completion(written.token_ids, "abort", written.weight_versions, written.log_probs,
                                    written.text, written.prompt_log_probs)  # fmt: skip
                 parts.append(written)
             assert now == whole

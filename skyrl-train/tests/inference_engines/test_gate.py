@@ -1,4 +1,4 @@
-"""Who may start, and until when the others wait."""
+"""Gate: requests that may start, and the wait of the others."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ async def test_a_gate_opens_when_the_last_reason_is_gone() -> None:
     assert await waiting is True
 
 
-async def test_who_waits_at_a_gate_can_be_sent_away_and_the_gate_stays_closed() -> None:
+async def test_dismissed_requests_leave_the_gate_closed() -> None:
     gate = Gate()
     gate.close("asleep")
     waiting = asyncio.ensure_future(gate.wait())

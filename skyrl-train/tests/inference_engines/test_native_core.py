@@ -8,11 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native import packed_linear
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.loading import load_model
 from skyrl_train.inference_engines.native.packed_linear import can_pack, pack_linears, stale_copies
-from skyrl_train.inference_engines.native.requests import Completion, PromptScoring, Request, SamplingParams
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams, PromptScoring, Request
 from skyrl_train.weight_sync.fingerprint import Sampling
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_window"]
@@ -36,7 +37,7 @@ def run(core: NativeEngineCore, requests: list[Request]) -> list[Completion]:
         core.add_request(request)
     done = {}
     while core.num_running or core.num_waiting:
-        done |= {completion.request: completion for completion in core.step()}
+        done |= core.step()
     return [done[request] for request in requests]
 
 
@@ -49,7 +50,7 @@ def test_greedy_answers_are_those_of_transformers_generate(tiny_models, name):
     """And their log-probs are those of one plain forward pass over prompt and answer."""
     reference = AutoModelForCausalLM.from_pretrained(tiny_models(name))
     prompts = random_prompts([1, 2, 7, 33, 64, 150])
-    params = SamplingParams(max_tokens=40, temperature=0.0)
+    params = EngineSamplingParams(max_tokens=40, temperature=0.0)
     answers = run(make_core(tiny_models(name)), [Request(prompt, params, (0, 0)) for prompt in prompts])
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.from_numpy(prompt)[None]
@@ -63,7 +64,7 @@ def test_greedy_answers_are_those_of_transformers_generate(tiny_models, name):
 
 def test_sampled_log_probs_are_at_the_temperature_before_penalty_and_truncation(tiny_models):
     reference = AutoModelForCausalLM.from_pretrained(tiny_models("qwen3"))
-    params = SamplingParams(max_tokens=30, temperature=0.7, top_p=0.9, top_k=20, repetition_penalty=1.3)
+    params = EngineSamplingParams(max_tokens=30, temperature=0.7, top_p=0.9, top_k=20, repetition_penalty=1.3)
     [prompt] = random_prompts([20])
     [answer] = run(make_core(tiny_models("qwen3")), [Request(prompt, params, (3, 0))])
     ids = torch.tensor([[*prompt, *answer.token_ids]])
@@ -89,20 +90,20 @@ def test_a_request_gets_the_same_bits_alone_and_in_a_crowd(tiny_models, name, pa
     prompts = random_prompts(lengths)
     budgets = np.random.default_rng(1).integers(3, 60, len(prompts)).tolist()
     requests = [
-        Request(prompt, SamplingParams(max_tokens=budget, temperature=1.0 if index % 3 else 0.0), (5, index))
+        Request(prompt, EngineSamplingParams(max_tokens=budget, temperature=1.0 if index % 3 else 0.0), (5, index))
         for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
     ]
     core_alone, crowd = make_core(tiny_models(name)), make_core(tiny_models(name))
     alone = [run(core_alone, [request])[0] for request in requests]
 
-    done: dict[Request, Completion] = {}
+    done = {}
     late = requests[1::2]
     for request in requests[::2]:
         crowd.add_request(request)
     while crowd.num_running or crowd.num_waiting or late:
         if late:
             crowd.add_request(late.pop(0))
-        done |= {completion.request: completion for completion in crowd.step()}
+        done |= crowd.step()
     for request, expected in zip(requests, alone, strict=True):
         assert same_bits(done[request], expected), f"prompt of {len(request.prompt)} tokens"
 
@@ -122,32 +123,33 @@ def test_an_aborted_request_sent_again_goes_on_bit_for_bit(tiny_models, name):
     """With its tokens behind the prompt: same random numbers, and prefill computes what decoding had computed."""
     core = make_core_cached(tiny_models(name))
     [prompt] = random_prompts([50])
-    whole = run(core, [Request(prompt, SamplingParams(max_tokens=120), (9, 4))])[0]
-    first = Request(prompt, SamplingParams(max_tokens=120), (9, 4))
+    whole = run(core, [Request(prompt, EngineSamplingParams(max_tokens=120), (9, 4))])[0]
+    first = Request(prompt, EngineSamplingParams(max_tokens=120), (9, 4))
     core.add_request(first)
     for _ in range(37):
         core.step()
-    [part] = core.abort([first])
+    part = core.abort([first])[first]
+    assert isinstance(part, Completion)
     assert part.stop_reason == "abort" and len(part.token_ids) == 37
     longer = np.concatenate([prompt, part.token_ids])
-    rest = run(core, [Request(longer, SamplingParams(max_tokens=120 - 37), (9, 4))])[0]
+    rest = run(core, [Request(longer, EngineSamplingParams(max_tokens=120 - 37), (9, 4))])[0]
     assert part.token_ids + rest.token_ids == whole.token_ids
     assert part.log_probs + rest.log_probs == whole.log_probs
 
 
 def test_samples_of_one_prompt_compute_it_once_even_if_they_come_later(tiny_models):
     prompts = random_prompts([40, 30])
-    params = SamplingParams(max_tokens=20)
+    params = EngineSamplingParams(max_tokens=20)
     apart = [run(make_core(tiny_models("qwen3")), [Request(p, params, (0, i))])[0] for i, p in enumerate(prompts * 4)]
     core = make_core(tiny_models("qwen3"))
     requests = [Request(prompt, params, (0, index)) for index, prompt in enumerate(prompts * 4)]
     for request in requests[:5]:
         core.add_request(request)
-    done = {completion.request: completion for completion in core.step()}
+    done = core.step()
     for request in requests[5:]:
         core.add_request(request)
     while core.num_running or core.num_waiting:
-        done |= {completion.request: completion for completion in core.step()}
+        done |= core.step()
     assert core.num_prompt_tokens_computed == 40 + 30
     assert all(same_bits(done[request], expected) for request, expected in zip(requests, apart, strict=True))
 
@@ -157,20 +159,18 @@ def test_a_prompts_scores_are_at_the_temperature_asked_for_and_the_bits_of_decod
     """Scored beside others: the log-probs that were reported when the same tokens were drawn, and the likeliest."""
     core = make_core_cached(tiny_models(name))
     prompts = random_prompts([3, 40, 130, 20])
-    params = SamplingParams(max_tokens=150, temperature=0.7)
+    params = EngineSamplingParams(max_tokens=150, temperature=0.7)
     written = run(core, [Request(prompt, params, (2, index)) for index, prompt in enumerate(prompts)])
     texts = [np.concatenate([p, answer.token_ids]) for p, answer in zip(prompts, written, strict=True)]
-    one = SamplingParams(max_tokens=1, temperature=2.0)
-    scored = run(
-        core,
-        [
-            Request(text, one, (2, 0), scoring=PromptScoring(temperature=0.7, num_top=[0, 3][index % 2]))
-            for index, text in enumerate(texts)
-        ],
-    )
-    for index, (prompt, answer, score) in enumerate(zip(prompts, written, scored, strict=True)):
+    one = EngineSamplingParams(max_tokens=1, temperature=2.0)
+    requests = [
+        Request(text, one, (2, 0), scoring=PromptScoring(temperature=0.7, num_top=[0, 3][index % 2]))
+        for index, text in enumerate(texts)
+    ]
+    scored = run(core, requests)
+    for index, (prompt, answer, score, request) in enumerate(zip(prompts, written, scored, requests, strict=True)):
         assert score.prompt_log_probs[len(prompt) - 1 :] == answer.log_probs
-        scores = score.prompt_scores
+        scores = request.prompt_scores
         assert scores is not None and scores.top_ids.shape == (len(prompt) + 149, [0, 3][index % 2])
         if index % 2:
             is_best = texts[index][1:] == scores.top_ids[:, 0]
@@ -182,7 +182,9 @@ def test_a_prompts_scores_are_at_the_temperature_asked_for_and_the_bits_of_decod
 def test_prompts_that_differ_in_the_last_token_share_all_but_it(tiny_models):
     [prompt] = random_prompts([40])
     other = np.append(prompt[:-1], (prompt[-1] + 1) % 62)
-    requests = [Request(ids, SamplingParams(max_tokens=10), (0, i)) for i, ids in enumerate((prompt, other, prompt))]
+    requests = [
+        Request(ids, EngineSamplingParams(max_tokens=10), (0, i)) for i, ids in enumerate((prompt, other, prompt))
+    ]
     expected = [run(make_core_cached(tiny_models("qwen3")), [request])[0] for request in requests]
     core = make_core(tiny_models("qwen3"))
     together = run(core, requests)
@@ -193,10 +195,10 @@ def test_prompts_that_differ_in_the_last_token_share_all_but_it(tiny_models):
 def test_a_prompt_computed_by_older_weights_is_not_shared(tiny_models):
     core = make_core(tiny_models("qwen3"))
     [prompt] = random_prompts([40])
-    core.add_request(Request(prompt, SamplingParams(max_tokens=10), (0, 0)))
+    core.add_request(Request(prompt, EngineSamplingParams(max_tokens=10), (0, 0)))
     core.step()
     core.weight_version = 1
-    core.add_request(Request(prompt, SamplingParams(max_tokens=10), (0, 1)))
+    core.add_request(Request(prompt, EngineSamplingParams(max_tokens=10), (0, 1)))
     core.step()
     assert core.num_prompt_tokens_computed == 2 * 40
 
@@ -204,14 +206,14 @@ def test_a_prompt_computed_by_older_weights_is_not_shared(tiny_models):
 def test_more_requests_than_rows_wait_their_turn(tiny_models):
     core = make_core(tiny_models("llama"), max_num_seqs=3)
     requests = [
-        Request(prompt, SamplingParams(max_tokens=4 + index), (0, index))
+        Request(prompt, EngineSamplingParams(max_tokens=4 + index), (0, index))
         for index, prompt in enumerate(random_prompts([5] * 8))
     ]
     for request in requests:
         core.add_request(request)
     most, ended = 0, []
     while core.num_running or core.num_waiting:
-        ended += core.step()
+        ended += core.step().values()
         most = max(most, core.num_running)
     assert most == 3
     assert sorted(len(completion.token_ids) for completion in ended) == list(range(4, 12))
@@ -221,13 +223,13 @@ def test_an_answer_ends_at_stop_tokens_budget_or_context(tiny_models):
     [prompt] = random_prompts([10])
     greedy = {"temperature": 0.0}
     core = make_core(tiny_models("qwen3"))
-    free = run(core, [Request(prompt, SamplingParams(max_tokens=20, **greedy), (0, 0))])[0]
+    free = run(core, [Request(prompt, EngineSamplingParams(max_tokens=20, **greedy), (0, 0))])[0]
     assert (free.stop_reason, len(free.token_ids)) == ("length", 20)
     at = next(i for i in range(1, 20) if free.token_ids[i] not in free.token_ids[:i])
     stop = free.token_ids[at]
 
     def ids_and_reason(core, **params):
-        answer = run(core, [Request(prompt, SamplingParams(max_tokens=20, **greedy, **params), (0, 0))])[0]
+        answer = run(core, [Request(prompt, EngineSamplingParams(max_tokens=20, **greedy, **params), (0, 0))])[0]
         return answer.token_ids, answer.stop_reason
 
     assert ids_and_reason(core, stop_token_ids=(stop,)) == (free.token_ids[: at + 1], "stop")
@@ -243,7 +245,7 @@ def test_an_answer_ends_at_stop_tokens_budget_or_context(tiny_models):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_answers_are_close_to_full_precision(tiny_models, dtype):
     [prompt] = random_prompts([30])
-    params = SamplingParams(max_tokens=1, temperature=0.0)
+    params = EngineSamplingParams(max_tokens=1, temperature=0.0)
     full = run(make_core(tiny_models("qwen3")), [Request(prompt, params, (0, 0))])[0]
     half = run(make_core(tiny_models("qwen3"), dtype=dtype), [Request(prompt, params, (0, 0))] * 1)[0]
     assert half.token_ids == full.token_ids
@@ -253,14 +255,14 @@ def test_half_precision_answers_are_close_to_full_precision(tiny_models, dtype):
 @pytest.mark.parametrize("packed", [False, True], indirect=True)
 def test_weights_with_nan_fail_the_request_and_leave_nothing_behind(tiny_models, packed):
     core = make_core(tiny_models("qwen3"))
-    requests = [Request(prompt, SamplingParams(max_tokens=5), (0, 0)) for prompt in random_prompts([40])]
+    requests = [Request(prompt, EngineSamplingParams(max_tokens=5), (0, 0)) for prompt in random_prompts([40])]
     good = run(core, requests)[0]
     weight = next(p for name, p in core.model.named_parameters() if name.endswith("v_proj.weight"))
     kept = weight.clone()
     weight.fill_(float("nan"))
     pack_linears(core.model)
     bad = run(core, requests)[0]
-    assert isinstance(bad.error, FloatingPointError)
+    assert isinstance(bad, FloatingPointError)
     weight.copy_(kept)
     pack_linears(core.model)
     assert same_bits(run(core, requests)[0], good)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_train.errors import ConfigError, WeightSyncError, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-from skyrl_train.inference_engines.native.requests import Request, SamplingParams
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
 from skyrl_train.testing.engine_conformance.transfer import WeightPath
 from skyrl_train.weight_sync.base import WeightUpdateRequest
 
@@ -94,10 +94,10 @@ async def test_requests_of_different_settings_go_together_and_give_what_generate
     async with engine_of(tiny_models("qwen3")) as engine:
         expected = [await engine.generate(batch(PROMPT, max_tokens=12, seed=7, **params)) for params in settings]
         prompt = engine.check_prompt(PROMPT)
-        requests = [Request(prompt, SamplingParams(max_tokens=12, **params), (7, 0)) for params in settings]
+        requests = [Request(prompt, EngineSamplingParams(max_tokens=12, **params), (7, 0)) for params in settings]
         completions = await engine.complete(requests)
         with pytest.raises(ValueError, match="no adapter named 'other' is loaded"):
-            await engine.complete([Request(prompt, SamplingParams(), (0, 0))], "other")
+            await engine.complete([Request(prompt, EngineSamplingParams(), (0, 0))], "other")
         assert await engine.complete([]) == []
     for completion, answer in zip(completions, expected, strict=True):
         assert [completion.token_ids] == answer["response_ids"]
@@ -218,7 +218,7 @@ def without(lost: str):
     return lambda request: [] if lost in request.names else [request]
 
 
-async def test_nothing_is_written_by_weights_half_old_half_new(tiny_models, tmp_path):
+async def test_no_token_is_generated_by_half_updated_weights(tiny_models, tmp_path):
     weights = other_weights(tiny_models("qwen3"))
     last = list(weights)[-1]
     async with engine_of(tiny_models("qwen3")) as engine, way_to(engine, tmp_path) as path:

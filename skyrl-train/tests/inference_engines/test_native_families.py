@@ -107,7 +107,7 @@ def test_a_family_that_the_engine_cannot_run_is_refused_when_it_loads(name: str,
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_CONFIG)
-def test_what_the_config_tells_is_refused_before_anything_starts(name: str, saved: Callable[..., str]) -> None:
+def test_unsupported_model_configs_are_refused_before_the_start(name: str, saved: Callable[..., str]) -> None:
     fields, why = REFUSED_BY_CONFIG[name]
     generator = {"backend": "native", "model_name": saved(name, fields)}
     with pytest.raises(ConfigError, match=why):

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from skyrl_train.errors import UnsupportedByEngine
 from skyrl_train.inference_engines.base import InferenceEngineInput
+from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native import packed_linear
 from skyrl_train.inference_engines.native.attention import MIN_ROWS
 from skyrl_train.inference_engines.native.core import NativeEngineCore
@@ -28,7 +29,7 @@ from skyrl_train.inference_engines.native.loading import load_model
 from skyrl_train.inference_engines.native.lora import NO_LORA, Lora, groups_of
 from skyrl_train.inference_engines.native.lora_loading import read_lora
 from skyrl_train.inference_engines.native.packed_linear import pack_linears
-from skyrl_train.inference_engines.native.requests import Completion, Request, SamplingParams
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
 from skyrl_train.testing.engine_conformance.transfer import WeightPath
 from skyrl_train.weight_sync.base import LoraLoadRequest
 from skyrl_train.weight_sync.fingerprint import fingerprints_of
@@ -114,7 +115,7 @@ def run(core: NativeEngineCore, requests: list[Request]) -> list[Completion]:
         core.add_request(request)
     done = {}
     while core.num_running or core.num_waiting:
-        done |= {completion.request: completion for completion in core.step()}
+        done |= core.step()
     return [done[request] for request in requests]
 
 
@@ -149,7 +150,7 @@ def test_log_probs_are_those_of_peft(tiny_models, adapter, name, config):
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_models(name)), folder).eval()
     core = make_core(tiny_models(name))
     lora = load(core, folder)
-    params = SamplingParams(max_tokens=25, prompt_logprobs=0)
+    params = EngineSamplingParams(max_tokens=25, prompt_logprobs=0)
     prompts = random_prompts([1, 2, 7, 33, 64, 150])
     for chosen in ([lora] * 6, [lora, None] * 3):
         requests = [Request(p, params, (0, i), used) for i, (p, used) in enumerate(zip(prompts, chosen, strict=True))]
@@ -177,7 +178,7 @@ def test_a_request_gets_the_same_bits_alone_and_in_a_crowd_of_other_adapters(tin
 
     def requests_with(loras: list[Lora | None]) -> list[Request]:
         return [
-            Request(prompt, SamplingParams(max_tokens=budget), (5, i), loras[i % 4])
+            Request(prompt, EngineSamplingParams(max_tokens=budget), (5, i), loras[i % 4])
             for i, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
         ]
 
@@ -190,14 +191,14 @@ def test_a_request_gets_the_same_bits_alone_and_in_a_crowd_of_other_adapters(tin
 
     crowd = make_core(path)
     requests = requests_with([load(crowd, folder, f"number {i}") for i, folder in enumerate(folders)] + [None])
-    done: dict[Request, Completion] = {}
+    done = {}
     late = requests[1::2]
     for request in requests[::2]:
         crowd.add_request(request)
     while crowd.num_running or crowd.num_waiting or late:
         if late:
             crowd.add_request(late.pop(0))
-        done |= {completion.request: completion for completion in crowd.step()}
+        done |= crowd.step()
     for request, expected in zip(requests, alone, strict=True):
         assert same_bits(done[request], expected), f"prompt of {len(request.prompt)} tokens, {request.lora}"
 
@@ -209,7 +210,7 @@ def test_the_plain_model_is_as_if_there_were_no_adapters(tiny_models, adapter, n
     core = make_core(tiny_models(name))
 
     def ask(lora: Lora | None = None) -> Request:
-        return Request(prompt, SamplingParams(max_tokens=20), (0, 0), lora)
+        return Request(prompt, EngineSamplingParams(max_tokens=20), (0, 0), lora)
 
     [before] = run(core, [ask()])
     lora = load(core, adapter(tiny_models(name)))
@@ -228,7 +229,7 @@ def test_prompts_are_shared_within_an_adapter_and_its_version_only(tiny_models, 
     [prompt] = random_prompts([40])
     core = make_core(path)
     first, second = load(core, adapter(path, 1), "first"), load(core, adapter(path, 2), "second")
-    params = SamplingParams(max_tokens=30)
+    params = EngineSamplingParams(max_tokens=30)
     for lora in (None, first, second) * 2:
         core.add_request(Request(prompt, params, (0, 0), lora))
     core.step()
@@ -236,13 +237,13 @@ def test_prompts_are_shared_within_an_adapter_and_its_version_only(tiny_models, 
     load(core, adapter(path, 3), "first", version=2)
     for lora in (None, first, second) * 2:
         core.add_request(Request(prompt, params, (0, 1), lora))
-    done = [*core.step()]
+    done = core.step()
     assert core.num_prompt_tokens_computed == 4 * 40  # the new adapter's, once
     while core.num_running:
-        done += core.step()
+        done |= core.step()
     fresh = make_core(path)
     [expected] = run(fresh, [Request(prompt, params, (0, 1), load(fresh, adapter(path, 3)))])
-    late = [c for c in done if c.request.seed == (0, 1) and c.request.lora is first]
+    late = [done[request] for request in done if request.seed == (0, 1) and request.lora is first]
     assert len(late) == 2 and all(same_bits(completion, expected) for completion in late)
 
 
@@ -254,26 +255,27 @@ def test_an_update_of_the_model_reaches_adapted_layers_too(tiny_models, adapter,
     [prompt] = random_prompts([40])
     core = make_core(path)
     lora = load(core, folder)
-    core.add_request(Request(prompt, SamplingParams(max_tokens=300), (0, 0), lora))
+    core.add_request(Request(prompt, EngineSamplingParams(max_tokens=300), (0, 0), lora))
     core.step()
     with torch.inference_mode():
         for parameter in core.model.parameters():
             parameter.mul_(1.1)
     pack_linears(core.model)
     core.weight_version = 7
-    core.add_request(Request(prompt, SamplingParams(max_tokens=10), (0, 1), lora))
-    done = []
-    while not done:
-        done = core.step()
+    core.add_request(Request(prompt, EngineSamplingParams(max_tokens=10), (0, 1), lora))
+    while not (outcomes := core.step()):
+        pass
+    [completion] = outcomes.values()
+    assert isinstance(completion, Completion)
     assert core.num_prompt_tokens_computed == 2 * 40
     adapted = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
         for parameter in adapted.parameters():
             parameter.mul_(1.1)
     adapted = PeftModel.from_pretrained(adapted, folder).eval()
-    _, expected = log_probs_of(adapted, prompt, done[0].token_ids)
-    torch.testing.assert_close(torch.tensor(done[0].log_probs), expected, atol=1e-5, rtol=0)
-    assert done[0].weight_versions == [1] * 10  # the adapter's
+    _, expected = log_probs_of(adapted, prompt, completion.token_ids)
+    torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=1e-5, rtol=0)
+    assert completion.weight_versions == [1] * 10  # the adapter's
 
 
 def test_bfloat16_adapters_are_near_peft(tiny_models, adapter):
@@ -282,7 +284,7 @@ def test_bfloat16_adapters_are_near_peft(tiny_models, adapter):
     adapted = PeftModel.from_pretrained(model, folder).eval().to(torch.bfloat16)
     core = make_core(tiny_models("qwen3"), "bfloat16")
     [prompt] = random_prompts([40])
-    [answer] = run(core, [Request(prompt, SamplingParams(max_tokens=30), (0, 0), load(core, folder))])
+    [answer] = run(core, [Request(prompt, EngineSamplingParams(max_tokens=30), (0, 0), load(core, folder))])
     _, expected = log_probs_of(adapted.float(), prompt, answer.token_ids)
     assert (torch.tensor(answer.log_probs) - expected).abs().mean() < 0.05
 
@@ -332,7 +334,7 @@ PROMPT = [5, 9, 12, 30, 7]
 async def test_adapters_by_name(tiny_models, adapter):
     path = tiny_models("qwen3")
     async with engine_of(path, max_loras=2) as engine:
-        assert "lora" not in (await engine.describe()).lacks
+        assert "lora" not in (await engine.describe()).unsupported
         with pytest.raises(ValueError, match="no adapter named 'policy' is loaded; none is loaded"):
             await engine.generate(batch(PROMPT, lora="policy"))
         for number, name in enumerate(["policy", "other"]):
@@ -428,7 +430,7 @@ async def test_adapters_outlast_sleep(tiny_models, adapter, tmp_path, level):
 
 async def test_an_engine_without_adapters_says_so(tiny_models, adapter):
     async with engine_of(tiny_models("qwen3"), max_lora_rank=0) as engine:
-        assert (await engine.describe()).lacks["lora"].endswith("(max_lora_rank=0)")
+        assert (await engine.describe()).unsupported["lora"].endswith("(max_lora_rank=0)")
         with pytest.raises(UnsupportedByEngine, match="max_lora_rank=0"):
             await engine.load_lora(LoraLoadRequest(name="policy", path=adapter(tiny_models("qwen3"))))
 
@@ -448,7 +450,7 @@ async def test_an_engine_without_adapters_says_so(tiny_models, adapter):
         ({"rank": 80}, "has rank 80, above the engine's max_lora_rank=64"),
     ],
 )
-def test_what_is_no_low_rank_product_beside_a_linear_layer_is_refused(tiny_models, adapter, config, message):
+def test_adapters_beyond_low_rank_products_are_refused(tiny_models, adapter, config, message):
     folder = adapter(tiny_models("llama"), **config)
     with pytest.raises(ValueError, match=message):
         load(make_core(tiny_models("llama")), folder)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_train.inference_engines.native.requests import SamplingParams
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams
 from skyrl_train.inference_engines.native.sampling import (
     SamplingBatch,
     apply_repetition_penalty,
@@ -152,7 +152,7 @@ def test_greedy_takes_the_likeliest_allowed_token_and_reports_the_untouched_log_
 )
 def test_a_wrong_sampling_parameter_is_named_with_its_rule(given, message):
     with pytest.raises(ValueError, match=message):
-        SamplingParams.from_dict(given)
+        EngineSamplingParams.from_dict(given)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Whose turn it is, by hand, and in the core: long requests of one group beside short ones of another."""
+"""Order of waiting requests, by hand and in the core: long requests of one group beside short ones of another."""
 
 import numpy as np
 import pytest
@@ -6,17 +6,17 @@ import torch
 
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.loading import load_model
-from skyrl_train.inference_engines.native.requests import Request, SamplingParams
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
 from skyrl_train.inference_engines.native.waiting import Waiting
 
 
 def request(group: str | None, *, length: int = 5, max_tokens: int | None = 4, seed: int = 0) -> Request:
     prompt = np.random.default_rng(seed).integers(2, 62, length)
-    return Request(prompt, SamplingParams(max_tokens=max_tokens), (seed, 0), group=group)
+    return Request(prompt, EngineSamplingParams(max_tokens=max_tokens), (seed, 0), group=group)
 
 
 def admitted(waiting: Waiting, num_rows: int) -> str:
-    """Who gets rows in which order, while there are any for them."""
+    """Return the order in which requests get rows, while there are any for them."""
     taken = []
     while (chosen := waiting.next(num_rows - len(taken))) is not None:
         waiting.take(chosen)
@@ -73,8 +73,8 @@ def test_a_group_that_comes_late_starts_at_once_beside_one_that_wants_everything
     assert core.num_running == 12
     for index in range(9):
         core.add_request(request("late", max_tokens=3, seed=index))
-    ended = [completion for _ in range(9) for completion in core.step()]
-    assert [completion.request.group for completion in ended] == ["late"] * 9  # 3 at a time
+    ended = [request for _ in range(9) for request in core.step()]
+    assert [request.group for request in ended] == ["late"] * 9  # 3 at a time
     assert core.abort() and core.num_running == core.num_waiting == 0
 
 
@@ -102,7 +102,7 @@ def test_the_cache_stays_within_its_memory_and_gives_the_same(tiny_models):
             core.add_request(one)
         done, most = {}, 0
         while core.num_running or core.num_waiting:
-            done |= {completion.request: completion for completion in core.step()}
+            done |= core.step()
             most = max(most, core._cache.num_rows * core._cache.length)
         return [(done[one].token_ids, done[one].log_probs) for one in requests], most
 

@@ -1,11 +1,17 @@
-"""Who goes where, and who waits for whom."""
+"""Routing of requests to engines, and the queue before them."""
 
-import asyncio
 from collections import Counter
 
 import pytest
 
-from skyrl_train.inference_engines.routing import Grant, Interrupted, Router, Waiter, Want, engine_of_session
+from skyrl_train.inference_engines.routing import (
+    Interrupted,
+    QueueEntry,
+    Router,
+    SlotGrant,
+    SlotRequest,
+    engine_of_session,
+)
 
 SESSIONS = [f"trajectory {i}" for i in range(2000)]
 
@@ -20,13 +26,13 @@ SESSIONS = [f"trajectory {i}" for i in range(2000)]
         (7, 1, 0, 1),
     ],
 )
-def test_a_session_has_one_engine_whatever_the_others_do(session, of_three, without_1, without_0):
+def test_session_keeps_its_engine_when_others_leave(session, of_three, without_1, without_0):
     assert engine_of_session(session, [0, 1, 2]) == engine_of_session(session, [2, 0, 1]) == of_three
     assert engine_of_session(session, [0, 2]) == without_1
     assert engine_of_session(session, [1, 2]) == without_0
 
 
-def test_a_death_moves_the_sessions_of_that_engine_alone_and_evenly():
+def test_engine_death_moves_only_its_sessions_evenly():
     before = {session: engine_of_session(session, [0, 1, 2, 3]) for session in SESSIONS}
     after = {session: engine_of_session(session, [0, 1, 3]) for session in SESSIONS}
     moved = [session for session in SESSIONS if before[session] != after[session]]
@@ -35,8 +41,8 @@ def test_a_death_moves_the_sessions_of_that_engine_alone_and_evenly():
     assert all(100 < count < 230 for count in Counter(after[session] for session in moved).values())
 
 
-def granted(waiter: Waiter) -> Grant | None:
-    return waiter.granted.result() if waiter.granted.done() else None
+def granted(entry: QueueEntry) -> SlotGrant | None:
+    return entry.granted.result() if entry.granted.done() else None
 
 
 def open_router(num_engines: int, limit: int | None = None) -> Router:
@@ -45,92 +51,90 @@ def open_router(num_engines: int, limit: int | None = None) -> Router:
     return router
 
 
-async def test_new_requests_go_where_least_is_under_way():
+async def test_new_requests_go_to_engine_with_fewest_requests():
     router = open_router(3)
-    first = granted(router.ask(0, [Want()] * 7))
-    assert first == Grant({0: [0, 3, 6], 1: [1, 4], 2: [2, 5]}, None)
-    router.release(2, [Want()] * 2)
-    assert granted(router.ask(1, [Want()] * 3)) == Grant({2: [0, 1], 1: [2]}, None)
+    first = granted(router.request_slots(0, [SlotRequest()] * 7))
+    assert first == SlotGrant({0: [0, 3, 6], 1: [1, 4], 2: [2, 5]}, None)
+    router.release(2, [SlotRequest()] * 2)
+    assert granted(router.request_slots(1, [SlotRequest()] * 3)) == SlotGrant({2: [0, 1], 1: [2]}, None)
 
 
-async def test_among_equally_many_requests_the_shorter_prompts_decide():
+async def test_prompt_length_breaks_ties_between_engines():
     router = open_router(2)
-    granted(router.ask(0, [Want(num_tokens=900), Want(num_tokens=10)]))
-    assert granted(router.ask(1, [Want(num_tokens=10)])) == Grant({1: [0]}, None)
+    granted(router.request_slots(0, [SlotRequest(num_tokens=900), SlotRequest(num_tokens=10)]))
+    assert granted(router.request_slots(1, [SlotRequest(num_tokens=10)])) == SlotGrant({1: [0]}, None)
 
 
-async def test_a_doubtful_engine_keeps_its_sessions_and_gets_nothing_new():
+async def test_suspect_engine_keeps_sessions_but_gets_no_new_requests():
     router = open_router(2)
     [of_0] = [session for session in ("a", "7_0", "x") if engine_of_session(session, [0, 1]) == 0][:1]
     router.set_engines([0, 1], doubtful=[0])
-    assert granted(router.ask(0, [Want(of_0), Want(), Want()])) == Grant({0: [0], 1: [1, 2]}, None)
+    assert granted(router.request_slots(0, [SlotRequest(of_0), SlotRequest(), SlotRequest()])) == SlotGrant(
+        {0: [0], 1: [1, 2]}, None
+    )
     router.set_engines([0], doubtful=[0])
-    assert granted(router.ask(1, [Want()])) == Grant({0: [0]}, None), "better than none"
+    assert granted(router.request_slots(1, [SlotRequest()])) == SlotGrant({0: [0]}, None), "better than none"
 
 
-async def test_above_the_limit_requests_wait_in_the_order_in_which_they_came():
+async def test_requests_above_limit_wait_in_order_of_arrival():
     router = open_router(1, limit=2)
-    batch = granted(router.ask(0, [Want()] * 3))
-    assert batch is not None and batch.places == {0: [0, 1]}
+    batch = granted(router.request_slots(0, [SlotRequest()] * 3))
+    assert batch is not None and batch.slots == {0: [0, 1]}
     assert batch.rest is not None
-    later = router.ask(1, [Want()])
-    router.release(0, [Want()])
-    assert granted(batch.rest) == Grant({0: [2]}, None), "the rest of a batch keeps its place"
+    later = router.request_slots(1, [SlotRequest()])
+    router.release(0, [SlotRequest()])
+    assert granted(batch.rest) == SlotGrant({0: [2]}, None), "the rest of a batch keeps its place"
     assert granted(later) is None
-    earlier = router.ask(0, [Want()])  # one that was interrupted comes back with its ticket
-    router.release(0, [Want()])
-    assert granted(earlier) == Grant({0: [0]}, None)
+    earlier = router.request_slots(0, [SlotRequest()])  # one that was interrupted comes back with its ticket
+    router.release(0, [SlotRequest()])
+    assert granted(earlier) == SlotGrant({0: [0]}, None)
     assert granted(later) is None and router.num_waiting == 1
-    router.release(0, [Want()])
-    assert granted(later) == Grant({0: [0]}, None)
+    router.release(0, [SlotRequest()])
+    assert granted(later) == SlotGrant({0: [0]}, None)
     assert router.num_under_way(0) == 2
 
 
-async def test_who_waits_for_a_full_engine_is_passed_but_not_starved():
+async def test_request_waiting_for_full_engine_is_passed_but_not_starved():
     router = open_router(2, limit=1)
     session = next(s for s in SESSIONS if engine_of_session(s, [0, 1]) == 0)
-    assert granted(router.ask(0, [Want(session)])) == Grant({0: [0]}, None)
-    stuck = router.ask(1, [Want(session)])
-    assert granted(router.ask(2, [Want()])) == Grant({1: [0]}, None), "the other engine is free"
-    newcomer = router.ask(3, [Want()])
-    router.release(0, [Want(session)])
-    assert granted(stuck) == Grant({0: [0]}, None), "before the newcomer, who could have had it as well"
+    assert granted(router.request_slots(0, [SlotRequest(session)])) == SlotGrant({0: [0]}, None)
+    stuck = router.request_slots(1, [SlotRequest(session)])
+    assert granted(router.request_slots(2, [SlotRequest()])) == SlotGrant({1: [0]}, None), "the other engine is free"
+    newcomer = router.request_slots(3, [SlotRequest()])
+    router.release(0, [SlotRequest(session)])
+    assert granted(stuck) == SlotGrant({0: [0]}, None), "before the newcomer, who could have had it as well"
     assert granted(newcomer) is None
 
 
-async def test_nobody_goes_while_a_reason_to_hold_is_left_or_no_engine_is_open():
+async def test_no_slots_are_granted_while_admission_is_paused_or_no_engine_is_open():
     router = Router(1)
-    router.hold("paused")
-    router.hold("asleep")
-    waiter = router.ask(0, [Want()])
-    for step in (lambda: router.set_engines([0]), lambda: router.let_go("paused")):
+    router.pause_admission("paused")
+    router.pause_admission("asleep")
+    entry = router.request_slots(0, [SlotRequest()])
+    for step in (lambda: router.set_engines([0]), lambda: router.resume_admission("paused")):
         step()
-        assert granted(waiter) is None
-    router.let_go("asleep")
-    assert granted(waiter) == Grant({0: [0]}, None)
+        assert granted(entry) is None
+    router.resume_admission("asleep")
+    assert granted(entry) == SlotGrant({0: [0]}, None)
 
 
-async def test_who_goes_away_leaves_no_place_taken():
+async def test_withdrawn_entries_keep_no_slots():
     router = open_router(1, limit=1)
-    taken = router.ask(0, [Want(), Want()])
-    waits = asyncio.create_task(router.granted_to(router.ask(1, [Want()])))
-    await asyncio.sleep(0)
-    waits.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waits
+    taken = router.request_slots(0, [SlotRequest(), SlotRequest()])
+    router.withdraw(router.request_slots(1, [SlotRequest()]))
     router.withdraw(taken)  # granted, but nobody came for it
     assert (router.num_waiting, router.num_under_way(0)) == (0, 0)
-    assert granted(router.ask(2, [Want()])) == Grant({0: [0]}, None)
+    assert granted(router.request_slots(2, [SlotRequest()])) == SlotGrant({0: [0]}, None)
 
 
-async def test_waits_end_by_an_interruption_or_by_failure_and_the_latter_stays():
+async def test_interrupt_ends_waits_and_failure_ends_later_waits_too():
     router = Router(1)
-    waiter = router.ask(0, [Want()])
+    entry = router.request_slots(0, [SlotRequest()])
     router.interrupt()
     with pytest.raises(Interrupted):
-        await router.granted_to(waiter)
-    waiter = router.ask(1, [Want()])
+        entry.granted.result()
+    entry = router.request_slots(1, [SlotRequest()])
     router.fail(RuntimeError("over"))
-    for late in (waiter, router.ask(2, [Want()])):
+    for late in (entry, router.request_slots(2, [SlotRequest()])):
         with pytest.raises(RuntimeError, match="over"):
-            await router.granted_to(late)
+            late.granted.result()

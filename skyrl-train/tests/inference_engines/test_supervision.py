@@ -37,7 +37,7 @@ waiting for weights + weights given -> healthy
 
 @pytest.mark.parametrize("event", HealthEvent)
 @pytest.mark.parametrize("health", Health)
-def test_what_follows_in_every_state_from_every_event(health, event):
+def test_health_transitions_of_every_state_and_event(health, event):
     steps = (line.partition(" -> ") for line in LEGAL.strip().splitlines())
     following = {before: result for before, _, result in steps}.get(f"{health} + {event}")
     if following is not None:
@@ -89,13 +89,13 @@ async def version(engine: Any) -> int:
 
 async def test_a_failing_call_has_the_engine_examined_and_started_again(supervise: Made):
     supervisor = supervise()
-    assert not await supervisor.settle(), "all are well: which says nothing of what fails later"
+    assert not await supervisor.wait_until_healthy(), "all are well: which says nothing of what fails later"
     assert await supervisor.run_all(version) == [0, 0]
     first = supervisor.engines[1]
     await first.teardown()
     with pytest.raises(EngineFailure, match="the native engine is closed"):
         await supervisor.run_all(version)
-    assert await supervisor.settle() and not await supervisor.settle()
+    assert await supervisor.wait_until_healthy() and not await supervisor.wait_until_healthy()
     assert supervisor.engines[1] is not first
     assert await supervisor.run_all(version) == [0, 0]
     assert (supervisor.num_deaths, supervisor.num_restarts) == (1, 1)
@@ -103,7 +103,7 @@ async def test_a_failing_call_has_the_engine_examined_and_started_again(supervis
 
 async def test_an_error_of_a_healthy_engine_belongs_to_the_call(supervise: Made):
     supervisor = supervise()
-    await supervisor.settle()
+    await supervisor.wait_until_healthy()
 
     async def refused(_: Any) -> None:
         raise WorkerError("no room")
@@ -114,18 +114,18 @@ async def test_an_error_of_a_healthy_engine_belongs_to_the_call(supervise: Made)
     assert supervisor.num_deaths == 0
 
 
-async def test_settle_notices_what_nobody_called(supervise: Made):
+async def test_wait_until_healthy_notices_dead_idle_engines(supervise: Made):
     supervisor = supervise()
-    assert not await supervisor.settle()
+    assert not await supervisor.wait_until_healthy()
     await supervisor.engines[0].teardown()
     assert supervisor.with_health(Health.HEALTHY) == [0, 1]
-    assert await supervisor.settle()
+    assert await supervisor.wait_until_healthy()
     assert supervisor.num_restarts == 1
 
 
 async def test_the_watch_notices_by_itself(supervise: Made):
     supervisor = supervise(engine_health_interval_seconds=0.2)
-    await supervisor.settle()
+    await supervisor.wait_until_healthy()
     await supervisor.engines[0].teardown()
     async with asyncio.timeout(10):
         while supervisor.num_restarts == 0 or supervisor.with_health(Health.HEALTHY) != [0, 1]:
@@ -134,7 +134,7 @@ async def test_the_watch_notices_by_itself(supervise: Made):
 
 async def test_silence_makes_suspect_and_three_intervals_of_it_make_dead(supervise: Made):
     supervisor = supervise(engine_health_interval_seconds=0.5)
-    await supervisor.settle()
+    await supervisor.wait_until_healthy()
     deaf = supervisor.engines[0]
     assert isinstance(deaf, Native)
     deaf.seconds_to_answer = 1000
@@ -145,13 +145,13 @@ async def test_silence_makes_suspect_and_three_intervals_of_it_make_dead(supervi
     ):
         await waits
     assert asyncio.get_running_loop().time() - began > 1.4
-    await supervisor.settle()
+    await supervisor.wait_until_healthy()
     assert supervisor.engines[0] is not deaf
 
 
 async def test_an_engine_that_computes_is_not_dead_however_late_it_answers(supervise: Made):
     supervisor = supervise(engine_health_interval_seconds=0.1)
-    await supervisor.settle()
+    await supervisor.wait_until_healthy()
     busy = supervisor.engines[0]
     assert isinstance(busy, Native)
     busy.seconds_to_answer, busy.busy = 1.5, True  # five times as long as the silence of a hung engine may last
@@ -169,7 +169,7 @@ async def test_an_engine_that_computes_is_not_dead_however_late_it_answers(super
 
 async def test_a_late_answer_makes_healthy_again(supervise: Made):
     supervisor = supervise(engine_health_interval_seconds=0.5)
-    await supervisor.settle()
+    await supervisor.wait_until_healthy()
     busy = supervisor.engines[0]
     assert isinstance(busy, Native)
     busy.seconds_to_answer = 0.9  # between one and two intervals
@@ -183,7 +183,7 @@ async def test_a_late_answer_makes_healthy_again(supervise: Made):
 
 async def test_a_new_engine_is_prepared_before_it_serves(supervise: Made):
     supervisor = supervise()
-    await supervisor.settle()
+    await supervisor.wait_until_healthy()
     prepared: list[tuple[int, list[int]]] = []
 
     async def prepare(index: int) -> None:
@@ -192,7 +192,7 @@ async def test_a_new_engine_is_prepared_before_it_serves(supervise: Made):
 
     supervisor.prepare = prepare
     await supervisor.engines[1].teardown()
-    assert await supervisor.settle()
+    assert await supervisor.wait_until_healthy()
     assert prepared == [(1, [1])]
 
 
@@ -206,23 +206,28 @@ async def test_a_start_that_fails_takes_another_restart(supervise: Made, chat_mo
         return Native(chat_model)
 
     supervisor = supervise(second_time)
-    await supervisor.settle()
+    await supervisor.wait_until_healthy()
     await supervisor.engines[1].teardown()
-    assert await supervisor.settle()
+    assert await supervisor.wait_until_healthy()
     assert starts == [1, 1]
 
 
 async def test_one_failure_too_many_ends_everything_for_everyone(supervise: Made):
     supervisor = supervise(max_engine_restarts=1)
-    await supervisor.settle()
+    await supervisor.wait_until_healthy()
     await supervisor.engines[0].teardown()
-    await supervisor.settle()
+    await supervisor.wait_until_healthy()
     healthy_call = asyncio.create_task(supervisor.run(1, lambda _: asyncio.sleep(1000)))
     await supervisor.engines[0].teardown()
     expected = "the native engine is closed\nit is not started again: generator.max_engine_restarts=1 are used up"
     with pytest.raises(WorkerError, match=expected):
-        await supervisor.settle()
-    for late in (healthy_call, supervisor.run(1, version), supervisor.run_all(version), supervisor.settle()):
+        await supervisor.wait_until_healthy()
+    for late in (
+        healthy_call,
+        supervisor.run(1, version),
+        supervisor.run_all(version),
+        supervisor.wait_until_healthy(),
+    ):
         with pytest.raises(WorkerError, match=expected):
             await late
 
@@ -235,7 +240,7 @@ async def test_an_engine_that_cannot_start_at_all_is_not_tried_again(chat_model:
     never = NeverUp(chat_model)
     supervisor = Supervisor([never], GeneratorConfig(), None, lambda: None)
     with pytest.raises(WorkerError, match="could not start: no such model"):
-        await supervisor.settle()
+        await supervisor.wait_until_healthy()
     assert supervisor.with_health(Health.LOST) == [0]
     await supervisor.close()
 
@@ -253,15 +258,15 @@ async def test_a_start_may_take_longer_than_a_health_check(supervise: Made, chat
         return engine
 
     supervisor = supervise(slow, engine_health_interval_seconds=0.2)
-    await supervisor.settle()
+    await supervisor.wait_until_healthy()
     await supervisor.engines[0].teardown()
-    assert await supervisor.settle()
+    assert await supervisor.wait_until_healthy()
     assert (supervisor.num_deaths, supervisor.num_restarts) == (1, 1)
 
 
 async def test_a_start_has_a_deadline(supervise: Made):
     supervisor = supervise(engine_start_timeout_seconds=0.3, max_engine_restarts=1)
-    await supervisor.settle()
+    await supervisor.wait_until_healthy()
 
     async def never(_: int) -> None:
         await asyncio.sleep(1000)
@@ -269,7 +274,7 @@ async def test_a_start_has_a_deadline(supervise: Made):
     supervisor.prepare = never
     await supervisor.engines[0].teardown()
     with pytest.raises(WorkerError, match=r"engine 0 did not start within generator.engine_start_timeout_seconds=0.3"):
-        await supervisor.settle()
+        await supervisor.wait_until_healthy()
 
 
 def test_the_watch_goes_on_in_another_event_loop(chat_model: str):
@@ -279,6 +284,6 @@ def test_the_watch_goes_on_in_another_event_loop(chat_model: str):
     supervisor = Supervisor([Native(chat_model)], GeneratorConfig(), anew, lambda: None)
     assert asyncio.run(supervisor.run_all(version)) == [0]
     asyncio.run(supervisor.engines[0].teardown())
-    assert asyncio.run(supervisor.settle())
+    assert asyncio.run(supervisor.wait_until_healthy())
     assert asyncio.run(supervisor.run_all(version)) == [0]
     asyncio.run(supervisor.close())

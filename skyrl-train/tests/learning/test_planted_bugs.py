@@ -90,11 +90,11 @@ def judged_batch(apprentice: Apprentice) -> Any:
 
 
 def gradient_norm(apprentice: Apprentice, *, advantage: float = 1.0, batch: Any = None) -> float:
-    """Of one optimizer step, with advantages scaled by a factor."""
+    """Take one optimizer step with advantages scaled by a factor."""
     batch = judged_batch(apprentice) if batch is None else batch
     batch["advantages"] = batch["advantages"] * advantage
     schedule = apprentice.schedule(batch, [list(range(len(batch)))])
-    apprentice.policy.load_batch(schedule.shard(batch)[0])
+    apprentice.policy.load_batch(schedule.split(batch)[0])
     apprentice.policy.forward_backward(schedule.mini_batches[0][0])
     return apprentice.policy.optim_step()["grad_norm"]
 
@@ -164,7 +164,7 @@ def reward_on_the_token_before(plant: pytest.MonkeyPatch) -> None:
 
 
 def temperature_forgotten(plant: pytest.MonkeyPatch) -> None:
-    """By the backend: a model that forgets it is found out when it is loaded."""
+    """Plant the fault in the backend: a model with it is found when it is loaded."""
 
     def forgetful(backend: Any, micro: Any, *, with_entropy: bool = False) -> Scores:
         inputs = micro.tensor("sequences"), micro.tensor("attention_mask"), micro.metadata["response_length"]

@@ -43,7 +43,7 @@ def report_on(
     bf16: bool = False,
     clip: float = 0.2,
 ) -> Report:
-    """Of these engines beside a trainer of `model`."""
+    """Make the report on these engines beside a trainer of `model`."""
     cfg = SkyRLConfig.from_dict(
         {
             "trainer": {
@@ -138,7 +138,7 @@ class WithoutPromptLogProbs(NativeInferenceEngine):
     """Says so."""
 
     async def describe(self) -> EngineInfo:
-        return replace(await super().describe(), lacks={"prompt_log_probs": "there are none"})
+        return replace(await super().describe(), unsupported={"prompt_log_probs": "there are none"})
 
 
 def changed_copy(model: str, folder: Path, layer: str, factor: float) -> str:
@@ -181,7 +181,7 @@ def test_wrong_weights_are_found_by_answers_where_prompts_have_no_log_probs(shar
     assert "sampled tokens" in report.findings[0].text
 
 
-def test_what_nothing_explains_is_said_to_be_unexplained(sharp_model: str):
+def test_unexplained_gap_is_reported_as_such(sharp_model: str):
     report = report_on(sharp_model, Noisy(sharp_model), samplings=("temperature 1", "top_p 0.9"))
     assert kinds(report) == ["unexplained"]
     assert "temperature 1, top_p 0.9: log-probs differ from the trainer's by 0.1 " in report.findings[0].text

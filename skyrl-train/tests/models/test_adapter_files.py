@@ -60,12 +60,12 @@ def test_peft_makes_the_same_model_of_a_written_version(tiny_model, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     plain = logits(base)
     loaded = PeftModel.from_pretrained(base, str(tmp_path / "3"))
-    torch.testing.assert_close(logits(loaded), logits(model), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits(loaded), logits(model), atol=1e-4, rtol=0)  # other order of products
     assert (plain - logits(model)).abs().max() > 0.1
     assert len(written) == 2 * 2 * 7
 
 
-def test_what_is_returned_is_what_the_file_holds_in_the_engines_dtype(tiny_model, tmp_path):
+def test_returned_tensors_equal_the_file_in_the_engines_dtype(tiny_model, tmp_path):
     model = adapted(tiny_model)
     written = write_adapter_version(model, tmp_path, 1, torch.bfloat16, rank=0)
     file = load_file(tmp_path / "1" / WEIGHTS_FILE)
@@ -77,7 +77,7 @@ def test_what_is_returned_is_what_the_file_holds_in_the_engines_dtype(tiny_model
     assert torch.equal(file[name], up_proj.b.detach().bfloat16())
 
 
-def test_what_was_written_is_no_view_of_what_goes_on_learning(tiny_model, tmp_path):
+def test_written_tensors_are_no_views_of_trained_weights(tiny_model, tmp_path):
     model = adapted(tiny_model)
     written = write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_the_native_engine_takes_what_was_written(tiny_model, tmp_path, init_met
 
 
 async def test_an_engine_answers_with_the_policys_adapters_and_proves_it(chat_model, tmp_path):
-    """What a sync of adapters alone does: written, loaded, fingerprints compared; then log-probs are the policy's."""
+    """A sync of adapters alone: written, loaded, fingerprints compared; then log-probs are the policy's."""
     model = adapted(chat_model)
     written = write_adapter_version(model, tmp_path, 7, torch.float32, rank=0)
     engine = NativeInferenceEngine(chat_model, max_lora_rank=4)

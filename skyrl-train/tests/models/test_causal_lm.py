@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 def test_dropout_is_off_in_modules_and_in_attention(tmp_path):
-    """With it, the log-probs of a training forward would not be those of the rollout."""
+    """Dropout would make the log-probs of a training forward differ from the rollout's."""
     GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2, attn_pdrop=0.5)).save_pretrained(tmp_path)
     model = load_causal_lm(str(tmp_path), device=CPU)
     assert model.training and model.config.attn_pdrop == 0.0

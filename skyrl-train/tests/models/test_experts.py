@@ -1,4 +1,4 @@
-"""How evenly experts are used, counted as transformers counts it."""
+"""Use of experts, counted as transformers counts it."""
 
 import pytest
 import torch

@@ -83,7 +83,7 @@ def test_a_merged_weight_by_hand():
     assert weight.tolist() == [[1.0, 2.0], [3.0, 4.0]]
 
 
-def test_what_is_exported_is_what_peft_merges_under_transformers_own_names(tiny_model, tmp_path):
+def test_export_equals_the_merge_of_peft_under_transformers_names(tiny_model, tmp_path):
     model = adapted(tiny_model)
     disturb(model)
     exported = {name: tensor.clone() for name, tensor in exported_parameters(model)}
@@ -218,7 +218,7 @@ def test_fused_experts_get_no_adapter_and_their_model_says_so(moe_model, tmp_pat
         ({"init_method": "eva"}, "must be one of"),  # needs data
     ],
 )
-def test_what_cannot_have_an_adapter_is_refused_by_name(tiny_model, settings, message):
+def test_layers_without_adapter_support_are_refused_by_name(tiny_model, settings, message):
     with pytest.raises(ConfigError, match=message):
         adapted(tiny_model, LoRAConfig(rank=4, **settings))
 

@@ -27,7 +27,7 @@ def test_a_token_is_predicted_by_the_one_before_it_in_its_row():
 
 
 @pytest.mark.parametrize("lay_out", [packed, padded])
-def test_what_is_computed_returns_to_the_place_of_its_token(lay_out):
+def test_unpacked_values_return_to_their_tokens(lay_out):
     layout = lay_out(SEQUENCES, MASK, 2)
     assert layout.place(layout.labels.float()).tolist() == [[12, 13], [23, 24], [0, 0]]
 
@@ -55,7 +55,7 @@ def test_no_token_at_all_is_one_of_filler():
 
 
 class TwoRanks:
-    """What `packed` asks of `SequenceParallel`, for the second of two ranks."""
+    """Part of `SequenceParallel` that `packed` uses, for the second of two ranks."""
 
     size, rank = 2, 1
 

@@ -85,7 +85,7 @@ def linear_attention():
         (linear_attention, "linear_attention", "trainer.use_sample_packing=false"),
     ],
 )
-def test_what_packing_cannot_do_is_refused_with_the_setting_that_can(model, problem, advice, caplog):
+def test_models_without_packing_are_refused_with_the_remedy(model, problem, advice, caplog):
     with pytest.raises(ConfigError, match=rf"^its-name cannot be trained.*{problem}.*Set {advice}\.$"):
         check_scoring(ScoringModel(model()), "its-name")
 
@@ -102,7 +102,7 @@ def test_a_model_whose_own_attention_functions_agree_passes():
 
 @pytest.mark.parametrize("packing, attention", [(True, "sdpa"), (False, "sdpa"), (False, "eager")])
 def test_a_model_whose_own_attention_functions_disagree_is_refused_whatever_is_set(packing, attention, caplog):
-    """With alibi, transformers' falcon adds it twice in eager attention and once in sdpa."""
+    """transformers' falcon adds alibi twice in eager attention and once in sdpa."""
     model = falcon(alibi=True)
     model.config._attn_implementation_internal = attention
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The colocation protocol as a table, and the driver with engines and workers that write down what they are told."""
+"""Colocation: the protocol as a table, and its driver with engines and workers that log their calls."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,9 +9,9 @@ import pytest
 from skyrl_train.orchestration.colocation import Colocation
 from skyrl_train.orchestration.colocation_protocol import (
     ALL_SHARE,
-    ALONE_AWAKE,
     EMPTY,
-    NOBODY_SHARES,
+    ENGINES_ONLY,
+    NO_SHARING,
     POLICY,
     POLICY_AND_REF_SHARE,
     SYNC,
@@ -19,44 +19,44 @@ from skyrl_train.orchestration.colocation_protocol import (
     ColocationError,
     DeviceState,
     Engines,
-    after,
     events_of,
     missing_steps,
+    next_state,
 )
 
 CRITIC, REF = DeviceState(Engines.ASLEEP, "critic"), DeviceState(Engines.ASLEEP, "ref")
-STATES = {"awake": ALONE_AWAKE, "weights": WEIGHTS, "sync": SYNC, "empty": EMPTY, "policy": POLICY}
+STATES = {"awake": ENGINES_ONLY, "weights": WEIGHTS, "sync": SYNC, "empty": EMPTY, "policy": POLICY}
 STATES |= {"critic": CRITIC, "ref": REF}
 
 # What follows in each state; where a step is illegal, what must come first.
 ALL_STEPS = """
-                | awake   | weights       | sync      | empty         | policy       | critic   | ref
-generate        | = awake | wake cache    | off+      | wake weights+ | off+         | off+     | off+
-sleep           | = empty | = empty       | = policy  | wake weights  | wake weights | off+     | off+
-wake weights    | sleep   | sleep         | sleep     | = weights     | = sync       | off      | off
-wake cache      | sleep+  | = awake       | off       | wake weights  | off+         | off+     | off+
-send weights    | sleep+  | bring policy  | = sync    | bring policy+ | wake weights | off+     | off+
-start engine    | = awake | = weights     | off       | = empty       | off          | off      | off
-bring policy    | sleep   | = sync        | off       | = policy      | off          | off      | off
-bring critic    | sleep   | sleep         | off+      | = critic      | off          | off      | off
-bring ref       | sleep   | sleep         | off+      | = ref         | off          | off      | off
-use policy      | sleep+  | bring policy+ | sleep     | bring policy  | = policy     | off+     | off+
-use critic      | sleep+  | sleep+        | off+      | bring critic  | off+         | = critic | off+
-use ref         | sleep+  | sleep+        | off+      | bring ref     | off+         | off+     | = ref
-take off policy | sleep+  | bring policy  | = weights | bring policy  | = empty      | off+     | off+
-take off critic | sleep+  | sleep+        | off+      | bring critic  | off+         | = empty  | off+
-take off ref    | sleep+  | sleep+        | off+      | bring ref     | off+         | off+     | = empty
+                | awake   | weights        | sync      | empty          | policy       | critic   | ref
+generate        | = awake | wake cache     | off+      | wake weights+  | off+         | off+     | off+
+sleep           | = empty | = empty        | = policy  | wake weights   | wake weights | off+     | off+
+wake weights    | sleep   | sleep          | sleep     | = weights      | = sync       | off      | off
+wake cache      | sleep+  | = awake        | off       | wake weights   | off+         | off+     | off+
+send weights    | sleep+  | onload policy  | = sync    | onload policy+ | wake weights | off+     | off+
+start engine    | = awake | = weights      | off       | = empty        | off          | off      | off
+onload policy   | sleep   | = sync         | off       | = policy       | off          | off      | off
+onload critic   | sleep   | sleep          | off+      | = critic       | off          | off      | off
+onload ref      | sleep   | sleep          | off+      | = ref          | off          | off      | off
+use policy      | sleep+  | onload policy+ | sleep     | onload policy  | = policy     | off+     | off+
+use critic      | sleep+  | sleep+         | off+      | onload critic  | off+         | = critic | off+
+use ref         | sleep+  | sleep+         | off+      | onload ref     | off+         | off+     | = ref
+offload policy  | sleep+  | onload policy  | = weights | onload policy  | = empty      | off+     | off+
+offload critic  | sleep+  | sleep+         | off+      | onload critic  | off+         | = empty  | off+
+offload ref     | sleep+  | sleep+         | off+      | onload ref     | off+         | off+     | = empty
 """
 
 
 def cells() -> list[tuple[str, str, str]]:
-    """(state, event, cell) of the table; a `+` says that more steps follow the one named, `off` is to take off whoever
-    is on the device."""
+    """(state, event, cell) of the table; a `+` says that more events follow the one named, `off` means offloading
+    the worker on the device."""
     header, *rows = [[cell.strip() for cell in line.split("|")] for line in ALL_STEPS.strip("\n").splitlines()]
     return [(state, row[0], cell) for row in rows for state, cell in zip(header[1:], row[1:], strict=True)]
 
 
-def test_the_table_has_every_state_and_every_step():
+def test_table_has_every_state_and_event():
     assert {state for state, _, _ in cells()} == set(STATES)
     assert set(STATES.values()) == set(ALL_SHARE)
     assert {event for _, event, _ in cells()} == set(events_of(ALL_SHARE))
@@ -64,24 +64,24 @@ def test_the_table_has_every_state_and_every_step():
 
 
 @pytest.mark.parametrize("state, event, cell", cells())
-def test_every_step_in_every_state_leads_on_or_says_what_must_come_first(state, event, cell):
+def test_each_event_leads_to_next_state_or_names_missing_events(state, event, cell):
     if cell.startswith("="):
-        assert after(STATES[state], event) == STATES[cell.removeprefix("= ")]
+        assert next_state(STATES[state], event) == STATES[cell.removeprefix("= ")]
         return
     with pytest.raises(ColocationError) as refused:
-        after(STATES[state], event)
+        next_state(STATES[state], event)
     assert str(refused.value).startswith(f"cannot {event} with engines ")
     first, *more = missing_steps(STATES[state], event)
-    assert first == cell.removesuffix("+").replace("off", f"take off {STATES[state].worker}")
+    assert first == cell.removesuffix("+").replace("off", f"offload {STATES[state].worker}")
     assert bool(more) == cell.endswith("+")
     here = STATES[state]
     for step in (first, *more, event):  # and indeed that is the way
-        here = after(here, step)
+        here = next_state(here, step)
 
 
 @pytest.mark.parametrize("engines", Engines)
 @pytest.mark.parametrize("worker", [None, "policy", "critic", "ref"])
-def test_states_without_room_do_not_exist(engines, worker):
+def test_device_state_rejects_contents_that_do_not_fit(engines, worker):
     """7 of 12: workers never stand beside awake engines, and only the policy beside their weights."""
     if (engines, worker) in {(state.engines, state.worker) for state in STATES.values()}:
         assert DeviceState(engines, worker) in ALL_SHARE
@@ -90,49 +90,49 @@ def test_states_without_room_do_not_exist(engines, worker):
             DeviceState(engines, worker)
 
 
-def test_a_refusal_names_the_way():
+def test_refusal_names_missing_events():
     with pytest.raises(ColocationError) as refused:
-        after(POLICY, "wake cache")
+        next_state(POLICY, "wake cache")
     assert str(refused.value) == (
-        "cannot wake cache with engines asleep, the policy on the device; first: take off policy, wake weights"
+        "cannot wake cache with engines asleep, the policy on the device; first: offload policy, wake weights"
     )
 
 
-def test_an_unknown_step_is_a_programming_error():
-    with pytest.raises(ValueError, match="no step of this protocol: 'wake up'; there are"):
-        after(EMPTY, "wake up")
+def test_unknown_event_is_a_value_error():
+    with pytest.raises(ValueError, match="unknown event of this protocol: 'wake up'; there are"):
+        next_state(EMPTY, "wake up")
 
 
 @pytest.mark.parametrize(
     "state, event, following",
     [
-        (EMPTY, "bring policy", POLICY),
-        (EMPTY, "bring ref", REF),
+        (EMPTY, "onload policy", POLICY),
+        (EMPTY, "onload ref", REF),
         (EMPTY, "send weights", None),  # the policy is in host memory
         (POLICY, "send weights", POLICY),
-        (POLICY, "take off policy", EMPTY),
-        (POLICY, "bring ref", None),
+        (POLICY, "offload policy", EMPTY),
+        (POLICY, "onload ref", None),
         (REF, "send weights", None),
         (REF, "use policy", None),
         (REF, "use ref", REF),
-        (REF, "take off ref", EMPTY),
+        (REF, "offload ref", EMPTY),
     ],
 )
 def test_policy_and_reference_model_on_one_device_without_engines(state, event, following):
     assert "sleep" not in events_of(POLICY_AND_REF_SHARE)
     if following is None:
         with pytest.raises(ColocationError):
-            after(state, event, POLICY_AND_REF_SHARE)
+            next_state(state, event, POLICY_AND_REF_SHARE)
     else:
-        assert after(state, event, POLICY_AND_REF_SHARE) == following
+        assert next_state(state, event, POLICY_AND_REF_SHARE) == following
 
 
-def test_where_nobody_shares_there_are_no_steps():
-    assert events_of(NOBODY_SHARES) == ()
+def test_protocol_without_sharing_has_no_events():
+    assert events_of(NO_SHARING) == ()
 
 
 class Diary:
-    """What engines and workers were told, in order."""
+    """Log of the calls of engines and workers, in order."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -179,7 +179,7 @@ Started = tuple[Colocation, Diary]
 
 async def started(groups: tuple[str, ...] = ("policy", "critic", "ref"), **sharing: Any) -> Started:
     diary = Diary()
-    colocation = Colocation(Engine(diary), **{"takes_turns": True, **sharing})
+    colocation = Colocation(Engine(diary), **{"engines_share_device": True, **sharing})
     await colocation.start([Group(diary, name) for name in groups])
     return colocation, diary
 
@@ -188,7 +188,7 @@ def story(tell: Callable[[], Any]) -> None:
     asyncio.run(asyncio.wait_for(tell(), 20))
 
 
-def test_a_whole_step_in_the_documented_order():
+def test_training_step_moves_in_documented_order():
     async def tell():
         colocation, diary = await started()
         assert diary.take() == [
@@ -208,9 +208,9 @@ def test_a_whole_step_in_the_documented_order():
         assert diary.take() == sync
         colocation.check("generate")
         await colocation.after_generating()
-        async with colocation.in_place_of_policy("ref"):
+        async with colocation.swapped_in("ref"):
             colocation.check("use ref")
-        async with colocation.in_place_of_policy("critic"):
+        async with colocation.swapped_in("critic"):
             colocation.check("use critic")
         colocation.check("use policy")
         assert diary.take() == [
@@ -220,37 +220,38 @@ def test_a_whole_step_in_the_documented_order():
         ]
         await colocation.sync(send)
         assert diary.take() == sync
-        assert colocation.state == ALONE_AWAKE
+        assert colocation.state == ENGINES_ONLY
 
     story(tell)
 
 
-def test_out_of_turn_nobody_is_told_anything():
+def test_refused_moves_call_nothing():
     async def tell():
         colocation, diary = await started()
         diary.take()
-        for step in (lambda: colocation.bring("ref"), colocation.sleep, colocation.wake_cache):
+        for step in (lambda: colocation.onload("ref"), colocation.after_generating):
             with pytest.raises(ColocationError):
                 await step()
         with pytest.raises(ColocationError, match="cannot generate with engines asleep"):
             colocation.check("generate")
-        await colocation.take_off("policy")
-        with pytest.raises(ColocationError, match=r"first: bring policy$"):
+        await colocation.recover()
+        diary.take()
+        with pytest.raises(ColocationError, match=r"first: onload policy$"):
             await colocation.sync(lambda: diary.write("weights travel"))
-        assert diary.take() == ["policy off", "engines wake weights"]
+        assert diary.take() == ["engines wake weights"]
 
     story(tell)
 
 
-def test_models_with_devices_of_their_own_take_no_turns():
+def test_models_with_own_devices_are_never_moved():
     async def tell():
-        colocation, diary = await started(takes_turns=False)
+        colocation, diary = await started(engines_share_device=False)
         assert sorted(diary.take()) == ["critic loads", "policy loads", "ref loads"]
         for event in ("generate", "use critic", "send weights"):
             colocation.check(event)
         await colocation.sync(lambda: diary.write("weights travel"))
         await colocation.after_generating()
-        async with colocation.in_place_of_policy("ref"):
+        async with colocation.swapped_in("ref"):
             pass
         assert await colocation.send_between(lambda: diary.write("weights travel"))
         await colocation.recover()
@@ -261,28 +262,28 @@ def test_models_with_devices_of_their_own_take_no_turns():
 
 def test_policy_and_reference_model_may_share_while_engines_do_not():
     async def tell():
-        colocation, diary = await started(takes_turns=False, policy_and_ref_share=True)
+        colocation, diary = await started(engines_share_device=False, policy_and_ref_share=True)
         lines = diary.take()
         assert [line for line in lines if "critic" not in line] == ["ref loads", "ref off", "policy loads"]
         await colocation.sync(lambda: diary.write("weights travel"))
         await colocation.after_generating()
-        async with colocation.in_place_of_policy("critic"):
+        async with colocation.swapped_in("critic"):
             pass
         assert diary.take() == ["weights travel"]
-        async with colocation.in_place_of_policy("ref"):
-            with pytest.raises(ColocationError, match=r"cannot send weights .* first: take off ref, bring policy"):
+        async with colocation.swapped_in("ref"):
+            with pytest.raises(ColocationError, match=r"cannot send weights .* first: offload ref, onload policy"):
                 await colocation.sync(lambda: diary.write("weights travel"))
         assert diary.take() == ["policy off", "ref on", "ref off", "policy on"]
 
     story(tell)
 
 
-def test_training_without_engines_swaps_its_models():
+def test_training_without_engines_swaps_models():
     async def tell():
         diary = Diary()
-        colocation = Colocation(None, takes_turns=True)
+        colocation = Colocation(None, engines_share_device=True)
         await colocation.start([Group(diary, "policy"), Group(diary, "ref")])
-        async with colocation.in_place_of_policy("ref"):
+        async with colocation.swapped_in("ref"):
             pass
         assert diary.take() == [
             *("ref loads", "ref off", "policy loads"),
@@ -293,43 +294,43 @@ def test_training_without_engines_swaps_its_models():
 
 
 @pytest.mark.parametrize("failing", ["engines wake weights", "policy off", "engines wake kv_cache"])
-def test_a_move_that_failed_leaves_doubt_until_recovery(failing):
+def test_failed_move_refuses_others_until_recovery(failing):
     async def tell():
         colocation, diary = await started()
         diary.fails = {failing}
         with pytest.raises(OSError, match=failing):
             await colocation.sync(lambda: diary.write("weights travel"))
-        for step in (colocation.sleep, lambda: colocation.bring("policy")):
-            with pytest.raises(ColocationError, match=r"is in doubt since '.*' failed; first: recover"):
+        for step in (colocation.after_generating, lambda: colocation.onload("policy")):
+            with pytest.raises(ColocationError, match=r"is unknown since '.*' failed; first: recover"):
                 await step()
         diary.fails = set()
         diary.take()
         await colocation.recover()
         assert diary.take() == ["policy off", "critic off", "ref off", "engines sleep"]
         assert colocation.state == EMPTY
-        await colocation.bring("policy")
+        await colocation.onload("policy")
         await colocation.sync(lambda: diary.write("weights travel"))
         colocation.check("generate")
 
     story(tell)
 
 
-def test_a_recovery_that_failed_can_be_repeated():
+def test_failed_recovery_can_be_repeated():
     async def tell():
         colocation, diary = await started()
         diary.fails = {"engines sleep"}
         with pytest.raises(OSError):
             await colocation.recover()
         with pytest.raises(ColocationError, match="since 'recover' failed"):
-            await colocation.bring("policy")
+            await colocation.onload("policy")
         diary.fails = set()
         await colocation.recover()
-        await colocation.bring("policy")
+        await colocation.onload("policy")
 
     story(tell)
 
 
-def test_a_send_that_failed_is_known_and_can_be_repeated():
+def test_failed_send_can_be_repeated():
     async def tell():
         colocation, diary = await started()
         diary.take()
@@ -348,7 +349,7 @@ def test_a_send_that_failed_is_known_and_can_be_repeated():
     story(tell)
 
 
-def test_an_engine_that_died_while_others_slept_starts_when_the_next_sync_makes_room_and_sleeps_with_them():
+def test_engine_that_died_asleep_restarts_when_next_sync_makes_room():
     async def tell():
         colocation, diary = await started()
         diary.take()
@@ -370,7 +371,7 @@ def test_an_engine_that_died_while_others_slept_starts_when_the_next_sync_makes_
     story(tell)
 
 
-def test_an_engine_that_died_in_mid_sync_starts_before_the_sync_is_repeated():
+def test_engine_that_died_during_sync_restarts_before_sync_is_repeated():
     async def tell():
         colocation, diary = await started()
         diary.fails = {"weights travel"}
@@ -407,10 +408,10 @@ def test_recovery_waits_for_engines_that_start():
             await diary.write("new starts")
             return Engine(diary, "new")
 
-        async def settle() -> None:
+        async def restart() -> None:
             await colocation.start_engine(start)
 
-        await colocation.recover(settle)
+        await colocation.recover(restart)
         assert diary.take() == [
             *("policy off", "critic off", "ref off"),
             *("new starts", "new sleep"),
@@ -420,7 +421,7 @@ def test_recovery_waits_for_engines_that_start():
     story(tell)
 
 
-def test_an_engine_started_while_others_generate_is_given_the_weights_between_two_syncs():
+def test_engine_started_while_others_generate_receives_weights_between_syncs():
     async def tell():
         colocation, diary = await started()
         assert not await colocation.send_between(lambda: diary.write("weights travel"))  # the next sync brings them
@@ -446,14 +447,14 @@ def test_an_engine_started_while_others_generate_is_given_the_weights_between_tw
     story(tell)
 
 
-def test_an_engine_that_waits_too_long_for_the_device_says_who_has_it():
+def test_engine_start_timeout_names_the_worker_on_the_device():
     async def tell():
         colocation, diary = await started(start_timeout_seconds=0.05)
 
         async def start() -> Engine:
             return Engine(diary)
 
-        with pytest.raises(ColocationError, match=r"cannot start engine for 0.05 s.*first: take off policy"):
+        with pytest.raises(ColocationError, match=r"cannot start engine for 0.05 s.*first: offload policy"):
             await colocation.start_engine(start)
         await colocation.sync(lambda: diary.write("weights travel"))  # does not wait for who gave up
         colocation.check("generate")

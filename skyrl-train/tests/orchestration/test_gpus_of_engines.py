@@ -1,5 +1,4 @@
-"""Which GPUs an engine of several gets, where it shares them with workers. Ray counts GPUs that are not there as well
-as those that are."""
+"""GPUs of an engine of several, where it shares them with workers. Ray counts GPUs that do not exist as well."""
 
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from ray.util.placement_group import remove_placement_group
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WorkerError
 from skyrl_train.orchestration.placement import make_shared_placement_group
-from skyrl_train.orchestration.ray_launcher import EnginePlaces, gpus_of_engines
+from skyrl_train.orchestration.ray_launcher import EngineBundles, gpus_of_engines
 
 os.environ |= dict(RAY_ENABLE_UV_RUN_RUNTIME_ENV="0", RAY_AUTH_MODE="disabled")
 ray.init(num_cpus=4, num_gpus=4, include_dashboard=False, logging_level="ERROR")
@@ -29,23 +28,23 @@ group = make_shared_placement_group(config)
 engines = gpus_of_engines(config, group)
 assert [sorted(gpus) for _, gpus in engines] == [["0", "1"], ["2", "3"]], engines
 assert len({bundle for bundle, _ in engines}) == 2
-options = EnginePlaces(config, group).options(1)
+options = EngineBundles(config, group).options(1)
 assert options["num_gpus"] == 0
 assert sorted(options["runtime_env"]["env_vars"]["CUDA_VISIBLE_DEVICES"].split(",")) == ["2", "3"]
 
 config.generator.inference_engine_tensor_parallel_size = 1
 assert gpus_of_engines(config, group) == [], "Ray gives an engine its part of one GPU itself"
-assert EnginePlaces(config, group).options(1)["num_cpus"] == 0.2
+assert EngineBundles(config, group).options(1)["num_cpus"] == 0.2
 
 remove_placement_group(group)
 config.trainer.placement.colocate_all = False
 config.generator.inference_engine_tensor_parallel_size = 2
-options = EnginePlaces(config, None).options(1)
+options = EngineBundles(config, None).options(1)
 assert (options["num_gpus"], options["num_cpus"]) == (2, 1), options
 assert options["scheduling_strategy"].placement_group.bundle_specs == [{"CPU": 1, "GPU": 2}] * 2
 os.environ["SKYRL_RAY_PG_TIMEOUT_IN_S"] = "1"
 try:
-    EnginePlaces(config, None)
+    EngineBundles(config, None)
 except WorkerError as error:
     assert "4 GPUs for the engines" in str(error) and "the cluster has 4, of which 0 are free" in str(error), error
 else:

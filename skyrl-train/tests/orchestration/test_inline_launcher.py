@@ -12,7 +12,8 @@ from skyrl_train.config import SkyRLConfig, validate_cfg, validate_generator_cfg
 from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig
 from skyrl_train.config.validation import validate_supervised_cfg
 from skyrl_train.errors import ConfigError, WorkerError
-from skyrl_train.orchestration.inline_launcher import InlineRank
+from skyrl_train.orchestration import inline_launcher
+from skyrl_train.orchestration.inline_launcher import InlineRank, SharedProcessGroup
 from skyrl_train.utils.random_state import RandomState
 from skyrl_train.weight_sync.plan import choose_transport
 
@@ -184,7 +185,8 @@ class Joins(Draws):
         return dist.get_world_size()
 
 
-async def test_workers_share_one_process_group_which_ends_with_the_last():
+async def test_workers_share_one_process_group_which_ends_with_the_last(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(inline_launcher, "_PROCESS_GROUP", SharedProcessGroup())  # other tests may have left ranks
     assert not dist.is_initialized()
     ranks = [InlineRank(name, Joins, (), "cpu") for name in ("policy", "ref")]
     for rank in ranks:

@@ -26,7 +26,7 @@ def node(root: Path, *, token: str | None = "token", weights: int = 10, config: 
 
 
 def problems(driver: Paths, other: Paths) -> list[str]:
-    """What the driver finds wrong with the other node."""
+    """Return the driver's findings about the other node."""
     there = view_of(other, "id", "node-b")
     return problems_of(view_of(driver, "own", "node-a"), there, driver, "id")
 

@@ -1,4 +1,4 @@
-"""Which rank computes which rows when: every row once, every rank the same number of forwards."""
+"""Schedule of rows: every row once, every rank the same number of forwards."""
 
 import random
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ def counted_rows(schedule: Schedule) -> list[list[list[list[int]]]]:
     """[mini-batch][shard][micro-batch] the rows of the batch that count."""
     return [
         [
-            [[int(own[row]) for row in micro.rows] for micro in micros if not micro.is_filler]
-            for own, micros in zip(schedule.rows, of_shards, strict=True)
+            [[int(own[row]) for row in micro.rows] for micro in micros if not micro.is_dummy]
+            for own, micros in zip(schedule.rows, of_ranks, strict=True)
         ]
-        for of_shards in schedule.mini_batches
+        for of_ranks in schedule.mini_batches
     ]
 
 
@@ -43,13 +43,13 @@ def test_a_shard_with_too_few_rows_computes_its_shortest_as_a_filler():
     schedule = Schedule.of([5, 9, 7, 8, 2, 3, 1], [[0, 1, 2], [3, 4, 5, 6]], 2, micro_batch_size=1)
     assert [own.tolist() for own in schedule.rows] == [[0, 1, 3, 4], [2, 5, 6]]
     (_, second), _ = schedule.mini_batches
-    assert second == (MicroBatch((0,)), MicroBatch((2,), is_filler=True))  # row 6, of one token
+    assert second == (MicroBatch((0,)), MicroBatch((2,), is_dummy=True))  # row 6, of one token
 
 
 def test_a_shard_without_rows_computes_a_copy():
     schedule = Schedule.of([5, 3], [[0, 1]], 3, micro_batch_size=1)
     assert [own.tolist() for own in schedule.rows] == [[0], [1], [1]]
-    assert schedule.mini_batches[0][2] == (MicroBatch((0,), is_filler=True),)
+    assert schedule.mini_batches[0][2] == (MicroBatch((0,), is_dummy=True),)
 
 
 def test_a_token_budget_fills_bins_longest_first():
@@ -67,7 +67,7 @@ def test_a_token_budget_balances_shards():
 @pytest.mark.parametrize("seed", range(40))
 def test_every_row_counts_once_and_shards_are_even(seed):
     draw = random.Random(seed)
-    unit, num_shards, micro_size = draw.choice([1, 1, 2]), draw.randint(1, 5), draw.randint(1, 5)
+    unit, data_parallel_size, micro_size = draw.choice([1, 1, 2]), draw.randint(1, 5), draw.randint(1, 5)
     units = [[unit * i + j for j in range(unit)] for i in range(draw.randint(1, 40))]
     lengths = [draw.randint(0, 90) for _ in range(unit * len(units))]
     max_tokens = draw.choice([None, 60, 150])
@@ -75,13 +75,13 @@ def test_every_row_counts_once_and_shards_are_even(seed):
     cut = draw.randint(0, len(units))
     mini_batches = [list(chain(*units[:cut])), list(chain(*units[cut:]))]
     schedule = Schedule.of(
-        lengths, mini_batches, num_shards, micro_batch_size=micro_size, max_tokens=max_tokens, unit=unit
+        lengths, mini_batches, data_parallel_size, micro_batch_size=micro_size, max_tokens=max_tokens, unit=unit
     )
-    for rows, of_shards, micros in zip(mini_batches, counted_rows(schedule), schedule.mini_batches, strict=True):
-        assert sorted(row for shard in of_shards for micro in shard for row in micro) == sorted(rows)
+    for rows, of_ranks, micros in zip(mini_batches, counted_rows(schedule), schedule.mini_batches, strict=True):
+        assert sorted(row for shard in of_ranks for micro in shard for row in micro) == sorted(rows)
         assert len({len(of_shard) for of_shard in micros}) == 1
         assert all(micro.rows for of_shard in micros for micro in of_shard)
-        for micro in (micro for shard in of_shards for micro in shard):
+        for micro in (micro for shard in of_ranks for micro in shard):
             if max_tokens is None:
                 assert len(micro) <= max(unit, micro_size)
             else:
@@ -105,17 +105,17 @@ def test_ragged_lengths_are_shared_out_evenly_and_bins_are_full():
 def test_gathering_what_was_sharded_gives_it_back(max_tokens):
     lengths = [(row * 7) % 11 for row in range(10)]
     batch = TrainingInputBatch(sequences=torch.arange(20).view(10, 2))
-    for num_shards in (1, 3, 16):
+    for data_parallel_size in (1, 3, 16):
         schedule = Schedule.of(
-            lengths, [[9, 0, 4], [1, 2, 3, 5, 6, 7, 8]], num_shards, micro_batch_size=2, max_tokens=max_tokens
+            lengths, [[9, 0, 4], [1, 2, 3, 5, 6, 7, 8]], data_parallel_size, micro_batch_size=2, max_tokens=max_tokens
         )
-        outputs = [TensorBatch(output=shard.tensor("sequences")) for shard in schedule.shard(batch)]
+        outputs = [TensorBatch(output=shard.tensor("sequences")) for shard in schedule.split(batch)]
         assert torch.equal(schedule.gather(outputs, "output"), batch.tensor("sequences"))
 
 
-def test_an_empty_mini_batch_is_all_fillers():
+def test_empty_mini_batch_is_all_dummies():
     schedule = Schedule.of([4, 4], [[], [0, 1]], 2, micro_batch_size=1)
-    assert [[micro.is_filler for micro in micros] for micros in schedule.mini_batches[0]] == [[True], [True]]
+    assert [[micro.is_dummy for micro in micros] for micros in schedule.mini_batches[0]] == [[True], [True]]
 
 
 @pytest.mark.parametrize("mini_batches", [[[0, 1]], [[0, 1], [1, 2]], [[0, 1, 2, 3]], []])

@@ -8,7 +8,7 @@ import torch
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import NonFiniteUpdateError
-from skyrl_train.orchestration.batch_calls import Learnt
+from skyrl_train.orchestration.batch_calls import UpdateResult
 from skyrl_train.orchestration.skipped_updates import SkippedUpdates, skipped_updates
 from skyrl_train.training_batch import TrainingInputBatch
 
@@ -19,9 +19,9 @@ def batch(**columns: torch.Tensor) -> TrainingInputBatch:
     return TrainingInputBatch(loss_mask=MASK, **columns)
 
 
-def learnt(*skipped: bool, policy_loss: float = 0.5, kl_loss: float = 0.0) -> Learnt:
+def learnt(*skipped: bool, policy_loss: float = 0.5, kl_loss: float = 0.0) -> UpdateResult:
     losses = {"loss/policy_loss": policy_loss, "loss/kl_loss": kl_loss, "loss/final_loss": policy_loss + kl_loss}
-    return Learnt([[losses]] * len(skipped), [{"skipped_updates": float(step)} for step in skipped], None)
+    return UpdateResult([[losses]] * len(skipped), [{"skipped_updates": float(step)} for step in skipped], None)
 
 
 def counter(limit: int | None = 3) -> SkippedUpdates:

@@ -112,7 +112,7 @@ def test_a_very_long_response_loses_its_middle(tmp_path: Path):
     assert {len(sample[name]) for name in ("text", "ids", "mask", "log_probs", "rewards")} == {4000}
 
 
-def test_of_several_lines_of_a_step_the_last_that_has_a_metric_counts():
+def test_last_line_of_a_step_with_a_metric_counts():
     rows = [{"step": 2, "time": 5.0, "a": 1.0}, {"step": 1, "time": 6.0, "a": 3.0}, {"step": 2, "time": 7.0, "b": None}]
     assert curves([*rows, {"step": 2, "time": 8.0, "a": 2, "phase": "train"}]) == {
         "a": ([1, 2], [3.0, 2.0]),

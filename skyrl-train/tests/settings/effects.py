@@ -1,4 +1,4 @@
-"""What a setting changes: a row names a setting, another value for it, and where the difference must be seen."""
+"""Effects of settings: a row names a setting, another value for it, and where the difference must be seen."""
 
 import asyncio
 import hashlib
@@ -153,7 +153,7 @@ class Run:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """Of each step, without times."""
+        """Metrics of each step, without times."""
         return [
             {
                 name: value
@@ -165,7 +165,7 @@ class Run:
 
     @property
     def asked(self) -> list[GeneratorInput]:
-        """What the generator was asked for."""
+        """Requests to the generator."""
         assert self.experiment is not None and self.experiment.trainer is not None
         generator = self.experiment.trainer.generator
         assert isinstance(generator, RecordingGenerator)
@@ -348,7 +348,7 @@ log = of_run(lambda run: [line for line in run.log if "/" not in line])
 
 
 def weights(name: str = "policy") -> See:
-    """What a model has learned."""
+    """Return the trained weights."""
 
     def see(run: Run) -> Any:
         return digest(

@@ -73,7 +73,7 @@ def old_form(bench: Bench, settings: Settings) -> Any:
 
 
 def dpo_loss(bench: Bench, settings: Settings) -> Any:
-    """Of one preference pair (the loss has its own entry point, with the same section)."""
+    """Compute the loss of one preference pair (the loss has its own entry point, with the same section)."""
     config = bench.config(settings).trainer.algorithm
     log_probs = torch.tensor([[0.5], [-0.5]])
     ones = torch.ones(2, 1)

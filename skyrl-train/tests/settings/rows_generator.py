@@ -93,7 +93,7 @@ def _vllm_modules() -> dict[str, ModuleType]:
 
 
 def connection(bench: Bench, settings: Settings) -> Any:
-    """What workers and engines are told of the way that weights take; whether they can meet in one process or not."""
+    """Return the connection of workers and engines for weights; in one process or not."""
     run = bench.run(settings)
     [infos] = [args[1] for name, args in run.record.calls if name == "connect_engines"][:1]
     return [
@@ -186,7 +186,8 @@ ROWS = [
     Row(
         "generator.engine_health_interval_seconds",
         0.001,
-        of_run(lambda run: any(name == "check_health" for name, _ in run.record.calls)),
+        # On a busy machine an engine that is checked so often may count as dead: how the run ends does not matter.
+        lambda bench, settings: any(name == "check_health" for name, _ in bench.run(settings).record.calls),
     ),
     Row(
         "generator.enable_http_endpoint",

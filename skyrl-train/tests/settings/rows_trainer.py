@@ -82,7 +82,7 @@ def shards(name: str) -> See:
         group = ActorGroup(name, ranks, device="cpu", timeout_seconds=120)
         try:
             asyncio.run(group.init_model())
-            return group.num_shards
+            return group.data_parallel_size
         finally:
             group.kill()
 
@@ -108,7 +108,7 @@ def dropout(module: nn.Module) -> set[float]:
 
 
 def moved_to_cpu(name: str) -> See:
-    """Whether optimizer state leaves the device with the model: here a device that only the worker believes in."""
+    """Check that optimizer state leaves the device with the model: a device that only the worker believes in."""
 
     def seen(bench: Bench, settings: Settings) -> Any:
         worker = bench.run(settings).worker(name)
@@ -137,9 +137,10 @@ def end_of_diverged_run(bench: Bench, settings: Settings) -> Any:
 
 
 def tracker(bench: Bench, settings: Settings) -> Any:
-    """What a tracking service is told; a stand-in for its package."""
+    """Return the calls of a tracking service; a stand-in for its package."""
     told: list[Any] = []
     package = ModuleType("swanlab")
+    vars(package)["config"] = {}
     vars(package)["init"] = lambda **given: told.append((given["project"], given["name"]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "swanlab", package)

@@ -40,7 +40,7 @@ def packs_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def outcome_of(path: str, name: str, make: Callable[..., NativeInferenceEngine] = NativeInferenceEngine):
-    """Of one check on an engine of its own."""
+    """Run one check on an engine of its own."""
     under_test = make(path)
     subject = EngineUnderTest(under_test, path, timeout_seconds=60)
     try:
@@ -472,7 +472,7 @@ async def test_wrong_weights_are_named(tiny, monkeypatch, plant, check, says):
 
 class WithoutSeeds(NativeInferenceEngine):
     async def describe(self) -> EngineInfo:
-        return replace(await super().describe(), lacks={"seed": "it has no dice"})
+        return replace(await super().describe(), unsupported={"seed": "it has no dice"})
 
 
 async def test_an_engine_that_lacks_a_feature_must_refuse_it(tiny):

@@ -420,7 +420,7 @@ def test_one_error_lists_every_violation_with_its_numbers():
     assert f"{place}expected -0.5793143, got -0.40552 (43 of 43 differ)" in text
 
 
-def test_what_a_function_raises_is_part_of_the_list():
+def test_exception_of_a_function_is_listed_as_violation():
     def picky(log_probs, old, advantages, config, mask, rollout):
         if len(mask) < 12:
             raise RuntimeError("I want all rows")

@@ -18,6 +18,7 @@ from skyrl_train.checkpoints import (
 from skyrl_train.config import TrainerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, WorkerError
 from skyrl_train.training_backends.base import WrittenFiles
+from skyrl_train.utils import io
 
 
 def write(store: CheckpointStore, step: int, content: str = "weights") -> None:
@@ -51,11 +52,11 @@ def test_a_checkpoint_is_its_files_and_their_hashes(tmp_path: Path):
 @pytest.mark.parametrize(
     "path, step", [("a/global_step_12", 12), ("global_step_0", 0), ("global_step_", -1), ("global_step_3.partial", -1)]
 )
-def test_the_step_of_a_path(path: str, step: int):
+def test_step_of_a_path(path: str, step: int):
     assert extract_step_from_path(path) == step
 
 
-def test_checkpoints_are_in_the_order_of_their_steps_not_of_their_names(tmp_path: Path):
+def test_checkpoints_are_ordered_by_step_not_by_name(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     for step in (9, 100, 10):
         write(store, step)
@@ -69,7 +70,7 @@ def test_checkpoints_are_in_the_order_of_their_steps_not_of_their_names(tmp_path
 
 @pytest.mark.parametrize("stage", ["mkdir", "content", "sha256_of", "manifest", "rename", "fsync_folder"])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_whatever_goes_wrong_at_any_stage_leaves_the_earlier_checkpoint_alone(
+def test_failure_at_any_stage_leaves_earlier_checkpoints_intact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, error: BaseException
 ):
     store = CheckpointStore(tmp_path)
@@ -83,11 +84,11 @@ def test_whatever_goes_wrong_at_any_stage_leaves_the_earlier_checkpoint_alone(
         if stage in ("mkdir", "rename"):
             patch.setattr(Path, stage, fail)
         elif stage == "manifest":
-            patch.setattr(checkpoints, "write_atomically", fail)
+            patch.setattr(checkpoints, "_write_manifest", fail)
         elif stage == "content":
             patch.setattr(Path, "write_text", fail)
         else:
-            patch.setattr(checkpoints, stage, fail)
+            patch.setattr(checkpoints if stage == "sha256_of" else io, stage, fail)
         expected = CheckpointError if isinstance(error, OSError) else KeyboardInterrupt
         with pytest.raises(expected) as raised:
             write(store, 2, content)
@@ -96,11 +97,11 @@ def test_whatever_goes_wrong_at_any_stage_leaves_the_earlier_checkpoint_alone(
         assert "the newest complete one is global_step_1" in str(raised.value)
     assert names(tmp_path) == ["global_step_1", "latest_ckpt_global_step.txt"]
     verify(tmp_path / "global_step_1")
-    write(store, 2)  # and the next try is none the worse for it
+    write(store, 2)  # the next try succeeds
     verify(tmp_path / "global_step_2")
 
 
-def test_a_complete_checkpoint_is_not_disowned_because_its_signpost_failed(tmp_path: Path):
+def test_complete_checkpoint_survives_a_failure_to_write_latest(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     (tmp_path / "latest_ckpt_global_step.txt").mkdir()  # nothing can be written there
     with pytest.raises(CheckpointError, match="global_step_1 is complete, but latest_ckpt_global_step"):
@@ -108,7 +109,7 @@ def test_a_complete_checkpoint_is_not_disowned_because_its_signpost_failed(tmp_p
     verify(tmp_path / "global_step_1")
 
 
-def test_a_dead_worker_is_no_full_disk(tmp_path: Path):
+def test_dead_worker_is_not_reported_as_full_disk(tmp_path: Path):
     with pytest.raises(WorkerError, match="policy worker 0 died"), CheckpointStore(tmp_path).writing(1):
         raise WorkerError("policy worker 0 died")
     assert names(tmp_path) == []
@@ -146,7 +147,7 @@ def test_checkpoint_with_a_file_that_the_driver_does_not_see_is_not_sealed(tmp_p
     assert names(tmp_path / "driver") == ["global_step_1", "latest_ckpt_global_step.txt"]
 
 
-def test_what_a_killed_writer_left_is_removed(tmp_path: Path):
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path):
     left = tmp_path / "global_step_1.partial"
     left.mkdir()
     (left / "half").write_text("x")

@@ -1,5 +1,5 @@
-"""On-policy distillation is settings alone: the reference model as teacher, its k1 divergence as the only reward, every
-token judged by itself."""
+"""On-policy distillation by settings alone: the reference model as teacher, its k1 divergence as the only reward,
+advantages of single tokens."""
 
 import copy
 
@@ -11,8 +11,8 @@ from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
 from skyrl_train.algorithms.kl import compute_approx_kl
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.algorithms.reduction import token_weights
+from skyrl_train.batch_preparation import prepare_training_batch
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.judging import judge
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.training_backends.base import RankInfo
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
@@ -24,7 +24,7 @@ TEMPERATURE = 0.7
 
 
 def distillation_config() -> SkyRLConfig:
-    """As `examples/on_policy_distillation/run_distillation.sh` has it."""
+    """Return the settings of `examples/on_policy_distillation/run_distillation.sh`."""
     cfg = SkyRLConfig()
     algorithm = cfg.trainer.algorithm
     algorithm.advantage_estimator = "token_reward"
@@ -76,7 +76,7 @@ def reverse_kl(student: ScoringModel, teacher: ScoringModel, ids: torch.Tensor) 
 def batch_of(
     ids: torch.Tensor, student: ScoringModel, teacher: ScoringModel, teacher_temperature: float = TEMPERATURE
 ) -> TrainingInputBatch:
-    """What the trainer has before it judges. No environment paid anything."""
+    """Make the trainer's batch before its preparation. No environment gives a reward."""
     ones = torch.ones(NUM_ROWS, NUM_RESPONSE)
     seen = torch.ones_like(ids)
     with torch.no_grad():
@@ -111,11 +111,16 @@ def distil(seed: int, num_steps: int = 40) -> list[float]:
         ids = answers(student, dice)
         divergences.append(reverse_kl(student, teacher, ids))
         batch = batch_of(ids, student, teacher)
-        judged, _ = judge(batch, cfg, kl_coefficient=cfg.trainer.algorithm.kl_loss_coef)
-        mask = judged.tensor("loss_mask")
+        prepared, _ = prepare_training_batch(batch, cfg, kl_coefficient=cfg.trainer.algorithm.kl_loss_coef)
+        mask = prepared.tensor("loss_mask")
         log_probs = student(ids, batch.tensor("attention_mask"), NUM_RESPONSE, TEMPERATURE).log_probs
         token_losses, _ = loss_fn(
-            log_probs, judged.tensor("action_log_probs"), judged.tensor("advantages"), cfg.trainer.algorithm, mask, None
+            log_probs,
+            prepared.tensor("action_log_probs"),
+            prepared.tensor("advantages"),
+            cfg.trainer.algorithm,
+            mask,
+            None,
         )
         optimizer.zero_grad()
         (token_losses * token_weights(mask, "token_mean")).sum().backward()
@@ -135,8 +140,8 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn_under_one_temperatur
     ids = answers(student, torch.Generator().manual_seed(0))
     for temperature, learns in [(TEMPERATURE, False), (1.0, True)]:
         batch = batch_of(ids, student, copy.deepcopy(student), temperature)
-        judged, metrics = judge(batch, distillation_config(), kl_coefficient=1.0)
-        assert bool(judged.tensor("advantages").any()) is learns
+        prepared, metrics = prepare_training_batch(batch, distillation_config(), kl_coefficient=1.0)
+        assert bool(prepared.tensor("advantages").any()) is learns
         assert (metrics["loss/avg_kl"] != 0.0) is learns
 
 

@@ -157,8 +157,8 @@ def test_a_killed_run_goes_on_bit_for_bit(uninterrupted, gsm8k, test_data, tmp_p
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_run_of_ppo_goes_on_bit_for_bit(gsm8k, test_data, tmp_path):
-    """With a critic, a KL divergence that steers itself, prompts put in others' places, and a reference model that the
-    run has replaced: 64 prompts (less the long ones) are two steps an epoch, and it is killed in the third step."""
+    """The run has a critic, an adaptive KL coefficient, replaced prompts, and a reference model that has been updated:
+    64 prompts (less the long ones) are two steps an epoch, and it is killed in the third step."""
     model = test_data / "tiny_lm" / "stories260K"
     changes = {
         "trainer__placement__policy_num_gpus_per_node": 1,  # two ranks: the tests marked full

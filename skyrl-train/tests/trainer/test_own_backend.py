@@ -45,7 +45,7 @@ def test_own_backend_trains_a_run(sgd: None, settings: Any, run: Any, tmp_path: 
         ({"policy": {"model": {"lora": {"rank": 4}}}}, r"trains no adapters: trainer\.policy\.model\.lora\.rank=4"),
     ],
 )
-def test_what_a_backend_cannot_hold_is_refused_before_the_start(trainer: dict[str, Any], message: str):
+def test_model_that_a_backend_cannot_hold_is_refused_before_start(trainer: dict[str, Any], message: str):
     placement = {"device": "cpu", **trainer.pop("placement", {})}
     values = {"strategy": "sgd", "placement": placement, "algorithm": {"use_kl_loss": False}, **trainer}
     with pytest.raises(ConfigError, match=message):

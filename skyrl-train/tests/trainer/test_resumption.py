@@ -14,7 +14,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.entrypoints.main_generate import EvalOnlyEntrypoint
 from skyrl_train.errors import CheckpointError, ConfigError
-from skyrl_train.orchestration.batch_calls import Learnt
+from skyrl_train.orchestration.batch_calls import UpdateResult
 from skyrl_train.provenance import Provenance, changes_between, describe_data
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import check_resumption, num_training_steps
@@ -25,7 +25,7 @@ Make = Callable[[Path, Changes], SkyRLConfig]
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What is logged."""
+    """Collect log lines."""
     messages: list[str] = []
     handler = logger.add(lambda message: messages.append(message.record["message"]), level="INFO")
     yield messages
@@ -124,7 +124,7 @@ def test_checkpoint_of_an_earlier_release_is_resumed_with_a_warning(settings: Ma
     with CheckpointStore(tmp_path / "ckpts").writing(1) as folder:
         (folder / "trainer_state.json").write_text("{}")
     BasePPOExp(settings(tmp_path, {"trainer": {"seed": 7}}))
-    assert any("does not tell which settings and data it comes from" in line for line in lines)
+    assert any("does not record its settings and data" in line for line in lines)
 
 
 def test_damaged_provenance_is_named(checkpointed: Path, settings: Make):
@@ -185,7 +185,7 @@ def test_state_of_a_checkpoint_has_the_counts_of_skipped_updates(settings: Make,
     first, resumed = trainer(), trainer()
     steps = [{"skipped_updates": 0.0}, {"skipped_updates": 1.0}]
     batch = TrainingInputBatch(loss_mask=torch.ones(1, 1))
-    first._skipped["policy"].count(Learnt([], steps, None), batch, is_last_step=False)
+    first._skipped["policy"].count(UpdateResult([], steps, None), batch, is_last_step=False)
     resumed.load_state(json.loads(json.dumps(first.state())))
-    found = resumed._skipped["policy"].count(Learnt([], steps[1:], None), batch, is_last_step=True)
+    found = resumed._skipped["policy"].count(UpdateResult([], steps[1:], None), batch, is_last_step=True)
     assert found == {"policy/consecutive_skipped_updates": 2.0}

@@ -47,16 +47,18 @@ def test_a_step_is_divided_into_mini_batches_shares_and_micro_batches():
         "trainer.update_epochs_per_batch": 2,
     })  # fmt: skip
     policy = model_plan(step_plan(cfg), "policy")
-    # 12 samples a mini-batch over 4 workers / 2 = 2 shards: 6 each, in micro-batches of 2. (Those of 3 are for others.)
-    assert policy == ModelPlan("policy", 2, 2, 4, 12, 6, micro_batches=3, fillers=0, forward_micro_batches=2 * 3)
+    # 12 samples a mini-batch over 4 workers / 2 = 2 ranks: 6 each, in micro-batches of 2. (Those of 3 are for others.)
+    assert policy == ModelPlan(
+        "policy", 2, 2, 4, 12, 6, micro_batches=3, dummy_micro_batches=0, forward_micro_batches=2 * 3
+    )
 
 
 def test_uneven_shares_are_filled_up():
     cfg = settings(**{"trainer.placement.policy_num_gpus_per_node": 5, "trainer.micro_train_batch_size_per_gpu": 2})
     policy = model_plan(step_plan(cfg), "policy")
-    # 12 samples over 5 shards: 3, 3, 2, 2, 2; in micro-batches of 2: 2, 2, 1, 1, 1. Three shards do one for nothing.
-    assert (policy.samples_a_shard, policy.micro_batches, policy.fillers) == (3, 2, 3)
-    assert "3 micro-batches are fillers" in str(step_plan(cfg))
+    # 12 samples over 5 ranks: 3, 3, 2, 2, 2; in micro-batches of 2: 2, 2, 1, 1, 1. Three ranks compute a dummy.
+    assert (policy.samples_a_rank, policy.micro_batches, policy.dummy_micro_batches) == (3, 2, 3)
+    assert "3 dummy micro-batches" in str(step_plan(cfg))
 
 
 def test_prompts_that_fill_no_batch_are_counted():
@@ -118,7 +120,7 @@ def test_adapters_alone_have_gradients_and_optimizer_state():
     assert (parts["weights"], parts["gradients"], parts["Adam"]) == (4200, 200, 400)
 
 
-def test_what_is_not_known_is_not_estimated():
+def test_unknown_sizes_are_not_estimated():
     assert step_plan(settings()).memory == ()
     assert "logits" not in memory(step_plan(settings(), 1000), "train policy")
     assert "ESTIMATES" in str(step_plan(settings(), 1000))

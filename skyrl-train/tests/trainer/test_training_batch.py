@@ -1,4 +1,4 @@
-"""What a TensorBatch promises to whoever puts tensors in and takes rows out."""
+"""TensorBatch: tensors in, rows out."""
 
 import pickle
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_tensors_of_different_sizes_are_refused_at_any_time():
         batch()["more"] = torch.zeros(4)
 
 
-def test_what_is_no_tensor_is_refused():
+def test_values_other_than_tensors_are_refused():
     with pytest.raises(ValueError, match="'a' must be a tensor or None; got list"):
         TensorBatch(a=[1, 2])
 

@@ -27,7 +27,8 @@ def test_a_written_file_has_the_permissions_of_any_other(tmp_path: Path):
 
 @contextmanager
 def files_of_at_most_1000_bytes() -> Iterator[None]:
-    """Where the next byte is refused, as on a full disk: the test's own output too, so not for longer than needed."""
+    """Refuse bytes after the first 1000, as on a full disk: the test's own output too, so not for longer than
+    needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
@@ -60,7 +61,7 @@ def test_an_error_while_writing_leaves_the_old_file_and_nothing_else(tmp_path: P
     assert os.listdir(tmp_path) == ["state.txt"]
 
 
-def test_what_a_killed_writer_left_is_removed(tmp_path: Path):
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path):
     (tmp_path / ".state.txt.0a1b2c3d.partial").write_text("hal")
     (tmp_path / ".hidden").write_text("somebody's")
     remove_leftovers(tmp_path)

@@ -88,7 +88,7 @@ logger.info("told with loguru")
 """
 
 
-def test_what_libraries_log_comes_out_with_ours(tmp_path: Path):
+def test_logs_of_libraries_are_forwarded(tmp_path: Path):
     path = tmp_path / "main.log"
     process = run_python(LIBRARY, path, LOG_LEVEL="INFO")
     for lines in (process.stderr.splitlines(), path.read_text().splitlines()):
@@ -98,7 +98,7 @@ def test_what_libraries_log_comes_out_with_ours(tmp_path: Path):
         ]
 
 
-def test_at_debug_everything_is_heard(tmp_path: Path):
+def test_debug_level_logs_everything(tmp_path: Path):
     process = run_python(LIBRARY, "", LOG_LEVEL="DEBUG")
     assert "not heard at INFO" in process.stderr
     assert "one of a thousand requests" in process.stderr

@@ -33,7 +33,7 @@ def line_of(code: str) -> int:
     return next(number for number, line in enumerate(lines, start=1) if line.strip() == code)
 
 
-def test_where_raised_has_the_users_frames_and_not_the_librarys():
+def test_raising_place_has_user_frames_without_library_frames():
     error = raised(mine)
     last = where_raised(error).splitlines()[-1]
     number = line_of('json.loads("no JSON")')
@@ -42,21 +42,21 @@ def test_where_raised_has_the_users_frames_and_not_the_librarys():
     assert described(error).startswith("JSONDecodeError: Expecting value")
 
 
-def test_where_raised_follows_the_cause_of_an_error_of_ours():
+def test_raising_place_follows_the_cause_of_an_error_of_ours():
     error = raised(SkyRLConfig.from_dict, {"trainer": {"run_di": 1}})
     error.__traceback__ = None  # as one that an error of ours wraps and that has no frame of the user
     error.__cause__ = raised(mine)
     assert "in mine: json.loads" in where_raised(error)
 
 
-def test_where_raised_of_endless_recursion_is_short():
+def test_raising_place_of_endless_recursion_is_short():
     def again() -> None:
         again()
 
     assert len(where_raised(raised(again)).splitlines()) == 4
 
 
-def test_where_raised_without_user_frames_is_the_frame_that_raised():
+def test_raising_place_without_user_frames_is_the_last_frame():
     namespace = {"__name__": "skyrl_train.something", "json": json}
     exec(compile("def inner():\n    json.loads('x')", "/ours/something.py", "exec"), namespace)
     error = raised(namespace["inner"])
@@ -81,7 +81,7 @@ def test_traceback_goes_to_the_log_file_once_and_not_to_the_console(tmp_path: Pa
 
 
 class NeedsTwo(Exception):
-    """Of a user: pickled with one argument, it cannot be made again."""
+    """Exception of a user: pickled with one argument, it cannot be rebuilt."""
 
     def __init__(self, first: str, second: str):
         super().__init__(f"{first} {second}")

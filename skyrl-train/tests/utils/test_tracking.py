@@ -56,7 +56,7 @@ def test_every_log_goes_to_the_console_and_the_run_folder(tmp_path: Path, logged
     assert [(row["step"], len(row)) for row in run.read_metrics()] == [(1, 3), (1, 3)]
 
 
-def test_at_debug_the_console_shows_all_of_a_step(logged: list[str], monkeypatch):
+def test_console_shows_all_metrics_at_debug_level(logged: list[str], monkeypatch):
     monkeypatch.setenv("LOG_LEVEL", "DEBUG")
     with Tracking("project", "run") as tracking:
         tracking.log(STEP, step=1)
@@ -64,11 +64,13 @@ def test_at_debug_the_console_shows_all_of_a_step(logged: list[str], monkeypatch
 
 
 def test_an_unknown_backend_is_an_error():
-    with pytest.raises(ConfigError, match=r"trainer.logger must be one or several of console, wandb.*got 'weights'"):
+    with pytest.raises(
+        ConfigError, match=r"trainer.logger must be one or several of console, tensorboard.*got 'weights'"
+    ):
         Tracking("project", "run", ["console", "weights"])
 
 
-@pytest.mark.parametrize("package", ["wandb", "tensorboard", "mlflow", "swanlab"])
+@pytest.mark.parametrize("package", ["wandb", "tensorboard", "mlflow", "swanlab", "trackio"])
 def test_a_backend_that_is_not_installed_is_an_error_that_names_the_extra(package: str, monkeypatch):
     import_module = __import__("importlib").import_module
 

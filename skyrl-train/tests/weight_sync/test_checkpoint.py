@@ -40,7 +40,7 @@ def test_a_version_appears_only_complete(tmp_path):
     assert (tmp_path / "3" / INDEX).exists()
 
 
-def test_what_a_killed_trainer_left_half_written_is_written_anew(tmp_path):
+def test_half_written_files_of_a_killed_trainer_are_rewritten(tmp_path):
     CheckpointVersion(tmp_path, 3).add(Payload.of(WEIGHTS))
     assert len(write(tmp_path, 3)) == 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["3"]

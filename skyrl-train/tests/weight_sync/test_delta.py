@@ -42,7 +42,7 @@ def test_differences_are_written_with_the_sign_last_and_low_bytes_first():
     chunk=st.sampled_from([7, 1000, 1 << 22]),
     seed=st.integers(0, 1000),
 )
-def test_what_is_applied_is_what_was_encoded(dtype, length: int, share: float, chunk: int, seed: int):
+def test_decoding_restores_the_encoded_tensor(dtype, length: int, share: float, chunk: int, seed: int):
     random = np.random.default_rng(seed)
     limits = np.iinfo(dtype)
     base = random.integers(limits.min, limits.max, length, dtype=dtype, endpoint=True)

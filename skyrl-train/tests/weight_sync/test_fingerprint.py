@@ -45,7 +45,7 @@ def test_a_small_tensor_is_hashed_whole_with_its_dtype_and_shape():
         (1_000_000_000, MOST_TURNS),
     ],
 )
-def test_how_many_versions_it_takes_to_read_a_tensor_whole(num_bytes: int, turns: int):
+def test_number_of_versions_until_a_tensor_is_read_whole(num_bytes: int, turns: int):
     assert num_turns(num_bytes) == turns
 
 
@@ -95,7 +95,7 @@ def test_other_tensors_have_other_fingerprints(verification):
     assert [name for name, other in others.items() if fingerprint_of(other, 3, verification) == expected] == []
 
 
-def test_where_a_tensor_lies_does_not_matter():
+def test_memory_layout_of_a_tensor_does_not_matter():
     tensor = large_tensor()
     column_major = tensor.t().contiguous().t()
     assert column_major.stride() != tensor.stride()

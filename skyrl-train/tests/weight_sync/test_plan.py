@@ -72,7 +72,7 @@ def test_ranks_count_the_processes_of_all_engines():
     assert {(info.world_size, info.master_port) for info in infos} == {(8, 7)}
 
 
-def test_what_a_side_must_know_is_in_its_info():
+def test_init_info_has_the_address_and_ranks_of_each_side():
     infos = init_infos_for(
         "shared_memory", "delta", [HolderInfo()], directory="/d", verification="full", timeout_seconds=3.0
     )
@@ -90,7 +90,7 @@ def test_what_a_side_must_know_is_in_its_info():
     ],
 )
 def test_an_engine_that_cannot_take_part_is_named_with_its_reason(transport, lacks: dict[str, str], refused: bool):
-    engines = [HolderInfo(), HolderInfo(backend="sglang", lacks=lacks)]
+    engines = [HolderInfo(), HolderInfo(backend="sglang", unsupported=lacks)]
     if not refused:
         assert len(init_infos_for(transport, "full", engines)) == 3
         return

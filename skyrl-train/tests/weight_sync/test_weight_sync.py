@@ -213,7 +213,7 @@ def test_a_whole_bucket_of_any_size_may_be_given(ways, connect):
 
 
 @pytest.mark.parametrize("ways", WAYS[2:], ids="-".join)
-def test_what_was_staged_before_the_pause_is_what_is_sent(ways, connect):
+def test_staged_weights_are_sent(ways, connect):
     engine = holder()
     sender = connect(ways, engine)
     weights = at_version(1)
@@ -224,7 +224,7 @@ def test_what_was_staged_before_the_pause_is_what_is_sent(ways, connect):
     assert all(torch.equal(engine.parameters[name], tensor) for name, tensor in at_version(1))
 
 
-def test_which_ways_have_a_stage(connect):
+def test_transports_with_staging(connect):
     stages = [needs_staging(init_infos_for(*ways, [HolderInfo()])[0]) for ways in WAYS]  # type: ignore[misc]
     assert stages == [False, False, True, True, True, True]
 
@@ -328,7 +328,7 @@ def test_only_changes_travel_once_an_engine_has_the_version_before(connect):
 
 
 @pytest.mark.parametrize("ways", WAYS[3:], ids="-".join)
-def test_after_a_failure_all_engines_get_whole_tensors(ways, connect):
+def test_engines_receive_whole_tensors_after_a_failure(ways, connect):
     """A receiver that lost its base refuses changes by name; the same send again brings everything."""
     weights = large_weights()
     engines = [WeightHolder((name, torch.zeros_like(tensor)) for name, tensor in weights) for _ in range(2)]

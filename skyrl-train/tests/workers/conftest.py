@@ -88,7 +88,7 @@ class Learners:
         return self.groups[key]
 
     def step(self, *args: Any, **kwargs: Any) -> Step:
-        """As `take_step`."""
+        """Take a step; arguments of `take_step`."""
         return asyncio.run(self.take_step(*args, **kwargs))
 
     async def take_step(
@@ -103,38 +103,44 @@ class Learners:
     ) -> Step:
         """One optimizer step on the whole batch."""
         group = await self.group(kind, cfg, num_ranks)
-        schedule = schedule_of(cfg, batch, group.num_shards, unit=unit)
+        schedule = schedule_of(cfg, batch, group.data_parallel_size, unit=unit)
         inputs = batch.select(["sequences", "attention_mask"])
-        args = list(zip(schedule.shard(inputs), schedule.whole(), strict=True))
-        before = schedule.gather(await group.call_shards("forward", args), "output")
+        args = list(zip(schedule.split(inputs), schedule.whole(), strict=True))
+        before = schedule.gather(await group.call_data_parallel("forward", args), "output")
         full = TrainingInputBatch(dict(batch), metadata=batch.metadata)
-        add_judgement(kind, cfg, full, before, stage_old)
-        await group.call_shards("load_batch", [(own,) for own in schedule.shard(full)])
+        add_advantages_of_trainer(kind, cfg, full, before, stage_old)
+        await group.call_data_parallel("load_batch", [(own,) for own in schedule.split(full)])
         [micro_batches] = schedule.mini_batches
-        sums = merge_metric_sums(await group.call_shards("forward_backward", [(own,) for own in micro_batches]))
+        sums = merge_metric_sums(await group.call_data_parallel("forward_backward", [(own,) for own in micro_batches]))
         if not stage_old:
-            before = schedule.gather(await group.call_shards("old_log_probs", [()] * group.num_shards), "output")
+            before = schedule.gather(
+                await group.call_data_parallel("old_log_probs", [()] * group.data_parallel_size), "output"
+            )
         selected = None
         if kind == "policy" and cfg.trainer.algorithm.policy_loss_type in TokenSelectorRegistry:
-            selected = schedule.gather(await group.call_shards("selected_tokens", [()] * group.num_shards), "output")
+            selected = schedule.gather(
+                await group.call_data_parallel("selected_tokens", [()] * group.data_parallel_size), "output"
+            )
         stepped, *_ = await group.call_all("optim_step")
         weights, *_ = await group.call_all("full_state")
         return Step(sums, stepped["grad_norm"], before, weights, selected)
 
 
-def schedule_of(cfg: SkyRLConfig, batch: TrainingInputBatch, num_shards: int, unit: int = 1) -> Schedule:
+def schedule_of(cfg: SkyRLConfig, batch: TrainingInputBatch, data_parallel_size: int, unit: int = 1) -> Schedule:
     return Schedule.of(
         batch.tensor("attention_mask").sum(dim=1).tolist(),
         [range(len(batch))],
-        num_shards,
+        data_parallel_size,
         micro_batch_size=cfg.trainer.micro_train_batch_size_per_gpu,
         max_tokens=cfg.trainer.max_tokens_per_microbatch,
         unit=unit,
     )
 
 
-def add_judgement(kind: str, cfg: SkyRLConfig, batch: TrainingInputBatch, before: torch.Tensor, old: bool) -> None:
-    """What the trainer would add, four rows a prompt. `shift`, if the batch has it, is added to old log-probs."""
+def add_advantages_of_trainer(
+    kind: str, cfg: SkyRLConfig, batch: TrainingInputBatch, before: torch.Tensor, old: bool
+) -> None:
+    """Add the trainer's columns, four rows a prompt. `shift`, if the batch has it, is added to old log-probs."""
     mask = batch.tensor("loss_mask")
     algorithm = cfg.trainer.algorithm
     prompts = [row // 4 for row in range(len(batch))]

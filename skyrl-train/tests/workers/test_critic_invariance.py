@@ -36,7 +36,7 @@ def test_the_loss_is_half_the_squared_error_to_the_return(learners, config, ragg
     assert step.sums["loss/critic_loss"] == pytest.approx(float(error.square().mean() / 2), rel=1e-5)
 
 
-def test_what_stands_at_padding_changes_nothing(learners, config, ragged_batch):
+def test_values_at_padding_change_nothing(learners, config, ragged_batch):
     batch, polluted = ragged_batch(), ragged_batch()
     masked = polluted.tensor("loss_mask") == 0
     polluted["sequences"] = torch.where(polluted.tensor("attention_mask") == 0, 63, polluted.tensor("sequences"))

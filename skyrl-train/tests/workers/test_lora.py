@@ -103,8 +103,8 @@ def test_a_critics_head_learns_beside_its_adapters(with_lora, start, ragged_batc
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of forwards without a gradient
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_in_bfloat16_adapters_are_float32_and_learn_nearly_the_same(with_lora, start, ragged_batch, use_reentrant):
-    """With activations computed again in the backward (the default), in either of torch's ways."""
+def test_bfloat16_training_keeps_adapters_in_float32(with_lora, start, ragged_batch, use_reentrant):
+    """Activations are recomputed in the backward (the default), in either of torch's ways."""
     cfg = with_lora()
     cfg.trainer.gradient_checkpointing_use_reentrant = use_reentrant
     worker = start(policy_of(cfg))
@@ -189,7 +189,8 @@ def test_an_engine_gets_merged_weights(with_lora, start, ragged_batch, tiny_mode
 
 
 def test_adapters_leave_alone_with_their_fingerprints(with_lora, start, ragged_batch, tiny_model, tmp_path):
-    """In the engines' dtype, under the version's number; peft then makes of the plain model what the policy is."""
+    """Adapters are written in the engines' dtype, under the version's number; peft then makes the policy of the plain
+    model."""
     cfg = with_lora()
     cfg.generator.model_dtype = "float32"
     cfg.generator.weight_sync_directory = str(tmp_path)
@@ -205,7 +206,7 @@ def test_adapters_leave_alone_with_their_fingerprints(with_lora, start, ragged_b
 
 
 def logits_of_worker(worker: PolicyWorker) -> torch.Tensor:
-    """What the model with its adapters beside the weights makes of the ids, by adapters written out."""
+    """Compute the logits of the model with its adapters beside the weights, written out."""
     model = AutoModelForCausalLM.from_pretrained(worker.backend.settings.model.path, dtype=torch.float32)
     for adapter in adapters_of(worker.backend.transformer):
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What a worker writes and reads: weights from rank 0 alone, exports that are whole or absent, checkpoints."""
+"""Files of a worker: weights from rank 0 alone, exports that are whole or absent, checkpoints."""
 
 import asyncio
 from collections.abc import Callable, Iterator

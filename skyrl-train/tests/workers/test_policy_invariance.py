@@ -54,7 +54,7 @@ def assert_same(steps: dict[str, Any], batch: TrainingInputBatch) -> Any:
 
 @pytest.fixture
 def shifted_batch(ragged_batch: Any) -> TrainingInputBatch:
-    """As if the policy had moved since the old log-probs; with all that a loss may want to know."""
+    """Make a batch as if the policy had moved since the old log-probs, with all columns that a loss may read."""
     batch = ragged_batch(columns=["shift", "rollout_logprobs"])
     batch["shift"] = batch.tensor("shift") / 5
     batch["rollout_logprobs"] = batch.tensor("rollout_logprobs") / 5 - 4
@@ -101,7 +101,7 @@ def test_one_update_needs_no_forward_of_its_own_for_the_old_log_probs(learners, 
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_what_stands_at_padding_changes_nothing(learners, config, shifted_batch, packing):
+def test_values_at_padding_change_nothing(learners, config, shifted_batch, packing):
     polluted = TrainingInputBatch(dict(shifted_batch), metadata=shifted_batch.metadata)
     padding, masked = polluted.tensor("attention_mask") == 0, polluted.tensor("loss_mask") == 0
     polluted["sequences"] = torch.where(padding, 63, polluted.tensor("sequences"))

@@ -33,8 +33,8 @@ def test_one_rank_two_ranks_and_two_that_share_sequences_take_the_same_step(lear
 
 @pytest.mark.full
 def test_two_shards_of_two_ranks_take_the_same_step(learners, config, ragged_batch):
-    """As many as there are key-value heads share a sequence. 13 rows do not divide over 2 shards, 3 rows of a
-    micro-batch not evenly into 13, and the tokens of most micro-batches not over 2 ranks."""
+    """Two ranks (the number of key-value heads) share a sequence. 13 rows do not divide over 2 data-parallel ranks, 3
+    rows of a micro-batch not evenly into 13, and the tokens of most micro-batches not over 2 ranks."""
     batch = ragged_batch(13)
     expected, *others = steps_of(learners, config, batch, "policy", [(1, 1), (4, 2)], micro_size=3)
     assert_same_steps(expected, others, batch)

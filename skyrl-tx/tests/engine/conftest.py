@@ -12,20 +12,8 @@ import pytest
 
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendInfo, Failure, TrainingBackend
-from tx.tinker.engine.messages import (
-    CreateModel,
-    Done,
-    Failed,
-    FromEngine,
-    Load,
-    ModelOrder,
-    Optimize,
-    Restore,
-    Save,
-    Snapshotted,
-    Train,
-    Unload,
-)
+from tx.tinker.commands import CreateModel, Load, ModelCommand, Optimize, Save, Train, Unload
+from tx.tinker.engine.messages import Done, Failed, FromEngine, Restore, Snapshotted
 from tx.tinker.engine.models import Models
 from tx.tinker.engine.trainer import Trainer
 from tx.tinker.storage.folders import Folders
@@ -150,11 +138,11 @@ class Bench:
 
     # ---- what it is told
 
-    def _tell(self, kind: type[ModelOrder], model: str, **values: Any) -> str:
+    def _tell(self, kind: type[ModelCommand], model: str, **values: Any) -> str:
         seq = next(self._seqs.setdefault(model, count()))
-        order = kind(request_id=f"{model}#{seq}", tenant=model[0], model_id=model, seq=seq, **values)
-        self.trainer.inbox.put(order)
-        return order.request_id
+        command = kind(request_id=f"{model}#{seq}", tenant=model[0], model_id=model, seq=seq, **values)
+        self.trainer.inbox.put(command)
+        return command.request_id
 
     def create(self, model: str, weight: int = 0, *, rank: int = 8, **values: Any) -> str:
         """The tenant is the first letter of the model's name."""
@@ -187,7 +175,7 @@ class Bench:
 
     def work(self) -> None:
         """Until there is nothing to do, nor anything on its way to the disk."""
-        while self.trainer.step(0.0) or self.trainer.num_orders() or self.models.is_writing():
+        while self.trainer.step(0.0) or self.trainer.num_commands() or self.models.is_writing():
             pass
 
     def result(self, request_id: str) -> Any:

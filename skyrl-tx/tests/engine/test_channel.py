@@ -5,22 +5,9 @@ import stat
 import threading
 from pathlib import Path
 
+from tx.tinker.commands import CreateModel, Load, Optimize, Sample, Save, Train, Unload
 from tx.tinker.engine.channel import ApiChannel, EngineChannel
-from tx.tinker.engine.messages import (
-    Cancel,
-    CreateModel,
-    Done,
-    Failed,
-    FromApi,
-    Load,
-    Optimize,
-    Restore,
-    Sample,
-    Save,
-    Snapshotted,
-    Train,
-    Unload,
-)
+from tx.tinker.engine.messages import Cancel, Done, Failed, FromApi, Restore, Snapshotted
 from tx.tinker.types import AdamParams, LoraSpec, SampleParams, SampleSpec
 
 HEAD = {"request_id": "r", "tenant": "ann", "model_id": "session_1:train:0", "seq": 1}

@@ -17,25 +17,10 @@ import numpy as np
 import psutil
 import pytest
 
+from tx.tinker.commands import CreateModel, Load, ModelCommand, Optimize, Sample, Save, Train
 from tx.tinker.config import EngineConfig
 from tx.tinker.engine.channel import ApiChannel
-from tx.tinker.engine.messages import (
-    Cancel,
-    CreateModel,
-    Done,
-    Failed,
-    FromApi,
-    Load,
-    ModelOrder,
-    Optimize,
-    Pulse,
-    Ready,
-    Restore,
-    Sample,
-    Save,
-    Snapshotted,
-    Train,
-)
+from tx.tinker.engine.messages import Cancel, Done, EngineStats, Failed, FromApi, Ready, Restore, Snapshotted
 from tx.tinker.engine.process import FROM_STDIN, ORPHANED, STANDING_BY, WRONG_SETTINGS, engine_command
 from tx.tinker.types import AdamParams, Datum, LoraSpec, SampleParams, SampleSpec
 from tx.tinker.wire.codec import TrainingRequest, decode_pass_output, decode_sample_output, encode_training
@@ -51,7 +36,7 @@ class EngineProcess:
         self.channel, self.process = channel, process
         self.outcomes: dict[str, Done | Failed] = {}
         self.snapshots: dict[str, Snapshotted] = {}
-        self.pulse: Pulse | None = None
+        self.stats: EngineStats | None = None
         self.ready = asyncio.Event()
         self._news = asyncio.Event()
         self._reading = asyncio.create_task(self._read())
@@ -79,8 +64,8 @@ class EngineProcess:
                     self.outcomes[message.request_id] = message
                 case Snapshotted():
                     self.snapshots[message.model_id] = message
-                case Pulse():
-                    self.pulse = message
+                case EngineStats():
+                    self.stats = message
             self._news.set()
 
     async def end(self, number: signal.Signals = signal.SIGKILL) -> int:
@@ -132,32 +117,32 @@ def head(model: str, seq: int) -> dict[str, Any]:
     return {"request_id": f"{model}#{seq}", "tenant": model[0], "model_id": model, "seq": seq}
 
 
-def story_of(model: str, config: EngineConfig, steps: int) -> list[ModelOrder]:
+def story_of(model: str, config: EngineConfig, steps: int) -> list[ModelCommand]:
     """Training with several micro-batches a request, a checkpoint on the way that is taken back, a sampler at last."""
     random = np.random.default_rng(sum(map(ord, model)))
     place = f"{config.checkpoints_base}/{model}"
-    orders: list[ModelOrder] = [CreateModel(**head(model, 0), lora=LORA)]
+    commands: list[ModelCommand] = [CreateModel(**head(model, 0), lora=LORA)]
     for step in range(steps):
         texts = [random.integers(3, 99, random.integers(5, 60)).tolist() for _ in range(12)]
-        orders.append(train(model, len(orders), texts))
-        orders.append(Optimize(**head(model, len(orders)), adam=AdamParams(learning_rate=0.01, weight_decay=0.1)))
+        commands.append(train(model, len(commands), texts))
+        commands.append(Optimize(**head(model, len(commands)), adam=AdamParams(learning_rate=0.01, weight_decay=0.1)))
         if step == 2:
-            orders.append(Save(**head(model, len(orders)), folder=f"{place}/middle", state=True))
-            orders.append(Load(**head(model, len(orders)), folder=f"{place}/middle", optimizer=True))
-    orders.append(Save(**head(model, len(orders)), folder=f"{place}/end", state=False))
-    return orders
+            commands.append(Save(**head(model, len(commands)), folder=f"{place}/middle", state=True))
+            commands.append(Load(**head(model, len(commands)), folder=f"{place}/middle", optimizer=True))
+    commands.append(Save(**head(model, len(commands)), folder=f"{place}/end", state=False))
+    return commands
 
 
 def adapter_of(model: str, config: EngineConfig) -> bytes:
     return (Path(config.checkpoints_base) / model / "end" / "adapter_model.safetensors").read_bytes()
 
 
-async def undisturbed(config: EngineConfig, stories: dict[str, list[ModelOrder]]) -> dict[str, bytes]:
+async def undisturbed(config: EngineConfig, stories: dict[str, list[ModelCommand]]) -> dict[str, bytes]:
     """Results of all orders by request id, and of nothing else in the engine's way."""
     async with engine(config) as running:
         for story in stories.values():  # one model after the other: nobody shares a pass
             await running.tell(*story)
-            await running.hear(*(order.request_id for order in story))
+            await running.hear(*(command.request_id for command in story))
         results = {name: done.result for name, done in running.outcomes.items() if isinstance(done, Done)}
         assert len(results) == sum(map(len, stories.values()))
         assert await running.end(signal.SIGTERM) == 0
@@ -174,7 +159,7 @@ def readable(result: bytes) -> Any:
 
 async def after_a_crash(
     running: EngineProcess,
-    stories: dict[str, list[ModelOrder]],
+    stories: dict[str, list[ModelCommand]],
     recorded: dict[str, bytes],
     last: dict[str, Snapshotted],
 ) -> None:
@@ -185,12 +170,13 @@ async def after_a_crash(
         await running.tell(
             Restore(model_id=model, tenant=model[0], lora=LORA, snapshot=snapshot.folder if snapshot else None, seq=seq)
         )
-        for order in story:
-            done = order.request_id in recorded
-            if order.seq > seq or not done:
-                await running.tell(msgspec.structs.replace(order, replay=done))
+        for command in story:
+            done = command.request_id in recorded
+            if command.seq > seq or not done:
+                await running.tell(msgspec.structs.replace(command, replay=done))
 
 
+@pytest.mark.slow
 async def test_an_engine_killed_in_the_middle_goes_on_bit_for_bit(tiny_model: Path, tmp_path: Path):
     calm = config_of(tiny_model, tmp_path / "calm", tokens_per_micro_batch=256)
     wild = config_of(tiny_model, tmp_path / "wild", tokens_per_micro_batch=256)
@@ -202,7 +188,7 @@ async def test_an_engine_killed_in_the_middle_goes_on_bit_for_bit(tiny_model: Pa
     for kill_after in (("a1#10", "b1#2"), ()):  # a1 has a snapshot by then, b1 none
         async with engine(wild) as running:
             await after_a_crash(running, stories, recorded, last)
-            names = [order.request_id for story in stories.values() for order in story]
+            names = [command.request_id for story in stories.values() for command in story]
             await running.hear(*(kill_after or [name for name in names if name not in recorded]))
             await running.end()
             twice = recorded.keys() & running.outcomes.keys()
@@ -259,8 +245,8 @@ async def test_an_engine_trains_samples_fails_what_is_poisoned_and_stops_when_to
         await running.hear("b1#3")
         await asyncio.sleep(1.5)
         assert "endless" not in running.outcomes
-        assert running.pulse is not None and running.pulse.queued_orders == 0 and running.pulse.resident_models == 2
-        assert running.pulse.train_tokens == {"a": 12, "b": 15} and running.pulse.sample_tokens["b"] == 10
+        assert running.stats is not None and running.stats.queued_commands == 0 and running.stats.resident_models == 2
+        assert running.stats.train_tokens == {"a": 12, "b": 15} and running.stats.sample_tokens["b"] == 10
         started = time.monotonic()
         assert await running.end(signal.SIGTERM) == 0
         assert time.monotonic() - started < 8

@@ -1,15 +1,15 @@
-"""Whose turn it is. Tenants are the first letters of models; a pass of n tokens costs n + 64."""
+"""Order of models. Tenants are the first letters of models; a pass of n tokens costs n + 64."""
 
 from collections import Counter
 from itertools import pairwise
 from typing import Any
 
-from tx.tinker.engine.messages import ModelOrder, Optimize, Train
+from tx.tinker.commands import ModelCommand, Optimize, Train
 from tx.tinker.engine.scheduler import Scheduler
 from tx.tinker.types import AdamParams
 
 
-def order(kind: type[ModelOrder], model: str, seq: int, **values: Any) -> ModelOrder:
+def command(kind: type[ModelCommand], model: str, seq: int, **values: Any) -> ModelCommand:
     return kind(request_id=f"{model}#{seq}", tenant=model[0], model_id=model, seq=seq, **values)
 
 
@@ -18,14 +18,14 @@ def scheduler_of(passes: dict[str, int]) -> Scheduler:
     scheduler = Scheduler()
     for model, number in passes.items():
         for seq in range(number):
-            scheduler.add(order(Train, model, seq, payload=b""))
+            scheduler.add(command(Train, model, seq, payload=b""))
     return scheduler
 
 
 def one_pass(scheduler: Scheduler, tokens: dict[str, int] | int = 100, room: int = 100_000) -> list[str]:
     """Who is in it, each with one order, which is then done."""
     joined, used = [], 0
-    for queue in scheduler.pass_order():
+    for queue in scheduler.pass_candidates():
         size = tokens if isinstance(tokens, int) else tokens[queue.model_id]
         if joined and used + size > room:
             break
@@ -73,7 +73,7 @@ def test_an_idle_hour_is_no_credit():
     for _ in range(100):
         one_pass(scheduler)
     for seq in range(100):
-        scheduler.add(order(Train, "b1", seq, payload=b""))
+        scheduler.add(command(Train, "b1", seq, payload=b""))
     served = Counter(model for _ in range(20) for model in one_pass(scheduler, room=100))
     assert abs(served["a1"] - served["b1"]) <= 1
 
@@ -81,7 +81,7 @@ def test_an_idle_hour_is_no_credit():
 def test_one_who_cannot_join_now_holds_up_nobody():
     scheduler = scheduler_of({"a1": 3, "b1": 3})
     joined = []
-    for queue in scheduler.pass_order():
+    for queue in scheduler.pass_candidates():
         if queue.model_id == "a1":
             continue  # no room in memory, say
         scheduler.charge(queue, 100)
@@ -93,19 +93,19 @@ def test_quick_orders_go_round_the_tenants_one_each():
     scheduler = Scheduler()
     for model in ("a1", "a2", "b1"):
         for seq in range(2):
-            scheduler.add(order(Optimize, model, seq, adam=AdamParams()))
+            scheduler.add(command(Optimize, model, seq, adam=AdamParams()))
     rounds = []
     while queues := scheduler.quick_round():
         rounds.append(sorted(queue.model_id for queue in queues))
         for queue in queues:
             scheduler.finish(queue)
     assert rounds == [["a1", "b1"], ["a2", "b1"], ["a1"], ["a2"]]
-    assert scheduler.num_orders == 0
+    assert scheduler.num_commands == 0
 
 
 def test_a_held_model_has_no_turn_and_others_have():
     scheduler = scheduler_of({"a1": 1, "a2": 1})
-    queue = next(queue for queue in scheduler.pass_order() if queue.model_id == "a1")
+    queue = next(queue for queue in scheduler.pass_candidates() if queue.model_id == "a1")
     queue.held = True
     assert one_pass(scheduler) == ["a2"]
     queue.held = False

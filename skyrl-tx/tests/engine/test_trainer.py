@@ -1,4 +1,4 @@
-"""What becomes of orders: their order, their results, their failures. Numbers of the backend in conftest: a model is a
+"""Training commands: their order, results and failures. Numbers of the backend in conftest: a model is a
 weight that grows by the sum of the tokens it is trained on."""
 
 import json
@@ -108,7 +108,7 @@ def test_what_fails_unexpectedly_fails_one_order_and_says_no_more_than_its_kind(
 
 
 def test_bytes_that_are_no_training_request_fail_their_order(bench: Any):
-    from tx.tinker.engine.messages import Train
+    from tx.tinker.commands import Train
 
     bench.create("a1")
     bench.trainer.inbox.put(Train(request_id="x", tenant="a", model_id="a1", seq=1, payload=b"\xff\xff"))
@@ -121,12 +121,12 @@ def test_a_model_that_could_not_be_made_is_not_there_for_later_orders(bench: Any
     gone = bench.unload("a1")
     bench.work()
     assert bench.result(failed) == ("user", "rank must be at most 8")
-    assert bench.result(later) == ("server", "the engine does not have this model")
+    assert bench.result(later) == ("server", "the engine has not loaded this model")
     assert bench.result(gone) == {}
 
 
 def test_an_order_that_was_done_already_is_not_done_again(bench: Any):
-    from tx.tinker.engine.messages import Optimize
+    from tx.tinker.commands import Optimize
     from tx.tinker.types import AdamParams
 
     bench.create("a1")
@@ -176,12 +176,12 @@ def test_a_checkpoint_that_is_gone_is_the_users_error_and_changes_nothing(bench:
     failed = bench.load("a1", "never")
     lost = bench.create("b1", folder=bench.checkpoints.place("never"))
     bench.work()
-    assert bench.result(failed) == bench.result(lost) == ("user", "the checkpoint is not there any more")
+    assert bench.result(failed) == bench.result(lost) == ("user", "the checkpoint does not exist any more")
     assert bench.backend.models["a1"].weight == 4.0 and "b1" not in bench.backend.models
 
 
 def test_a_save_that_the_disk_refuses_fails_and_leaves_no_folder(bench: Any):
-    from tx.tinker.engine.messages import Save
+    from tx.tinker.commands import Save
 
     bench.create("a1")
     bench.trainer.inbox.put(Save(request_id="x", tenant="a", model_id="a1", seq=1, folder="/elsewhere", state=True))

@@ -11,10 +11,10 @@ import pytest
 
 from tx.tinker.base_model import read_base_model
 from tx.tinker.config import EngineConfig
-from tx.tinker.desk.desk import Desk
-from tx.tinker.desk.engine_link import Patience
 from tx.tinker.http.api_keys import ApiKeys
 from tx.tinker.http.app import create_app
+from tx.tinker.service.engine_link import EngineTimeouts
+from tx.tinker.service.service import TinkerService
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.folders import Folders
 from tx.tinker.storage.store import Store
@@ -45,26 +45,26 @@ def an_engine_that_is_still_starting(address: str) -> list[str]:
 
 
 @pytest.fixture
-async def desk(config: EngineConfig) -> AsyncIterator[Desk]:
+async def service(config: EngineConfig) -> AsyncIterator[TinkerService]:
     state = config.state_folder
     state.mkdir()
     folders = Folders(config.checkpoints_base, state / "cache")
-    desk = Desk(
+    service = TinkerService(
         config,
         read_base_model(config.base_model),
         Store(config.store_url),
         Blobs(state / "blobs"),
         folders,
         command=an_engine_that_is_still_starting,
-        patience=Patience(stop=0.01),
+        timeouts=EngineTimeouts(stop=0.01),
     )
-    await desk.start()
-    yield desk
-    await desk.close()
+    await service.start()
+    yield service
+    await service.close()
 
 
 @pytest.fixture
-async def served(config: EngineConfig, desk: Desk) -> AsyncIterator[Served]:
+async def served(config: EngineConfig, service: TinkerService) -> AsyncIterator[Served]:
     """Makes a client of the desk's application, which has keys (of anna, bela, an admin) if it is told whose it is."""
     async with AsyncExitStack() as stack:
         apps: dict[bool, Any] = {}
@@ -76,7 +76,7 @@ async def served(config: EngineConfig, desk: Desk) -> AsyncIterator[Served]:
             if with_keys not in apps or settings:
                 of_tenants = [(name, KEYS[name]) for name in ("anna", "bela")]
                 keys = ApiKeys([*of_tenants, ("operator", KEYS["admin"], "admin")] if with_keys else [])
-                apps[with_keys] = create_app(desk, config.model_copy(update=settings), facts, folders, keys)
+                apps[with_keys] = create_app(service, config.model_copy(update=settings), facts, folders, keys)
             headers = {"X-API-Key": KEYS[whose]} if whose not in (None, "nobody") else {}
             transport = httpx.ASGITransport(apps[with_keys])
             made = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", headers=headers)

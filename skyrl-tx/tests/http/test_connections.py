@@ -14,7 +14,7 @@ from tx.tinker.http.connections import MAX_HEAD_BYTES, Connections, limit_of_con
 
 HALF = b"POST /x HTTP/1.1\r\nHost: x\r\nX-"
 WHOLE = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
-PATIENCE = 20.0
+TIMEOUTS = 20.0
 """Seconds in which something must happen on the busiest of machines."""
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Open = Callable[..., Awaitable[Stream]]
@@ -71,18 +71,18 @@ async def is_cut(stream: Stream) -> bool:
     """Wait for the end of what the server says. Not there in time: False."""
     with suppress(ConnectionError):
         try:
-            await asyncio.wait_for(stream[0].read(), PATIENCE)
+            await asyncio.wait_for(stream[0].read(), TIMEOUTS)
         except TimeoutError:
             return False
     return True
 
 
 async def answer(stream: Stream) -> bytes:
-    return await asyncio.wait_for(stream[0].readuntil(b"0\r\n\r\n"), PATIENCE)
+    return await asyncio.wait_for(stream[0].readuntil(b"0\r\n\r\n"), TIMEOUTS)
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUTS):
         while not condition():
             await asyncio.sleep(0.01)
 

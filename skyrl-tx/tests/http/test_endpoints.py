@@ -1,4 +1,4 @@
-"""What endpoints answer, on a server that computes nothing yet: its engine is still starting."""
+"""Answers of endpoints, on a server that computes nothing yet: its engine is still starting."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tx.tinker.base_model import read_base_model
-from tx.tinker.http import answers
+from tx.tinker.http import responses
 from tx.tinker.http.app import create_app
 from tx.tinker.http.connections import Connections
 from tx.tinker.http.routes import futures
@@ -21,13 +21,13 @@ JSON = {"content-type": "application/json"}
 async def session_of(client: httpx.AsyncClient) -> str:
     answer = await client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "0.38.0"})
     assert answer.status_code == 200, answer.text
-    return answers.SessionMade.model_validate_json(answer.content).session_id
+    return responses.SessionMade.model_validate_json(answer.content).session_id
 
 
 async def test_the_server_says_what_it_serves(client):
     assert (await client.get("/healthz")).json() == (await client.get("/api/v1/healthz")).json() == {"status": "ok"}
     answer = await client.get("/api/v1/get_server_capabilities")
-    names = {model.model_name for model in answers.Capabilities.model_validate_json(answer.content).supported_models}
+    names = {model.model_name for model in responses.Capabilities.model_validate_json(answer.content).supported_models}
     assert "tiny" in names
 
 
@@ -50,8 +50,8 @@ async def test_a_session_lives_while_it_is_not_finished(client):
     beat = {"session_id": session, "type": "session_heartbeat"}
     assert (await client.post("/api/v1/session_heartbeat", json=beat)).json() == {"type": "session_heartbeat"}
     listed = await client.get("/api/v1/sessions?limit=5&access_scope=owned")
-    assert answers.Sessions.model_validate_json(listed.content).sessions == [session]
-    answers.Session.model_validate_json((await client.get(f"/api/v1/sessions/{session}")).content)
+    assert responses.SessionList.model_validate_json(listed.content).sessions == [session]
+    responses.SessionInfo.model_validate_json((await client.get(f"/api/v1/sessions/{session}")).content)
     finish = await client.post(f"/api/v1/sessions/{session}/finish", json={"reason": {"type": "success"}})
     assert finish.status_code == 200
     assert (await client.post("/api/v1/session_heartbeat", json=beat)).status_code == 410
@@ -70,11 +70,11 @@ async def test_what_is_not_there_is_404(client):
         assert answer.status_code == 404, (method, end)
 
 
-async def pending_sample(client: httpx.AsyncClient) -> answers.SampleAccepted:
+async def pending_sample(client: httpx.AsyncClient) -> responses.SampleAccepted:
     request = {"base_model": "tiny", "prompt": {"chunks": [{"tokens": [5, 6]}]}, "num_samples": 3}
     answer = await client.post("/api/v1/asample", json={**request, "sampling_params": {"max_tokens": 4}})
     assert answer.status_code == 200, answer.text
-    return answers.SampleAccepted.model_validate_json(answer.content)
+    return responses.SampleAccepted.model_validate_json(answer.content)
 
 
 async def test_a_result_that_is_not_there_yet_is_a_408_that_says_so(client, monkeypatch):
@@ -83,7 +83,7 @@ async def test_a_result_that_is_not_there_yet_is_a_408_that_says_so(client, monk
     assert len(accepted.sample_sequence_ids) == 3
     answer = await client.post("/api/v1/retrieve_future", json={"request_id": accepted.request_id})
     assert answer.status_code == 408
-    assert answers.TryAgainLater.model_validate_json(answer.content).request_id == accepted.request_id
+    assert responses.TryAgainLater.model_validate_json(answer.content).request_id == accepted.request_id
 
 
 async def test_a_closing_server_answers_polls_at_once(client):
@@ -95,7 +95,7 @@ async def test_a_closing_server_answers_polls_at_once(client):
     polls.release()
     answer = await asyncio.wait_for(poll, 5)
     assert answer.status_code == 408
-    assert "restarting" in answers.TryAgainLater.model_validate_json(answer.content).queue_state_reason
+    assert "restarting" in responses.TryAgainLater.model_validate_json(answer.content).queue_state_reason
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,9 @@ async def test_with_keys_every_address_needs_one(served):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-async def test_health_is_open_and_status_pages_need_a_key(served, host):
+async def test_health_is_open_and_metrics_need_a_key(served, host):
     nobody, anna = await served("nobody", host=host), await served("anna")
-    for path, without_key in (("/healthz", 200), ("/api/v1/healthz", 200), ("/metrics", 401), ("/status", 401)):
+    for path, without_key in (("/healthz", 200), ("/api/v1/healthz", 200), ("/metrics", 401)):
         assert (await nobody.get(path)).status_code == without_key, path
         assert (await anna.get(path)).status_code == 200, path
 
@@ -200,23 +200,19 @@ async def test_a_key_sees_its_own_tenant_and_an_admins_key_all(served):
     for client in (anna, bela):
         await session_of(client)
     metrics = {client: (await client.get("/metrics")).text for client in (anna, bela, admin)}
-    status = {client: (await client.get("/status")).text for client in (anna, bela, admin)}
     for client, own, other in ((anna, "anna", "bela"), (bela, "bela", "anna")):
         assert f'tx_sessions{{tenant="{own}"}} 1.0' in metrics[client] and "tx_engine_ready" in metrics[client]
-        assert f"<td>{own}</td>" in status[client] and "<h2>engine</h2>" in status[client]
-        assert other not in metrics[client] + status[client]
-        for of_all in ("tx_http_requests", "tx_connections", "open polls", "errors", "engine log"):
-            assert of_all not in metrics[client] + status[client]
+        assert other not in metrics[client]
+        for of_all in ("tx_http_requests", "tx_connections"):
+            assert of_all not in metrics[client]
     for name in ("anna", "bela"):
         assert f'tx_sessions{{tenant="{name}"}} 1.0' in metrics[admin]
-        assert f"<td>{name}</td>" in status[admin]
     assert "tx_http_requests_total" in metrics[admin] and "tx_connections_limit" in metrics[admin]
-    assert "connections limit" in status[admin] and "<h2>errors</h2>" in status[admin]
 
 
-async def test_metrics_and_limits_are_of_the_web_servers_own_connections(config, desk):
+async def test_metrics_and_limits_are_of_the_web_servers_own_connections(config, service):
     folders = Folders(config.checkpoints_base, config.state_folder / "cache")
-    app = create_app(desk, config, read_base_model(config.base_model), folders, connections=Connections(4))
+    app = create_app(service, config, read_base_model(config.base_model), folders, connections=Connections(4))
     assert app.state.connections.limit == 4, "there are none yet: a server that has just started"
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000") as client:
         assert "tx_connections_limit 4.0" in (await client.get("/metrics")).text
@@ -231,13 +227,13 @@ async def test_what_belongs_to_another_key_does_not_exist(served):
     assert session not in (await bela.get("/api/v1/sessions")).json()["sessions"]
 
 
-async def test_what_nobody_foresaw_has_an_id_and_lets_no_client_hammer(client, desk, caplog):
+async def test_what_nobody_foresaw_has_an_id_and_lets_no_client_hammer(client, service, caplog):
     session = await session_of(client)
-    await desk.close()  # its database is gone from under it
+    await service.close()  # its database is gone from under it
     with caplog.at_level(logging.CRITICAL):
         answer = await client.get(f"/api/v1/sessions/{session}")
         poll = await client.post("/api/v1/retrieve_future", json={"request_id": "x"})
-    if answer.status_code == 500:  # a desk may know it without its database
+    if answer.status_code == 500:  # the service may know it without its database
         assert "error " in answer.json()["detail"]
     assert poll.status_code in (404, 429)
     if poll.status_code == 429:
@@ -252,12 +248,6 @@ async def test_numbers_of_the_server_can_be_scraped(client):
     assert 'route="none",status="404"' in text
     assert "/nowhere" not in text  # addresses would make a series each
     assert "tx_http_request_seconds_bucket" in text
-
-
-async def test_the_status_page_is_for_people(client):
-    answer = await client.get("/status")
-    assert answer.headers["content-type"].startswith("text/html")
-    assert "<h2>errors</h2>" in answer.text
 
 
 async def test_the_description_knows_every_endpoint(client):

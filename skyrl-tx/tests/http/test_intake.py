@@ -1,4 +1,4 @@
-"""How many bytes of bodies are in memory together; and which requests are the same one."""
+"""Intake: bytes of bodies in memory together, and requests that are repeats."""
 
 import asyncio
 import threading
@@ -161,17 +161,17 @@ def test_what_ended_is_counted_no_more():
 
 
 @pytest.mark.parametrize("how", ["malformed", "stalled", "busy"])
-async def test_a_refused_heartbeat_ends_no_session_of_its_tenant(served, desk, monkeypatch, how: str):
+async def test_a_refused_heartbeat_ends_no_session_of_its_tenant(served, service, monkeypatch, how: str):
     anna, bela = await served("anna"), await served("bela")
     made = [
         (await each.post("/api/v1/create_session", json={"tags": []})).json()["session_id"] for each in (anna, bela)
     ]
-    for session in desk._live.sessions.values():
+    for session in service._state.sessions.values():
         session.last_heartbeat = time.monotonic() - 1000
-    assert {session.session_id for session in desk._sessions.expired(300)} == set(made)
+    assert {session.session_id for session in service.sessions.expired(300)} == set(made)
     refused = await REFUSED[how](anna, monkeypatch)
     assert refused.status_code == {"malformed": 422, "stalled": 408, "busy": 429}[how]
-    assert [session.session_id for session in desk._sessions.expired(300)] == made[1:]
+    assert [session.session_id for session in service.sessions.expired(300)] == made[1:]
 
 
 async def _malformed(client: httpx.AsyncClient, _: pytest.MonkeyPatch) -> httpx.Response:

@@ -6,22 +6,22 @@ from typing import Any
 import pytest
 from fastapi import Request, Response
 
-from tx.tinker.http import answers
+from tx.tinker.http import responses
 from tx.tinker.http.openapi import described
 from tx.tinker.http.replies import as_json
 from tx.tinker.http.routes import server
-from tx.tinker.http.scope import desk_of
+from tx.tinker.http.scope import service_of
 
 
-class NumberOfModels(answers.Answer):
-    """Would be in `http/answers.py`."""
+class NumberOfModels(responses.ResponseBody):
+    """Would be in `http/responses.py`."""
 
     num_models: int
 
 
-def number_of_models(desk: Any) -> dict[str, int]:
+def number_of_models(service: Any) -> dict[str, int]:
     """Would be a method of the service."""
-    return {"num_models": len(desk.capabilities()["supported_models"])}
+    return {"num_models": len(service.capabilities()["supported_models"])}
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def endpoint() -> Iterator[None]:
 
     @server.router.get("/number_of_models", **described(NumberOfModels))
     async def route(request: Request) -> Response:
-        return as_json(number_of_models(desk_of(request)))
+        return as_json(number_of_models(service_of(request)))
 
     yield
     server.router.routes[:] = before

@@ -1,4 +1,4 @@
-"""What is kept and what goes."""
+"""Garbage collection: rows and folders that are kept or deleted."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,9 +127,9 @@ def test_expired_checkpoints_go_with_their_folders(session: Session):
     add_checkpoint(session, "for ever", None, "/for-ever")
     assert garbage.expired_checkpoints(session, NOW) == ["/old"]
     assert sorted(session.exec(select(CheckpointRow.name))) == ["for ever", "young"]
-    assert garbage.doomed_folders(session) == ["/old"]
+    assert garbage.scheduled_deletions(session) == ["/old"]
     garbage.folder_is_gone(session, "/old")
-    assert garbage.doomed_folders(session) == []
+    assert garbage.scheduled_deletions(session) == []
 
 
 def test_a_folder_that_a_sampler_still_has_stays_until_that_is_gone(session: Session):

@@ -14,7 +14,7 @@ from sqlmodel import Session, select
 
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.db_models import ModelRow, RequestRow, SessionRow
-from tx.tinker.storage.rows import add_row, change_row
+from tx.tinker.storage.rows import add_row
 from tx.tinker.storage.store import Store, StoreError
 
 
@@ -332,13 +332,10 @@ def test_a_loop_that_ends_without_close_hangs_nobody(url: str):
 
 
 async def test_rows_without_the_mapper_have_their_defaults(store: Store):
-    def unit(session: Session) -> tuple[bool, bool]:
-        add_row(session, SessionRow, session_id="a", tenant="local", created_at=0.0, last_heartbeat_at=0.0)
-        return change_row(session, SessionRow, "a", ended_at=5.0), change_row(session, SessionRow, "b", ended_at=5.0)
-
-    assert await store.write(unit) == (True, False)
+    values = {"session_id": "a", "tenant": "local", "created_at": 0.0, "last_heartbeat_at": 0.0}
+    await store.write(lambda session: add_row(session, SessionRow, **values))
     row = await store.read(lambda session: session.get_one(SessionRow, "a"))
-    assert (row.tags, row.sdk_version, row.user_metadata, row.ended_at) == ([], "", None, 5.0)
+    assert (row.tags, row.sdk_version, row.user_metadata, row.ended_at) == ([], "", None, None)
 
 
 async def test_integers_have_64_bits(store: Store):

@@ -16,11 +16,11 @@ import ray
 from skyrl_train.utils.ray_cluster import worker_environment
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendLost, Failure, TrainingBackend
-from tx.tinker.backends.skyrl_train.ray_members import RayMembers
+from tx.tinker.backends.skyrl_train.ray_ranks import RayTrainingRanks
 from tx.tinker.backends.torch.group import GroupTraining
 from tx.tinker.backends.torch.layout import micro_batches
-from tx.tinker.backends.torch.local_members import LocalMembers
-from tx.tinker.backends.torch.peers import Peers
+from tx.tinker.backends.torch.local_ranks import LocalTrainingRanks
+from tx.tinker.backends.torch.rank_group import RankGroup
 from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPass
 
@@ -30,22 +30,22 @@ LENGTHS = [9, 1, 33, 2, 40]
 Data = Callable[..., list[Datum]]
 
 
-def start(folder: Path, logs: Path, **settings: object) -> tuple[GroupTraining, LocalMembers]:
-    members = LocalMembers(folder, num_processes=2, device="cpu", log_folder=logs, timeout_seconds=240, **settings)
-    return GroupTraining(members), members
+def start(folder: Path, logs: Path, **settings: object) -> tuple[GroupTraining, LocalTrainingRanks]:
+    ranks = LocalTrainingRanks(folder, num_processes=2, device="cpu", log_folder=logs, timeout_seconds=240, **settings)
+    return GroupTraining(ranks), ranks
 
 
 @pytest.fixture(scope="module")
 def started(
     model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[GroupTraining, LocalMembers]]:
-    group, members = start(model_folder("qwen2"), tmp_path_factory.mktemp("logs"), tokens_per_micro_batch=64)
-    yield group, members
+) -> Iterator[tuple[GroupTraining, LocalTrainingRanks]]:
+    group, ranks = start(model_folder("qwen2"), tmp_path_factory.mktemp("logs"), tokens_per_micro_batch=64)
+    yield group, ranks
     group.close()
 
 
 @pytest.fixture
-def group(started: tuple[GroupTraining, LocalMembers]) -> GroupTraining:
+def group(started: tuple[GroupTraining, LocalTrainingRanks]) -> GroupTraining:
     return started[0]
 
 
@@ -91,9 +91,9 @@ def test_two_processes_train_as_one_does(
 
 @pytest.mark.process
 def test_the_same_again_gives_the_same_bits_also_from_a_snapshot_and_on_every_process(
-    started: tuple[GroupTraining, LocalMembers], supervised: Data, tmp_path: Path
+    started: tuple[GroupTraining, LocalTrainingRanks], supervised: Data, tmp_path: Path
 ) -> None:
-    group, members = started
+    group, ranks = started
     lora, data = LoraSpec(rank=8, seed=1), supervised(LENGTHS)
     folders = []
     for name in ("first", "second"):
@@ -109,7 +109,7 @@ def test_the_same_again_gives_the_same_bits_also_from_a_snapshot_and_on_every_pr
     group.restore("second", lora, tmp_path / "first")
     ends = []
     for name in ("first", "second"):
-        of_ranks = members.call("optim_step", name, ADAM)
+        of_ranks = ranks.call("optim_step", name, ADAM)
         assert of_ranks[0] == of_ranks[1]  # gradients of the same norm on both
         ends.append(saved(group, name, tmp_path / f"{name} at the end"))
         group.forget(name)
@@ -192,7 +192,7 @@ def test_the_death_of_a_process_is_told_by_name_and_the_others_end_with_it(
         part, whole = (int(number.replace(",", "")) for number in held)
         assert part < 0.7 * whole
     processes = psutil.Process().children()
-    ours = [p for p in processes if "tx.tinker.backends.torch.member" in p.cmdline()][-2:]
+    ours = [p for p in processes if "tx.tinker.backends.torch.training_rank" in p.cmdline()][-2:]
     for process in ours:
         process.terminate()  # as when the engine's whole session is asked to stop: the engine still has things to save
     assert_trains_as_one_process_does(group, TorchTraining(folder), supervised)
@@ -232,7 +232,7 @@ def test_processes_of_ray_do_the_same(
 ) -> None:
     folder = model_folder("llama")
     group = GroupTraining(
-        RayMembers(folder, num_processes=2, device="cpu", log_folder=tmp_path, timeout_seconds=240, chunk_size=32)
+        RayTrainingRanks(folder, num_processes=2, device="cpu", log_folder=tmp_path, timeout_seconds=240, chunk_size=32)
     )
     assert_trains_as_one_process_does(group, TorchTraining(folder), supervised)
     group.create("m", LoraSpec(rank=2))
@@ -250,7 +250,7 @@ def test_data_are_shared_evenly_and_one_after_the_other() -> None:
     firsts = set()
     for _ in range(200):
         data = [Datum(draw.integers(99, size=draw.integers(1, 90)), {}) for _ in range(draw.integers(1, 12))]
-        owners = Peers(size=3).owners(data)
+        owners = RankGroup(size=3).owners(data)
         turns = [a for a, b in zip(owners, [*owners[1:], -1], strict=True) if a != b]
         assert len(turns) <= 3 and all((b - a) % 3 == 1 for a, b in pairwise(turns))
         lengths = [len(datum.tokens) for datum in data]
@@ -267,5 +267,5 @@ def test_no_process_gets_more_tokens_than_one_alone_would_hold() -> None:
     assert [datum for batch in batches for datum in batch] == data
     for batch in batches:
         lengths = [len(datum.tokens) for datum in batch]
-        assert np.bincount(Peers(size=4).owners(batch), lengths).max() <= max(64, *lengths)
+        assert np.bincount(RankGroup(size=4).owners(batch), lengths).max() <= max(64, *lengths)
     assert len(batches) <= len(micro_batches(data, 64)) / 4 + 1

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from tx.tinker.backends.torch.training import TorchTraining
-from tx.tinker.engine.messages import CreateModel, Done, Failed, Optimize, Restore, Save, Train
+from tx.tinker.commands import CreateModel, Optimize, Save, Train
+from tx.tinker.engine.messages import Done, Failed, Restore
 from tx.tinker.engine.models import Models
 from tx.tinker.engine.trainer import Trainer
 from tx.tinker.storage.folders import Folders
@@ -32,12 +33,12 @@ class Engine:
         self.reports: list[Any] = []
         self.trainer = Trainer(backend, models, self.checkpoints, self.reports.append)
 
-    def carry_out(self, orders: list[Any], name: str) -> dict[str, bytes]:
+    def carry_out(self, commands: list[Any], name: str) -> dict[str, bytes]:
         """Return the files of the model's checkpoint after the orders."""
         place = self.checkpoints.place(name)
-        save = Save(request_id="save", tenant="t", model_id="m", seq=len(orders), folder=place, state=True)
-        for order in [*orders, save]:
-            self.trainer.inbox.put(order)
+        save = Save(request_id="save", tenant="t", model_id="m", seq=len(commands), folder=place, state=True)
+        for command in [*commands, save]:
+            self.trainer.inbox.put(command)
         while not any(isinstance(each, Done | Failed) and each.request_id == "save" for each in self.reports):
             self.trainer.step(1.0)
         self.trainer.close(0.0)
@@ -58,14 +59,14 @@ def orders_with_failing_steps(supervised: Callable[..., list[Datum]], replay: bo
         supervised([3], 3),
         POSSIBLE,
     ]
-    orders: list[Any] = [CreateModel(request_id="0", tenant="t", model_id="m", seq=0, lora=LORA, replay=replay)]
+    commands: list[Any] = [CreateModel(request_id="0", tenant="t", model_id="m", seq=0, lora=LORA, replay=replay)]
     for seq, each in enumerate(content, 1):
         common: dict[str, Any] = dict(request_id=str(seq), tenant="t", model_id="m", seq=seq, replay=replay)
         if isinstance(each, AdamParams):
-            orders.append(Optimize(**common, adam=each))
+            commands.append(Optimize(**common, adam=each))
         else:
-            orders.append(Train(**common, payload=payload(each)))
-    return orders
+            commands.append(Train(**common, payload=payload(each)))
+    return commands
 
 
 def test_replayed_failing_steps_leave_the_same_bits(

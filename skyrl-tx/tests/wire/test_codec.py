@@ -1,4 +1,4 @@
-"""What is written is what is read, in the layout that the protocol fixes."""
+"""Encoding and decoding are inverse, in the layout that the protocol fixes."""
 
 import math
 import time
@@ -50,7 +50,7 @@ def data(draw) -> Datum:
 def test_a_training_request_survives_the_wire(given_data, seq, forward_only, name):
     request = TrainingRequest(name, seq, given_data, "ppo", {"clip_low_threshold": 0.5}, forward_only)
     read = decode_training(encode_training(request))
-    assert (read.model_id, read.seq, read.loss_fn, read.forward_only) == (name, seq, "ppo", forward_only)
+    assert (read.model_id, read.seq_id, read.loss_fn, read.forward_only) == (name, seq, "ppo", forward_only)
     assert read.loss_config == {"clip_low_threshold": 0.5, "clip_high_threshold": 1.2}
     assert len(read.data) == len(given_data)
     assert all(same(a, b) for a, b in zip(given_data, read.data, strict=True))

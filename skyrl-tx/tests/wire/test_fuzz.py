@@ -39,11 +39,10 @@ JSON_VALUES = st.recursive(
 def read_and_check(body: bytes, content_type: str, encoding: str | None, facts, forward: bool = False) -> None:
     find_address(body, content_type, encoding, 100_000)
     with contextlib.suppress(RequestError):
-        request, payload = read_training_body(
-            body, content_type, encoding, forward_only_default=forward, max_bytes=100_000
-        )
-        again = decode_training(payload)  # the payload means what was read
-        assert (again.model_id, again.seq, again.forward_only) == (request.model_id, request.seq, request.forward_only)
+        request = read_training_body(body, content_type, encoding, forward_only_default=forward, max_bytes=100_000)
+        again = decode_training(request.payload)  # the payload means what was read
+        assert (again.model_id, again.seq_id) == (request.model_id, request.seq_id)
+        assert again.forward_only == request.forward_only
         assert [d.tokens.tolist() for d in again.data] == [d.tokens.tolist() for d in request.data]
         check_training(request, facts)
 

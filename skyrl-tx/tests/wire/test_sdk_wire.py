@@ -24,7 +24,7 @@ NEWEST = "0.38.0"
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(version, marks=pytest.mark.process if version == NEWEST else pytest.mark.full)
+        pytest.param(version, marks=pytest.mark.slow if version == NEWEST else pytest.mark.full)
         for version in ENCODINGS
     ],
 )
@@ -54,7 +54,7 @@ def training(version: str, name: str):
         if given.removeprefix("forward ") == name:
             forward = given.startswith("forward ")
             yield (
-                read_training_body(bytes.fromhex(data), kind, None, forward_only_default=forward, max_bytes=10**6)[0],
+                read_training_body(bytes.fromhex(data), kind, None, forward_only_default=forward, max_bytes=10**6),
                 forward,
             )
 
@@ -64,7 +64,7 @@ def test_what_the_sdk_writes_for_training_is_what_we_read(version, facts):
     assert len(requests) == {"0.16.1": 2, "0.24.1": 3, "0.38.0": 1}[version]
     for request, forward in requests:
         check_training(request, facts)
-        assert (request.model_id, request.seq, request.forward_only) == ("s:train:0", 3, forward)
+        assert (request.model_id, request.seq_id, request.forward_only) == ("s:train:0", 3, forward)
         plain, from_lists, *from_numpy = request.data
         assert plain.tokens.tolist() == [5, 6, 7]
         assert plain.inputs["target_tokens"].tolist() == [6, 7, 8]

@@ -17,7 +17,7 @@ MAX = 1_000_000
 
 def payload(**changes) -> bytes:
     datum = Datum(np.array([5, 6]), {"target_tokens": np.array([6, 7]), "weights": np.array([0, 1], np.float32)})
-    fields = {"model_id": "s:train:0", "seq": 7, "data": [datum], "loss_fn": "cross_entropy"} | changes
+    fields = {"model_id": "s:train:0", "seq_id": 7, "data": [datum], "loss_fn": "cross_entropy"} | changes
     return encode_training(TrainingRequest(**fields))
 
 
@@ -34,7 +34,8 @@ def as_json(key: str = "forward_backward_input", **changes) -> dict:
 
 def read(body, content_type=PROTOBUF, encoding=None, forward=False, max_bytes=MAX):
     body = json.dumps(body).encode() if isinstance(body, dict) else body
-    return read_training_body(body, content_type, encoding, forward_only_default=forward, max_bytes=max_bytes)
+    request = read_training_body(body, content_type, encoding, forward_only_default=forward, max_bytes=max_bytes)
+    return request, request.payload
 
 
 def refused(*args, **kwargs) -> RequestError:
@@ -47,7 +48,7 @@ def test_protobuf_is_its_own_payload():
     body = payload()
     request, kept = read(body)
     assert kept == body
-    assert (request.model_id, request.seq, request.forward_only) == ("s:train:0", 7, False)
+    assert (request.model_id, request.seq_id, request.forward_only) == ("s:train:0", 7, False)
 
 
 @pytest.mark.parametrize("write_size", [True, False])
@@ -176,7 +177,7 @@ def test_weights_that_float32_cannot_hold_become_infinite_for_the_checks_to_refu
 
 @pytest.mark.parametrize("seq", [0, -1])
 def test_a_request_without_an_address_is_refused(seq):
-    assert "seq_id must be a number from 1" in str(refused(payload(seq=seq)))
+    assert "seq_id must be a number from 1" in str(refused(payload(seq_id=seq)))
     assert "seq_id must be a number from 1" in str(refused(as_json() | {"seq_id": seq}, JSON))
     assert "seq_id must be a number from 1" in str(refused(as_json() | {"seq_id": 2**40}, JSON))
     assert "model_id must name a model; got ''" in str(refused(payload(model_id="")))

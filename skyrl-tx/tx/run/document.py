@@ -97,7 +97,7 @@ def _of_engines() -> list[str]:
 
 
 def _argument_meanings(documented: type) -> dict[str, str]:
-    """What a docstring says under `Args:`."""
+    """Read the `Args:` section of a docstring."""
     text = (inspect.getdoc(documented) or "").partition("Args:\n")[2]
     found = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |\Z)", text, re.DOTALL | re.MULTILINE)
     return {name: meaning[0].upper() + meaning[1:] for name, meaning in found}

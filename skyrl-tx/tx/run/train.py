@@ -13,7 +13,7 @@ _TRACKER_ARGS = {"project": "project_name", "name": "run_name"}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """As the command line has them."""
+    """Options of the command line."""
 
     model: str
     dataset: str

@@ -16,11 +16,11 @@ from tx.tinker.backends.build import check_backend
 from tx.tinker.base_model import read_base_model
 from tx.tinker.command_line import read_config
 from tx.tinker.config import EngineConfig
-from tx.tinker.desk.desk import Desk
 from tx.tinker.file_limit import FEW, raise_file_limit
 from tx.tinker.http.api_keys import read_api_keys
 from tx.tinker.http.app import create_app
 from tx.tinker.http.connections import Connections, limit_of_connections
+from tx.tinker.service.service import TinkerService
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.folders import Folders
 from tx.tinker.storage.store import Store
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def serve(config: EngineConfig) -> None:
-    """Until a signal.
+    """Serve until a signal.
 
     Raises:
         ConfigError: what is asked for cannot be; nothing was started.
@@ -63,18 +63,18 @@ async def serve(config: EngineConfig) -> None:
     listening = listen(config.host, config.port)
     with listening:
         state.mkdir(parents=True, exist_ok=True)
-        desk = Desk(config, facts, Store(config.store_url), Blobs(state / "blobs"), folders)
-        await desk.start()
+        service = TinkerService(config, facts, Store(config.store_url), Blobs(state / "blobs"), folders)
+        await service.start()
         try:
-            server = Server(create_app(desk, config, facts, folders, keys, connections), connections)
+            server = Server(create_app(service, config, facts, folders, keys, connections), connections)
             gc.freeze()  # what is here now stays: later collections need not look at it
             async with asyncio.TaskGroup() as tasks:
-                watching = tasks.create_task(_stop_when_hopeless(server, desk))
+                watching = tasks.create_task(_stop_on_fatal_config_error(server, service))
                 await server.serve(sockets=[listening])
                 watching.cancel()
         finally:
-            await desk.close()
-    if desk.hopeless.is_set():
+            await service.close()
+    if service.fatal_config_error.is_set():
         raise ConfigError("the engine cannot work with these settings; the log above has its reason")
 
 
@@ -87,8 +87,8 @@ def _connections() -> Connections:
     return connections
 
 
-async def _stop_when_hopeless(server: "Server", desk: Desk) -> None:
-    await desk.hopeless.wait()
+async def _stop_on_fatal_config_error(server: "Server", service: TinkerService) -> None:
+    await service.fatal_config_error.wait()
     server.should_exit = True
 
 
@@ -147,7 +147,7 @@ class Server(uvicorn.Server):
 
 
 def address_of(listening: socket.socket) -> str:
-    """As a URL."""
+    """Return the URL of a listening socket."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

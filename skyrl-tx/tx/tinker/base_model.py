@@ -1,4 +1,4 @@
-"""What the server must know of its base model before anything is loaded, from its files of settings alone."""
+"""Facts about the base model, read from its configuration files alone."""
 
 import json
 from dataclasses import dataclass
@@ -14,6 +14,8 @@ _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_lengt
 
 @dataclass(frozen=True)
 class BaseModelFacts:
+    """Facts about the base model that need no weights."""
+
     name: str
     """As requests say it."""
     folder: Path

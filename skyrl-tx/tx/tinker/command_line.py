@@ -5,7 +5,6 @@ the nearest that is. Knows no field by name.
 """
 
 import argparse
-import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any, NoReturn, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from tx.errors import ConfigError
+from tx.errors import ConfigError, did_you_mean
 from tx.tinker.config import EngineConfig
 
 ENV_PREFIX = "TX_"
@@ -117,9 +116,7 @@ def _unknown_option(text: str) -> str:
     if not text.startswith("-"):
         return f"unexpected argument {text!r}; settings are given as --name value"
     name = text.split("=", 1)[0]
-    near = difflib.get_close_matches(name, [_option(field) for field in _FIELDS], n=1)
-    hint = f"; did you mean {near[0]}?" if near else "; --help lists them all"
-    return f"unknown option {name}{hint}"
+    return f"unknown option {name}" + did_you_mean(name, map(_option, _FIELDS), "; --help lists them all")
 
 
 def _explain(problem: Any, sources: Mapping[str, str]) -> str:

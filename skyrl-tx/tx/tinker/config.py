@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class EngineConfig(BaseModel):
-    """What `python -m tx.tinker.api` takes, with `_` as `-`. An unknown field is refused."""
+    """Settings of `python -m tx.tinker.api`, with `_` as `-`. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -30,7 +30,7 @@ class EngineConfig(BaseModel):
     database_url: str | None = None
     """sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME; default sqlite in the state folder."""
     api_keys_file: Path | None = None
-    """Lines `NAME KEY`, or `NAME KEY admin` for a key that sees all tenants in `/metrics` and `/status`; requests
+    """Lines `NAME KEY`, or `NAME KEY admin` for a key that sees all tenants in `/metrics`; requests
     without one of the keys are answered 401. Without a file TX_API_KEYS (`name=key,…`, `name:admin=key`) counts, and
     without both no keys are needed, which is allowed on loopback only."""
     session_timeout_sec: int = Field(default=300, ge=-1)
@@ -60,12 +60,12 @@ class EngineConfig(BaseModel):
 
     @property
     def state_folder(self) -> Path:
-        """Where the server's own files are."""
+        """Folder of the server's own files."""
         return self.state_dir or Path.home() / ".local" / "state" / "tx"
 
     @property
     def store_url(self) -> str:
-        """Of the database."""
+        """URL of the database."""
         return self.database_url or f"sqlite:///{self.state_folder.absolute() / 'tx.db'}"
 
     @property

@@ -44,7 +44,7 @@ class AdamParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How a prompt is continued."""
+    """Sampling parameters."""
 
     seed: int
     """Sample i draws from (seed, i). Drawn by the server where the request has none, so that doing it again after a
@@ -94,7 +94,7 @@ class TrainingPass:
 
 @dataclass(frozen=True)
 class PassOutput:
-    """What a pass gave."""
+    """Result of a pass."""
 
     logprobs: list[np.ndarray]
     """A datum: float32 [N] or [N, K], log p(target) under the weights before the step."""
@@ -104,6 +104,8 @@ class PassOutput:
 
 
 class Sequence(NamedTuple):
+    """One sampled sequence."""
+
     tokens: list[int]
     logprobs: list[float]
     stop_reason: Literal["stop", "length"]
@@ -111,11 +113,26 @@ class Sequence(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleOutput:
+    """Result of a sample request."""
+
     sequences: list[Sequence]
     prompt_logprobs: list[float | None] | None = None
     """len(prompt); None first"""
     topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
     """len(prompt); None first; else the k likeliest (token, log-prob), likeliest first"""
+
+
+def request_id_of(owner_id: str, seq: int | str) -> str:
+    """Return the id of a request of a model or sampler: the same for each repetition of the request."""
+    return f"{owner_id}:{seq}"
+
+
+def model_id_of(session_id: str, model_seq_id: int) -> str:
+    return f"{session_id}:train:{model_seq_id}"
+
+
+def sampler_id_of(session_id: str, sampling_session_seq_id: int) -> str:
+    return f"{session_id}:sample:{sampling_session_seq_id}"
 
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")

@@ -1,14 +1,14 @@
 """An agent that works on files with a shell and an editor."""
 
-import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from skyrl_agent.agents.agent_trajectory import AgentTrajectory
 from skyrl_agent.agents.loop import Agent
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.tasks.base import BaseTask
 from skyrl_agent.tools.base import ToolEntry
+from skyrl_gym.suggestions import did_you_mean
 
 __all__ = ["CodeActAgent", "CodeActTrajectory"]
 
@@ -34,11 +34,11 @@ class CodeActAgent(Agent):
     default_tools: ClassVar[Sequence[str]] = ("bash", "str_replace_editor", "finish")
 
     @classmethod
-    def tool_entries(cls, tools: Any, task: BaseTask) -> list[ToolEntry]:
+    def tool_entries(cls, tools: Sequence[ToolEntry] | Mapping[str, object] | None, task: BaseTask) -> list[ToolEntry]:
         return tools_of_flags(tools) if isinstance(tools, Mapping) else super().tool_entries(tools, task)
 
 
-def tools_of_flags(flags: Mapping[str, Any]) -> list[ToolEntry]:
+def tools_of_flags(flags: Mapping[str, object]) -> list[ToolEntry]:
     """
     Raises:
         ConfigError: a flag is unknown, not true or false, or asks for what there is not.
@@ -46,9 +46,7 @@ def tools_of_flags(flags: Mapping[str, Any]) -> list[ToolEntry]:
     chosen = {"bash": True, "finish": True}
     for flag, value in flags.items():
         if flag not in FLAGS and flag not in WITHOUT_EFFECT:
-            near = difflib.get_close_matches(flag, FLAGS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(FLAGS)}"
-            raise ConfigError(f"unknown flag tools.{flag}; {hint}")
+            raise ConfigError(f"unknown flag tools.{flag}; {did_you_mean(flag, FLAGS)}")
         if not isinstance(value, bool):
             raise ConfigError(f"tools.{flag} must be true or false; got {value!r}")
         if flag in FLAGS:

@@ -18,7 +18,7 @@ from skyrl_agent.integrations.base import (
     seed_of_turn,
 )
 from skyrl_agent.runner import AgentRunner
-from skyrl_agent.types import MetaInfo, Row
+from skyrl_agent.types import MetaInfo, Row, SamplingParams, Tokenizer
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.errors import ConfigError, FailureKind, RolloutError, WorkerError
 from skyrl_train.generators.base import (
@@ -46,7 +46,7 @@ class SkyRLBackend:
     """
 
     def __init__(
-        self, infer_engine: InferenceEngineInterface | None, tokenizer: Any, cfg: Mapping[str, Any] | None = None
+        self, infer_engine: InferenceEngineInterface | None, tokenizer: Tokenizer, cfg: Mapping[str, Any] | None = None
     ) -> None:
         read_settings(BackendSettings, cfg or {})
         self.engine, self.tokenizer = infer_engine, tokenizer
@@ -54,7 +54,7 @@ class SkyRLBackend:
         """Gets the error of engines that will not come back."""
 
     async def async_generate_ids(
-        self, *, input_ids: list[int], sampling_params: Mapping[str, Any], request_id: str
+        self, *, input_ids: list[int], sampling_params: SamplingParams, request_id: str
     ) -> tuple[str, MetaInfo]:
         assert self.engine is not None
         params = {"logprobs": 0, **sampling_params}
@@ -87,12 +87,11 @@ class SkyRLBackend:
 
 
 class SkyRLAgentGenerator(GeneratorInterface):
-    """What a task file describes, as skyrl-train's generator, on the trainer's engines whatever backend the file names.
-    Batches may be under way at the same time.
+    """Generator of skyrl-train that runs a task file's agent on the trainer's engines, whatever backend the file names.
+    Batches may run concurrently.
 
-    The trainer's sampling parameters hold where the task file names none, and its number of samples where the task file
-    does not say how many trajectories. A trajectory has as many rows as it has stretches of turns that only append; its
-    reward stands on the last.
+    The task file's sampling parameters and number of trajectories override the trainer's. A trajectory has one row for
+    each stretch of turns that only append; its reward is on the last.
 
     Args:
         generator_cfg: `generator` of the trainer, with `task`.
@@ -103,7 +102,7 @@ class SkyRLAgentGenerator(GeneratorInterface):
     """
 
     def __init__(
-        self, generator_cfg: GeneratorConfig, llm_endpoint_client: InferenceEngineInterface | None, tokenizer: Any
+        self, generator_cfg: GeneratorConfig, llm_endpoint_client: InferenceEngineInterface | None, tokenizer: Tokenizer
     ) -> None:
         self.generator_cfg = generator_cfg
         try:
@@ -151,9 +150,9 @@ class SkyRLAgentGenerator(GeneratorInterface):
             num_trajectories=_samples_each(ids),
             sampling_params={**(input_batch.get("sampling_params") or {}), "seed": seed},
         )
-        return rollout_batch(await self._unless_engines_break(work), ids)
+        return rollout_batch(await self._fail_if_engines_break(work), ids)
 
-    async def _unless_engines_break(self, work: Any) -> TrainingRows:
+    async def _fail_if_engines_break(self, work: Any) -> TrainingRows:
         """Trajectories whose engines are gone would fail one after the other, however long their tools still take."""
         backend = self.runner.infer_engine
         broken = asyncio.get_running_loop().create_future()
@@ -174,7 +173,7 @@ class SkyRLAgentGenerator(GeneratorInterface):
             await asyncio.gather(task, return_exceptions=True)
 
     def _check(self) -> None:
-        """What task file and trainer both say must be the same."""
+        """Check that settings of the task file and of the trainer agree."""
         cfg, task = self.generator_cfg, self.runner.cfg.generator
         for val_mode, name, samples in (
             (False, "n_samples_per_prompt", cfg.n_samples_per_prompt),
@@ -248,7 +247,7 @@ def generator_output(rows: TrainingRows) -> GeneratorOutput:
 
 
 def _failure(rows: TrainingRows, number: int) -> Failure | None:
-    """What is not in the baseline has failed, in the trainer's words."""
+    """Convert a trajectory outside the baseline to the trainer's failure."""
     if rows.in_baseline[number]:
         return None
     failure = rows.failures[number]

@@ -30,6 +30,7 @@ def validate_agent_cfg(cfg: SkyRLConfig | DictConfig) -> SkyRLConfig:
 
 @hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
 def main(cfg: DictConfig) -> None:
+    """Run the command line."""
     run_experiment(cfg, SkyRLAgentPPOExp, validate_agent_cfg)
 
 

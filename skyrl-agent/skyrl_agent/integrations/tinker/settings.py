@@ -7,6 +7,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from skyrl_agent.errors import ConfigError
+from skyrl_agent.types import JsonObject
 
 
 class Config(BaseModel):
@@ -53,7 +54,7 @@ def read_config(arguments: Sequence[str]) -> Config:
     Raises:
         ConfigError: an argument is not `key=value`, a key unknown or its value wrong.
     """
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals:

@@ -18,7 +18,7 @@ from skyrl_agent.integrations.base import (
     read_settings,
     seed_of_turn,
 )
-from skyrl_agent.types import MetaInfo
+from skyrl_agent.types import MetaInfo, SamplingParams, Tokenizer
 
 __all__ = ["BACKEND", "TinkerBackend", "settled"]
 
@@ -31,12 +31,12 @@ class TinkerBackend:
         infer_engine: a sampling client; may be exchanged for a newer one (`client`) between batches.
     """
 
-    def __init__(self, infer_engine: Any, tokenizer: Any, cfg: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, infer_engine: Any, tokenizer: Tokenizer, cfg: Mapping[str, object] | None = None) -> None:
         read_settings(BackendSettings, cfg or {})
         self.client, self.tokenizer = infer_engine, tokenizer
 
     async def async_generate_ids(
-        self, *, input_ids: list[int], sampling_params: Mapping[str, Any], request_id: str
+        self, *, input_ids: list[int], sampling_params: SamplingParams, request_id: str
     ) -> tuple[str, MetaInfo]:
         params = {name: value for name, value in sampling_params.items() if value is not None and name != "logprobs"}
         if "seed" in params:

@@ -23,8 +23,8 @@ from skyrl_agent.integrations.base import TrainingRows
 from skyrl_agent.integrations.tinker.settings import Config, read_config
 from skyrl_agent.integrations.tinker.tinker_backend import TinkerBackend, settled
 from skyrl_agent.runner import AgentRunner
-from skyrl_agent.training_rows import check_batch, of_rows, trajectory_advantages
-from skyrl_agent.types import Row
+from skyrl_agent.training_rows import check_batch, repeat_for_rows, trajectory_advantages
+from skyrl_agent.types import JsonObject, Row
 
 
 async def train(config: Config) -> None:
@@ -103,7 +103,7 @@ def training_data(rows: TrainingRows, normalize: bool) -> list[Any]:
         rows.response_ids,
         rows.loss_masks,
         rows.rollout_logprobs,
-        of_rows(rows, advantages),
+        repeat_for_rows(rows, advantages),
         strict=True,
     ):
         if advantage == 0 or not any(mask):
@@ -123,7 +123,7 @@ def training_data(rows: TrainingRows, normalize: bool) -> list[Any]:
 
 
 def standardized(advantages: Sequence[float], counts: Sequence[bool]) -> list[float]:
-    """Over those that count; zeros where all are the same."""
+    """Standardize the values that count; zeros if all are equal."""
     kept = [value for value, is_in in zip(advantages, counts, strict=True) if is_in]
     deviation = statistics.pstdev(kept) if kept else 0.0
     if deviation < 1e-8:
@@ -156,7 +156,7 @@ def _order(length: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def newest_checkpoint(folder: Path) -> dict[str, Any]:
+def newest_checkpoint(folder: Path) -> JsonObject:
     """
     Raises:
         ConfigError: there is none.
@@ -189,12 +189,13 @@ class Log:
     def add_checkpoint(self, step: int, path: str) -> None:
         self._append("checkpoints.jsonl", {"policy_iteration_step": step, "path": path})
 
-    def _append(self, name: str, row: dict[str, Any]) -> None:
+    def _append(self, name: str, row: JsonObject) -> None:
         with open(self.folder / name, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
 
 def main() -> None:
+    """Run the command line."""
     try:
         asyncio.run(train(read_config(sys.argv[1:])))
     except AgentError as error:

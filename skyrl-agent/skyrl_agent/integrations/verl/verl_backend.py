@@ -12,7 +12,7 @@ from skyrl_agent.integrations.base import (
     published_output,
     read_settings,
 )
-from skyrl_agent.types import MetaInfo, Row
+from skyrl_agent.types import MetaInfo, Row, SamplingParams, Tokenizer
 
 __all__ = ["BACKEND", "VeRLBackend"]
 
@@ -24,12 +24,12 @@ class VeRLBackend:
             `token_ids`, `log_probs` and `stop_reason`, or (text, meta) as servers of the published fork do.
     """
 
-    def __init__(self, infer_engine: Any, tokenizer: Any, cfg: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, infer_engine: Any, tokenizer: Tokenizer, cfg: Mapping[str, object] | None = None) -> None:
         read_settings(BackendSettings, cfg or {})
         self.client, self.tokenizer = infer_engine, tokenizer
 
     async def async_generate_ids(
-        self, *, input_ids: list[int], sampling_params: Mapping[str, Any], request_id: str
+        self, *, input_ids: list[int], sampling_params: SamplingParams, request_id: str
     ) -> tuple[str, MetaInfo]:
         params = {"logprobs": True, **sampling_params}
         most = params.get("max_tokens")

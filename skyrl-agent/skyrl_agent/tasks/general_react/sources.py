@@ -1,6 +1,5 @@
 """Kinds of questions: what an agent is told, how its answer is judged; and which data source is of which kind."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from skyrl_agent.tasks.rows import field, golds_of
 from skyrl_agent.types import Row
 from skyrl_gym.graders import Grade
 from skyrl_gym.graders.judge import Judge
+from skyrl_gym.suggestions import did_you_mean
 
 GROUND_TRUTHS = ("reward_model.ground_truth", "reward_spec.ground_truth")
 ANSWERS = (*GROUND_TRUTHS, "golden_answers")
@@ -126,8 +126,7 @@ def kind_of(data_source: str, sources: Mapping[str, str]) -> Kind:
     fitting = [prefix for prefix in sources if name.startswith(prefix)]
     if fitting:
         return KINDS[sources[max(fitting, key=len)]]
-    near = difflib.get_close_matches(name, sources, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are those that begin with {', '.join(sorted(sources))}"
+    hint = did_you_mean(name, sources, otherwise=f"there are those that begin with {', '.join(sorted(sources))}")
     raise TaskRowError(
         f"data source {data_source!r} is not known; {hint} (data.data_source_key says where rows have it, "
         f"task_config.sources: {{{data_source}: KIND}} makes it one of {', '.join(KINDS)})"

@@ -25,7 +25,7 @@ class GeneralReactTask(JudgedTask):
 
     tools = ("finish",)
 
-    def __init__(self, *, judge: Mapping[str, Any] | None = None, sources: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *, judge: Mapping[str, object] | None = None, sources: Mapping[str, str] | None = None) -> None:
         super().__init__(judge)
         self._sources = sources_with(sources)
 
@@ -55,7 +55,7 @@ class GeneralReactTask(JudgedTask):
         return Judgement(reward, {"answered": 1.0})
 
     def _kind(self, instance: Instance) -> Kind:
-        """Without `data.data_source_key`, the row's own `data_source` counts."""
+        """Return the kind of an instance; without `data.data_source_key`, the row's own `data_source`."""
         source = instance.data_source
         if source == "default":
             source = str(field(instance.row, "data_source") or source)

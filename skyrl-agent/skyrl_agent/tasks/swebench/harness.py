@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from skyrl_agent.types import Row
+from skyrl_agent.types import JsonObject, Row
 
 PACKAGES = {"swe-gym": "swegym"}
 
@@ -30,7 +30,7 @@ def make_test_spec(package: str, row: Row) -> Any:
     return module.make_test_spec(dict(row))
 
 
-def report_of(package: str, spec: Any, instance_id: str, patch: str, log: str) -> dict[str, Any]:
+def report_of(package: str, spec: Any, instance_id: str, patch: str, log: str) -> JsonObject:
     """`resolved`, `tests_status`, ...
 
     Args:

@@ -16,7 +16,7 @@ def files_of(patch: str) -> list[str]:
 
 
 def without_binary(patch: str) -> str:
-    """Without the files that git treats as binary: they cannot be applied from a text patch. Ends with a line feed."""
+    """Remove files that git treats as binary, which cannot be applied from a text patch. Ends with a line feed."""
     kept = "".join(part for part in files_of(patch) if not BINARY.search(part))
     return kept if not kept or kept.endswith("\n") else f"{kept}\n"
 

@@ -37,7 +37,7 @@ def _summary(log: str, outcomes: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _bare(name: str) -> str:
-    """Without what follows the name of a test that failed."""
+    """Remove the text after the name of a failed test."""
     return name.split(" - ")[0].strip()
 
 
@@ -55,5 +55,5 @@ def get_reward(parsed: Mapping[str, str], instance: Row) -> float:
 
 
 def share_passed(outcomes: Mapping[str, str], names: Sequence[str]) -> float:
-    """Of `names`, how many passed (or failed as they are expected to), in [0, 1]; 1 of none."""
+    """Return the share of `names` that passed (or failed as expected), in [0, 1]; 1 if there are none."""
     return sum(outcomes.get(name) in ("PASSED", "XFAIL") for name in names) / len(names) if names else 1.0

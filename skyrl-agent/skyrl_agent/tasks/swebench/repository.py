@@ -48,8 +48,8 @@ async def run(runtime: Runtime, script: str, stdin: str = "") -> str:
     limits = replace(runtime.spec.limits, wall_seconds=SECONDS, output_bytes=MAX_PATCH_BYTES)
     done = await runtime.exec(GIT.format(script), stdin=stdin, limits=limits)
     if not done.ok:
-        said = (done.stderr or done.stdout).strip()[-500:]
-        raise InfraError(f"{script.strip()!r} in {runtime.workdir}: {done.outcome}, {said}")
+        message = (done.stderr or done.stdout).strip()[-500:]
+        raise InfraError(f"{script.strip()!r} in {runtime.workdir}: {done.outcome}, {message}")
     return done.stdout
 
 
@@ -70,7 +70,7 @@ async def hide_tests(runtime: Runtime) -> None:
 
 
 async def take_patch(runtime: Runtime) -> str:
-    """What differs from the first state, without binary files; empty too if the agent broke the repository itself."""
+    """Return the difference from the first state, without binary files; empty if the agent broke the repository."""
     try:
         return without_binary(await run(runtime, TAKE))
     except InfraError:
@@ -80,10 +80,10 @@ async def take_patch(runtime: Runtime) -> str:
 
 
 async def apply_patch(runtime: Runtime, patch: str) -> None:
-    """By git, else by `patch` with some tolerance.
+    """Apply a patch by git, else by `patch` with some tolerance.
 
     Raises:
-        InfraError: neither can. A patch that git wrote in the same image fits, so the image is another one.
+        InfraError: both fail. A patch that git wrote in the same image fits, so the image is another one.
     """
     await run(runtime, APPLY, stdin=patch)
 

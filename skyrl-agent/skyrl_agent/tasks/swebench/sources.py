@@ -1,4 +1,4 @@
-"""Where rows of each data set live: their kind, image, folders. Pure functions of a row."""
+"""Kind, image and folders of rows of each data set. Pure functions of a row."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +15,8 @@ DEFAULT_PREFIX = "xingyaoww/"
 
 @dataclass(frozen=True)
 class Source:
+    """Kind, image and environment of a row."""
+
     kind: Kind
     image: str
     path: str
@@ -22,7 +24,7 @@ class Source:
 
 
 def kind_of(data_source: str) -> Kind:
-    """By a part of the name; SWE-bench if none is known."""
+    """Return the kind by a part of the name; SWE-bench if none matches."""
     for kind in KINDS:
         if kind in data_source.lower():
             return kind
@@ -44,6 +46,7 @@ def image_of(kind: Kind, row: Row, instance_id: str, prefix: str = DEFAULT_PREFI
 
 
 def source_of(data_source: str, row: Row, instance_id: str, prefix: str = DEFAULT_PREFIX) -> Source:
+    """Return the kind, image and environment of a row."""
     kind = kind_of(data_source)
     homes = ["/testbed/.venv/bin", "/root/.venv/bin", "/root/.local/bin"]
     if kind != "r2e-gym":

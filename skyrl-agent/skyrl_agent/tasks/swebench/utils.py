@@ -20,7 +20,7 @@ from skyrl_agent.tasks.swebench.patches import changed_paths
 from skyrl_agent.tasks.swebench.r2e_utils import get_reward, parse_log_by_path, parse_log_pytest, share_passed
 from skyrl_agent.tasks.swebench.sources import DEFAULT_PREFIX, REPOSITORY, Source, source_of
 from skyrl_agent.tasks.tests_run import obstacles_of
-from skyrl_agent.types import Message, TrajectoryResult
+from skyrl_agent.types import JsonObject, Message, TrajectoryResult
 
 GIBIBYTE = 1 << 30
 PREFIX_VARIABLE = "EVAL_DOCKER_IMAGE_PREFIX"
@@ -133,7 +133,7 @@ class SWEBenchTask(BaseTask):
             await repository.hide_tests(runtime)
         await self._prepare(instance, runtime)
 
-    async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> dict[str, Any]:
+    async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> JsonObject:
         return {"git_patch": await repository.take_patch(runtime), "answer": result}
 
     async def evaluate_result(
@@ -147,7 +147,7 @@ class SWEBenchTask(BaseTask):
             return Judgement(0.0, {"resolved": 0.0}, NO_GIT_PATCH if ended else None)
         return await self._judge(instance, runtime, patch)
 
-    def solution(self, instance: Instance) -> dict[str, Any] | None:
+    def solution(self, instance: Instance) -> JsonObject | None:
         """SWE-bench's and SWE-Gym's `patch`. (SWE-smith's is the one that brings the mistake in.)"""
         known = self.source(instance).kind not in ("r2e-gym", "swe-smith") and instance.row.get("patch")
         return {"git_patch": instance.row["patch"]} if known else None
@@ -264,5 +264,5 @@ def _tests_not_run(done: ExecResult, command: str, outcomes: Mapping[str, str], 
 
 
 def names(value: Any) -> list[str]:
-    """Of tests: a list, or that as JSON."""
+    """Read names of tests: a list, or JSON of one."""
     return [str(name) for name in (json.loads(value) if isinstance(value, str) else value if value is not None else [])]

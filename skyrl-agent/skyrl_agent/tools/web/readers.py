@@ -36,18 +36,22 @@ class PageError(ValueError):
 
 
 class PageRefused(PageError):
-    """It must not be read either under another form of its address."""
+    """Refusal of a page, which must not be read under another form of its address either."""
 
 
 @dataclass(frozen=True)
-class Page:
+class WebPage:
+    """Text of a page and its final address."""
+
     url: str
     """Where it was found in the end."""
     text: str
 
 
 class PageReader(Protocol):
-    async def read(self, url: str) -> Page:
+    """Interface of page readers."""
+
+    async def read(self, url: str) -> WebPage:
         """
         Raises:
             PageError: the page is not there, is of a kind that is no text, does not answer.
@@ -77,7 +81,7 @@ class DirectReader:
             headers={"User-Agent": USER_AGENT, "Accept": "text/html,text/plain;q=0.9,*/*;q=0.5"},
         )
 
-    async def read(self, url: str) -> Page:
+    async def read(self, url: str) -> WebPage:
         try:
             async with asyncio.timeout(self.timeout), self._client.stream("GET", url) as answer:
                 if answer.status_code >= 400:
@@ -95,7 +99,7 @@ class DirectReader:
         text = body.decode(_charset(answer), errors="replace")
         if kind.startswith(_HTML):
             text = await asyncio.to_thread(html_to_text, text, str(answer.url))
-        return Page(str(answer.url), text)
+        return WebPage(str(answer.url), text)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -139,7 +143,7 @@ class JinaReader:
     async def probe(self) -> None:
         await self._service.probe()
 
-    async def read(self, url: str) -> Page:
+    async def read(self, url: str) -> WebPage:
         if urlsplit(url).scheme not in ("http", "https"):
             raise PageError("only http and https addresses can be read")
         response = await self._service.request(path=f"/{url}", method="GET")
@@ -147,7 +151,7 @@ class JinaReader:
             raise InfraError(f"{self.url} refused: HTTP {response.status}: {response.text[:300]}")
         if response.status != 200:
             raise PageError(f"HTTP {response.status}: {response.text.strip()[:300]}")
-        return Page(url, response.text)
+        return WebPage(url, response.text)
 
     async def close(self) -> None:
         await self._service.close()

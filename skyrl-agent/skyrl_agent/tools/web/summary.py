@@ -1,4 +1,4 @@
-"""What of a long page a goal needs, as a model sees it. A summarizer is a class with one method, `summarize`."""
+"""Summaries of long pages for a goal. A summarizer is a class with one method, `summarize`."""
 
 import asyncio
 import json

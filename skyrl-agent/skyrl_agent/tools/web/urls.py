@@ -28,7 +28,7 @@ def _addresses(text: str) -> list[str]:
 
 
 def _trimmed(address: str) -> str:
-    """Without the punctuation of the sentence around it, and without a bracket that was opened before it."""
+    """Remove the punctuation of the sentence around it, and a bracket that was opened before it."""
     while address and (address[-1] in _TRAILING or (address[-1] == ")" and address.count(")") > address.count("("))):
         address = address[:-1]
     return address

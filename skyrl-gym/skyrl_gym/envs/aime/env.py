@@ -1,7 +1,5 @@
 """AIME in one turn: 1 for the right final `Answer: ...`, -1 for anything else."""
 
-from typing import Any
-
 from skyrl_gym.envs.aime.utils import compute_score
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of
 
@@ -14,7 +12,7 @@ class AIMEEnv(BaseTextEnv):
     The last 300 characters are looked at; answers are compared as text after normalisation, so 0.5 is not 1/2.
     """
 
-    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+    def __init__(self, env_config: object = None, extras: dict[str, object] | None = None):
         super().__init__()
         self.ground_truth = str(ground_truth_of(extras or {}, "reward_model"))
         self.is_right = False
@@ -26,7 +24,7 @@ class AIMEEnv(BaseTextEnv):
         metadata = {"acc": result["acc"], "pred": result["pred"]}
         return BaseTextEnvStepOutput(observations=[], reward=result["score"], done=True, metadata=metadata)
 
-    def get_metrics(self) -> dict[str, Any]:
+    def get_metrics(self) -> dict[str, object]:
         return {"acc": self.is_right}
 
     @classmethod

@@ -43,7 +43,7 @@ def verify(
     strict_box_verify: bool = False,
     pause_tokens_index: Sequence[int] | None = None,
 ) -> tuple[bool, str | None]:
-    """Whether a solution is right, by its last box or by its last `Answer: ...`, and the answer that was found."""
+    """Grade a solution by its last box or by its last `Answer: ...`. Returns: correctness and the extracted answer."""
     if strict_box_verify:
         score, boxed = is_correct_strict_box(solution_str, answer, pause_tokens_index)
         return score == 1, boxed
@@ -53,7 +53,7 @@ def verify(
 def is_correct_minerva(
     solution_str: str, gt: str, gt_need_extract: bool = False, answer_pattern: str = ANSWER_PATTERN
 ) -> tuple[bool, str]:
-    """Whether the last `Answer: ...` is right after normalisation, and the answer; "[INVALID]" if there is none."""
+    """Compare the last `Answer: ...` after normalisation. Returns: correctness and the answer ("[INVALID]" if none)."""
     score = grade_minerva(solution_str, gt, gold_is_boxed=gt_need_extract, answer_pattern=answer_pattern)
     return bool(score.value), score.prediction or ""
 

@@ -17,7 +17,7 @@ _OPERATORS: dict[str, Callable[[int, int], int]] = {
 
 
 def extract_answer(text: str) -> str | None:
-    """What the last `<answer>` tag holds, without thousands separators; None if there is none."""
+    """Extract the last `<answer>`, without thousands separators; None if there is none."""
     answer = last_tagged(text, "answer")
     return answer.strip().replace(",", "") if answer is not None else None
 
@@ -30,7 +30,7 @@ def make_problems(
     *,
     env_class: str = "arithmetic",
     instruction: str = INSTRUCTION,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Dataset rows of two-operand problems, the same for the same arguments. Problems may repeat.
 
     Args:
@@ -60,7 +60,7 @@ def make_problems(
     return rows
 
 
-def _row(index: int, problem: str, answer: int, env_class: str, instruction: str) -> dict[str, Any]:
+def _row(index: int, problem: str, answer: int, env_class: str, instruction: str) -> dict[str, object]:
     content = f"{problem} {instruction}" if instruction else problem
     return {
         "prompt": [{"role": "user", "content": content}],
@@ -72,6 +72,6 @@ def _row(index: int, problem: str, answer: int, env_class: str, instruction: str
 
 
 def example_of(row: dict[str, Any]) -> Example:
-    """A row with what a perfect model answers."""
+    """Return a row with what a perfect model answers."""
     extras = {name: value for name, value in row.items() if name not in ("prompt", "env_class")}
     return Example(row["prompt"], extras, oracle=[f"<answer>{row['reward_spec']['ground_truth']}</answer>"])

@@ -1,7 +1,5 @@
 """Arithmetic with a calculator: the model may ask for the value of an expression, then it must state the answer."""
 
-from typing import Any
-
 from skyrl_gym.envs.arithmetic.problems import example_of, extract_answer
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of, max_turns_of
 from skyrl_gym.envs.calculator.problems import make_problems
@@ -17,7 +15,7 @@ class CalculatorEnv(BaseTextEnv):
     `<result>VALUE</result>`. The last of `max_turns` turns (from the extras, else 2) ends the episode in any case, so
     with one turn there is no time for a call."""
 
-    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+    def __init__(self, env_config: object = None, extras: dict[str, object] | None = None):
         super().__init__()
         extras = extras or {}
         self.ground_truth = str(ground_truth_of(extras)).strip()
@@ -53,7 +51,7 @@ class CalculatorEnv(BaseTextEnv):
             result = f"error: {failure}"
         return f"<result>{result}</result>"
 
-    def get_metrics(self) -> dict[str, Any]:
+    def get_metrics(self) -> dict[str, object]:
         return {"turns": self.turns, "calculator_calls": self.num_calls}
 
     @classmethod
@@ -62,6 +60,6 @@ class CalculatorEnv(BaseTextEnv):
 
 
 def _with_a_call(example: Example) -> Example:
-    """The model asks before it answers."""
+    """Return the example with a tool call before the answer."""
     call = f"<calculator>{example.extras['extra_info']['problem']}</calculator>"
     return Example(example.prompt, example.extras, oracle=[call, *example.oracle])

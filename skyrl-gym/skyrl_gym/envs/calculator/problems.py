@@ -1,7 +1,6 @@
 """Problems that are easy with a calculator and hard without."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from skyrl_gym.envs.arithmetic import problems
 
@@ -18,7 +17,7 @@ def make_problems(
     seed: int = 0,
     *,
     instruction: str = INSTRUCTION,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Dataset rows for the `calculator` environment; see `skyrl_gym.envs.arithmetic.problems.make_problems`."""
     return problems.make_problems(
         num_problems, num_digits, operators, seed, env_class="calculator", instruction=instruction

@@ -3,7 +3,6 @@
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of, typed_config
 from skyrl_gym.graders import Timeout, reward_of
@@ -24,11 +23,11 @@ class CodeEnv(BaseTextEnv):
 
     config_class = CodeSettings
 
-    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+    def __init__(self, env_config: object = None, extras: dict[str, object] | None = None):
         super().__init__()
         self.settings = typed_config(CodeSettings, env_config)
         self.tests = parse_tests(ground_truth_of(extras or {}))
-        self.metrics: dict[str, Any] = {}
+        self.metrics: dict[str, object] = {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
@@ -42,7 +41,7 @@ class CodeEnv(BaseTextEnv):
         }
         return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={"parsed_code": code})
 
-    def get_metrics(self) -> dict[str, Any]:
+    def get_metrics(self) -> dict[str, object]:
         return self.metrics
 
     @classmethod
@@ -53,7 +52,7 @@ class CodeEnv(BaseTextEnv):
 
     @classmethod
     def cheats(cls) -> list[Callable[[Example], list[str]]]:
-        """What the audit tries on this environment beside its usual policies."""
+        """Cheating policies that the audit tries on this environment beside its usual ones."""
         from skyrl_gym.envs.code.examples import always_equal, leaves_early, patches_builtins
 
         return [always_equal, leaves_early, patches_builtins]

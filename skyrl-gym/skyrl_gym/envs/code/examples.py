@@ -1,7 +1,5 @@
 """Small tasks with solutions, and ways to pass tests without solving them, which must earn nothing."""
 
-from typing import Any
-
 from skyrl_gym.envs.base_text_env import Example
 
 MEDIAN_PROMPT = '''def is_even(number: int) -> bool:
@@ -70,7 +68,7 @@ def make_examples() -> list[Example]:
     ]
 
 
-def _example(question: str, solution: str, ground_truth: dict[str, Any]) -> Example:
+def _example(question: str, solution: str, ground_truth: dict[str, object]) -> Example:
     return Example(
         prompt=[{"role": "user", "content": f"{question}\n\nPut the code in a ```python block."}],
         extras={"reward_spec": {"method": "rule", "ground_truth": ground_truth}},
@@ -79,19 +77,19 @@ def _example(question: str, solution: str, ground_truth: dict[str, Any]) -> Exam
 
 
 def always_equal(example: Example) -> list[str]:
-    """Returns an object that equals, precedes and contains everything."""
+    """Return a program whose result equals, precedes and contains everything."""
     methods = ("eq", "ne", "lt", "gt", "le", "ge", "contains", "bool")
     body = "\n".join(f"    def __{name}__(self, *others): return True" for name in methods)
     return [_block(f"class Any(list):\n{body}\n    __hash__ = object.__hash__\n{_define(example, 'return Any()')}")]
 
 
 def leaves_early(example: Example) -> list[str]:
-    """Ends the process with success before a test can fail."""
+    """End the process with success before a test can fail."""
     return [_block(f"import os\n{_define(example, 'os._exit(0)')}\nos._exit(0)")]
 
 
 def patches_builtins(example: Example) -> list[str]:
-    """Makes everything that a test might use say yes."""
+    """Make everything that a test might use say yes."""
     code = "import builtins\nfor name in ('all', 'any', 'isinstance', 'abs', 'len'):\n"
     code += "    setattr(builtins, name, lambda *arguments: True)\nbuiltins.AssertionError = Warning\n"
     return [_block(code + _define(example, "return True"))]

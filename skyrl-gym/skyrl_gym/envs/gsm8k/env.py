@@ -1,7 +1,5 @@
 """GSM8K in one turn: 1 for the right number after `#### `, else 0."""
 
-from typing import Any
-
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of
 from skyrl_gym.envs.gsm8k import problems
 from skyrl_gym.graders import reward_of
@@ -11,7 +9,7 @@ from skyrl_gym.graders.math import grade_number
 class GSM8kEnv(BaseTextEnv):
     """`extras["reward_spec"]["ground_truth"]` is the answer as text. The number after the first `#### ` counts."""
 
-    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+    def __init__(self, env_config: object = None, extras: dict[str, object] | None = None):
         super().__init__()
         self.ground_truth = str(ground_truth_of(extras or {}))
 

@@ -22,7 +22,7 @@ class GSM8kMultiTurnEnv(BaseTextEnv):
     What the right answer earns is also reported as `outcome_reward`, without the turns' format rewards.
     """
 
-    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+    def __init__(self, env_config: object = None, extras: dict[str, Any] | None = None):
         super().__init__()
         extras = extras or {}
         self.ground_truth = str(ground_truth_of(extras))
@@ -45,11 +45,11 @@ class GSM8kMultiTurnEnv(BaseTextEnv):
             metadata={},
         )
 
-    def _reply(self) -> dict[str, Any]:
+    def _reply(self) -> dict[str, object]:
         content = LAST_TURN if self.max_turns - self.turns == 1 else TRY_AGAIN
         return {"role": "user", "content": content}
 
-    def get_metrics(self) -> dict[str, Any]:
+    def get_metrics(self) -> dict[str, object]:
         return {"steps": self.turns, "outcome_reward": float(self.solved)}
 
     @classmethod
@@ -57,7 +57,7 @@ class GSM8kMultiTurnEnv(BaseTextEnv):
         return problems.examples()
 
     @staticmethod
-    def aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    def aggregate_metrics(metrics: list[dict[str, object]]) -> dict[str, object]:
         return {
             "avg_steps" if key == "steps" else key: mean for key, mean in default_aggregate_metrics(metrics).items()
         }

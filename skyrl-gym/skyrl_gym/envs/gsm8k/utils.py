@@ -6,7 +6,7 @@ from skyrl_gym.graders.math import extract_number
 
 
 def extract_solution(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
-    """The final answer of a solution, without thousands separators, or None; see `extract_number`.
+    """Return the final answer of a solution, without thousands separators, or None; see `extract_number`.
 
     Raises:
         ValueError: the method is neither `strict` (the number after the first `#### `) nor `flexible` (the last one).

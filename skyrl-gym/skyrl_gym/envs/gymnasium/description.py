@@ -1,8 +1,8 @@
-"""What a Gymnasium environment says of itself: names of its actions and sections of its class's docstring."""
+"""Descriptions read from a Gymnasium environment: names of its actions and sections of its class's docstring."""
 
 import inspect
 import re
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import gymnasium
 from gymnasium import spaces
@@ -21,7 +21,7 @@ def docstring_sections(env: gymnasium.Env) -> dict[str, str]:
 
 
 def documentation(env: gymnasium.Env, max_chars: int) -> str:
-    """The sections that say what the task is, each cut to `max_chars` characters with a note."""
+    """Return the sections that say what the task is, each cut to `max_chars` characters with a note."""
     texts = [
         f"{title}:\n{cut(body, max_chars)}" for title, body in docstring_sections(env).items() if title in SECTIONS
     ]
@@ -29,14 +29,14 @@ def documentation(env: gymnasium.Env, max_chars: int) -> str:
 
 
 def cut(text: str, max_chars: int) -> str:
-    """The text, or its beginning with a note of how much is left out."""
+    """Return the text, or its beginning with a note of how much is left out."""
     if len(text) <= max_chars:
         return text
     return f"{text[:max_chars]} ... ({len(text) - max_chars} more characters left out)"
 
 
 def action_names(env: gymnasium.Env) -> dict[int, str]:
-    """What the numbers of a discrete action space mean, where the environment says so; else empty.
+    """Return the meanings of a discrete action space's numbers, where the environment gives them; else an empty list.
 
     From `get_action_meanings()`, or else the list in the "Action Space" section of the docstring.
     """
@@ -44,7 +44,7 @@ def action_names(env: gymnasium.Env) -> dict[int, str]:
     if not isinstance(space, spaces.Discrete):
         return {}
     numbers = range(int(space.start), int(space.start + space.n))
-    meanings: Any = getattr(env.unwrapped, "get_action_meanings", None)
+    meanings: Callable[[], Iterable[object]] | None = getattr(env.unwrapped, "get_action_meanings", None)
     if meanings is not None:
         return dict(zip(numbers, map(str, meanings()), strict=False))
     section = docstring_sections(env).get("Action Space", "")

@@ -72,7 +72,7 @@ class GymnasiumEnv(BaseTextEnv):
 
     config_class = GymnasiumConfig
 
-    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+    def __init__(self, env_config: object = None, extras: dict[str, object] | None = None):
         super().__init__()
         extras = extras or {}
         self.config = _checked(typed_config(GymnasiumConfig, _settings(env_config, extras)))
@@ -91,8 +91,8 @@ class GymnasiumEnv(BaseTextEnv):
         per_turn = self.config.actions_per_turn * self.config.frame_skip
         return math.ceil(limit / per_turn) if limit else DEFAULT_MAX_TURNS
 
-    def init(self, prompt: ConversationType, seed: int | None = None) -> tuple[ConversationType, dict[str, Any]]:
-        """Adds the task and the first observation to the last user message.
+    def init(self, prompt: ConversationType, seed: int | None = None) -> tuple[ConversationType, dict[str, object]]:
+        """Add the task and the first observation to the last user message.
 
         A seed of the row wins over `seed`: it is part of the task.
         """
@@ -155,7 +155,7 @@ class GymnasiumEnv(BaseTextEnv):
             output["truncated"] = True
         return output
 
-    def _reply(self, played: "Played", num_actions: int) -> dict[str, Any]:
+    def _reply(self, played: "Played", num_actions: int) -> dict[str, object]:
         taken = f" after {num_actions} actions" if num_actions > 1 else ""
         content = f"Reward{taken}: {played.reward:.{self.config.digits}g}\n{self._observation()}\n{self._turns_left()}"
         return {"role": "user", "content": content}
@@ -193,8 +193,8 @@ class GymnasiumEnv(BaseTextEnv):
             return self.episode_return
         return min(max((self.episode_return - low) / (high - low), 0.0), 1.0)
 
-    def get_metrics(self) -> dict[str, Any]:
-        metrics = {
+    def get_metrics(self) -> dict[str, object]:
+        metrics: dict[str, object] = {
             "outcome_reward": self.outcome_reward,
             "return": self.episode_return,
             "steps": self.steps,
@@ -222,7 +222,7 @@ class GymnasiumEnv(BaseTextEnv):
 
 
 def last_action(text: str) -> str:
-    """What the last closed `<action>...</action>` holds. Raises IllegalAction if there is none."""
+    """Extract the last closed `<action>...</action>`. Raises IllegalAction if there is none."""
     from skyrl_gym.envs.gymnasium.spaces import IllegalAction
 
     action = last_tagged(text, "action")
@@ -231,7 +231,7 @@ def last_action(text: str) -> str:
     return action.strip()
 
 
-def make_player(env_id: str, env_kwargs: Mapping[str, Any], config: GymnasiumConfig) -> "Player":
+def make_player(env_id: str, env_kwargs: Mapping[str, object], config: GymnasiumConfig) -> "Player":
     """Raises TaskError for an environment that there is not, Error for a package that is not installed."""
     _check_installed()
     from skyrl_gym.envs.gymnasium.player import Player, make_environment
@@ -246,7 +246,7 @@ def _check_installed() -> None:
         raise Error("Gymnasium is not installed: pip install 'skyrl-gym[gymnasium]'") from missing
 
 
-def _settings(env_config: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(env_config: object, extras: Mapping[str, object]) -> dict[str, Any]:
     config = vars(typed_config(GymnasiumConfig, env_config))
     return {name: value if extras.get(name) is None else extras[name] for name, value in config.items()}
 
@@ -262,7 +262,7 @@ def _checked(config: GymnasiumConfig) -> GymnasiumConfig:
     return config
 
 
-def _kwargs_of(extras: Mapping[str, Any]) -> dict[str, Any]:
+def _kwargs_of(extras: Mapping[str, object]) -> dict[str, Any]:
     value = extras.get("env_kwargs") or {}
     if isinstance(value, str):
         try:

@@ -5,7 +5,7 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 
 from skyrl_gym.envs.gymnasium import description
-from skyrl_gym.envs.gymnasium.spaces import IllegalAction, describe, read, to_json
+from skyrl_gym.envs.gymnasium.spaces import IllegalAction, describe, is_readable, read, to_json
 from skyrl_gym.error import Error, TaskError
 
 MAX_EXAMPLE_CHARS = 300
@@ -23,7 +23,7 @@ _COLOURED = re.compile(r"\x1b\[([34])([0-7])(?:;\d+)*m(.+?)\x1b\[0m", re.DOTALL)
 _COLOURS = ("gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 
 
-def make_environment(env_id: str, env_kwargs: Mapping[str, Any], ansi: bool) -> gymnasium.Env:
+def make_environment(env_id: str, env_kwargs: Mapping[str, object], ansi: bool) -> gymnasium.Env:
     """Make a registered environment; `env_id` may name the module that registers it: "module:id".
 
     Raises:
@@ -43,6 +43,11 @@ def make_environment(env_id: str, env_kwargs: Mapping[str, Any], ansi: bool) -> 
         raise TaskError(f"env_id must be registered with Gymnasium; got {env_id!r}: {unknown}") from unknown
     except (TypeError, ValueError, KeyError, AssertionError) as refusal:
         raise TaskError(f"env_kwargs of {env_id} are refused: {refusal}; got {kwargs}") from refusal
+    if not is_readable(env.action_space):
+        env.close()
+        raise TaskError(
+            f"env_id: actions of {env_id} cannot be written as text; its action space is {env.action_space}"
+        )
     if ansi and "ansi" not in env.metadata.get("render_modes", []):
         env.close()
         raise TaskError(f"ansi: {env_id} does not render as text; it has {env.metadata.get('render_modes')}")
@@ -51,7 +56,7 @@ def make_environment(env_id: str, env_kwargs: Mapping[str, Any], ansi: bool) -> 
 
 @dataclass
 class Played:
-    """What some actions did."""
+    """Outcome of a sequence of actions."""
 
     reward: float = 0.0
     """Sum over the steps."""
@@ -73,7 +78,7 @@ class Player:
         self.max_numbers = max_numbers
         self.names = description.action_names(env)
         self._numbers = {name.casefold(): number for number, name in self.names.items()}
-        self._observation: Any = None
+        self._observation: object = None
 
     @property
     def threshold(self) -> float | None:
@@ -82,7 +87,7 @@ class Player:
 
     @property
     def time_limit(self) -> int | None:
-        """Steps after which the environment ends an episode, if it does."""
+        """Step after which the environment ends an episode, if it does."""
         return self.env.spec.max_episode_steps if self.env.spec else None
 
     @property
@@ -93,8 +98,8 @@ class Player:
     def reset(self, seed: int | None) -> None:
         self._observation, _ = self.env.reset(seed=seed)
 
-    def play(self, actions: list[Any], frame_skip: int) -> Played:
-        """Takes each action `frame_skip` times, until the episode ends."""
+    def play(self, actions: list[object], frame_skip: int) -> Played:
+        """Take each action `frame_skip` times, until the episode ends."""
         played = Played()
         for action in (action for action in actions for _ in range(frame_skip)):
             self._observation, reward, terminated, truncated, info = self.env.step(action)
@@ -107,8 +112,8 @@ class Player:
                 break
         return played
 
-    def read_actions(self, text: str, max_actions: int) -> list[Any]:
-        """The actions that a model wrote: one, or a list of them if more than one is allowed.
+    def read_actions(self, text: str, max_actions: int) -> list[object]:
+        """Return the actions that a model wrote: one, or a list of them if more than one is allowed.
 
         Raises:
             IllegalAction: with the rule that is broken.
@@ -130,7 +135,7 @@ class Player:
             raise IllegalAction(f"at most {max_actions} actions in one turn; got {len(value)}")
         return [self._read(part, f"action {number}: ") for number, part in enumerate(value, 1)]
 
-    def _read(self, value: Any, place: str = "") -> Any:
+    def _read(self, value: object, place: str = "") -> object:
         if isinstance(value, str) and value.casefold() in self._numbers:
             value = self._numbers[value.casefold()]
         try:
@@ -149,7 +154,7 @@ class Player:
         return "\n\n".join(line for line in lines if line)
 
     def action_rule(self) -> str:
-        """What an action may be, with the names of actions that have one."""
+        """Describe the action space, with the names of actions that have one."""
         names = ", ".join(f"{number} = {name}" for number, name in self.names.items())
         return describe(self.env.action_space) + (f" ({names})" if names else "")
 
@@ -161,11 +166,11 @@ class Player:
         return text if len(text) <= MAX_EXAMPLE_CHARS else None
 
     def observation(self) -> str:
-        """The present observation, rounded and cut."""
+        """Return the present observation, rounded and cut."""
         return self._text(to_json(self.env.observation_space, self._observation))
 
     def picture(self) -> str:
-        """The environment's own text rendering; what it colours is put in brackets, the colours are listed below."""
+        """Return the environment's own text rendering; coloured parts are put in brackets, the colours listed below."""
         drawn = str(self.env.render())
         colours = [f"[{text}] is {_COLOURS[int(number)]}" for _, number, text in _COLOURED.findall(drawn)]
         plain = _ESCAPE.sub("", _COLOURED.sub(r"[\3]", drawn)).strip("\n")
@@ -191,7 +196,7 @@ def _is_regular(value: Any) -> bool:
     return True
 
 
-def _leaves(value: Any) -> Any:
+def _leaves(value: object) -> Iterator[object]:
     if isinstance(value, list):
         for part in value:
             yield from _leaves(part)
@@ -199,11 +204,11 @@ def _leaves(value: Any) -> Any:
         yield value
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     return sum(1 for _ in _leaves(value))
 
 
-def _rounded(value: Any, digits: int) -> Any:
+def _rounded(value: object, digits: int) -> object:
     if isinstance(value, list):
         return [_rounded(part, digits) for part in value]
     if isinstance(value, dict):
@@ -216,7 +221,7 @@ def _rounded(value: Any, digits: int) -> Any:
     return value
 
 
-def _parse_json(text: str) -> Any:
+def _parse_json(text: str) -> object:
     """JSON, or else the text itself: names of actions and texts need no quotes."""
     try:
         return json.loads(text)

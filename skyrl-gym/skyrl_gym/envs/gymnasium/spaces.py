@@ -1,18 +1,17 @@
 """Gymnasium's spaces in words and JSON: what an action may be, reading one, writing an observation.
 
 JSON of a value: Discrete a whole number; Box, MultiDiscrete, MultiBinary nested lists (a bare number for shape ());
-Text a string; Tuple and Sequence a list; Dict an object; OneOf `[index, value]`; Graph an object with `nodes`, and
-`edges` and `edge_links` (pairs of node numbers) if it has edges.
+Text a string; Tuple a list; Dict an object. Actions of other spaces cannot be read; observations of them are written by
+Gymnasium's `to_jsonable`.
 """
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeGuard
 
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 MAX_LISTED_BOUNDS = 32
 """Bounds of an array whose entries differ are listed one by one up to this many."""
@@ -21,7 +20,7 @@ MAX_LISTED_CHARACTERS = 70
 
 
 class IllegalAction(Exception):
-    """What a model wrote is not in the space. The text names the rule."""
+    """Text of a model that is not in the space. The message names the rule."""
 
 
 # In words
@@ -29,7 +28,7 @@ class IllegalAction(Exception):
 
 @functools.singledispatch
 def describe(space: spaces.Space) -> str:
-    """The values of a space, in words."""
+    """Return the values of a space, in words."""
     return f"a value of {space}"
 
 
@@ -88,28 +87,6 @@ def _(space: spaces.Dict) -> str:
     return "an object with " + "; ".join(f'"{key}": {describe(part)}' for key, part in space.spaces.items())
 
 
-@describe.register
-def _(space: spaces.Sequence) -> str:
-    return f"a list of any length, each element {describe(space.feature_space)}"
-
-
-@describe.register
-def _(space: spaces.OneOf) -> str:
-    choices = "; ".join(f"for k = {k}, {describe(part)}" for k, part in enumerate(space.spaces))
-    return f"a list [k, value], where value is, {choices}"
-
-
-@describe.register
-def _(space: spaces.Graph) -> str:
-    text = f'an object with "nodes": a list, each node {describe(space.node_space)}'
-    if space.edge_space is None:
-        return text
-    return (
-        f'{text}; and, if there are edges, "edges": a list, each edge {describe(space.edge_space)}, and '
-        f'"edge_links": for each edge the list [from, to] of node numbers, counted from 0'
-    )
-
-
 def _shape(shape: tuple[int, ...]) -> str:
     if len(shape) == 1:
         return f"list of {shape[0]}"
@@ -128,23 +105,27 @@ def _interval(low: Any, high: Any) -> str:
 
 
 @functools.singledispatch
-def read(space: spaces.Space, value: Any) -> Any:
-    """The element of a space that a JSON value stands for. Raises IllegalAction."""
-    [element] = space.from_jsonable([value])
-    if not space.contains(element):
-        raise IllegalAction(f"{_short(value)} is not {describe(space)}")
-    return element
+def read(space: spaces.Space, value: object) -> object:
+    """Return the element of a space that a JSON value stands for. Raises IllegalAction."""
+    raise NotImplementedError(f"actions of the space {space}")
+
+
+def is_readable(space: spaces.Space) -> bool:
+    """Return whether `read` knows the space and its parts."""
+    parts = space.spaces if isinstance(space, spaces.Tuple) else ()
+    parts = space.spaces.values() if isinstance(space, spaces.Dict) else parts
+    return read.dispatch(type(space)) is not read.dispatch(object) and all(map(is_readable, parts))
 
 
 @read.register
-def _(space: spaces.Discrete, value: Any) -> Any:
+def _(space: spaces.Discrete, value: object) -> object:
     if not _is_whole(value) or not space.start <= value < space.start + space.n:
         raise IllegalAction(f"{_short(value)} is not {describe(space)}")
     return space.dtype.type(int(value))  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @read.register
-def _(space: spaces.Box, value: Any) -> Any:
+def _(space: spaces.Box, value: object) -> object:
     whole = np.issubdtype(space.dtype, np.integer)
     numbers = _array(space, value, whole)
     _check_bounds(numbers, space.low, space.high)
@@ -159,21 +140,21 @@ def _(space: spaces.Box, value: Any) -> Any:
 
 
 @read.register
-def _(space: spaces.MultiDiscrete, value: Any) -> Any:
+def _(space: spaces.MultiDiscrete, value: object) -> object:
     numbers = _array(space, value, whole=True)
     _check_bounds(numbers, space.start, space.start + space.nvec - 1)
     return numbers.astype(space.dtype)
 
 
 @read.register
-def _(space: spaces.MultiBinary, value: Any) -> Any:
+def _(space: spaces.MultiBinary, value: object) -> object:
     numbers = _array(space, value, whole=True)
     _check_bounds(numbers, np.zeros(space.shape), np.ones(space.shape))
     return numbers.astype(space.dtype)
 
 
 @read.register
-def _(space: spaces.Text, value: Any) -> Any:
+def _(space: spaces.Text, value: object) -> object:
     if not isinstance(value, str):
         raise IllegalAction(f"{_short(value)} is not a string")
     if not space.contains(value):
@@ -182,7 +163,7 @@ def _(space: spaces.Text, value: Any) -> Any:
 
 
 @read.register
-def _(space: spaces.Tuple, value: Any) -> Any:
+def _(space: spaces.Tuple, value: object) -> object:
     parts = _list(value)
     if len(parts) != len(space.spaces):
         raise IllegalAction(f"a list of {len(space.spaces)} parts is needed, not of {len(parts)}")
@@ -190,87 +171,39 @@ def _(space: spaces.Tuple, value: Any) -> Any:
 
 
 @read.register
-def _(space: spaces.Dict, value: Any) -> Any:
+def _(space: spaces.Dict, value: object) -> object:
     if not isinstance(value, Mapping) or set(value) != set(space.spaces):
         raise IllegalAction(f"{_short(value)} is not an object with exactly the keys {', '.join(space.spaces)}")
     return {key: _part(f'"{key}"', part, value[key]) for key, part in space.spaces.items()}
 
 
-@read.register
-def _(space: spaces.Sequence, value: Any) -> Any:
-    elements = tuple(_part(f"element {i}", space.feature_space, item) for i, item in enumerate(_list(value), 1))
-    return _stack(space.feature_space, elements) if space.stack else elements
-
-
-@read.register
-def _(space: spaces.OneOf, value: Any) -> Any:
-    parts = _list(value)
-    if len(parts) != 2 or not _is_whole(parts[0]) or not 0 <= parts[0] < len(space.spaces):
-        raise IllegalAction(f"{_short(value)} is not a list [k, value] with k from 0 to {len(space.spaces) - 1}")
-    return int(parts[0]), _part(f"the value for k = {parts[0]}", space.spaces[int(parts[0])], parts[1])
-
-
-@read.register
-def _(space: spaces.Graph, value: Any) -> Any:
-    if not isinstance(value, Mapping) or not {"nodes"} <= set(value) <= {"nodes", "edges", "edge_links"}:
-        raise IllegalAction(f"{_short(value)} is not an object with nodes, edges and edge_links")
-    nodes = [_part(f"node {i}", space.node_space, node) for i, node in enumerate(_list(value["nodes"]))]
-    if not nodes:
-        raise IllegalAction("a graph needs a node")
-    edges, links = value.get("edges"), value.get("edge_links")
-    if edges is None and links is None:
-        return spaces.GraphInstance(_stack(space.node_space, nodes), None, None)
-    if space.edge_space is None:
-        raise IllegalAction("the graph has no edges")
-    read_edges = [_part(f"edge {i}", space.edge_space, edge) for i, edge in enumerate(_list(edges))]
-    pairs = _list(links)
-    if len(pairs) != len(read_edges) or not all(_is_link(pair, len(nodes)) for pair in pairs):
-        raise IllegalAction(
-            f"edge_links must be one list [from, to] of node numbers 0 to {len(nodes) - 1} for each edge"
-        )
-    return spaces.GraphInstance(
-        _stack(space.node_space, nodes),
-        _stack(space.edge_space, read_edges),
-        np.array(pairs, dtype=np.int32).reshape(-1, 2),
-    )
-
-
-def _is_link(pair: Any, num_nodes: int) -> bool:
-    return isinstance(pair, list) and len(pair) == 2 and all(_is_whole(n) and 0 <= n < num_nodes for n in pair)
-
-
-def _part(name: str, space: spaces.Space, value: Any) -> Any:
+def _part(name: str, space: spaces.Space, value: object) -> object:
     try:
         return read(space, value)
     except IllegalAction as fault:
         raise IllegalAction(f"{name}: {fault}") from None
 
 
-def _stack(space: spaces.Space, elements: Sequence[Any]) -> Any:
-    stacked = create_empty_array(space, n=len(elements))
-    return concatenate(space, elements, stacked) if elements else stacked
-
-
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> TypeGuard[float]:
     return _is_number(value) and value == int(value) and abs(value) < 2**63
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[object]:
     if not isinstance(value, list):
         raise IllegalAction(f"{_short(value)} is not a list")
     return value
 
 
-def _array(space: spaces.Space, value: Any, whole: bool) -> np.ndarray:
+def _array(space: spaces.Space, value: object, whole: bool) -> np.ndarray:
     """Numbers in the space's shape. A bare number may stand for a list of one."""
     shape: tuple[int, ...] = space.shape  # pyright: ignore[reportAssignmentType]
     if shape == (1,) and not isinstance(value, list):
         value = [value]
-    flat: list[Any] = []
+    flat: list[object] = []
     _flatten(value, shape, flat)
     for number in flat:
         if not (_is_whole(number) if whole else _is_number(number)):
@@ -278,7 +211,7 @@ def _array(space: spaces.Space, value: Any, whole: bool) -> np.ndarray:
     return np.array(flat, dtype=np.int64 if whole else np.float64).reshape(shape)
 
 
-def _flatten(value: Any, shape: tuple[int, ...], into: list[Any]) -> None:
+def _flatten(value: object, shape: tuple[int, ...], into: list[object]) -> None:
     if not shape:
         into.append(value)
         return
@@ -288,7 +221,7 @@ def _flatten(value: Any, shape: tuple[int, ...], into: list[Any]) -> None:
         _flatten(part, shape[1:], into)
 
 
-def _check_bounds(numbers: np.ndarray, low: Any, high: Any) -> None:
+def _check_bounds(numbers: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
     outside = np.argwhere((numbers < low) | (numbers > high))
     if len(outside):
         place = tuple(outside[0])
@@ -297,7 +230,7 @@ def _check_bounds(numbers: np.ndarray, low: Any, high: Any) -> None:
         raise IllegalAction(f"{which}{_short(numbers[place].item())}, must be {bounds}")
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -306,58 +239,34 @@ def _short(value: Any) -> str:
 
 
 @functools.singledispatch
-def to_json(space: spaces.Space, element: Any) -> Any:
-    """The JSON value of an element of a space."""
+def to_json(space: spaces.Space, element: object) -> object:
+    """Return the JSON value of an element of a space."""
     [value] = space.to_jsonable([element])
     return value
 
 
 @to_json.register
-def _(space: spaces.Discrete, element: Any) -> Any:
+def _(space: spaces.Discrete, element: int) -> object:
     return int(element)
 
 
 @to_json.register(spaces.Box)
 @to_json.register(spaces.MultiDiscrete)
 @to_json.register(spaces.MultiBinary)
-def _(space: spaces.Space, element: Any) -> Any:
+def _(space: spaces.Space, element: np.ndarray) -> object:
     return np.asarray(element).tolist()
 
 
 @to_json.register
-def _(space: spaces.Text, element: Any) -> Any:
+def _(space: spaces.Text, element: object) -> object:
     return str(element)
 
 
 @to_json.register
-def _(space: spaces.Tuple, element: Any) -> Any:
+def _(space: spaces.Tuple, element: tuple[object, ...]) -> object:
     return [to_json(part, value) for part, value in zip(space.spaces, element, strict=True)]
 
 
 @to_json.register
-def _(space: spaces.Dict, element: Any) -> Any:
+def _(space: spaces.Dict, element: Mapping[str, object]) -> object:
     return {key: to_json(part, element[key]) for key, part in space.spaces.items()}
-
-
-@to_json.register
-def _(space: spaces.Sequence, element: Any) -> Any:
-    elements = iterate(space.stacked_feature_space, element) if space.stack else element
-    return [to_json(space.feature_space, value) for value in elements]
-
-
-@to_json.register
-def _(space: spaces.OneOf, element: Any) -> Any:
-    index, value = element
-    return [int(index), to_json(space.spaces[int(index)], value)]
-
-
-@to_json.register
-def _(space: spaces.Graph, element: Any) -> Any:
-    graph: dict[str, Any] = {
-        "nodes": [to_json(space.node_space, node) for node in iterate(space.batch_node_space, element.nodes)]
-    }
-    if element.edges is not None and space.edge_space is not None:
-        edges = iterate(space.batch_edge_space, element.edges)
-        graph["edges"] = [to_json(space.edge_space, edge) for edge in edges]
-        graph["edge_links"] = np.asarray(element.edge_links).tolist()
-    return graph

@@ -1,7 +1,6 @@
 """Small tasks in the form of LiveCodeBench's, with solutions."""
 
 import json
-from typing import Any
 
 from skyrl_gym.envs.base_text_env import Example
 
@@ -48,7 +47,7 @@ def make_examples() -> list[Example]:
 
 
 def _program(question: str, solution: str, cases: dict[str, str]) -> Example:
-    tests: list[dict[str, Any]] = [
+    tests: list[dict[str, object]] = [
         {"input": given, "output": expected, "testtype": "stdin"} for given, expected in cases.items()
     ]
     return _example(f"{question}\n\n{STDIN_FORMAT}", solution, tests)
@@ -64,7 +63,7 @@ def _method(question: str, name: str, parameters: str, body: str, cases: dict[st
     return _example(f"{question}\n\n{STARTER_FORMAT.format(name=name, parameters=parameters)}", solution, tests)
 
 
-def _example(prompt: str, solution: str, tests: list[dict[str, Any]]) -> Example:
+def _example(prompt: str, solution: str, tests: list[dict[str, object]]) -> Example:
     return Example(
         prompt=[{"role": "user", "content": prompt}],
         extras={"reward_spec": {"method": "rule", "ground_truth": json.dumps(tests)}},

@@ -17,7 +17,7 @@ RUNTIME_ERROR = -4
 extract_code_from_model = extract_code
 
 
-def compute_score(model_response: str, tests: str | Sequence[Mapping[str, Any]]) -> tuple[str | None, float]:
+def compute_score(model_response: str, tests: str | Sequence[Mapping[str, object]]) -> tuple[str | None, float]:
     """Grade a model's text. Returns the code in its last fenced block (None if there is none) and 1.0 or 0.0.
 
     Raises:
@@ -30,7 +30,7 @@ def compute_score(model_response: str, tests: str | Sequence[Mapping[str, Any]])
 
 
 def lcb_check_correctness(
-    sample: Sequence[Mapping[str, Any]], generation: str, timeout: float = 6, debug: bool = False
+    sample: Sequence[Mapping[str, object]], generation: str, timeout: float = 6, debug: bool = False
 ) -> bool:
     """Return whether a program passes every test of a sample; `debug` prints why not.
 
@@ -46,8 +46,8 @@ def lcb_check_correctness(
 
 
 def run_test(
-    sample: Mapping[str, Any], test: str | None = None, debug: bool = False, timeout: float = 6
-) -> tuple[list[int | bool], dict[str, Any]]:
+    sample: Mapping[str, object], test: str | None = None, debug: bool = False, timeout: float = 6
+) -> tuple[list[int | bool], dict[str, object]]:
     """Run a program on one test after the other, until one fails.
 
     Args:
@@ -104,9 +104,9 @@ def _failure(grade: Grade) -> tuple[int, str]:
             return WRONG_ANSWER, "Wrong Answer"
 
 
-def _cases(tests: CodeTests) -> Sequence[Any]:
+def _cases(tests: CodeTests) -> Sequence[object]:
     return tests.cases if isinstance(tests, ProgramTests | FunctionTests) else tests.tests
 
 
-def _settings(cases: Sequence[Any], timeout: float = 6) -> CodeSettings:
+def _settings(cases: Sequence[object], timeout: float = 6) -> CodeSettings:
     return CodeSettings(case_seconds=timeout, total_seconds=(timeout + 1) * len(cases) + 5)

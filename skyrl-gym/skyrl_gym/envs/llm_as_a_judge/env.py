@@ -1,7 +1,6 @@
 """One turn that a language model judges against the reference answer: any OpenAI-compatible server."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from skyrl_gym.envs.base_text_env import (
     BaseTextEnv,
@@ -36,13 +35,13 @@ class LLMJudgeEnv(BaseTextEnv):
 
     config_class = LLMJudgeEnvConfig
 
-    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+    def __init__(self, env_config: object = None, extras: dict[str, object] | None = None):
         super().__init__()
         self.ground_truth = str(ground_truth_of(extras or {}))
         self.judge = Judge(typed_config(LLMJudgeEnvConfig, env_config))
         self.question = ""
 
-    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
+    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, object]]:
         self.question = last_user_text(prompt)
         return prompt, {}
 
@@ -51,7 +50,7 @@ class LLMJudgeEnv(BaseTextEnv):
         self.turns += 1
         grade = self.judge.grade(self.question, self.ground_truth, action)
         reward = reward_of(grade)
-        reply = grade.details["reply"][-_SHOWN_CHARACTERS:] if isinstance(grade, Score) else ""
+        reply = str(grade.details["reply"])[-_SHOWN_CHARACTERS:] if isinstance(grade, Score) else ""
         return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={"judge_reply": reply})
 
     def close(self) -> None:
@@ -59,7 +58,7 @@ class LLMJudgeEnv(BaseTextEnv):
 
     @classmethod
     def examples(cls) -> list[Example]:
-        """They need a judge: give the environment the `base_url` of one."""
+        """Return examples that need a judge: give the environment the `base_url` of one."""
         return [
             Example(
                 prompt=[{"role": "user", "content": f"{question} Explain, and end with the answer."}],

@@ -67,7 +67,7 @@ class LocalJudge:
         self.close()
 
     def answer(self, request: dict[str, Any]) -> Answer:
-        """The whole reply to a chat completion request. Called from many threads."""
+        """Return the whole reply to a chat completion request. Called from many threads."""
         with self._lock:
             self.num_requests += 1
             number = self.num_requests
@@ -81,7 +81,7 @@ class LocalJudge:
         return 200, {"Content-Type": "application/json"}, json.dumps(completion).encode()
 
     def verdict(self, prompt: str) -> str:
-        """What the judge says about a prompt."""
+        """Compute the judge's reply to a prompt."""
         student = _FENCED.search(prompt)
         if student is None or _REFERENCE not in prompt[: student.start()]:
             return "There is nothing to grade."
@@ -100,7 +100,9 @@ def _last_number(text: str) -> Decimal | None:
 
 class _Server(ThreadingHTTPServer):
     judge: LocalJudge
+    # Requests under way do not keep the process from ending.
     daemon_threads = True
+    # A batch of graders connects at once; the default of 5 would refuse some of them.
     request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -110,12 +112,15 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    # HTTP/1.1 keeps connections open between requests.
     protocol_version = "HTTP/1.1"
+    # Seconds a connection may be silent: its thread ends then.
     timeout = 30
     server: _Server
 
     def do_POST(self) -> None:
         length = int(self.headers.get("Content-Length", 0))
+        # The length is checked before the body is read into memory.
         if not self.path.endswith("/chat/completions") or length > MAX_REQUEST_BYTES:
             self.send_error(404 if length <= MAX_REQUEST_BYTES else 413)
             return
@@ -132,5 +137,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Nothing: standard error belongs to the program around it."""

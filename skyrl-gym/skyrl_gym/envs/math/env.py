@@ -1,7 +1,6 @@
 r"""Mathematics in one turn: 1 if what the last `\boxed{}` holds means the same as the expected answer, else 0."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from skyrl_gym.envs.base_text_env import (
     BaseTextEnv,
@@ -38,7 +37,7 @@ class MathEnv(BaseTextEnv):
 
     config_class = MathEnvConfig
 
-    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+    def __init__(self, env_config: object = None, extras: dict[str, object] | None = None):
         super().__init__()
         self.config = typed_config(MathEnvConfig, env_config)
         self.ground_truth = str(ground_truth_of(extras or {})).strip()
@@ -48,7 +47,7 @@ class MathEnv(BaseTextEnv):
         self.outcome_reward = 0.0
         self.answered = self.timed_out = False
 
-    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
+    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, object]]:
         self.question = last_user_text(prompt)
         return prompt, {}
 
@@ -64,7 +63,7 @@ class MathEnv(BaseTextEnv):
         }
         return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata=metadata)
 
-    def get_metrics(self) -> dict[str, Any]:
+    def get_metrics(self) -> dict[str, object]:
         return {"outcome_reward": self.outcome_reward, "answered": self.answered, "timed_out": self.timed_out}
 
     @classmethod

@@ -1,7 +1,5 @@
 r"""Multiplication over several turns; the answer stands in `\boxed{}`."""
 
-from typing import Any
-
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of, max_turns_of
 from skyrl_gym.graders import Score, reward_of
 from skyrl_gym.graders.math import grade_first_box
@@ -19,7 +17,7 @@ class MultiplyEnv(BaseTextEnv):
     Right: 1. A wrong boxed answer: 0.5 in the last turn, 0 before. `outcome_reward` is 1 or 0.
     """
 
-    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+    def __init__(self, env_config: object = None, extras: dict[str, object] | None = None):
         super().__init__()
         extras = extras or {}
         self.ground_truth = str(ground_truth_of(extras)).strip()
@@ -42,7 +40,7 @@ class MultiplyEnv(BaseTextEnv):
             metadata={"parsed_answer": answer},
         )
 
-    def get_metrics(self) -> dict[str, Any]:
+    def get_metrics(self) -> dict[str, object]:
         return {"turns": self.turns, "outcome_reward": float(self.solved)}
 
     @classmethod
@@ -58,7 +56,7 @@ class MultiplyEnv(BaseTextEnv):
         ]
 
 
-def _reply(answer: str | None) -> dict[str, Any]:
+def _reply(answer: str | None) -> dict[str, str]:
     if answer is None:
         content = r"There is no answer in \boxed{}. Work it out step by step and put the product in \boxed{}."
     else:

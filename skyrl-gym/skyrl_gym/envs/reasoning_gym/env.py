@@ -53,7 +53,7 @@ class ReasoningGymEnv(BaseTextEnv):
 
     config_class = ReasoningGymConfig
 
-    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+    def __init__(self, env_config: object = None, extras: dict[str, object] | None = None):
         super().__init__()
         extras = extras or {}
         self.config = typed_config(ReasoningGymConfig, env_config)
@@ -75,7 +75,7 @@ class ReasoningGymEnv(BaseTextEnv):
         """Question, answer and metadata. Making it can take seconds, so it is not done in the constructor."""
         return generate([self._request])[0]
 
-    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
+    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, object]]:
         """Raises TaskError if the prompt asks something else than the question that the row's seed makes."""
         question = self.entry["question"]
         messages = list(prompt) or [{"role": "user", "content": question}]
@@ -93,7 +93,7 @@ class ReasoningGymEnv(BaseTextEnv):
         result = grade(self.dataset, self.dataset_config, self.entry, action)
         self.score = reward_of(result)
         self.answered = isinstance(result, Score)
-        metadata: dict[str, Any] = {"dataset": self.dataset, "score": self.score}
+        metadata: dict[str, object] = {"dataset": self.dataset, "score": self.score}
         match result:
             case Score(prediction=prediction):
                 metadata["parsed_answer"] = prediction
@@ -107,7 +107,7 @@ class ReasoningGymEnv(BaseTextEnv):
         """1 if the task is solved, else 0."""
         return float(self.score >= FULL_SCORE)
 
-    def get_metrics(self) -> dict[str, Any]:
+    def get_metrics(self) -> dict[str, object]:
         return {
             "outcome_reward": self.outcome_reward,
             "score": self.score,
@@ -128,7 +128,7 @@ class ReasoningGymEnv(BaseTextEnv):
         return Example(prompt=row["prompt"], extras=extras, oracle=[f"<answer>{answer}</answer>"])
 
 
-def _dataset_name(extras: Mapping[str, Any], entry: Any) -> str:
+def _dataset_name(extras: Mapping[str, object], entry: object) -> str:
     if extras.get("dataset") is None and entry is not None:
         metadata = parse_json_object("entry", entry).get("metadata")
         if isinstance(metadata, Mapping) and metadata.get("source_dataset"):

@@ -1,4 +1,4 @@
-"""Which text from a model may be handed to `eval` or sympy, both of which run code.
+"""Checks of a model's text before it reaches `eval` or sympy, both of which run code.
 
 A whitelist of syntax, and bounds on what evaluating it can cost.
 """
@@ -25,7 +25,7 @@ _PARSE_ERRORS = (SyntaxError, ValueError, TypeError, MemoryError, RecursionError
 
 
 def is_literal(text: str) -> bool:
-    """Whether the text is a Python literal (numbers, strings, lists of them ...), which is safe to evaluate."""
+    """Return whether the text is a Python literal (numbers, strings, lists of them ...), which is safe to evaluate."""
     try:
         ast.literal_eval(text)
     except _PARSE_ERRORS:
@@ -34,7 +34,7 @@ def is_literal(text: str) -> bool:
 
 
 def names_in(text: str) -> frozenset[str]:
-    """Names that an expression uses; none if it is not an expression."""
+    """Return the names that an expression uses; none if it is not an expression."""
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except _PARSE_ERRORS:
@@ -43,7 +43,7 @@ def names_in(text: str) -> frozenset[str]:
 
 
 def why_not_expression(text: str, names: Set[str], max_nodes: int, max_power: float) -> str | None:
-    """What keeps the text from being a plain formula over `names`, or None if it is one.
+    """Return the reason why the text is no plain formula over `names`, or None if it is one.
 
     Args:
         text: sums, products, quotients, powers, and calls of `FUNCTIONS`
@@ -85,7 +85,7 @@ def _power_fault(tree: ast.AST, max_power: float) -> str | None:
 
 
 def _power(node: ast.AST) -> float:
-    """How large exponents can get in the value of a tree, whatever sympy cancels on the way."""
+    """Bound the exponents in the value of a tree, whatever sympy cancels on the way."""
     inner = max(map(_power, ast.iter_child_nodes(node)), default=1.0)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
         return inner * _magnitude(node.right)
@@ -93,7 +93,7 @@ def _power(node: ast.AST) -> float:
 
 
 def _magnitude(node: ast.AST) -> float:
-    """A bound on what the constants of an exponent can amount to: their product, reciprocals counted too."""
+    """Return a bound on what the constants of an exponent can amount to: their product, reciprocals counted too."""
     product = 1.0
     for part in ast.walk(node):
         if isinstance(part, ast.Constant) and part.value:

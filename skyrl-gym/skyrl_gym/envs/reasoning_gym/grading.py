@@ -48,13 +48,13 @@ _HUGE_NUMBER = re.compile(r"[\s+-]*[\d.,_]*e[+-]?[\d_]{4,}\s*", re.IGNORECASE)
 
 
 def last_answer(text: str) -> str | None:
-    """What the last closed `<answer>...</answer>` holds, or None."""
+    """Extract the last closed `<answer>...</answer>`, or None."""
     answer = last_tagged(text, "answer")
     return None if answer is None else answer.strip()
 
 
-def grade(name: str, config: Mapping[str, Any], entry: Entry, text: str) -> Grade:
-    """The generator's score, in [0, 1], for the last `<answer>` in the text.
+def grade(name: str, config: Mapping[str, object], entry: Entry, text: str) -> Grade:
+    """Return the generator's score, in [0, 1], for the last `<answer>` in the text.
 
     Raises:
         TaskError: the entry is not one that this generator can judge answers to.
@@ -96,7 +96,7 @@ def _why_not_judged(name: str, entry: Entry, answer: str) -> str | None:
     return None
 
 
-def _score(name: str, config: Mapping[str, Any], entry: Entry, answer: str) -> Grade:
+def _score(name: str, config: Mapping[str, object], entry: Entry, answer: str) -> Grade:
     judge = generator(name, config)
     try:
         score = float(judge.score_answer(answer, entry))
@@ -112,7 +112,7 @@ def _check_judges_itself(judge: Any, name: str, entry: Entry) -> None:
     oracle = oracle_answer(entry)
     try:
         judge.score_answer(oracle, entry)
-    except Exception as failure:
+    except Exception as failure:  # generators of a hundred authors raise anything
         raise TaskError(f"entry is not one that {name} can judge: {failure!r}; keys {', '.join(entry)}") from failure
 
 

@@ -1,4 +1,4 @@
-"""Whether a formula is an antiderivative, by numbers: no symbolic algebra, whose time nothing bounds.
+"""Numerical check of antiderivatives: no symbolic algebra, whose time nothing bounds.
 
 Two analytic expressions that agree to many digits at many points are the same for every purpose here. Numbers have 50
 digits, derivatives about as many, and agreement is asked to 12.
@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from skyrl_gym.envs.reasoning_gym.expressions import CONSTANTS
+
+Mp = Any
+"""Numbers and contexts of mpmath, which has no types."""
 
 DIGITS = 50
 TOLERANCE = 1e-12
@@ -23,7 +26,7 @@ MIN_POINTS = 4
 MAX_ARGUMENT = 1e6
 """Of functions, and of the logarithm of a power: more is not evaluated, as exponents grow without bound."""
 
-_OPERATORS: dict[type, Callable[..., Any]] = {
+_OPERATORS: dict[type, Callable[..., Mp]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -34,7 +37,7 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
 
 
 def is_antiderivative(formula: str, integrand: str, variable: str) -> bool:
-    """Whether the derivative of `formula` is `integrand`. Both must have passed `why_not_expression`.
+    """Return whether the derivative of `formula` is `integrand`. Both must have passed `why_not_expression`.
 
     Compared where the integrand is real, if there are enough such points: on branch cuts equal formulas may differ.
     """
@@ -57,8 +60,8 @@ def is_antiderivative(formula: str, integrand: str, variable: str) -> bool:
     return agreed >= MIN_POINTS
 
 
-def _try(function: Callable[[Any], Any], point: float, context: Any) -> Any:
-    """The value at a point; None where there is none, or where it would be too large."""
+def _try(function: Callable[[Mp], Mp], point: float, context: Mp) -> Mp:
+    """Return the value at a point; None where there is none, or where it would be too large."""
     try:
         number = function(context.mpf(point))
     except (ArithmeticError, ValueError, context.NoConvergence):
@@ -66,14 +69,14 @@ def _try(function: Callable[[Any], Any], point: float, context: Any) -> Any:
     return number if context.isfinite(number) else None
 
 
-def _function(formula: str, variable: str, context: Any) -> Callable[[Any], Any]:
+def _function(formula: str, variable: str, context: Mp) -> Callable[[Mp], Mp]:
     tree = ast.parse(formula.strip(), mode="eval").body
     constants = {"pi": context.pi, "E": context.e, "C": context.mpf("0.61803")}
     assert set(constants) == CONSTANTS
     return lambda x: _value(tree, {**constants, variable: x}, context)
 
 
-def _value(node: ast.AST, names: Mapping[str, Any], context: Any) -> Any:
+def _value(node: ast.AST, names: Mapping[str, Mp], context: Mp) -> Mp:
     match node:
         case ast.Constant(value=number):
             return context.mpf(str(number))
@@ -95,7 +98,7 @@ def _value(node: ast.AST, names: Mapping[str, Any], context: Any) -> Any:
     raise ValueError(f"{type(node).__name__} is not part of a formula")
 
 
-def _power(base: Any, exponent: Any, context: Any) -> Any:
+def _power(base: Mp, exponent: Mp, context: Mp) -> Mp:
     if base != 0 and abs(exponent * context.log(abs(base))) > MAX_ARGUMENT:
         raise OverflowError
     return base**exponent

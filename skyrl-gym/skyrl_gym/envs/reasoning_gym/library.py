@@ -9,7 +9,6 @@ the same seed is the same entry in every process.
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import json
 import os
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_gym.error import Error, InfraError, TaskError
+from skyrl_gym.suggestions import did_you_mean
 
 Entry = dict[str, Any]
 
@@ -48,16 +48,16 @@ _generating = threading.Lock()
 
 @dataclass(frozen=True)
 class EntryRequest:
-    """Which entry: the `index`-th that the generator makes from these settings and this seed."""
+    """Key of an entry: the `index`-th that the generator makes from these settings and this seed."""
 
     dataset: str
     seed: int
     index: int
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
 
 
 def library() -> Any:
-    """The reasoning_gym package. Raises Error if it is not installed."""
+    """Return the reasoning_gym package. Raises Error if it is not installed."""
     try:
         import reasoning_gym.factory
     except ImportError as missing:
@@ -66,21 +66,20 @@ def library() -> Any:
 
 
 def dataset_names() -> list[str]:
-    """All generators, sorted. The package's `composite` is not one: `reasoning_gym_rows` mixes."""
+    """Return all generators, sorted. The package's `composite` is not one: `reasoning_gym_rows` mixes."""
     return sorted(name for name in library().factory.DATASETS if name != "composite")
 
 
 def check_name(name: str) -> str:
-    """The name itself. Raises TaskError, with the nearest names, if there is no such generator."""
+    """Return the name itself. Raises TaskError, with the nearest names, if there is no such generator."""
     names = dataset_names()
     if name not in names:
-        nearest = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(nearest)}?" if nearest else f"there are {', '.join(names)}"
+        hint = did_you_mean(name, names, count=3)
         raise TaskError(f"dataset must be a generator of reasoning-gym; got {name!r}; {hint}")
     return name
 
 
-def check_config(name: str, config: Any) -> dict[str, Any]:
+def check_config(name: str, config: object) -> dict[str, object]:
     """Settings of a generator as a dict, from a mapping, its JSON text, or None.
 
     A value None means the generator's default, because a column of mappings comes back from parquet with every key.
@@ -94,8 +93,7 @@ def check_config(name: str, config: Any) -> dict[str, Any]:
     known = [setting.name for setting in dataclasses.fields(config_class)]
     for key in config:
         if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(known)}"
+            hint = did_you_mean(key, known)
             raise TaskError(f"dataset_config of {name} has no setting {key!r}; {hint}")
     try:
         settings = config_class(**config)
@@ -106,8 +104,8 @@ def check_config(name: str, config: Any) -> dict[str, Any]:
     return config
 
 
-def parse_json_object(name: str, value: Any) -> dict[str, Any]:
-    """A column that holds a mapping or its JSON text; None is an empty one. Raises TaskError."""
+def parse_json_object(name: str, value: object) -> dict[str, object]:
+    """Return a column that holds a mapping or its JSON text; None is an empty one. Raises TaskError."""
     if value is None:
         return {}
     if isinstance(value, str):
@@ -130,8 +128,8 @@ def find_system_prompt(text_or_name: str) -> str:
     return SYSTEM_PROMPTS.get(text_or_name, text_or_name)
 
 
-def generator(name: str, config: Mapping[str, Any]) -> Any:
-    """The generator object of these settings (checked before). Shared between threads, so only read from it."""
+def generator(name: str, config: Mapping[str, object]) -> Any:
+    """Return the generator object of these settings (checked before). Shared between threads, so only read from it."""
     return _generator(name, json.dumps(dict(config), sort_keys=True))
 
 
@@ -141,7 +139,7 @@ def _generator(name: str, config_json: str) -> Any:
 
 
 def generate(requests: Sequence[EntryRequest]) -> list[Entry]:
-    """The entries asked for, in order.
+    """Return the entries asked for, in order.
 
     Raises:
         TaskError: a generator or its settings are not right, or it cannot make that entry.
@@ -150,6 +148,7 @@ def generate(requests: Sequence[EntryRequest]) -> list[Entry]:
     for request in requests:
         check_config(request.dataset, request.config)
     entries: dict[int, Entry] = {}
+    # Entries of these generators depend on the hash seed of the process: a child with hash seed 0 makes them.
     elsewhere = [i for i, request in enumerate(requests) if request.dataset in PROCESS_DEPENDENT]
     if elsewhere:
         entries |= zip(elsewhere, _generate_in_child([requests[i] for i in elsewhere]), strict=True)
@@ -158,8 +157,10 @@ def generate(requests: Sequence[EntryRequest]) -> list[Entry]:
 
 
 def _make_entry(request: EntryRequest) -> Entry:
-    """The entry, or that of another seed, far away, where the generator gives up on this one: some do at times."""
+    """Return the entry, or that of another seed, far away, if the generator fails with this one: some do at times."""
+    # Some generators refuse an index beyond `size`.
     config = {"size": max(500, request.index + 1)} | dict(request.config)
+    # Further seeds are far apart: generators add the index to the seed, so near ones would repeat other entries.
     failures = []
     for attempt in range(MAX_ATTEMPTS):
         try:
@@ -188,7 +189,7 @@ def _generate_in_child(requests: Sequence[EntryRequest]) -> list[Entry]:
 
 
 def answer_requests() -> None:
-    """What the child process does: entries to the requests on stdin, as JSON on stdout."""
+    """Run the child process: answer the requests on stdin with entries, as JSON on stdout."""
     entries = []
     with contextlib.redirect_stdout(sys.stderr):  # some generators print
         for fields in json.load(sys.stdin):
@@ -198,8 +199,8 @@ def answer_requests() -> None:
     json.dump(entries, sys.stdout)
 
 
-def check_entry(name: str, value: Any) -> Entry:
-    """A ready entry from a dataset row, a mapping or its JSON text. Raises TaskError that names what is missing."""
+def check_entry(name: str, value: object) -> Entry:
+    """Parse an entry in a dataset row, a mapping or its JSON text. Raises TaskError that names what is missing."""
     entry = parse_json_object("entry", value)
     for key in ("question", "answer", "metadata"):
         if key not in entry:
@@ -216,7 +217,7 @@ ORACLE_KEYS = ("possible_answer", "example_answer", "example_correct_answer")
 
 
 def oracle_answer(entry: Entry) -> str | None:
-    """A right answer to an entry: its own, or the example that a generator without a single answer keeps.
+    """Return a right answer to an entry: its own, or the example that a generator without a single answer keeps.
 
     None for `boxnet` and `rush_hour`, which keep none.
     """

@@ -3,7 +3,6 @@
 import json
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from skyrl_gym.envs.reasoning_gym.curriculum import Source, config_at
 from skyrl_gym.envs.reasoning_gym.library import EntryRequest, check_config, find_system_prompt, generate
@@ -17,7 +16,7 @@ def reasoning_gym_rows(
     *,
     system_prompt: str | None = "default",
     split: str = "train",
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     """`size` rows; each source has its share of them to within one row, in random order.
 
     Args:
@@ -71,7 +70,7 @@ def _check(mixture: Sequence[Source], size: int) -> None:
             raise TaskError(f"weight must be above 0; got {source.weight} for {source.dataset}")
 
 
-def _config(source: Source) -> dict[str, Any]:
+def _config(source: Source) -> dict[str, object]:
     config = check_config(source.dataset, source.config)
     if source.level is None:
         return config

@@ -1,4 +1,4 @@
-"""What a recursive language model wrote in a turn: code to run, and its final answer. Pure functions of the text."""
+"""Parsing of a recursive language model's turn: code to run, and its final answer. Pure functions of the text."""
 
 import re
 
@@ -8,13 +8,13 @@ _FINAL = re.compile(r"^[ \t]*FINAL\(", re.M)
 
 
 def last_repl_block(text: str) -> str | None:
-    """The code of the last fenced block with the tag repl, closed by a fence on a line of its own; None without one."""
+    """Extract the last fenced block with the tag repl, closed by a fence on its own line; None without one."""
     bodies = [block["body"] for block in _FENCED.finditer(text) if block["tag"].strip() == "repl"]
     return bodies[-1].rstrip("\n") if bodies else None
 
 
 def final_variable(text: str) -> str | None:
-    """The name in the last `FINAL_VAR(name)` that begins a line, outside of fenced blocks.
+    """Return the name in the last `FINAL_VAR(name)` that begins a line, outside of fenced blocks.
 
     A call in a block is the REPL's matter: it may stand in a branch that was not taken.
     """
@@ -23,7 +23,7 @@ def final_variable(text: str) -> str | None:
 
 
 def final_text(text: str) -> str | None:
-    """What the last `FINAL(...)` that begins a line holds, outside of fenced blocks; it may be several lines long."""
+    """Extract the last `FINAL(...)` that begins a line outside of fenced blocks; it may be several lines long."""
     outside = _FENCED.sub("", text)
     starts = [found.end() for found in _FINAL.finditer(outside)]
     if not starts:

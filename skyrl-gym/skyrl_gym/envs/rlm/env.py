@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_gym.chat import ChatModel
+from skyrl_gym.chat_model import ChatModel
 from skyrl_gym.envs.base_text_env import (
     BaseTextEnv,
     BaseTextEnvStepOutput,
@@ -87,7 +87,7 @@ class BaseRLMEnv(BaseTextEnv):
 
     config_class = RLMEnvConfig
 
-    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+    def __init__(self, env_config: object = None, extras: dict[str, Any] | None = None):
         super().__init__()
         self.config = typed_config(RLMEnvConfig, env_config)
         self.extras = extras or {}
@@ -110,15 +110,15 @@ class BaseRLMEnv(BaseTextEnv):
     # What a subclass may define
 
     def _get_reward(self, final_answer: str) -> float:
-        """What the final answer is worth. Here: 1 for any answer that is not empty."""
+        """Compute the reward of the final answer. Here: 1 for any answer that is not empty."""
         return 1.0 if final_answer.strip() else 0.0
 
     def _get_system_prompt(self) -> str:
-        """The system prompt; `{custom_tools_section}` in it becomes the description of the tools."""
+        """Return the system prompt; `{custom_tools_section}` in it becomes the description of the tools."""
         queries = prompts.QUERIES_SECTION if self.lm_callback is not None else ""
         return prompts.SYSTEM_PROMPT.replace("{queries_section}", queries)
 
-    def _get_repl_tools(self) -> Mapping[str, Any]:
+    def _get_repl_tools(self) -> Mapping[str, object]:
         """Functions and plain values for the REPL: name to value, or to {"tool": value, "description": text}.
 
         Called when `self._context` is known.
@@ -127,7 +127,7 @@ class BaseRLMEnv(BaseTextEnv):
 
     # The episode
 
-    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
+    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, object]]:
         self._question = "\n\n".join(text_of(message) for message in prompt)
         self._context = self._context_of_row()
         tools = {name: _tool_and_description(tool) for name, tool in self._get_repl_tools().items()}
@@ -177,7 +177,7 @@ class BaseRLMEnv(BaseTextEnv):
         if self._model is not None:
             self._model.service.close()
 
-    def get_metrics(self) -> dict[str, Any]:
+    def get_metrics(self) -> dict[str, object]:
         return {
             "turns_used": self.turns,
             "final_value_set": self._final_answer is not None,
@@ -205,7 +205,7 @@ class BaseRLMEnv(BaseTextEnv):
         return self.repl.execute(code)
 
     def _find_final_answer(self, action: str, result: REPLResult | None) -> str | None:
-        """What the code gave as the answer, else what the text around it does.
+        """Return the answer that the code gave, else the one in the text around it.
 
         A turn without code may answer as well: a model that knows the answer need not run anything for show.
         """
@@ -245,7 +245,7 @@ class RLMEnv(BaseRLMEnv):
     The ground truth is a text, a list of texts, or {"target": either}.
     """
 
-    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+    def __init__(self, env_config: object = None, extras: dict[str, Any] | None = None):
         super().__init__(env_config, extras)
         self.ground_truth = _targets(ground_truth_of(self.extras))
 
@@ -275,7 +275,7 @@ def _dict_or_text(text: str) -> dict[str, Any] | str:
     return value if isinstance(value, dict) else text
 
 
-def _tool_and_description(tool: Any) -> tuple[Any, str | None]:
+def _tool_and_description(tool: object) -> tuple[object, str | None]:
     if isinstance(tool, Mapping) and "tool" in tool:
         return tool["tool"], tool.get("description")
     return tool, None

@@ -23,7 +23,7 @@ def ledger(seed: int, num_lines: int = 4000) -> list[dict[str, Any]]:
     ]
 
 
-def _lines(shipments: list[dict[str, Any]]) -> list[str]:
+def _lines(shipments: list[dict[str, object]]) -> list[str]:
     return [f"Shipment {s['number']}: {s['crates']} crates of {s['good']} for {s['city']}." for s in shipments]
 
 
@@ -43,7 +43,7 @@ def _needle(seed: int, place: str) -> Example:
 
 
 def _most_cargo(seed: int) -> Example:
-    """Counts over all lines; the answer is a variable that is named in a turn of its own."""
+    """Make an example of counting over all lines; a turn of its own names the variable with the answer."""
     shipments = ledger(seed)
     crates: dict[str, int] = {}
     for shipment in shipments:
@@ -64,7 +64,7 @@ def _most_cargo(seed: int) -> Example:
 
 
 def _chain(seed: int) -> Example:
-    """A JSON object, so the context is a dict; each entry names the next."""
+    """Make an example with a JSON object, so that the context is a dict; each entry names the next."""
     draw = random.Random(seed)
     names = [f"node-{number}" for number in draw.sample(range(10**5, 10**6), 2000)]
     context = {name: {"next": after} for name, after in zip(names, [*names[1:], None], strict=True)}
@@ -80,7 +80,7 @@ def _chain(seed: int) -> Example:
 
 
 def _total(seed: int) -> Example:
-    """Looks first, counts then, and states the answer in words of its own."""
+    """Make an example whose turns look first, then count, then state the answer in their own words."""
     shipments = ledger(seed)
     total = sum(s["crates"] for s in shipments if s["good"] == "amber" and s["city"] == "Lima")
     code = (

@@ -14,7 +14,7 @@ CHUNK = 1 << 16
 
 
 class BadFrame(Exception):
-    """What came is not one of the frames of `repl_process`."""
+    """Received data that is not one of the frames of `repl_process`."""
 
 
 class Pipe:
@@ -26,7 +26,7 @@ class Pipe:
         os.set_blocking(self._in, False)  # a process that does not read must not hold its writer
         self._received = bytearray()
 
-    def send(self, frame: list[Any], deadline: float) -> None:
+    def send(self, frame: list[object], deadline: float) -> None:
         """Raises TimeoutError, and OSError if the process is gone."""
         rest = memoryview(json.dumps(frame).encode("ascii") + b"\n")
         while rest:
@@ -57,14 +57,14 @@ class Pipe:
         return frame
 
     def close(self) -> None:
-        """Closes this side of the pipe."""
+        """Close this side of the pipe."""
         for stream in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
                 stream.close()
 
 
 def _wait_for(descriptor: int, event: int, deadline: float) -> None:
-    """Returns when there is something to do, or the other side hung up. Raises TimeoutError."""
+    """Wait until there is data, or the other side has closed. Raises TimeoutError."""
     remaining = deadline - time.monotonic()
     poll = select.poll()  # `select.select` refuses descriptors over 1023
     poll.register(descriptor, event)

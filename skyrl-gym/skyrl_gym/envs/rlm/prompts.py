@@ -1,4 +1,4 @@
-"""What a recursive language model is told. Knows nothing of the REPL itself."""
+"""Prompts of a recursive language model. Knows nothing of the REPL itself."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -48,7 +48,7 @@ MAX_NAMES_CHARACTERS = 2_000
 
 
 def system_prompt(template: str, tools: Mapping[str, str | None]) -> str:
-    """The template with the custom tools (name: description) in their place."""
+    """Return the template with the custom tools (name: description) in their place."""
     return template.replace(TOOLS_PLACE, tools_section(tools))
 
 
@@ -60,7 +60,7 @@ def tools_section(tools: Mapping[str, str | None]) -> str:
 
 
 def context_line(context: Any) -> str:
-    """What kind of thing the context is, and how long."""
+    """Describe the context: its type and its length."""
     if isinstance(context, str):
         return f"The context is a text of {len(context)} characters."
     if isinstance(context, dict):
@@ -69,13 +69,13 @@ def context_line(context: Any) -> str:
 
 
 def turn_prompt(question: str, turns: int, max_turns: int) -> str:
-    """What the model is asked after `turns` turns."""
+    """Return the user message after `turns` turns."""
     turns_left = max_turns - turns
     template = LAST_TURN if turns_left == 1 else FIRST_TURN if turns == 0 else LATER_TURN
     return template.format(question=question, turns_left=turns_left)
 
 
-def observation(code: str, output: str, variables: Mapping[str, Any]) -> str:
+def observation(code: str, output: str, variables: Mapping[str, object]) -> str:
     """Code, output and the names of the variables that hold plain values, as the model is shown them."""
     shown = output
     if len(shown) > MAX_OUTPUT_CHARACTERS:

@@ -3,7 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from skyrl_gym.chat import ChatModel, ModelError
+from skyrl_gym.chat_model import ChatModel, ModelError
 from skyrl_gym.error import InfraError
 from skyrl_gym.services import FAULTS_OF_THE_REQUEST
 
@@ -11,7 +11,7 @@ MAX_PARALLEL_QUERIES = 2
 
 
 def answer_queries(model: ChatModel, prompts: list[str], deadline: float) -> list[str]:
-    """The model's answers, in the order of the prompts. Two are asked for at a time, none after `deadline`.
+    """Return the model's answers, in the order of the prompts. Two are asked for at a time, none after `deadline`.
 
     A prompt that the server refuses (too long, say), or that there was no time for, has a text that says so.
 

@@ -53,7 +53,7 @@ class Opaque:
 
 @dataclass
 class REPLResult:
-    """What one execution did."""
+    """Result of one execution."""
 
     stdout: str
     stderr: str
@@ -105,9 +105,9 @@ class PersistentREPL:
     def __init__(
         self,
         timeout: float = 15.0,
-        custom_tools: Mapping[str, Any] | None = None,
+        custom_tools: Mapping[str, object] | None = None,
         lm_callback: LmCallback | None = None,
-        subcall_fn: Callable[..., Any] | None = None,
+        subcall_fn: Callable[..., object] | None = None,
         *,
         sandbox: Sandbox | None = None,
         allow_imports: bool = True,
@@ -120,9 +120,9 @@ class PersistentREPL:
         self.memory_bytes = memory_bytes
         self._lm_callback = lm_callback
         self._subcall_fn = subcall_fn
-        self._functions: dict[str, Callable[..., Any]] = {}
-        self._values: dict[str, Any] = {}
-        self._contexts: dict[int, Any] = {}
+        self._functions: dict[str, Callable[..., object]] = {}
+        self._values: dict[str, object] = {}
+        self._contexts: dict[int, object] = {}
         for name, tool in (custom_tools or {}).items():
             self._add_tool(name, tool)
         if lm_callback is not None:
@@ -132,13 +132,13 @@ class PersistentREPL:
                 "rlm_query": self._rlm_query,
                 "rlm_query_batched": self._rlm_query_batched,
             }
-        self.globals: dict[str, Any] = {
+        self.globals: dict[str, object] = {
             "FINAL_VAR": self._final_var,
             "SHOW_VARS": self._show_vars,
             **self._functions,
             **self._values,
         }
-        self.locals: dict[str, Any] = {}
+        self.locals: dict[str, object] = {}
         self._sandbox = sandbox
         self._owned_sandbox: Sandbox | None = None
         self._process: SandboxProcess | None = None
@@ -147,7 +147,7 @@ class PersistentREPL:
         """On the clock `time.monotonic`: when the time of the code that runs now is up."""
         self._closed = False
 
-    def _add_tool(self, name: str, tool: Any) -> None:
+    def _add_tool(self, name: str, tool: object) -> None:
         if name in RESERVED_TOOL_NAMES or _CONTEXT_NAME.fullmatch(name):
             raise ValueError(f"custom tool {name!r}: the name is reserved; reserved are {sorted(RESERVED_TOOL_NAMES)}")
         if not name.isidentifier():
@@ -158,8 +158,8 @@ class PersistentREPL:
             encode(tool, MAX_CONTEXT_BYTES, for_host=False)
             self._values[name] = tool
 
-    def add_context(self, payload: Any, index: int = 0) -> None:
-        """Binds a plain value as `context_{index}`, and the one of index 0 as `context` too.
+    def add_context(self, payload: object, index: int = 0) -> None:
+        """Bind a plain value as `context_{index}`, and the one of index 0 as `context` too.
 
         Raises TypeError if it is not a plain value.
         """
@@ -173,7 +173,7 @@ class PersistentREPL:
                 self._stop()  # the next execution starts anew, with all contexts
 
     def execute(self, code: str) -> REPLResult:
-        """Runs code. Whatever it does, this returns.
+        """Run code. Whatever it does, this returns.
 
         Raises:
             InfraError: the sandbox failed, or a function of the host reported a broken service. Variables are gone.
@@ -197,7 +197,7 @@ class PersistentREPL:
         return result
 
     def cleanup(self) -> None:
-        """Ends the process and closes the sandbox. May be called more than once."""
+        """End the process and close the sandbox. May be called more than once."""
         self._closed = True
         self._stop()
         if self._owned_sandbox is not None:
@@ -281,7 +281,7 @@ class PersistentREPL:
         return result
 
     def _serve(self, pipe: Pipe) -> tuple[dict[str, Any], bool]:
-        """Answers the running code's calls until it is done. Returns what it reports, and whether it was interrupted.
+        """Answer the running code's calls until it is done. Returns what it reports, and whether it was interrupted.
 
         Raises TimeoutError, EOFError, OSError and BadFrame.
         """
@@ -330,13 +330,13 @@ class PersistentREPL:
         said = f": {result.stderr[-500:].strip()}" if result.stderr.strip() else ""
         return f"The code ended the REPL's process (status {result.returncode}{said})"
 
-    def _context_names(self) -> dict[str, Any]:
+    def _context_names(self) -> dict[str, object]:
         names = {f"context_{index}": payload for index, payload in self._contexts.items()}
         return names | ({"context": self._contexts[0]} if 0 in self._contexts else {})
 
     # What the code calls
 
-    def _call(self, name: str, arguments: list[Any], named: dict[str, Any]) -> list[Any]:
+    def _call(self, name: str, arguments: list[object], named: dict[str, object]) -> list[Any]:
         """[True, result] or [False, what went wrong], encoded. Raises InfraError, and BadFrame."""
         function = self._functions.get(name)
         if function is None:
@@ -379,7 +379,7 @@ class PersistentREPL:
             return [f"Error: LM query failed - {failure}"] * len(prompts)
         return answers
 
-    def _rlm_query(self, prompt: str, model: str | None = None, context: Any = None) -> str:
+    def _rlm_query(self, prompt: str, model: str | None = None, context: object = None) -> str:
         """Ask a child model that has a REPL of its own, or the language model if there are no children."""
         if self._subcall_fn is None:
             return self._llm_query(prompt if context is None else f"{prompt}\n\n{context}", model)
@@ -394,7 +394,7 @@ class PersistentREPL:
             return f"Error: RLM query failed - {failure}"
 
     def _rlm_query_batched(
-        self, prompts: list[str], model: str | None = None, context_list: list[Any] | None = None
+        self, prompts: list[str], model: str | None = None, context_list: list[object] | None = None
     ) -> list[str]:
         """Ask several children; `context_list` has one context for each prompt. Returns answers in that order."""
         prompts = _texts(prompts)
@@ -411,7 +411,7 @@ class PersistentREPL:
             return list(pool.map(lambda prompt, context: self._rlm_query(prompt, model, context), prompts, given))
 
     def _final_var(self, name: str) -> str | None:
-        """What the code's FINAL_VAR makes of a variable's name; None if there is none."""
+        """Return the value that the code's FINAL_VAR names; None if there is none."""
         return self.execute(f"FINAL_VAR({name!r})").final_answer
 
     def _show_vars(self) -> str:

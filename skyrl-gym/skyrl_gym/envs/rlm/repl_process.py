@@ -52,7 +52,7 @@ class TooLarge(ValueError):
 
 
 def encode(value: Any, budget: int = MAX_FRAME_BYTES, for_host: bool = True) -> Any:
-    """A literal (None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict) as what JSON can hold.
+    """Return a literal (None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict) as what JSON can hold.
 
     Raises:
         TypeError: it is something else, or holds something else.
@@ -97,7 +97,7 @@ def encode(value: Any, budget: int = MAX_FRAME_BYTES, for_host: bool = True) -> 
 
 
 def decode(value: Any, from_host: bool = False) -> Any:
-    """The literal that `encode` was given. Lone surrogates in text, which no encoder takes, become question marks.
+    """Decode the literal that `encode` was given. Lone surrogates, which no encoder takes, become question marks.
 
     Raises:
         ValueError: `value` is not what `encode` gives.
@@ -114,7 +114,7 @@ def check_keys(keys: Any) -> None:
         raise TooLarge(f"a dict or set of more than {MAX_ODD_KEYS} keys that are not text cannot be handed over")
 
 
-def _decode(value: Any, from_host: bool) -> Any:
+def _decode(value: object, from_host: bool) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, list):
@@ -178,7 +178,7 @@ class Repl:
             self.restore()
 
     def restore(self) -> None:
-        """Puts the names that the code is promised back, whatever it did to them."""
+        """Put the names that the code is promised back, whatever it did to them."""
         self.variables.update(self.bound)
         self.variables.update(self.offered)
         self.variables["__builtins__"] = self.builtins
@@ -194,7 +194,7 @@ class Repl:
         sys.stdin = os.fdopen(0, closefd=False)
         sys.stdout, sys.stderr = self.streams
 
-    def interrupt(self, *_: Any) -> None:
+    def interrupt(self, *_: object) -> None:
         if self.in_call:
             self.interrupted = True  # later: half an answer must not stay in the pipe
         elif self.running:
@@ -210,7 +210,7 @@ class Repl:
             try:
                 self.running = True
                 exec(compile(code, name, "exec", dont_inherit=True), self.variables)
-            except BaseException as error:
+            except BaseException as error:  # the model's code may raise anything, SystemExit too
                 self.running = False
                 _report(error)
             self.running = False
@@ -230,7 +230,7 @@ class Repl:
             self.send(["done", done])
 
     def take_output(self) -> list[str]:
-        """What was printed, to both streams, cut to `max_output` bytes each; the files are empty afterwards."""
+        """Return the output of both streams, truncated to `max_output` bytes each, and empty their files."""
         texts = []
         for stream, capture in zip(self.streams, self.captures, strict=True):
             with contextlib.suppress(OSError, ValueError):  # the code closed it, or filled the file
@@ -259,7 +259,7 @@ class Repl:
         return report
 
     def stub(self, name: str) -> Any:
-        """The function `name` of the host, as the code sees it."""
+        """Return the function `name` of the host, as the code sees it."""
 
         def call(*arguments, **named):
             frame = ["call", name, [encode(value) for value in arguments], {k: encode(v) for k, v in named.items()}]
@@ -285,15 +285,15 @@ class Repl:
         call.__name__ = call.__qualname__ = name
         return call
 
-    def send(self, frame: list[Any]) -> None:
+    def send(self, frame: list[object]) -> None:
         line = json.dumps(frame).encode("ascii") + b"\n"
         if len(line) > MAX_FRAME_BYTES:
             raise TooLarge(f"more than {MAX_FRAME_BYTES} bytes cannot be handed over at once; send less")
         while line:
             line = line[self.pipe_out.write(line) :]
 
-    def FINAL_VAR(self, name: Any) -> str:
-        """Ends the task: the answer is the value of the variable of this name (or the value given)."""
+    def FINAL_VAR(self, name: object) -> str:
+        """End the task: the answer is the value of the variable of this name (or the value given)."""
         value = name
         if isinstance(name, str):
             name = name.strip().strip("\"'")
@@ -306,14 +306,14 @@ class Repl:
         return self.final_answer
 
     def SHOW_VARS(self) -> str:
-        """The names and types of the variables so far."""
+        """Return the names and types of the variables so far."""
         own = {name: type(value).__name__ for name, value in self.variables.items() if name not in self.offered}
         names = [f"{name}: {kind}" for name, kind in own.items() if not name.startswith("__")]
         return "Variables: " + (", ".join(names) or "none")
 
 
 def as_literal(text: Any) -> Any:
-    """What a child answered, as the Python value that it spells, or as text."""
+    """Return a child's reply as the Python value that it spells, or as text."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

@@ -1,8 +1,7 @@
 """Question answering with a search engine, as in Search-R1 (https://arxiv.org/abs/2503.09516)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from skyrl_gym.envs.base_text_env import (
     BaseTextEnv,
@@ -49,7 +48,7 @@ class SearchEnv(BaseTextEnv):
 
     config_class = SearchEnvConfig
 
-    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
+    def __init__(self, env_config: object = None, extras: dict[str, object] | None = None) -> None:
         super().__init__()
         config = typed_config(SearchEnvConfig, env_config)
         extras = extras or {}
@@ -86,23 +85,23 @@ class SearchEnv(BaseTextEnv):
         return BaseTextEnvStepOutput(observations=[observation], reward=0.0, done=False, metadata=metadata)
 
     def _parse_action(self, action: str) -> list[str | None]:
-        """The arguments of the tool: the first query, with the space around it, or None."""
+        """Return the arguments of the tool: the first query, with the space around it, or None."""
         return [first_tagged(action, "search")]
 
     def _is_done(self, action: str) -> bool:
         return self.turns >= self.max_turns or has_tags(action, "answer")
 
     def _search(self, query: list[str | None]) -> str:
-        """What the model is told. A tool that fails on a query is no reason to end the episode."""
+        """Return the observation of a search. A tool that fails on a query does not end the episode."""
         self.num_searches += query != [None]
         try:
             return self._execute_tool(self.tool_group.name, "search", query)
         except InfraError:
             raise
-        except Exception as failure:
+        except Exception as failure:  # a tool group may be a user's: the model is shown whatever it raises
             return str(failure)
 
-    def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: list[Any] | tuple[Any, ...]) -> str:
+    def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: Sequence[object]) -> str:
         output = super()._execute_tool(tool_group_name, tool_name, tool_input)
         return f"\n<information>{output}</information>\n"
 
@@ -110,16 +109,16 @@ class SearchEnv(BaseTextEnv):
         written = "".join(message["content"] for message in self.chat_history if message["role"] == "assistant")
         return reward_of(qa.exact_match(qa.extract_solution(written), self.targets))
 
-    def get_metrics(self) -> dict[str, Any]:
+    def get_metrics(self) -> dict[str, object]:
         return {"turns": self.turns, "searches": self.num_searches}
 
     @classmethod
     def examples(cls) -> list[Example]:
-        """They need a retrieval server over `skyrl_gym.envs.search.examples.EXAMPLE_DOCUMENTS`."""
+        """Return examples that need a retrieval server over `skyrl_gym.envs.search.examples.EXAMPLE_DOCUMENTS`."""
         return make_examples()
 
 
-def _accepted_answers(ground_truth: Any) -> list[str]:
+def _accepted_answers(ground_truth: object) -> list[str]:
     """`target` of a row's ground truth: a text, or several (a list, or an array as parquet readers give)."""
     rule = "reward_spec.ground_truth must be {'target': an answer, or a list of answers that are accepted}"
     if not isinstance(ground_truth, Mapping) or ground_truth.get("target") is None:

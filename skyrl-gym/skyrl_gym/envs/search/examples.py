@@ -1,11 +1,10 @@
 """Tasks about a place that does not exist: nobody can answer them without searching. And the documents that can."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from skyrl_gym.envs.base_text_env import ConversationType, Example
 
-EXAMPLE_DOCUMENTS: Sequence[dict[str, Any]] = (
+EXAMPLE_DOCUMENTS: Sequence[dict[str, object]] = (
     {
         "id": "orvane",
         "title": "Orvane",
@@ -51,7 +50,7 @@ INSTRUCTION = (
 
 
 def make_prompt(question: str) -> ConversationType:
-    """The conversation that asks a question."""
+    """Return the conversation that asks a question."""
     return [{"role": "user", "content": f"{INSTRUCTION} Question: {question}"}]
 
 

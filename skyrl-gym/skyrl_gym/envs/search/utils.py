@@ -1,4 +1,4 @@
-"""Where the search environment's grading used to be; its home is `skyrl_gym.graders.qa`."""
+"""Public names of the search environment's grading; the code is in `skyrl_gym.graders.qa`."""
 
 from skyrl_gym.graders.qa import (
     compute_score,

@@ -1,8 +1,9 @@
 """Questions with a number as answer, and two tools to find it: a search engine and Python."""
 
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
+from skyrl_gym.chat.tool_calls import CallSyntax, ToolCall, parse_tool_calls
 from skyrl_gym.envs.base_text_env import (
     BaseTextEnv,
     BaseTextEnvStepOutput,
@@ -15,7 +16,6 @@ from skyrl_gym.envs.base_text_env import (
 from skyrl_gym.graders import Invalid, reward_of
 from skyrl_gym.graders.math import grade_number
 from skyrl_gym.tags import has_tags
-from skyrl_gym.tools.calls import CallFormat, ToolCall, parse_tool_calls
 from skyrl_gym.tools.core import ToolGroup
 from skyrl_gym.tools.python import PythonCodeExecutorToolGroup
 from skyrl_gym.tools.search import DEFAULT_RETRY_SECONDS, DEFAULT_SEARCH_URL, DEFAULT_TIMEOUT, SearchToolGroup
@@ -47,14 +47,14 @@ class SearchCodeEnvConfig:
     """How long a request is made again while the server fails, before the episode fails."""
     python_timeout: float = 10.0
     """Seconds for one Python program."""
-    tool_call_format: CallFormat = "xml"
+    tool_call_format: CallSyntax = "xml"
     """How the model writes a call: `xml` is `<tool><name>argument</name></tool>`, one in a turn; the others are the
     models' own formats, in which every call of a turn is answered, by a message of the role `tool`."""
 
     def __post_init__(self) -> None:
-        if self.tool_call_format not in get_args(CallFormat):
+        if self.tool_call_format not in get_args(CallSyntax):
             raise ValueError(
-                f"tool_call_format must be one of {', '.join(get_args(CallFormat))}; got {self.tool_call_format!r}"
+                f"tool_call_format must be one of {', '.join(get_args(CallSyntax))}; got {self.tool_call_format!r}"
             )
 
 
@@ -68,13 +68,13 @@ class SearchCodeEnv(BaseTextEnv):
 
     config_class = SearchCodeEnvConfig
 
-    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+    def __init__(self, env_config: object = None, extras: dict[str, object] | None = None):
         super().__init__()
         config = typed_config(SearchCodeEnvConfig, env_config)
         extras = extras or {}
         self.ground_truth = str(ground_truth_of(extras))
         self.max_turns = max_turns_of(extras, DEFAULT_MAX_TURNS)
-        self.format: CallFormat = config.tool_call_format
+        self.format: CallSyntax = config.tool_call_format
         self.num_calls = 0
         self.chat_history: ConversationType = []
         """What was said in this episode, without the prompt."""
@@ -122,7 +122,7 @@ class SearchCodeEnv(BaseTextEnv):
                 return group
         raise ValueError(f"Tool {call.name[:100]!r} not found; there are {', '.join(sorted(self.tool_to_toolgroup))}.")
 
-    def _parse_action(self, action: str) -> tuple[str, str, list[Any]]:
+    def _parse_action(self, action: str) -> tuple[str, str, list[object]]:
         """Group, tool and arguments of the first call. Raises ValueError, for the model to read."""
         call = self._calls(action)[0]
         group = self._group_of(call)
@@ -130,7 +130,7 @@ class SearchCodeEnv(BaseTextEnv):
         return group.name, call.name, list(call.arguments.values())
 
     def _answer_calls(self, action: str) -> ConversationType:
-        """A message for each call; none where a tool has nothing to say."""
+        """Return a message for each call; none where a tool has nothing to say."""
         role = "user" if self.format == "xml" else "tool"
         texts = [self._answer(call) for call in self._calls(action)]
         return [{"role": role, "content": text} for text in texts if text]
@@ -144,7 +144,7 @@ class SearchCodeEnv(BaseTextEnv):
         self.num_calls += 1
         return group.call(call.name, call.arguments)
 
-    def _metadata_of(self, action: str) -> dict[str, Any]:
+    def _metadata_of(self, action: str) -> dict[str, object]:
         try:
             tool_group, tool_name, tool_input = self._parse_action(action)
         except ValueError:
@@ -156,7 +156,7 @@ class SearchCodeEnv(BaseTextEnv):
         written = "\n".join(message["content"] for message in self.chat_history if message["role"] == "assistant")
         return reward_of(grade_number(written, self.ground_truth))
 
-    def get_metrics(self) -> dict[str, Any]:
+    def get_metrics(self) -> dict[str, object]:
         return {"turns": self.turns, "tool_calls": self.num_calls}
 
     def close(self) -> None:

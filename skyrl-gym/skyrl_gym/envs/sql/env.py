@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from skyrl_gym.envs.base_text_env import (
     BaseTextEnv,
@@ -69,7 +69,7 @@ class SQLEnv(BaseTextEnv):
 
     config_class = Text2SQLEnvConfig
 
-    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+    def __init__(self, env_config: object = None, extras: dict[str, object] | None = None):
         super().__init__()
         config = typed_config(Text2SQLEnvConfig, env_config)
         extras = extras or {}
@@ -111,13 +111,13 @@ class SQLEnv(BaseTextEnv):
     def _is_done(self, action: str) -> bool:
         return self.turns >= self.max_turns or has_tags(action, "solution")
 
-    def _run(self, tool_group: str, tool_name: str, tool_input: tuple[Any, ...]) -> str:
-        """What the model is told. A tool that fails on a query is no reason to end the episode."""
+    def _run(self, tool_group: str, tool_name: str, tool_input: tuple[object, ...]) -> str:
+        """Return the observation of a query. A tool that fails on a query does not end the episode."""
         try:
             return self._execute_tool(tool_group, tool_name, tool_input)
         except InfraError:
             raise
-        except Exception as failure:
+        except Exception as failure:  # a tool group may be a user's: the model is shown whatever it raises
             return str(failure)
 
     def _get_reward(self) -> float:
@@ -129,13 +129,13 @@ class SQLEnv(BaseTextEnv):
         return self.outcome_reward
 
     def _written(self) -> str:
-        """The episode with the content of observations left out: it holds whatever the database holds, tags too."""
+        """Return the episode without the content of observations, which may hold tags from the database."""
         return "".join(
             message["content"] if message["role"] == "assistant" else "<observation></observation>"
             for message in self.chat_history
         )
 
-    def get_metrics(self) -> dict[str, Any]:
+    def get_metrics(self) -> dict[str, object]:
         return {"turns": self.turns, "valid_format": self.valid_format, "outcome_reward": self.outcome_reward}
 
     @classmethod
@@ -145,7 +145,7 @@ class SQLEnv(BaseTextEnv):
         return make_examples()
 
 
-def _query(ground_truth: Any) -> str:
+def _query(ground_truth: object) -> str:
     if not isinstance(ground_truth, str) or not ground_truth.strip():
         raise TaskError(f"reward_spec.ground_truth must be a SQL query; got {ground_truth!r:.200}")
     return ground_truth

@@ -60,7 +60,7 @@ _lock = threading.Lock()
 
 
 def make_examples() -> list[Example]:
-    """The questions, and answers that look at the data first where that is natural."""
+    """Return the questions, and answers that look at the data first where that is natural."""
     db_path = str(bookshop())
     return [_example(db_path, question, query) for question, query in QUESTIONS]
 
@@ -78,7 +78,8 @@ def _example(db_path: str, question: str, query: str) -> Example:
 
 
 def bookshop() -> Path:
-    """A folder as `db_path` wants it, made once in a process and deleted when that ends."""
+    """Return a folder as `db_path` wants it, made once in a process and deleted when that ends."""
+    # Held while the files are written: a second thread would find a folder without tables.
     with _lock:
         return _make_bookshop(os.getpid())
 
@@ -86,9 +87,11 @@ def bookshop() -> Path:
 @functools.cache
 def _make_bookshop(process: int) -> Path:
     root = Path(tempfile.mkdtemp(prefix="bookshop-"))
+    # The id of the process is part of the cache key: a forked child makes a folder of its own.
     atexit.register(_remove, root, process)
     folder = root / "spider" / "database" / "bookshop"
     folder.mkdir(parents=True)
+    # `closing` closes the connection, the connection as a context commits.
     with closing(sqlite3.connect(folder / "bookshop.sqlite")) as connection, connection:
         connection.executescript(SCHEMA)
         connection.executemany("INSERT INTO author VALUES (?, ?, ?)", AUTHORS)

@@ -1,4 +1,4 @@
-"""Where the grader of SQL was; it is in `skyrl_gym.graders.sql`."""
+"""Public names of the SQL grader; the code is in `skyrl_gym.graders.sql`."""
 
 from skyrl_gym.graders.sql import compute_score_single, verify_format_and_extract
 

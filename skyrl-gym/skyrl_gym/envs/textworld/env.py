@@ -3,7 +3,6 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from skyrl_gym.envs.base_text_env import (
     BaseTextEnv,
@@ -55,7 +54,7 @@ class TextWorldEnv(BaseTextEnv):
 
     config_class = TextWorldConfig
 
-    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None):
+    def __init__(self, env_config: object = None, extras: dict[str, object] | None = None):
         super().__init__()
         extras = extras or {}
         self.config = typed_config(TextWorldConfig, env_config)
@@ -69,8 +68,8 @@ class TextWorldEnv(BaseTextEnv):
         self.turns = 0
         self.illegal_commands = 0
 
-    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
-        """Adds the objective, the forms of commands and the first room to the last user message."""
+    def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, object]]:
+        """Add the objective, the forms of commands and the first room to the last user message."""
         self._start()
         parts = [self.game.objective] if self.config.objective and self.game.objective else []
         parts += [self._instructions(), self.narrator.room() + self._admissible()]
@@ -143,8 +142,8 @@ class TextWorldEnv(BaseTextEnv):
             return gained / self.game.max_score
         return float(self.playing.won)
 
-    def get_metrics(self) -> dict[str, Any]:
-        metrics = {
+    def get_metrics(self) -> dict[str, object]:
+        metrics: dict[str, object] = {
             "outcome_reward": float(self.playing.won),
             "lost": self.playing.lost,
             "turns": self.turns,
@@ -166,7 +165,7 @@ class TextWorldEnv(BaseTextEnv):
         ]
 
 
-def _game_of(extras: dict[str, Any]) -> Game:
+def _game_of(extras: dict[str, object]) -> Game:
     if extras.get("game") is not None:
         return parse_game(extras["game"])
     path = Path(str(extras.get("game_file") or required(extras, "game")))
@@ -176,7 +175,7 @@ def _game_of(extras: dict[str, Any]) -> Game:
 
 
 def last_command(text: str) -> str | None:
-    """The last closed `<action>...</action>` as a command: lower case, no articles, short forms written out."""
+    """Return the last closed `<action>...</action>` as a command: lower case, no articles, short forms written out."""
     written = last_tagged(text, "action")
     if written is None:
         return None

@@ -38,7 +38,7 @@ class Quest:
 
 @dataclass(frozen=True)
 class Game:
-    """What does not change while it is played."""
+    """Static description of a game: what does not change while it is played."""
 
     logic: Logic
     facts: frozenset[Atom]
@@ -52,8 +52,8 @@ class Game:
         return sum(quest.reward for quest in self.quests)
 
 
-def parse_game(value: Any) -> Game:
-    """A game from the JSON object of its file, or its text.
+def parse_game(value: object) -> Game:
+    """Return a game from the JSON object of its file, or its text.
 
     Raises:
         TaskError: a part is missing or not of its form.
@@ -101,7 +101,7 @@ def _atom(fact: Mapping[str, Any], types: dict[str, str]) -> Atom:
     return Atom(fact["name"], tuple(argument["name"] for argument in fact["arguments"]))
 
 
-def _thing(name: str, kind: str, info: Mapping[str, Any]) -> Thing:
+def _thing(name: str, kind: str, info: Mapping[str, object]) -> Thing:
     return Thing(name, kind, str(info.get("name") or name).lower(), str(info.get("desc") or ""))
 
 
@@ -142,7 +142,7 @@ class Playing:
         return next(f.arguments[1] for f in self.facts if f.name == "at" and f.arguments[0] == PLAYER)
 
     def commands(self) -> dict[str, Action]:
-        """What can be done now, by how it is said, in alphabetical order."""
+        """List the possible actions by their commands, in alphabetical order."""
         found: dict[str, Action] = {}
         for action in self.game.logic.actions(self.facts, self._types):
             if action.rule.name in self.game.logic.commands:
@@ -150,14 +150,14 @@ class Playing:
         return dict(sorted(found.items()))
 
     def said(self, action: Action) -> str:
-        """The command of an action."""
+        """Return the command of an action."""
         template = self.game.logic.commands[action.rule.name]
         for variable, thing in action.binding.items():
             template = template.replace(f"{{{variable}}}", self.game.things[thing].name)
         return template
 
     def do(self, action: Action) -> int:
-        """Takes an action that can be taken. Returns what it adds to the score."""
+        """Take an action that can be taken. Returns what it adds to the score."""
         before = self.score
         self.facts = action.apply(self.facts)
         self._update_quests()
@@ -172,5 +172,5 @@ class Playing:
                 self.lost = True
 
     def holds(self, facts: Sequence[Atom]) -> bool:
-        """Whether all of some facts are so."""
+        """Return whether all of the facts hold."""
         return self.facts.issuperset(facts)

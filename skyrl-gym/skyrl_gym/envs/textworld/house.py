@@ -181,7 +181,7 @@ TASKS: list[tuple[str, str, list[str]]] = [
 
 
 def house_game(task: int) -> dict[str, Any]:
-    """The house with one of the `TASKS`, as the JSON object of a game's file. Eating the apple loses."""
+    """Return the house with one of the `TASKS`, as the JSON object of a game's file. Eating the apple loses."""
     objective, goal, walkthrough = TASKS[task]
     return {
         "world": [_fact(text) for text in FACTS.replace("\n", " ").split(",")],
@@ -194,11 +194,11 @@ def house_game(task: int) -> dict[str, Any]:
     }
 
 
-def _event(fact: str) -> dict[str, Any]:
+def _event(fact: str) -> dict[str, object]:
     return {"condition": {"preconditions": [_fact(fact)]}}
 
 
-def _fact(text: str) -> dict[str, Any]:
+def _fact(text: str) -> dict[str, object]:
     """ "in iron key chest" as JSON. Names of two words are looked for first."""
     predicate, *words = text.split()
     arguments = []

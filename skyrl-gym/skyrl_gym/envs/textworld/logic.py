@@ -74,11 +74,11 @@ class Logic:
     """`south_of(r, r') = north_of(r', r)`: parameters and what they stand for."""
 
     def is_a(self, kind: str, wanted: str) -> bool:
-        """Whether things of a type are of another one, too."""
+        """Return whether a type is a subtype of another one."""
         return kind == wanted or any(self.is_a(parent, wanted) for parent in self.parents.get(kind, ()))
 
     def normal(self, atom: Atom) -> Atom:
-        """The atom without aliases, so that one fact has one form."""
+        """Return the atom without aliases, so that one fact has one form."""
         if atom.name not in self.aliases:
             return atom
         parameters, target = self.aliases[atom.name]

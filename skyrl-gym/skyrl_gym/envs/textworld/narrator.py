@@ -20,7 +20,7 @@ class Narrator:
         self.playing = playing
 
     def after(self, action: Action, room_before: str) -> str:
-        """What is seen after an action, which was taken in `room_before`."""
+        """Describe the result of an action that was taken in `room_before`."""
         rule = action.rule.name.partition("/")[0]
         if rule == "look" or self.playing.room != room_before:
             return self.room()
@@ -43,7 +43,7 @@ class Narrator:
         return self.playing.game.things
 
     def room(self) -> str:
-        """Where the player is."""
+        """Describe the player's room."""
         room = self._things[self.playing.room]
         text = self._filled(room) if room.description else self._plain_room(room)
         lying = [thing for thing in self._related("at", room.id) if self._is_portable(thing)]
@@ -83,7 +83,7 @@ class Narrator:
         return f"You are carrying: {self._list(carried)}." if carried else "You are carrying nothing."
 
     def thing(self, thing: Thing) -> str:
-        """What is seen of a thing that is looked at."""
+        """Describe a thing that is examined."""
         text = self._filled(thing) or f"{_a(self._with_state(thing)).capitalize()}: nothing special."
         return f"{text} {self._what_is_there(thing)}".strip()
 
@@ -93,7 +93,7 @@ class Narrator:
         return self.contents("on", thing.id) if self.playing.game.logic.is_a(thing.type, "s") else ""
 
     def contents(self, relation: str, place: str) -> str:
-        """What is in or on something."""
+        """List the contents of a container or supporter."""
         things, name = self._related(relation, place), self._things[place].name
         where = f"{relation.capitalize()} the {name}: "
         return f"{where}{self._list(things)}." if things else f"{where}nothing."
@@ -121,7 +121,7 @@ class Narrator:
     # Descriptions hold directions: [if c_0 is open] ... [otherwise] ... [end if], [a list of things on the s_0]
 
     def _filled(self, thing: Thing) -> str:
-        """A thing's description with the directions in it followed."""
+        """Return a thing's description with the directions in it followed."""
         shown: list[str] = []
         branches: list[str] = []  # of each open [if]: "active", "waiting" for a branch that is true, or "done"
         for number, part in enumerate(_BRACKET.split(thing.description)):

@@ -44,7 +44,7 @@ SHOWN = 500
 
 @dataclass(frozen=True, kw_only=True)
 class CodeSettings:
-    """How an answer is run and what its cases are worth."""
+    """Settings of running an answer and of scoring its cases."""
 
     case_seconds: float = 6.0
     """For one case; also for loading the answer."""
@@ -68,7 +68,7 @@ class CodeSettings:
 def grade_answer(
     text: str, tests: CodeTests, settings: CodeSettings | None = None, *, new_sandbox: NewSandbox = make_sandbox
 ) -> Grade:
-    """Grades the last fenced block of a model's text; `Invalid` if there is none. See `grade_code`."""
+    """Grade the last fenced block of a model's text; `Invalid` if there is none. See `grade_code`."""
     code = extract_code(text)
     return (
         Invalid("no fenced code block") if code is None else grade_code(code, tests, settings, new_sandbox=new_sandbox)
@@ -78,7 +78,7 @@ def grade_answer(
 def grade_code(
     code: str, tests: CodeTests, settings: CodeSettings | None = None, *, new_sandbox: NewSandbox = make_sandbox
 ) -> Grade:
-    """Runs a program on its tests.
+    """Run a program on its tests.
 
     Returns:
         Score: 1 or 0 (see `CodeSettings.partial_credit`). The details say how many cases `passed` of a `total`, and
@@ -106,7 +106,7 @@ def grade_code(
 
 
 def _results(code: str, tests: CodeTests, settings: CodeSettings, new_sandbox: NewSandbox) -> Iterator[CaseResult]:
-    """Of one case after the other; in a process, for as long as it lives."""
+    """Yield the outcome of each case in order; they share a process for as long as it lives."""
     end = time.monotonic() + settings.total_seconds
     limits = Limits(
         wall_seconds=settings.total_seconds + 60, cpu_seconds=settings.total_seconds, memory_bytes=settings.memory_bytes

@@ -7,7 +7,7 @@ _LABEL = re.compile(r"\w*|py.*", re.IGNORECASE)
 
 
 def extract_code(text: str) -> str | None:
-    """The last fenced block, stripped; None if there is none.
+    """Return the last fenced block, stripped; None if there is none.
 
     A block's label is a word (or begins with `py`) or missing. Blocks with another label, such as `c++`, are passed
     over, and so is a fence that opens and closes in one line.

@@ -1,4 +1,4 @@
-"""What an answer is tested with, and how a dataset row says it."""
+"""Test cases of an answer, and their forms in dataset rows."""
 
 import ast
 import json
@@ -70,7 +70,7 @@ CodeTests = ProgramTests | FunctionTests | AssertTests
 
 
 def parse_tests(ground_truth: Any) -> CodeTests:
-    """The tests of a dataset row.
+    """Return the tests of a dataset row.
 
     Args:
         ground_truth: JSON text or what it means: a list of tests, or `{"tests": [...]}` with, where they are Python
@@ -110,7 +110,7 @@ def parse_tests(ground_truth: Any) -> CodeTests:
             raise TaskError(f"testtype of test 0 must be stdin or functional; got {other!r:.200}")
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
@@ -127,7 +127,7 @@ def _case(test: Mapping[str, Any], number: int) -> Case:
     return Case(test["input"], test["output"])
 
 
-def _function_tests(first: Mapping[str, Any], cases: Sequence[Case]) -> FunctionTests:
+def _function_tests(first: Mapping[str, object], cases: Sequence[Case]) -> FunctionTests:
     metadata = first.get("metadata")
     name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     if not isinstance(name, str) or not name.isidentifier():
@@ -145,7 +145,7 @@ def _function_tests(first: Mapping[str, Any], cases: Sequence[Case]) -> Function
 
 
 def argument_lines(case: Case) -> list[str]:
-    """The arguments of a function's case, each as JSON."""
+    """Return the arguments of a function's case, each as JSON."""
     return [line for line in case.input.split("\n") if line.strip()]
 
 

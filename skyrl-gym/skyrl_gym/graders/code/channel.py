@@ -36,13 +36,13 @@ class Channel:
         os.set_blocking(self._stdout, False)
         self._read = bytearray()
 
-    def ask(self, request: dict[str, Any], deadline: float) -> dict[str, Any]:
+    def ask(self, request: dict[str, object], deadline: float) -> dict[str, Any]:
         """Raises Ended, Late."""
         self.send(json.dumps(request).encode() + b"\n", deadline)
         return self.message(self.receive(deadline))
 
     def message(self, line: bytes) -> dict[str, Any]:
-        """What a line of this process says. Raises Ended."""
+        """Decode one line of this process. Raises Ended."""
         try:
             message = json.loads(line)
         except (ValueError, RecursionError) as failure:
@@ -64,7 +64,7 @@ class Channel:
                 raise Ended(self, "closed its input") from failure
 
     def receive(self, deadline: float) -> bytes:
-        """The next line, with its end. Raises Ended, Late."""
+        """Return the next line, with its end. Raises Ended, Late."""
         searched = 0
         while (end := self._read.find(b"\n", searched)) < 0:
             searched = len(self._read)
@@ -91,6 +91,6 @@ class Channel:
             raise Late
 
     def close(self) -> ExecResult:
-        """Ends the process. Returns how it ended."""
+        """End the process. Returns how it ended."""
         self._process.kill()
         return self._process.wait(timeout=10)

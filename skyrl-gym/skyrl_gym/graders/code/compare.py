@@ -1,4 +1,4 @@
-"""Whether what a program gave is what was expected."""
+"""Comparison of a program's output with the expected one."""
 
 import json
 from decimal import Decimal, InvalidOperation
@@ -28,7 +28,7 @@ def _same_line(printed: str, expected: str) -> bool:
 
 
 def same_json(returned: str, expected: str) -> bool:
-    """Whether two JSON texts mean equal values (1 equals 1.0). What is not JSON, or nested too deeply, equals none."""
+    """Return whether two JSON texts have equal values (1 equals 1.0). Invalid or too deeply nested JSON equals none."""
     try:
         return json.loads(returned) == json.loads(expected)
     except (ValueError, RecursionError):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from skyrl_gym.error import InfraError
 from skyrl_gym.graders.code.cases import AssertTests, Case, CodeTests, FunctionTests, ProgramTests, argument_lines
@@ -49,14 +49,14 @@ WHY_ENDED = {
 
 
 class NewSandbox(Protocol):
-    """What gives a sandbox, such as `skyrl_gym.sandbox.make_sandbox`."""
+    """Factory of sandboxes, such as `skyrl_gym.sandbox.make_sandbox`."""
 
     def __call__(self, *, limits: Limits) -> Sandbox: ...
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What became of one case."""
+    """Outcome of one case."""
 
     passed: bool
     error: str = ""
@@ -93,7 +93,7 @@ class Answer:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        """Starts the processes, which do not know the answer yet."""
+        """Start the processes, which do not know the answer yet."""
         with ExitStack() as stack:
             is_program = isinstance(self._tests, ProgramTests)
             self._solution = self._start("program" if is_program else "functions", stack)
@@ -118,7 +118,7 @@ class Answer:
         return channel
 
     def load(self, code: str, first: int, deadline: float) -> None:
-        """Hands over the answer, and makes ready for the cases from number `first` on."""
+        """Hand over the answer, and prepare for the cases from number `first` on."""
         prompt = ""
         if isinstance(self._tests, AssertTests):
             prompt = self._tests.prompt
@@ -156,7 +156,7 @@ class Answer:
             )
 
     def judge(self, number: int, deadline: float) -> CaseResult:
-        """Puts one case. After a fatal result this answer is of no more use."""
+        """Run one case. After a fatal result these processes are of no more use."""
         try:
             match self._tests:
                 case ProgramTests(cases):
@@ -189,7 +189,7 @@ class Answer:
         return CaseResult(same_json(returned, case.output), got=returned)
 
     def _await_verdict(self, deadline: float) -> CaseResult:
-        """Carries the tests' requests to the answer, and the replies back unread, until the tests have decided."""
+        """Carry the tests' requests to the answer, and the replies back unread, until the tests have decided."""
         assert self._checker is not None
         while True:
             line = self._checker.receive(deadline)
@@ -205,8 +205,8 @@ def _why(end: Ended) -> str:
     return f"{end}: {WHY_ENDED.get(result.outcome) or f'exit code {result.returncode}'}"
 
 
-def _error_text(reply: dict[str, Any]) -> str:
-    """Of the exception that the answer says it raised; it may say anything."""
+def _error_text(reply: dict[str, object]) -> str:
+    """Format the exception that the answer reports; the reply may be anything."""
     match reply:
         case {"raised": [str(kind), *_], "text": str(text)}:
             return f"{kind}: {text}"

@@ -17,7 +17,7 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serves until it is told to stop. Returns the exit status."""
+    """Serve until it is told to stop. Returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
         settings = _settings(options)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
@@ -32,7 +32,7 @@ class RetrieveRequest(BaseModel):
 
 
 def create_app(retriever: Retriever, settings: RetrievalSettings | None = None) -> FastAPI:
-    """An application that answers from a retriever. `settings` hold its limits."""
+    """Return an application that answers from a retriever. `settings` hold its limits."""
     settings = settings or RetrievalSettings()
     batcher = Batcher(retriever.search, retriever.index.batch_size)
 
@@ -49,8 +49,8 @@ def create_app(retriever: Retriever, settings: RetrievalSettings | None = None) 
     app.add_exception_handler(RequestValidationError, _explain)
 
     @app.get("/health")
-    async def health() -> dict[str, Any]:
-        """What is served. It answers only when the server is ready."""
+    async def health() -> dict[str, object]:
+        """Describe the index that is served. Requests are answered only once it is loaded."""
         return {"ready": True, "index": retriever.kind, "documents": len(retriever.documents)}
 
     @app.post("/retrieve")
@@ -118,7 +118,7 @@ def _checked(request: RetrieveRequest, settings: RetrievalSettings) -> tuple[lis
 
 
 async def _explain(_: Request, failure: Exception) -> JSONResponse:
-    """A wrong request in one line: which field, and which rule."""
+    """Return a wrong request in one line: which field, and which rule."""
     assert isinstance(failure, RequestValidationError)
     faults = (f"{'.'.join(map(str, error['loc'][1:])) or 'body'}: {error['msg']}" for error in failure.errors())
     return JSONResponse({"detail": "; ".join(faults)}, status_code=422)

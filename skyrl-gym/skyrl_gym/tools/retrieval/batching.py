@@ -42,7 +42,7 @@ class Batcher(Generic[T]):
         self._arrived = asyncio.Event()
 
     async def search(self, queries: Sequence[str], topk: int) -> list[list[T]]:
-        """For each query at most `topk` answers, the best first. Raises Overloaded, and what the search raises."""
+        """Return at most `topk` answers to each query, the best first. Raises Overloaded and errors of the search."""
         if self._num_waiting + len(queries) > self._max_waiting:
             raise Overloaded(f"{self._num_waiting} queries are waiting")
         answer = asyncio.get_running_loop().create_future()
@@ -52,7 +52,7 @@ class Batcher(Generic[T]):
         return await answer
 
     async def run(self) -> None:
-        """Searches, until cancelled."""
+        """Search, until cancelled."""
         with ThreadPoolExecutor(1, thread_name_prefix="retrieval") as thread:
             while True:
                 await self._arrived.wait()
@@ -74,6 +74,7 @@ class Batcher(Generic[T]):
 
     async def _answer(self, batch: list[_Waiting], thread: ThreadPoolExecutor) -> None:
         queries = [query for request in batch for query in request.queries]
+        # One search for all: it finds as many as the greediest request wants, and each gets its own number of them.
         topk = max(request.topk for request in batch)
         loop = asyncio.get_running_loop()
         try:

@@ -82,15 +82,16 @@ class BM25Index:
 
     @classmethod
     def load(cls, folder: Path, settings: BM25Settings) -> "BM25Index":
-        """The scores stay on disk, and processes on one machine share what they read of them."""
+        """Load an index. The scores stay on disk, and processes on one machine share the pages that they read."""
         import bm25s
 
         return cls(bm25s.BM25.load(folder, mmap=True), Analyzer(settings.language))
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """For each query at most `topk` documents, the best first; of equal ones the first of the corpus."""
+        """Return for each query at most `topk` documents, the best first; of equal ones the first of the corpus."""
         return [self._search(query, topk) for query in queries]
 
     def _search(self, query: str, topk: int) -> list[Hit]:
         token_ids = self._model.get_tokens_ids(self._analyzer.words(query))
+        # Without a known word all scores are 0: no document answers the query.
         return best(self._model.get_scores_from_ids(token_ids), topk) if token_ids else []

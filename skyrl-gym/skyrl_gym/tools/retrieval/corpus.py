@@ -1,4 +1,4 @@
-"""What is searched: documents, from a file. Knows no index.
+"""Corpus of documents, read from a file. Knows no index.
 
 A document is a dict with `id`, `title`, `text` and `contents`, and whatever else its row has. `contents` is what is
 indexed and shown: the title in quotation marks on a line of its own, then the text.
@@ -22,7 +22,7 @@ class CorpusError(ValueError):
 
 
 def read_corpus(path: str | Path) -> Iterator[Document]:
-    """The documents of a `.jsonl`, `.jsonl.gz` or `.parquet` file, one at a time.
+    """Return the documents of a `.jsonl`, `.jsonl.gz` or `.parquet` file, one at a time.
 
     Raises:
         CorpusError: the file's name ends otherwise, or a row is not a document.
@@ -38,7 +38,7 @@ def read_corpus(path: str | Path) -> Iterator[Document]:
     return as_documents(rows, str(path))
 
 
-def as_documents(rows: Iterable[Mapping[str, Any] | str], source: str = "documents") -> Iterator[Document]:
+def as_documents(rows: Iterable[Mapping[str, object] | str], source: str = "documents") -> Iterator[Document]:
     """Documents from rows as a corpus has them; a row may also be a bare text. Rows without an id get their number.
 
     Raises:
@@ -48,7 +48,7 @@ def as_documents(rows: Iterable[Mapping[str, Any] | str], source: str = "documen
         yield _document(row, number, f"{source}, row {number + 1}")
 
 
-def _document(row: Any, number: int, where: str) -> Document:
+def _document(row: object, number: int, where: str) -> Document:
     if isinstance(row, str):
         row = {"text": row}
     if not isinstance(row, Mapping):

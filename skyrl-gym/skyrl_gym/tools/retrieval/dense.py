@@ -30,17 +30,15 @@ class Encoder:
         self._query_prefix = _first_given(settings.query_prefix, "query: " if named_e5 else None)
         self._passage_prefix = _first_given(settings.passage_prefix, "passage: " if named_e5 else None)
 
-    def queries(self, texts: Sequence[str]) -> "np.ndarray[Any, Any]":
+    def queries(self, texts: Sequence[str]) -> "np.ndarray":
         """[N, D], float32"""
         return self._vectors(texts, "query", self._query_prefix)
 
-    def passages(self, texts: Sequence[str]) -> "np.ndarray[Any, Any]":
+    def passages(self, texts: Sequence[str]) -> "np.ndarray":
         """[N, D], float32"""
         return self._vectors(texts, "document", self._passage_prefix)
 
-    def _vectors(
-        self, texts: Sequence[str], task: Literal["query", "document"], prefix: str | None
-    ) -> "np.ndarray[Any, Any]":
+    def _vectors(self, texts: Sequence[str], task: Literal["query", "document"], prefix: str | None) -> "np.ndarray":
         import numpy as np
 
         encode = self._model.encode_query if task == "query" else self._model.encode_document
@@ -93,7 +91,7 @@ class DenseIndex:
 
     @classmethod
     def load(cls, path: Path, settings: DenseSettings) -> "DenseIndex":
-        """From a folder, or from a faiss file that was made elsewhere. The vectors stay on disk."""
+        """Load an index from a folder, or from a faiss file that was made elsewhere. The vectors stay on disk."""
         import faiss
 
         file = path / VECTORS_FILE if path.is_dir() else path
@@ -101,7 +99,7 @@ class DenseIndex:
         return cls(vectors, Encoder(settings), settings.batch_size)
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """For each query at most `topk` documents, the best first."""
+        """Return for each query at most `topk` documents, the best first."""
         scores_N_K, numbers_N_K = self._vectors.search(self._encoder.queries(queries), min(topk, len(self)))
         return [
             [(int(number), float(score)) for number, score in zip(numbers, scores, strict=True) if number >= 0]
@@ -109,7 +107,7 @@ class DenseIndex:
         ]
 
 
-def _joined(*parts: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+def _joined(*parts: "np.ndarray") -> "np.ndarray":
     import numpy as np
 
     return np.concatenate(parts)

@@ -34,7 +34,7 @@ class DocumentFile(Sequence[Document]):
 
     @staticmethod
     def write(folder: Path, documents: Iterable[Document]) -> "DocumentFile":
-        """Writes documents into a folder. Raises ValueError if there are none: an empty file cannot be mapped."""
+        """Write documents into a folder. Raises ValueError if there are none: an empty file cannot be mapped."""
         import numpy as np
 
         offsets = [0]

@@ -1,8 +1,8 @@
-"""What every index answers with."""
+"""Ranked documents, and the protocol of indexes."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,14 +18,14 @@ class Index(Protocol):
     """Queries worth searching together."""
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """For each query at most `topk` documents, the best first."""
+        """Return for each query at most `topk` documents, the best first."""
         ...
 
     def save(self, folder: Path) -> None: ...
 
 
-def best(scores_N: "np.ndarray[Any, Any]", topk: int) -> list[Hit]:
-    """The `topk` documents of the highest positive scores. Ties are broken by number, so answers do not vary."""
+def best(scores_N: "np.ndarray", topk: int) -> list[Hit]:
+    """Return the `topk` documents of the highest positive scores. Ties are broken by number, so answers do not vary."""
     import numpy as np
 
     topk = min(topk, len(scores_N))

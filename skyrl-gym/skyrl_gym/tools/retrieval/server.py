@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from skyrl_gym.tools.retrieval.settings import RetrievalSettings
 from skyrl_gym.tools.retrieval.store import Retriever, build_index, open_retriever
@@ -34,7 +34,7 @@ class RetrievalServer:
     """
 
     def __init__(
-        self, documents: "Sequence[Mapping[str, Any] | str] | Retriever", host: str = "127.0.0.1", port: int = 0
+        self, documents: "Sequence[Mapping[str, object] | str] | Retriever", host: str = "127.0.0.1", port: int = 0
     ) -> None:
         """
         Args:
@@ -59,7 +59,7 @@ class RetrievalServer:
         return f"{self.base_url}/retrieve"
 
     def start(self) -> None:
-        """Returns when the server answers. Raises OSError if the port is taken, TimeoutError."""
+        """Wait until the server answers. Raises OSError if the port is taken, TimeoutError."""
         import uvicorn
 
         from skyrl_gym.tools.retrieval.app import create_app
@@ -78,6 +78,7 @@ class RetrievalServer:
         self._thread = threading.Thread(target=self._server.run, args=([listener],), name="retrieval-server")
         self._thread.daemon = True
         self._thread.start()
+        # uvicorn has no callback for its start: its flag is polled.
         deadline = time.monotonic() + START_SECONDS
         while not self._server.started:
             if time.monotonic() > deadline or not self._thread.is_alive():
@@ -86,7 +87,7 @@ class RetrievalServer:
             time.sleep(0.005)
 
     def stop(self) -> None:
-        """Answers what it was asked, and stops. May be called more than once. Raises TimeoutError."""
+        """Answer pending requests and stop. May be called more than once. Raises TimeoutError."""
         if self._thread is None:
             return
         self._server.should_exit = True
@@ -110,10 +111,11 @@ def _address(host: str, port: int) -> str:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """A bound socket. asyncio sends small packets at once only through sockets that say that they are TCP; through
+    """Bind a socket. asyncio sends small packets at once only through sockets that say that they are TCP; through
     others each answer on a used connection waits 40 ms for the client's delayed acknowledgement."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    # A server that is started again at the same port must not wait for old connections to time out.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -126,7 +128,7 @@ def _listener(host: str, port: int) -> socket.socket:
 def serve(
     settings: RetrievalSettings, host: str = "127.0.0.1", port: int = 8000, workers: int = 1, log_requests: bool = False
 ) -> None:
-    """Makes the index if it is not there, then serves it until SIGTERM or SIGINT. It listens when it can answer.
+    """Build the index if it is absent, then serve it until SIGTERM or SIGINT. Listens once it can answer.
 
     Args:
         port: 0 for a free one; the address is printed.
@@ -152,6 +154,7 @@ def serve(
         )
         address = _address(host, listener.getsockname()[1])
         print(f"serving {folder} ({settings.index}) at {address}/retrieve as soon as it is read", flush=True)
+        # The socket is bound here: workers accept from the same one, and the kernel divides the connections.
         if workers > 1:
             Multiprocess(config, sockets=[listener]).run()
         else:

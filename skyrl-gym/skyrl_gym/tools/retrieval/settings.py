@@ -1,4 +1,4 @@
-"""What a retrieval server is told: the one home of its settings. Imports nothing heavy."""
+"""Settings of a retrieval server. Imports nothing heavy."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -66,7 +66,7 @@ class RetrievalSettings:
     max_body_bytes: int = 4 << 20
 
     def folder(self) -> Path:
-        """Where the index is. Raises ValueError if neither a corpus nor an index is named."""
+        """Return the folder of the index. Raises ValueError if neither a corpus nor an index is named."""
         if self.index_path is not None:
             return self.index_path
         if self.corpus is None:
@@ -78,7 +78,7 @@ class RetrievalSettings:
 
     @staticmethod
     def from_json(text: str) -> "RetrievalSettings":
-        """What `to_json` wrote."""
+        """Parse the output of `to_json`."""
         values: dict[str, Any] = json.loads(text)
         for name in ("corpus", "index_path"):
             values[name] = None if values[name] is None else Path(values[name])

@@ -5,7 +5,7 @@ import fcntl
 import gzip
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Retriever:
         self.documents = documents
 
     @classmethod
-    def of(cls, documents: Sequence[Mapping[str, Any] | str], settings: BM25Settings | None = None) -> "Retriever":
+    def of(cls, documents: Sequence[Mapping[str, object] | str], settings: BM25Settings | None = None) -> "Retriever":
         """BM25 over a handful of documents, in memory. Raises CorpusError."""
         from skyrl_gym.tools.retrieval.bm25 import BM25Index
 
@@ -45,14 +45,14 @@ class Retriever:
         return cls("bm25", BM25Index.build(found, settings or BM25Settings()), found)
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[tuple[Document, float]]]:
-        """For each query at most `topk` documents with their scores, the best first."""
+        """Return for each query at most `topk` documents with their scores, the best first."""
         return [
             [(self.documents[number], score) for number, score in hits] for hits in self.index.search(queries, topk)
         ]
 
 
 def build_index(settings: RetrievalSettings) -> Path:
-    """Makes the index that the settings describe, if it is not there. Of several processes at once, one makes it.
+    """Make the index that the settings describe, if it is not there. Of several processes at once, one makes it.
 
     Returns its folder.
 
@@ -84,7 +84,7 @@ def build_index(settings: RetrievalSettings) -> Path:
 
 
 def open_retriever(settings: RetrievalSettings) -> Retriever:
-    """The retriever that the settings describe; its index is made if it is not there. Raises as `build_index`."""
+    """Load the retriever that the settings describe; build its index if it is absent. Raises as `build_index` does."""
     folder = build_index(settings)
     documents = DocumentFile(folder)
     if settings.index == "bm25":
@@ -103,16 +103,16 @@ def open_retriever(settings: RetrievalSettings) -> Retriever:
 
 
 def _is_ready_made(settings: RetrievalSettings) -> bool:
-    """Whether the path names a faiss index that was made elsewhere. Then only the documents are ours to store."""
+    """Return whether the path is a faiss index that was made elsewhere. Then only the documents are stored here."""
     return settings.index == "dense" and settings.folder().is_file()
 
 
-def _settings_of_index(settings: RetrievalSettings) -> dict[str, Any]:
+def _settings_of_index(settings: RetrievalSettings) -> dict[str, object]:
     chosen = asdict(settings.bm25 if settings.index == "bm25" else settings.dense)
     return {name: value for name, value in chosen.items() if name not in _NOT_IN_THE_INDEX}
 
 
-def _build(folder: Path, corpus: Path, made_of: dict[str, Any], settings: RetrievalSettings) -> None:
+def _build(folder: Path, corpus: Path, made_of: Mapping[str, object], settings: RetrievalSettings) -> None:
     try:
         documents = DocumentFile.write(folder, _shown(read_corpus(corpus), "reading documents"))
     except CorpusError:
@@ -133,17 +133,18 @@ def _build(folder: Path, corpus: Path, made_of: dict[str, Any], settings: Retrie
         "documents": len(documents),
         "corpus": {"path": str(corpus), "sha256": digest_of(corpus), **asdict(_Stamp.of(corpus))},
     }
+    # Written last: a folder with a manifest is complete.
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 
-def _shown(documents: Any, what: str, total: int | None = None) -> Iterator[Document]:
-    """With a progress bar, if somebody looks."""
+def _shown(documents: Iterable[Document], what: str, total: int | None = None) -> Iterator[Document]:
+    """Iterate with a progress bar, on a terminal only."""
     return tqdm(documents, desc=what, total=total, unit=" documents", disable=None)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
 class _Stamp:
-    """What tells without reading that a file is as it was."""
+    """Size and time of a file, which tell without reading it that it is unchanged."""
 
     bytes: int
     modified_ns: int
@@ -154,7 +155,7 @@ class _Stamp:
         return _Stamp(bytes=status.st_size, modified_ns=status.st_mtime_ns)
 
 
-def _check(folder: Path, found: dict[str, Any], made_of: dict[str, Any], corpus: Path | None) -> None:
+def _check(folder: Path, found: dict[str, Any], made_of: Mapping[str, object], corpus: Path | None) -> None:
     advice = "name another index_path, or ask for it to be made anew (--rebuild)"
     if found.get("format") != _FORMAT:
         raise IndexMismatchError(f"{folder} is of format {found.get('format')}, this is {_FORMAT}: {advice}")
@@ -177,7 +178,7 @@ def _check(folder: Path, found: dict[str, Any], made_of: dict[str, Any], corpus:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    """What a finished index was made from; None if there is none.
+    """Return what a finished index was made from; None if there is none.
 
     Raises:
         IndexMismatchError: the folder holds something that is not an index of ours.
@@ -194,16 +195,19 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
-    """Lets `write` fill a folder beside, and puts it in place when it is complete.
+    """Let `write` fill a temporary folder, and rename it into place when it is complete.
 
     Who has the old one open keeps reading it: its files live until they are closed.
     """
+    # Beside the folder, on the same file system: a rename there is atomic.
     unfinished, old = folder.with_name(f".{folder.name}.unfinished"), folder.with_name(f".{folder.name}.old")
+    # Of a process that was killed here; the caller holds the lock, so nobody writes to them.
     for leftover in (unfinished, old):
         shutil.rmtree(leftover, ignore_errors=True)
     unfinished.mkdir()
     try:
         write(unfinished)
+        # One rename cannot replace a folder that is not empty, so the old one is moved away first.
         if folder.exists():
             folder.rename(old)
         unfinished.rename(folder)
@@ -216,6 +220,7 @@ def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
 def _locked(folder: Path) -> Iterator[None]:
     """One process at a time. The lock goes with the process that holds it, however that ends."""
     try:
+        # A file beside the folder, which is itself renamed.
         file = folder.with_name(f".{folder.name}.lock").open("w")
     except PermissionError:
         if not (folder / MANIFEST).is_file():

@@ -56,7 +56,8 @@ def importance_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> to
 
 
 def required_rollout_logprobs(rollout_logprobs: torch.Tensor | None, loss: str) -> torch.Tensor:
-    """Raises ValueError if there are none: settings that lead there are refused before a run starts."""
+    """Return the log-probs of the engine. Raises ValueError if there are none; the rules of settings refuse such runs
+    before they start."""
     if rollout_logprobs is None:
         raise ValueError(f"the policy loss '{loss}' compares with the log-probs of the rollout engine; there are none")
     return rollout_logprobs

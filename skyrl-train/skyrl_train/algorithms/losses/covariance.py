@@ -95,7 +95,8 @@ def kl_cov_tokens(
 
 
 def _first(order: torch.Tensor, candidates: torch.Tensor, share: float, loss_mask: torch.Tensor) -> torch.Tensor:
-    """Of the candidates [B, T], that share of all tokens, at least one, which come first in `order` [B * T]."""
+    """Select among the candidates [B, T] the given fraction of all tokens, at least one, that come first in `order` [B
+    * T]."""
     wanted = max(1, int(share * int((loss_mask != 0).sum())))
     selected = torch.zeros_like(candidates).flatten()
     selected[order[:wanted]] = True
@@ -113,7 +114,8 @@ def clip_cov_policy_loss(
     *,
     selected_tokens: torch.Tensor,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO's clipped surrogate without the selected tokens (Clip-Cov, https://arxiv.org/abs/2505.22617, section 4):
+    """Compute PPO's clipped surrogate without the selected tokens (Clip-Cov, https://arxiv.org/abs/2505.22617, section
+    4):
 
         loss = 0 at tokens that `clip_cov_tokens` chose, PPO's loss elsewhere
 

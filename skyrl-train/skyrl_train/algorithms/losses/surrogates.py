@@ -29,7 +29,7 @@ def ppo_policy_loss(
     loss_mask: torch.Tensor | None = None,
     rollout_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO's clipped surrogate (https://arxiv.org/abs/1707.06347, eq. 7):
+    """Compute PPO's clipped surrogate (https://arxiv.org/abs/1707.06347, eq. 7):
 
         ratio = pi / pi_old
         loss  = -min(ratio * A, clip(ratio, 1 - eps_clip_low, 1 + eps_clip_high) * A)
@@ -88,7 +88,7 @@ def gspo_policy_loss(
     loss_mask: torch.Tensor | None = None,
     rollout_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """PPO's clipped surrogate with one ratio a sequence, the geometric mean of its tokens' (GSPO-token,
+    """Compute PPO's clipped surrogate with one ratio for each sequence, the geometric mean of its tokens' (GSPO-token,
     https://arxiv.org/abs/2507.18071, eq. 13 and 14):
 
         s_b     = exp(mean over the tokens of b of log(pi / pi_old))

@@ -39,7 +39,7 @@ _ORDERED = tuple(
 
 
 def check_algorithm(config: SkyRLConfig) -> None:
-    """All rules of this file."""
+    """Check all rules of this file."""
     _check_numbers(config)
     _check_kl(config)
     _check_registered(config)
@@ -50,7 +50,7 @@ def check_algorithm(config: SkyRLConfig) -> None:
 
 
 def replace_old_forms(config: SkyRLConfig) -> None:
-    """Settings under their old name become what they mean now, with a warning."""
+    """Replace settings under an old name by their present form, with a warning."""
     algorithm = config.trainer.algorithm
     correction, cap = algorithm.off_policy_correction, algorithm.tis_imp_ratio_cap
     if not algorithm.use_tis:

@@ -1,4 +1,4 @@
-"""What every rule is written with."""
+"""Checks that the rules are written with."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +8,7 @@ from skyrl_train.errors import ConfigError
 
 
 def require(holds: bool, message: str) -> None:
-    """Raises ConfigError with `message` unless the rule holds."""
+    """Raise ConfigError with `message` unless the rule holds."""
     if not holds:
         raise ConfigError(message)
 
@@ -22,28 +22,28 @@ def value_of(config: SkyRLConfig, name: str) -> Any:
 
 
 def check_positive(config: SkyRLConfig, names: Iterable[str]) -> None:
-    """Each of these settings is above 0, or null where it may be."""
+    """Check that each of these settings is above 0, or null where it may be."""
     for name in names:
         value = value_of(config, name)
         require(value is None or value > 0, f"{name} must be greater than 0; got {value}")
 
 
 def check_not_negative(config: SkyRLConfig, names: Iterable[str]) -> None:
-    """None of these settings is below 0."""
+    """Check that none of these settings is below 0."""
     for name in names:
         value = value_of(config, name)
         require(value >= 0, f"{name} must be 0 or greater; got {value}")
 
 
 def check_shares(config: SkyRLConfig, names: Iterable[str]) -> None:
-    """Each of these settings is from 0 to 1."""
+    """Check that each of these settings is from 0 to 1."""
     for name in names:
         value = value_of(config, name)
         require(0 <= value <= 1, f"{name} must be from 0 to 1; got {value}")
 
 
 def check_order(config: SkyRLConfig, low: str, high: str) -> None:
-    """Of two bounds that are both set, the lower is not above the upper."""
+    """Check that, of two bounds that are both set, the lower is not above the upper."""
     lower, upper = value_of(config, low), value_of(config, high)
     require(
         lower is None or upper is None or lower <= upper,

@@ -37,7 +37,7 @@ def _names_reading(setting: str) -> str:
 
 
 def check_engines(config: SkyRLConfig) -> None:
-    """All other rules of this file."""
+    """Check all other rules of this file."""
     generator = config.generator
     check_positive(
         config,

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.rules.checks import require
-from skyrl_train.config.typed import build, nearest_name
+from skyrl_train.config.typed import build
 from skyrl_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,11 +45,10 @@ def _spec(setting: str, env_id: str) -> "EnvSpec":
     """Return the environment that a setting names. Raises ConfigError with the nearest id, or why its import fails."""
     from skyrl_gym import error
     from skyrl_gym.envs.registration import registry, spec
+    from skyrl_gym.suggestions import did_you_mean
 
     try:
         return spec(env_id)
     except error.Error as unknown:
-        near = nearest_name(env_id, sorted(registry))
-        hint = f"did you mean {near}?" if near else f"registered are {', '.join(sorted(registry))}"
-        reason = unknown.__cause__ or hint
+        reason = unknown.__cause__ or did_you_mean(env_id, sorted(registry))
         raise ConfigError(f"{setting}: no environment {env_id!r} is registered; {reason}") from unknown

@@ -23,7 +23,7 @@ _SAID_BY_THE_TASK_FILE = (
 
 
 def check_generation(config: SkyRLConfig) -> None:
-    """All rules of this file."""
+    """Check all rules of this file."""
     check_positive(
         config,
         (

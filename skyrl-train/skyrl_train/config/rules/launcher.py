@@ -11,7 +11,7 @@ _USE_RAY = "use trainer.placement.launcher=ray"
 
 
 def check_cluster(config: SkyRLConfig) -> None:
-    """No cluster is named that the launcher would not join."""
+    """Check that no cluster is named that the launcher would not join."""
     if config.trainer.placement.launcher != "inline":
         return
     address = os.environ.get("RAY_ADDRESS")
@@ -45,7 +45,7 @@ def check_inline_engines(config: SkyRLConfig) -> None:
 
 
 def check_ranks(config: SkyRLConfig) -> None:
-    """No model of the run has more ranks than the launcher starts."""
+    """Check that no model of the run has more ranks than the launcher starts."""
     if config.trainer.placement.launcher != "inline":
         return
     models = ["policy"]

@@ -6,7 +6,7 @@ from skyrl_train.config.rules.checks import check_positive, require
 
 
 def check_models(config: SkyRLConfig) -> None:
-    """All rules of this file, for the models that this run has."""
+    """Check all rules of this file, for the models of this run."""
     trainer, placement = config.trainer, config.trainer.placement
     check_positive(
         config,
@@ -42,7 +42,7 @@ def check_models(config: SkyRLConfig) -> None:
 
 
 def check_optimizer(optimizer: OptimizerConfig, name: str) -> None:
-    """AdamW's numbers; `name` is the section's."""
+    """Check AdamW's numbers; `name` is the section's."""
     require(optimizer.lr >= 0, f"{name}.lr must be 0 or greater; got {optimizer.lr}")
     require(
         len(optimizer.adam_betas) == 2 and all(0 <= beta < 1 for beta in optimizer.adam_betas),

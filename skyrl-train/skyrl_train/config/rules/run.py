@@ -10,7 +10,7 @@ _MODELS = ("trainer.policy.model.path", "trainer.ref.model.path", "trainer.criti
 
 
 def check_paths(config: SkyRLConfig) -> None:
-    """Folders are named, and are folders."""
+    """Check that folders are named, and are folders."""
     for name in _PATHS:
         path = value_of(config, name)
         if path is None:
@@ -36,7 +36,7 @@ def check_loggers(config: SkyRLConfig) -> None:
 
 
 def check_checkpoints(config: SkyRLConfig) -> None:
-    """What to keep and where to go on from do not contradict each other."""
+    """Check that the settings of keeping and of resuming checkpoints do not contradict each other."""
     trainer = config.trainer
     require(
         trainer.max_ckpts_to_keep == -1 or trainer.max_ckpts_to_keep > 0,

@@ -4,14 +4,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from skyrl_train.errors import ConfigError
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def check_architecture(config: Any, model_path: str) -> None:
+def check_architecture(config: PretrainedConfig, model_path: str) -> None:
     """Refuse what `native_attention` or the slot cache would compute wrongly or not at all.
 
     Args:
@@ -33,7 +33,7 @@ def check_architecture(config: Any, model_path: str) -> None:
         raise unfit(config, model_path, f"{model_class.__name__} of transformers takes no attention but its own")
 
 
-def unfit(config: Any, model_path: str, why: str) -> ConfigError:
+def unfit(config: PretrainedConfig, model_path: str, why: str) -> ConfigError:
     """The error for a model that the engine cannot run, with the backend that can."""
     return ConfigError(
         f"generator.backend=native cannot generate with {model_path} ({config.model_type}): {why}. "

@@ -43,7 +43,7 @@ def round_up(number: int, multiple: int) -> int:
 
 @dataclass
 class AttentionStep:
-    """What the queries of one forward pass may see.
+    """Visible keys of the queries of one forward pass.
 
     Args:
         positions: [B, T] position of every query in its row. With T > 1 (prefill) rows start at position 0 and the keys

@@ -40,7 +40,7 @@ class SlotCache(Cache):
         return rows, min(self.max_length, max(KEY_BLOCK, 1 << (length - 1).bit_length()))
 
     def reserve(self, num_rows: int, length: int) -> None:
-        """Makes room for `num_rows` requests, of which the longest holds `length` tokens; what is held stays. Room that
+        """Make room for `num_rows` requests, of which the longest holds `length` tokens; what is held stays. Room that
         is there is kept for later, unless all of it would be above `max_tokens`."""
         if num_rows <= self.num_rows and length <= self.length:
             return
@@ -56,7 +56,7 @@ class SlotCache(Cache):
                     tensors[layer] = fresh
 
     def release(self) -> None:
-        """Gives all memory back; the next `reserve` starts anew."""
+        """Give all memory back; the next `reserve` starts anew."""
         self.num_rows = self.length = 0
         self._keys = [None] * len(self._keys)
         self._values = [None] * len(self._values)
@@ -81,7 +81,7 @@ class SlotCache(Cache):
     def update(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores a layer's new keys and values and returns those to attend over.
+        """Store a layer's new keys and values, and return those to attend over.
 
         Args:
             key_states, value_states: [B, K, T, D]
@@ -102,13 +102,13 @@ class SlotCache(Cache):
         return key_states, value_states
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` positions of one row to another."""
+        """Copy the first `length` positions of one row to another."""
         for tensor in (*self._keys, *self._values):
             if tensor is not None:
                 tensor[target, :, :length] = tensor[source, :, :length]
 
     def clear_row(self, row: int) -> None:
-        """Zeroes a row that holds values that are not finite."""
+        """Zero a row that holds values that are not finite."""
         for tensor in (*self._keys, *self._values):
             if tensor is not None:
                 tensor[row].zero_()

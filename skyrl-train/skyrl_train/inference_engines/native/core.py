@@ -1,16 +1,17 @@
 """Continuous batching: requests join and leave at every step. Synchronous; knows no thread, asyncio or Ray."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.inference_engines.base import StopReason
+from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.attention import KEY_BLOCK, round_up
 from skyrl_train.inference_engines.native.prompt_scores import score_prompts
-from skyrl_train.inference_engines.native.requests import Completion, Request
+from skyrl_train.inference_engines.native.requests import Request
 from skyrl_train.inference_engines.native.rows import RowTable
 from skyrl_train.inference_engines.native.runner import ModelRunner
 from skyrl_train.inference_engines.native.sampling import sample, uniforms
@@ -18,6 +19,9 @@ from skyrl_train.inference_engines.native.stop_strings import Decode
 from skyrl_train.inference_engines.native.waiting import Waiting
 
 MAX_PREFILL_TOKENS = 4096
+
+Outcomes = dict[Request, Completion | FloatingPointError]
+"""Requests that ended -> their completions (without text), or the error of a model whose output was not finite."""
 
 
 class NativeEngineCore:
@@ -84,7 +88,7 @@ class NativeEngineCore:
 
     @property
     def num_forwards(self) -> int:
-        """Passes through the model so far."""
+        """Number of passes through the model so far."""
         return self._runner.num_forwards
 
     @property
@@ -92,7 +96,7 @@ class NativeEngineCore:
         return len(self._waiting)
 
     def check_prompt(self, prompt: list[int]) -> np.ndarray:
-        """The prompt as an array.
+        """Return the prompt as an array.
 
         Raises:
             ValueError: it is empty, as long as the context, or holds an id outside the vocabulary.
@@ -116,46 +120,57 @@ class NativeEngineCore:
         return ids.astype(np.int64)
 
     def add_request(self, request: Request) -> None:
-        """Puts a request (its prompt checked by `check_prompt`) at the end of its group's queue."""
+        """Append a request (its prompt checked by `check_prompt`) to its group's queue."""
         self._waiting.add(request)
 
-    def abort(self, requests: Iterable[Request] | None = None) -> list[Completion]:
-        """Ends these requests (None: all) where they are. Those that ended before are passed over."""
+    def abort(self, requests: Iterable[Request] | None = None) -> Outcomes:
+        """End these requests (None: all) where they are. Those that ended before are ignored."""
         chosen = None if requests is None else set(requests)
 
         def is_chosen(request: Request) -> bool:
             return chosen is None or request in chosen
 
-        completions = [Completion(request, [], [], [], "abort") for request in self._waiting.remove(is_chosen)]
+        never_ran = self._waiting.remove(is_chosen)
         rows = [row for row, request in enumerate(self._rows.requests) if is_chosen(request)]
-        return completions + self._finish(rows, lambda _row: "abort")
+        outcomes: Outcomes = {request: _completion(request, [], [], [], "abort") for request in never_ran}
+        return outcomes | self._finish(rows, lambda _row: "abort")
 
     @torch.inference_mode()
-    def step(self, *, admit: bool = True) -> list[Completion]:
-        """One token for every running request, after letting in those that wait (unless `admit` is False).
+    def step(self, *, admit: bool = True) -> Outcomes:
+        """Generate one token for every running request, after admitting those that wait (unless `admit` is False).
 
         Returns: the requests that ended in this step.
         """
-        known = self._admit() if admit else {}
+        new_prompts, copies = self._admit() if admit else ([], {})
+        known: dict[int, torch.Tensor] = {}
+        for rows in self._prefill_batches(new_prompts):
+            requests = [self._rows.requests[row] for row in rows]
+            slots = self._rows.lora_slot[rows]
+            hidden, logits = self._runner.prefill(rows, [request.prompt for request in requests], slots)
+            self.num_prompt_tokens_computed += sum(len(request.prompt) for request in requests)
+            self._score_prompts(requests, slots, hidden)
+            known.update(zip(rows, logits, strict=True))
+            del hidden  # its memory is needed for decoding
+        self._copy_prompts(copies, known)
         if not self._rows:
-            return []
+            return {}
         tokens, log_probs = self._sample(self._logits(known))
         slots = self._rows.lora_slot[: len(tokens)]
         self._rows.append(tokens, log_probs, self.loras.versions(slots, self.weight_version))
         return self._finish_done(tokens, log_probs)
 
     def release_cache(self) -> None:
-        """Gives the cache's memory back. Only while nothing runs."""
+        """Free the memory of the cache. Only while nothing runs."""
         assert not self._rows, "the cache is in use"
         self._cache.release()
 
-    def _admit(self) -> dict[int, torch.Tensor]:
-        """Moves waiting requests into free rows and computes their prompts, equal ones once.
+    def _admit(self) -> tuple[list[int], dict[int, int]]:
+        """Move waiting requests into free rows.
 
-        Returns: a row: [V] float32 logits after its prompt, where they are known
+        Returns: rows whose prompts must be computed; row -> row with the same prompt, whose keys and values it gets.
         """
         if not self._waiting or len(self._rows) == self.max_num_seqs:
-            return {}
+            return [], {}
         sources = {
             (request.prefix, request.lora_serial): row
             for row, request in enumerate(self._rows.requests)
@@ -163,7 +178,7 @@ class NativeEngineCore:
             and self._rows.prompt_lora[row] == request.lora_serial
         }
         new_prompts: list[int] = []
-        copies: list[tuple[int, int]] = []
+        copies: dict[int, int] = {}
         room = self._max_prefill_tokens
         while (request := self._waiting.next(self.max_num_seqs - len(self._rows))) is not None:
             if not self._fits(request):
@@ -177,22 +192,22 @@ class NativeEngineCore:
             self._waiting.take(request)
             row = self._add_row(request)
             if is_copy:
-                copies.append((sources[key], row))
+                copies[row] = sources[key]
             else:
                 sources[key] = row
                 new_prompts.append(row)
-        known: dict[int, torch.Tensor] = {}
-        for rows in self._prefill_batches(new_prompts):
-            known.update(zip(rows, self._prefill(rows), strict=True))
-        for source, row in copies:
+        return new_prompts, copies
+
+    def _copy_prompts(self, copies: Mapping[int, int], known: dict[int, torch.Tensor]) -> None:
+        """Copy keys and values of equal prompts, and add their logits to `known` where they are those of the source."""
+        for row, source in copies.items():
             prompt = self._rows.requests[row].prompt
             self._cache.copy_row(source, row, len(prompt))
             if source in known and self._rows.requests[source].prompt[-1] == prompt[-1]:
                 known[row] = known[source]
-        return known
 
     def _fits(self, request: Request) -> bool:
-        """Whether the cache can hold this request beside the running ones until all of them are at their end."""
+        """Check that the cache can hold this request beside the running ones until all of them have ended."""
         count = len(self._rows)
         if not count or self._cache.max_tokens == math.inf:
             return True
@@ -201,7 +216,7 @@ class NativeEngineCore:
         return rows * length <= self._cache.max_tokens
 
     def _limit(self, request: Request) -> int:
-        """Tokens of prompt and answer at most."""
+        """Return the maximum number of tokens of prompt and response."""
         budget = request.params.max_tokens
         return self.max_model_len if budget is None else min(len(request.prompt) + budget, self.max_model_len)
 
@@ -217,7 +232,7 @@ class NativeEngineCore:
         return row
 
     def _prefill_batches(self, rows: list[int]) -> Iterable[list[int]]:
-        """Rows in batches of similar length, each within `max_prefill_tokens` of padded prompt or of one row."""
+        """Yield rows in batches of similar length, each within `max_prefill_tokens` of padded prompt or of one row."""
         rows = sorted(rows, key=lambda row: self._rows.prompt_length[row])
         batch: list[int] = []
         for row in rows:
@@ -229,37 +244,26 @@ class NativeEngineCore:
         if batch:
             yield batch
 
-    def _prefill(self, rows: list[int]) -> torch.Tensor:
-        """Fills the cache with the prompts of these rows and scores those that are to be scored.
-
-        Returns: [len(rows), V] float32 logits after their last tokens
-        """
-        requests = [self._rows.requests[row] for row in rows]
-        slots = self._rows.lora_slot[rows]
-        hidden, logits = self._runner.prefill(rows, [request.prompt for request in requests], slots)
-        self.num_prompt_tokens_computed += sum(len(request.prompt) for request in requests)
-        scored: dict[int, list[int]] = {}
-        for index, request in enumerate(requests):
-            if request.scoring is not None and request.prefix:
-                scored.setdefault(request.scoring.num_top, []).append(index)
-        for indices in scored.values():
-            states = [hidden[index, : len(requests[index].prompt) - 1] for index in indices]
-            self._score_prompts([rows[index] for index in indices], states)
-        return logits
-
-    def _score_prompts(self, rows: list[int], hidden: list[torch.Tensor]) -> None:
-        """Writes down what the requests of these rows want to know of their prompts (equally many likeliest tokens).
+    def _score_prompts(self, requests: Sequence[Request], slots: np.ndarray, hidden: torch.Tensor) -> None:
+        """Compute the prompt log-probs that requests ask for, together for those with equally many top tokens.
 
         Args:
-            hidden: a row: [P - 1, D], the states after each token of the prompt but its last
+            slots: [n], of their adapters
+            hidden: [n, T, D], states of the prompts' tokens
         """
-        head = self._runner.head(np.repeat(self._rows.lora_slot[rows], [len(states) for states in hidden]))
-        requests = [self._rows.requests[row] for row in rows]
-        for row, scores in zip(rows, score_prompts(requests, hidden, head), strict=True):
-            self._rows.scores[row] = scores
+        groups: dict[int, list[int]] = {}
+        for index, request in enumerate(requests):
+            if request.scoring is not None and request.prefix:
+                groups.setdefault(request.scoring.num_top, []).append(index)
+        for indices in groups.values():
+            scored = [requests[index] for index in indices]
+            states = [hidden[index, : len(requests[index].prompt) - 1] for index in indices]  # [P - 1, D] each
+            head = self._runner.head(np.repeat(slots[indices], [len(each) for each in states]))
+            for request, scores in zip(scored, score_prompts(scored, states, head), strict=True):
+                request.prompt_scores = scores
 
     def _logits(self, known: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """[rows, V] float32 logits after every row's last token.
+        """Compute [rows, V] float32 logits after every row's last token.
 
         Args:
             known: a row: [V], of those that came with their prompts. The last rows of these need no decoding.
@@ -274,7 +278,7 @@ class NativeEngineCore:
         return torch.cat([decoded[:num_decoded], torch.stack(parts)]) if parts else decoded
 
     def _decode(self, count: int) -> torch.Tensor:
-        """[count, V] float32 logits after the last token of the first rows."""
+        """Compute [count, V] float32 logits after the last token of the first rows."""
         last = self._rows.length[:count] - 1
         self._cache.reserve(self._runner.filled(count), int(self._rows.length[: len(self._rows)].max()))
         ids = self._rows.tokens[np.arange(count), last]
@@ -296,48 +300,50 @@ class NativeEngineCore:
         )
         return tokens.cpu().numpy(), log_probs.cpu().numpy()
 
-    def _finish_done(self, tokens: np.ndarray, log_probs: np.ndarray) -> list[Completion]:
+    def _finish_done(self, tokens: np.ndarray, log_probs: np.ndarray) -> Outcomes:
         rows, count = self._rows, len(self._rows)
         stopped = rows.stopped(tokens)
         finite = np.isfinite(log_probs)
         ended = np.flatnonzero(stopped | ~finite | (rows.length[:count] >= rows.max_length[:count]))
-        errors = {row: _not_finite(rows.requests[row]) for row in np.flatnonzero(~finite).tolist()}
-        for row in errors:
+        failed = [rows.requests[row] for row in np.flatnonzero(~finite).tolist()]
+        for row in np.flatnonzero(~finite).tolist():
             self._cache.clear_row(row)
-        return self._finish(ended.tolist(), lambda row: "stop" if stopped[row] else "length", errors)
+        outcomes = self._finish(ended.tolist(), lambda row: "stop" if stopped[row] else "length")
+        return outcomes | {request: _not_finite(request) for request in failed}
 
-    def _finish(
-        self,
-        ended: list[int],
-        reason: Callable[[int], StopReason],
-        errors: dict[int, Exception] | None = None,
-    ) -> list[Completion]:
-        """Takes rows (ascending) out; the last row moves into each hole, so that rows stay dense."""
-        completions = [self._completion(row, reason(row), (errors or {}).get(row)) for row in ended]
-        for row in reversed(ended):
-            last = len(self._rows) - 1
-            self._waiting.give_back(self._rows.requests[row])
-            if row != last:
-                self._cache.copy_row(last, row, int(self._rows.length[last]) - 1)
-                self._rows.move(last, row)
-            self._rows.remove_last()
-        return completions
-
-    def _completion(self, row: int, reason: StopReason, error: Exception | None) -> Completion:
+    def _finish(self, ended: list[int], reason: Callable[[int], StopReason]) -> Outcomes:
+        """Take rows (ascending) out; the last row moves into each hole, so that rows stay dense."""
         rows = self._rows
-        written = slice(int(rows.prompt_length[row]), int(rows.length[row]))
-        return Completion(
-            request=rows.requests[row],
-            token_ids=rows.tokens[row, written].tolist(),
-            log_probs=rows.log_probs[row, written].tolist(),
-            weight_versions=rows.versions[row, written].tolist(),
-            stop_reason=reason,
-            prompt_scores=rows.scores[row],
-            error=error,
-        )
+        outcomes: Outcomes = {}
+        for row in ended:
+            request, generated = rows.requests[row], slice(int(rows.prompt_length[row]), int(rows.length[row]))
+            tokens, log_probs = rows.tokens[row, generated].tolist(), rows.log_probs[row, generated].tolist()
+            versions = rows.versions[row, generated].tolist()
+            outcomes[request] = _completion(request, tokens, log_probs, versions, reason(row))
+        for row in reversed(ended):
+            last = len(rows) - 1
+            self._waiting.give_back(rows.requests[row])
+            if row != last:
+                self._cache.copy_row(last, row, int(rows.length[last]) - 1)
+                rows.move(last, row)
+            rows.remove_last()
+        return outcomes
 
 
-def _not_finite(request: Request) -> Exception:
+def _completion(
+    request: Request, token_ids: list[int], log_probs: list[float], versions: list[int], reason: StopReason
+) -> Completion:
+    scores = [] if request.prompt_scores is None else request.prompt_scores.log_probs.tolist()
+    return Completion(
+        token_ids=token_ids,
+        stop_reason=reason,
+        weight_versions=versions,
+        log_probs=log_probs,
+        prompt_log_probs=None if request.scoring is None else scores,
+    )
+
+
+def _not_finite(request: Request) -> FloatingPointError:
     return FloatingPointError(
         f"the model's log-probabilities are not finite after a prompt of {len(request.prompt)} tokens: "
         "its weights hold NaN or infinity, or overflow in this dtype"

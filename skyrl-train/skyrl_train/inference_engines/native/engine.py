@@ -8,10 +8,9 @@ import asyncio
 import contextlib
 import platform
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,8 +23,10 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineInterface,
     InferenceEngineOutput,
     PauseMode,
+    SamplingKeywords,
 )
-from skyrl_train.inference_engines.native.core import MAX_PREFILL_TOKENS, NativeEngineCore
+from skyrl_train.inference_engines.completion import Completion, requested_output
+from skyrl_train.inference_engines.native.core import MAX_PREFILL_TOKENS, NativeEngineCore, Outcomes
 from skyrl_train.inference_engines.native.loading import (
     cache_bytes_of_token,
     context_length_of,
@@ -36,7 +37,7 @@ from skyrl_train.inference_engines.native.loading import (
 from skyrl_train.inference_engines.native.lora import Lora
 from skyrl_train.inference_engines.native.lora_loading import read_lora
 from skyrl_train.inference_engines.native.mailbox import Mailbox
-from skyrl_train.inference_engines.native.requests import Completion, Request, SamplingParams
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
 from skyrl_train.inference_engines.native.trial import check_generation
 from skyrl_train.inference_engines.native.weights import EngineWeights
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
@@ -48,24 +49,28 @@ _WAKE_TAGS = ("weights", "kv_cache")
 _NO_LORA = "the engine was started without adapters (max_lora_rank=0)"
 
 
-@dataclass(eq=False)
 class _PendingBatch:
-    """One `generate` call: done when its last request is."""
+    """Requests of one `generate` call: done when the last of them is."""
 
-    requests: list[Request]
-    done: "Future[list[Completion]]" = field(default_factory=Future)
-    completions: dict[Request, Completion] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self, requests: list[Request]):
+        self.done: Future[list[Completion]] = Future()
         self.done.set_running_or_notify_cancel()  # a caller that goes away must not cancel what the thread will set
+        self._requests = requests
+        self._outcomes: Outcomes = {}
 
-    def take(self, completion: Completion) -> None:
-        self.completions[completion.request] = completion
-        if len(self.completions) == len(self.requests):
-            self.done.set_result([self.completions[request] for request in self.requests])
+    def take(self, request: Request, outcome: Completion | FloatingPointError) -> None:
+        self._outcomes[request] = outcome
+        if len(self._outcomes) < len(self._requests):
+            return
+        outcomes = [self._outcomes[request] for request in self._requests]
+        completions = [each for each in outcomes if isinstance(each, Completion)]
+        if len(completions) == len(outcomes):
+            self.done.set_result(completions)
+        else:
+            self.done.set_exception(next(each for each in outcomes if isinstance(each, FloatingPointError)))
 
     def fail_with(self, added: "Future[None]") -> None:
-        """Passes on why the requests could not be added."""
+        """Fail with the error for which the requests could not be added."""
         error = added.exception()
         if error is not None:
             self.done.set_exception(error)
@@ -118,7 +123,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
         seed: int = 0,
-        model_config_kwargs: dict[str, Any] | None = None,
+        model_config_kwargs: Mapping[str, object] | None = None,
         trust_remote_code: bool = False,
         command_timeout_seconds: float = 600.0,
         update_timeout_seconds: float = 600.0,
@@ -182,7 +187,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
             max_model_len=self._core.max_model_len,
             dtype=self._dtype,
             node=platform.node(),
-            lacks={} if self._max_lora_rank else {"lora": _NO_LORA},
+            unsupported={} if self._max_lora_rank else {"lora": _NO_LORA},
         )
 
     async def check_health(self) -> None:
@@ -202,35 +207,24 @@ class NativeInferenceEngine(InferenceEngineInterface):
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         completions = await self.complete(requests, input_batch.get("lora_name"))
-        output = InferenceEngineOutput(
-            responses=[self._decode(c.token_ids, params.skip_special_tokens) for c in completions],
-            response_ids=[c.token_ids for c in completions],
-            stop_reasons=[c.stop_reason for c in completions],
-            response_logprobs=None if params.logprobs is None else [c.log_probs for c in completions],
-            weight_versions=[c.weight_versions for c in completions],
-        )
-        if params.prompt_logprobs is not None:
-            output["prompt_logprobs"] = [c.prompt_log_probs for c in completions]
-        return output
+        return requested_output(completions, params, self._decode)
 
     def check_prompt(self, prompt: list[int]) -> np.ndarray:
-        """A prompt for a `Request`. Raises ValueError as `generate` does."""
+        """Return a prompt for a `Request`. Raises ValueError like `generate`."""
         return self._core.check_prompt(prompt)
 
     def text_of(self, token_ids: list[int]) -> str:
-        """Every token written out, special ones as well."""
+        """Decode tokens, special ones as well."""
         return self._decode(token_ids, skip_special_tokens=False)
 
-    async def complete(self, requests: list[Request], lora_name: str | None = None) -> list[Completion]:
-        """`generate` in the engine's own words, for callers in this process: each request with its own settings, no
-        text made of the answers, and what only requests can ask for (`Request`).
+    def complete(self, requests: list[Request], lora_name: str | None = None) -> "asyncio.Future[list[Completion]]":
+        """Complete native requests, each with its own settings, for callers in this process; completions have no text.
+        Cancelling the future aborts the requests.
 
         Raises:
             ValueError: no adapter has that name.
             FloatingPointError: the model's output was not finite.
         """
-        if not requests:
-            return []
         batch = _PendingBatch(requests)
 
         def add() -> None:
@@ -242,16 +236,17 @@ class NativeInferenceEngine(InferenceEngineInterface):
                 self._pending[request] = batch
                 self._core.add_request(request)
 
-        try:
+        def abort(completions: "asyncio.Future[list[Completion]]") -> None:
+            if completions.cancelled():
+                with contextlib.suppress(WorkerError):
+                    self._mailbox.post(lambda: self._resolve(self._core.abort(requests)))
+
+        if requests:
             self._mailbox.post(add).add_done_callback(batch.fail_with)
-            completions = await asyncio.wrap_future(batch.done)
-        except asyncio.CancelledError:
-            with contextlib.suppress(WorkerError):
-                self._mailbox.post(lambda: self._resolve(self._core.abort(requests)))
-            raise
-        for completion in completions:
-            if completion.error is not None:
-                raise completion.error
+        else:
+            batch.done.set_result([])
+        completions = asyncio.wrap_future(batch.done)
+        completions.add_done_callback(abort)
         return completions
 
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
@@ -335,14 +330,13 @@ class NativeInferenceEngine(InferenceEngineInterface):
         return await self._command(finish)
 
     async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
-        """As of any engine. Tokens of an adapter's requests carry its version; requests under way when it is replaced
-        go on with the new one, behind the keys and values of the old."""
+        """See the interface. Requests under way when an adapter is replaced continue with the new one, behind the keys
+        and values of the old."""
         self._require_loras()
         layers = await asyncio.to_thread(read_lora, request.path, self._core.model, self._max_lora_rank)
         return await self._command(lambda: self._core.loras.load(request, layers, self._weights.verification))
 
     async def unload_lora(self, name: str) -> None:
-        """As of any engine; takes as long as the requests that use it."""
         self._require_loras()
         unused: Future[None] = Future()
         unused.set_running_or_notify_cancel()
@@ -350,15 +344,14 @@ class NativeInferenceEngine(InferenceEngineInterface):
         await asyncio.wrap_future(unused)
 
     async def weight_version(self) -> int:
-        """Of the model; an adapter's requests have the adapter's."""
         return await self._command(lambda: self._core.weight_version)
 
     async def reset_prefix_cache(self) -> None:
-        """Nothing to drop: only running requests of the present weights share their prompts."""
+        """Do nothing: only running requests of the present weights share their prompts."""
         await self._command(lambda: None)
 
     async def teardown(self) -> None:
-        """Ends the thread. Requests that wait or run fail with `WorkerError`; so does every later call."""
+        """End the thread. Waiting and running requests fail with `WorkerError`, and so does every later call."""
         self._mailbox.close()
         await asyncio.to_thread(self._thread.join, self._command_timeout)
         if self._thread.is_alive():
@@ -366,11 +359,11 @@ class NativeInferenceEngine(InferenceEngineInterface):
 
     # From a caller's words to requests.
 
-    def _sampling(self, given: dict[str, Any] | None, num: int) -> tuple[SamplingParams, list[tuple[int, int]]]:
-        """The checked settings, and for each of `num` requests what its randomness is made of."""
+    def _sampling(self, given: SamplingKeywords | None, num: int) -> tuple[EngineSamplingParams, list[tuple[int, int]]]:
+        """Return the checked settings, and the seed pair of each of `num` requests."""
         values = dict(given or {})
         pairs = values.pop("seed") if isinstance(values.get("seed"), list | tuple) else None
-        params = SamplingParams.from_dict(values)
+        params = EngineSamplingParams.from_dict(values)
         for token in params.stop_token_ids:
             if not 0 <= token < self._core.vocabulary:
                 raise ValueError(
@@ -410,26 +403,18 @@ class NativeInferenceEngine(InferenceEngineInterface):
         failure = WorkerError("the native engine is closed")
         torch.set_num_threads(self._num_threads)
         try:
-            while self._turn():
-                pass
+            while self._mailbox.run_calls(self._has_work, self._weights.seconds_left()):
+                if self._has_work():
+                    self._resolve(self._core.step(admit=self._pause is None))
+                    if self._pause == "wait" and not self._core.num_running:
+                        self._release_drained()
+                if self._leaving:
+                    self._free_unused_loras()
         except Exception as error:  # whatever it is, those who wait must hear of it
             failure = WorkerError(f"the native engine stopped: {type(error).__name__}: {error}")
             failure.__cause__ = error
         finally:
             self._fail_all(failure)
-
-    def _turn(self) -> bool:
-        """Runs what is in the mailbox, then one step if there is work. False when the engine closes."""
-        seconds = self._weights.seconds_left()
-        if not self._mailbox.run_calls(self._has_work, None if seconds == float("inf") else seconds):
-            return False
-        if self._has_work():
-            self._resolve(self._core.step(admit=self._pause is None))
-            if self._pause == "wait" and not self._core.num_running:
-                self._release_drained()
-        if self._leaving:
-            self._free_unused_loras()
-        return True
 
     def _has_work(self) -> bool:
         if self._weights.asleep or self._cache_asleep or self._weights.updating or not self._weights.complete:
@@ -438,9 +423,9 @@ class NativeInferenceEngine(InferenceEngineInterface):
             return self._core.num_running + self._core.num_waiting > 0
         return self._pause == "wait" and self._core.num_running > 0
 
-    def _resolve(self, completions: list[Completion]) -> None:
-        for completion in completions:
-            self._pending.pop(completion.request).take(completion)
+    def _resolve(self, outcomes: Outcomes) -> None:
+        for request, outcome in outcomes.items():
+            self._pending.pop(request).take(request, outcome)
 
     def _free_unused_loras(self) -> None:
         used = {request.lora for request in self._pending}
@@ -465,7 +450,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
             done.set_exception(error)
 
 
-def _seed_pairs(given: list[Any] | tuple[Any, ...], num: int) -> list[tuple[int, int]]:
+def _seed_pairs(given: Sequence[object], num: int) -> list[tuple[int, int]]:
     pairs = [tuple(pair) if isinstance(pair, list | tuple) else () for pair in given]
     if len(pairs) != num or any(len(pair) != 2 or not all(isinstance(word, int) for word in pair) for pair in pairs):
         raise ValueError(

@@ -14,15 +14,15 @@ from skyrl_train.inference_engines.native.attention import MIN_ROWS
 
 EXPERTS_NAME = "skyrl_native"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""What peft calls the three linear layers of an expert in files."""
+"""Names of the three linear layers of an expert in peft's files."""
 
 
 class ExpertAdapters:
-    """What adapters add to the experts of one layer in a pass: for each projection the matrices of each slot."""
+    """Adapter matrices of the experts of one layer in a pass, by projection and slot."""
 
     def __init__(self) -> None:
         self.matrices: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor, float]]] = {p: {} for p in PROJECTIONS}
-        """Of slots: A [E, R, in], B [E, out, R], scaling."""
+        """Projection -> slot -> A [E, R, in], B [E, out, R], scaling."""
         self.slots: torch.Tensor | None = None
         """[B] the slot of each row of the pass; None: no row uses one."""
 
@@ -31,7 +31,7 @@ class ExpertAdapters:
         return None if self.slots is None else self.slots.repeat_interleave(num_tokens // len(self.slots))
 
     def add_to(self, output: torch.Tensor, projection: str, expert: int, x: torch.Tensor, slots: torch.Tensor) -> None:
-        """Adds scaling B A x to the rows that an expert computes, in place. Rows that share an adapter go together,
+        """Add scaling B A x to the rows that an expert computes, in place. Rows that share an adapter go together,
         padded to `MIN_ROWS`.
 
         Args:
@@ -81,14 +81,14 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, native_experts)
 
 
 def use_native_experts(model: nn.Module) -> None:
-    """Switches a model's expert layers to `native_experts`, if it has such layers and they are of the plain kind."""
+    """Switch a model's expert layers to `native_experts`, if it has such layers and they are of the plain kind."""
     layers = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
     if layers and all(map(is_plain, layers)):
         model.set_experts_implementation(EXPERTS_NAME)  # pyright: ignore[reportCallIssue]
 
 
 def is_plain(module: Any) -> bool:
-    """Whether a module is a layer of fused experts that `native_experts` computes."""
+    """Check that a module is a layer of fused experts that `native_experts` computes."""
     is_layer = hasattr(module, "_is_expert_parallel")
     return is_layer and module.has_gate and not module.has_bias and not module.is_transposed
 

@@ -28,7 +28,7 @@ def load_model(
     *,
     device: torch.device,
     dtype: str,
-    model_config_kwargs: dict[str, Any] | None,
+    model_config_kwargs: Mapping[str, object] | None,
     trust_remote_code: bool,
     dummy_weights: bool = False,
     shared_weights: Mapping[str, torch.Tensor] | None = None,
@@ -72,7 +72,7 @@ def load_model(
 def _share(
     model: PreTrainedModel, weights: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Gives a model on the meta device parameters and buffers that exist: their own memory if device and dtype fit."""
+    """Give a model on the meta device parameters and buffers that exist: their own memory if device and dtype fit."""
     for name, empty in [*model.named_parameters(), *model.named_buffers()]:
         given = weights.get(name)
         if given is None or given.shape != empty.shape:

@@ -50,7 +50,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Groups:
-    """How the rows of one pass are gathered by adapter."""
+    """Grouping of the rows of one pass by adapter."""
 
     num_rows: int
     """B"""
@@ -146,7 +146,7 @@ class _AdaptedLayer:
         return self.a.device
 
     def add_to(self, output: torch.Tensor, input: torch.Tensor, groups: Groups, rank: int) -> None:
-        """Adds the rows' adapters to what the layer made of its input, in place.
+        """Add the rows' adapters to what the layer made of its input, in place.
 
         Args:
             output, input: [B, T, out] and [B, T, in], or both with the first two dimensions as one
@@ -222,20 +222,20 @@ class Loras:
         self._slots: dict[int, Lora] = {}
         self._layers: dict[str, _AdaptedLayer | _AdaptedProjection] = {}
         self._experts: dict[str, ExpertAdapters] = {}
-        """Of layers of experts."""
+        """Adapters of layers of experts."""
         self._hooks: dict[str, Any] = {}
         self._versions = np.zeros(0, np.int64)
         self._ranks = np.zeros(0, np.int64)
-        """Of every slot, padded."""
+        """Padded rank of every slot."""
         self._rank = RANK_BLOCK
-        """Of the stacks: as large as any adapter's yet."""
+        """Rank of the stacks: the largest of any adapter so far."""
         self._serials = 0
         self._groups: Groups | None = None
         self._rank_of_pass = RANK_BLOCK
         self._key: bytes = b""
 
     def __bool__(self) -> bool:
-        """Whether any adapter is there, named or still in use."""
+        """Check for adapters, named or still in use."""
         return bool(self._slots)
 
     def named(self, name: str | None) -> Lora | None:
@@ -255,7 +255,7 @@ class Loras:
     def load(
         self, request: LoraLoadRequest, layers: Mapping[str, LayerMatrices], verification: Verification
     ) -> WeightReport:
-        """Takes an adapter in, or in place of the one with its name: then for the requests under way as well.
+        """Take an adapter in, or in place of the one with its name: then for the requests under way as well.
 
         Raises:
             ValueError: as many as may be are loaded.
@@ -290,7 +290,7 @@ class Loras:
 
     @torch.inference_mode()
     def free(self, lora: Lora) -> None:
-        """Gives the memory of a forgotten adapter back; nobody uses it."""
+        """Give the memory of a forgotten adapter back; nobody uses it."""
         del self._slots[lora.slot]
         for name in list(self._layers):
             self._clear(name, lora.slot)
@@ -300,7 +300,7 @@ class Loras:
                 adapters.slots = None
 
     def to(self, device: torch.device) -> None:
-        """Moves all matrices."""
+        """Move all matrices."""
         for layer in self._layers.values():
             layer.to(device)
         self._key = b""

@@ -100,7 +100,7 @@ def _experts_together(
 
 
 def _is_the_models(name: str, tensor: torch.Tensor, model: nn.Module) -> bool:
-    """Whether a tensor is the model's own: peft adds embeddings and output layer where the latter has an adapter."""
+    """Check for a tensor of the model itself: peft adds embeddings and output layer where the latter has an adapter."""
     own = dict(model.named_parameters(remove_duplicate=False)).get(
         name.removeprefix(_PREFIX).replace(".base_layer.", ".")
     )
@@ -108,7 +108,7 @@ def _is_the_models(name: str, tensor: torch.Tensor, model: nn.Module) -> bool:
 
 
 def tensor_names(layer: str) -> tuple[str, str]:
-    """What peft calls A and B of a layer in its files."""
+    """Return the names of A and B of a layer in peft's files."""
     return f"{_PREFIX}{layer}.lora_A.weight", f"{_PREFIX}{layer}.lora_B.weight"
 
 
@@ -120,7 +120,7 @@ def features_of(module: nn.Module) -> tuple[int, int]:
     return module.in_features, module.out_features
 
 
-def _check_config(path: str, config: Mapping[str, Any]) -> None:
+def _check_config(path: str, config: Mapping[str, object]) -> None:
     if config.get("peft_type") != "LORA":
         raise _refusal(path, f"its peft_type is {config.get('peft_type')!r}, not LORA")
     for field, why in _MORE_THAN_A_PRODUCT.items():

@@ -26,7 +26,7 @@ class Mailbox:
     # From any thread.
 
     def post(self, call: Callable[[], T]) -> "Future[T]":
-        """Has the thread run `call`.
+        """Run `call` in the thread.
 
         Raises:
             WorkerError: it has ended, or is about to.
@@ -42,7 +42,7 @@ class Mailbox:
         return done
 
     def close(self) -> None:
-        """Tells the thread to end."""
+        """Tell the thread to end."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -50,7 +50,7 @@ class Mailbox:
     # From the thread.
 
     def run_calls(self, has_work: Callable[[], bool], timeout: float | None) -> bool:
-        """Waits for calls, unless there is work, and runs them. Returns False when the thread is to end."""
+        """Wait for calls, unless there is work, and run them. Returns: False when the thread is to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._calls or has_work(), timeout)
             if self._closing:
@@ -62,7 +62,7 @@ class Mailbox:
         return True
 
     def fail(self, failure: WorkerError) -> list[Future[Any]]:
-        """Takes no more calls. Returns those that nobody will run now."""
+        """Take no more calls; return those that will not run."""
         with self._changed:
             self._failure = failure
             calls, self._calls = self._calls, []
@@ -70,7 +70,7 @@ class Mailbox:
 
 
 def _answer(call: Callable[[], Any], done: Future[Any]) -> None:
-    """Runs a call; its error belongs to the caller and does not end the thread."""
+    """Run a call; its error belongs to the caller and does not end the thread."""
     try:
         result = call()
     except Exception as error:

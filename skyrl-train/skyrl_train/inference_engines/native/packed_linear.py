@@ -25,12 +25,12 @@ class PackedForward:
         self.pack()
 
     def pack(self) -> None:
-        """Copies the weights as they are now."""
+        """Copy the weights as they are now."""
         with torch.inference_mode():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self._linear.weight.detach(), _ROWS_HINT)
 
     def drop(self) -> None:
-        """Frees the copy."""
+        """Free the copy."""
         self._packed = None
 
     def holds_its_weights(self, sampling: Sampling) -> bool:
@@ -53,7 +53,7 @@ def can_pack() -> bool:
 
 
 def pack_linears(model: torch.nn.Module) -> None:
-    """Packs (or packs again) every large float32 linear layer on the CPU; does nothing where that is not possible."""
+    """Pack every large float32 linear layer on the CPU, or pack it again, where that is possible."""
     if not can_pack():
         return
     for layer in model.modules():
@@ -77,7 +77,7 @@ def _is_worth_it(weight: torch.Tensor) -> bool:
 
 
 def drop_packed(model: torch.nn.Module) -> None:
-    """Frees the packed copies until the next `pack_linears`."""
+    """Free the packed copies until the next `pack_linears`."""
     for layer in model.modules():
         if isinstance(layer.forward, PackedForward):
             layer.forward.drop()

@@ -19,7 +19,7 @@ Head = Callable[[torch.Tensor, slice], torch.Tensor]
 
 
 def ruled(product: torch.Tensor, rule: LogitRule) -> torch.Tensor:
-    """What the model calls logits, from what its output layer gives."""
+    """Compute the model's logits from the product of its output layer."""
     logits = product if rule.multiplier == 1.0 else product * rule.multiplier
     return logits if rule.softcap is None else (logits / rule.softcap).tanh() * rule.softcap
 

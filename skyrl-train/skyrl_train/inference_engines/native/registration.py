@@ -3,14 +3,14 @@
 import inspect
 from typing import Any
 
+from skyrl_gym.suggestions import did_you_mean
 from skyrl_train.config.engine_kinds import EngineTraits, register_engine
 from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.typed import nearest_name
 from skyrl_train.errors import ConfigError
 
 
 def _check_model(generator: GeneratorConfig) -> None:
-    """Raises ConfigError on an unknown keyword, or a model that this engine cannot compute."""
+    """Raise ConfigError on an unknown keyword, or a model that this engine cannot compute."""
     from transformers import AutoConfig
 
     from skyrl_train.inference_engines.native.architecture import check_architecture
@@ -19,11 +19,8 @@ def _check_model(generator: GeneratorConfig) -> None:
     known = list(inspect.signature(NativeInferenceEngine).parameters)
     for name in generator.engine_init_kwargs:
         if name not in known:
-            nearest = nearest_name(name, known)
-            raise ConfigError(
-                f"generator.engine_init_kwargs.{name} is no keyword of the native engine"
-                + (f"; did you mean {nearest}?" if nearest else f"; it has {', '.join(known)}")
-            )
+            hint = did_you_mean(name, known)
+            raise ConfigError(f"generator.engine_init_kwargs.{name} is no keyword of the native engine; {hint}")
     check_architecture(AutoConfig.from_pretrained(generator.model_name, trust_remote_code=True), generator.model_name)
 
 

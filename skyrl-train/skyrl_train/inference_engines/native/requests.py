@@ -1,6 +1,5 @@
-"""What is asked of the engine and what it answers: settings checked at the entrance, requests, completions."""
+"""Requests of the native engine, and their sampling settings, checked at the entrance."""
 
-import difflib
 import math
 import numbers
 from dataclasses import dataclass, field
@@ -8,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_train.inference_engines.base import StopReason
+from skyrl_gym.suggestions import did_you_mean
+from skyrl_train.inference_engines.base import SamplingKeywords
 from skyrl_train.inference_engines.native.lora import Lora
 from skyrl_train.inference_engines.native.sampling import random_key
 from skyrl_train.inference_engines.native.stop_strings import Decode
@@ -18,7 +18,7 @@ GREEDY_BELOW = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class EngineSamplingParams:
     """The engine's keywords, checked. `from_dict` makes them from outside text."""
 
     max_tokens: int | None = None
@@ -35,14 +35,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
-    """Before this many, neither stop tokens (they cannot be chosen) nor stop strings end the answer."""
+    """Number of tokens before which neither stop tokens (they cannot be drawn) nor stop strings end the response."""
     seed: int | None = None
     logprobs: int | None = 0
     """0: the chosen token's log-prob. None: none."""
     prompt_logprobs: int | None = None
     """0: the log-prob of every token of the prompt but the first. None: none."""
     skip_special_tokens: bool = True
-    """Of the response text; ids always hold them."""
+    """Leave special tokens out of the response text; ids always hold them."""
 
     def __post_init__(self) -> None:
         self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None")
@@ -67,8 +67,8 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @classmethod
-    def from_dict(cls, given: dict[str, Any] | None) -> "SamplingParams":
-        """From the engine's keywords. `stop` may be one string.
+    def from_dict(cls, given: SamplingKeywords | None) -> "EngineSamplingParams":
+        """Check the engines' keywords. `stop` may be one string.
 
         Raises:
             ValueError: an unknown keyword, a wrong type or a value out of range; names the keyword, value and rule.
@@ -79,26 +79,26 @@ class SamplingParams:
         return cls(**values)
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
 
 
-def _integer(value: Any) -> int | None:
+def _integer(value: object) -> int | None:
     return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
 
 
-def _boolean(value: Any) -> bool | None:
+def _boolean(value: object) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-def _texts(value: Any) -> tuple[str, ...] | None:
+def _texts(value: object) -> tuple[str, ...] | None:
     if isinstance(value, str):
         return (value,)
     texts = tuple(value) if isinstance(value, list | tuple) else None
     return texts if texts is not None and all(isinstance(text, str) for text in texts) else None
 
 
-def _integers(value: Any) -> tuple[int, ...] | None:
+def _integers(value: object) -> tuple[int, ...] | None:
     ids = tuple(map(_integer, value)) if isinstance(value, list | tuple) else (None,)
     return None if None in ids else ids  # pyright: ignore[reportReturnType]
 
@@ -122,10 +122,9 @@ _KINDS = {
 _NONE_IS_DEFAULT = {"stop": (), "stop_token_ids": ()}
 
 
-def _checked(name: str, value: Any) -> Any:
+def _checked(name: str, value: object) -> Any:
     if name not in _KINDS:
-        nearest = difflib.get_close_matches(name, _KINDS, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(_KINDS)}"
+        hint = did_you_mean(name, _KINDS)
         raise ValueError(f"unknown sampling parameter {name}={value!r}; {hint}")
     if value is None and name in _NONE_IS_DEFAULT:
         return _NONE_IS_DEFAULT[name]
@@ -140,7 +139,7 @@ def _checked(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptScoring:
-    """What a request wants to know of its prompt's tokens."""
+    """Settings of the log-probs of a prompt's tokens."""
 
     temperature: float = 1.0
     num_top: int = 0
@@ -149,7 +148,7 @@ class PromptScoring:
 
 @dataclass(frozen=True, eq=False)
 class PromptScores:
-    """Of every token of a prompt but the first, given those before it."""
+    """Log-probs of every prompt token but the first, and of the likeliest tokens in its place."""
 
     log_probs: np.ndarray
     """[P - 1] float32"""
@@ -165,7 +164,7 @@ class Request:
 
     Args:
         prompt: [P] token ids, int64
-        seed: (seed, index): what its randomness is made of, with the token's position
+        seed: (seed, index); a token's random number is made of them and its position
         lora: the adapter that answers
         scoring: of its prompt; None: as `params.prompt_logprobs` says, at the temperature of the answer
         group: whose it is: groups share the engine fairly (`waiting.py`). None: of nobody in particular
@@ -173,12 +172,14 @@ class Request:
     """
 
     prompt: np.ndarray
-    params: SamplingParams
+    params: EngineSamplingParams
     seed: tuple[int, int]
     lora: Lora | None = None
     scoring: PromptScoring | None = None
     group: str | None = None
     decode: Decode | None = None
+    prompt_scores: PromptScores | None = field(default=None, init=False)
+    """Result of `scoring`, once the prompt is computed."""
     key: np.uint64 = field(init=False)
     prefix: bytes = field(init=False, repr=False)
     """The prompt but for its last token: what is computed before the first decoding step, and may be shared."""
@@ -191,25 +192,5 @@ class Request:
 
     @property
     def lora_serial(self) -> int:
-        """Which adapter computes its keys and values from now on; 0: none."""
+        """Serial of the adapter that computes its keys and values from now on; 0: none."""
         return 0 if self.lora is None else self.lora.serial
-
-
-@dataclass(frozen=True, eq=False)
-class Completion:
-    """What became of a request."""
-
-    request: Request
-    token_ids: list[int]
-    log_probs: list[float]
-    weight_versions: list[int]
-    stop_reason: StopReason
-    prompt_scores: PromptScores | None = None
-    """If asked for; None if it ended before it began."""
-    error: Exception | None = None
-    """Set if the model's output was not finite; then the tokens mean nothing."""
-
-    @property
-    def prompt_log_probs(self) -> list[float]:
-        """Of every token of the prompt but the first; empty if not asked for."""
-        return [] if self.prompt_scores is None else self.prompt_scores.log_probs.tolist()

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from skyrl_train.inference_engines.native.lora import NO_LORA
-from skyrl_train.inference_engines.native.requests import PromptScores, Request
+from skyrl_train.inference_engines.native.requests import Request
 from skyrl_train.inference_engines.native.sampling import SamplingBatch
 from skyrl_train.inference_engines.native.stop_strings import Decode, StopStringFinder
 
@@ -23,7 +23,6 @@ class RowTable:
         self.vocabulary = vocabulary
         self.requests: list[Request] = []
         self.finders: list[StopStringFinder | None] = []
-        self.scores: list[PromptScores | None] = []
         self.length = np.zeros(0, np.int64)
         """Tokens so far, prompt included."""
         self.prompt_length = np.zeros(0, np.int64)
@@ -45,13 +44,12 @@ class RowTable:
         return len(self.requests)
 
     def add(self, request: Request, *, version: int, max_length: int, eos_ids: tuple[int, ...], decode: Decode) -> int:
-        """Appends a request; returns its row."""
+        """Append a request; return its row."""
         row, params = len(self), request.params
         stop_ids = tuple(dict.fromkeys(params.stop_token_ids + (() if params.ignore_eos else eos_ids)))
         self._reserve(row + 1, max_length, len(stop_ids))
         self.requests.append(request)
         self.finders.append(StopStringFinder(params.stop, request.decode or decode) if params.stop else None)
-        self.scores.append(None)
         self.length[row] = self.prompt_length[row] = len(request.prompt)
         self.prompt_version[row] = version
         self.prompt_lora[row] = request.lora_serial
@@ -84,15 +82,14 @@ class RowTable:
         return stopped
 
     def remove_last(self) -> None:
-        """Drops the last row."""
-        for column in (self.requests, self.finders, self.scores):
-            column.pop()
+        """Drop the last row."""
+        self.requests.pop()
+        self.finders.pop()
         self._sampling = None
 
     def move(self, source: int, target: int) -> None:
-        """Overwrites row `target` by row `source`."""
+        """Overwrite row `target` by row `source`."""
         self.requests[target], self.finders[target] = self.requests[source], self.finders[source]
-        self.scores[target] = self.scores[source]
         for column in self._columns():
             column[target] = column[source]
 
@@ -153,7 +150,7 @@ class RowTable:
         return (*flat, "stop_ids", "tokens", "log_probs", "versions")
 
     def _reserve(self, num_rows: int, length: int, num_stop_ids: int) -> None:
-        """Makes the columns large enough. They grow in powers of two."""
+        """Make the columns large enough. They grow in powers of two."""
         if num_rows <= len(self.length) and length <= self.tokens.shape[1] and num_stop_ids <= self.stop_ids.shape[1]:
             return
         widths = {"stop_ids": num_stop_ids, "tokens": length, "log_probs": length, "versions": length}

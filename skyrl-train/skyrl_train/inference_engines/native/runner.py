@@ -1,5 +1,5 @@
-"""What goes through the model: prompts into the cache, then a token a row, and out come logits. Knows rows of the cache
-and slots of adapters; nothing of requests and of who comes next.
+"""Forward passes of the model: prompts into the cache, then one token a row; the results are logits. Knows rows of the
+cache and slots of adapters, but no requests and no scheduling.
 
 Dimensions: n rows, P tokens of a prompt, T tokens it is padded to, D hidden width, V vocabulary.
 """
@@ -65,7 +65,7 @@ class ModelRunner:
     def prefill(
         self, rows: list[int], prompts: Sequence[np.ndarray], slots: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fills rows of the cache with prompts. Shorter ones are padded behind.
+        """Fill rows of the cache with prompts. Shorter ones are padded behind.
 
         Args:
             slots: [n], of the adapters that take part
@@ -128,7 +128,7 @@ class ModelRunner:
         return output.logits[:, -1].float()
 
     def _last_tokens_alone(self, _module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
-        """Before the output layer: of prompts [n, T, D] it takes the last tokens, [filled n, 1, D]."""
+        """Reduce the input of the output layer from prompts [n, T, D] to their last tokens [filled n, 1, D]."""
         ends = self._prompts_end
         if ends is None:
             return None

@@ -1,4 +1,4 @@
-"""From logits to tokens: temperature, penalties, truncation, and one uniform number a token. Pure functions of tensors.
+"""Sampling of tokens from logits: temperature, penalties, truncation, one uniform number a token. Pure functions.
 
 Dimensions: B rows, V vocabulary, P tokens of a row so far, S stop tokens of a row.
 
@@ -56,7 +56,7 @@ class SamplingBatch:
 
 
 def apply_repetition_penalty(logits: torch.Tensor, tokens: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
-    """Divides the positive and multiplies the negative logits of tokens the row already holds (Keskar et al. 2019).
+    """Divide the positive and multiply the negative logits of tokens the row already holds (Keskar et al. 2019).
 
     Args:
         logits: [B, V]
@@ -69,7 +69,7 @@ def apply_repetition_penalty(logits: torch.Tensor, tokens: torch.Tensor, penalty
 
 
 def truncate(probabilities: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Sets to zero what min-p, top-k and top-p leave out, in this order; the rest is not renormalised. Of rows that
+    """Set to zero what min-p, top-k and top-p leave out, in this order; the rest is not renormalised. Of rows that
     belong to the settings of `batch`: all, or the `truncated` ones.
 
     min-p drops tokens below min_p times the likeliest; top-k keeps the k likeliest (and those equal to the k-th); top-p

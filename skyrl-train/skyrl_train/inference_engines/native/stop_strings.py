@@ -24,7 +24,7 @@ class StopStringFinder:
         self._num_read = 0
 
     def push(self, token: int) -> bool:
-        """Takes the next token of the response; True if its text completes a stop string."""
+        """Take the next token of the response; True if its text completes a stop string."""
         self._tokens.append(token)
         known = self._decode(self._tokens[: self._num_read])
         text = self._decode(self._tokens)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from skyrl_train.inference_engines.native.architecture import unfit
 from skyrl_train.inference_engines.native.attention import ATTENTION_NAME
 from skyrl_train.inference_engines.native.core import NativeEngineCore
-from skyrl_train.inference_engines.native.requests import Completion, Request, SamplingParams
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
 
 _PROMPT_TOKENS, _NEW_TOKENS = 40, 3
 _STEP = 7919
@@ -28,7 +28,7 @@ def check_generation(core: NativeEngineCore, model_path: str) -> None:
         ConfigError: the model cannot be computed here, or its log-probs are not those of its own forward.
     """
     try:
-        problem = _difference(core.model, _completion(core))
+        problem = _difference(core)
     except NotImplementedError as error:
         problem = str(error)
     except Exception as error:  # whatever a model's code raises where our attention or cache took the place of its own
@@ -39,24 +39,21 @@ def check_generation(core: NativeEngineCore, model_path: str) -> None:
     core.num_prompt_tokens_computed = 0
 
 
-def _completion(core: NativeEngineCore) -> Completion:
+def _difference(core: NativeEngineCore) -> str | None:
+    """Generate a few tokens, and describe the error in their log-probs; None if there is none."""
     length = min(_PROMPT_TOKENS, core.max_model_len - 1)
     prompt = core.check_prompt((np.arange(1, length + 1) * _STEP % core.vocabulary).tolist())
-    params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True)
-    core.add_request(Request(prompt, params, (0, 0)))
-    while not (completions := core.step()):
+    request = Request(prompt, EngineSamplingParams(max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True), (0, 0))
+    core.add_request(request)
+    while not (outcomes := core.step()):
         pass
-    return completions[0]
-
-
-def _difference(model: PreTrainedModel, completion: Completion) -> str | None:
-    """Describe the error in the log-probs of a completion; None if there is none."""
-    if completion.error is not None:  # weights that hold NaN: requests will say so, and an update may mend it
+    completion = outcomes[request]
+    if isinstance(completion, FloatingPointError):  # weights hold NaN: requests will fail, and an update may repair it
         return None
-    ids = torch.tensor([*completion.request.prompt.tolist(), *completion.token_ids], device=model.device)
-    expected = _own_log_probs(model, ids)[-len(completion.token_ids) :]
+    ids = torch.tensor([*prompt.tolist(), *completion.token_ids], device=core.model.device)
+    expected = _own_log_probs(core.model, ids)[-len(completion.token_ids) :]
     difference = (torch.tensor(completion.log_probs) - expected).abs().mean().item()
-    tolerance = _TOLERANCE[model.dtype]
+    tolerance = _TOLERANCE[core.model.dtype]
     if difference <= tolerance:
         return None
     return f"log-probs of its tokens differ from those of the model's own forward by {difference:.3g} (> {tolerance:g})"

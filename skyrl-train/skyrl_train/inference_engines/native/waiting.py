@@ -54,7 +54,7 @@ class Waiting:
             del self._running[request.group]
 
     def remove(self, chosen: Callable[[Request], bool]) -> list[Request]:
-        """Takes out those that are chosen, without a row."""
+        """Take out those that are chosen, without a row."""
         removed = [request for queue in self._queues.values() for request in queue if chosen(request)]
         for group, queue in list(self._queues.items()):
             kept = deque(request for request in queue if not chosen(request))

@@ -54,17 +54,17 @@ class EngineWeights:
 
     @property
     def verification(self) -> Verification:
-        """How much of a tensor its fingerprint reads: as the trainer asked when it connected."""
+        """Share of a tensor that its fingerprint reads, as the trainer asked when it connected."""
         return self._init_info.verification
 
-    def seconds_left(self) -> float:
-        """Until the open update is given up; infinite if none is open.
+    def seconds_left(self) -> float | None:
+        """Return the time until the open update is given up; None if no update is open.
 
         Raises:
             WeightSyncError: the time is over.
         """
         if self._update_deadline is None:
-            return float("inf")
+            return None
         left = self._update_deadline - time.monotonic()
         if left <= 0:
             raise WeightSyncError(
@@ -74,7 +74,7 @@ class EngineWeights:
         return left
 
     def connect(self, init_info: WeightSyncInitInfo) -> None:
-        """Meets the trainer, whose first update brings every parameter; a former connection is closed."""
+        """Meet the trainer, whose first update brings every parameter; a former connection is closed."""
         self.close()
         self._receiver = WeightReceiver(init_info, self._device)
         self._init_info = init_info
@@ -82,7 +82,7 @@ class EngineWeights:
             self._owed, self._because = set(self._parameters), "a trainer's first update brings all of them"
 
     def update(self, request: WeightUpdateRequest) -> None:
-        """Copies one bucket into the parameters, converting to their dtype; copies nothing if a name or shape is wrong.
+        """Copy one bucket into the parameters, converting to their dtype; copy nothing if a name or shape is wrong.
 
         Raises:
             WeightSyncError: no connection, sleeping weights, an unknown name, a wrong shape, bytes that do not fit.
@@ -107,7 +107,7 @@ class EngineWeights:
                 self._owed.discard(name)
 
     def finish_update(self, version: int) -> WeightReport:
-        """Ends the update; reports the parameters that it brought, as they are now.
+        """End the update; report the parameters that it brought, as they are now.
 
         Raises:
             WeightSyncError: buckets are missing, or parameters that had to come (all in a first update or after a sleep
@@ -176,7 +176,7 @@ class EngineWeights:
         return self._receiver
 
     def _give_up(self, why: str) -> None:
-        """Ends an update that failed. If nothing was written yet, the weights are as before."""
+        """End an update that failed. If nothing was written yet, the weights are as before."""
         if self._written:
             self._owed |= self._written
             self._because, self._complete = f"they are half of an update that failed ({why})", False

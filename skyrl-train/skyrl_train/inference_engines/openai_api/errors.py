@@ -1,6 +1,4 @@
-"""What goes wrong at the endpoint, in OpenAI's words. Clients choose their exception by the status."""
-
-from typing import Any
+"""Errors of the endpoint in OpenAI's format. Clients choose their exception by the status."""
 
 from loguru import logger
 
@@ -32,7 +30,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """The JSON that clients read."""
         kind = _TYPE_OF_STATUS.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -69,7 +67,7 @@ def timed_out() -> ApiError:
 
 
 def error_of_engine(error: Exception) -> ApiError:
-    """What an engine's error means to a client of the endpoint."""
+    """Translate an engine's error to one of the endpoint."""
     if isinstance(error, UnsupportedByEngine):
         return refused(f"the engine cannot do this: {error}", code="unsupported_by_engine")
     if isinstance(error, WorkerError | RolloutError):

@@ -18,9 +18,9 @@ from skyrl_train.inference_engines.openai_api.errors import (
     refused,
     too_busy,
 )
-from skyrl_train.inference_engines.openai_api.generation import Answer, Asker, Prompt
-from skyrl_train.inference_engines.openai_api.payloads import Envelope
-from skyrl_train.inference_engines.openai_api.prompts import ChatOptions, ChatTemplate
+from skyrl_train.inference_engines.openai_api.generation import Asker, GeneratedChoice, Prompt
+from skyrl_train.inference_engines.openai_api.payloads import Envelope, Payload
+from skyrl_train.inference_engines.openai_api.prompts import ChatOptions, EndpointTemplate
 from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
 from skyrl_train.inference_engines.openai_api.replies import ChatReply, CompletionReply, Reply
 from skyrl_train.inference_engines.openai_api.sampling import checked_defaults, sampling_keywords
@@ -33,9 +33,12 @@ from skyrl_train.inference_engines.openai_api.schema import (
 )
 from skyrl_train.inference_engines.openai_api.sessions import Asked, Sessions, one_session
 from skyrl_train.inference_engines.openai_api.streaming import stream
-from skyrl_train.inference_engines.openai_api.tool_calls import ToolFormatName, messages_for_template, tool_format
-
-Payload = dict[str, Any]
+from skyrl_train.inference_engines.openai_api.tool_calls import (
+    ToolFormatName,
+    ToolSyntax,
+    messages_for_template,
+    tool_syntax,
+)
 
 
 class OpenAIFrontend:
@@ -70,9 +73,9 @@ class OpenAIFrontend:
     ):
         self.engine = engine
         self.model_names = [model_names] if isinstance(model_names, str) else list(model_names)
-        self._template = ChatTemplate(tokenizer, chat_template, chat_template_kwargs)
+        self._template = EndpointTemplate(tokenizer, chat_template, chat_template_kwargs)
         self._sessions = Sessions(self._template, recorder)
-        self._tools = tool_format(tools, self._template.source)
+        self._tools: ToolSyntax = tool_syntax(tools, self._template.source)
         self._sampling_defaults = checked_defaults(sampling_defaults)
         self._asker = Asker(engine, request_timeout_seconds)
         self._info: EngineInfo | None = None
@@ -94,7 +97,7 @@ class OpenAIFrontend:
             continue_final_message=request.continue_final_message,
             kwargs=request.chat_template_kwargs or {},
         )
-        text = self._template.text(messages, options)
+        text = self._template.render(messages, options)
         ids = self._sessions.prompt_ids(session, messages, text, options)
         prompt = await self._prompt(request, ids, request.budget, "messages", session)
         reply = ChatReply(
@@ -139,7 +142,7 @@ class OpenAIFrontend:
                 continue_final_message=request.continue_final_message,
                 kwargs=request.chat_template_kwargs or {},
             )
-            ids = self._template.encode(self._template.text(messages_for_template(request.messages), options))
+            ids = self._template.encode(self._template.render(messages_for_template(request.messages), options))
         return {"tokens": ids, "count": len(ids), "max_model_len": (await self._described()).max_model_len}
 
     async def detokenize(self, raw: bytes) -> Payload:
@@ -161,7 +164,7 @@ class OpenAIFrontend:
         return self._model(name, await self._described())
 
     async def check_health(self) -> None:
-        """Raises ApiError if the engine is not well."""
+        """Raise ApiError if the engine is not well."""
         try:
             await self.engine.check_health()
         except Exception as error:  # whatever it is, the engine is not well
@@ -179,7 +182,7 @@ class OpenAIFrontend:
     # From texts and ids to prompts.
 
     def _encoded(self, text: str) -> list[int]:
-        """With what the tokenizer puts before a text: a completion's prompt is a document."""
+        """Encode a text with the special tokens before it: a completion's prompt is a document."""
         return self._template.tokenizer(text)["input_ids"]  # pyright: ignore[reportReturnType]
 
     async def _prompt(
@@ -242,7 +245,7 @@ class OpenAIFrontend:
         finally:
             self._num_under_way -= num_answers
 
-    async def _all_answers(self, prompts: Sequence[Prompt]) -> list[Answer]:
+    async def _all_answers(self, prompts: Sequence[Prompt]) -> list[GeneratedChoice]:
         tasks = [asyncio.create_task(self._asker.whole(prompt)) for prompt in prompts]
         try:
             return [answer for answers in await asyncio.gather(*tasks) for answer in answers]

@@ -8,7 +8,12 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineInterface, InferenceEngineOutput
+from skyrl_train.inference_engines.base import (
+    InferenceEngineInput,
+    InferenceEngineInterface,
+    InferenceEngineOutput,
+    SamplingKeywords,
+)
 from skyrl_train.inference_engines.openai_api.errors import ApiError, error_of_engine, timed_out
 
 Decode = Callable[[list[int]], str]
@@ -21,10 +26,10 @@ of its own behind the prompt, so the prompt is read again for every piece (cheap
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt and how it is to be continued."""
+    """Prompt and settings of its continuation."""
 
     ids: list[int]
-    params: dict[str, Any]
+    params: SamplingKeywords
     """The engines' sampling keywords, `max_tokens` among them and `seed` not."""
     num_choices: int = 1
     seed: int | None = None
@@ -41,8 +46,8 @@ class Prompt:
 
 
 @dataclass
-class Answer:
-    """What was written behind a prompt, so far or in the end. The three lists are one entry a token."""
+class GeneratedChoice:
+    """Tokens generated for one choice of a request, so far or in the end. The three lists have one entry a token."""
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] | None = field(default_factory=list)
@@ -52,7 +57,7 @@ class Answer:
     prompt_log_probs: list[float] | None = None
 
     def add(self, output: InferenceEngineOutput, row: int) -> None:
-        """Takes what an engine wrote behind the prompt and this answer."""
+        """Append the tokens that an engine generated behind the prompt and this choice."""
         log_probs = output["response_logprobs"]
         self.token_ids += output["response_ids"][row]
         self.weight_versions += output["weight_versions"][row]
@@ -62,37 +67,37 @@ class Answer:
             self.prompt_log_probs = of_prompt[row]
 
     def cut(self, length: int) -> None:
-        """Keeps the first `length` tokens."""
+        """Keep the first `length` tokens."""
         del self.token_ids[length:], self.weight_versions[length:]
         if self.log_probs is not None:
             del self.log_probs[length:]
 
 
 class Asker:
-    """An engine, with a deadline for each request and its errors in the API's words."""
+    """Client of an engine: a deadline for each request, and its errors as those of the API."""
 
     def __init__(self, engine: InferenceEngineInterface, timeout_seconds: float):
         self.engine = engine
         self.timeout_seconds = timeout_seconds
 
-    async def whole(self, prompt: Prompt) -> list[Answer]:
-        """The choices of a prompt. Raises ApiError."""
+    async def whole(self, prompt: Prompt) -> list[GeneratedChoice]:
+        """Generate the choices of a prompt. Raises ApiError."""
         async with _Deadline(self.timeout_seconds):
             output = await self._ask(prompt, prompt.ids, prompt.params, prompt.num_choices, prompt.seeds())
         answers = []
         for row in range(prompt.num_choices):
-            answer = Answer(stop_reason=output["stop_reasons"][row])
+            answer = GeneratedChoice(stop_reason=output["stop_reasons"][row])
             answer.add(output, row)
             answers.append(answer)
         return answers
 
-    async def pieces(self, prompt: Prompt, choice: int, decode: Decode) -> AsyncIterator[Answer]:
+    async def pieces(self, prompt: Prompt, choice: int, decode: Decode) -> AsyncIterator[GeneratedChoice]:
         """One choice of a prompt, again and again as it grows; the last has a stop reason. Raises ApiError.
 
         With a seed, the tokens are those of `whole` in engines whose random numbers belong to places in the text
         (native); others draw anew for each piece, from the same distribution.
         """
-        answer, seeds = Answer(), prompt.seeds()
+        answer, seeds = GeneratedChoice(), prompt.seeds()
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + self.timeout_seconds
         most, fewest = prompt.params["max_tokens"], prompt.params.get("min_tokens") or 0
@@ -116,7 +121,7 @@ class Asker:
             yield answer
 
     async def _ask(
-        self, prompt: Prompt, ids: list[int], params: dict[str, Any], num: int, seeds: list[list[int]] | None
+        self, prompt: Prompt, ids: list[int], params: SamplingKeywords, num: int, seeds: list[list[int]] | None
     ) -> InferenceEngineOutput:
         request = InferenceEngineInput(
             prompt_token_ids=[ids] * num,
@@ -133,7 +138,7 @@ class Asker:
 
 
 class _Deadline:
-    """Turns what takes longer than so many seconds into the API's error."""
+    """Deadline whose end is an error of the API."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -142,15 +147,15 @@ class _Deadline:
     async def __aenter__(self) -> None:
         await self._timeout.__aenter__()
 
-    async def __aexit__(self, kind: Any, error: Any, trace: Any) -> None:
+    async def __aexit__(self, *raised: Any) -> None:
         try:
-            await self._timeout.__aexit__(kind, error, trace)
+            await self._timeout.__aexit__(*raised)
         except TimeoutError:
             raise timed_out() from None
 
 
 def _length_at_stop(ids: list[int], stop: list[str], start: int, decode: Decode) -> int | None:
-    """How many tokens there are when the first stop text is complete, looking from token `start` on; None if none is.
+    """Return the number of tokens up to the end of the first stop text, searched from token `start` on; None: no match.
 
     An engine that continues an answer does not see a stop text that began before it.
     """
@@ -164,6 +169,6 @@ def _length_at_stop(ids: list[int], stop: list[str], start: int, decode: Decode)
 
 
 def end_of_stop(text: str, stop: str, known: int) -> int | None:
-    """Where `stop` begins in `text`, if it ends behind the first `known` characters."""
+    """Return the start of `stop` in `text`, if it ends behind the first `known` characters."""
     place = text.find(stop, max(0, known - len(stop) + 1))
     return place if place >= 0 else None

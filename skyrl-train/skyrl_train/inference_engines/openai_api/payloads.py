@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_train.inference_engines.openai_api.generation import Answer
-from skyrl_train.inference_engines.openai_api.prompts import ChatTemplate
-from skyrl_train.inference_engines.openai_api.tool_calls import ToolCall
+from skyrl_gym.chat.tool_calls import ToolCall
+from skyrl_train.inference_engines.openai_api.generation import GeneratedChoice
+from skyrl_train.inference_engines.openai_api.prompts import EndpointTemplate
+
+Payload = dict[str, Any]
+"""JSON object."""
 
 LOWEST_LOG_PROB = -9999.0
 """Stands for minus infinity, which JSON lacks."""
@@ -26,7 +29,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Envelope:
-    """What every answer to one request carries."""
+    """Fields common to all responses to one request."""
 
     kind: str
     """`chat.completion`, `text_completion`."""
@@ -34,7 +37,7 @@ class Envelope:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def around(self, choices: list[dict[str, Any]], answers: Sequence[Answer], chunk: bool = False) -> dict[str, Any]:
+    def around(self, choices: list[Payload], answers: Sequence[GeneratedChoice], chunk: bool = False) -> Payload:
         """The object with these choices, and the newest weights that wrote one of these answers."""
         version = max((version for answer in answers for version in answer.weight_versions), default=None)
         chat = self.kind == "chat.completion"
@@ -49,7 +52,7 @@ class Envelope:
         }
 
 
-def usage(num_prompt_tokens: int, answers: Sequence[Answer]) -> dict[str, int]:
+def usage(num_prompt_tokens: int, answers: Sequence[GeneratedChoice]) -> dict[str, int]:
     """The numbers of tokens; a prompt counts once, however many choices it has."""
     written = sum(len(answer.token_ids) for answer in answers)
     return {
@@ -59,9 +62,9 @@ def usage(num_prompt_tokens: int, answers: Sequence[Answer]) -> dict[str, int]:
     }
 
 
-def assistant_message(written: Written) -> dict[str, Any]:
+def assistant_message(written: Written) -> Payload:
     """A chat answer."""
-    message: dict[str, Any] = {"role": "assistant", "content": written.content or None, "refusal": None}
+    message: Payload = {"role": "assistant", "content": written.content or None, "refusal": None}
     if written.calls:
         message["tool_calls"] = [_call(call) for call in written.calls]
     else:
@@ -69,22 +72,20 @@ def assistant_message(written: Written) -> dict[str, Any]:
     return message
 
 
-def call_deltas(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+def call_deltas(calls: Sequence[ToolCall]) -> list[Payload]:
     """Tool calls in a streamed answer: each whole, in one piece."""
     return [{"index": index} | _call(call) for index, call in enumerate(calls)]
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _call(call: ToolCall) -> Payload:
     return {
         "id": f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
+        "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
     }
 
 
-def chat_logprobs(
-    template: ChatTemplate, token_ids: Sequence[int], log_probs: Sequence[float | None]
-) -> dict[str, Any]:
+def chat_logprobs(template: EndpointTemplate, token_ids: Sequence[int], log_probs: Sequence[float | None]) -> Payload:
     """One entry a token."""
     content = []
     for token, log_prob in zip(token_ids, log_probs, strict=True):
@@ -94,12 +95,12 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    template: ChatTemplate,
+    template: EndpointTemplate,
     token_ids: Sequence[int],
     log_probs: Sequence[float | None],
     offset: int,
     skip_special_tokens: bool,
-) -> dict[str, Any]:
+) -> Payload:
     """Parallel lists, one entry a token; `offset` is where in the text the first begins. The text is without special
     tokens if they are skipped; the list of tokens has them always."""
     tokens = [template.text_of(token) for token in token_ids]
@@ -119,7 +120,7 @@ def _finite(log_prob: float | None) -> float | None:
     return None if log_prob is None else max(float(log_prob), LOWEST_LOG_PROB)
 
 
-def server_sent(payload: dict[str, Any]) -> str:
+def server_sent(payload: Payload) -> str:
     """One event of a stream."""
     return f"data: {json.dumps(payload, ensure_ascii=False, separators=(',', ':'))}\n\n"
 

@@ -1,4 +1,4 @@
-"""From messages to the tokens that a model continues. Knows no engine and no HTTP.
+"""Prompts: messages to the tokens that a model continues. Knows no engine and no HTTP.
 
 What a model wrote in an earlier turn of a session is not encoded again: where the chat template shows that answer as it
 was written, its tokens stand in the prompt as they were drawn.
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.chat.template import ChatTemplate, ChatTemplateError
 from skyrl_train.inference_engines.openai_api.errors import refused
 from skyrl_train.types import ConversationType, MessageType
 
@@ -22,7 +22,7 @@ _MOST_EXCHANGES = 32
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """What a request says of how its messages are rendered."""
+    """Options of a request for the chat template."""
 
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
@@ -30,13 +30,14 @@ class ChatOptions:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-class ChatTemplate:
-    """A tokenizer with its chat template.
+class EndpointTemplate(ChatTemplate):
+    """Chat template whose failures are errors of the request.
 
     Args:
-        chat_template: Jinja text; None: the tokenizer's own.
-        kwargs: what the template reads besides messages; a request's own win.
+        kwargs: variables of the template besides messages; a request's own take precedence.
     """
+
+    tokenizer: PreTrainedTokenizerBase
 
     def __init__(
         self,
@@ -44,19 +45,11 @@ class ChatTemplate:
         chat_template: str | None = None,
         kwargs: dict[str, Any] | None = None,
     ):
-        self.tokenizer = tokenizer
-        self.chat_template = chat_template
-        self.kwargs = dict(kwargs or {})
+        super().__init__(tokenizer, chat_template, kwargs)
         self._texts: dict[tuple[int, bool], str] = {}
 
-    @property
-    def source(self) -> str | None:
-        """The template's text, if there is one of this kind."""
-        template = self.chat_template or self.tokenizer.chat_template
-        return template if isinstance(template, str) else None
-
-    def text(self, messages: ConversationType, options: ChatOptions) -> str:
-        """The conversation as the template renders it.
+    def render(self, messages: ConversationType, options: ChatOptions) -> str:
+        """Render a conversation.
 
         Raises:
             ApiError: there is no template, or it cannot render these messages.
@@ -64,25 +57,14 @@ class ChatTemplate:
         if self.chat_template is None and not self.tokenizer.chat_template:
             raise refused("the model has no chat template; use /v1/completions", "messages")
         reserved = {"messages", "tools", "tokenize", "return_dict", "chat_template", "conversation"}
+        reserved |= {"add_generation_prompt", "continue_final_message"}
         if wrong := sorted(reserved & set(options.kwargs)):
             raise refused(f"chat_template_kwargs may not hold {', '.join(wrong)}", "chat_template_kwargs")
-        kwargs = self.kwargs | options.kwargs
+        kwargs = options.kwargs | {"continue_final_message": options.continue_final_message}
         try:
-            return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
-                messages,
-                tools=options.tools,  # pyright: ignore[reportArgumentType]
-                tokenize=False,
-                add_generation_prompt=options.add_generation_prompt,
-                continue_final_message=options.continue_final_message,
-                chat_template=self.chat_template,
-                **kwargs,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise refused(f"the chat template cannot render these messages: {error}", "messages") from error
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens around it."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+            return self.text(messages, options.add_generation_prompt, tools=options.tools, **kwargs)
+        except ChatTemplateError as error:
+            raise refused(str(error), "messages") from error
 
     def text_of(self, token: int, skip_special_tokens: bool = False) -> str:
         """The text of one token. Remembered: a vocabulary is small, and answers ask for each of their tokens."""
@@ -90,11 +72,6 @@ class ChatTemplate:
         if key not in self._texts:
             self._texts[key] = self.decode([token], skip_special_tokens)
         return self._texts[key]
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self.tokenizer.decode(  # pyright: ignore[reportReturnType]
-            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
 
 
 @dataclass(frozen=True)
@@ -107,7 +84,7 @@ class Said:
 
     @classmethod
     def of(cls, message: MessageType) -> "Said":
-        """From a message for templates (see `messages_for_template`)."""
+        """Return what a message for templates says (see `messages_for_template`)."""
         calls = (call["function"] for call in message.get("tool_calls") or [])
         return cls(
             str(message.get("content") or "").strip(),
@@ -137,7 +114,7 @@ class ConversationMemory:
             conversation is rendered from its messages.
     """
 
-    def __init__(self, template: ChatTemplate, max_tokens: int = 32_000_000):
+    def __init__(self, template: EndpointTemplate, max_tokens: int = 32_000_000):
         self._template = template
         self._max_tokens = max_tokens
         self._num_tokens = 0
@@ -151,7 +128,7 @@ class ConversationMemory:
         prompt_ids: Sequence[int],
         answers: Sequence[tuple[Said, Sequence[int]]],
     ) -> None:
-        """Takes the prompt made of `num_messages` messages, and the answers to it with their tokens."""
+        """Take the prompt made of `num_messages` messages, and the answers to it with their tokens."""
         exchange = _Exchange(
             num_messages,
             prompt_text,
@@ -169,7 +146,7 @@ class ConversationMemory:
             self._num_tokens -= sum(exchange.num_tokens for exchange in forgotten)
 
     def may_know(self, session: str | int, messages: ConversationType) -> bool:
-        """These messages go on after an answer that this session was given."""
+        """Check that these messages follow a completion of this session."""
         return any(
             exchange.num_messages < len(messages) and messages[exchange.num_messages]["role"] == "assistant"
             for exchange in self._sessions.get(session, [])
@@ -178,7 +155,7 @@ class ConversationMemory:
     def recall(
         self, session: str | int, messages: ConversationType, text: str, options: ChatOptions
     ) -> list[int] | None:
-        """The ids of a conversation with our own answers as they were drawn; None if it cannot be had.
+        """Return the ids of a conversation, with earlier completions as they were drawn; None if that is not possible.
 
         Args:
             text: the messages as the template renders them. The longest earlier prompt that it begins with is taken,
@@ -203,10 +180,10 @@ class ConversationMemory:
         return None
 
     def _tail(self, messages: ConversationType, answered: int, text: str, options: ChatOptions) -> str | None:
-        """What the template puts after an answer: what it puts after a mark in its place."""
+        """Return the template's text after a completion: that after a mark in its place."""
         marked = [*messages[:answered], {"role": "assistant", "content": _MARK}, *messages[answered + 1 :]]
         try:
-            rendered = self._template.text(marked, options)
+            rendered = self._template.render(marked, options)
         except Exception:  # a template that has no word for a result without a call, in whatever way it says so
             return None
         place = rendered.rfind(_MARK)
@@ -224,13 +201,8 @@ class ConversationMemory:
             return None
         last = self._template.decode(ids[-1:], skip_special_tokens=False)
         if is_closed and tail.startswith(last):
-            return self._encoded_behind(last, tail[len(last) :])
-        return self._encoded_behind(_MARK, tail)
-
-    def _encoded_behind(self, before: str, text: str) -> list[int]:
-        """The ids of `text` as they are behind `before`: some tokenizers treat the start of a text differently."""
-        head, whole = self._template.encode(before), self._template.encode(before + text)
-        return whole[len(head) :] if whole[: len(head)] == head else self._template.encode(text)
+            return self._template.encode_after(last, tail[len(last) :])
+        return self._template.encode_after(_MARK, tail)
 
 
 def _squeezed(text: str) -> str:

@@ -25,7 +25,7 @@ class RecordedTurn:
     temperature: float
     """The log-probs are those of this temperature."""
     messages: ConversationType | None
-    """What the prompt was made of; None for requests that gave a text or tokens."""
+    """Messages of the prompt; None for requests that gave a text or tokens."""
     answer: MessageType | None
     """The assistant message that the agent was given."""
     request: str
@@ -67,7 +67,7 @@ class RequestRecorder:
         self.num_dropped_sessions = 0
 
     def record(self, session: str | int, turns: Sequence[RecordedTurn]) -> None:
-        """Takes the choices of one request."""
+        """Take the choices of one request."""
         with self._lock:
             self._sessions.setdefault(str(session), _Session()).turns.extend(turns)
             self._sessions.move_to_end(str(session))

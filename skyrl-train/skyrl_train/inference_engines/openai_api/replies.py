@@ -5,11 +5,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
-from skyrl_train.inference_engines.openai_api.generation import Answer, Prompt, end_of_stop
+from skyrl_gym.chat.tool_calls import before_tool_calls, split_tool_calls
+from skyrl_train.inference_engines.openai_api.generation import GeneratedChoice, Prompt, end_of_stop
 from skyrl_train.inference_engines.openai_api.payloads import (
     Envelope,
+    Payload,
     Written,
     assistant_message,
     call_deltas,
@@ -17,15 +18,15 @@ from skyrl_train.inference_engines.openai_api.payloads import (
     completion_logprobs,
     usage,
 )
-from skyrl_train.inference_engines.openai_api.prompts import ChatTemplate
+from skyrl_train.inference_engines.openai_api.prompts import EndpointTemplate
 from skyrl_train.inference_engines.openai_api.schema import ChatRequest, CompletionRequest
-from skyrl_train.inference_engines.openai_api.tool_calls import ToolFormat
+from skyrl_train.inference_engines.openai_api.tool_calls import ToolSyntax
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class Reply(ABC):
-    """What the answers to one request are made into.
+    """Response to one request, made of its completions.
 
     Args:
         prompts: what the engine continues; choice `index` belongs to prompt `index // num_choices`.
@@ -34,7 +35,7 @@ class Reply(ABC):
     def __init__(
         self,
         request: ChatRequest | CompletionRequest,
-        template: ChatTemplate,
+        template: EndpointTemplate,
         envelope: Envelope,
         prompts: Sequence[Prompt],
     ):
@@ -47,7 +48,7 @@ class Reply(ABC):
     def num_answers(self) -> int:
         return len(self.prompts) * self.request.num_choices
 
-    def read(self, answer: Answer) -> Written:
+    def read(self, answer: GeneratedChoice) -> Written:
         """The answer as a client sees it: of one that still grows, what will stay whatever follows."""
         text = self.decode(answer.token_ids)
         if answer.stop_reason is None:
@@ -73,68 +74,68 @@ class Reply(ABC):
                 held = max(held, *(n for n in range(len(stop)) if n == 0 or text.endswith(stop[:n])))
         return text[: len(text) - held]
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[GeneratedChoice]) -> Payload:
         """The object that answers the request."""
         choices = [self.choice(index, answer) for index, answer in enumerate(answers)]
         return self.envelope.around(choices, answers) | {"usage": self.usage(answers)}
 
-    def usage(self, answers: Sequence[Answer]) -> dict[str, int]:
+    def usage(self, answers: Sequence[GeneratedChoice]) -> dict[str, int]:
         return usage(sum(len(prompt.ids) for prompt in self.prompts), answers)
 
     def prompt_of(self, index: int) -> Prompt:
         """The prompt behind which choice `index` stands."""
         return self.prompts[index // self.request.num_choices]
 
-    def token_ids(self, answer: Answer, start: int = 0) -> dict[str, Any]:
-        """What `return_token_ids` asks for, from token `start` on."""
+    def token_ids(self, answer: GeneratedChoice, start: int = 0) -> Payload:
+        """Return the fields of `return_token_ids`, from token `start` on."""
         if not self.request.return_token_ids:
             return {}
         return {"token_ids": answer.token_ids[start:], "weight_versions": answer.weight_versions[start:]}
 
     @abstractmethod
-    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+    def choice(self, index: int, answer: GeneratedChoice) -> Payload:
         """One choice of the whole object."""
 
     @abstractmethod
-    def first_delta(self, index: int) -> dict[str, Any] | None:
-        """What a streamed choice begins with, if it begins with something."""
+    def first_delta(self, index: int) -> Payload | None:
+        """Return the first chunk of a streamed choice, if its kind has one."""
 
     @abstractmethod
-    def delta(self, index: int, answer: Answer, text: str, start: int, written: Written) -> dict[str, Any]:
+    def delta(self, index: int, answer: GeneratedChoice, text: str, start: int, written: Written) -> Payload:
         """One step of a streamed choice: `text` is what is new in it, and the tokens from `start` on."""
 
 
 class ChatReply(Reply):
-    """To `POST /v1/chat/completions`."""
+    """Response to `POST /v1/chat/completions`."""
 
     request: ChatRequest
 
     def __init__(
         self,
         request: ChatRequest,
-        template: ChatTemplate,
+        template: EndpointTemplate,
         envelope: Envelope,
         prompts: Sequence[Prompt],
-        tool_format: ToolFormat | None,
+        tools: ToolSyntax | None,
     ):
         super().__init__(request, template, envelope, prompts)
-        self._tool_format = tool_format
+        self._tools: ToolSyntax | None = tools
 
-    def read(self, answer: Answer) -> Written:
+    def read(self, answer: GeneratedChoice) -> Written:
         written = super().read(answer)
-        if self._tool_format is None:
+        if self._tools is None:
             return written
         if answer.stop_reason is None:
-            return Written(self._tool_format.visible(written.content))
-        parsed = self._tool_format.parse(written.content)
-        reason = "tool_calls" if parsed.calls and answer.stop_reason == "stop" else answer.stop_reason
-        return Written(parsed.content, parsed.calls, reason)
+            return Written(before_tool_calls(written.content, self._tools))
+        content, calls = split_tool_calls(written.content, self._tools)
+        reason = "tool_calls" if calls and answer.stop_reason == "stop" else answer.stop_reason
+        return Written(content, tuple(calls), reason)
 
-    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[GeneratedChoice]) -> Payload:
         ids = {"prompt_token_ids": self.prompts[0].ids} if self.request.return_token_ids else {}
         return super().whole(answers) | ids
 
-    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+    def choice(self, index: int, answer: GeneratedChoice) -> Payload:
         written = self.read(answer)
         return {
             "index": index,
@@ -143,11 +144,11 @@ class ChatReply(Reply):
             "logprobs": self._logprobs(answer, 0),
         } | self.token_ids(answer)
 
-    def first_delta(self, index: int) -> dict[str, Any]:
+    def first_delta(self, index: int) -> Payload:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}
 
-    def delta(self, index: int, answer: Answer, text: str, start: int, written: Written) -> dict[str, Any]:
-        delta: dict[str, Any] = {"content": text} if text else {}
+    def delta(self, index: int, answer: GeneratedChoice, text: str, start: int, written: Written) -> Payload:
+        delta: Payload = {"content": text} if text else {}
         if written.calls:
             delta["tool_calls"] = call_deltas(written.calls)
         return {
@@ -157,18 +158,18 @@ class ChatReply(Reply):
             "logprobs": self._logprobs(answer, start),
         } | self.token_ids(answer, start)
 
-    def _logprobs(self, answer: Answer, start: int) -> dict[str, Any] | None:
+    def _logprobs(self, answer: GeneratedChoice, start: int) -> Payload | None:
         if not self.request.logprobs or answer.log_probs is None:
             return None
         return chat_logprobs(self.template, answer.token_ids[start:], answer.log_probs[start:])
 
 
 class CompletionReply(Reply):
-    """To `POST /v1/completions`."""
+    """Response to `POST /v1/completions`."""
 
     request: CompletionRequest
 
-    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+    def choice(self, index: int, answer: GeneratedChoice) -> Payload:
         written = self.read(answer)
         prompt = self.prompt_of(index)
         ids = {"prompt_token_ids": prompt.ids} if self.request.return_token_ids else {}
@@ -184,11 +185,11 @@ class CompletionReply(Reply):
             | self.token_ids(answer)
         )
 
-    def first_delta(self, index: int) -> dict[str, Any] | None:
+    def first_delta(self, index: int) -> Payload | None:
         echoed = self._echoed(self.prompt_of(index))
         return {"index": index, "text": echoed, "finish_reason": None, "logprobs": None} if echoed else None
 
-    def delta(self, index: int, answer: Answer, text: str, start: int, written: Written) -> dict[str, Any]:
+    def delta(self, index: int, answer: GeneratedChoice, text: str, start: int, written: Written) -> Payload:
         prompt = self.prompt_of(index)
         offset = len(self._echoed(prompt)) + len(self.decode(answer.token_ids[:start]))
         return {
@@ -202,8 +203,8 @@ class CompletionReply(Reply):
         return self.decode(prompt.ids) if self.request.echo else ""
 
     def _logprobs(
-        self, prompt: Prompt, answer: Answer, start: int, offset: int, with_prompt: bool
-    ) -> dict[str, Any] | None:
+        self, prompt: Prompt, answer: GeneratedChoice, start: int, offset: int, with_prompt: bool
+    ) -> Payload | None:
         if self.request.logprobs is None or answer.log_probs is None:
             return None
         ids, values = answer.token_ids[start:], list[float | None](answer.log_probs[start:])

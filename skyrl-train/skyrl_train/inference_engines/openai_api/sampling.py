@@ -1,9 +1,10 @@
-"""What a request says of sampling, in the engines' keywords."""
+"""Sampling settings of a request, as the engines' keywords."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_train.inference_engines.native.requests import SamplingParams
+from skyrl_train.inference_engines.base import SamplingKeywords
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams
 from skyrl_train.inference_engines.openai_api.errors import refused
 from skyrl_train.inference_engines.openai_api.schema import ChatRequest, CompletionRequest
 
@@ -11,7 +12,7 @@ _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _SAME_NAME = (*_DEFAULTED, "min_tokens", "stop_token_ids", "ignore_eos")
 
 
-def checked_defaults(defaults: Mapping[str, Any] | None) -> dict[str, Any]:
+def checked_defaults(defaults: Mapping[str, object] | None) -> SamplingKeywords:
     """Keywords for requests that name none. Raises ValueError for others than temperature, top_p, top_k, min_p and
     repetition_penalty."""
     if unknown := sorted(set(defaults or {}) - set(_DEFAULTED)):
@@ -25,7 +26,7 @@ def sampling_keywords(
     room: int,
     defaults: Mapping[str, Any],
     log_probs: bool,
-) -> dict[str, Any]:
+) -> SamplingKeywords:
     """The keywords of `InferenceEngineInput.sampling_params`, without `seed`.
 
     Args:
@@ -50,7 +51,7 @@ def sampling_keywords(
     if client_wants_log_probs and isinstance(request, CompletionRequest) and request.echo:
         keywords["prompt_logprobs"] = 0
     try:
-        SamplingParams.from_dict(keywords)  # what an engine would say, before it is asked
+        EngineSamplingParams.from_dict(keywords)  # what an engine would say, before it is asked
     except ValueError as error:
         raise refused(str(error)) from error
     return keywords

@@ -4,12 +4,12 @@ A field that would change the answer and cannot be honoured is refused unless it
 changes nothing (`user`, `metadata`) is taken and not read. Fields beyond OpenAI's are those that vLLM's servers have.
 """
 
-import difflib
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
+from skyrl_gym.suggestions import did_you_mean
 from skyrl_train.inference_engines.openai_api.errors import ApiError, refused
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -18,7 +18,7 @@ MAX_CHOICES = 128
 MAX_ANSWERS = 2048
 """Prompts times choices of one request."""
 
-_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+_NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "frequency_penalty": ((None, 0), "use repetition_penalty"),
     "presence_penalty": ((None, 0), "use repetition_penalty"),
     "logit_bias": ((None, {}), "leave it out"),
@@ -44,7 +44,7 @@ Count = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class StreamOptions(BaseModel):
-    """How a streamed answer ends."""
+    """Options of a streamed response."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
@@ -52,7 +52,7 @@ class StreamOptions(BaseModel):
 
 
 class _Request(BaseModel):
-    """What both kinds of request have."""
+    """Fields of both kinds of request."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -79,12 +79,12 @@ class _Request(BaseModel):
 
     # Taken and not read.
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, object] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_options: dict[str, object] | None = None
     prompt_cache_retention: str | None = None
 
     # Taken where they ask for nothing.
@@ -106,7 +106,7 @@ class _Request(BaseModel):
 
 
 class FunctionCall(BaseModel):
-    """What an assistant called."""
+    """Function call of an assistant."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
     name: str
@@ -145,23 +145,23 @@ class ChatRequest(_Request):
     messages: list[Message]
     max_completion_tokens: Count | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Any = None
+    tool_choice: object = None
     logprobs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
-    prediction: Any = None  # taken and not read: it makes OpenAI's servers faster
+    prediction: object = None  # taken and not read: it makes OpenAI's servers faster
 
     top_logprobs: Count | None = None
     parallel_tool_calls: bool | None = None
-    response_format: Any = None
-    functions: Any = None
-    function_call: Any = None
+    response_format: object = None
+    functions: object = None
+    function_call: object = None
     modalities: list[str] | None = None
-    audio: Any = None
-    web_search_options: Any = None
-    moderation: Any = None
+    audio: object = None
+    web_search_options: object = None
+    moderation: object = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
 
@@ -285,8 +285,7 @@ def _check_between_fields(request: BaseModel) -> None:
 
 
 def _unknown(name: str, kind: type[BaseModel]) -> ApiError:
-    nearest = difflib.get_close_matches(name, kind.model_fields, n=1)
-    hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(sorted(kind.model_fields))}"
+    hint = did_you_mean(name, sorted(kind.model_fields))
     return refused(f"unknown field {name}; {hint}", name, "unknown_parameter")
 
 
@@ -299,6 +298,6 @@ def _invalid(error: ValidationError) -> ApiError:
     return refused(f"{where}: {first['msg']}{got}", str(first["loc"][0]) if first["loc"] else None, code)
 
 
-def _shortened(value: Any) -> str:
+def _shortened(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}…"

@@ -57,7 +57,7 @@ def create_app(frontend: OpenAIFrontend, api_key: str | None = None, max_body_by
 
         return add
 
-    async def generated(request: Request, generate: Callable[..., Coroutine[Any, Any, Any]]) -> Response:
+    async def generated(request: Request, generate: Callable[..., Awaitable[Any]]) -> Response:
         body = await _body(request, max_body_bytes)
         session = request.headers.get(SESSION_HEADER)
         return await _while_connected(request, _generated(generate(body, session or None)))
@@ -138,14 +138,14 @@ class EndpointServer:
 
     @property
     def url(self) -> str:
-        """What clients take as their base URL. Known once the server has started."""
+        """Base URL for clients. Known after the start."""
         assert self._socket is not None, "start() comes first"
         host, port = self._socket.getsockname()[:2]
         reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host) or str(host)
         return f"http://[{reachable}]:{port}/v1" if ":" in reachable else f"http://{reachable}:{port}/v1"
 
     async def start(self) -> None:
-        """Listens, and returns when requests are answered.
+        """Listen, and return when requests are answered.
 
         Raises:
             ConfigError: the port is taken, or this machine has no such address.
@@ -177,7 +177,7 @@ class EndpointServer:
             await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
-        """Takes no new requests, gives those under way some seconds, and closes. Nothing happens if it does not run."""
+        """Take no new requests, give those under way some seconds, and close. No effect if it does not run."""
         server, task, sock = self._server, self._task, self._socket
         self._server = self._task = None
         if server is not None and task is not None:
@@ -200,7 +200,7 @@ class _Server(uvicorn.Server):
 
 
 def check_address(host: str, port: int) -> None:
-    """Before anything starts that takes longer: can the endpoint listen here? Raises ConfigError as `start` does."""
+    """Check that the endpoint can listen here, before slower parts start. Raises ConfigError like `start`."""
     _listening(host, port).close()
 
 
@@ -275,7 +275,7 @@ async def _with_first(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str
         yield event
 
 
-async def _while_connected(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
+async def _while_connected(request: Request, answer: Coroutine[None, None, Response]) -> Response:
     """The answer; if the client goes away before, the work on it is cancelled (engines then abort the request)."""
     work, gone = asyncio.create_task(answer), asyncio.create_task(_disconnected(request))
     try:

@@ -1,4 +1,4 @@
-"""What is kept of a session's requests: their tokens for the prompts to come, their turns for the recorder."""
+"""Memory of a session's requests: their tokens for later prompts, their turns for the recorder."""
 
 import hashlib
 import json
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from skyrl_train.inference_engines.openai_api.errors import refused
-from skyrl_train.inference_engines.openai_api.generation import Answer
+from skyrl_train.inference_engines.openai_api.generation import GeneratedChoice
 from skyrl_train.inference_engines.openai_api.payloads import assistant_message
-from skyrl_train.inference_engines.openai_api.prompts import ChatOptions, ChatTemplate, ConversationMemory, Said
+from skyrl_train.inference_engines.openai_api.prompts import ChatOptions, ConversationMemory, EndpointTemplate, Said
 from skyrl_train.inference_engines.openai_api.recorder import RecordedTurn, RequestRecorder
 from skyrl_train.inference_engines.openai_api.replies import Reply
 from skyrl_train.inference_engines.openai_api.schema import Message
@@ -34,7 +34,7 @@ class Asked:
 class Sessions:
     """The memory of conversations, and the recorder if there is one. Requests without a session leave nothing here."""
 
-    def __init__(self, template: ChatTemplate, recorder: RequestRecorder | None):
+    def __init__(self, template: EndpointTemplate, recorder: RequestRecorder | None):
         self._template = template
         self._memory = ConversationMemory(template)
         self._recorder = recorder
@@ -52,8 +52,8 @@ class Sessions:
                 return ids
         return self._template.encode(text)
 
-    def keep(self, asked: Asked, reply: Reply, answers: Sequence[Answer]) -> None:
-        """Takes the answers to a request, when they are complete."""
+    def keep(self, asked: Asked, reply: Reply, answers: Sequence[GeneratedChoice]) -> None:
+        """Take the answers to a request, when they are complete."""
         if asked.session is None:
             return
         messages = [None if asked.messages is None else _as_it_comes_back(reply, answer) for answer in answers]
@@ -73,12 +73,12 @@ def one_session(header: str | None, body: str | int | None) -> str | None:
     return header if body is None else str(body)
 
 
-def _as_it_comes_back(reply: Reply, answer: Answer) -> MessageType:
+def _as_it_comes_back(reply: Reply, answer: GeneratedChoice) -> MessageType:
     """The message that a client was given, as it stands in its next request."""
     return messages_for_template([Message.model_validate(assistant_message(reply.read(answer)))])[0]
 
 
-def _turn(asked: Asked, reply: Reply, index: int, message: MessageType | None, answer: Answer) -> RecordedTurn:
+def _turn(asked: Asked, reply: Reply, index: int, message: MessageType | None, answer: GeneratedChoice) -> RecordedTurn:
     prompt = reply.prompt_of(index)
     assert answer.log_probs is not None, "the engine was asked for log-probs and gave none"
     assert answer.stop_reason is not None, "the answer is complete"

@@ -8,26 +8,25 @@ swallow it; tool calls arrive whole, at the end.
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from skyrl_train.inference_engines.openai_api.errors import ApiError, error_of_ours
-from skyrl_train.inference_engines.openai_api.generation import Answer, Asker
-from skyrl_train.inference_engines.openai_api.payloads import END_OF_STREAM, server_sent
+from skyrl_train.inference_engines.openai_api.generation import Asker, GeneratedChoice
+from skyrl_train.inference_engines.openai_api.payloads import END_OF_STREAM, Payload, server_sent
 from skyrl_train.inference_engines.openai_api.replies import Reply
 
 
 @dataclass
-class _Choice:
-    """What a client has of one choice."""
+class _ChoiceState:
+    """State of one choice at the client."""
 
-    answer: Answer = field(default_factory=Answer)
+    answer: GeneratedChoice = field(default_factory=GeneratedChoice)
     num_tokens: int = 0
     text: str = ""
     begun: bool = False
     ended: bool = False
 
 
-async def stream(asker: Asker, reply: Reply, finished: Callable[[list[Answer]], None]) -> AsyncGenerator[str]:
+async def stream(asker: Asker, reply: Reply, finished: Callable[[list[GeneratedChoice]], None]) -> AsyncGenerator[str]:
     """The events of a request, all choices at the same time.
 
     An error before the first event is raised, so that it can have a status; a later one is an event.
@@ -35,7 +34,7 @@ async def stream(asker: Asker, reply: Reply, finished: Callable[[list[Answer]], 
     Args:
         finished: called with all answers when they are complete, before the last events.
     """
-    choices = [_Choice() for prompt in reply.prompts for _ in range(prompt.num_choices)]
+    choices = [_ChoiceState() for prompt in reply.prompts for _ in range(prompt.num_choices)]
     grown: asyncio.Queue[int | Exception] = asyncio.Queue()
     tasks = [asyncio.create_task(_grow(asker, reply, index, choices[index], grown)) for index in range(len(choices))]
     try:
@@ -67,9 +66,9 @@ async def stream(asker: Asker, reply: Reply, finished: Callable[[list[Answer]], 
 
 
 async def _grow(
-    asker: Asker, reply: Reply, index: int, choice: _Choice, grown: "asyncio.Queue[int | Exception]"
+    asker: Asker, reply: Reply, index: int, choice: _ChoiceState, grown: "asyncio.Queue[int | Exception]"
 ) -> None:
-    """Asks for one choice to its end. The queue tells the reader, who may be slower: it then sees several pieces as
+    """Generate one choice to its end. The queue tells the reader, who may be slower: it then sees several pieces as
     one."""
     prompt = reply.prompt_of(index)
     try:
@@ -80,10 +79,10 @@ async def _grow(
         grown.put_nowait(error)
 
 
-def _new_parts(reply: Reply, index: int, choice: _Choice) -> list[dict[str, Any]]:
-    """What the client does not have yet of one choice, as chunks."""
+def _new_parts(reply: Reply, index: int, choice: _ChoiceState) -> list[Payload]:
+    """Yield the parts of one choice that the client does not have yet, as chunks."""
     answer = choice.answer
-    parts: list[dict[str, Any]] = []
+    parts: list[Payload] = []
     if not choice.begun:
         choice.begun = True
         parts += [first] if (first := reply.first_delta(index)) else []

@@ -1,4 +1,4 @@
-"""Whether a server is the one that the trainer needs: asked once, at the start, so that nothing goes wrong quietly."""
+"""Check of a server at the start: model, vocabulary and context must be those that the trainer needs."""
 
 from pathlib import PurePosixPath
 
@@ -66,7 +66,7 @@ async def _check_tokenizer(engine: RemoteInferenceEngine, tokenizer: PreTrainedT
 
 
 def _last_part(name: str) -> str:
-    """Of a path or a hub name: the same model has different folders on different machines."""
+    """Return the last part of a path or hub name: a model has different folders on different machines."""
     return PurePosixPath(name.rstrip("/")).name.lower()
 
 

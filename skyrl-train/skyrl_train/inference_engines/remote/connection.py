@@ -6,7 +6,7 @@ It also makes a connection usable from any event loop.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -93,15 +93,15 @@ class ServerConnection:
         self._calls: set[asyncio.Future[httpx.Response]] = set()
         self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = WeakKeyDictionary()
 
-    async def get(self, path: str, *, timeout_seconds: float | None = None, **params: Any) -> Any:
+    async def get(self, path: str, *, timeout_seconds: float | None = None, **params: object) -> Any:
         return await self._call("GET", path, None, params, timeout_seconds)
 
     async def post(
         self,
         path: str,
-        body: dict[str, Any] | None = None,
+        body: Mapping[str, object] | None = None,
         *,
-        params: dict[str, Any] | None = None,
+        params: Mapping[str, Any] | None = None,
         timeout_seconds: float | None = None,
         timeout_setting: str | None = None,
     ) -> Any:
@@ -117,8 +117,8 @@ class ServerConnection:
         self,
         method: str,
         path: str,
-        body: dict[str, Any] | None,
-        params: dict[str, Any],
+        body: Mapping[str, object] | None,
+        params: Mapping[str, Any],
         timeout_seconds: float | None,
         timeout_setting: str | None = None,
     ) -> Any:
@@ -152,9 +152,9 @@ class ServerConnection:
             return response.text
 
     async def _begin(
-        self, method: str, path: str, body: dict[str, Any] | None, params: dict[str, Any]
+        self, method: str, path: str, body: Mapping[str, object] | None, params: Mapping[str, Any]
     ) -> httpx.Response:
-        """Sends a request that `shut` can end."""
+        """Send a request that `shut` can end."""
         closed = WorkerError(f"the connection to the server at {self.url} is closed")
         if self._shut:
             raise closed
@@ -191,21 +191,21 @@ class ServerConnection:
         return True
 
     async def shut(self) -> None:
-        """Ends every call under way, and lets no other begin."""
+        """End every call under way, and let no other begin."""
         self._shut = True
         for call in self._calls:
             call.cancel()
         await self.close()
 
     async def close(self) -> None:
-        """Forgets what belongs to this event loop."""
+        """Forget what belongs to this event loop."""
         client = self._clients.pop(asyncio.get_running_loop(), None)
         if client is not None:
             await client.aclose()
 
 
 def _error_text(response: httpx.Response) -> str:
-    """What a server says of its refusal, whichever of the usual shapes it has."""
+    """Return the text of a server's refusal, in any of the usual shapes."""
     try:
         said = response.json()
     except ValueError:
@@ -216,7 +216,7 @@ def _error_text(response: httpx.Response) -> str:
     return str(said)[:_MOST_TEXT_SHOWN]
 
 
-def run_to_end(call: Coroutine[Any, Any, T]) -> T:
+def run_to_end(call: Coroutine[None, None, T]) -> T:
     """The answer of a coroutine, for callers that are not asynchronous; also where an event loop runs already."""
     with ThreadPoolExecutor(1, thread_name_prefix="remote-engine") as thread:
         return thread.submit(asyncio.run, call).result()

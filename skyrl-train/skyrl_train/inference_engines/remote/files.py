@@ -47,7 +47,7 @@ class CheckpointFiles:
 
 
 def adapter_fingerprints(path: str, version: int, verification: Verification = "sampled") -> dict[str, int]:
-    """Of the tensors in an adapter's file, by their names there.
+    """Compute fingerprints of the tensors in an adapter's file, by their names there.
 
     Raises:
         WeightSyncError: the folder holds no adapter.

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -39,10 +39,10 @@ class RemoteEngines:
     def __getstate__(self) -> dict[str, Any]:
         return {"_servers": self._servers, "_engines": [], "_loop": None}
 
-    def call_all(self, method: str, *args: Any) -> list["Future[Any]"]:
+    def call_all(self, method: str, *args: object) -> list["Future[Any]"]:
         return [self._start(engine, method, *args) for engine in self._connected()]
 
-    def call_each(self, method: str, args: Sequence[Any]) -> list["Future[Any]"]:
+    def call_each(self, method: str, args: Sequence[object]) -> list["Future[Any]"]:
         return [self._start(engine, method, arg) for engine, arg in zip(self._connected(), args, strict=True)]
 
     def wait(self, calls: list["Future[Any]"]) -> list[Any]:
@@ -69,7 +69,7 @@ class RemoteEngines:
             self._engines = [RemoteInferenceEngine(**server) for server in self._servers]
         return self._engines
 
-    def _start(self, engine: RemoteInferenceEngine, method: str, *args: Any) -> "Future[Any]":
+    def _start(self, engine: RemoteInferenceEngine, method: str, *args: object) -> "Future[Any]":
         return asyncio.run_coroutine_threadsafe(_named(engine, getattr(engine, method), args), self._running_loop())
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
@@ -87,9 +87,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-async def _named(
-    engine: RemoteInferenceEngine, call: Callable[..., Coroutine[Any, Any, Any]], args: Sequence[Any]
-) -> Any:
+async def _named(engine: RemoteInferenceEngine, call: Callable[..., Awaitable[Any]], args: Sequence[object]) -> Any:
     try:
         return await call(*args)
     except SkyRLError:

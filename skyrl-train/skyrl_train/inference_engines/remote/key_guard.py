@@ -8,10 +8,13 @@ import hmac
 import ipaddress
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from skyrl_train.env_vars import ENGINE_API_KEY, engine_api_key
 from skyrl_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 GUARD = f"{__name__}.KeyGuard"
 _OPEN_TO_ALL = ("/health", "/ping")
@@ -25,12 +28,12 @@ _WRONG_KEY = "the key is not the server's; send it as `Authorization: Bearer KEY
 class KeyGuard:
     """Lets through who has the key of the environment variable; without one, who is on this machine."""
 
-    def __init__(self, app: Any):
+    def __init__(self, app: "ASGIApp"):
         self.app = app
         key = engine_api_key()
         self._expected = None if key is None else key.encode()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] == "lifespan" or scope["path"] in _OPEN_TO_ALL or self._is_let_in(scope):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -38,7 +41,7 @@ class KeyGuard:
         else:
             await _refuse(send, _NO_KEY if self._expected is None else _WRONG_KEY)
 
-    def _is_let_in(self, scope: Any) -> bool:
+    def _is_let_in(self, scope: "Scope") -> bool:
         if self._expected is None:
             return scope.get("client") is not None and is_loopback(scope["client"][0])
         scheme, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
@@ -71,7 +74,7 @@ def key_from_file(path: str, setting: str) -> str:
     return words[0]
 
 
-async def _refuse(send: Any, message: str) -> None:
+async def _refuse(send: "Send", message: str) -> None:
     body = json.dumps({"error": {"message": message, "type": "authentication_error", "code": "invalid_api_key"}})
     headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
     await send({"type": "http.response.start", "status": 401, "headers": headers})

@@ -1,38 +1,28 @@
-"""What a remote engine needs of a kind of server. vLLM's and SGLang's ways are in files of their own."""
+"""Interface between a remote engine and a kind of server; vLLM's and SGLang's are in files of their own."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import AutoConfig
 
 from skyrl_train.errors import ConfigError, WorkerError
-from skyrl_train.inference_engines.base import EngineInfo, PauseMode, StopReason
-from skyrl_train.inference_engines.native.requests import SamplingParams
+from skyrl_train.inference_engines.base import EngineInfo, PauseMode
+from skyrl_train.inference_engines.completion import Completion
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams
 from skyrl_train.inference_engines.remote.connection import ServerConnection
 from skyrl_train.inference_engines.vllm.sampling import SeedPair
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerAnswer:
-    """One answered request."""
-
-    token_ids: list[int]
-    log_probs: list[float]
-    prompt_log_probs: list[float] = field(default_factory=list)
-    stop_reason: StopReason
-    weight_versions: list[int]
-    """Of each token, as the server tells."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ServerFacts:
-    """What a server says of itself."""
+    """Facts that a server reports of itself."""
 
     info: EngineInfo
     names: tuple[str, ...]
-    """Under which it serves its model."""
+    """Names under which it serves its model."""
     prefix_caching: bool = True
 
 
@@ -43,7 +33,7 @@ class ServerProtocol(ABC):
     """Option of the server's command that names a tokenizer."""
 
     aborts_while_paused = True
-    """Whether an abort ends requests that a pause keeps. If not, they end one token after the resume."""
+    """True if an abort ends requests that a pause keeps. If not, they end one token after the resume."""
 
     def __init__(self, connection: ServerConnection, request_timeout_seconds: float):
         self.server = connection
@@ -51,7 +41,7 @@ class ServerProtocol(ABC):
 
     @staticmethod
     @abstractmethod
-    def recognizes(said: dict[str, Any]) -> bool:
+    def recognizes(said: Mapping[str, object]) -> bool:
         """Return whether a server of this kind gave these answers at /version and /model_info."""
 
     @staticmethod
@@ -68,9 +58,14 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     async def complete(
-        self, prompt: list[int], params: SamplingParams, seed: SeedPair | None, adapter: str | None, cache_key: str
-    ) -> ServerAnswer:
-        """Continues one prompt.
+        self,
+        prompt: list[int],
+        params: EngineSamplingParams,
+        seed: SeedPair | None,
+        adapter: str | None,
+        cache_key: str,
+    ) -> Completion:
+        """Continue one prompt.
 
         Args:
             adapter: the adapter's name at the server.
@@ -115,11 +110,11 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     async def finish_weights(self, version: int) -> WeightReport:
-        """Takes on `version`."""
+        """Take on `version`."""
 
     @abstractmethod
     async def load_adapter(self, name: str, path: str, version: int) -> dict[str, int]:
-        """Loads an adapter from a folder under this name. Returns the fingerprint of every tensor in its file: as the
+        """Load an adapter from a folder under this name. Returns the fingerprint of every tensor in its file: as the
         server holds it where it can tell, else as it is in the file.
 
         Raises:
@@ -156,7 +151,7 @@ def versions_of(spans: list[dict[str, Any]] | None, num_tokens: int, url: str) -
 
 
 def vocabulary_of(model: str, url: str) -> int:
-    """From the config of the server's model, which must be readable here.
+    """Read the vocabulary size from the config of the server's model, which must be readable here.
 
     Raises:
         ConfigError: it is not.

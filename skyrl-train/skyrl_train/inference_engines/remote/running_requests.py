@@ -1,4 +1,4 @@
-"""What a remote engine knows on this side of the requests that its server runs."""
+"""Counts of the requests that a server runs, on the side of the remote engine."""
 
 import asyncio
 from collections import Counter
@@ -28,7 +28,7 @@ class RunningRequests:
                     future.set_result(None)
 
     async def until_none(self, adapter: str | None = None, *, of_any: bool = False) -> None:
-        """Returns when no request of `adapter` (with `of_any`: no request at all) is under way."""
+        """Return when no request of `adapter` (with `of_any`: no request at all) is under way."""
         while len(self) if of_any else self._counts[adapter]:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.add(future)

@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 from loguru import logger
@@ -30,11 +30,12 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineOutput,
     PauseMode,
 )
+from skyrl_train.inference_engines.completion import Completion, requested_output
 from skyrl_train.inference_engines.gate import Gate
-from skyrl_train.inference_engines.native.requests import SamplingParams
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams
 from skyrl_train.inference_engines.remote.connection import ServerConnection, ServerRefused, run_to_end
 from skyrl_train.inference_engines.remote.key_guard import is_loopback
-from skyrl_train.inference_engines.remote.protocol import ServerAnswer, ServerFacts, ServerProtocol
+from skyrl_train.inference_engines.remote.protocol import ServerFacts, ServerProtocol
 from skyrl_train.inference_engines.remote.running_requests import RunningRequests
 from skyrl_train.inference_engines.vllm.sampling import SeedPair, split_seeds
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
@@ -142,7 +143,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """Under which the server serves its model."""
+        """Names under which the server serves its model."""
         return self._facts.names
 
     async def describe(self) -> EngineInfo:
@@ -169,30 +170,21 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         self._check_request(prompts, params, seeds)
         adapter = input_batch.get("lora_name")
         if adapter is not None:
-            why = self._facts.info.lacks.get("lora")
+            why = self._facts.info.unsupported.get("lora")
             if why is not None:
                 raise ValueError(f"no adapter {adapter!r} is loaded at {self.url}: {why}")
             await self._adapter_version(adapter)
-        answers = await _all_or_none(
+        completions = await _all_or_none(
             [self._answer(prompt, params, seed, adapter) for prompt, seed in zip(prompts, seeds, strict=True)]
         )
-        output = InferenceEngineOutput(
-            responses=[self._text(answer.token_ids, params.skip_special_tokens) for answer in answers],
-            response_ids=[answer.token_ids for answer in answers],
-            stop_reasons=[answer.stop_reason for answer in answers],
-            response_logprobs=None if params.logprobs is None else [answer.log_probs for answer in answers],
-            weight_versions=[answer.weight_versions for answer in answers],
-        )
-        if params.prompt_logprobs is not None:
-            output["prompt_logprobs"] = [answer.prompt_log_probs for answer in answers]
-        return output
+        return requested_output(completions, params, self._text)
 
     async def _answer(
-        self, prompt: list[int], params: SamplingParams, seed: SeedPair | None, adapter: str | None
-    ) -> ServerAnswer:
+        self, prompt: list[int], params: EngineSamplingParams, seed: SeedPair | None, adapter: str | None
+    ) -> Completion:
         while True:
             if not await self._gate.wait():
-                return ServerAnswer(token_ids=[], log_probs=[], stop_reason="abort", weight_versions=[])
+                return Completion(token_ids=[], log_probs=[], stop_reason="abort", weight_versions=[])
             version = self._version
             adapter_version = 0 if adapter is None else await self._adapter_version(adapter)
             name = None if adapter is None else _name_at_server(adapter, adapter_version)
@@ -216,7 +208,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
             return answer
 
     def _check_request(
-        self, prompts: list[list[int]], params: SamplingParams, seeds: Sequence[SeedPair | None]
+        self, prompts: list[list[int]], params: EngineSamplingParams, seeds: Sequence[SeedPair | None]
     ) -> None:
         info = self._facts.info
         for prompt in prompts:
@@ -263,7 +255,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
             await self._abort_late_ones()
 
     async def _abort_late_ones(self) -> None:
-        """Ends what was on its way while the server paused, and came after that."""
+        """End what was on its way while the server paused, and came after that."""
         for _ in range(_LATE_TRIES):
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LATE_SECONDS):
@@ -380,16 +372,16 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         return [int(version) for base, _, version in loaded if base == name and version.isdigit()]
 
     async def teardown(self) -> None:
-        """Lets go of the server, which runs on; requests under way end by an error."""
+        """Let go of the server, which runs on; requests under way end by an error."""
         self._gate.dismiss()
         await self._server.shut()
 
     async def disconnect(self) -> None:
-        """Forgets what belongs to this event loop; another one may use the engine."""
+        """Forget what belongs to this event loop; another one may use the engine."""
         await self._server.close()
 
     def _require(self, feature: Feature) -> None:
-        why = self._facts.info.lacks.get(feature)
+        why = self._facts.info.unsupported.get(feature)
         if why is not None:
             raise UnsupportedByEngine(f"{feature}: {why}")
 
@@ -401,7 +393,7 @@ async def kind_of_server(server: ServerConnection) -> str:
         ConfigError: it is of no registered kind.
         WorkerError: it cannot be reached.
     """
-    said: dict[str, Any] = {}
+    said: dict[str, object] = {}
     for path in ("/version", "/model_info"):
         try:
             answer = await server.get(path)
@@ -432,7 +424,7 @@ def _name_at_server(adapter: str, version: int) -> str:
 
 
 def _cache_key(version: int, adapter: str | None) -> str:
-    """Of letters and digits alone: vLLM takes few others."""
+    """Return a key of letters and digits alone: vLLM takes few others."""
     return hashlib.sha256(f"{version} {adapter or ''}".encode()).hexdigest()[:32]
 
 
@@ -442,7 +434,7 @@ def _check_ids(what: str, ids: Sequence[int], vocabulary: int) -> None:
         raise ValueError(f"{what} must lie in the vocabulary, 0 to {vocabulary - 1}; got {wrong}")
 
 
-async def _all_or_none(calls: list[Coroutine[Any, Any, T]]) -> list[T]:
+async def _all_or_none(calls: list[Coroutine[None, None, T]]) -> list[T]:
     """The answers in order. The first failure ends the others."""
     try:
         async with asyncio.TaskGroup() as group:

@@ -8,6 +8,7 @@ takes them by every transport (`skyrl_train.inference_engines.sglang`).
 
 import asyncio
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,12 +16,12 @@ from loguru import logger
 
 from skyrl_train.errors import UnsupportedByEngine, WeightSyncError
 from skyrl_train.inference_engines.base import EngineInfo, Feature, PauseMode, StopReason
-from skyrl_train.inference_engines.native.requests import SamplingParams
+from skyrl_train.inference_engines.completion import Completion
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams
 from skyrl_train.inference_engines.native.sampling import random_key
 from skyrl_train.inference_engines.remote.connection import ServerError, ServerRefused
 from skyrl_train.inference_engines.remote.files import CheckpointFiles, adapter_fingerprints
 from skyrl_train.inference_engines.remote.protocol import (
-    ServerAnswer,
     ServerFacts,
     ServerProtocol,
     version_of,
@@ -43,7 +44,7 @@ class SGLangProtocol(ServerProtocol):
     _files: CheckpointFiles | None = None
 
     @staticmethod
-    def recognizes(said: dict[str, Any]) -> bool:
+    def recognizes(said: Mapping[str, object]) -> bool:
         return "model_path" in said
 
     @staticmethod
@@ -56,17 +57,17 @@ class SGLangProtocol(ServerProtocol):
         model = await self.server.get("/model_info")
         self._max_model_len = said["max_req_input_len"] + 1  # the rest of the context SGLang keeps to itself
         self._seeds_work = bool(said.get("enable_deterministic_inference"))
-        lacks: dict[Feature, str] = {}
+        unsupported: dict[Feature, str] = {}
         if not self._seeds_work:
-            lacks["seed"] = (
+            unsupported["seed"] = (
                 f"the server at {self.server.url} was started without --enable-deterministic-inference, which SGLang "
                 "has for GPUs alone (sglang/srt/arg_groups/overrides.py, _deterministic_attention_backend)"
             )
         if not said.get("enable_lora"):
-            lacks["lora"] = f"the server at {self.server.url} was started without --enable-lora"
+            unsupported["lora"] = f"the server at {self.server.url} was started without --enable-lora"
         if not said.get("enable_memory_saver"):
-            lacks["sleep"] = f"the server at {self.server.url} was started without --enable-memory-saver"
-        lacks["broadcast"] = f"the server at {self.server.url} has no weight loader of ours; it takes checkpoints"
+            unsupported["sleep"] = f"the server at {self.server.url} was started without --enable-memory-saver"
+        unsupported["broadcast"] = f"the server at {self.server.url} has no weight loader of ours; it takes checkpoints"
         self._vocab_size = vocabulary_of(model["model_path"], self.server.url)
         info = EngineInfo(
             backend="sglang",
@@ -76,18 +77,23 @@ class SGLangProtocol(ServerProtocol):
             max_model_len=self._max_model_len,
             dtype=None if said["dtype"] == "auto" else said["dtype"],
             num_weight_processes=said["tp_size"] * said.get("pp_size", 1) * said.get("dp_size", 1),
-            lacks=lacks,
+            unsupported=unsupported,
         )
         names = dict.fromkeys((model["served_model_name"], model["model_path"]))
         return ServerFacts(info=info, names=tuple(names), prefix_caching=not said["disable_radix_cache"])
 
     async def check_health(self) -> None:
-        """Asks the scheduler. `/health` asks for a token, which does not come while generation is paused."""
+        """Ask the scheduler. `/health` asks for a token, which does not come while generation is paused."""
         await self.server.get("/server_info", timeout_seconds=math.inf)
 
     async def complete(
-        self, prompt: list[int], params: SamplingParams, seed: SeedPair | None, adapter: str | None, cache_key: str
-    ) -> ServerAnswer:
+        self,
+        prompt: list[int],
+        params: EngineSamplingParams,
+        seed: SeedPair | None,
+        adapter: str | None,
+        cache_key: str,
+    ) -> Completion:
         self._check(params, seed)
         body: dict[str, Any] = {
             "input_ids": prompt,
@@ -126,7 +132,7 @@ class SGLangProtocol(ServerProtocol):
             num = _length_to_stop(ids, params)
             if num < len(ids):
                 ids, log_probs, reason = ids[:num], log_probs[:num], {"type": "stop"}
-        return ServerAnswer(
+        return Completion(
             token_ids=ids,
             log_probs=log_probs,
             prompt_log_probs=prompt_log_probs,
@@ -135,7 +141,7 @@ class SGLangProtocol(ServerProtocol):
         )
 
     async def _scored(
-        self, ids: list[int], first: int, params: SamplingParams, adapter: str | None, cache_key: str
+        self, ids: list[int], first: int, params: EngineSamplingParams, adapter: str | None, cache_key: str
     ) -> list[float]:
         """log softmax(logits / temperature) of the tokens from number `first` (at least 1) on.
 
@@ -162,7 +168,7 @@ class SGLangProtocol(ServerProtocol):
         normalizers = (whole / params.temperature).logsumexp(-1)
         return (torch.tensor(chosen) / params.temperature - normalizers).tolist()
 
-    def _sampling(self, params: SamplingParams, seed: SeedPair | None, num_prompt_tokens: int) -> dict[str, Any]:
+    def _sampling(self, params: EngineSamplingParams, seed: SeedPair | None, num_prompt_tokens: int) -> dict[str, Any]:
         room = self._max_model_len - num_prompt_tokens
         given: dict[str, Any] = {
             "max_new_tokens": room if params.max_tokens is None else min(params.max_tokens, room),
@@ -183,8 +189,8 @@ class SGLangProtocol(ServerProtocol):
             given["sampling_seed"] = int(random_key(*seed)) >> 33
         return given
 
-    def _check(self, params: SamplingParams, seed: SeedPair | None) -> None:
-        """What SGLang would take and do otherwise."""
+    def _check(self, params: EngineSamplingParams, seed: SeedPair | None) -> None:
+        """Refuse settings that SGLang would accept and handle differently."""
         if seed is not None and not self._seeds_work and not params.is_greedy:
             raise UnsupportedByEngine(
                 f"the SGLang server at {self.server.url} ignores seeds: it was started without "
@@ -275,15 +281,15 @@ class SGLangProtocol(ServerProtocol):
         return [entry["id"] for entry in (await self.server.get("/v1/models"))["data"] if entry.get("parent")]
 
 
-def _is_plain(params: SamplingParams) -> bool:
+def _is_plain(params: EngineSamplingParams) -> bool:
     return params.is_greedy or params.temperature == 1.0
 
 
-def _length_to_stop(ids: list[int], params: SamplingParams) -> int:
-    """How many tokens there are up to the first stop token, if one may end the answer."""
+def _length_to_stop(ids: list[int], params: EngineSamplingParams) -> int:
+    """Return the number of tokens up to the first stop token, if one may end the completion."""
     stops = (num for num, token in enumerate(ids, 1) if token in params.stop_token_ids and num > params.min_tokens)
     return next(stops, len(ids))
 
 
-def _is_penalized(params: SamplingParams) -> bool:
+def _is_penalized(params: EngineSamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.min_tokens > 0

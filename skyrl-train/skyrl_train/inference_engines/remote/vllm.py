@@ -10,6 +10,7 @@ checkpoints only, and some settings of sampling are refused.
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -17,12 +18,12 @@ import httpx
 
 from skyrl_train.errors import ConfigError, UnsupportedByEngine, WeightSyncError
 from skyrl_train.inference_engines.base import EngineInfo, Feature, PauseMode, StopReason
-from skyrl_train.inference_engines.native.requests import SamplingParams
+from skyrl_train.inference_engines.completion import Completion
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams
 from skyrl_train.inference_engines.remote.connection import ServerError, ServerRefused
 from skyrl_train.inference_engines.remote.files import CheckpointFiles, adapter_fingerprints
 from skyrl_train.inference_engines.remote.key_guard import is_loopback
 from skyrl_train.inference_engines.remote.protocol import (
-    ServerAnswer,
     ServerFacts,
     ServerProtocol,
     version_of,
@@ -45,7 +46,7 @@ class VLLMProtocol(ServerProtocol):
     _files: CheckpointFiles | None = None
 
     @staticmethod
-    def recognizes(said: dict[str, Any]) -> bool:
+    def recognizes(said: Mapping[str, object]) -> bool:
         return "version" in said and "model_path" not in said
 
     @staticmethod
@@ -78,26 +79,27 @@ class VLLMProtocol(ServerProtocol):
         self._log_prob_mode = model["logprobs_mode"]
         if self._extended:
             await self._workers("skyrl_prepare")
-        lacks: dict[Feature, str] = {}
+        unsupported: dict[Feature, str] = {}
         if not self._extended:
-            lacks["broadcast"] = f"the server at {url} was started without --worker-extension-cls {EXTENSION}"
+            reason = f"the server at {url} was started without --worker-extension-cls {EXTENSION}"
+            unsupported["broadcast"] = reason
             if config["device_config"]["device_type"] == "cpu":
-                lacks["weight_update"] = (
-                    f"{lacks['broadcast']}, and vLLM's own reload_weights keeps the old LM head of tied models on a "
+                unsupported["weight_update"] = (
+                    f"{reason}, and vLLM's own reload_weights keeps the old LM head of tied models on a "
                     "CPU (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm)"
                 )
         if lora is None or not variables.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
-            lacks["lora"] = (
+            unsupported["lora"] = (
                 f"the server at {url} was started without --enable-lora or VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             )
         elif not self._extended and (not lora["target_modules"] or "lm_head" in lora["target_modules"]):
-            lacks["prompt_log_probs"] = (
+            unsupported["prompt_log_probs"] = (
                 f"the server at {url} holds adapters of the LM head as well, which end vLLM at prompts' log-probs "
                 "(vllm/lora/layers/logits_processor.py); start it with --lora-target-modules q_proj k_proj v_proj "
                 "o_proj gate_proj up_proj down_proj"
             )
         if not model["enable_sleep_mode"]:
-            lacks["sleep"] = f"the server at {url} was started without --enable-sleep-mode"
+            unsupported["sleep"] = f"the server at {url} was started without --enable-sleep-mode"
         info = EngineInfo(
             backend="vllm",
             release=(await self.server.get("/version"))["version"],
@@ -106,7 +108,7 @@ class VLLMProtocol(ServerProtocol):
             max_model_len=model["max_model_len"],
             dtype=str(model["dtype"]).removeprefix("torch."),
             num_weight_processes=(await self.server.get("/get_world_size"))["world_size"],
-            lacks=lacks,
+            unsupported=unsupported,
         )
         names = dict.fromkeys(name for entry in base for name in (entry["id"], entry.get("root")) if name)
         return ServerFacts(
@@ -114,7 +116,8 @@ class VLLMProtocol(ServerProtocol):
         )
 
     async def _vocabulary(self, model: str) -> int:
-        """From the refusal of an impossible stop token: no route tells, and nothing is computed."""
+        """Read the vocabulary size from the refusal of an impossible stop token: no route reports it, and this computes
+        nothing."""
         body = {
             "model": self._served_name,
             "token_ids": [0],
@@ -135,8 +138,13 @@ class VLLMProtocol(ServerProtocol):
         await self.server.get("/health", timeout_seconds=math.inf)
 
     async def complete(
-        self, prompt: list[int], params: SamplingParams, seed: SeedPair | None, adapter: str | None, cache_key: str
-    ) -> ServerAnswer:
+        self,
+        prompt: list[int],
+        params: EngineSamplingParams,
+        seed: SeedPair | None,
+        adapter: str | None,
+        cache_key: str,
+    ) -> Completion:
         self._check_log_probs(params)
         body = {
             "model": adapter or self._served_name,
@@ -153,7 +161,7 @@ class VLLMProtocol(ServerProtocol):
         [choice] = said["choices"]
         ids = choice["token_ids"] or []
         log_probs = (choice["logprobs"] or {}).get("content") or []
-        return ServerAnswer(
+        return Completion(
             token_ids=ids,
             log_probs=[entry["logprob"] for entry in log_probs],
             prompt_log_probs=_prompt_log_probs(said.get("prompt_logprobs"), prompt),
@@ -161,7 +169,7 @@ class VLLMProtocol(ServerProtocol):
             weight_versions=versions_of(choice["weight_versions"], len(ids), self.server.url),
         )
 
-    def _check_log_probs(self, params: SamplingParams) -> None:
+    def _check_log_probs(self, params: EngineSamplingParams) -> None:
         """Without the worker extension vLLM knows log-probs of the logits, or of what penalties and truncation left."""
         if self._extended:
             return
@@ -230,8 +238,10 @@ class VLLMProtocol(ServerProtocol):
         await self.server.post("/update_weight_version", {"new_version": str(version)})
         return report
 
-    async def _workers(self, method: str, *args: Any, timeout_seconds: float | None = None, **kwargs: Any) -> list[Any]:
-        """Calls a method of every worker process."""
+    async def _workers(
+        self, method: str, *args: object, timeout_seconds: float | None = None, **kwargs: object
+    ) -> list[Any]:
+        """Call a method of every worker process."""
         body = {"method": method, "args": list(args), "kwargs": kwargs}
         try:
             said = await self.server.post("/collective_rpc", body, timeout_seconds=timeout_seconds)

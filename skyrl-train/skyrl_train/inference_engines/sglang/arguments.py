@@ -1,11 +1,10 @@
 """Our settings in SGLang's words."""
 
-import difflib
 import importlib
 import json
 from collections.abc import Mapping
-from typing import Any
 
+from skyrl_gym.suggestions import did_you_mean
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.engine_settings import EngineSettings
 from skyrl_train.inference_engines.sglang.weight_loader import NAME
@@ -21,7 +20,7 @@ _ON_CPU = {
 }
 
 
-def server_arguments(settings: EngineSettings) -> dict[str, Any]:
+def server_arguments(settings: EngineSettings) -> dict[str, object]:
     """Fields of SGLang's `ServerArgs`.
 
     Raises:
@@ -34,7 +33,7 @@ def server_arguments(settings: EngineSettings) -> dict[str, Any]:
             "generator.fully_sharded_loras=true is for generator.backend=vllm: SGLang has no such setting"
         )
     on_cpu = settings.device == "cpu"
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         "model_path": settings.model_path,
         "device": settings.device.split(":")[0],
         "dtype": settings.dtype,
@@ -64,8 +63,8 @@ def server_arguments(settings: EngineSettings) -> dict[str, Any]:
     return arguments | (_ON_CPU if on_cpu else {}) | dict(settings.engine_init_kwargs)
 
 
-def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """As SGLang's launcher reads them."""
+def command_line(arguments: Mapping[str, object]) -> list[str]:
+    """Return the options for SGLang's launcher."""
     words: list[str] = []
     for name, value in arguments.items():
         flag = f"--{name.replace('_', '-')}"
@@ -80,11 +79,10 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _check_names(engine_init_kwargs: Mapping[str, Any]) -> None:
+def _check_names(engine_init_kwargs: Mapping[str, object]) -> None:
     described = importlib.import_module("sglang.srt.server_args").ServerArgs  # an extra, and slow to import
     known = {*described.__annotations__, *getattr(described, "__struct_fields__", ())}
     for name in engine_init_kwargs:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else "see `python -m sglang.launch_server --help`"
+            hint = did_you_mean(name, known, otherwise="see `python -m sglang.launch_server --help`")
             raise ConfigError(f"generator.engine_init_kwargs.{name} is no setting of SGLang's; {hint}")

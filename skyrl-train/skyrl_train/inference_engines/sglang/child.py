@@ -65,12 +65,12 @@ class ServerChild:
         return self._process.pid
 
     def check(self) -> None:
-        """Raises WorkerError, with the end of the log, if the server has ended."""
+        """Raise WorkerError, with the end of the log, if the server has ended."""
         if self._process.poll() is not None:
             raise WorkerError(f"the SGLang server ended with status {self._process.returncode}\n{self._log()}")
 
     def end(self) -> None:
-        """Ends the server and all that it started."""
+        """End the server and all that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(_END_SECONDS)

@@ -74,11 +74,11 @@ class SGLangInferenceEngine(RemoteInferenceEngine):
         await super().check_health()
 
     async def teardown(self) -> None:
-        """Ends the server."""
+        """End the server."""
         await super().teardown()
         self._child.end()
         self._folder.cleanup()
 
     def pid(self) -> int:
-        """Of the process group that the server is in."""
+        """Return the id of the server's process group."""
         return self._child.pid

@@ -7,7 +7,6 @@ import json
 from dataclasses import asdict, replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.multiprocessing  # teaches ForkingPickler tensors
@@ -38,8 +37,8 @@ class LocalSGLangProtocol(SGLangProtocol):
     async def facts(self) -> ServerFacts:
         facts = await super().facts()
         self._num_processes = facts.info.num_weight_processes
-        lacks = {feature: why for feature, why in facts.info.lacks.items() if feature != "broadcast"}
-        return replace(facts, info=replace(facts.info, lacks=lacks, node=self._node))
+        unsupported = {feature: why for feature, why in facts.info.unsupported.items() if feature != "broadcast"}
+        return replace(facts, info=replace(facts.info, unsupported=unsupported, node=self._node))
 
     async def connect_weights(self, info: WeightSyncInitInfo) -> None:
         await self._begin()
@@ -59,7 +58,7 @@ class LocalSGLangProtocol(SGLangProtocol):
         return WeightReport(version=version, fingerprints=fingerprints, received_only=list(fingerprints))
 
     async def _begin(self) -> None:
-        """Opens an update; one that failed before is still open."""
+        """Open an update; one that failed before is still open."""
         body = {"selector": "target"}
         try:
             await self.server.post("/begin_weight_update", body)
@@ -67,8 +66,8 @@ class LocalSGLangProtocol(SGLangProtocol):
             await self.server.post("/end_weight_update", {})
             await self.server.post("/begin_weight_update", body)
 
-    async def _order(self, timeout_seconds: float | None, **order: Any) -> dict[str, int]:
-        """Has every process of the server do it. Returns the fingerprints that one reports (all are equal)."""
+    async def _order(self, timeout_seconds: float | None, **order: object) -> dict[str, int]:
+        """Execute it in every process of the server. Returns the fingerprints that one reports (all are equal)."""
         number = next(self._numbers)
         answers = [self._folder / f"{number}_{index}.json" for index in range(self._num_processes)]
         orders = [

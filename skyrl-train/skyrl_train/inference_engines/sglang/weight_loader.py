@@ -1,4 +1,4 @@
-"""What runs inside of SGLang's scheduler processes: the engine's end of weight sync.
+"""Weight sync inside of SGLang's scheduler processes: the engine's end.
 
 SGLang calls `load` (`--custom-weight-loader`) with named tensors. The names are our orders, as JSON; the tensors are
 empty, since the weights come another way. An order is answered by a file: SGLang has no other way back, and an error
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from skyrl_train.weight_sync.receiver import WeightReceiver
 
 NAME = f"{__name__}.load"
-"""What SGLang calls it."""
+"""Name of the loader in SGLang's settings."""
 
 
 @dataclass
@@ -30,14 +30,14 @@ class _Connection:
     verification: Verification
     fingerprints: dict[str, int] = field(default_factory=dict)
     names_before: frozenset[str] = frozenset()
-    """Of the update before."""
+    """Fingerprints of the update before."""
 
 
 _connection: _Connection | None = None
 
 
 def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Obeys the orders in the names and writes the answers."""
+    """Obey the orders in the names and write the answers."""
     for text, _ in named_tensors:
         order = json.loads(text)
         try:

@@ -11,7 +11,7 @@ from skyrl_train.weight_sync.fingerprint import Verification, fingerprint_of
 
 
 def check_adapter(path: str) -> None:
-    """Raises WeightSyncError if vLLM could not load the folder, or would not apply all of it."""
+    """Raise WeightSyncError if vLLM could not load the folder, or would not apply all of it."""
     file = Path(path) / "adapter_model.safetensors"
     if not file.is_file():
         raise WeightSyncError(f"there is no adapter in {path}: {file.name} is missing")
@@ -25,7 +25,7 @@ def check_adapter(path: str) -> None:
 
 
 def leave_head_alone(model: torch.nn.Module) -> None:
-    """Takes adapters off the LM head. vLLM puts one there for all models; on a CPU it costs a gather of vocabulary x
+    """Take adapters off the LM head. vLLM puts one there for all models; on a CPU it costs a gather of vocabulary x
     rank numbers a token, and prompt log-probs fail under it (`vllm/lora/punica_wrapper/punica_cpu.py`,
     `add_lora_logits`: it knows an adapter a request, but is given a row a prompt token)."""
     from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA

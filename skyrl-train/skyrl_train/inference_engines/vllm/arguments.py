@@ -1,13 +1,13 @@
 """Our settings in vLLM's words, checked before anything starts, and the environment of the engine's processes."""
 
 import contextlib
-import difflib
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from skyrl_gym.suggestions import did_you_mean
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.engine_settings import EngineSettings
 
@@ -90,11 +90,10 @@ def _import_vllm() -> None:
         ) from error
 
 
-def _check_kwargs(given: Mapping[str, Any], known: set[str]) -> None:
+def _check_kwargs(given: Mapping[str, object], known: set[str]) -> None:
     for name, value in given.items():
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else "known are the fields of vLLM's AsyncEngineArgs"
+            hint = did_you_mean(name, known, otherwise="known are the fields of vLLM's AsyncEngineArgs")
             raise ConfigError(f"unknown setting generator.engine_init_kwargs.{name}={value!r}; {hint}")
 
 
@@ -119,7 +118,7 @@ def _lora_rank(rank: int) -> int:
 
 
 def _check_model(arguments: Mapping[str, Any], device: str, expert_parallel_size: int) -> None:
-    """What vLLM would refuse only in its worker processes, a minute later, or at the first request."""
+    """Refuse models that vLLM would refuse only in its worker processes, a minute later, or at the first request."""
     from transformers import AutoConfig
 
     tensor, pipeline = arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]

@@ -12,7 +12,7 @@ import numpy as np
 
 
 def spare_generators_of_partial_prompts(runner: Any) -> None:
-    """Changes a vLLM model runner on a CPU as said above."""
+    """Change a vLLM model runner on a CPU as said above."""
     forward, bookkeeping = runner.sampler.forward, runner._bookkeeping_sync
 
     def spared_forward(logits: Any, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:

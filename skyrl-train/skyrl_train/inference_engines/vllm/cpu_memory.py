@@ -7,7 +7,7 @@ import torch
 
 
 def release(tensor: torch.Tensor) -> int:
-    """Tells Linux that the content of `tensor` is not needed: its whole pages leave memory, and read as zeros later.
+    """Tell Linux that the content of `tensor` is not needed: its whole pages leave memory, and read as zeros later.
 
     Only for private anonymous memory, which is what torch allocates.
 

@@ -22,14 +22,15 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineOutput,
     PauseMode,
 )
+from skyrl_train.inference_engines.completion import requested_output
 from skyrl_train.inference_engines.engine_settings import EngineSettings
 from skyrl_train.inference_engines.gate import Gate
-from skyrl_train.inference_engines.native.requests import SamplingParams
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams
 from skyrl_train.inference_engines.vllm.adapters import check_adapter
-from skyrl_train.inference_engines.vllm.answers import Answer, version_of
 from skyrl_train.inference_engines.vllm.arguments import engine_arguments, process_environment
 from skyrl_train.inference_engines.vllm.llm import LLMProcesses
 from skyrl_train.inference_engines.vllm.loaded_adapters import LoadedAdapters
+from skyrl_train.inference_engines.vllm.request_state import RequestState, version_of
 from skyrl_train.inference_engines.vllm.sampling import SeedPair, seed_of, split_seeds, vllm_sampling
 from skyrl_train.weight_sync.base import (
     LoraLoadRequest,
@@ -84,7 +85,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         self._has_loras = arguments.enable_lora
         self._timeout = control_timeout_seconds
         self._gate = Gate()
-        self._running: dict[str, Answer] = {}
+        self._running: dict[str, RequestState] = {}
         self._idle = asyncio.Event()
         self._turn = asyncio.Lock()  # control calls take turns
         self._ids = itertools.count()
@@ -123,16 +124,16 @@ class VLLMInferenceEngine(InferenceEngineInterface):
             dtype=str(model.dtype).removeprefix("torch."),
             num_weight_processes=self._sizes[0] * self._sizes[1] * self._sizes[2],
             node=platform.node(),
-            lacks=self._lacks(),
+            unsupported=self._unsupported(),
         )
 
-    def _lacks(self) -> dict[Feature, str]:
-        lacks: dict[Feature, str] = {}
+    def _unsupported(self) -> dict[Feature, str]:
+        unsupported: dict[Feature, str] = {}
         if not self._has_loras:
-            lacks["lora"] = _NO_LORA
+            unsupported["lora"] = _NO_LORA
         if not self._can_sleep:
-            lacks["sleep"] = "vLLM was started without sleep mode (trainer.placement.colocate_all turns it on)"
-        return lacks
+            unsupported["sleep"] = "vLLM was started without sleep mode (trainer.placement.colocate_all turns it on)"
+        return unsupported
 
     def tp_size(self) -> int:
         return self._sizes[0]
@@ -164,18 +165,9 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         if lora_name is not None:
             self._adapters.named(lora_name)
         answers = await self._processes.run(self._answer_all(prompts, params, pairs, lora_name))
-        output = InferenceEngineOutput(
-            responses=[self._decode(answer.token_ids, params.skip_special_tokens) for answer in answers],
-            response_ids=[answer.token_ids for answer in answers],
-            stop_reasons=[answer.stop_reason or "abort" for answer in answers],
-            response_logprobs=None if params.logprobs is None else [answer.log_probs for answer in answers],
-            weight_versions=[answer.weight_versions for answer in answers],
-        )
-        if params.prompt_logprobs is not None:
-            output["prompt_logprobs"] = [answer.prompt_log_probs for answer in answers]
-        return output
+        return requested_output([answer.completion() for answer in answers], params, self._decode)
 
-    def _check(self, prompts: list[list[int]], params: SamplingParams) -> None:
+    def _check(self, prompts: list[list[int]], params: EngineSamplingParams) -> None:
         vocabulary, longest = self._llm.model_config.get_vocab_size(), self._llm.model_config.max_model_len
         for name, tokens in [*(("prompt_token_ids", p) for p in prompts), ("stop_token_ids", params.stop_token_ids)]:
             outside = [token for token in tokens if not 0 <= token < vocabulary]
@@ -198,8 +190,12 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     async def _answer_all(
-        self, prompts: list[list[int]], params: SamplingParams, pairs: list[SeedPair | None], lora_name: str | None
-    ) -> list[Answer]:
+        self,
+        prompts: list[list[int]],
+        params: EngineSamplingParams,
+        pairs: list[SeedPair | None],
+        lora_name: str | None,
+    ) -> list[RequestState]:
         tasks = [
             asyncio.ensure_future(self._answer(prompt, params, pair, lora_name))
             for prompt, pair in zip(prompts, pairs, strict=True)
@@ -211,11 +207,11 @@ class VLLMInferenceEngine(InferenceEngineInterface):
                 task.cancel()
 
     async def _answer(
-        self, prompt: list[int], params: SamplingParams, pair: SeedPair | None, lora_name: str | None
-    ) -> Answer:
+        self, prompt: list[int], params: EngineSamplingParams, pair: SeedPair | None, lora_name: str | None
+    ) -> RequestState:
         while True:
             if not await self._gate.wait():
-                return Answer(stop_reason="abort")
+                return RequestState(stop_reason="abort")
             if not self._weights_complete:
                 raise RuntimeError(
                     "the engine has no weights yet, or sleep(level=2) dropped them; send all of them first"
@@ -224,12 +220,14 @@ class VLLMInferenceEngine(InferenceEngineInterface):
             if not answer.withdrawn:
                 return answer
 
-    async def _run(self, prompt: list[int], params: SamplingParams, seed: int | None, lora_name: str | None) -> Answer:
+    async def _run(
+        self, prompt: list[int], params: EngineSamplingParams, seed: int | None, lora_name: str | None
+    ) -> RequestState:
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         adapter = None if lora_name is None else self._adapters.named(lora_name)
-        answer = Answer(str(next(self._ids)), None if adapter is None else adapter.version)
+        answer = RequestState(str(next(self._ids)), None if adapter is None else adapter.version)
         self._running[answer.request_id] = answer
         self._idle.clear()
         if adapter is not None:
@@ -274,7 +272,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
             await self._processes.stop_computing()
 
     async def _drain(self) -> None:
-        """Returns when nothing runs."""
+        """Return when nothing runs."""
         if not self._running:
             return
         if self._draining is None:
@@ -311,7 +309,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
             await self._llm.resume_generation()
 
     async def _withdraw_waiting(self) -> None:
-        """Takes requests without a token back to the gate."""
+        """Take requests without a token back to the gate."""
         waiting = [answer for answer in self._running.values() if not answer.has_begun]
         for answer in waiting:
             answer.withdrawn = True
@@ -324,7 +322,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         if level not in (1, 2):
             raise ValueError(f"sleep level must be 1 (weights to host memory) or 2 (weights dropped); got {level!r}")
         if not self._can_sleep:
-            raise UnsupportedByEngine(self._lacks()["sleep"])
+            raise UnsupportedByEngine(self._unsupported()["sleep"])
         await self._control(self._sleep(level), f"sleep({level})")
 
     async def _sleep(self, level: int) -> None:
@@ -437,7 +435,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
     # ---- the end
 
     async def teardown(self) -> None:
-        """Ends vLLM's processes. Requests under way fail with `WorkerError`; so does every later call."""
+        """End vLLM's processes. Requests under way fail with `WorkerError`; so does every later call."""
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:

@@ -19,6 +19,8 @@ from skyrl_train.weight_sync.fingerprint import Sampling
 from skyrl_train.weight_sync.one_hot import as_computed, columns_by_products
 
 Place = tuple[slice | int, ...]
+VllmLayer = Any
+"""Layer of a class of vLLM, which only its worker processes import."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Region:
         computed: read by products (of a matrix; `held` then has rows alone), else from the parameter.
     """
 
-    layer: Any
+    layer: VllmLayer
     parameter: str
     source: Place
     held: Place
@@ -115,7 +117,7 @@ class _Shard:
     of: int
 
 
-def _linear(layer: Any, parameter: str, part: int | None, shape: torch.Size) -> list[Region]:
+def _linear(layer: VllmLayer, parameter: str, part: int | None, shape: torch.Size) -> list[Region]:
     shards, columns = _shards_of(layer)
     picked = shards if part is None else shards[part : part + 1]
     if sum(shard.of for shard in picked) != shape[0] or parameter not in ("weight", "bias"):
@@ -134,7 +136,7 @@ def _linear(layer: Any, parameter: str, part: int | None, shape: torch.Size) -> 
     return regions
 
 
-def _shards_of(layer: Any) -> tuple[list[_Shard], slice]:
+def _shards_of(layer: VllmLayer) -> tuple[list[_Shard], slice]:
     """Rows of each tensor that a linear layer keeps, and the columns of all; no rows if its kind is not known."""
     from vllm.model_executor.layers import linear
 
@@ -164,7 +166,7 @@ def _shards_of(layer: Any) -> tuple[list[_Shard], slice]:
     return [], all_columns
 
 
-def _loads_as(layer: Any, kind: type) -> bool:
+def _loads_as(layer: VllmLayer, kind: type) -> bool:
     """Return whether a layer shards its weights as `kind` does; one with a loader of its own does not."""
     loaders = ("weight_loader", "weight_loader_v2")
     return isinstance(layer, kind) and all(
@@ -172,7 +174,7 @@ def _loads_as(layer: Any, kind: type) -> bool:
     )
 
 
-def _matrix(layer: Any, rows: slice, columns: slice, held_rows: slice) -> list[Region]:
+def _matrix(layer: VllmLayer, rows: slice, columns: slice, held_rows: slice) -> list[Region]:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -185,11 +187,11 @@ def _matrix(layer: Any, rows: slice, columns: slice, held_rows: slice) -> list[R
     return [Region(layer, "weight", (rows, columns), (held_rows, slice(0, columns.stop - columns.start)))]
 
 
-def _bias(layer: Any, rows: slice, held_rows: slice) -> Region:
+def _bias(layer: VllmLayer, rows: slice, held_rows: slice) -> Region:
     return Region(layer, "bias", (rows,), (held_rows,))
 
 
-def _matrix_shape(layer: Any) -> tuple[int, int]:
+def _matrix_shape(layer: VllmLayer) -> tuple[int, int]:
     """Return the shape of a layer's matrix in this process: outputs, inputs."""
     if hasattr(layer, "num_embeddings_per_partition"):
         return layer.num_embeddings_per_partition, layer.embedding_dim
@@ -197,7 +199,7 @@ def _matrix_shape(layer: Any) -> tuple[int, int]:
     return sum(shard.size for shard in shards), columns.stop - columns.start
 
 
-def _columns_of(layer: Any, columns: slice) -> torch.Tensor:
+def _columns_of(layer: VllmLayer, columns: slice) -> torch.Tensor:
     """Columns of the matrix that a layer multiplies by, one a row. [columns, outputs]"""
     weight = layer.weight
     return columns_by_products(
@@ -208,7 +210,7 @@ def _columns_of(layer: Any, columns: slice) -> torch.Tensor:
 # ---- vocabularies
 
 
-def _vocabulary(layer: Any, parameter: str, shape: torch.Size) -> list[Region]:
+def _vocabulary(layer: VllmLayer, parameter: str, shape: torch.Size) -> list[Region]:
     shard = layer.shard_indices
     if shard.added_vocab_end_index > shard.added_vocab_start_index or shape[0] != layer.org_vocab_size:
         return []
@@ -221,7 +223,7 @@ def _vocabulary(layer: Any, parameter: str, shape: torch.Size) -> list[Region]:
     return _matrix(layer, rows, slice(0, layer.embedding_dim), held)
 
 
-def _looks_up(layer: Any) -> bool:
+def _looks_up(layer: VllmLayer) -> bool:
     """A vocabulary that picks rows, where an LM head multiplies."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -231,14 +233,14 @@ def _looks_up(layer: Any) -> bool:
 # ---- experts
 
 
-def is_experts(layer: Any) -> bool:
+def is_experts(layer: VllmLayer) -> bool:
     """A layer that holds the weights of experts."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     return isinstance(layer, RoutedExperts)
 
 
-def regions_in_experts(layer: Any, kind: str, expert: int | None, shape: torch.Size) -> list[Region]:
+def regions_in_experts(layer: VllmLayer, kind: str, expert: int | None, shape: torch.Size) -> list[Region]:
     """The regions of a tensor of `shape` in a layer of experts; none if they are not known or not here.
 
     Args:
@@ -276,7 +278,7 @@ def regions_in_experts(layer: Any, kind: str, expert: int | None, shape: torch.S
     return regions
 
 
-def _experts_here(layer: Any, expert: int | None, shape: torch.Size) -> tuple[Place, Place] | None:
+def _experts_here(layer: VllmLayer, expert: int | None, shape: torch.Size) -> tuple[Place, Place] | None:
     """Locate this process's experts: their place in the tensor (empty for one expert's own), and in the layer."""
     config, manager = layer.moe_config, layer.expert_map_manager
     if config.num_experts != config.num_logical_experts or manager.num_fused_shared_experts:
@@ -293,14 +295,14 @@ def _experts_here(layer: Any, expert: int | None, shape: torch.Size) -> tuple[Pl
     return (slice(here[0], here[0] + len(here)),), (slice(0, len(here)),)
 
 
-def _height_of_gate(layer: Any) -> int:
+def _height_of_gate(layer: VllmLayer) -> int:
     """Rows before those of `up`, with padding. (While weights are loaded, the layer has its parameters without it.)"""
     if layer.quant_method.unquantized_backend.name == "CPU":
         return _experts_of(layer)._padded_intermediate_size(layer.moe_config)
     return layer.w13_weight.shape[1] // 2
 
 
-def _layout_is_known(layer: Any) -> bool:
+def _layout_is_known(layer: VllmLayer) -> bool:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     if not isinstance(layer.quant_method, UnquantizedFusedMoEMethod) or layer.is_fused_checkpoint_transposed:
@@ -313,12 +315,12 @@ def _layout_is_known(layer: Any) -> bool:
     return backend in ("TRITON", "BATCHED_TRITON")  # others shuffle
 
 
-def _experts_of(layer: Any) -> Any:
+def _experts_of(layer: VllmLayer) -> VllmLayer:
     """Return the kernel that computes with a layer's experts."""
     return layer.quant_method.moe_kernel.fused_experts
 
 
-def _as_in_checkpoint(layer: Any, parameter: str) -> torch.Tensor:
+def _as_in_checkpoint(layer: VllmLayer, parameter: str) -> torch.Tensor:
     """A parameter in the order of a checkpoint. Experts on a CPU are packed in another one."""
     stored = getattr(layer, parameter).detach()
     if stored.dim() != 3 or stored.device.type != "cpu" or not is_experts(layer):

@@ -93,7 +93,7 @@ class HeldComparison:
         self._expected: list[tuple[str, Region, int]] = []
 
     def expect(self, tensors: list[NamedTensor]) -> None:
-        """Takes note of tensors as they came."""
+        """Take note of tensors as they came."""
         version, verification = self._sampling.version, self._sampling.verification
         self._report.fingerprints |= fingerprints_of(tensors, version, verification)
         if verification == "off":
@@ -109,7 +109,7 @@ class HeldComparison:
                 self._report.read.append(name)
 
     def report(self) -> ProcessReport:
-        """Reads every region from its layer."""
+        """Read every region from its layer."""
         reader = LayerReader(self._sampling)
         wrong = dict.fromkeys(
             name

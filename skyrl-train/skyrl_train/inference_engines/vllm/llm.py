@@ -33,7 +33,7 @@ class LLMProcesses:
     """
 
     llm: "AsyncLLM"
-    """For coroutines that run in the engine's loop."""
+    """vLLM's engine, for coroutines in its loop."""
 
     def __init__(self, arguments: Any, timeout_seconds: float):
         self._timeout = timeout_seconds
@@ -48,8 +48,8 @@ class LLMProcesses:
             self._loop.stop()
             raise
 
-    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine in the engine's loop, however long it takes.
+    async def run(self, coroutine: Coroutine[None, None, T]) -> T:
+        """Run a coroutine in the engine's loop, however long it takes.
 
         Raises:
             WorkerError: the engine was closed meanwhile.
@@ -59,12 +59,12 @@ class LLMProcesses:
         except LoopStopped:
             raise WorkerError(_CLOSED) from None
 
-    def run_from_thread(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Blocks until it is done."""
+    def run_from_thread(self, coroutine: Coroutine[None, None, T]) -> T:
+        """Block until it is done."""
         return self._loop.call_from_thread(coroutine)
 
-    async def control(self, coroutine: Coroutine[Any, Any, T], what: str, seconds: float | None = None) -> T:
-        """Runs in the engine's loop, with a deadline; a dead vLLM is a WorkerError."""
+    async def control(self, coroutine: Coroutine[None, None, T], what: str, seconds: float | None = None) -> T:
+        """Run in the engine's loop, with a deadline; a dead vLLM is a WorkerError."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -87,7 +87,7 @@ class LLMProcesses:
             raise self.dead(None)
 
     def dead(self, error: BaseException | None) -> WorkerError:
-        """What to raise where vLLM's processes are gone."""
+        """Return the error for calls after vLLM's processes ended."""
         if self._closed:
             return WorkerError(_CLOSED)
         cause = "" if error is None else f" ({type(error).__name__}: {error})"
@@ -95,14 +95,14 @@ class LLMProcesses:
 
     # ---- in the engine's loop
 
-    async def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every worker of every data-parallel replica. (vLLM's own `collective_rpc` calls them all as
+    async def rpc(self, method: str, *args: object) -> list[Any]:
+        """Call a method of every worker of every data-parallel replica. (vLLM's own `collective_rpc` calls them all as
         well, but gives back the answers of the first replica alone.)"""
         core: Any = self.llm.engine_core
         replicas = await core.call_utility_all_async("collective_rpc", method, None, args, None)
         return [answer for replica in replicas for answer in replica]
 
-    async def weight_rpc(self, method: str, *args: Any) -> list[Any]:
+    async def weight_rpc(self, method: str, *args: object) -> list[Any]:
         """`rpc`, where what a worker raises is a WeightSyncError with its words."""
         try:
             return await self.rpc(method, *args)
@@ -124,7 +124,7 @@ class LLMProcesses:
     # ---- the end
 
     def close(self) -> None:
-        """Ends vLLM's processes. Calls under way fail with `WorkerError`; so does every later one."""
+        """End vLLM's processes. Calls under way fail with `WorkerError`; so does every later one."""
         if self._closed:
             return
         self._closed = True
@@ -138,7 +138,7 @@ class LLMProcesses:
 
 
 async def _start(arguments: Any) -> "AsyncLLM":
-    """In the loop that the engine will belong to; it blocks that loop, in which nothing else is yet."""
+    """Start vLLM in the loop that it will belong to; this blocks the loop, in which nothing else runs yet."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     try:

@@ -44,7 +44,7 @@ class LoadedAdapters:
         return self._by_name[name]
 
     async def load(self, request: LoraLoadRequest) -> WeightReport:
-        """Takes the place of the one with this name, which goes when its last request has ended."""
+        """Take the place of the one with this name, which goes when its last request has ended."""
         from vllm.lora.request import LoRARequest
 
         llm = self._processes.llm

@@ -45,7 +45,7 @@ class ModelUpdate:
             initialize_layerwise_reload(model)
 
     def load(self, tensors: list[NamedTensor]) -> None:
-        """Hands tensors (in the trainer's names) to the model. They may be overwritten afterwards.
+        """Hand tensors (in the trainer's names) to the model. They may be overwritten afterwards.
 
         Raises:
             WeightSyncError: the model has no such parameter, or another shape.
@@ -64,7 +64,7 @@ class ModelUpdate:
         self._keep_buffered()
 
     def finish(self, must_be_full: bool) -> ProcessReport:
-        """Puts the new weights in place.
+        """Put the new weights in place.
 
         Args:
             must_be_full: the weights before mean nothing (random, dropped), so every layer must have come.
@@ -85,7 +85,7 @@ class ModelUpdate:
             return self._comparison.report()
 
     def abandon(self) -> None:
-        """Makes the model whole again, of old and new layers: a later full update can come, generation must not."""
+        """Make the model whole again, of old and new layers: a later full update can come, generation must not."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         for _, info in self._waiting_layers():
@@ -146,7 +146,7 @@ class ModelUpdate:
 
 @contextmanager
 def _packing_experts(model: torch.nn.Module) -> Iterator[None]:
-    """Has vLLM pack the experts that are loaded meanwhile for the CPU. It does so only where a layer has no kernel yet
+    """Make vLLM pack the experts that are loaded meanwhile for the CPU. It does so only where a layer has no kernel yet
     (`unquantized_fused_moe_method.py`, `_setup_kernel`); a reload would leave them unpacked, and the layer compute
     nonsense. So the layers have none meanwhile."""
     methods: list[Any] = [layer.quant_method for layer in model.modules() if is_experts(layer)]

@@ -18,7 +18,7 @@ _started = threading.Event()
 
 
 def watch_owner() -> None:
-    """Starts the watch, once a process. Does nothing in a process that nobody's multiprocessing started."""
+    """Start the watch, once a process. Does nothing in a process that nobody's multiprocessing started."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None or _started.is_set() or not os.path.exists("/proc/self/stat"):
         return
@@ -38,7 +38,7 @@ def _watch(owner: int, started: str | None, parent: int) -> None:
 
 
 def _start_time(pid: int) -> str | None:
-    """When a process was started, so that another one with its number is not taken for it; None: it is gone."""
+    """Return the start time of a process, which tells it from a later one with its id; None: it is gone."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             words = file.read().rpartition(")")[2].split()

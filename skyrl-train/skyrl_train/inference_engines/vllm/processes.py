@@ -8,7 +8,7 @@ _PATIENCE_SECONDS = 10.0
 
 
 def children_of_this_process() -> list[psutil.Process]:
-    """With their children; without the tracker that Python's multiprocessing keeps for all of this process."""
+    """Return all descendants, without the resource tracker of Python's multiprocessing."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
@@ -18,7 +18,7 @@ def children_of_this_process() -> list[psutil.Process]:
 
 
 def end_processes(processes: list[psutil.Process]) -> None:
-    """Kills those that still run, and waits for them."""
+    """Kill those that still run, and wait for them."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()  # psutil does not take another process with this number for it

@@ -5,7 +5,8 @@ The meaning of every keyword is the native engine's (`native/requests.py` checks
 
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.inference_engines.native.requests import SamplingParams
+from skyrl_train.inference_engines.base import SamplingKeywords
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams
 from skyrl_train.inference_engines.native.sampling import random_key
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ SMALLEST_TEMPERATURE = 0.01
 SeedPair = tuple[int, int]
 
 
-def split_seeds(given: dict[str, Any] | None, num: int) -> tuple[SamplingParams, list[SeedPair | None]]:
+def split_seeds(given: SamplingKeywords | None, num: int) -> tuple[EngineSamplingParams, list[SeedPair | None]]:
     """The checked keywords, and what the randomness of each of `num` requests is made of.
 
     Args:
@@ -31,7 +32,7 @@ def split_seeds(given: dict[str, Any] | None, num: int) -> tuple[SamplingParams,
     """
     values = dict(given or {})
     pairs = values.pop("seed") if isinstance(values.get("seed"), list | tuple) else None
-    params = SamplingParams.from_dict(values)
+    params = EngineSamplingParams.from_dict(values)
     if not params.is_greedy and params.temperature < SMALLEST_TEMPERATURE:
         raise ValueError(
             f"sampling parameter temperature must be 0 (greedy) or at least {SMALLEST_TEMPERATURE}, which vLLM takes "
@@ -66,7 +67,7 @@ def seed_of(pair: SeedPair | None, num_prompt_tokens: int) -> int | None:
     return int(random_key(int(random_key(*pair)), num_prompt_tokens)) >> 1
 
 
-def http_sampling(params: SamplingParams, seed: int | None) -> dict[str, Any]:
+def http_sampling(params: EngineSamplingParams, seed: int | None) -> SamplingKeywords:
     """The sampling part of a body for `/v1/completions`. Every keyword is there, so that a server's own defaults (those
     of the model's `generation_config.json`) change nothing."""
     return {
@@ -89,7 +90,7 @@ def http_sampling(params: SamplingParams, seed: int | None) -> dict[str, Any]:
     }
 
 
-def vllm_sampling(params: SamplingParams, seed: int | None) -> "VLLMSamplingParams":
+def vllm_sampling(params: EngineSamplingParams, seed: int | None) -> "VLLMSamplingParams":
     """vLLM's own object. Tokens arrive in two parts: the first one, which tells that the request has begun, and the
     rest when it ends; parts in between would only cost time."""
     from vllm import SamplingParams as VLLMSamplingParams

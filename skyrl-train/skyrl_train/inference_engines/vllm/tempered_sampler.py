@@ -30,7 +30,7 @@ def tempered_log_softmax(logits: torch.Tensor, temperature: torch.Tensor | float
 
 
 def temper(runner: Any) -> None:
-    """Makes a vLLM model runner (`vllm.v1.worker.gpu_model_runner.GPUModelRunner`) report log-probs as above.
+    """Make a vLLM model runner (`vllm.v1.worker.gpu_model_runner.GPUModelRunner`) report log-probs as above.
 
     Raises:
         RuntimeError: this vLLM's sampler is another one.

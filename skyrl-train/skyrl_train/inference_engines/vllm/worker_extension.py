@@ -1,4 +1,4 @@
-"""What runs inside of vLLM's worker processes: the engine's end of weight sync.
+"""Weight sync inside of vLLM's worker processes: the engine's end.
 
 vLLM mixes this class into its worker (`--worker-extension-cls`); its methods are called by `collective_rpc`, or over
 HTTP by `/collective_rpc` (`VLLM_SERVER_DEV_MODE=1`) with arguments that JSON can carry.
@@ -38,7 +38,7 @@ class WeightExtension:
     _skyrl_prepared: bool = False
 
     def skyrl_prepare(self, weights_valid: bool = True) -> None:
-        """Makes log-probs those of logits / temperature. May be called again.
+        """Make log-probs those of logits / temperature. May be called again.
 
         Args:
             weights_valid: False: the present weights are random, so the first update must be full.
@@ -58,7 +58,7 @@ class WeightExtension:
         self._skyrl_prepared = True
 
     def skyrl_connect(self, info: dict[str, Any]) -> None:
-        """Meets the trainer. `info`: the fields of `WeightSyncInitInfo`."""
+        """Meet the trainer. `info`: the fields of `WeightSyncInitInfo`."""
         from skyrl_train.weight_sync.receiver import WeightReceiver
 
         if self._skyrl_receiver is not None:
@@ -71,7 +71,7 @@ class WeightExtension:
         self._skyrl_receiver = WeightReceiver(parsed, self.device, process_index)
 
     def skyrl_update(self, request: dict[str, Any]) -> None:
-        """Takes one bucket. `request`: the fields of `WeightUpdateRequest`."""
+        """Take one bucket. `request`: the fields of `WeightUpdateRequest`."""
         from skyrl_train.inference_engines.vllm.loading import ModelUpdate
 
         if self._skyrl_receiver is None:
@@ -89,7 +89,7 @@ class WeightExtension:
         self._skyrl_update.load(tensors)
 
     def skyrl_finish(self, version: int) -> dict[str, Any]:
-        """Puts the new weights in place. Returns the fields of a `ProcessReport`."""
+        """Put the new weights in place. Returns the fields of a `ProcessReport`."""
         if self._skyrl_receiver is None:
             raise WeightSyncError("no weights have come: skyrl_connect was not called")
         self._skyrl_receiver.finish(version)
@@ -100,7 +100,7 @@ class WeightExtension:
         return asdict(report)
 
     def skyrl_drop_weights(self) -> None:
-        """Declares the present weights worthless: the next update must be full."""
+        """Declare the present weights worthless: the next update must be full."""
         self._skyrl_weights_valid = False
 
     def skyrl_lora(self, lora_id: int, path: str, version: int) -> dict[str, int]:
@@ -113,7 +113,7 @@ class WeightExtension:
         return f"process {self.rank} of replica {self.vllm_config.parallel_config.data_parallel_index}"
 
     def skyrl_release_cache(self) -> int:
-        """Gives the memory of the key-value cache back to the machine; it comes back, zeroed, when it is written to.
+        """Give the memory of the key-value cache back to the machine; it comes back, zeroed, when it is written to.
         CPU only. Returns the bytes."""
         from skyrl_train.inference_engines.vllm.cpu_memory import release
 

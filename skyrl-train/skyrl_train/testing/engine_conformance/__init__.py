@@ -1,4 +1,4 @@
-"""What every rollout engine keeps, checked against the same model in transformers.
+"""Conformance checks of rollout engines, against the same model in transformers.
 
     subject = EngineUnderTest(engine, model_path)
     report = await check_engine(subject)      # prints nothing, raises nothing
@@ -14,7 +14,7 @@ or, in pytest, with one engine for a module:
 
 `make_tiny_model` writes a model that every engine can run. A check leaves the engine as it found it, its weights
 included; only those with `ends_engine` (the last ones) do not. An engine may lack a feature if it says why
-(`EngineInfo.lacks`); then the check is that it refuses.
+(`EngineInfo.unsupported`); then the check is that it refuses.
 """
 
 from skyrl_train.testing.engine_conformance import (  # noqa: F401  (each adds its checks to CHECKS)

@@ -15,7 +15,7 @@ _LEAST_CHANCE = 1e-6
 
 
 def expect_form(subject: EngineUnderTest, prompts: list[list[int]], output: InferenceEngineOutput) -> None:
-    """Every column has a row a request, every row a number a token, every id is a word."""
+    """Check that every column has a row for each request, every row a number for each token, and every id is a word."""
     for name in ("responses", "response_ids", "stop_reasons", "response_logprobs", "weight_versions"):
         column = output[name]
         expect(column is not None and len(column) == len(prompts), f"{name} must have {len(prompts)} rows: {column!r}")
@@ -44,7 +44,7 @@ def expect_text(subject: EngineUnderTest, prompt: list[int], ids: list[int], tex
 def expect_reference_log_probs(
     subject: EngineUnderTest, prompt: list[int], output: InferenceEngineOutput, row: int, temperature: float, what: str
 ) -> None:
-    """Those of the reference as it is now, at this temperature."""
+    """Check log-probs against the reference model at this temperature."""
     ids, log_probs = output["response_ids"][row], output["response_logprobs"]
     assert log_probs is not None
     expected = subject.reference.log_probs(prompt, ids, temperature)

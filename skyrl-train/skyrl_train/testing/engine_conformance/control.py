@@ -7,51 +7,55 @@ from typing import Any
 from skyrl_train.inference_engines.base import InferenceEngineOutput
 from skyrl_train.testing.engine_conformance.answers import expect_form, expect_reference_log_probs
 from skyrl_train.testing.engine_conformance.registry import ConformanceError, check, expect, expect_raises
-from skyrl_train.testing.engine_conformance.subject import PART_WAY, EngineUnderTest
+from skyrl_train.testing.engine_conformance.subject import EngineUnderTest
 
 _HEALTH_SECONDS = 10.0
+_NUM_TRIES = 32
 
 
 async def at_work(
     subject: EngineUnderTest, *, prompt: list[int] | None = None
 ) -> AsyncIterator[tuple["asyncio.Task[InferenceEngineOutput]", float]]:
-    """Two long answers (to `prompt`) that are under way, one try after another, and how long they take. The caller acts
-    at once and stops when it has seen what it wanted; a try may have come too early or too late."""
+    """Yield two long answers (to `prompt`) that are under way, one try after another, and the seconds that undisturbed
+    ones take. The caller acts at once and stops when it has seen what it wanted. After a try that came before the first
+    token or after the last, the next one comes later or earlier: on a busy machine nobody knows when they are."""
     seconds, last = await subject.long_seconds(), ""
-    now = asyncio.get_running_loop().time
-    for share in PART_WAY:
-        began, ended = now(), [float("inf")]
+    wait = 0.3 * seconds
+    for _ in range(_NUM_TRIES):
         task = subject.begin_long(prompt=prompt)
-        task.add_done_callback(lambda _, ended=ended: ended.append(now()))
-        await asyncio.sleep(share * seconds)
+        await asyncio.sleep(wait)
         yield task, seconds
-        seconds = min(seconds, ended[-1] - began)  # the machine may have had more to do when it was measured
         if not task.done():
             await subject.in_time(subject.engine.abort_generation())
         if task.cancelled():
             continue
         output = await task
-        last = f"{output['stop_reasons'][0]!r} after {len(output['response_ids'][0])} tokens"
+        num_tokens = min(len(ids) for ids in output["response_ids"])
+        if num_tokens == 0:
+            wait *= 1.4
+        elif "abort" not in output["stop_reasons"]:
+            wait *= 0.7
+        last = f"{output['stop_reasons'][0]!r} after {num_tokens} tokens"
     raise ConformanceError(
-        f"in {len(PART_WAY)} tries no answer was caught under way; the last one ended by {last}, and undisturbed ones "
+        f"in {_NUM_TRIES} tries no answer was caught under way; the last one ended by {last}, and undisturbed ones "
         f"take {seconds:.2f} s"
     )
 
 
 def is_part(subject: EngineUnderTest, output: InferenceEngineOutput) -> bool:
-    """All answers were aborted after at least one token."""
+    """Check that all answers were aborted after at least one token."""
     most = subject.long_params["max_tokens"]
     return set(output["stop_reasons"]) == {"abort"} and all(0 < len(ids) < most for ids in output["response_ids"])
 
 
 async def expect_part(subject: EngineUnderTest, output: InferenceEngineOutput) -> None:
-    """What was written before an abort is the beginning of the whole answer, with its log-probs and versions."""
+    """Check that the tokens before an abort are the beginning of the whole answer, with its log-probs and versions."""
     prompt = subject.long_prompt
     expect_form(subject, [prompt] * len(output["response_ids"]), output)
     for row, (ids, text) in enumerate(zip(output["response_ids"], output["responses"], strict=True)):
         expect_reference_log_probs(subject, prompt, output, row, 1.0, f"the part of answer {row}")
         expect(bool(text) == bool(ids), f"the text of {len(ids)} tokens is {text!r}")
-    if "seed" not in subject.info.lacks:
+    if "seed" not in subject.info.unsupported:
         whole = (await subject.begin_long())["response_ids"]
         for row, ids in enumerate(output["response_ids"]):
             expect(whole[row][: len(ids)] == ids, f"answer {row} is not a beginning of what its seed gives")
@@ -114,7 +118,7 @@ async def a_pause_that_keeps_changes_nothing_but_the_time(subject: EngineUnderTe
             expect(lengths == [most] * 2, f"kept answers must have {most} tokens; got {lengths}")
             for row in range(2):
                 expect_reference_log_probs(subject, subject.long_prompt, output, row, 1.0, f"kept answer {row}")
-            if "seed" not in subject.info.lacks:
+            if "seed" not in subject.info.unsupported:
                 whole = await subject.begin_long()
                 expect(output["response_ids"] == whole["response_ids"], "kept answers differ from undisturbed ones")
             break
@@ -164,7 +168,7 @@ async def a_caller_who_goes_away_leaves_nothing_behind(subject: EngineUnderTest)
         reasons = (await beside)["stop_reasons"]
         expect(reasons == ["length"], f"a request beside a cancelled one ended by {reasons}")
         await subject.in_time(
-            subject.engine.pause_generation("abort" if "pause_wait" in subject.info.lacks else "wait")
+            subject.engine.pause_generation("abort" if "pause_wait" in subject.info.unsupported else "wait")
         )
         await subject.in_time(subject.engine.resume_generation())
         output = await subject.generate([subject.prompt(4)], max_tokens=3, ignore_eos=True)

@@ -42,7 +42,7 @@ class Reference:
 
     @contextmanager
     def holding(self, weights: Weights | None) -> Iterator[None]:
-        """With these parameters (None: the original ones)."""
+        """Set these parameters for the block (None: the original ones)."""
         self._take(weights or self.original)
         try:
             yield

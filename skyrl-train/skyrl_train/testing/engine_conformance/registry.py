@@ -1,4 +1,4 @@
-"""What a check is, how it says what is wrong, and what becomes of one that an engine cannot take part in."""
+"""Registration of checks, their failures, and the outcome of checks that an engine does not support."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one check."""
+    """Outcome of one check."""
 
     check: Check
     result: Literal["passed", "lacks", "failed"]
@@ -60,7 +60,7 @@ CHECKS: list[Check] = []
 
 
 def check(*needs: Feature, ends_engine: bool = False) -> Callable[[Run], Run]:
-    """Makes a coroutine function a check. Its name is the check's, its docstring the rule."""
+    """Register a coroutine function as a check. Its name is the check's, its docstring the rule."""
 
     def register(run: Run) -> Run:
         assert run.__doc__, f"{run.__name__} needs a docstring: its rule"  # type: ignore[attr-defined]
@@ -72,7 +72,7 @@ def check(*needs: Feature, ends_engine: bool = False) -> Callable[[Run], Run]:
 
 
 def expect(holds: Any, text: str) -> None:
-    """Raises ConformanceError with `text` unless `holds`."""
+    """Raise ConformanceError with `text` unless `holds`."""
     if not holds:
         raise ConformanceError(text)
 
@@ -123,7 +123,7 @@ async def expect_raises(
         return error
     except ConformanceError:
         raise
-    except Exception as error:
+    except Exception as error:  # any other error of an engine breaks the rule
         raise ConformanceError(f"{what} must raise {kind.__name__}; raised {type(error).__name__}: {error}") from error
     raise ConformanceError(f"{what} must raise {kind.__name__}; got an answer: {str(answer)[:200]}")
 

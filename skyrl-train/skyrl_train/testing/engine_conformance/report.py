@@ -10,14 +10,14 @@ from skyrl_train.testing.engine_conformance.subject import EngineUnderTest
 
 
 async def run_check(check: Check, subject: EngineUnderTest) -> Outcome:
-    """One check; the engine is afterwards as it was before.
+    """Run one check; the engine is afterwards as before.
 
     Raises:
         ConformanceError: the engine breaks the rule.
     """
     start = time.monotonic()
     await subject.prepare()
-    lacking: list[Feature] = [feature for feature in check.needs if feature in subject.info.lacks]
+    lacking: list[Feature] = [feature for feature in check.needs if feature in subject.info.unsupported]
     failed, unseen = True, None
     try:
         if lacking:
@@ -33,21 +33,21 @@ async def run_check(check: Check, subject: EngineUnderTest) -> Outcome:
             await _clean_up(check, subject, failed)
     seconds = time.monotonic() - start
     if lacking:
-        return Outcome(check, "lacks", f"{lacking[0]}: {subject.info.lacks[lacking[0]]}", seconds)
+        return Outcome(check, "lacks", f"{lacking[0]}: {subject.info.unsupported[lacking[0]]}", seconds)
     return Outcome(check, "passed", unseen or "", seconds)
 
 
 async def _clean_up(check: Check, subject: EngineUnderTest, failed: bool) -> None:
     try:
         await subject.clean_up(failed=failed)
-    except Exception as error:
+    except Exception as error:  # an engine may raise anything
         if not failed:  # else the check's own error says more
             raise ConformanceError(f"{check.name}: afterwards {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
 class ConformanceReport:
-    """What became of every check."""
+    """Outcomes of all checks."""
 
     engine: str
     outcomes: tuple[Outcome, ...]
@@ -57,7 +57,7 @@ class ConformanceReport:
         return [outcome for outcome in self.outcomes if outcome.result == "failed"]
 
     def raise_if_broken(self) -> None:
-        """Raises ConformanceError with every failure."""
+        """Raise ConformanceError with every failure."""
         if self.failures:
             raise ConformanceError("\n".join(outcome.words for outcome in self.failures))
 
@@ -72,7 +72,7 @@ class ConformanceReport:
 
 
 async def check_engine(subject: EngineUnderTest, checks: Sequence[Check] | None = None) -> ConformanceReport:
-    """Every check (those that end the engine included), or these."""
+    """Run every check (those that end the engine included), or the given ones."""
     await subject.prepare()
     outcomes = []
     for check in CHECKS if checks is None else checks:

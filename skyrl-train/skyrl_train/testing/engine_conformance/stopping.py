@@ -1,4 +1,4 @@
-"""What ends an answer."""
+"""Checks of the end of an answer."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def _text(subject: EngineUnderTest, ids: list[int]) -> str:
 
 
 def _first_with(subject: EngineUnderTest, ids: list[int], text: str) -> int:
-    """How many tokens it takes until the answer holds this text."""
+    """Return the number of tokens until the answer contains this text."""
     return next(num for num in range(1, len(ids) + 1) if text in _text(subject, ids[:num]))
 
 

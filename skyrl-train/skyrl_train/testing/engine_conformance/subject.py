@@ -27,9 +27,6 @@ T = TypeVar("T")
 TOLERANCES: Mapping[str, float] = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.15}
 """The largest difference of a token's log-prob from the reference's, by the engine's dtype."""
 
-PART_WAY = (0.3, 0.5, 0.15, 0.7, 0.05, 0.4, 0.2, 0.6) * 4
-"""Shares of an answer's usual time after which a check acts, tried in turn until it catches the engine at work."""
-
 _MOST_LONG_TOKENS = 640
 
 
@@ -83,7 +80,7 @@ class EngineUnderTest:
         self._ready = False
 
     async def prepare(self) -> None:
-        """Asks the engine what it is and loads the reference. Once; later calls do nothing."""
+        """Read the engine's description and load the reference. Once; later calls do nothing."""
         if self._ready:
             return
         self.info = await self.in_time(self.engine.describe())
@@ -94,7 +91,7 @@ class EngineUnderTest:
         self._ready = True
 
     async def in_time(self, call: Awaitable[T], seconds: float | None = None) -> T:
-        """What `call` gives; ConformanceError if that takes longer than the deadline."""
+        """Await `call`. Raises ConformanceError if that takes longer than the deadline."""
         seconds = self._timeout_seconds if seconds is None else seconds
         try:
             return await asyncio.wait_for(call, seconds)
@@ -112,7 +109,7 @@ class EngineUnderTest:
 
     @property
     def eos_ids(self) -> set[int]:
-        """Every token that ends an answer: of the tokenizer, the model's config and its generation config."""
+        """Tokens that end an answer: of the tokenizer, the model's config and its generation config."""
         model = self.reference.model
         found = set()
         for named in (self.tokenizer, model.config.get_text_config(), model.generation_config):
@@ -122,7 +119,7 @@ class EngineUnderTest:
 
     def batch(self, prompts: Sequence[list[int]], *, lora: str | None = None, **params: Any) -> InferenceEngineInput:
         """A request; without a seed of its own it has one where the engine takes any."""
-        if "seed" not in params and "seed" not in self.info.lacks and params.get("temperature") != 0:
+        if "seed" not in params and "seed" not in self.info.unsupported and params.get("temperature") != 0:
             params["seed"] = 7
         return InferenceEngineInput(prompt_token_ids=list(prompts), sampling_params=params, lora_name=lora)
 
@@ -145,7 +142,7 @@ class EngineUnderTest:
 
     @property
     def long_params(self) -> dict[str, Any]:
-        """Of an answer long enough to be caught at work."""
+        """Sampling parameters of an answer long enough to be interrupted."""
         room = self.info.max_model_len - len(self.long_prompt)
         return {"max_tokens": min(_MOST_LONG_TOKENS, room), "ignore_eos": True, "temperature": 1.0}
 
@@ -158,7 +155,7 @@ class EngineUnderTest:
         return self.begin([prompt] * 2, **params)
 
     async def long_seconds(self) -> float:
-        """How long long answers take when nothing disturbs them."""
+        """Measure how long undisturbed long answers take."""
         if self._seconds is None:
             await self.begin_long()  # the first one may compile or allocate
             start = time.monotonic()
@@ -176,15 +173,15 @@ class EngineUnderTest:
         pause: PauseMode | None = "keep",
         tamper: Tamper | None = None,
     ) -> WeightReport:
-        """Sends weights as the trainer does, under the next version.
+        """Send weights as the trainer does, under the next version.
 
         Args:
             pause: how generation is paused meanwhile; None: not at all. Modes that the engine lacks are replaced.
             tamper: what goes wrong on the way.
         """
         path = await self._path_of(way or self.ways[0])
-        if pause == "keep" and "pause_keep" in self.info.lacks:
-            pause = "abort" if "pause_wait" in self.info.lacks else "wait"
+        if pause == "keep" and "pause_keep" in self.info.unsupported:
+            pause = "abort" if "pause_wait" in self.info.unsupported else "wait"
         self._changed = True
         self.version += 1
         if pause is not None:
@@ -220,12 +217,12 @@ class EngineUnderTest:
     # Between checks.
 
     async def clean_up(self, *, failed: bool) -> None:
-        """Leaves the engine as it was before a check."""
+        """Restore the engine's state from before a check."""
         unfinished = [task for task in self._tasks if not task.done()]
         self._tasks.clear()
         if failed or unfinished:
             await self.in_time(self.engine.abort_generation())
-            if "sleep" not in self.info.lacks:
+            if "sleep" not in self.info.unsupported:
                 await self.in_time(self.engine.wake_up())
             await self.in_time(self.engine.resume_generation())
         for task in unfinished:
@@ -234,7 +231,7 @@ class EngineUnderTest:
         await self.restore_weights()
 
     async def close(self) -> None:
-        """Closes what was opened beside the engine; the engine goes on."""
+        """Close everything opened beside the engine; the engine goes on."""
         if self._path is not None:
             await self._path.close()
             self._path = None

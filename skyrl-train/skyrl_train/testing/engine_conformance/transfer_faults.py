@@ -36,7 +36,7 @@ async def _expect_named(
 
 
 def _way(subject: EngineUnderTest) -> tuple:
-    """One where nobody waits for a bucket that was lost (a broadcast does)."""
+    """Choose a transport that does not wait for a bucket that was lost (a broadcast does)."""
     ways = [way for way in subject.ways if way[0] != "broadcast" and way[1] == "full"]
     return (ways or list(subject.ways))[0]
 

@@ -31,7 +31,7 @@ async def an_update_brings_the_new_weights(subject: EngineUnderTest) -> None:
     version, and the fingerprints that it reports are those of the tensors that were sent."""
     for number, way in enumerate(subject.ways):
         words = " ".join(way)
-        if way[0] == "broadcast" and "broadcast" in subject.info.lacks:
+        if way[0] == "broadcast" and "broadcast" in subject.info.unsupported:
             await expect_refusal(subject, "broadcast")
             continue
         for weights in (
@@ -91,7 +91,7 @@ async def prompts_are_never_continued_from_keys_of_older_weights(subject: Engine
 async def answers_under_way_go_on_with_the_new_weights(subject: EngineUnderTest) -> None:
     """At an update requests under way stay. Their earlier tokens keep the old version and log-probs; later ones have
     the new version and the log-probs of the new weights, over the keys of the old ones or over new keys."""
-    pauses = (None,) if "pause_keep" in subject.info.lacks else ("keep", None)
+    pauses = (None,) if "pause_keep" in subject.info.unsupported else ("keep", None)
     weights = subject.reference.changed(seed=20)
     for pause in pauses:
         old_version = subject.version
@@ -110,7 +110,8 @@ async def answers_under_way_go_on_with_the_new_weights(subject: EngineUnderTest)
 def _expect_both_versions(
     subject: EngineUnderTest, output: InferenceEngineOutput, old: int, weights: Weights, what: str
 ) -> bool:
-    """Whether every answer was caught between the versions; if so, its log-probs are right."""
+    """Check the log-probs of answers on both sides of an update. Returns: False if an answer was not under way at
+    it."""
     prompt = subject.long_prompt
     expect_form(subject, [prompt] * 2, output)
     most = subject.long_params["max_tokens"]

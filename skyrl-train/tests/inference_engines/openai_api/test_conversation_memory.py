@@ -5,7 +5,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from skyrl_train.generators.chat_templates import CUSTOM_CHAT_TEMPLATES
-from skyrl_train.inference_engines.openai_api.prompts import ChatOptions, ChatTemplate, ConversationMemory, Said
+from skyrl_train.inference_engines.openai_api.prompts import ChatOptions, ConversationMemory, EndpointTemplate, Said
 
 from .conftest import ADD
 
@@ -16,7 +16,7 @@ WRITTEN = '<tool_call>\n{"name":"add", "arguments": {"a":2,"b":3}}\n</tool_call>
 
 @pytest.fixture(scope="module")
 def template(test_data):
-    return ChatTemplate(AutoTokenizer.from_pretrained(test_data / "tokenizers" / "qwen2.5"))
+    return EndpointTemplate(AutoTokenizer.from_pretrained(test_data / "tokenizers" / "qwen2.5"))
 
 
 def history(arguments) -> list:
@@ -31,7 +31,7 @@ def history(arguments) -> list:
 @pytest.fixture
 def memory(template):
     memory = ConversationMemory(template)
-    prompt = template.text(ASKED, OPTIONS)
+    prompt = template.render(ASKED, OPTIONS)
     said = Said.of(history({"a": 2, "b": 3})[1])
     memory.remember("s", 1, prompt, template.encode(prompt), [(said, template.encode(WRITTEN))])
     return memory
@@ -39,9 +39,9 @@ def memory(template):
 
 def test_a_conversation_goes_on_from_the_tokens_that_were_drawn(template, memory):
     messages = history({"a": 2, "b": 3})
-    text = template.text(messages, OPTIONS)
+    text = template.render(messages, OPTIONS)
     ids = memory.recall("s", messages, text, OPTIONS)
-    prompt = template.text(ASKED, OPTIONS)
+    prompt = template.render(ASKED, OPTIONS)
     expected = (
         f"{prompt}{WRITTEN}\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
@@ -53,12 +53,12 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_drawn(template, memory
 @pytest.mark.parametrize("session, arguments", [("s", {"a": 2, "b": 4}), ("another", {"a": 2, "b": 3})])
 def test_a_conversation_is_rendered_where_the_answer_is_another(template, memory, session, arguments):
     messages = history(arguments)
-    assert memory.recall(session, messages, template.text(messages, OPTIONS), OPTIONS) is None
+    assert memory.recall(session, messages, template.render(messages, OPTIONS), OPTIONS) is None
 
 
 def test_a_conversation_is_rendered_where_earlier_messages_changed(template, memory):
     messages = [{"role": "user", "content": "2+4?"}, *history({"a": 2, "b": 3})[1:]]
-    assert memory.recall("s", messages, template.text(messages, OPTIONS), OPTIONS) is None
+    assert memory.recall("s", messages, template.render(messages, OPTIONS), OPTIONS) is None
 
 
 def test_sessions_that_were_silent_longest_are_forgotten(template):
@@ -71,7 +71,7 @@ def test_sessions_that_were_silent_longest_are_forgotten(template):
 
 @pytest.mark.parametrize("name, keeps_thoughts", [("qwen3_with_thinking", True), ("qwen3_without_thinking", False)])
 def test_a_template_that_drops_thoughts_decides_what_the_model_reads(template, name, keeps_thoughts):
-    thinking = ChatTemplate(template.tokenizer, CUSTOM_CHAT_TEMPLATES[name])
+    thinking = EndpointTemplate(template.tokenizer, CUSTOM_CHAT_TEMPLATES[name])
     memory, options = ConversationMemory(thinking), ChatOptions()
     written = "<think>two and three</think>Five.<|im_end|>"
     prompt = thinking.text(ASKED, options)

@@ -1,4 +1,4 @@
-"""What cannot be done is said in the way that the `openai` client knows."""
+"""Refused requests are errors in the form that the `openai` client knows."""
 
 import asyncio
 import json
@@ -55,14 +55,14 @@ async def test_a_prompt_that_fills_the_context_is_refused(chat_client):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-async def test_what_cannot_be_done_is_refused_by_name(chat_client, wrong, param, says):
+async def test_unsupported_fields_are_refused_by_name(chat_client, wrong, param, says):
     with pytest.raises(openai.BadRequestError, match=says) as raised:
         await chat_client.chat.completions.create(**({"model": "tiny", "messages": HELLO, "max_tokens": 4} | wrong))
     assert raised.value.param == param
     assert raised.value.type == "invalid_request_error"
 
 
-async def test_what_changes_nothing_is_taken(chat_client):
+async def test_fields_with_neutral_values_are_accepted(chat_client):
     answer = await chat_client.chat.completions.create(
         model="tiny",
         messages=[{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}, *HELLO],

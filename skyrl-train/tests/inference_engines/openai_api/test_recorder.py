@@ -1,4 +1,4 @@
-"""Which turns count, and in which order they stand."""
+"""Recorder: turns that count, and their order."""
 
 from skyrl_train.inference_engines.openai_api.recorder import RecordedTurn, RequestRecorder
 
@@ -45,7 +45,7 @@ def test_two_conversations_of_one_session_stand_one_after_the_other():
     assert taken(a, b, turn([1, 2, 0], [3], 4), turn([7, 8, 0], [9], 6)) == [[2], [3], [8], [9]]
 
 
-def test_of_two_that_go_on_from_one_turn_the_first_stands_behind_it():
+def test_first_of_two_continuations_stands_behind_its_turn():
     assert taken(turn([1], [2], 0), turn([1, 2, 5], [6], 2), turn([1, 2, 7], [8], 4)) == [[2], [6], [8]]
 
 

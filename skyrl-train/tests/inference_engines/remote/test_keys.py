@@ -16,8 +16,9 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.engines import remote_api_key, start_engines
 from skyrl_train.entrypoints.serve_vllm import server_command
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference_engines.remote.engine import RemoteEngines, RemoteInferenceEngine
+from skyrl_train.inference_engines.remote.handles import RemoteEngines
 from skyrl_train.inference_engines.remote.key_guard import KeyGuard
+from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
 from skyrl_train.inference_engines.remote.vllm import start_command
 from skyrl_train.testing.engine_conformance.model import VOCABULARY
 

@@ -1,4 +1,4 @@
-"""What a run does with a vLLM server: weights from another process, adapters that replace each other."""
+"""Run with a vLLM server: weights from another process, adapters that replace each other."""
 
 import asyncio
 import pickle
@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.errors import ConfigError, UnsupportedByEngine
 from skyrl_train.inference_engines.base import InferenceEngineInput
-from skyrl_train.inference_engines.remote.engine import RemoteEngines, RemoteInferenceEngine, check_server
+from skyrl_train.inference_engines.remote.check import check_server
+from skyrl_train.inference_engines.remote.handles import RemoteEngines
+from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
 from skyrl_train.testing.engine_conformance import Reference, make_tiny_model
 from skyrl_train.weight_sync.plan import init_infos_for
 from skyrl_train.weight_sync.sender import WeightSender, buckets_of
@@ -49,7 +51,7 @@ async def test_the_server_describes_itself(engine: RemoteInferenceEngine, served
         "float32",
         1,
     )
-    assert set(info.lacks) == {"sleep"}
+    assert set(info.unsupported) == {"sleep"}
     with pytest.raises(UnsupportedByEngine, match="--enable-sleep-mode"):
         await engine.sleep()
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from skyrl_train.inference_engines.native.requests import SamplingParams
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams
 from skyrl_train.inference_engines.vllm.sampling import http_sampling, seed_of, split_seeds
 from skyrl_train.inference_engines.vllm.tempered_sampler import tempered_log_softmax
 
@@ -34,13 +34,13 @@ def test_seeds_differ_by_seed_by_index_and_by_the_length_of_the_prompt():
         ({"seed": [[1], [2]]}, "seed"),
     ],
 )
-def test_what_vllm_would_change_in_silence_is_refused(given: dict, named: str):
+def test_settings_that_vllm_changes_silently_are_refused(given: dict, named: str):
     with pytest.raises(ValueError, match=named):
         split_seeds(given, 2)
 
 
 def test_a_server_is_told_every_keyword_so_that_its_own_defaults_change_nothing():
-    body = http_sampling(SamplingParams.from_dict({"max_tokens": 4, "stop": "end"}), 9)
+    body = http_sampling(EngineSamplingParams.from_dict({"max_tokens": 4, "stop": "end"}), 9)
     assert body["repetition_penalty"] == 1.0 and body["top_p"] == 1.0 and body["top_k"] == -1 and body["min_p"] == 0.0
     assert body["stop"] == ["end"] and body["include_stop_str_in_output"] is True
     assert body["seed"] == 9 and body["max_tokens"] == 4 and body["logprobs"] == 0

@@ -1,22 +1,31 @@
-"""What computes: training of many adapters of one model, and sampling from them. The engine process knows only this.
+"""Interface of backends: training of many adapters of one model, and sampling from them.
 
-Everything here is a function of its arguments and of the model's own earlier calls: with whom a model shares a pass
-changes nothing (float32 on a CPU: not a bit). So calls can be done again after a crash, and give the same.
-"""
+All methods are functions of their arguments and of the model's own earlier calls: co-batched models change nothing
+(float32 on a CPU: not a bit). So calls can be done again after a crash, and give the same."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from tx.errors import ConfigError, did_you_mean
 from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, SampleOutput, SampleSpec, TrainingPass
 
 
+def check_setting_names(names: Iterable[str], known: Iterable[str], error: type[Exception] = ConfigError) -> None:
+    """Check the names in `backend_config`. Raises: `error` for an unknown one."""
+    known = list(known)
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, known, f"; known are {', '.join(sorted(known))}")
+            raise error(f"unknown setting backend_config.{name}{hint}")
+
+
 class BackendInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend says of itself."""
+    """Description of a backend."""
 
     name: str
     vocab_size: int
@@ -32,7 +41,7 @@ class BackendInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Failure:
-    """In place of a result: this model's part of a pass failed, and only it; nothing of it was accumulated."""
+    """Failure of one model's part of a pass; nothing of it was accumulated."""
 
     error: Exception
     """`ModelError` says whose fault it is; anything else is ours."""
@@ -47,7 +56,8 @@ class TrainingBackend(ABC):
     """Called from one thread."""
 
     @abstractmethod
-    def info(self) -> BackendInfo: ...
+    def info(self) -> BackendInfo:
+        """Describe the backend and its limits."""
 
     @abstractmethod
     def create(self, model_id: str, lora: LoraSpec) -> None:
@@ -59,7 +69,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def micro_batches(self, data: Sequence[Datum]) -> list[list[Datum]]:
-        """How a request is cut: consecutive data, by length alone, the same every time."""
+        """Split a request into consecutive micro-batches, by length alone, the same every time."""
 
     @abstractmethod
     def run(self, passes: Sequence[TrainingPass]) -> list[PassOutput | Failure]:
@@ -70,8 +80,8 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def copy_gradient(self, model_id: str) -> Any:
-        """What is accumulated, for `put_gradient`; it may be None (or anything cheap) where that is nothing. Taken
-        before a request of several micro-batches, since one that fails must leave nothing behind."""
+        """Copy the accumulated gradient for `put_gradient`; None (or anything cheap) if there is none. Taken before a
+        request of several micro-batches, since a failed one must leave no effect."""
 
     @abstractmethod
     def put_gradient(self, model_id: str, gradient: Any) -> None:
@@ -107,14 +117,16 @@ class TrainingBackend(ABC):
         """Makes a model exactly as `save(…, state=True)` left it, gradient included."""
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free all resources."""
 
 
 class SamplingBackend(ABC):
     """Called from one asyncio loop; every coroutine ends. Requests run together, whoever they are from."""
 
     @abstractmethod
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """Start sampling; called once, before any request."""
 
     @abstractmethod
     async def sample(self, spec: SampleSpec, adapter: Path | None, *, tenant: str = "") -> SampleOutput:
@@ -127,7 +139,8 @@ class SamplingBackend(ABC):
         """
 
     @abstractmethod
-    def num_running(self) -> int: ...
+    def num_running(self) -> int:
+        """Return the number of requests under way."""
 
     async def end_of_step(self) -> None:
         """Returns once the present step is over, so that somebody notices one that never is. At once in a backend that
@@ -139,10 +152,13 @@ class SamplingBackend(ABC):
         return
 
     @abstractmethod
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Cancel all requests and free all resources."""
 
 
 @dataclass(frozen=True)
 class Backend:
+    """Training and sampling of one base model."""
+
     training: TrainingBackend
     sampling: SamplingBackend

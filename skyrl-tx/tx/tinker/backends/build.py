@@ -1,12 +1,11 @@
-"""From settings to a backend: the only place that knows concrete ones. Heavy to call, light to import."""
+"""Construction of a backend from settings: the only place that knows concrete ones. Light to import."""
 
-import difflib
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tx.errors import ConfigError
-from tx.tinker.backends.base import Backend
+from tx.tinker.backends.base import Backend, check_setting_names
 from tx.tinker.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def build_backend(config: EngineConfig, facts: "BaseModelFacts") -> Backend:
 
 
 def check_backend(config: EngineConfig) -> None:
-    """What can be known of `backend_config` without torch.
+    """Check `backend_config` as far as possible without torch.
 
     Raises:
         ConfigError: a setting is unknown or impossible, or what it names is not installed.
@@ -53,7 +52,7 @@ def check_backend(config: EngineConfig) -> None:
 
 
 def import_backend(config: EngineConfig) -> None:
-    """What `build_backend` will import; most of the time that a small model's takes."""
+    """Import the modules of `build_backend`, which take most of the start-up of a small model."""
     if config.backend == "torch":
         from tx.tinker.backends.torch import sampling, training  # noqa: F401
 
@@ -61,7 +60,7 @@ def import_backend(config: EngineConfig) -> None:
 def _torch_backend(settings: dict[str, Any], facts: "BaseModelFacts", log_folder: Path) -> Backend:
     from tx.tinker.backends.torch.settings import TrainingSettings
 
-    _check_names(settings, [*(field.name for field in fields(TrainingSettings)), *SAMPLING_SETTINGS])
+    check_setting_names(settings, [*(field.name for field in fields(TrainingSettings)), *SAMPLING_SETTINGS])
     for_sampling = {name: settings.pop(name) for name in SAMPLING_SETTINGS if name in settings}
     for name, value in for_sampling.items():
         whole = SAMPLING_SETTINGS[name] is int
@@ -80,9 +79,9 @@ def _torch_backend(settings: dict[str, Any], facts: "BaseModelFacts", log_folder
         shared = training.base_model
     else:
         from tx.tinker.backends.torch.group import GroupTraining
-        from tx.tinker.backends.torch.local_members import LocalMembers
+        from tx.tinker.backends.torch.local_ranks import LocalTrainingRanks
 
-        training, shared = GroupTraining(LocalMembers.of(facts.folder, resolved, log_folder)), None
+        training, shared = GroupTraining(LocalTrainingRanks.of(facts.folder, resolved, log_folder)), None
     sampling = NativeSampling(
         facts.folder,
         device=resolved.device,
@@ -93,11 +92,3 @@ def _torch_backend(settings: dict[str, Any], facts: "BaseModelFacts", log_folder
         **for_sampling,
     )
     return Backend(training=training, sampling=sampling)
-
-
-def _check_names(settings: dict[str, Any], known: list[str]) -> None:
-    for name in settings:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
-            raise ConfigError(f"unknown setting backend_config.{name}; {hint}")

@@ -1,4 +1,4 @@
-"""The wire between the API process and one life of an engine process: messages both ways, in order, over a socket file.
+"""Channel between the API process and one engine process: messages both ways, in order, over a Unix socket.
 
 Every engine gets a socket of its own, so that nothing meant for a dead one reaches the next. The channel does not know
 whether the other side lives: the API hears of the engine's end from the child process, the engine of the API's from
@@ -18,7 +18,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from tx.tinker.engine.messages import Done, FromApi, FromEngine, Train
+from tx.tinker.commands import Train
+from tx.tinker.engine.messages import Done, FromApi, FromEngine
 
 _LARGE_FIELD: dict[type, str] = {Train: "payload", Done: "result"}
 """Bytes that travel beside the message and are not copied into it."""
@@ -93,7 +94,7 @@ class EngineChannel:
         return _messages(self._socket, self._decoder)
 
     async def close(self) -> None:
-        """What was sent before is still delivered, if the other side reads within a second."""
+        """Close after delivering earlier messages, if the other side reads them within a second."""
         await asyncio.sleep(0)  # sends of other threads, which wait in the loop
         self._socket.close(linger=_FLUSH_MILLISECONDS)
         await asyncio.to_thread(self._context.term)
@@ -105,7 +106,7 @@ def _pair(context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
     return socket
 
 
-def _frames(message: Any) -> list[bytes]:
+def _frames(message: FromApi | FromEngine) -> list[bytes]:
     field = _LARGE_FIELD.get(type(message))
     if field is None or len(getattr(message, field)) < _LARGE_BYTES:
         return [_encoder.encode(message)]

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
-Job = Callable[[], Any]
+from tx.tinker.commands import Job
 
 
 class Helpers:
@@ -17,7 +16,7 @@ class Helpers:
         self._give_back = give_back
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="helper")
 
-    def start(self, job: Job, then: Callable[[Future[Any]], None]) -> None:
+    def start(self, job: Job, then: Callable[[Future[object]], None]) -> None:
         """Runs `job` in a helper's thread, then `then` with its outcome in the training thread."""
         self._pool.submit(job).add_done_callback(lambda outcome: self._give_back(lambda: then(outcome)))
 

@@ -17,7 +17,6 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"  # before torch: exact numbers rest on it
 
@@ -27,9 +26,10 @@ from tx.errors import ConfigError
 from tx.tinker.backends.base import Backend, BackendInfo, BackendLost
 from tx.tinker.backends.build import build_backend, import_backend
 from tx.tinker.base_model import read_base_model
+from tx.tinker.commands import Sample
 from tx.tinker.config import EngineConfig
 from tx.tinker.engine.channel import EngineChannel
-from tx.tinker.engine.messages import Cancel, Pulse, Ready, Sample
+from tx.tinker.engine.messages import Cancel, EngineStats, Ready
 from tx.tinker.engine.models import Models
 from tx.tinker.engine.process import (
     FROM_STDIN,
@@ -44,7 +44,7 @@ from tx.tinker.engine.sampling import Sampling
 from tx.tinker.engine.trainer import Trainer
 from tx.tinker.storage.folders import Folders
 
-PULSE_SECONDS = 1.0
+STATS_SECONDS = 1.0
 FINISH_SECONDS = 4.0
 """For the pass that runs when the engine is asked to stop."""
 SNAPSHOT_SECONDS = 2.0
@@ -67,7 +67,7 @@ class Engine:
         self._training_thread = ThreadPoolExecutor(1, thread_name_prefix="training")
 
     async def serve(self) -> int:
-        """Until SIGTERM, or something of it ends that must not. Returns the exit status."""
+        """Serve until SIGTERM or the failure of a part. Returns: the exit status."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)
         channel = EngineChannel(self._address)
@@ -87,9 +87,9 @@ class Engine:
         logger.info("ready: {}", info)
         training = loop.run_in_executor(self._training_thread, self._train, trainer)
         reading = asyncio.create_task(self._read(channel, trainer, sampling))
-        pulse = asyncio.create_task(_pulse(channel, backend, models, trainer, sampling))
+        stats = asyncio.create_task(_send_stats(channel, backend, models, trainer, sampling))
         watching = asyncio.create_task(sampling.watch())
-        parts = (training, reading, pulse, watching, sampling.lost, stopped)
+        parts = (training, reading, stats, watching, sampling.lost, stopped)
         ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         reading.cancel()  # what comes now is for the next engine
         self._stopping.set()
@@ -115,7 +115,7 @@ class Engine:
 
     def _train(self, trainer: Trainer) -> None:
         while not self._stopping.is_set():
-            trainer.step(PULSE_SECONDS)
+            trainer.step(STATS_SECONDS)
         trainer.close(SNAPSHOT_SECONDS)
 
     async def _read(self, channel: EngineChannel, trainer: Trainer, sampling: Sampling) -> None:
@@ -129,13 +129,13 @@ class Engine:
                     trainer.inbox.put(message)
 
 
-async def _pulse(
+async def _send_stats(
     channel: EngineChannel, backend: Backend, models: Models, trainer: Trainer, sampling: Sampling
 ) -> None:
     while True:
         channel.send(
-            Pulse(
-                queued_orders=trainer.num_orders(),
+            EngineStats(
+                queued_commands=trainer.num_commands(),
                 running_samples=backend.sampling.num_running(),
                 resident_models=models.num_in_memory(),
                 train_tokens=dict(trainer.train_tokens),
@@ -145,16 +145,16 @@ async def _pulse(
                 step_seconds=sampling.step_seconds(),
             )
         )
-        await asyncio.sleep(PULSE_SECONDS)
+        await asyncio.sleep(STATS_SECONDS)
 
 
-async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
+async def _within(seconds: float, work: Coroutine[object, object, None]) -> None:
     with suppress(TimeoutError):
         await asyncio.wait_for(work, seconds)
 
 
 def _wake_up() -> None:
-    """For the training thread's inbox."""
+    """Do nothing: an item that wakes the training thread."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _stand_by(config: EngineConfig) -> str:
-    """The address, once it is told; "" if nobody is left to tell it."""
+    """Wait for the channel's address on stdin. Returns: "" at its end."""
     name_process("tx-standby")
     at_low_priority(partial(import_backend, config))
     print(STANDING_BY, flush=True)

@@ -1,40 +1,36 @@
-"""The models that live: which of them are in memory, and what of each is safe on disk.
+"""Models of the engine: residency in memory and snapshots on disk.
 
-A snapshot is a model as of after one of its orders. Put to disk and taken back it is the same, bit for bit, so a model
-leaves memory when others need the place, and a crash costs no more than doing again what came after its snapshot. They
-are taken often enough for that to be seconds, and seldom enough to cost a small part of the time.
+A snapshot is the state of a model after one of its commands, restored bit for bit. So a model is evicted when others
+need the memory, and a crash costs a replay of the commands after the snapshot. Snapshots are frequent enough for that
+to take seconds, and rare enough to cost a small part of the time.
 
 Old snapshots are removed by the API process, once it has recorded a newer one. Called from the training thread.
 """
 
 import secrets
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 from loguru import logger
 
 from tx.errors import ModelError
 from tx.tinker.backends.base import TrainingBackend
-from tx.tinker.engine.helpers import Job
+from tx.tinker.commands import Steps
 from tx.tinker.engine.messages import Snapshotted
 from tx.tinker.storage.folders import Folders
 from tx.tinker.types import LoraSpec
 
-Steps = Generator[Job, Any, Any]
-"""What is done in the training thread with pauses: each job it yields is done elsewhere, and its outcome sent back."""
 
-
-def run_here(steps: Steps) -> Any:
-    """Does such a thing without pauses."""
+def run_here(steps: Steps) -> object:
+    """Run steps without pauses."""
     try:
         job = next(steps)
         while True:
             try:
                 outcome = job()
-            except Exception as error:
+            except Exception as error:  # raised again inside the steps
                 job = steps.throw(error)
             else:
                 job = steps.send(outcome)
@@ -49,16 +45,18 @@ COST_RATIO = 10
 REPLAY_BYTES = 64 << 20
 """Of requests kept for doing them again."""
 REST_SECONDS = 5.0
-"""A model without orders for so long is snapshotted: at rest there is nothing to do again."""
+"""Idle time after which a model is snapshotted, so that it needs no replay."""
 
 
 @dataclass(eq=False)
 class Model:
+    """State of a model in the engine."""
+
     model_id: str
     tenant: str
     lora: LoraSpec
     seq: int = -1
-    """Its last order that is done."""
+    """Seq of the last executed command."""
     snapshot: str | None = None
     """Folder; None: it is as it was created, if it is unchanged."""
     in_memory: bool = False
@@ -67,7 +65,7 @@ class Model:
     being_written: bool = False
     """Its snapshot is copied from memory, and on its way to the disk."""
     damaged: str | None = None
-    """Why it cannot go on."""
+    """Reason why it cannot continue."""
     seconds: float = 0.0
     """Of compute since the snapshot."""
     request_bytes: int = 0
@@ -108,25 +106,27 @@ class Models:
         return sum(model.in_memory for model in list(self._models.values()))  # a copy: another thread may ask
 
     def changed(self) -> list[Model]:
-        """Those whose memory holds more than their snapshot, which is not being written; longest unused first."""
+        """Return the models that changed since their snapshot and have none being written, least recently used
+        first."""
         models = (
             m for m in self._models.values() if m.changed and m.in_memory and not m.being_written and not m.damaged
         )
         return sorted(models, key=lambda model: model.last_used)
 
     def is_writing(self) -> bool:
-        """Whether a snapshot is on its way to the disk."""
+        """Return True while a snapshot is being written."""
         return any(model.being_written for model in self._models.values())
 
     def news(self) -> list[Snapshotted]:
-        """Snapshots that stand since this was last asked. To be told after the results of the orders they contain."""
+        """Return the snapshots completed since the last call; report them after the results of the commands they
+        contain."""
         news, self._news = self._news, []
         return news
 
     # ---- memory
 
     def bring(self, model: Model, is_busy: Callable[[str], bool]) -> bool:
-        """Puts the model into memory, and another one out of it if there is no room.
+        """Load the model into memory, and evict another one if there is no room.
 
         Args:
             is_busy: models that cannot leave now
@@ -163,7 +163,7 @@ class Models:
     # ---- snapshots
 
     def done(self, model: Model, seq: int, *, seconds: float, num_bytes: int = 0, changed: bool) -> None:
-        """An order is done; of the model's compute it took so many seconds."""
+        """Count an executed command and its compute seconds."""
         model.seq, model.last_used = seq, self._now()
         if changed:
             model.changed = True
@@ -171,14 +171,14 @@ class Models:
             model.request_bytes += num_bytes
 
     def is_due(self, model: Model) -> bool:
-        """Whether a crash would cost more than it should."""
+        """Return True if a replay would cost more than the limits."""
         if not model.changed or not model.in_memory or model.being_written or model.damaged:
             return False
         enough = max(REPLAY_SECONDS, COST_RATIO * model.snapshot_seconds)
         return model.seconds > enough or model.request_bytes > REPLAY_BYTES
 
     def at_rest(self, is_busy: Callable[[str], bool]) -> Model | None:
-        """A changed model that nothing was asked of for a while."""
+        """Return a changed model without recent commands."""
         for model in self.changed():
             if not is_busy(model.model_id) and self._now() - model.last_used > max(
                 REST_SECONDS, COST_RATIO * model.snapshot_seconds
@@ -187,8 +187,8 @@ class Models:
         return None
 
     def write_snapshot(self, model: Model) -> Steps:
-        """Copies the model's state out of memory, then puts it on the disk: a job that another thread may do, while
-        the model goes on."""
+        """Copy the model's state out of memory, then write it to disk in a job of another thread, while training
+        continues."""
         started, seq = self._now(), model.seq
         folder = self._folders.place(model.model_id, f"{max(seq, 0):08d}-{secrets.token_hex(4)}")
         with ExitStack() as stack:
@@ -215,11 +215,11 @@ class Models:
             self._folders.remove(folder)
 
     def damage(self, model: Model, what: str) -> None:
-        """The model's state is not what its orders made it: it does nothing more in this process."""
+        """Mark the model damaged: it executes nothing more in this process."""
         logger.error("model {} cannot go on: {}", model.model_id, what)
         model.damaged = what
 
     def check(self, model: Model) -> None:
-        """Raises ModelError for a damaged model."""
+        """Check that the model is not damaged. Raises: ModelError."""
         if model.damaged:
             raise ModelError(f"the model's state was lost: {model.damaged}", "server")

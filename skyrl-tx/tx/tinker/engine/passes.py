@@ -1,11 +1,10 @@
-"""A forward or forward-backward order on its way: cut into micro-batches, run one by one, put together again."""
+"""Execution of a forward or forward-backward command: split into micro-batches, run one by one, merged."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tx.errors import ModelError
-from tx.tinker.engine.messages import Train
+from tx.tinker.commands import Train
 from tx.tinker.types import Datum, PassOutput, TrainingPass
 from tx.tinker.wire.codec import TrainingRequest, encode_pass_output
 from tx.tinker.wire.merging import merge_outputs
@@ -13,11 +12,13 @@ from tx.tinker.wire.merging import merge_outputs
 
 @dataclass(eq=False)
 class RunningPass:
-    order: Train
+    """Progress of one forward or forward-backward command."""
+
+    command: Train
     request: TrainingRequest
     parts: Sequence[list[Datum]]
-    gradient_before: Any = None
-    """The backend's copy from before the first part; for orders of several parts that add to it."""
+    gradient_before: object = None
+    """Copy of the gradient before the first part, for commands of several parts that add to it."""
     outputs: list[PassOutput] = field(default_factory=list)
     seconds: float = 0.0
     """Its part of the passes so far."""
@@ -32,7 +33,7 @@ class RunningPass:
 
     @property
     def tokens(self) -> int:
-        """Of the next part."""
+        """Number of tokens of the next micro-batch."""
         return sum(len(datum.tokens) for datum in self.parts[len(self.outputs)])
 
     @property
@@ -42,7 +43,7 @@ class RunningPass:
     def next_part(self) -> TrainingPass:
         request = self.request
         data = self.parts[len(self.outputs)]
-        return TrainingPass(self.order.model_id, data, request.loss_fn, request.loss_config, request.forward_only)
+        return TrainingPass(self.command.model_id, data, request.loss_fn, request.loss_config, request.forward_only)
 
     def result(self) -> bytes:
         """`ForwardBackwardOutput` of the whole."""

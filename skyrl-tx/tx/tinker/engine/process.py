@@ -29,14 +29,14 @@ _POLL_SECONDS = 0.5
 
 
 def engine_command(config: EngineConfig, address: str) -> list[str]:
-    """What to run for an engine that belongs to this process and listens to a channel's address, or `FROM_STDIN`."""
+    """Return the command line of an engine owned by this process, for a channel's address or `FROM_STDIN`."""
     settings = config.model_dump_json(exclude=_SECRETS)
     module = "tx.tinker.engine.main"
     return [sys.executable, "-m", module, "--config", settings, "--channel", address, "--parent", str(os.getpid())]
 
 
 def name_process(name: str) -> None:
-    """As `ps` and `top` show it, where the system can."""
+    """Set the process name that `ps` and `top` show, where supported."""
     with suppress(OSError):
         Path("/proc/self/comm").write_text(name)
 

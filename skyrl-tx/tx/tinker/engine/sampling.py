@@ -1,4 +1,4 @@
-"""Sampling orders on the engine's event loop: each is a task, and the backend runs them together."""
+"""Sampling commands on the engine's event loop: each is a task, and the backend batches them."""
 
 import asyncio
 import time
@@ -10,7 +10,8 @@ from loguru import logger
 
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendLost, SamplingBackend
-from tx.tinker.engine.messages import Done, Failed, FromEngine, Sample
+from tx.tinker.commands import Sample
+from tx.tinker.engine.messages import Done, Failed, FromEngine
 from tx.tinker.storage.folders import Folders
 from tx.tinker.wire.codec import encode_sample_output
 
@@ -34,10 +35,11 @@ class Sampling:
         self._backend, self._folders, self._send = backend, folders, send
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def begin(self, order: Sample) -> None:
-        task = asyncio.create_task(self._answer(order))
-        self._tasks[order.request_id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(order.request_id, None))
+    def begin(self, command: Sample) -> None:
+        """Start a sample request."""
+        task = asyncio.create_task(self._answer(command))
+        self._tasks[command.request_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(command.request_id, None))
 
     def cancel(self, request_ids: list[str]) -> None:
         """Ends those that are not done; nothing is reported of them."""
@@ -54,34 +56,35 @@ class Sampling:
             await asyncio.sleep(WATCH_SECONDS)
 
     def step_seconds(self) -> float:
-        """For so long, or a little longer, the backend has been at its present step; 0: it was between two just now."""
+        """Return the approximate duration of the backend's present step; 0 between two steps."""
         return 0.0 if self._step_began is None else time.monotonic() - self._step_began
 
     async def close(self) -> None:
+        """Cancel all requests and close the backend."""
         for task in self._tasks.values():
             task.cancel()
         await self._backend.close()
 
-    async def _answer(self, order: Sample) -> None:
+    async def _answer(self, command: Sample) -> None:
         try:
-            adapter = await self._local(order.adapter)
-            output = await self._backend.sample(order.spec, adapter, tenant=order.tenant)
+            adapter = await self._local(command.adapter)
+            output = await self._backend.sample(command.spec, adapter, tenant=command.tenant)
             result = encode_sample_output(output)
         except ModelError as error:
-            self._send(Failed(request_id=order.request_id, error=str(error), category=error.category))
+            self._send(Failed(request_id=command.request_id, error=str(error), category=error.category))
         except FileNotFoundError:
             text = "the weights of this sampler are not there any more"
-            self._send(Failed(request_id=order.request_id, error=text, category="user"))
+            self._send(Failed(request_id=command.request_id, error=text, category="user"))
         except BackendLost as error:
             if not self.lost.done():
                 self.lost.set_exception(error)
-        except Exception as error:
+        except Exception as error:  # reported as this request's failure
             logger.opt(exception=error).error("a sample failed unexpectedly")
             text = f"the server failed at this request ({type(error).__name__}); its log says more"
-            self._send(Failed(request_id=order.request_id, error=text, category="server"))
+            self._send(Failed(request_id=command.request_id, error=text, category="server"))
         else:
-            self.tokens[order.tenant] += sum(len(sequence.tokens) for sequence in output.sequences)
-            self._send(Done(request_id=order.request_id, result=result))
+            self.tokens[command.tenant] += sum(len(sequence.tokens) for sequence in output.sequences)
+            self._send(Done(request_id=command.request_id, result=result))
 
     async def _local(self, adapter: str | None) -> Path | None:
         if adapter is None:

@@ -1,8 +1,8 @@
-"""Whose turn it is on the training thread: a queue of orders for each model, shares for each tenant.
+"""Scheduler of the training thread: a queue of commands for each model, fair shares for each tenant.
 
-Knows no backend, no thread, no clock. A turn has two halves: quick orders (all but passes) at the heads of queues, in
-rounds of one order a tenant; then one pass, made of one micro-batch of each of several models. So an order waits for at
-most one pass and one order of each other tenant.
+A turn has two halves: quick commands (all but passes) at the heads of queues, in rounds of one command per tenant; then
+one pass, made of one micro-batch of each of several models. So a command waits for at most one pass and one command of
+each other tenant.
 
 A tenant's share of the passes is counted in tokens, whatever the number of its models. The one who has had least comes
 first, and when it has no more to send the pass is full, even if there were room: every further micro-batch of another
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tx.tinker.engine.messages import ModelOrder, Train
+from tx.tinker.commands import ModelCommand, Train
 from tx.tinker.engine.shares import Shares
 
 MICRO_BATCH_COST = 64
@@ -22,40 +22,45 @@ MICRO_BATCH_COST = 64
 
 @dataclass(eq=False)
 class ModelQueue:
-    """The orders of one model, the first of which is in progress or next."""
+    """Commands of one model; the first is in progress or next."""
 
     model_id: str
     tenant: str
-    orders: deque[ModelOrder] = field(default_factory=deque)
+    commands: deque[ModelCommand] = field(default_factory=deque)
     held: bool = False
-    """The first order waits for something outside the training thread."""
+    """The first command waits for work outside the training thread."""
     last_turn: int = 0
 
 
 class Scheduler:
+    """Queues of commands, and the choice of the next ones."""
+
     def __init__(self) -> None:
         self._queues: dict[str, ModelQueue] = {}  # none of them empty
         self._shares = Shares()
         self._turn = 0
-        self.num_orders = 0
+        self.num_commands = 0
 
-    def add(self, order: ModelOrder) -> None:
-        queue = self._queues.get(order.model_id)
+    def add(self, command: ModelCommand) -> None:
+        """Append a command to the queue of its model."""
+        queue = self._queues.get(command.model_id)
         if queue is None:
-            queue = self._queues[order.model_id] = ModelQueue(order.model_id, order.tenant, last_turn=self._next_turn())
-        queue.orders.append(order)
-        self.num_orders += 1
+            queue = self._queues[command.model_id] = ModelQueue(
+                command.model_id, command.tenant, last_turn=self._next_turn()
+            )
+        queue.commands.append(command)
+        self.num_commands += 1
 
     def finish(self, queue: ModelQueue) -> None:
-        """The first order is done, or failed."""
-        queue.orders.popleft()
+        """Remove the first command, which is done or failed."""
+        queue.commands.popleft()
         queue.held = False
-        self.num_orders -= 1
-        if not queue.orders:
+        self.num_commands -= 1
+        if not queue.commands:
             del self._queues[queue.model_id]
 
     def quick_round(self) -> list[ModelQueue]:
-        """For each tenant that has some, one queue that begins with a quick order: the one that waits longest."""
+        """Return one queue per tenant whose first command is quick: the one that waits longest."""
         first: dict[str, ModelQueue] = {}
         for queue in self._ready(passes=False):
             first.setdefault(queue.tenant, queue)
@@ -63,9 +68,9 @@ class Scheduler:
             queue.last_turn = self._next_turn()
         return list(first.values())
 
-    def pass_order(self) -> Iterator[ModelQueue]:
-        """Queues whose micro-batch may join this pass, best first. The caller charges each that joins (`charge`) before
-        it asks for the next; one that cannot join now is passed over."""
+    def pass_candidates(self) -> Iterator[ModelQueue]:
+        """Yield queues whose micro-batch may join this pass, best first. The caller charges each that joins (`charge`)
+        before it asks for the next; one that cannot join now is passed over."""
         waiting: dict[str, deque[ModelQueue]] = {}
         for queue in self._ready(passes=True):
             waiting.setdefault(queue.tenant, deque()).append(queue)
@@ -84,12 +89,12 @@ class Scheduler:
                 del waiting[tenant]
 
     def charge(self, queue: ModelQueue, tokens: int) -> None:
-        """A micro-batch of so many tokens joins the pass."""
+        """Charge a tenant for a micro-batch that joins the pass."""
         queue.last_turn = self._next_turn()
         self._shares.charge(queue.tenant, MICRO_BATCH_COST + tokens)
 
     def _ready(self, *, passes: bool) -> list[ModelQueue]:
-        ready = (q for q in self._queues.values() if not q.held and isinstance(q.orders[0], Train) == passes)
+        ready = (q for q in self._queues.values() if not q.held and isinstance(q.commands[0], Train) == passes)
         return sorted(ready, key=lambda queue: queue.last_turn)
 
     def _next_turn(self) -> int:

@@ -1,19 +1,21 @@
-"""How a thing that several want is shared out: whoever has had least is next. Knows no clock and no orders.
+"""Fair shares: the tenant that received least is next.
 
-Each tenant has a counter of what it was given. One who comes (back) when others are at it starts level with the one of
-them who has had least: an idle hour is no credit, and what was taken in excess before is still owed.
+Each tenant has a counter of what it received. A tenant that becomes active starts level with the active one that
+received least: idle time earns no credit, and earlier excess still counts.
 """
 
 from collections.abc import Collection
 
 
 class Shares:
+    """Counters of what each tenant received."""
+
     def __init__(self) -> None:
         self._given: dict[str, float] = {}
         self._active: set[str] = set()
 
     def begin(self, tenants: Collection[str]) -> None:
-        """Says who wants something now; those not named are idle."""
+        """Set the active tenants; all others are idle."""
         staying = self._active.intersection(tenants)
         floor = min((self._given[tenant] for tenant in staying), default=None)
         if floor is None:
@@ -27,4 +29,5 @@ class Shares:
         return self._given.get(tenant, 0.0)
 
     def charge(self, tenant: str, amount: float) -> None:
+        """Add to what a tenant received."""
         self._given[tenant] = self._given.get(tenant, 0.0) + amount

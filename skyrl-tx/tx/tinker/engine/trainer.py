@@ -1,35 +1,25 @@
-"""What the training thread does: carries out the orders of models with a backend, turn by turn.
+"""Training thread: executes the commands of models with a backend, turn by turn.
 
-It knows no sockets. Messages and outcomes of helpers come through `inbox`; reports leave by `send`. Whose turn it is
-says the scheduler, which models are in memory say the models. An order that fails fails alone, and leaves nothing.
+Messages and results of helpers arrive through `inbox`; reports leave by `send`. The scheduler chooses the order,
+`Models` manages memory. A failed command fails alone and leaves no effect.
 """
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from loguru import logger
 
 from tx.errors import ModelError, RequestError
 from tx.tinker.backends.base import Failure, TrainingBackend
-from tx.tinker.engine.helpers import Helpers, Job
-from tx.tinker.engine.messages import (
-    CreateModel,
-    Done,
-    Failed,
-    FromEngine,
-    ModelOrder,
-    Optimize,
-    Restore,
-    Train,
-    Unload,
-)
-from tx.tinker.engine.models import Model, Models, Steps
-from tx.tinker.engine.orders import Orders
+from tx.tinker.commands import CreateModel, ExecutionContext, Job, ModelCommand, Optimize, Steps, Train, Unload
+from tx.tinker.engine.helpers import Helpers
+from tx.tinker.engine.messages import Done, Failed, FromEngine, Restore
+from tx.tinker.engine.models import Model, Models
 from tx.tinker.engine.passes import RunningPass
 from tx.tinker.engine.scheduler import ModelQueue, Scheduler
 from tx.tinker.storage.folders import Folders
@@ -37,7 +27,7 @@ from tx.tinker.types import LoraSpec, PassOutput, TrainingPass
 from tx.tinker.wire.codec import decode_training
 
 QUICK_SECONDS = 0.1
-"""No new round of quick orders after this long in a turn."""
+"""Time limit for new rounds of quick commands within a turn."""
 
 
 class Trainer:
@@ -61,12 +51,12 @@ class Trainer:
         pass_tokens: int = 8192,
         now: Callable[[], float] = time.monotonic,
     ):
-        self.inbox: SimpleQueue[ModelOrder | Restore | Callable[[], None]] = SimpleQueue()
+        self.inbox: SimpleQueue[ModelCommand | Restore | Callable[[], None]] = SimpleQueue()
         self.train_tokens: Counter[str] = Counter()
-        """By tenant; what is done again after a crash does not count."""
+        """Trained tokens by tenant, without replays."""
         self.busy_seconds = 0.0
         self._training, self._models, self._send = training, models, send
-        self._orders = Orders(training, models, folders, now)
+        self._context = ExecutionContext(training, folders, models.forget)
         self._pass_tokens, self._now = pass_tokens, now
         self._scheduler = Scheduler()
         self._turn_began: float | None = None
@@ -75,7 +65,7 @@ class Trainer:
         self._helpers = Helpers(self.inbox.put)
 
     def step(self, wait_seconds: float) -> bool:
-        """Reads what came and takes a turn; waits so long for something to come if there is nothing to do.
+        """Process the inbox and take a turn; wait for a message if there is nothing to do.
 
         Returns:
             whether there was something
@@ -90,16 +80,16 @@ class Trainer:
             self._send(snapshotted)
         return came or worked
 
-    def num_orders(self) -> int:
-        return self._scheduler.num_orders
+    def num_commands(self) -> int:
+        return self._scheduler.num_commands
 
     def turn_seconds(self) -> float:
-        """How long the present turn takes already; 0 while there is nothing to do. May be asked in any thread."""
+        """Return the duration of the present turn; 0 while idle. Thread-safe."""
         began = self._turn_began
         return 0.0 if began is None else self._now() - began
 
     def close(self, seconds: float) -> None:
-        """Puts changed models to disk as long as there is time, so that the next engine has little to do again."""
+        """Write snapshots of changed models while there is time, so that the next engine replays little."""
         deadline = self._now() + seconds
         for model in self._models.changed():
             if self._now() < deadline and not self._is_busy(model.model_id):
@@ -122,14 +112,14 @@ class Trainer:
                 self._turn_began = self._now()
             if isinstance(item, Restore):
                 self._models.add(Model(item.model_id, item.tenant, item.lora, seq=item.seq, snapshot=item.snapshot))
-            elif isinstance(item, ModelOrder):
+            elif isinstance(item, ModelCommand):
                 self._scheduler.add(item)
             else:
                 item()
 
     def _turn(self) -> bool:
         started = self._now()
-        worked = self._quick_orders(started + QUICK_SECONDS)
+        worked = self._quick_commands(started + QUICK_SECONDS)
         worked = self._one_pass() or worked
         if worked:
             self.busy_seconds += self._now() - started
@@ -140,63 +130,74 @@ class Trainer:
     def _is_busy(self, model_id: str) -> bool:
         return model_id in self._running or model_id in self._held
 
-    def _model_of(self, order: ModelOrder) -> Model | None:
-        """The model that an order is for, in memory; None: there is no room for it now."""
-        model = self._models.get(order.model_id)
-        if model is None and isinstance(order, CreateModel | Unload):  # one whose creation failed may be unloaded too
-            model = Model(order.model_id, order.tenant, order.lora if isinstance(order, CreateModel) else LoraSpec())
-            if isinstance(order, CreateModel):
+    def _model_of(self, command: ModelCommand) -> Model | None:
+        """Return the command's model, loaded into memory; None if there is no room now."""
+        model = self._models.get(command.model_id)
+        if model is None and isinstance(command, CreateModel | Unload):  # one whose creation failed may be unloaded too
+            model = Model(
+                command.model_id, command.tenant, command.lora if isinstance(command, CreateModel) else LoraSpec()
+            )
+            if isinstance(command, CreateModel):
                 self._models.add(model)
         if model is None:
-            raise ModelError("the engine does not have this model", "server")
-        if order.seq <= model.seq:
-            raise ModelError(f"order {order.seq} came when {model.seq} was done already", "server")
-        if isinstance(order, Unload):
+            raise ModelError("the engine has not loaded this model", "server")
+        if command.seq <= model.seq:
+            raise ModelError(f"command {command.seq} arrived after {model.seq} was executed", "server")
+        if isinstance(command, Unload):
             return model
         self._models.check(model)
         return model if self._models.bring(model, self._is_busy) else None
 
-    # ---- quick orders
+    # ---- quick commands
 
-    def _quick_orders(self, deadline: float) -> bool:
+    def _quick_commands(self, deadline: float) -> bool:
         worked = False
-        while any([self._quick_order(queue) for queue in self._scheduler.quick_round()]):
+        while any([self._quick_command(queue) for queue in self._scheduler.quick_round()]):
             worked = True
             if self._now() >= deadline:
                 break
         return worked
 
-    def _quick_order(self, queue: ModelQueue) -> bool:
+    def _quick_command(self, queue: ModelQueue) -> bool:
         try:
-            model = self._model_of(queue.orders[0])
-        except Exception as error:
+            model = self._model_of(queue.commands[0])
+        except Exception as error:  # reported as this command's failure
             self._failed(queue, error)
             return True
         if model is None:
             return False
-        self._advance(queue, self._orders.steps(model, queue.orders[0]))
+        self._advance(queue, self._execute(model, queue.commands[0]))
         return True
 
-    def _advance(self, queue: ModelQueue, steps: Steps, outcome: Future[Any] | None = None) -> None:
+    def _execute(self, model: Model, command: ModelCommand) -> Steps:
+        """Carry a quick command out. Returns: its result as JSON, and the bytes written to storage."""
+        started = self._now()
+        result = yield from command.execute(self._context)
+        self._models.done(model, command.seq, seconds=self._now() - started, changed=command.changes_model)
+        if command.source_folder is not None:
+            yield from self._models.write_snapshot(model)
+        return json.dumps({} if result.metrics is None else {"metrics": result.metrics}).encode(), result.size_bytes
+
+    def _advance(self, queue: ModelQueue, steps: Steps, outcome: Future[object] | None = None) -> None:
         try:
             job = _next_job(steps, outcome)
         except StopIteration as end:
             result, size_bytes = end.value
             self._done(queue, result, size_bytes)
-        except Exception as error:
+        except Exception as error:  # reported as this command's failure
             self._failed(queue, error)
         else:
             queue.held = True
             self._held.add(queue.model_id)
             self._helpers.start(job, partial(self._advance, queue, steps))
 
-    def _beside(self, steps: Steps, outcome: Future[Any] | None = None) -> None:
-        """The same for a snapshot that no order waits for."""
+    def _beside(self, steps: Steps, outcome: Future[object] | None = None) -> None:
+        """Run the steps of a snapshot that no command waits for."""
         try:
             job = _next_job(steps, outcome)
         except StopIteration:
             return
-        except Exception as error:
+        except Exception as error:  # only the snapshot is lost; a later one replaces it
             logger.opt(exception=error).error("a snapshot could not be written")
         else:
             self._helpers.start(job, partial(self._beside, steps))
@@ -204,10 +205,10 @@ class Trainer:
     # ---- passes
 
     def _one_pass(self) -> bool:
-        """One micro-batch of each of several models. False if there was nothing to do."""
+        """Run one micro-batch of each of several models. Returns: False if there was none."""
         joined: list[tuple[ModelQueue, RunningPass]] = []
-        tokens, before = 0, self._scheduler.num_orders
-        for queue in self._scheduler.pass_order():
+        tokens, before = 0, self._scheduler.num_commands
+        for queue in self._scheduler.pass_candidates():
             running = self._open(queue)
             if running is None:
                 continue
@@ -218,25 +219,25 @@ class Trainer:
             self._scheduler.charge(queue, running.tokens)
         if joined:
             self._run_together(joined, tokens)
-        return bool(joined) or self._scheduler.num_orders < before
+        return bool(joined) or self._scheduler.num_commands < before
 
     def _open(self, queue: ModelQueue) -> RunningPass | None:
-        """The pass that a queue begins with; None: it cannot run now, or is finished already."""
+        """Return the pass at the head of a queue; None if it cannot run now or is finished already."""
         if queue.model_id in self._running:
             return self._running[queue.model_id]
-        order = queue.orders[0]
-        assert isinstance(order, Train)
+        command = queue.commands[0]
+        assert isinstance(command, Train)
         try:
-            if self._model_of(order) is None:
+            if self._model_of(command) is None:
                 return None
-            request = decode_training(order.payload)
-            if order.replay and request.forward_only:
-                self._pass_done(queue, order, changed=False)
+            request = decode_training(command.payload)
+            if command.replay and request.forward_only:
+                self._pass_done(queue, command, changed=False)
                 return None
-            running = RunningPass(order, request, self._training.micro_batches(request.data))
+            running = RunningPass(command, request, self._training.micro_batches(request.data))
             if running.adds_gradient and len(running.parts) > 1:
                 running.gradient_before = self._training.copy_gradient(queue.model_id)
-        except Exception as error:
+        except Exception as error:  # reported as this command's failure
             self._failed(queue, error)
             return None
         self._running[queue.model_id] = running
@@ -257,75 +258,75 @@ class Trainer:
     def _run(self, passes: list[TrainingPass]) -> list[PassOutput | Failure]:
         try:
             return self._training.run(passes)
-        except Exception as error:
+        except Exception as error:  # each model is tried alone
             if len(passes) == 1:
                 return [Failure(error)]
             logger.warning("a pass of {} models failed ({!r}); each is tried alone", len(passes), error)
             return [output for one in passes for output in self._run([one])]
 
     def _take(self, queue: ModelQueue, running: RunningPass, output: PassOutput) -> None:
-        if not running.order.replay:
+        if not running.command.replay:
             self.train_tokens[queue.tenant] += running.tokens
         running.outputs.append(output)
         if not running.done:
             return
         try:
-            result = b"" if running.order.replay else running.result()
-        except Exception as error:
+            result = b"" if running.command.replay else running.result()
+        except Exception as error:  # reported as this command's failure
             self._undo(running)
             self._failed(queue, error)
         else:
-            self._pass_done(queue, running.order, result, seconds=running.seconds, changed=running.adds_gradient)
+            self._pass_done(queue, running.command, result, seconds=running.seconds, changed=running.adds_gradient)
 
     def _undo(self, running: RunningPass) -> None:
-        """Takes back what the parts that succeeded added."""
+        """Undo the gradient of the micro-batches that succeeded."""
         if not running.outputs or not running.adds_gradient:
             return
         if len(running.parts) > 1:
-            self._training.put_gradient(running.order.model_id, running.gradient_before)
-        elif model := self._models.get(running.order.model_id):
+            self._training.put_gradient(running.command.model_id, running.gradient_before)
+        elif model := self._models.get(running.command.model_id):
             self._models.damage(model, "a request failed after its gradient was added")
 
     def _pass_done(
-        self, queue: ModelQueue, order: Train, result: bytes = b"", *, seconds: float = 0.0, changed: bool
+        self, queue: ModelQueue, command: Train, result: bytes = b"", *, seconds: float = 0.0, changed: bool
     ) -> None:
-        if model := self._models.get(order.model_id):
-            num_bytes = len(order.payload)
-            self._models.done(model, order.seq, seconds=seconds, num_bytes=num_bytes, changed=changed)
+        if model := self._models.get(command.model_id):
+            num_bytes = len(command.payload)
+            self._models.done(model, command.seq, seconds=seconds, num_bytes=num_bytes, changed=changed)
         self._done(queue, result)
 
     # ---- reports
 
     def _done(self, queue: ModelQueue, result: bytes, size_bytes: int = 0) -> None:
-        order = self._leave(queue)
-        if not order.replay:
-            self._send(Done(request_id=order.request_id, result=result, size_bytes=size_bytes))
-        if (model := self._models.get(order.model_id)) and self._models.is_due(model):
+        command = self._leave(queue)
+        if not command.replay:
+            self._send(Done(request_id=command.request_id, result=result, size_bytes=size_bytes))
+        if (model := self._models.get(command.model_id)) and self._models.is_due(model):
             self._beside(self._models.write_snapshot(model))
 
     def _failed(self, queue: ModelQueue, error: BaseException) -> None:
-        order, model = self._leave(queue), self._models.get(queue.model_id)
+        command, model = self._leave(queue), self._models.get(queue.model_id)
         text, category = _said(error)
-        failed_before = isinstance(order, Optimize) and isinstance(error, ModelError)  # the only failures done again
-        if order.replay and model and not failed_before:
+        failed_before = isinstance(command, Optimize) and isinstance(error, ModelError)  # the only failures done again
+        if command.replay and model and not failed_before:
             self._models.damage(model, f"what was done before a restart could not be done again: {text}")
-        elif isinstance(order, CreateModel):
-            self._models.forget(order.model_id)
-        elif model and order.seq > model.seq:  # a step whose gradient was not finite has cleared it
-            self._models.done(model, order.seq, seconds=0.0, changed=isinstance(order, Optimize))
-        if not order.replay:
-            self._send(Failed(request_id=order.request_id, error=text, category=category))
+        elif isinstance(command, CreateModel):
+            self._models.forget(command.model_id)
+        elif model and command.seq > model.seq:  # a step whose gradient was not finite has cleared it
+            self._models.done(model, command.seq, seconds=0.0, changed=isinstance(command, Optimize))
+        if not command.replay:
+            self._send(Failed(request_id=command.request_id, error=text, category=category))
 
-    def _leave(self, queue: ModelQueue) -> ModelOrder:
-        """Takes the first order off its queue."""
-        order = queue.orders[0]
+    def _leave(self, queue: ModelQueue) -> ModelCommand:
+        """Remove the first command from its queue."""
+        command = queue.commands[0]
         self._running.pop(queue.model_id, None)
         self._held.discard(queue.model_id)
         self._scheduler.finish(queue)
-        return order
+        return command
 
 
-def _next_job(steps: Steps, outcome: Future[Any] | None) -> Job:
+def _next_job(steps: Steps, outcome: Future[object] | None) -> Job:
     if outcome is None:
         return next(steps)
     if error := outcome.exception():
@@ -334,10 +335,10 @@ def _next_job(steps: Steps, outcome: Future[Any] | None) -> Job:
 
 
 def _said(error: BaseException) -> tuple[str, str]:
-    """What the one who asked is told, and whose fault it is."""
+    """Return the error text for the client and its category."""
     if isinstance(error, ModelError):
         return str(error), error.category
     if isinstance(error, RequestError):
         return str(error), "user"
-    logger.opt(exception=error).error("an order failed unexpectedly")
+    logger.opt(exception=error).error("a command failed unexpectedly")
     return f"the server failed at this request ({type(error).__name__}); its log says more", "server"

@@ -1,1 +1,1 @@
-"""The protocol's endpoints: each reads a request, asks the desk, and writes the answer."""
+"""Endpoints of the protocol: each reads a request, calls the service and writes the response."""

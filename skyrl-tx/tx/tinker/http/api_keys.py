@@ -1,10 +1,8 @@
-"""Who may call: API keys, and the tenants they belong to.
+"""API keys and the tenants they belong to.
 
-A key arrives as `X-API-Key` (the SDK), as `Authorization: Bearer` (others), or as the password of `Authorization:
-Basic` (a browser looking at /status). Knows no route.
+A key arrives as `X-API-Key` (the SDK) or as `Authorization: Bearer` (other clients).
 """
 
-import base64
 import hashlib
 import hmac
 import logging
@@ -78,8 +76,7 @@ class ApiKeys:
         return bool(self._holders)
 
     def holder_of(self, key: str) -> Holder | None:
-        """Whose key it is; None if nobody's. Its duration says nothing about the keys: they are compared by digests
-        with a secret salt."""
+        """Return the holder of a key, or None. Constant-time in the keys: compares digests with a secret salt."""
         return self._holders.get(self._digest(key))
 
     def tenant_of(self, key: str) -> str | None:
@@ -122,11 +119,6 @@ def key_of(headers: Headers) -> str:
     scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return value.strip()
-    if scheme.lower() == "basic":
-        try:
-            return base64.b64decode(value, validate=True).decode().partition(":")[2]
-        except ValueError:  # not base64, or not UTF-8
-            return ""
     return ""
 
 

@@ -1,11 +1,10 @@
-"""The web application: middlewares, endpoints, description. Starts and stops nothing: who made the desk does that."""
+"""Web application: middlewares, endpoints, description. The caller starts and stops the service."""
 
 from fastapi import FastAPI
 
 from tx import __version__
 from tx.tinker.base_model import BaseModelFacts
 from tx.tinker.config import EngineConfig
-from tx.tinker.desk.desk import Desk
 from tx.tinker.http import openapi, problems
 from tx.tinker.http.api_keys import ApiKeys, read_api_keys
 from tx.tinker.http.auth import OPEN_PATHS, Door
@@ -14,8 +13,6 @@ from tx.tinker.http.connections import Connections
 from tx.tinker.http.downloads import Downloads
 from tx.tinker.http.metrics import Measured, Metrics
 from tx.tinker.http.polls import OpenPolls
-from tx.tinker.http.rates import Rates
-from tx.tinker.http.recent_errors import RecentErrors
 from tx.tinker.http.routes import (
     downloads,
     futures,
@@ -30,6 +27,7 @@ from tx.tinker.http.routes import (
     weights,
 )
 from tx.tinker.http.texts import Texts
+from tx.tinker.service.service import TinkerService
 from tx.tinker.storage.folders import Folders
 
 API = "/api/v1"
@@ -37,7 +35,7 @@ MANY_CONNECTIONS = 10_000
 
 
 def create_app(
-    desk: Desk,
+    service: TinkerService,
     config: EngineConfig,
     facts: BaseModelFacts,
     folders: Folders,
@@ -46,7 +44,7 @@ def create_app(
 ) -> FastAPI:
     """
     Args:
-        desk: started by the caller before the first request, and closed after the last
+        service: started by the caller before the first request, and closed after the last
         facts: of the base model; its tokenizer is there for those who send text
         folders: of the checkpoints, for downloads
         keys: as the settings say if left out
@@ -65,12 +63,12 @@ def create_app(
         redoc_url=None,
     )
     state = app.state
-    state.desk, state.config, state.folders = desk, config, folders
+    state.service, state.config, state.folders = service, config, folders
     if connections is None:
         connections = Connections(MANY_CONNECTIONS)
     intake = Intake(config.max_bodies_mb * 2**20, connections.limit)
-    state.polls, state.errors, state.rates = OpenPolls(), RecentErrors(), Rates()
-    state.connections, state.metrics = connections, Metrics(desk, connections, intake)
+    state.polls = OpenPolls()
+    state.connections, state.metrics = connections, Metrics(service, connections, intake)
     state.texts = Texts(facts.folder)
     state.downloads = Downloads.with_secret_in(config.state_folder)
 

@@ -1,6 +1,7 @@
 """The door: no request goes further without a tenant. Before routing, so that unknown paths need a key too."""
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tx.tinker.http.api_keys import LOCAL, ApiKeys, key_of
@@ -30,7 +31,7 @@ class Door:
             key = key_of(Headers(scope=scope))
             holder = self.keys.holder_of(key) if key else None
             if holder is None and not _is_open(scope["path"]):
-                return await _refusal(bool(key), scope["path"])(scope, receive, send)
+                return await _refusal(bool(key))(scope, receive, send)
         scope[TENANT], scope[IS_ADMIN] = holder or (None, False)
         return await self.app(scope, receive, send)
 
@@ -39,7 +40,6 @@ def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(DOWNLOADS)
 
 
-def _refusal(had_key: bool, path: str):
+def _refusal(had_key: bool) -> Response:
     text = "this API key is not known here" if had_key else "an API key is needed, in the header X-API-Key"
-    scheme = 'Basic realm="tx"' if path == "/status" else "Bearer"
-    return problem(401, text, {"WWW-Authenticate": scheme})
+    return problem(401, text, {"WWW-Authenticate": "Bearer"})

@@ -1,4 +1,4 @@
-"""What comes in: bodies read within a limit, and read as the schema of their endpoint.
+"""Request bodies: read within limits and parsed as the schema of their endpoint.
 
 Large ones are parsed in a thread, so that heartbeats of others need not wait.
 """
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tx.errors import Busy, RequestError
 from tx.tinker.http.replies import busy
-from tx.tinker.http.scope import TENANT, desk_of, tenant_of
+from tx.tinker.http.scope import TENANT, service_of, tenant_of
 from tx.tinker.wire.schemas import as_request_error
 from tx.tinker.wire.training_requests import find_address
 
@@ -133,7 +133,7 @@ class Counted:
             share = scope[_SHARE] = self.intake.begin(tenant or "", scope["path"])
         except Busy as error:
             if tenant:
-                scope["app"].state.desk.keep_sessions(tenant)
+                scope["app"].state.service.sessions.keep_all(tenant)
             return await busy(error)(scope, receive, send)
         try:
             await self.app(scope, receive, send)
@@ -204,8 +204,8 @@ async def read_json(request: Request, schema: type[Schema], max_bytes: int | Non
 
 
 async def read_json_in_order(request: Request, schema: type[Schema]) -> Schema:
-    """As `read_json`, for what has a place in a model's order: a refused body has used up its place, or the model would
-    wait for it for ever (clients never use a number again)."""
+    """Read a body as `read_json` does, and record a refusal's seq as used up: clients never reuse a seq, so the model
+    would wait for it for ever."""
     require_content_type(request, "application/json")
     body = await read_body(request)
     try:
@@ -216,7 +216,7 @@ async def read_json_in_order(request: Request, schema: type[Schema]) -> Schema:
 
 
 async def use_up_place(request: Request, body: bytes, error: RequestError) -> None:
-    """Tells the desk of a refused body whose model and seq can still be read."""
+    """Record the refusal of a body whose model and seq can still be read."""
     headers = request.headers
     content_type, encoding = headers.get("content-type", ""), headers.get("content-encoding")
     max_bytes = max_body_bytes(request)
@@ -224,11 +224,11 @@ async def use_up_place(request: Request, body: bytes, error: RequestError) -> No
         request, len(body), lambda: find_address(body, content_type, encoding, max_bytes)
     )
     if address is not None:
-        await desk_of(request).refuse(tenant_of(request), address.model_id, address.seq, str(error))
+        await service_of(request).intake.refuse(tenant_of(request), address.model_id, address.seq, str(error))
 
 
 def parse_json(body: bytes, schema: type[Schema]) -> Schema:
-    """As `read_json`."""
+    """Parse a body as JSON of the schema. Raises: see `read_json`."""
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:

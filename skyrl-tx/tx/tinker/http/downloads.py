@@ -24,7 +24,7 @@ _SECRET = "downloads.secret"
 
 @dataclass(frozen=True)
 class Download:
-    """What an address stands for."""
+    """Content of a download address."""
 
     tenant: str
     path: TinkerPath
@@ -35,7 +35,7 @@ class Download:
 
     @property
     def file_name(self) -> str:
-        """To save it under."""
+        """File name under which clients save it."""
         return self.file or f"{self.path.name}.tar"
 
     @property
@@ -55,7 +55,7 @@ class Downloads:
 
     @classmethod
     def with_secret_in(cls, folder: Path) -> "Downloads":
-        """With the secret kept in a folder; the first server there makes it."""
+        """Read the secret from a folder, where the first server creates it."""
         path = folder / _SECRET
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
-from tx.tinker.http.answers import Problem
+from tx.tinker.http.responses import Problem
 from tx.tinker.types import LOSSES
 from tx.tinker.wire.schemas import Name, Seq
 

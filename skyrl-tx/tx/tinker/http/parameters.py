@@ -1,4 +1,4 @@
-"""What stands in addresses, with the limits that keep it storable and findable."""
+"""Path and query parameters, with their limits."""
 
 from typing import Annotated
 

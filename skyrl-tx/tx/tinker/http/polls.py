@@ -8,7 +8,7 @@ Result = TypeVar("Result")
 
 
 class OpenPolls:
-    """So that a server that closes can answer them at once. Used on one event loop."""
+    """Registry of open polls, so that a closing server can answer them at once. Used on one event loop."""
 
     def __init__(self):
         self._tasks: set[asyncio.Task] = set()

@@ -1,4 +1,4 @@
-"""What becomes of exceptions: answers that say what to do, and none that makes a client hammer the server.
+"""Exception handlers: responses that say what to do, and never cause a client to retry in a tight loop.
 
 What nobody foresaw is logged with an id that the answer carries. Clients try 5xx again for five minutes with growing
 pauses, except while polling for results, where they ask again at once; there the answer is a 429, which they pause for.
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tx.errors import Busy, RequestError
 from tx.tinker.http.bodies import BodyTooLarge
 from tx.tinker.http.replies import TooLarge, busy, problem, retry_after
-from tx.tinker.http.scope import TENANT, desk_of
+from tx.tinker.http.scope import TENANT, service_of
 from tx.tinker.wire.schemas import explain
 
 logger = logging.getLogger(__name__)
@@ -57,10 +57,9 @@ class Unforeseen:
             await self.app(scope, receive, watching)
         except asyncio.CancelledError:
             raise
-        except Exception as error:
+        except Exception:  # outermost handler: logged with an id that the response carries
             name = secrets.token_hex(4)
             logger.exception("error %s at %s %s", name, scope["method"], scope["path"])
-            scope["app"].state.errors.note(f"{type(error).__name__} at {scope['method']} {scope['path']} ({name})")
             if started:
                 raise  # half an answer is out: the connection must break for the client to see it
             await _unforeseen(name, scope["path"])(scope, receive, send)
@@ -84,12 +83,12 @@ async def _busy(request: Request, error: Exception) -> Response:
     """Whatever was refused, and be it a heartbeat: whoever asks is there."""
     assert isinstance(error, Busy)
     if tenant := request.scope[TENANT]:
-        desk_of(request).keep_sessions(tenant)
+        service_of(request).sessions.keep_all(tenant)
     return busy(error)
 
 
 async def _wrong_parameters(request: Request, error: Exception) -> Response:
-    """Of the address; bodies are read by `bodies`."""
+    """Refuse wrong path or query parameters; bodies are read by `bodies`."""
     assert isinstance(error, RequestValidationError)
     return problem(422, explain(_Parameters(error)))
 
@@ -116,6 +115,6 @@ async def _of_the_framework(request: Request, error: Exception) -> Response:
 
 
 def _methods_of(request: Request) -> list[str]:
-    """What may be done with the address; several routes may share it."""
+    """List the methods of an address, which several routes may share."""
     matching = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
     return sorted({method for route in matching for method in getattr(route, "methods", None) or ()})

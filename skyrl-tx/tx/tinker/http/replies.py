@@ -1,8 +1,7 @@
-"""What goes out: JSON, problems as `{"detail": text}`, and the refusal of bodies that are too large."""
+"""Responses: JSON, problems as `{"detail": text}`, and the refusal of bodies that are too large."""
 
 import asyncio
 import math
-from typing import Any
 
 import orjson
 from pydantic import BaseModel
@@ -14,7 +13,7 @@ from tx.errors import Busy
 DRAIN_SECONDS = 30.0
 
 
-def as_json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def as_json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A dict or a pydantic object as an answer."""
     body = value.model_dump_json().encode() if isinstance(value, BaseModel) else orjson.dumps(value)
     return Response(body, status, headers, media_type="application/json")

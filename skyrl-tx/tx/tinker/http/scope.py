@@ -1,8 +1,8 @@
-"""What every endpoint needs of its request: who asks, and whom to ask."""
+"""Tenant and service of a request."""
 
 from starlette.requests import Request
 
-from tx.tinker.desk.desk import Desk
+from tx.tinker.service.service import TinkerService
 
 TENANT = "tx.tenant"
 """Where the tenant's name is in a request's scope; `auth` puts it there."""
@@ -18,5 +18,5 @@ def is_admin(request: Request) -> bool:
     return request.scope[IS_ADMIN]
 
 
-def desk_of(request: Request) -> Desk:
-    return request.app.state.desk
+def service_of(request: Request) -> TinkerService:
+    return request.app.state.service

@@ -96,7 +96,7 @@ class Blobs:
         self._path(blob).unlink(missing_ok=True)
 
     def all(self, min_age_seconds: float = 0.0) -> set[str]:
-        """Those that were put at least so long ago. For finding leftovers."""
+        """Return the blobs of at least this age, to find leftovers."""
         newest = time.time() - min_age_seconds
         found = set()
         for shard in self._folder.iterdir():

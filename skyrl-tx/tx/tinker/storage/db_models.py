@@ -1,10 +1,8 @@
-"""What the server remembers: the truth of which both processes' memories are copies.
+"""Database tables: the authoritative state, of which both processes hold copies.
 
 Large bytes (training batches, results) lie in files beside the database (`blobs.py`), small ones in the row.
 Times are seconds since the epoch (float, UTC). Integers of users are 64 bits wide: PostgreSQL's plain ones have 32.
 """
-
-from typing import Any
 
 from sqlalchemy import JSON, BigInteger, Column, Index, LargeBinary, MetaData, UniqueConstraint, text
 from sqlmodel import Field, SQLModel
@@ -40,7 +38,7 @@ class SessionRow(Row, table=True):
     session_id: str = Field(primary_key=True)
     tenant: str = Field(index=True)
     tags: list[str] = Field(default_factory=list, sa_column=Column(JSON, default=list))
-    user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
+    user_metadata: dict[str, object] | None = Field(default=None, sa_column=Column(JSON))
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None
@@ -68,7 +66,7 @@ class ModelRow(Row, table=True):
     train_attn: bool
     train_mlp: bool
     train_unembed: bool
-    user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
+    user_metadata: dict[str, object] | None = Field(default=None, sa_column=Column(JSON))
     status: str = Field(index=True)
     """`live`, `unloaded`, `failed` (its creation was)"""
     created_at: float
@@ -118,7 +116,7 @@ class RequestRow(Row, table=True):
     http_status: int | None = None
     """Of a refusal."""
     num_deaths: int = Field(default=0, sa_column_kwargs={"server_default": "0"})
-    """Of engines while this was under way; `desk.suspects` says what follows."""
+    """Engine crashes while this was running (`service.crash_bisector`)."""
     created_at: float
     completed_at: float | None = Field(default=None, index=True)
     delivered_at: float | None = Field(default=None, index=True)
@@ -126,6 +124,8 @@ class RequestRow(Row, table=True):
 
 
 class CheckpointRow(Row, table=True):
+    """A named checkpoint."""
+
     __tablename__ = "checkpoints"  # pyright: ignore[reportAssignmentType]
     model_id: str = Field(primary_key=True)
     kind: str = Field(primary_key=True)
@@ -137,7 +137,7 @@ class CheckpointRow(Row, table=True):
     expires_at: float | None = Field(default=None, index=True)
     size_bytes: int = Field(default=0, sa_type=BigInteger)
     public: bool = False
-    user_metadata: dict[str, Any] | None = Field(default=None, sa_column=Column(JSON))
+    user_metadata: dict[str, object] | None = Field(default=None, sa_column=Column(JSON))
 
 
 class SamplerRow(Row, table=True):
@@ -161,7 +161,7 @@ class SamplerRow(Row, table=True):
     created_at: float
 
 
-class DoomedFolderRow(Row, table=True):
+class ScheduledDeletionRow(Row, table=True):
     """A folder whose last row is gone, written in the transaction that removed it, so that a crash before the folder is
     removed leaves no orphan. Never write again to a folder that stands here."""
 

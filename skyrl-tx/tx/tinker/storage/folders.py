@@ -1,4 +1,4 @@
-"""Where checkpoints stand: local folders, or fsspec URLs (`s3://`, `gs://`), whole or not there.
+"""Atomic checkpoint folders: local, or fsspec URLs (`s3://`, `gs://`).
 
 Local: a folder is filled under `BASE/.partial`, put on the disk, and renamed to its place. Where one stands already the
 two swap names in one step of the file system (`files.exchange`), so at every moment a whole one is there; on file

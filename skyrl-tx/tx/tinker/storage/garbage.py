@@ -1,4 +1,4 @@
-"""What need not be kept: finding it, and forgetting it so that a crash in between leaves nothing behind for ever.
+"""Garbage collection: finding and forgetting data so that a crash in between leaves no orphans.
 
 Rows go first, in a unit of `Store.write`; what each function returns may then go from the disk. Blobs that a crash left
 there are found by `unreferenced_blobs`; folders stand in `doomed_folders` from the transaction that took their last row
@@ -23,17 +23,21 @@ from sqlmodel import Session
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.db_models import (
     CheckpointRow,
-    DoomedFolderRow,
     ModelRow,
     RequestRow,
     SamplerRow,
+    ScheduledDeletionRow,
     SchemaRow,
     SessionRow,
 )
 from tx.tinker.storage.rows import table_of
 
 _requests, _models, _samplers = table_of(RequestRow), table_of(ModelRow), table_of(SamplerRow)
-_checkpoints, _sessions, _doomed = table_of(CheckpointRow), table_of(SessionRow), table_of(DoomedFolderRow)
+_checkpoints, _sessions, _scheduled_deletions = (
+    table_of(CheckpointRow),
+    table_of(SessionRow),
+    table_of(ScheduledDeletionRow),
+)
 
 MOST_AT_ONCE = 250
 """Rows a call, a few hundredths of a second: other units wait for it."""
@@ -42,6 +46,8 @@ ABANDONED_SECONDS = 24 * 3600.0
 
 
 class Forgotten(NamedTuple):
+    """Requests forgotten by one call."""
+
     num_requests: int
     """0: there is no more to do for now."""
     blobs: list[str]
@@ -49,8 +55,8 @@ class Forgotten(NamedTuple):
 
 
 def unreferenced_blobs(session: Session, blobs: Blobs, min_age_seconds: float = 3600.0) -> set[str]:
-    """Blobs that no row names: left by a crash, or their row is yet to come. Only age tells those apart, so give 0 at
-    the start alone, before requests are taken. Changes nothing.
+    """Find blobs that no row names: left by a crash, or their row is yet to come. Only age distinguishes those, so pass
+    0 only at the start, before requests are taken.
 
     Raises:
         ConfigError: the blobs are another database's.
@@ -77,7 +83,7 @@ def deliverable_results(session: Session, now: float, ttl: float) -> Forgotten:
 
 
 def spent_payloads(session: Session) -> Forgotten:
-    """Forgets order and payload of requests that are done and that no replay needs; their results stay."""
+    """Forget command and payload of completed requests that no replay needs; keep their results."""
     rows = session.execute(
         select(_requests.c.request_id, _requests.c.payload)
         .where(_requests.c.order.is_not(None), _requests.c.status != "pending", ~_needed_for_replay())
@@ -92,7 +98,7 @@ def expired_checkpoints(session: Session, now: float) -> list[str]:
     """Forgets checkpoints whose time is over.
 
     Returns:
-        their folders, doomed; one that a sampler still has stays until that is gone
+        folders scheduled for deletion; one that a sampler uses stays until that is gone
     """
     key = (_checkpoints.c.model_id, _checkpoints.c.kind, _checkpoints.c.name)
     rows = session.execute(
@@ -100,14 +106,14 @@ def expired_checkpoints(session: Session, now: float) -> list[str]:
     ).all()
     for model_id, kind, name, _ in rows:
         session.execute(delete(_checkpoints).where(key[0] == model_id, key[1] == kind, key[2] == name))
-    return doom(session, (row.folder for row in rows), now)
+    return schedule_deletion(session, (row.folder for row in rows), now)
 
 
 def ended_samplers(session: Session, now: float, ttl: float) -> list[str]:
     """Forgets samplers whose session ended more than `ttl` seconds ago and that have nothing under way.
 
     Returns:
-        folders that nobody has any more, doomed
+        unused folders, scheduled for deletion
     """
     working = exists().where(_requests.c.sampler_id == _samplers.c.sampler_id, _requests.c.status == "pending")
     rows = session.execute(
@@ -117,32 +123,34 @@ def ended_samplers(session: Session, now: float, ttl: float) -> list[str]:
         .limit(MOST_AT_ONCE)
     ).all()
     session.execute(delete(_samplers).where(_samplers.c.sampler_id.in_([row.sampler_id for row in rows])))
-    return doom(session, (row.folder for row in rows if row.folder is not None), now)
+    return schedule_deletion(session, (row.folder for row in rows if row.folder is not None), now)
 
 
-def doom(session: Session, candidates: Iterable[str], now: float) -> list[str]:
-    """Notes folders for removal, except those that a row still names.
+def schedule_deletion(session: Session, candidates: Iterable[str], now: float) -> list[str]:
+    """Schedule the deletion of folders, except those that a row still names.
 
     Returns:
         those noted
     """
     folders = set(candidates)
-    for column in (_checkpoints.c.folder, _samplers.c.folder, _models.c.snapshot, _doomed.c.folder):
+    for column in (_checkpoints.c.folder, _samplers.c.folder, _models.c.snapshot, _scheduled_deletions.c.folder):
         if folders:
             folders.difference_update(session.scalars(select(column).where(column.in_(folders))).all())
     if folders:
-        session.execute(_doomed.insert(), [{"folder": folder, "doomed_at": now} for folder in sorted(folders)])
+        session.execute(
+            _scheduled_deletions.insert(), [{"folder": folder, "doomed_at": now} for folder in sorted(folders)]
+        )
     return sorted(folders)
 
 
-def doomed_folders(session: Session) -> list[str]:
-    """Folders that wait for their removal, oldest first."""
-    return list(session.scalars(select(_doomed.c.folder).order_by(_doomed.c.doomed_at)))
+def scheduled_deletions(session: Session) -> list[str]:
+    """Return the folders scheduled for deletion, oldest first."""
+    return list(session.scalars(select(_scheduled_deletions.c.folder).order_by(_scheduled_deletions.c.doomed_at)))
 
 
 def folder_is_gone(session: Session, folder: str) -> None:
-    """It was removed."""
-    session.execute(delete(_doomed).where(_doomed.c.folder == folder))
+    """Forget a deleted folder."""
+    session.execute(delete(_scheduled_deletions).where(_scheduled_deletions.c.folder == folder))
 
 
 def _needed_for_replay() -> ColumnElement[bool]:

@@ -99,7 +99,7 @@ class RemoteFolders:
         return sum(file["size"] for file in json.loads(manifest)["files"].values())
 
     def remove(self, folder: str) -> None:
-        """Its manifest first. Nothing to do if it is gone."""
+        """Delete a folder, its manifest first, if it exists."""
         self._drop(folder, [MANIFEST])
         self._drop(folder, None)
 

@@ -1,12 +1,10 @@
 """Rows without the object-relational mapper, for what happens at every request: ten times less work (0.04 ms instead of
 0.4 ms an insert), and the thread that does it shares the interpreter with the event loop."""
 
-from typing import Any
+from sqlalchemy import Table, insert, select, update
+from sqlmodel import Session, col
 
-from sqlalchemy import Table, insert, update
-from sqlmodel import Session
-
-from tx.tinker.storage.db_models import Row
+from tx.tinker.storage.db_models import ModelRow, RequestRow, Row
 
 
 def table_of(row_type: type[Row]) -> Table:
@@ -14,14 +12,23 @@ def table_of(row_type: type[Row]) -> Table:
     return Row.metadata.tables[str(row_type.__tablename__)]
 
 
-def add_row(session: Session, row_type: type[Row], **values: Any) -> None:
+def add_row(session: Session, row_type: type[Row], **values: object) -> None:
     """Inserts a row; what is not given has its default. Raises sqlalchemy's IntegrityError if the key is taken."""
     session.connection().execute(insert(table_of(row_type)), values)
 
 
-def change_row(session: Session, row_type: type[Row], key: str, **values: Any) -> bool:
-    """Sets columns of the row with this primary key (of one column). False if there is none. Objects of this row that
-    the session has loaded do not notice."""
-    table = table_of(row_type)
-    (key_column,) = table.primary_key.columns
-    return session.connection().execute(update(table).where(key_column == key), values).rowcount > 0
+def forget_commands(database: Session, model_id: str, up_to_seq: int | None = None) -> list[str]:
+    """Drops what is needed no more to bring a model back. Returns blobs that may go after the commit."""
+    rows = col(RequestRow.model_id) == model_id
+    if up_to_seq is not None:
+        rows &= col(RequestRow.seq) <= up_to_seq
+    blobs = database.scalars(select(col(RequestRow.payload)).where(rows, col(RequestRow.payload).is_not(None))).all()
+    database.execute(
+        update(RequestRow).where(rows, col(RequestRow.status) != "pending").values(order=None, payload=None)
+    )
+    return [blob for blob in blobs if blob is not None]
+
+
+def touch_model(database: Session, model_id: str, **values: object) -> None:
+    """Set columns of a model's row."""
+    database.execute(update(ModelRow).where(col(ModelRow.model_id) == model_id).values(**values))

@@ -257,14 +257,14 @@ def _session(connection: Connection) -> _UnitSession:
 class _Unit:
     """A function on its way through the writer, and who waits for it."""
 
-    function: Callable[[Session], Any]
+    function: Callable[[Session], object]
     loop: asyncio.AbstractEventLoop
     done: asyncio.Future[Any]
-    value: Any = None
+    value: object = None
     error: BaseException | None = None
 
     def run(self, session: Session) -> bool:
-        """Whether it went well; the session is as new for the next unit.
+        """Run the unit. Returns: False if it failed; the session is reset for the next unit.
 
         Raises:
             SQLAlchemyError: the transaction is gone, with all that ran in it.
@@ -274,14 +274,14 @@ class _Unit:
             self.value = self.function(session)
             session.flush()
             session.expunge_all()
-        except BaseException as error:
+        except BaseException as error:  # delivered to the caller of the unit
             self.error = error
             if _connection_was_lost(error):
                 raise
         return self.error is None
 
     def run_apart(self, connection: Connection) -> None:
-        """In a savepoint of its own, and undone alone if it fails. Raises as `run`."""
+        """Run the unit in its own savepoint, which alone is undone if it fails. Raises: see `run`."""
         savepoint = connection.begin_nested()
         with _session(connection) as session:
             went_well = self.run(session)

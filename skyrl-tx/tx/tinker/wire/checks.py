@@ -1,15 +1,10 @@
-"""Whether what a request says makes sense for this model and its losses. The errors name field, value and rule.
-
-Knows values only: not where they came from, and not who asked.
-"""
-
-from difflib import get_close_matches
+"""Checks of request values against the model and its losses. Errors name the field, the value and the rule."""
 
 import numpy as np
 
-from tx.errors import RequestError
+from tx.errors import RequestError, did_you_mean
 from tx.tinker.base_model import BaseModelFacts
-from tx.tinker.types import AdamParams, Datum, LoraSpec, SampleParams, SampleSpec
+from tx.tinker.types import Datum, LoraSpec, SampleParams, SampleSpec
 from tx.tinker.wire.codec import TrainingRequest
 from tx.tinker.wire.losses import ELSEWHERE, LOSS_RULES, TARGETS, LossRule
 
@@ -44,7 +39,7 @@ def _rule_of(loss_fn: str) -> LossRule:
     if loss_fn in ELSEWHERE:
         raise RequestError(f"loss_fn {loss_fn!r} is not supported by this server: {ELSEWHERE[loss_fn]}")
     raise RequestError(
-        f"loss_fn must be one of {', '.join(LOSS_RULES)}; got {loss_fn[:80]!r}{_nearest(loss_fn, LOSS_RULES)}"
+        f"loss_fn must be one of {', '.join(LOSS_RULES)}; got {loss_fn[:80]!r}{did_you_mean(loss_fn, LOSS_RULES)}"
     )
 
 
@@ -52,7 +47,9 @@ def _check_loss_config(request: TrainingRequest, rule: LossRule) -> None:
     for name, value in request.loss_config.items():
         if name not in rule.config:
             takes = f"takes {', '.join(rule.config)}" if rule.config else "takes no settings"
-            raise RequestError(f"loss_fn_config[{name[:80]!r}]: {request.loss_fn} {takes}{_nearest(name, rule.config)}")
+            raise RequestError(
+                f"loss_fn_config[{name[:80]!r}]: {request.loss_fn} {takes}{did_you_mean(name, rule.config)}"
+            )
         if not np.isfinite(value):
             raise RequestError(f"loss_fn_config[{name!r}] must be finite; got {value}")
     low, high = (request.loss_config.get(f"clip_{end}_threshold", 0.0) for end in ("low", "high"))
@@ -95,7 +92,7 @@ def _check_target_shape(targets: np.ndarray, name: str, length: int, loss_fn: st
 def _check_input(array: np.ndarray, key: str, name: str, shape: tuple[int, ...], loss_fn: str, rule: LossRule) -> None:
     if key not in rule.inputs:
         raise RequestError(
-            f"{name} is no input of {loss_fn}, which takes {', '.join(rule.inputs)}{_nearest(key, rule.inputs)}"
+            f"{name} is no input of {loss_fn}, which takes {', '.join(rule.inputs)}{did_you_mean(key, rule.inputs)}"
         )
     if array.shape != shape:
         raise RequestError(f"{name} must have the shape of the targets, {list(shape)}; got {list(array.shape)}")
@@ -134,11 +131,6 @@ def _place(place: tuple[int, ...]) -> str:
     return str(place[0]) if len(place) == 1 else str(list(place))
 
 
-def _nearest(name: str, names) -> str:  # any collection of names
-    close = get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
 def check_lora(lora: LoraSpec, max_rank: int, can_train_unembed: bool = True) -> None:
     """An adapter that a backend can hold.
 
@@ -149,22 +141,6 @@ def check_lora(lora: LoraSpec, max_rank: int, can_train_unembed: bool = True) ->
         raise RequestError(f"lora_config.rank must be 1 to {max_rank}; got {lora.rank}")
     if not (lora.train_attn or lora.train_mlp or (lora.train_unembed and can_train_unembed)):
         raise RequestError("lora_config must train something: train_attn, train_mlp or train_unembed")
-
-
-def check_adam(adam: AdamParams) -> None:
-    """The settings of an optimizer step.
-
-    Raises:
-        RequestError: one is out of its range.
-    """
-    for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
-        value = getattr(adam, name)
-        if not 0 <= value < float("inf"):
-            raise RequestError(f"adam_params.{name} must be 0 or more, and finite; got {value}")
-    for name in ("beta1", "beta2"):
-        value = getattr(adam, name)
-        if not 0 <= value < 1:
-            raise RequestError(f"adam_params.{name} must be from 0 to below 1; got {value}")
 
 
 # ---- sampling

@@ -7,7 +7,7 @@ token nothing.
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
@@ -32,11 +32,13 @@ class TrainingRequest:
     """A forward or forward-backward request of one model, defaults of its loss filled in."""
 
     model_id: str
-    seq: int
+    seq_id: int
     data: list[Datum]
     loss_fn: str
     loss_config: dict[str, float] = field(default_factory=dict)
     forward_only: bool = False
+    payload: bytes = field(default=b"", repr=False, compare=False)
+    """`ForwardBackwardRequest` as bytes, if the request was read from a body."""
 
 
 # ---- training: the request
@@ -55,7 +57,7 @@ def decode_training(payload: bytes) -> TrainingRequest:
     reader = TensorReader()
     return TrainingRequest(
         model_id=message.model_id,
-        seq=message.seq_id,
+        seq_id=message.seq_id,
         data=[_read_datum(datum, reader, message.loss_fn, f"data[{i}]") for i, datum in enumerate(message.data)],
         loss_fn=message.loss_fn,
         loss_config=with_default_config(message.loss_fn, _read_loss_config(message)),
@@ -66,7 +68,7 @@ def decode_training(payload: bytes) -> TrainingRequest:
 def encode_training(request: TrainingRequest) -> bytes:
     """Writes `ForwardBackwardRequest`; tokens must fit 32 bits."""
     message = pb.ForwardBackwardRequest(
-        model_id=request.model_id, seq_id=request.seq, loss_fn=request.loss_fn, forward_only=request.forward_only
+        model_id=request.model_id, seq_id=request.seq_id, loss_fn=request.loss_fn, forward_only=request.forward_only
     )
     for name, number in request.loss_config.items():
         message.loss_fn_config_v2[name].number = number
@@ -140,7 +142,7 @@ def _read_chunk(chunk: pb.Chunk, name: str) -> np.ndarray:
 
 
 def not_text(name: str, kind: str | None) -> str:
-    """What to say of an input that is no text."""
+    """Return the error text for an input that is not text."""
     return f"{name} must be encoded_text: this server's models read tokens only; got {kind or 'something else'}"
 
 
@@ -180,7 +182,7 @@ def decode_pass_output(data: bytes) -> PassOutput:
     return PassOutput(logprobs=logprobs, metrics=dict(message.metrics))
 
 
-def pass_output_json(data: bytes) -> dict[str, Any]:
+def pass_output_json(data: bytes) -> dict[str, object]:
     """The same for clients that take JSON."""
     output = decode_pass_output(data)
     return {
@@ -235,10 +237,10 @@ def decode_sample_output(data: bytes) -> SampleOutput:
     )
 
 
-def sample_output_json(data: bytes) -> dict[str, Any]:
+def sample_output_json(data: bytes) -> dict[str, object]:
     """The same for clients that take JSON; what was not asked for is left out."""
     output = decode_sample_output(data)
-    answer: dict[str, Any] = {"type": "sample", "sequences": [sequence._asdict() for sequence in output.sequences]}
+    answer: dict[str, object] = {"type": "sample", "sequences": [sequence._asdict() for sequence in output.sequences]}
     if output.prompt_logprobs is not None:
         answer["prompt_logprobs"] = output.prompt_logprobs
     if output.topk_prompt_logprobs is not None:

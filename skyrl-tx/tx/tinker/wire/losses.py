@@ -1,5 +1,4 @@
-"""What each loss takes: the one home of its inputs, its settings and their defaults. What it computes is the training
-backend's affair."""
+"""Inputs, settings and defaults of each loss. Their computation belongs to the training backend."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ TARGETS = "target_tokens"
 
 @dataclass(frozen=True)
 class LossRule:
-    """What a datum must and may give, and what `loss_fn_config` may set."""
+    """Required and optional inputs of a datum, and settings of `loss_fn_config`."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()

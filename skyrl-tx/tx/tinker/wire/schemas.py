@@ -6,7 +6,6 @@ asks for nothing (null, false, 0, empty) is let through, since clients send thei
 
 import json
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Protocol, Self
 
 import orjson
@@ -20,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from tx.errors import RequestError
+from tx.errors import RequestError, did_you_mean
 from tx.tinker.types import AdamParams, LoraSpec, SampleParams, SampleSpec
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f]*$")]
@@ -48,8 +47,7 @@ class Body(BaseModel):
     def _refuse_unknown(self) -> Self:
         for name, value in (self.model_extra or {}).items():
             if value:
-                close = get_close_matches(name, type(self).model_fields, n=1)
-                hint = f"; did you mean {close[0]}?" if close else ""
+                hint = did_you_mean(name, type(self).model_fields)
                 raise ValueError(f"field {name[:80]!r} is not known to this server{hint}")
         return self
 
@@ -60,7 +58,7 @@ class LenientBody(BaseModel):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
-def _storable(value: dict[str, Any] | None) -> dict[str, Any] | None:
+def _storable(value: dict[str, object] | None) -> dict[str, object] | None:
     """Metadata that a database can hold."""
     try:
         size = len(orjson.dumps(value))  # no half surrogate pairs, no integers of more than 64 bits
@@ -83,7 +81,7 @@ class ClientConfigRequest(LenientBody):
 
 class CreateSessionRequest(LenientBody):
     tags: list[Name] = Field(default_factory=list, max_length=256)
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: dict[str, object] | None = None
     sdk_version: Name | None = None
     project_id: Name | None = None
     display_name: Name | None = None
@@ -105,7 +103,7 @@ class FinishSessionRequest(LenientBody):
 
 
 class TelemetryRequest(LenientBody):
-    events: list[Any] = Field(default_factory=list)
+    events: list[object] = Field(default_factory=list)
 
 
 # ---- models
@@ -130,7 +128,7 @@ class LoraConfig(Body):
 
 
 class OptimizerConfig(Body):
-    """Of a new model; Adam is the only one here."""
+    """Optimizer of a new model; only Adam is supported."""
 
     type: str = "adamw"
 
@@ -146,7 +144,7 @@ class CreateModelRequest(Body):
     session_id: Name
     model_seq_id: Index
     base_model: Name
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: dict[str, object] | None = None
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig | None = None
     type: Literal["create_model"] = "create_model"
@@ -183,12 +181,12 @@ class OptimStepRequest(Body):
     model_id: Name
     seq_id: Seq
     adam_params: Adam = Field(default_factory=Adam)
-    optimizer_params: dict[str, Any] | None = None
+    optimizer_params: dict[str, object] | None = None
     type: Literal["optim_step"] = "optim_step"
 
     @field_validator("optimizer_params")
     @classmethod
-    def _adam(cls, value: dict[str, Any] | None) -> None:
+    def _adam(cls, value: dict[str, object] | None) -> None:
         if value is not None:
             raise ValueError(f"this server has AdamW only, set by adam_params; got {str(value.get('type'))[:80]!r}")
 
@@ -227,7 +225,7 @@ class SaveWeightsForSamplerRequest(Body):
 
 
 class LoadWeightsRequest(Body):
-    """In place (`model_id`, `seq_id`), or as the first request of a new model (`session_id`, `model_seq_id`)."""
+    """Load in place (`model_id`, `seq_id`), or as the first request of a new model (`session_id`, `model_seq_id`)."""
 
     path: Name
     optimizer: bool = False
@@ -236,7 +234,7 @@ class LoadWeightsRequest(Body):
     session_id: Name | None = None
     model_seq_id: Index | None = None
     base_model: Name | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: dict[str, object] | None = None
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: str | None = None
     type: Literal["load_weights"] = "load_weights"
@@ -302,7 +300,7 @@ class Chunk(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_text(cls, value: Any) -> Any:
+    def _is_text(cls, value: object) -> object:
         if isinstance(value, dict) and (value.get("type", "encoded_text") != "encoded_text" or "tokens" not in value):
             kind = str(value.get("type", "something else"))[:80]
             raise ValueError(f"must be encoded_text: this server's models read tokens only; got {kind}")
@@ -363,7 +361,8 @@ _NOT_HERE = {
 
 
 class AsampleRequest(Body):
-    """From a sampling session (`sampling_session_id`, `seq_id`), a checkpoint (`model_path`) or the base model."""
+    """Sample from a sampling session (`sampling_session_id`, `seq_id`), a checkpoint (`model_path`) or the base
+    model."""
 
     prompt: ModelInput
     sampling_params: SamplingParams = Field(default_factory=SamplingParams)
@@ -377,14 +376,14 @@ class AsampleRequest(Body):
     topk_prompt_logprobs: Index = 0
     topk_sample_logprobs: int = 0
     prompt_alt_tokens_k: int = 0
-    target_prompt_logprobs: Any = None
+    target_prompt_logprobs: object = None
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
     type: Literal["sample"] = "sample"
 
     @field_validator(*_NOT_HERE)
     @classmethod
-    def _not_here(cls, value: Any) -> Any:
+    def _not_here(cls, value: object) -> object:
         if value:
             raise ValueError("is not supported by this server; leave it out")
         return value
@@ -426,7 +425,7 @@ class HasErrors(Protocol):
 
 
 def explain(error: HasErrors) -> str:
-    """What is wrong, each on a line `field: rule; got value`."""
+    """Describe validation errors, one per line: `field: rule; got value`."""
     lines = []
     for e in error.errors()[:5]:
         place = [part for part in e["loc"] if part != "body"]

@@ -29,7 +29,7 @@ _MODEL_ID = re.compile(r"[^\x00-\x1f]{1,1024}")
 
 
 class Address(NamedTuple):
-    """Whose turn a request is."""
+    """Model and seq of a request."""
 
     model_id: str
     seq: int
@@ -42,8 +42,8 @@ def read_training_body(
     *,
     forward_only_default: bool,
     max_bytes: int,
-) -> tuple[TrainingRequest, bytes]:
-    """A request and its payload, which `decode_training` reads back as the same.
+) -> TrainingRequest:
+    """Decode a request. Its `payload` are the bytes that `decode_training` reads back as the same request.
 
     Args:
         forward_only_default: the endpoint is `forward`
@@ -59,21 +59,17 @@ def read_training_body(
     if kind == "application/json":
         request = _from_json(body, forward_only_default)
         _check_address(request)
-        payload = encode_training(request)
-    else:
-        request, payload = decode_training(body), body
-        _check_address(request)
-        if forward_only_default and not request.forward_only:
-            message = pb.ForwardBackwardRequest.FromString(body)
-            message.forward_only = True
-            payload = message.SerializeToString()
-            request = replace(request, forward_only=True)
-    return request, payload
+        return replace(request, payload=encode_training(request))
+    request = decode_training(body)
+    _check_address(request)
+    if forward_only_default and not request.forward_only:
+        body += pb.ForwardBackwardRequest(forward_only=True).SerializeToString()  # the last value of a field counts
+    return replace(request, payload=body, forward_only=forward_only_default or request.forward_only)
 
 
 def find_address(body: bytes, content_type: str, content_encoding: str | None, max_bytes: int) -> Address | None:
-    """Whose turn a refused body was, if that can be read: clients never use a number again, so the model goes on with
-    the next. Takes the body of any request that has `model_id` and `seq_id`; never raises."""
+    """Read model and seq of a refused body with `model_id` and `seq_id`, if possible: clients never reuse a seq, so the
+    model continues with the next. Never raises."""
     try:
         body = unpack(body, content_encoding, max_bytes)
         if _media_type(content_type) in PROTOBUF:
@@ -82,7 +78,7 @@ def find_address(body: bytes, content_type: str, content_encoding: str | None, m
         else:
             fields = msgspec.json.decode(body, type=_Addressed)
             model_id, seq = fields.model_id, fields.seq_id
-    except Exception:
+    except Exception:  # a refused body may be wrong in any way
         return None
     if not _MODEL_ID.fullmatch(model_id) or not 0 < seq <= MAX_SEQ:
         return None
@@ -132,7 +128,7 @@ def _unpack_zstd(body: bytes, max_bytes: int) -> bytes:
 
 
 def _unpack_zstd_of_unknown_size(body: bytes, max_bytes: int) -> bytes:
-    """In small bites: a byte of zstd can be thousands of bytes of data."""
+    """Unpack in small pieces: one byte of zstd can be thousands of bytes of data."""
     stream = zstandard.ZstdDecompressor().decompressobj()
     parts, size = [], 0
     for start in range(0, len(body), 1024):
@@ -154,21 +150,21 @@ def _media_type(content_type: str) -> str:
 def _check_address(request: TrainingRequest) -> None:
     if not _MODEL_ID.fullmatch(request.model_id):
         raise RequestError(f"model_id must name a model; got {request.model_id[:80]!r}")
-    if not 0 < request.seq <= MAX_SEQ:
-        raise RequestError(f"seq_id must be a number from 1 to {MAX_SEQ}, one more each request; got {request.seq}")
+    if not 0 < request.seq_id <= MAX_SEQ:
+        raise RequestError(f"seq_id must be a number from 1 to {MAX_SEQ}, one more each request; got {request.seq_id}")
 
 
 # ---- JSON of clients up to 0.24
 
 
-class _Chunk(msgspec.Struct):
+class _JsonChunk(msgspec.Struct):
     type: str | None = None
     """Clients up to 0.16 leave it out."""
     tokens: list[int] | None = None
 
 
 class _ModelInput(msgspec.Struct, forbid_unknown_fields=True):
-    chunks: list[_Chunk]
+    chunks: list[_JsonChunk]
 
 
 class _Datum(msgspec.Struct, forbid_unknown_fields=True):
@@ -180,7 +176,7 @@ class _Datum(msgspec.Struct, forbid_unknown_fields=True):
 class _Input(msgspec.Struct, forbid_unknown_fields=True):
     data: list[_Datum]
     loss_fn: str
-    loss_fn_config: dict[str, Any] | None = None
+    loss_fn_config: dict[str, object] | None = None
 
 
 class _ForwardBackward(msgspec.Struct, forbid_unknown_fields=True):
@@ -206,7 +202,7 @@ def _from_json(body: bytes, forward_only: bool) -> TrainingRequest:
     reader = TensorReader()
     return TrainingRequest(
         model_id=message.model_id,
-        seq=message.seq_id,
+        seq_id=message.seq_id,
         data=[_datum(datum, reader, given.loss_fn, f"data[{i}]") for i, datum in enumerate(given.data)],
         loss_fn=given.loss_fn,
         loss_config=with_default_config(given.loss_fn, _loss_config(given.loss_fn_config or {})),

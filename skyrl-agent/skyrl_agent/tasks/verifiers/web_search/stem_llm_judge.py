@@ -1,16 +1,14 @@
 """Answers to research questions by a judge at STEM_LLM_JUDGE_URL, as published."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from skyrl_agent.tasks.grading import boxed_answer, final_text
 from skyrl_agent.tasks.judges import make_judge
+from skyrl_agent.types import Row
 from skyrl_gym.graders import qa, reward_of
 
 __all__ = ["compute_score"]
 
 
-def compute_score(data_source: str, output: str, gt: str, extra_info: Mapping[str, Any] | None = None) -> float:
+def compute_score(data_source: str, output: str, gt: str, extra_info: Row | None = None) -> float:
     """1 if what the last box holds means the same as the reference, else 0; 0 without a box. `extra_info` may have the
     `question`, and the `answer_type` `exactMatch`, for which text is compared and no judge is asked.
 

@@ -1,4 +1,4 @@
-"""What is known of a Python file's contents. Apart from `outline`, which finds it out: that takes a parser."""
+"""Entities of a Python file. Apart from `outline`, which finds them and needs a parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a repository defines, kept in step with its files: only those that changed are read again."""
+"""Index of a repository's definitions: only changed files are read again."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class CodeIndex:
         return parsed
 
     def text_of(self, path: str) -> str | None:
-        """Of any listed file; None where it is binary, too large or gone."""
+        """Return the text of a listed file; None if it is binary, too large or gone."""
         known = self.files.get(path)
         return known.text if known else read_text(os.path.join(self.root, path))
 

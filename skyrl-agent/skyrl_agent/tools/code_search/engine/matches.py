@@ -1,4 +1,4 @@
-"""Which entities and lines a search term means."""
+"""Entities and lines that match a search term."""
 
 from __future__ import annotations
 

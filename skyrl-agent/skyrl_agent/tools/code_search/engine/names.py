@@ -1,5 +1,5 @@
-"""What a name in a file stands for. By Python's own rules as far as they can be followed without running anything;
-where they end (the receiver of a method is some object), by the name alone, and so it is said."""
+"""Resolution of names in a file by Python's rules, as far as they can be followed without running anything; beyond
+them (the receiver of a method is some object) by the name alone, which the result says."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Meaning(NamedTuple):
 
 
 class Names:
-    """Of one state of an index."""
+    """Names of one state of an index."""
 
     def __init__(self, index: CodeIndex):
         self._index = index
@@ -78,7 +78,7 @@ class Names:
         return exact or [path for path in paths if path.rpartition("/")[0] == folder] or paths
 
     def resolve(self, file: SourceFile, scope: str, target: str) -> Meaning:
-        """What `target`, written in `scope` of a file, stands for."""
+        """Resolve `target`, written in `scope` of a file."""
         head, *rest = target.split(".")
         if not rest:
             return Meaning(self._bare(file, scope, head), True)
@@ -96,7 +96,7 @@ class Names:
         return Meaning(found, True) if found else Meaning(self.methods_called(rest[-1]), False)
 
     def bases(self, file: SourceFile, entity) -> list:
-        """Of a class: (as written, places in the repository)."""
+        """Return the bases of a class: (as written, places in the repository)."""
         scope = entity.name.rpartition(".")[0]
         found = []
         for base in entity.bases:
@@ -116,7 +116,7 @@ class Names:
         return found
 
     def _bare(self, file: SourceFile, scope: str, name: str, imported: bool = True) -> list:
-        """By lexical scope: the functions around, the module, what it imports. The body of a class is no scope."""
+        """Resolve by lexical scope: the functions around, the module, its imports. The body of a class is no scope."""
         around = scope
         while around:
             inside_class = any(entity.kind == "class" for entity in file.named(around))
@@ -128,7 +128,7 @@ class Names:
         return (self._imported(file, name) or []) if imported else []
 
     def _imported(self, file: SourceFile, target: str, hops: int = 0) -> list | None:
-        """What a name means that an import binds; empty: something outside; None: no import binds it."""
+        """Resolve a name that an import binds; empty: something outside; None: no import binds it."""
         if hops > MAX_HOPS:
             return []
         bound = [item for item in file.imports if target == item.alias or target.startswith(item.alias + ".")]
@@ -142,7 +142,7 @@ class Names:
         return self._exported(file, item.module, name, hops)
 
     def _exported(self, file: SourceFile, module: str, name: str, hops: int) -> list:
-        """What `name` of a module means, that a file imports."""
+        """Resolve `name` of a module that a file imports."""
         parts = name.split(".") if name else []
         separator = "" if module.endswith(".") else "."
         for count in range(len(parts), -1, -1):  # the longest module first: `from package import module`

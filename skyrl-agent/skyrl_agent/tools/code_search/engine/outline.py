@@ -23,7 +23,7 @@ class Outline(NamedTuple):
 
 
 def outline(text: str) -> Outline:
-    """Of a file with `\\n` between its lines. Never raises."""
+    """Find the entities of a file with `\\n` between its lines. Never raises."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Who calls, imports and extends what."""
+"""Calls, imports and subclasses of entities."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def callees(index: CodeIndex, names: Names, target: Place) -> str:
 
 
 def imports(index: CodeIndex, names: Names, target: Place) -> str:
-    """What the target's file imports, and which files import it, or what the target is."""
+    """Return the imports of the target's file, and the files that import it or the target."""
     file = index.files[target.path]
     rows = []
     for item, paths in names.imports(file):

@@ -88,7 +88,7 @@ class RepositorySearch:
         return heading + "\n".join(blocks)
 
     def _text(self, term: str, paths: list, others: list, brief: bool) -> str:
-        """Where the text stands; empty if nowhere. `brief`: beside entities, which say more."""
+        """Return the lines with the text; empty if there are none. `brief`: shown beside entities."""
         texts = {path: self.index.files[path].text for path in paths}
         texts.update({path: content for path in others if (content := self.index.text_of(path)) is not None})
         found, note = matches.text(term, texts), ""

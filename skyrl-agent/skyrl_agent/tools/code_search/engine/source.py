@@ -58,8 +58,8 @@ def read_text(path: str) -> str | None:
 
 
 class FilePattern:
-    """Which files a pattern means: a glob (`**` is any number of folders; without a slash it means any folder), a file,
-    a folder, or the end of a path."""
+    """Pattern of files: a glob (`**` is any number of folders; without a slash it means any folder), a file, a folder,
+    or the end of a path."""
 
     def __init__(self, pattern: str, root: str = ""):
         if root and pattern.startswith(root.rstrip("/") + "/"):

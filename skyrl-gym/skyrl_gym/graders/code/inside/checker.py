@@ -36,7 +36,7 @@ class Remote:
         object.__setattr__(self, "_link", link)
         object.__setattr__(self, "_number", number)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: object, **named: object) -> Any:
         link = self._link
         return link.ask(
             do="call",
@@ -50,7 +50,7 @@ class Remote:
             raise AttributeError(name)
         return self._link.ask(do="get", target=self._link.encode(self), name=name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self._link.ask(do="set", target=self._link.encode(self), name=name, value=encode(value, self._link))
 
     def __repr__(self) -> str:
@@ -70,17 +70,17 @@ class Link:
         self.expects_stop_iteration = expects_stop_iteration
         self._objects: dict[int, Remote] = {}
 
-    def encode(self, value: Any) -> list[Any]:
+    def encode(self, value: object) -> list[object]:
         if not isinstance(value, Remote):
             raise NotPlain(f"a test gives the answer {value!r:.100}, which cannot cross")
         return ["ref", value._number]
 
-    def decode(self, number: Any) -> Remote:
+    def decode(self, number: int) -> Remote:
         if not isinstance(number, int):
             raise NotPlain(f"{number!r} is not an object")
         return self._objects.setdefault(number, Remote(self, number))
 
-    def ask(self, **request: Any) -> Any:
+    def ask(self, **request: object) -> Any:
         reply = self._request(request)
         if isinstance(reply.get("raised"), list):
             error = decode_exception(reply["raised"], str(reply.get("text")))
@@ -92,13 +92,13 @@ class Link:
         return decode(reply["value"], self)
 
     def names(self, names: set[str]) -> dict[str, Any]:
-        """Those of `names` that the answer defines."""
+        """Return those of `names` that the answer defines."""
         if not names:
             return {}
         values = self._request({"do": "names", "names": sorted(names)}).get("values")
         return {name: decode(values[name], self) for name in names if name in values} if values else {}
 
-    def _request(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, request: dict[str, object]) -> dict[str, Any]:
         self._control.write(b"?" + json.dumps(request).encode() + b"\n")
         try:
             reply = self._control.receive()
@@ -147,25 +147,25 @@ def import_failures(modules: list[str]) -> list[str]:
     for name in modules:
         try:
             importlib.import_module(name)
-        except Exception as failure:
+        except Exception as failure:  # a module's own code runs, and may raise anything
             failures.append(f"{name} ({failure!r:.200})")
     return failures
 
 
 def run(source: str, name: str, scope: dict[str, Any], entry_point: str | None = None) -> str | None:
-    """What went wrong, or None."""
+    """Return the error, or None."""
     try:
         before = scope.get("check")
         exec(compile(source, name, "exec", dont_inherit=True), scope)
         if entry_point and scope.get("check") is not before:
             scope["check"](scope[entry_point])
-    except BaseException as failure:
+    except BaseException as failure:  # the answer's code may raise anything, SystemExit too: each is a failed test
         return describe(failure, source, name)
     return None
 
 
 def describe(error: BaseException, source: str, name: str) -> str:
-    """The exception, and the line of the test where it happened."""
+    """Return the exception, and the line of the test where it happened."""
     import traceback  # takes long to import
 
     lines = source.splitlines()

@@ -22,7 +22,7 @@ class Control:
         os.close(null)
         self.send({"ready": True})
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, object]) -> None:
         self.write(json.dumps(message).encode() + b"\n")
 
     def write(self, data: bytes) -> None:
@@ -30,7 +30,7 @@ class Control:
             data = data[os.write(self._replies, data) :]
 
     def receive(self) -> Any:
-        """The next message, or None at the end."""
+        """Return the next message, or None at the end."""
         line = self._requests.readline()
         return json.loads(line) if line else None
 
@@ -40,7 +40,7 @@ class Control:
 
 
 def redirect(stdin: int, stdout: int, stderr: int) -> None:
-    """Makes these file descriptors the standard ones, with fresh text streams over them."""
+    """Make these file descriptors the standard ones, with fresh text streams over them."""
     for number, descriptor in enumerate((stdin, stdout, stderr)):
         os.dup2(descriptor, number)
     sys.stdin = os.fdopen(0, encoding="utf-8", errors="replace", closefd=False)

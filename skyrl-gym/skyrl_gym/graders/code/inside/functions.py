@@ -31,7 +31,7 @@ def main() -> None:
         scope.update(usual_names(names - scope.keys()))
         given = dict(scope)
         exec(code, scope)
-    except BaseException as failure:
+    except BaseException as failure:  # the answer's code may raise anything, SystemExit too
         control.send({"error": f"{type(failure).__name__}: {encode_exception(failure)['text']}"})
         return
     own = {name: value for name, value in scope.items() if given.get(name) is not value}
@@ -40,7 +40,7 @@ def main() -> None:
     while (request := control.receive()) is not None:
         try:
             reply = answer(request, own, references)
-        except BaseException as failure:
+        except BaseException as failure:  # as above: the caller gets the exception as a value
             reply = encode_exception(failure)
         control.send(reply)
 
@@ -66,7 +66,7 @@ def answer(request: dict[str, Any], own: dict[str, Any], references: References)
 
 
 def call_json(name: str, arguments: list[str], own: dict[str, Any]) -> dict[str, str]:
-    """Calls the method of `Solution`, or the function, with the JSON values of an input. Tuples come back as lists."""
+    """Call the method of `Solution`, or the function, with the JSON values of an input. Tuples come back as lists."""
     owner = own["Solution"]() if "Solution" in own else None
     if owner is None and name not in own:
         raise NameError(f"the answer defines neither {name} nor Solution")
@@ -75,7 +75,7 @@ def call_json(name: str, arguments: list[str], own: dict[str, Any]) -> dict[str,
 
 
 def as_list(value: Any) -> Any:
-    """What JSON does not know, if it is an array or a number of numpy's."""
+    """Convert numpy arrays and numbers, which JSON cannot encode."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"returned a {type(value).__name__}, which is not JSON")

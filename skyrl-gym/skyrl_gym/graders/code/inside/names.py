@@ -39,7 +39,7 @@ class InstalledPackages:
     does, and few answers need it.
     """
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
         if path is not None:
             return None
         sys.meta_path.remove(self)
@@ -50,13 +50,13 @@ class InstalledPackages:
 
 
 def make_usual_builtins() -> None:
-    """What Python's `site` does, which is not run at the start."""
+    """Add `exit` and `quit`, as Python's `site` does, which is not run at the start."""
     builtins.exit = builtins.quit = sys.exit
     sys.meta_path.append(InstalledPackages())
 
 
 def load_usual_modules(code: types.CodeType) -> None:
-    """Imports those that a compiled program may import, so that each process forked from here finds them loaded."""
+    """Import those that a compiled program may import, so that each process forked from here finds them loaded."""
     for name in code.co_names:
         if name in MODULES or name in ALIASES:
             _usual(name)
@@ -89,13 +89,13 @@ def global_names(source: str) -> tuple[set[str], set[str]]:
     return used, bound
 
 
-def usual_names(names: Iterable[str]) -> dict[str, Any]:
-    """Those of `names` that the usual imports define, with what they mean."""
+def usual_names(names: Iterable[str]) -> dict[str, object]:
+    """Return those of `names` that the usual imports define, with what they mean."""
     found = {name: _usual(name) for name in names if not name.startswith("__")}
     return {name: value for name, value in found.items() if value is not MISSING}
 
 
-def _usual(name: str) -> Any:
+def _usual(name: str) -> object:
     if name in MODULES or name in ALIASES:
         try:
             return importlib.import_module(ALIASES.get(name, name))

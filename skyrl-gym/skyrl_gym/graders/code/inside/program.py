@@ -18,7 +18,7 @@ from skyrl_gym.graders.code.inside.names import load_usual_modules, usual_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing typing takes long
-    from typing import Any, NoReturn
+    from typing import NoReturn
 
 MAX_OUTPUT_BYTES = 4 << 20
 ERROR_BYTES = 4000
@@ -41,8 +41,8 @@ def main() -> None:
         control.send(run_case(control, code, module, case["stdin"].encode("utf-8", "replace")))
 
 
-def run_case(control: Control, code: types.CodeType, module: types.ModuleType, stdin: bytes) -> dict[str, Any]:
-    """In a process of its own: nothing that a case leaves behind reaches the next."""
+def run_case(control: Control, code: types.CodeType, module: types.ModuleType, stdin: bytes) -> dict[str, object]:
+    """Run one case in a forked process, so that nothing it leaves behind reaches the next."""
     streams = [nameless_file() for _ in ("stdin", "stdout", "stderr")]
     while stdin:
         stdin = stdin[os.write(streams[0], stdin) :]
@@ -73,7 +73,7 @@ def nameless_file() -> int:
 
 
 def run(code: types.CodeType, module: types.ModuleType) -> NoReturn:
-    """Runs it and ends the process as Python would, but for taking the interpreter apart, which would touch, and so
+    """Run it and end the process as Python would, but for taking the interpreter apart, which would touch, and so
     copy, most of the memory that a forked process shares.
     """
     returncode = 0
@@ -94,12 +94,12 @@ def run(code: types.CodeType, module: types.ModuleType) -> NoReturn:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    except BaseException:
+    except BaseException:  # exit functions and streams of the program; Python itself exits with 120 then
         returncode = returncode or 120
     os._exit(returncode)
 
 
-def outcome(status: int, stdout: int, stderr: int) -> dict[str, Any]:
+def outcome(status: int, stdout: int, stderr: int) -> dict[str, object]:
     size = os.fstat(stdout).st_size
     if size > MAX_OUTPUT_BYTES:
         return {"error": f"printed {size} bytes; {MAX_OUTPUT_BYTES} are allowed"}

@@ -19,15 +19,15 @@ if TYPE_CHECKING:  # importing typing takes long
     from collections.abc import Callable
     from typing import Any, Protocol
 
-    Each = Callable[[Any], Any]
+    Each = Callable[[Any], object]
     """Writes or reads a part of a value."""
 
     class ObjectTable(Protocol):
-        """What knows the objects that cross as references."""
+        """Table of the objects that cross as references."""
 
-        def encode(self, value: Any) -> list[Any]: ...
+        def encode(self, value: object) -> list[object]: ...
 
-        def decode(self, number: int) -> Any: ...
+        def decode(self, number: int) -> object: ...
 
 
 MAX_DEPTH = 200
@@ -46,27 +46,27 @@ class References:
     """Objects of this side that the other side has a number for."""
 
     def __init__(self) -> None:
-        self.objects: list[Any] = []
+        self.objects: list[object] = []
         self._numbers: dict[int, int] = {}
 
-    def number_of(self, value: Any) -> int:
-        """The same object has the same number every time."""
+    def number_of(self, value: object) -> int:
+        """Return an object's number: the same every time."""
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self.objects)
             self.objects.append(value)
         return self._numbers[id(value)]
 
-    def encode(self, value: Any) -> list[Any]:
+    def encode(self, value: object) -> list[object]:
         return ["ref", self.number_of(value)]
 
-    def decode(self, number: int) -> Any:
+    def decode(self, number: int) -> object:
         if not 0 <= number < len(self.objects):
             raise NotPlain(f"there is no object {number}")
         return self.objects[number]
 
 
-def encode(value: Any, references: ObjectTable, depth: int = 0) -> Any:
-    """A value as what `json.dumps` takes. Subclasses of plain types cross as the plain type."""
+def encode(value: Any, references: ObjectTable, depth: int = 0) -> object:
+    """Return a value as what `json.dumps` takes. Subclasses of plain types cross as the plain type."""
     if value is None or value is True or value is False:
         return value
     if depth > MAX_DEPTH:
@@ -83,7 +83,7 @@ def encode(value: Any, references: ObjectTable, depth: int = 0) -> Any:
 
 
 def decode(data: Any, references: ObjectTable) -> Any:
-    """The value that `encode` was given. Raises NotPlain for anything that `encode` does not write."""
+    """Return the value that `encode` was given. Raises NotPlain for anything that `encode` does not write."""
     if data is None or isinstance(data, bool | int | float | str):
         return data
     try:
@@ -98,7 +98,7 @@ def decode(data: Any, references: ObjectTable) -> Any:
         raise NotPlain(f"not a value: {str(data)[:200]}") from failure
 
 
-def _int(value: int, each: Each) -> Any:
+def _int(value: int, each: Each) -> object:
     number = int.__pos__(value)
     return number if abs(number) < 1 << 63 else ["int", hex(number)]
 
@@ -149,7 +149,7 @@ _WRITERS: list[tuple[type, Callable[[Any, Each], Any]]] = [
 """In this order: a subclass before its base."""
 
 
-def _read_pairs(make: Callable[[dict[Any, Any]], Any]) -> Any:
+def _read_pairs(make: Callable[[dict[object, object]], object]) -> Any:
     return lambda each, pairs: make({each(key): each(item) for key, item in pairs})
 
 
@@ -193,8 +193,8 @@ _READERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def encode_exception(error: BaseException) -> dict[str, Any]:
-    """Names of its classes, the nearest first, and its text."""
+def encode_exception(error: BaseException) -> dict[str, object]:
+    """Return the names of its classes, the nearest first, and its text."""
     try:
         text = str(error)
     except Exception as failure:  # an answer's own __str__ may do anything
@@ -203,7 +203,7 @@ def encode_exception(error: BaseException) -> dict[str, Any]:
 
 
 def decode_exception(names: list[str], text: str) -> BaseException:
-    """A built-in exception of the nearest name that can be made of a text."""
+    """Return a built-in exception of the nearest name that can be made of a text."""
     for name in names:
         kind = getattr(builtins, str(name), None)
         if isinstance(kind, type) and issubclass(kind, BaseException):

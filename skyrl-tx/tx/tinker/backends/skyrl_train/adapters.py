@@ -30,7 +30,7 @@ class SteadyAdapters:
         if not self._takes_head:
             await asyncio.to_thread(_check_head, Path(request.path))
         while True:
-            await self._client.settle()
+            await self._client.wait_until_healthy()
             try:
                 await self._client.load_lora(request)
             except EngineFailure:  # as often as engines may be started again
@@ -42,11 +42,11 @@ class SteadyAdapters:
         Raises:
             WorkerError: engines failed more often than they may.
         """
-        await self._client.settle()
+        await self._client.wait_until_healthy()
         try:
             await self._client.unload_lora(name)
         except EngineFailure:  # the others did, and the next one begins without it
-            await self._client.settle()
+            await self._client.wait_until_healthy()
 
 
 def _check_head(folder: Path) -> None:

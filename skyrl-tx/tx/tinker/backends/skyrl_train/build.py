@@ -14,10 +14,10 @@ from skyrl_train.utils.ray_cluster import start_ray
 from skyrl_train.utils.run_folder import RunFolder
 from tx.errors import ConfigError, ModelError
 from tx.tinker.backends.base import Backend, BackendInfo
-from tx.tinker.backends.skyrl_train.ray_members import RayMembers
+from tx.tinker.backends.skyrl_train.ray_ranks import RayTrainingRanks
 from tx.tinker.backends.skyrl_train.sampling import EngineSampling
 from tx.tinker.backends.skyrl_train.settings import SkyRLTrainSettings
-from tx.tinker.backends.torch.group import GroupTraining, Members
+from tx.tinker.backends.torch.group import GroupTraining, TrainingRanks
 from tx.tinker.base_model import BaseModelFacts
 from tx.tinker.config import EngineConfig
 from tx.tinker.types import LoraSpec
@@ -54,7 +54,7 @@ def _sampling(settings: SkyRLTrainSettings, engines: SkyRLConfig) -> "SamplingWi
 
 def _training(settings: SkyRLTrainSettings, engines: SkyRLConfig, base_model: Path) -> "AdaptersForEngines":
     placement = engines.trainer.placement
-    members = RayMembers(
+    ranks = RayTrainingRanks(
         base_model,
         num_processes=settings.num_processes,
         device=placement.device,
@@ -65,11 +65,11 @@ def _training(settings: SkyRLTrainSettings, engines: SkyRLConfig, base_model: Pa
         **settings.training,
     )
     frozen_head = settings.freeze_unembed and not _takes_head(engines)
-    return AdaptersForEngines(members, takes_head=_takes_head(engines), frozen_head=frozen_head)
+    return AdaptersForEngines(ranks, takes_head=_takes_head(engines), frozen_head=frozen_head)
 
 
 def _takes_head(engines: SkyRLConfig) -> bool:
-    """Whether the engines compute adapters of the output layer."""
+    """Return True if the engines compute adapters of the output layer."""
     return EngineRegistry.requirements(engines.generator.backend).output_layer_adapters
 
 
@@ -91,8 +91,8 @@ class AdaptersForEngines(GroupTraining):
         frozen_head: where they do not, requests for such adapters are taken all the same, and that layer left alone
     """
 
-    def __init__(self, members: Members, *, takes_head: bool, frozen_head: bool):
-        super().__init__(members)
+    def __init__(self, ranks: TrainingRanks, *, takes_head: bool, frozen_head: bool):
+        super().__init__(ranks)
         self._takes_head, self._frozen_head = takes_head, frozen_head
 
     def info(self) -> BackendInfo:

@@ -48,7 +48,7 @@ class EngineSampling(SamplingBackend):
             WorkerError: one did not start.
         """
         info = await self._client.describe()
-        if why := info.lacks.get("lora"):
+        if why := info.unsupported.get("lora"):
             raise ConfigError(f"the {info.backend} engines take no adapters: {why}")
 
     def num_running(self) -> int:
@@ -83,7 +83,7 @@ class EngineSampling(SamplingBackend):
 
     async def _raise_if_lost(self) -> None:
         try:
-            await self._client.settle()
+            await self._client.wait_until_healthy()
         except WorkerError as error:
             raise BackendLost(str(error)) from error
 

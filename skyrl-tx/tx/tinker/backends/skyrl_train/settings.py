@@ -1,6 +1,5 @@
-"""What `--backend-config` may say to the backend `skyrl_train`. Light: no torch, no Ray."""
+"""Settings of the backend `skyrl_train` (`--backend-config`). Light: no torch, no Ray."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -12,6 +11,7 @@ from skyrl_train.config.rules.engines import check_backend
 from skyrl_train.config.typed import build
 from skyrl_train.errors import ConfigError as TrainerConfigError
 from tx.errors import ConfigError
+from tx.tinker.backends.base import check_setting_names
 
 GENERATOR_SETTINGS = (
     "backend",
@@ -79,12 +79,9 @@ class SkyRLTrainSettings:
         Raises:
             ConfigError: an unknown name (with the nearest), a value that is impossible, engines that are not installed.
         """
+        check_setting_names(values, known_settings())
         own, sections = {}, {"training": {}, "generator": {}}
         for name, value in values.items():
-            if name not in known_settings():
-                near = difflib.get_close_matches(name, known_settings(), n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known_settings())}"
-                raise ConfigError(f"unknown setting backend_config.{name}; {hint}")
             if name.startswith(_PREFIX):
                 sections["generator"][name.removeprefix(_PREFIX)] = value
             else:

@@ -1,4 +1,4 @@
-"""Whose turn it is for the rows of engines: in the order of arrival within a tenant, the tenants in turn.
+"""Round-robin queue over tenants for the rows of engines; first in, first out within a tenant.
 
 A tenant may begin something while it holds less than `GREED` times the rows that are free (the native engine's rule,
 `skyrl_train.inference_engines.native.waiting`, for requests of several rows). So rows are never all taken by those who

@@ -1,4 +1,4 @@
-"""Which adapters an engine holds: loaded when a request comes, put out when the room is needed. Knows folders and
+"""Cache of the adapters in an engine: loaded on request, evicted when slots are needed. Knows folders and
 load / unload of an engine; nothing of sampling.
 
 A folder never changes, so one that is loaded stays right. At most `num_slots` are loaded at a time. A request whose
@@ -20,7 +20,7 @@ from skyrl_train.weight_sync.base import LoraLoadRequest
 
 
 class Loader(Protocol):
-    """Of an engine, what is needed here."""
+    """Engine methods that load and unload adapters."""
 
     async def load_lora(self, request: LoraLoadRequest) -> Any: ...
 
@@ -111,7 +111,7 @@ class AdapterSlots:
             slot.leaving = index < num_leaving  # those that already were; then the ones asked for longest ago
 
     def _idle(self) -> Path | None:
-        """Of the adapters that nobody uses, the one asked for longest ago."""
+        """Return the least recently used idle adapter."""
         return next((folder for folder, slot in self._slots.items() if not slot.num_users), None)
 
     def _open(self, folder: Path) -> _Slot:
@@ -132,7 +132,7 @@ class AdapterSlots:
         return slot
 
     async def _load(self, folder: Path, former: _Slot | None) -> None:
-        """Into the place of another adapter, if there is no other."""
+        """Load the adapter, in place of another one if no slot is free."""
         if former is not None:
             await asyncio.wait([former.loading])
             if not former.loading.cancelled() and former.loading.exception() is None:

@@ -1,7 +1,8 @@
 """Low-rank adapters of many models on the linear layers of one frozen base model, and on those of its experts.
 
 A layer computes W x for the rows of all models at once and adds (32 / rank) B A x to each model's rows with that
-model's own matrices, by products of its own: with their shapes and places in memory, nothing depends on company.
+model's own matrices, by products of its own: with their shapes and places in memory, no result depends on co-batched
+requests.
 
 An adapter's matrices are views of one vector, its gradient is another: optimizer, norms and files see vectors.
 
@@ -43,7 +44,7 @@ class Site(NamedTuple):
         return [f"{layer}.{expert}.{projection}" for expert in experts] or [self.name]
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of A and B, as in `Matrices`."""
+        """Return the shapes of A and B (see `Matrices`)."""
         stacked = () if self.num_experts is None else (self.num_experts,)
         return (*stacked, rank, self.num_in), (*stacked, rank, self.num_out)
 
@@ -104,7 +105,7 @@ class Adapter:
         self.changed()
 
     def changed(self) -> None:
-        """To be called when weights were written."""
+        """Invalidate caches after a write to the weights."""
         self._computed_with = None
 
     def adam_state(self) -> AdamState:
@@ -129,7 +130,7 @@ class Adapter:
         return dict(zip((site.name for site in self.sites), self.matrices_of(vector), strict=True))
 
     def parts(self, start: int, end: int, gradient: torch.Tensor | None) -> dict[str, Part]:
-        """What each layer must know in a pass where this model has the rows from `start` to `end`.
+        """Return the parts of each layer for a pass in which this model has the rows `start` to `end`.
 
         Args:
             gradient: [P] in `dtype`, which the backward adds to.
@@ -173,7 +174,7 @@ def _is_for_onednn(weight: torch.Tensor) -> bool:
 
 
 class FrozenLinear(FrozenProduct):
-    """Of an `nn.Linear`, or transformers' Conv1D, which keeps its weight as [in, out]. The module is asked at each
+    """Frozen product of an `nn.Linear`, or of transformers' Conv1D (weight [in, out]). The module is asked at each
     product: of a sharded model it holds the whole weight only then."""
 
     def __init__(self, module: Any):
@@ -190,7 +191,7 @@ class FrozenLinear(FrozenProduct):
 
 
 class Adaptable:
-    """What a pass tells a layer that can have adapters."""
+    """State that a pass gives to a layer with adapters."""
 
     def __init__(self) -> None:
         self.parts: Sequence[Part] = ()
@@ -223,7 +224,7 @@ class AdaptedLinear(Adaptable):
 
 
 class Product(Protocol):
-    """What a frozen layer computes of rows, and its gradient."""
+    """Forward and backward product of a frozen layer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor: ...
 

@@ -108,15 +108,15 @@ def adapt_experts(model: Any) -> dict[str, AdaptedExperts]:
 
 
 def have_names_in_files(model: Any) -> bool:
-    """Whether files of such models hold each expert's three layers as `PROJECTIONS`: the names that readers of adapters
-    go by."""
+    """Return True if files of such models name each expert's three layers as `PROJECTIONS`, as readers of adapters
+    expect."""
     conversions = get_checkpoint_conversion_mapping(model.config.get_text_config().model_type) or []
     sources = {pattern for conversion in conversions for pattern in conversion.source_patterns}
     return {f"mlp.experts.*.{projection}.weight" for projection in PROJECTIONS} <= sources
 
 
 def has_experts_in_lists(model: nn.Module) -> bool:
-    """Whether there are experts that are modules of their own, which nothing here knows."""
+    """Return True if experts are separate modules, which are not supported."""
     in_lists = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     return any("experts" in name.split(".") for name in in_lists)
 
@@ -146,7 +146,7 @@ def _slots(top_k_index: torch.Tensor, parts: Sequence[Part], block: int) -> _Slo
 
 
 def _parts(rows: Sequence[_Rows], parts: Sequence[Part], columns: slice = slice(None)) -> Iterator[Part]:
-    """What each expert has of the models' adapters."""
+    """Return each expert's parts of the models' adapters."""
     for expert, index, start, end in rows:
         if index >= 0:
             of_model = parts[index]

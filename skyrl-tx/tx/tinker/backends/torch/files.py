@@ -79,7 +79,7 @@ def _named(adapter: Adapter, vector: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _save(tensors: Mapping[str, torch.Tensor], path: Path, key: str, value: str) -> None:
-    """With one entry of metadata: of several the order is random, and equal models are to be equal files."""
+    """Save with one metadata entry: the order of several is random, and equal models must give equal files."""
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, path, metadata={key: value})
 

@@ -21,7 +21,7 @@ from tx.tinker.backends.torch.adapters import Adaptable, AdaptedLinear, FrozenLi
 from tx.tinker.backends.torch.experts import adapt_experts, has_experts_in_lists, have_names_in_files
 from tx.tinker.backends.torch.head import Head, Targets
 from tx.tinker.backends.torch.layout import ATTENTION, PassLayout, lay_out
-from tx.tinker.backends.torch.peers import ALONE, Peers
+from tx.tinker.backends.torch.rank_group import ALONE, RankGroup
 from tx.tinker.backends.torch.settings import TrainingSettings
 from tx.tinker.types import Datum
 
@@ -35,19 +35,19 @@ _TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 0.3}
 
 
 class FrozenModel:
-    """What all adapters have in common.
+    """Frozen base model that all adapters share.
 
     Args:
         folder: of config and weights.
-        peers: who hold it together; making it, and each forward and backward, is a collective then.
+        ranks: group that shards it; its construction, and each forward and backward, is then a collective.
 
     Raises:
         ConfigError: the model cannot be computed here, and why.
     """
 
-    def __init__(self, folder: Path, settings: TrainingSettings, peers: Peers = ALONE):
+    def __init__(self, folder: Path, settings: TrainingSettings, ranks: RankGroup = ALONE):
         self.device, self.dtype = settings.torch_device, settings.torch_dtype
-        model = _load(folder, settings, peers)
+        model = _load(folder, settings, ranks)
         self.model: Any = model
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
         self.max_context = _max_context(model.config)
@@ -81,7 +81,7 @@ class FrozenModel:
         _check(self, folder)
 
     def sites_of(self, kinds: Mapping[str, bool]) -> list[Site]:
-        """Those of the kinds that are wanted, in the model's order."""
+        """Return the layers of the given kinds, in the model's order."""
         return [site for site in self.sites if kinds[site.kind]]
 
     def hidden_states(self, layout: PassLayout) -> torch.Tensor:
@@ -96,8 +96,8 @@ class FrozenModel:
         return output.last_hidden_state[0]
 
 
-def _load(folder: Path, settings: TrainingSettings, peers: Peers) -> Any:
-    """In eval mode, so nothing is dropped at random."""
+def _load(folder: Path, settings: TrainingSettings, ranks: RankGroup) -> Any:
+    """Load the model in eval mode, without dropout."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
@@ -107,7 +107,7 @@ def _load(folder: Path, settings: TrainingSettings, peers: Peers) -> Any:
         dtype=settings.torch_dtype, attn_implementation=ATTENTION, trust_remote_code=settings.trust_remote_code
     )
     try:
-        if peers.rank == 0:
+        if ranks.rank == 0:
             model = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
         else:
             with torch.device("meta"):
@@ -115,8 +115,8 @@ def _load(folder: Path, settings: TrainingSettings, peers: Peers) -> Any:
     except ValueError as error:
         raise ConfigError(f"{folder} cannot be trained here: {error}") from error
     model.eval().requires_grad_(False)
-    if peers.size > 1:
-        peers.shard(model, folder, settings.torch_device)
+    if ranks.size > 1:
+        ranks.shard(model, folder, settings.torch_device)
     else:
         model.to(settings.torch_device)  # pyright: ignore[reportArgumentType]
     if settings.gradient_checkpointing:
@@ -155,7 +155,7 @@ def _can_be_adapted(name: str, module: nn.Module, others: frozenset[str]) -> boo
 
 
 def _site(name: str, module: Any) -> Site:
-    """Of attention if its name says so anywhere, else of the feed-forward part."""
+    """Classify a layer by its name: attention, else feed-forward."""
     kind = "attn" if _ATTENTION.search(name) else "mlp"
     num_in, num_out = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
     return Site(name, kind, num_in, num_out)
@@ -163,7 +163,7 @@ def _site(name: str, module: Any) -> Site:
 
 @torch.no_grad()
 def _check(base: FrozenModel, folder: Path) -> None:
-    """Whether the way of this backend gives the numbers of transformers' own forward, for a few random tokens: a model
+    """Compare this backend's log-probs with transformers' own forward for a few random tokens: a model
     with a part that it leaves out would be trained on wrong numbers without a sign.
 
     Raises:
@@ -198,7 +198,7 @@ def _own_log_probs(base: FrozenModel, tokens: np.ndarray) -> torch.Tensor:
 
 
 def _check_windows(base: FrozenModel, folder: Path, windows: list[int | None]) -> None:
-    """What a few tokens would not show: windows longer than they are."""
+    """Check sliding windows, which a few tokens would not reveal."""
     config = base.model.config.get_text_config()
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None)

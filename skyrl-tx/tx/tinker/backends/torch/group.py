@@ -1,4 +1,4 @@
-"""Training over several processes, seen from the engine: every call goes to all of them, and the first one answers."""
+"""Training over several processes: every call goes to all ranks, and rank 0 answers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from tx.tinker.backends.torch.layout import micro_batches
 from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPass
 
 
-class Members(ABC):
-    """The processes. Each holds a `MemberTraining`."""
+class TrainingRanks(ABC):
+    """Processes that each hold a `RankTraining`."""
 
     @abstractmethod
-    def call(self, method: str, *args: Any, **options: Any) -> list[Any]:
+    def call(self, method: str, *args: object, **options: object) -> list[Any]:
         """`training.method(*args, **options)` on all: what it returned or the exception it raised, in rank order.
 
         Raises:
@@ -27,11 +27,11 @@ class Members(ABC):
 
 
 class GroupTraining(TrainingBackend):
-    """The training of members who compute together."""
+    """Training backend over several ranks."""
 
-    def __init__(self, members: Members):
-        self._members = members
-        self._num_members = len(members.call("info"))
+    def __init__(self, ranks: TrainingRanks):
+        self._ranks = ranks
+        self._num_ranks = len(ranks.call("info"))
         self._info: BackendInfo = self._all("info")
 
     def info(self) -> BackendInfo:
@@ -44,13 +44,13 @@ class GroupTraining(TrainingBackend):
         self._all("forget", model_id)
 
     def micro_batches(self, data: Sequence[Datum]) -> list[list[Datum]]:
-        return micro_batches(data, self._info.pass_tokens // self._num_members, self._num_members)
+        return micro_batches(data, self._info.pass_tokens // self._num_ranks, self._num_ranks)
 
     def run(self, passes: Sequence[TrainingPass]) -> list[PassOutput | Failure]:
         return self._all("run", list(passes))
 
     def copy_gradient(self, model_id: str) -> None:
-        """The copies stay with the members, one a model."""
+        """Keep the copies in the ranks, one per model."""
         self._all("copy_gradient", model_id)
 
     def put_gradient(self, model_id: str, gradient: None) -> None:
@@ -60,7 +60,7 @@ class GroupTraining(TrainingBackend):
         return self._all("optim_step", model_id, adam)
 
     def save(self, model_id: str, folder: Path, *, state: bool) -> None:
-        answer = self._members.call("save", model_id, folder, state=state)[0]  # who alone writes
+        answer = self._ranks.call("save", model_id, folder, state=state)[0]  # who alone writes
         if isinstance(answer, Exception):
             raise answer
 
@@ -71,11 +71,11 @@ class GroupTraining(TrainingBackend):
         self._all("restore", model_id, lora, folder)
 
     def close(self) -> None:
-        self._members.close()
+        self._ranks.close()
 
-    def _all(self, method: str, *args: Any, **options: Any) -> Any:
-        """The first one's answer, if all have done it, or none has and all for the same kind of reason."""
-        answers = self._members.call(method, *args, **options)
+    def _all(self, method: str, *args: object, **options: object) -> Any:
+        """Return rank 0's result, if all ranks succeeded, or all failed with the same kind of error."""
+        answers = self._ranks.call(method, *args, **options)
         failed = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Exception)}
         if failed and len(failed) < len(answers):
             rank, error = next(iter(failed.items()))

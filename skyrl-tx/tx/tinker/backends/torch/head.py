@@ -18,7 +18,7 @@ from tx.tinker.types import Datum
 
 
 class Targets(NamedTuple):
-    """Which words are asked for, and of which rows; in the order of rows."""
+    """Target tokens and their rows, in the order of rows."""
 
     rows: np.ndarray
     """[M]"""
@@ -90,7 +90,7 @@ class Scored:
             del logits  # before the next chunk's are made
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        """From the gradient of the log-probs [M] to that of the hidden states [n, H]; that of the adapter is added to
+        """Compute the gradient of the hidden states [n, H] from that of the log-probs [M]; add the adapter's to
         `part.gradient`. Once:
 
             d log p(target) / dz_v = [v = target] - p_v

@@ -1,7 +1,7 @@
-"""How the data of several models lie before the base model: end to end, each model's together.
+"""Layout of the data of several models in one pass: end to end, each model's together.
 
-With whom a datum shares a pass must not change a bit of what it gives (float32 on a CPU), so nothing here depends on
-company but where things begin, and that is always a multiple of `BLOCK`:
+Co-batched data must not change a bit of a datum's results (float32 on a CPU), so nothing here depends on them but the
+offsets, which are always multiples of `BLOCK`:
 
 - A model's tokens are filled up to a multiple of `BLOCK` rows. Elementwise kernels take whole vectors of 32 numbers and
   compute what is left over otherwise; matrix products take fewer than 4 rows otherwise, and see how memory is aligned.
@@ -33,7 +33,7 @@ ATTENTION = "tx_rows"
 
 
 class Segment(NamedTuple):
-    """Where a model's rows lie among those of the pass."""
+    """Range of a model's rows within a pass."""
 
     start: int
     end: int
@@ -52,7 +52,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows(PackedRows):
-    """What attention must know; on a CPU: how tokens become slots, in which data of one padded length lie together."""
+    """Row layout for attention; on a CPU: the map from tokens to slots, grouped by padded length."""
 
     groups_of_slots: list[Group] = field(default_factory=list)
     token_of_slot: torch.Tensor | None = None
@@ -79,7 +79,7 @@ class Rows(PackedRows):
 
 @dataclass(frozen=True)
 class PassLayout:
-    """What the base model is given."""
+    """Input of the base model."""
 
     input_ids: torch.Tensor
     """[1, N]"""
@@ -90,7 +90,7 @@ class PassLayout:
 
 
 def padded_length(length: int) -> int:
-    """What attention pads a datum to: at most an eighth more than it has, or to the next multiple of `BLOCK`."""
+    """Return the length that attention pads a datum to: at most an eighth more, or the next multiple of `BLOCK`."""
     unit = BLOCK
     while unit * 16 <= length:
         unit *= 2
@@ -111,7 +111,7 @@ def cut(data: Sequence[Datum], num_tokens: int) -> list[list[Datum]]:
 
 
 def micro_batches(data: Sequence[Datum], num_tokens: int, num_ranks: int = 1) -> list[list[Datum]]:
-    """How a request is cut: by length alone, for as many ranks, each of which holds at most so many tokens."""
+    """Split a request into micro-batches, by length alone, of at most `num_tokens` on each of the ranks."""
     parts = cut(data, num_tokens)
     return [list(chain(*parts[i : i + num_ranks])) for i in range(0, len(parts), num_ranks)]
 
@@ -155,9 +155,9 @@ def _rows(starts: list[int], lengths: list[int], segments: list[Segment], total:
     groups, tokens, padding = [], [], []
     slot_of_token = np.zeros(total, np.int64)
     at = 0
-    for padded, members in by_length.items():
-        groups.append(Group(at, len(members), padded))
-        for start, length in members:
+    for padded, ranks in by_length.items():
+        groups.append(Group(at, len(ranks), padded))
+        for start, length in ranks:
             slots = np.full(padded, start)
             slots[:length] = np.arange(start, start + length)
             tokens.append(slots)

@@ -26,7 +26,7 @@ LARGEST_LOG_RATIO = 80.0
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss may read."""
+    """Inputs of a loss."""
 
     tensors: Mapping[str, torch.Tensor]
     """By name, each [M] float32."""
@@ -109,7 +109,7 @@ LOSSES: dict[str, Callable[[torch.Tensor, LossInputs], LossResult]] = {
 
 
 def loss_inputs(name: str, data: list[Datum], config: Mapping[str, float], device: torch.device) -> LossInputs:
-    """What a loss needs of its data, checked.
+    """Collect and check the inputs of a loss.
 
     Raises:
         ModelError: an unknown loss, or an input or setting that it lacks or does not know; names it.
@@ -158,7 +158,7 @@ def _clipped_surrogate(ratio: torch.Tensor, inputs: LossInputs) -> LossResult:
 
 
 def _ratio_metrics(ratio: torch.Tensor, inputs: LossInputs, clipped: torch.Tensor | None = None) -> dict[str, float]:
-    """Of the targets that have an advantage: prompts have none, and no ratio that means anything."""
+    """Compute metrics of the ratio over targets with an advantage: prompts have none."""
     counted = inputs.tensors["advantages"] != 0
     ratio = ratio.detach()
     among = ratio[counted] if bool(counted.any()) else torch.ones(1)

@@ -1,8 +1,8 @@
 """Sampling by the native engine of skyrl_train, in this process, in a thread of its own: continuous batching over
 everybody's requests. Knows folders of adapters and the engine; nothing of training, tenants' rights or the wire.
 
-An answer is a function of its `SampleSpec` and the adapter's folder: float32 on a CPU gives the same bits in every
-company, and when done again.
+An answer is a function of its `SampleSpec` and the adapter's folder: float32 on a CPU gives the same bits
+whatever the co-batched requests are, and in every repetition.
 
 What is fair: requests of a tenant are answered in the order of their arrival, tenants take turns, and one tenant never
 holds more than three times as many rows as it leaves free (`skyrl_train.inference_engines.native.waiting`). So a
@@ -20,22 +20,17 @@ import psutil
 import torch
 
 from skyrl_train.errors import WorkerError
+from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.core import MAX_PREFILL_TOKENS
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-from skyrl_train.inference_engines.native.requests import (
-    Completion,
-    PromptScores,
-    PromptScoring,
-    Request,
-    SamplingParams,
-)
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams, PromptScores, PromptScoring, Request
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendLost, SamplingBackend
 from tx.tinker.backends.torch.adapter_slots import AdapterSlots
 from tx.tinker.types import SampleOutput, SampleSpec, Sequence
 
 _STEP_SECONDS = 86_400.0
-"""Whoever asks for `end_of_step` has less patience, and knows how much."""
+"""The caller of `end_of_step` has a shorter timeout of its own."""
 
 
 class NativeSampling(SamplingBackend):
@@ -109,14 +104,13 @@ class NativeSampling(SamplingBackend):
         self._num_running += spec.num_samples
         try:
             async with self._loaded(adapter) as name:
-                completions = await self._complete(spec, name, tenant)
+                return await self._complete(spec, name, tenant)
         except FloatingPointError as error:
             raise ModelError(str(error), "server" if adapter is None else "user") from error
         except WorkerError as error:
             raise BackendLost(str(error)) from error
         finally:
             self._num_running -= spec.num_samples
-        return _output(spec, completions)
 
     async def end_of_step(self) -> None:
         assert self._engine is not None, "start() comes first"
@@ -143,12 +137,12 @@ class NativeSampling(SamplingBackend):
                 raise ModelError(str(error)) from error
             yield name
 
-    async def _complete(self, spec: SampleSpec, lora_name: str | None, tenant: str) -> list[Completion]:
+    async def _complete(self, spec: SampleSpec, lora_name: str | None, tenant: str) -> SampleOutput:
         engine, params = self._engine, spec.params
         assert engine is not None
         try:
             prompt = engine.check_prompt(spec.prompt)
-            settings = SamplingParams(
+            settings = EngineSamplingParams(
                 max_tokens=params.max_tokens,
                 temperature=params.temperature,
                 top_k=params.top_k,
@@ -173,7 +167,7 @@ class NativeSampling(SamplingBackend):
             )
             for index in range(spec.num_samples)
         ]
-        return await engine.complete(requests, lora_name)
+        return _output(spec, await engine.complete(requests, lora_name), requests[0].prompt_scores)
 
 
 def _share_of_free_memory(device: str) -> float:
@@ -187,13 +181,13 @@ def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _output(spec: SampleSpec, completions: list[Completion]) -> SampleOutput:
+def _output(spec: SampleSpec, completions: list[Completion], scores: PromptScores | None) -> SampleOutput:
     sequences = []
     for completion in completions:
         if completion.stop_reason == "abort":
             raise ModelError("the engine was told to abort all requests", "server")
-        sequences.append(Sequence(completion.token_ids, completion.log_probs, completion.stop_reason))
-    scores = completions[0].prompt_scores
+        reason = "length" if completion.stop_reason == "length" else "stop"
+        sequences.append(Sequence(completion.token_ids, completion.log_probs or [], reason))
     return SampleOutput(
         sequences=sequences,
         prompt_logprobs=[None, *_log_probs(scores)] if spec.prompt_logprobs else None,

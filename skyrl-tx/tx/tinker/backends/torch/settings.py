@@ -1,6 +1,5 @@
-"""What `--backend-config` may say to the torch backend's training."""
+"""Settings of the torch backend's training (`--backend-config`)."""
 
-import difflib
 import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -8,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from skyrl_train.errors import ConfigError
+from tx.tinker.backends.base import check_setting_names
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -46,16 +46,11 @@ class TrainingSettings:
         Raises:
             ConfigError: an unknown name, or a value that is impossible.
         """
-        known = [field.name for field in fields(cls)]
-        for name in values:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-                raise ConfigError(f"unknown setting backend_config.{name}; {hint}")
+        check_setting_names(values, [field.name for field in fields(cls)], ConfigError)
         return cls(**values).resolved()
 
     def resolved(self) -> "TrainingSettings":
-        """With nothing left open.
+        """Return the settings with all defaults resolved.
 
         Raises:
             ConfigError: a value is impossible.

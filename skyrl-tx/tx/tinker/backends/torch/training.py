@@ -20,9 +20,9 @@ from tx.tinker.backends.torch import files
 from tx.tinker.backends.torch.adam import adamw, clipped
 from tx.tinker.backends.torch.adapters import Adapter
 from tx.tinker.backends.torch.frozen_model import FrozenModel
-from tx.tinker.backends.torch.joint_pass import failure, run_together
 from tx.tinker.backends.torch.layout import micro_batches
-from tx.tinker.backends.torch.peers import ALONE, Peers
+from tx.tinker.backends.torch.multi_adapter_pass import failure, run_together
+from tx.tinker.backends.torch.rank_group import ALONE, RankGroup
 from tx.tinker.backends.torch.settings import TrainingSettings
 from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPass
 
@@ -34,17 +34,17 @@ class TorchTraining(TrainingBackend):
 
     Args:
         base_model_folder: of a transformers causal LM.
-        peers: who train together; each calls each method, in the same order.
+        rank_group: ranks that train together; each calls every method, in the same order.
         settings: fields of `TrainingSettings`.
 
     Raises:
         ConfigError: an unknown or impossible setting, a model that cannot be trained here.
     """
 
-    def __init__(self, base_model_folder: str | Path, *, peers: Peers = ALONE, **settings: Any):
+    def __init__(self, base_model_folder: str | Path, *, rank_group: RankGroup = ALONE, **settings: Any):
         self._settings = TrainingSettings.from_dict(settings)
-        self._folder, self._peers = Path(base_model_folder), peers
-        self._base = FrozenModel(self._folder, self._settings, peers)
+        self._folder, self._rank_group = Path(base_model_folder), rank_group
+        self._base = FrozenModel(self._folder, self._settings, rank_group)
         self._adapters: dict[str, Adapter] = {}
 
     def info(self) -> BackendInfo:
@@ -54,7 +54,7 @@ class TorchTraining(TrainingBackend):
             max_context=self._base.max_context,
             max_lora_rank=self._settings.max_lora_rank,
             max_resident_models=self._settings.max_resident_models,
-            pass_tokens=self._tokens_of_pass * self._peers.size,
+            pass_tokens=self._tokens_of_pass * self._rank_group.size,
         )
 
     @property
@@ -93,7 +93,7 @@ class TorchTraining(TrainingBackend):
     # ---- passes
 
     def micro_batches(self, data: Sequence[Datum]) -> list[list[Datum]]:
-        return micro_batches(data, self._tokens_of_pass, self._peers.size)
+        return micro_batches(data, self._tokens_of_pass, self._rank_group.size)
 
     def run(self, passes: Sequence[TrainingPass]) -> list[PassOutput | Failure]:
         results: list[PassOutput | Failure | None] = [self._refusal(each) for each in passes]
@@ -154,7 +154,8 @@ class TorchTraining(TrainingBackend):
         return sorted((leaves if meant == adapted else adapted) | of_experts)
 
     def _refusal(self, each: TrainingPass) -> Failure | None:
-        """What would hurt others in a pass: a GPU does not survive a token outside the vocabulary."""
+        """Check for errors that would harm co-batched requests: a GPU does not survive a token outside the
+        vocabulary."""
         try:
             self._adapter(each.model_id)
             _check_data(each.data, self._base.vocab_size, self._base.max_context)
@@ -163,11 +164,11 @@ class TorchTraining(TrainingBackend):
         return None
 
     def _shared(self, passes: Sequence[TrainingPass], indices: list[int]) -> Iterator[list[int]]:
-        """Which passes go together: forward ones apart from those with gradient, of no more tokens on any rank than a
-        pass has."""
+        """Group passes to run jointly: forward-only ones apart from those with gradient, within the token limit of a
+        pass on every rank."""
         for forward_only in (True, False):
             together: list[int] = []
-            room = np.zeros(self._peers.size)
+            room = np.zeros(self._rank_group.size)
             for i in indices:
                 if passes[i].forward_only != forward_only:
                     continue
@@ -182,16 +183,16 @@ class TorchTraining(TrainingBackend):
 
     def _tokens_of_ranks(self, data: Sequence[Datum]) -> np.ndarray:
         lengths = [len(datum.tokens) for datum in data]
-        return np.bincount(self._peers.owners(data), lengths, self._peers.size)
+        return np.bincount(self._rank_group.owners(data), lengths, self._rank_group.size)
 
     def _run_safely(self, passes: Sequence[TrainingPass]) -> Sequence[PassOutput | Failure]:
         """Together, and one by one if that fails: then only who is to blame does."""
         adapters = [self._adapter(each.model_id) for each in passes]
         try:
-            return run_together(self._base, self._peers, passes, adapters)
+            return run_together(self._base, self._rank_group, passes, adapters)
         except Exception as error:  # whatever it is, it is told to the one it belongs to
-            if self._peers.size > 1:  # the others are in the middle of the pass, and wait for this one
-                raise BackendLost(f"training process {self._peers.rank} failed in a pass: {error!r}") from error
+            if self._rank_group.size > 1:  # the others are in the middle of the pass, and wait for this one
+                raise BackendLost(f"training process {self._rank_group.rank} failed in a pass: {error!r}") from error
             if len(passes) == 1:
                 return [failure(passes[0], error)]
             logger.warning("a pass of %d models failed, each is tried alone: %s", len(passes), error)

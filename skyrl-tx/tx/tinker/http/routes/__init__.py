@@ -1,1 +1,1 @@
-"""The endpoints, a file a family. All are thin: read, ask the desk, answer."""
+"""Endpoints, one file per group."""

@@ -12,14 +12,14 @@ from starlette.background import BackgroundTask
 from starlette.responses import FileResponse
 
 from tx.errors import RequestError
-from tx.tinker.http import answers
+from tx.tinker.http import responses
 from tx.tinker.http.auth import DOWNLOADS
 from tx.tinker.http.downloads import Download, Downloads
 from tx.tinker.http.openapi import described
 from tx.tinker.http.parameters import Kind, Name, RunId
 from tx.tinker.http.replies import as_json
 from tx.tinker.http.routes.runs import CHECKPOINT
-from tx.tinker.http.scope import desk_of, tenant_of
+from tx.tinker.http.scope import service_of, tenant_of
 from tx.tinker.storage.folders import Folders
 from tx.tinker.types import TinkerPath
 
@@ -38,22 +38,22 @@ _MOVED = {
 
 @router.get(
     f"{CHECKPOINT}/archive",
-    **described(answers.Nothing, response_model=None, response_class=Response, status_code=302, also=_MOVED),
+    **described(responses.Nothing, response_model=None, response_class=Response, status_code=302, also=_MOVED),
 )
 async def archive(request: Request, run_id: RunId, kind: Kind, name: Name) -> Response:
     path = TinkerPath(run_id, kind, name)
-    await desk_of(request).checkpoint_archive(tenant_of(request), *path)  # whether there is one
+    await service_of(request).checkpoints.archive(tenant_of(request), *path)  # whether there is one
     signer: Downloads = request.app.state.downloads
     download = signer.of(tenant_of(request), path)
     where = signer.address(str(request.base_url), download)
     return Response(status_code=302, headers={"Location": where, "Expires": download.expires_header})
 
 
-@router.get(f"{CHECKPOINT}/external_weights_urls", **described(answers.FileAddresses))
+@router.get(f"{CHECKPOINT}/external_weights_urls", **described(responses.FileAddresses))
 async def external_weights_urls(request: Request, run_id: RunId, kind: Kind, name: Name) -> Response:
     """An address for each file."""
     path = TinkerPath(run_id, kind, name)
-    folder = await desk_of(request).checkpoint_archive(tenant_of(request), *path)
+    folder = await service_of(request).checkpoints.archive(tenant_of(request), *path)
     local = await asyncio.to_thread(_local, request.app.state.folders, folder)
     files = [file.relative_to(local).as_posix() for file in sorted(local.rglob("*")) if file.is_file()]
     signer: Downloads = request.app.state.downloads
@@ -66,12 +66,12 @@ async def external_weights_urls(request: Request, run_id: RunId, kind: Kind, nam
 @downloads.get(
     "/{run_id}/{kind}/{name}",
     **described(
-        answers.Nothing,
+        responses.Nothing,
         response_model=None,
         also={
             200: {"description": "The files", "content": {"application/octet-stream": {}, "application/x-tar": {}}},
-            403: {"model": answers.Problem, "description": "Not signed by this server"},
-            410: {"model": answers.Problem, "description": "Expired"},
+            403: {"model": responses.Problem, "description": "Not signed by this server"},
+            410: {"model": responses.Problem, "description": "Expired"},
         },
     ),
 )
@@ -85,10 +85,10 @@ async def download(
     tenant: str,
     file: str = "",
 ) -> Response:
-    """What an address of `archive` or `external_weights_urls` leads to."""
+    """Download from an address of `archive` or `external_weights_urls`."""
     asked = Download(tenant, TinkerPath(run_id, kind, name), expires, file)
     request.app.state.downloads.check(asked, signature)
-    folder = await desk_of(request).checkpoint_archive(tenant, *asked.path)
+    folder = await service_of(request).checkpoints.archive(tenant, *asked.path)
     folders: Folders = request.app.state.folders
     if file:
         local = await asyncio.to_thread(_local, folders, folder)

@@ -1,17 +1,16 @@
 """Results: fetched by long polls, in the encoding that the client can read."""
 
 from collections.abc import Callable
-from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request, Response
 
-from tx.tinker.desk.results import StoredResult, TryAgain
-from tx.tinker.http import answers
+from tx.tinker.http import responses
 from tx.tinker.http.bodies import in_thread_if_large, read_json
 from tx.tinker.http.openapi import PROTOBUF, described, with_protobuf
 from tx.tinker.http.replies import as_json
-from tx.tinker.http.scope import desk_of, tenant_of
+from tx.tinker.http.scope import service_of, tenant_of
+from tx.tinker.service.results import StoredResult, TryAgain
 from tx.tinker.wire import schemas
 from tx.tinker.wire.codec import pass_output_json, sample_output_json
 
@@ -23,7 +22,7 @@ METADATA_FIRST_FROM_BYTES = 256 * 1024
 """A client that asks for it is told of a larger result before it is sent, so that it can take what it has room for.
 Smaller ones are not worth a second request."""
 
-AS_JSON: dict[str, Callable[[bytes], dict[str, Any]]] = {
+AS_JSON: dict[str, Callable[[bytes], dict[str, object]]] = {
     "train": pass_output_json,
     "forward": pass_output_json,
     "sample": sample_output_json,
@@ -36,14 +35,14 @@ _RESULT = with_protobuf(
         "content": {"application/json": {"schema": {"type": "object"}}},
     }
 )
-_PENDING = {"model": answers.TryAgainLater, "description": "Not finished: ask once more"}
-_GONE = {"model": answers.Problem, "description": "The result is no longer kept"}
+_PENDING = {"model": responses.TryAgainLater, "description": "Not finished: ask once more"}
+_GONE = {"model": responses.Problem, "description": "The result is no longer kept"}
 
 
 @router.post(
     "/retrieve_future",
     **described(
-        answers.Nothing,
+        responses.Nothing,
         schemas.RetrieveFutureRequest,
         also={200: _RESULT, 408: _PENDING, 410: _GONE},
         response_model=None,
@@ -53,7 +52,7 @@ async def retrieve_future(request: Request) -> Response:
     """Waits for the result up to half a minute. With `Accept: application/x-protobuf`, results of passes and samples
     are protobuf."""
     asked = await read_json(request, schemas.RetrieveFutureRequest)
-    waiting = desk_of(request).retrieve(tenant_of(request), asked.request_id, POLL_SECONDS)
+    waiting = service_of(request).futures.retrieve(tenant_of(request), asked.request_id, POLL_SECONDS)
     result = await request.app.state.polls.wait_for(waiting)
     if result is None:
         result = TryAgain(asked.request_id, "paused_capacity", "the server is restarting")
@@ -67,7 +66,7 @@ async def retrieve_future(request: Request) -> Response:
 
 
 def _try_again(result: TryAgain) -> Response:
-    """As 408, not 200: old clients write a warning for each 200."""
+    """Respond with 408, not 200: old clients log a warning for each 200."""
     body = {"type": "try_again", "request_id": result.request_id, "queue_state": result.queue_state}
     if result.queue_state_reason:
         body["queue_state_reason"] = result.queue_state_reason

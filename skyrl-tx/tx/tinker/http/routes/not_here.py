@@ -1,4 +1,4 @@
-"""What only the hosted service has. Refused in plain words: a 404 would look like a wrong address."""
+"""Endpoints that only the hosted service has, refused with the reason: a 404 would look like a wrong address."""
 
 from fastapi import APIRouter, Request, Response
 
@@ -19,7 +19,7 @@ _WHY = {
     ("POST", "/sessions/search"): "list sessions with GET /api/v1/sessions",
     ("PUT", "/sessions/{session_id}/project"): "there are no projects",
     ("GET", "/sessions/{session_id}/trace_export"): "traces are not recorded",
-    ("GET", "/audit"): "there is no audit log; /metrics and /status tell what happens",
+    ("GET", "/audit"): "there is no audit log; /metrics and the log tell what happens",
     ("GET", "/billing/usage/events"): "nothing is billed",
     ("GET", "/billing/usage/checkpoints/current"): "nothing is billed",
 }

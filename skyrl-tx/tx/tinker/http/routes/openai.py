@@ -10,13 +10,13 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field, ValidationError
 
 from tx.errors import RequestError
-from tx.tinker.desk.results import StoredResult, TryAgain
-from tx.tinker.http.answers import Answer, Problem
 from tx.tinker.http.bodies import read_json
 from tx.tinker.http.openapi import described
 from tx.tinker.http.replies import as_json
-from tx.tinker.http.scope import desk_of, tenant_of
+from tx.tinker.http.responses import Problem, ResponseBody
+from tx.tinker.http.scope import service_of, tenant_of
 from tx.tinker.http.texts import Texts
+from tx.tinker.service.results import StoredResult, TryAgain
 from tx.tinker.types import SampleOutput, Sequence
 from tx.tinker.wire import schemas
 from tx.tinker.wire.codec import decode_sample_output
@@ -61,7 +61,7 @@ class ChatCompletionBody(_SamplingBody):
     logprobs: bool = False
 
 
-class Completion(Answer):
+class Completion(ResponseBody):
     id: str
     object: Literal["text_completion", "chat.completion"]
     created: int
@@ -114,7 +114,7 @@ async def chat_completions(request: Request) -> Response:
     return _answer("chat.completion", asked.model, choices, [prompt], [output])
 
 
-@router.get("/models", **described(Answer))
+@router.get("/models", **described(ResponseBody))
 async def list_models(request: Request) -> Response:
     """The base model's names; sampler paths need no listing to be used."""
     names = request.app.state.config.served_names
@@ -129,11 +129,11 @@ def _prompts(prompt: Any, texts: Texts) -> list[list[int]]:
 
 async def _sample(request: Request, asked: _SamplingBody, prompt: list[int], max_tokens: int | None) -> SampleOutput:
     try:
-        order = _order(asked, prompt, max_tokens)
+        command = _order(asked, prompt, max_tokens)
     except ValidationError as error:
         raise schemas.as_request_error(error) from None
-    accepted = await desk_of(request).asample(tenant_of(request), order)
-    result = await _result(request, accepted["request_id"])
+    accepted = await service_of(request).sampling.asample(tenant_of(request), command)
+    result = await _result(request, str(accepted["request_id"]))
     if result.error is not None:
         raise RequestError(result.error, 400 if result.category == "user" else 500)
     return decode_sample_output(result.body or b"")
@@ -161,7 +161,7 @@ def _order(asked: _SamplingBody, prompt: list[int], max_tokens: int | None) -> s
 async def _result(request: Request, request_id: str) -> StoredResult:
     deadline = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < deadline:
-        waiting = desk_of(request).retrieve(tenant_of(request), request_id, POLL_SECONDS)
+        waiting = service_of(request).futures.retrieve(tenant_of(request), request_id, POLL_SECONDS)
         result = await request.app.state.polls.wait_for(waiting)
         if result is None:
             raise RequestError("the server is restarting; ask again", 503)
@@ -170,7 +170,7 @@ async def _result(request: Request, request_id: str) -> StoredResult:
     raise RequestError(f"no answer within {DEADLINE_SECONDS:.0f} s", 503)
 
 
-def _choice(index: int, sequence: Sequence, stop: str | list[str] | None, texts: Texts) -> dict[str, Any]:
+def _choice(index: int, sequence: Sequence, stop: str | list[str] | None, texts: Texts) -> dict[str, object]:
     """Here the text that stopped an answer is no part of it, unlike in the other protocol."""
     text = texts.decode(sequence.tokens)
     for ending in [stop] if isinstance(stop, str) else stop or []:
@@ -180,7 +180,7 @@ def _choice(index: int, sequence: Sequence, stop: str | list[str] | None, texts:
 
 
 def _answer(
-    kind: str, model: str, choices: list[dict[str, Any]], prompts: list[list[int]], outputs: list[SampleOutput]
+    kind: str, model: str, choices: list[dict[str, object]], prompts: list[list[int]], outputs: list[SampleOutput]
 ) -> Response:
     asked = sum(len(prompt) for prompt in prompts)
     written = sum(len(sequence.tokens) for output in outputs for sequence in output.sequences)

@@ -4,7 +4,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from tx.errors import RequestError
-from tx.tinker.http import answers
+from tx.tinker.commands import Optimize, Train
+from tx.tinker.http import responses
 from tx.tinker.http.bodies import (
     in_thread_if_large,
     max_body_bytes,
@@ -15,7 +16,7 @@ from tx.tinker.http.bodies import (
 )
 from tx.tinker.http.openapi import PROTOBUF, ForwardBackwardBody, ForwardBody, described, json_body, with_protobuf
 from tx.tinker.http.replies import as_json
-from tx.tinker.http.scope import desk_of, tenant_of
+from tx.tinker.http.scope import service_of, tenant_of
 from tx.tinker.wire import schemas
 from tx.tinker.wire.training_requests import read_training_body
 
@@ -24,11 +25,12 @@ router = APIRouter(tags=["training"])
 
 def _pass(body: type[BaseModel]) -> dict:
     """A route that takes JSON or protobuf, which may be packed (`Content-Encoding: zstd`)."""
-    return described(answers.Accepted, body, openapi_extra={"requestBody": with_protobuf(json_body(body))})
+    return described(responses.Accepted, body, openapi_extra={"requestBody": with_protobuf(json_body(body))})
 
 
 @router.post("/forward_backward", **_pass(ForwardBackwardBody))
 async def forward_backward(request: Request) -> Response:
+    """Accept a pass that adds to the model's gradient."""
     return await _train(request, forward_only=False)
 
 
@@ -38,10 +40,11 @@ async def forward(request: Request) -> Response:
     return await _train(request, forward_only=True)
 
 
-@router.post("/optim_step", **described(answers.Accepted, schemas.OptimStepRequest))
+@router.post("/optim_step", **described(responses.Accepted, schemas.OptimStepRequest))
 async def optim_step(request: Request) -> Response:
+    """Accept an optimizer step, which clears the gradient."""
     asked = await read_json_in_order(request, schemas.OptimStepRequest)
-    return as_json(await desk_of(request).optim_step(tenant_of(request), asked))
+    return as_json(await service_of(request).intake.submit(tenant_of(request), Optimize, asked))
 
 
 async def _train(request: Request, *, forward_only: bool) -> Response:
@@ -49,7 +52,7 @@ async def _train(request: Request, *, forward_only: bool) -> Response:
     body = await read_body(request)
     content_type, encoding = request.headers["content-type"], request.headers.get("content-encoding")
     try:
-        asked, payload = await in_thread_if_large(
+        asked = await in_thread_if_large(
             request,
             len(body),
             lambda: read_training_body(
@@ -63,4 +66,4 @@ async def _train(request: Request, *, forward_only: bool) -> Response:
     except RequestError as error:
         await use_up_place(request, body, error)
         raise
-    return as_json(await desk_of(request).train(tenant_of(request), asked, payload))
+    return as_json(await service_of(request).intake.submit(tenant_of(request), Train, asked))

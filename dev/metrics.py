@@ -1,0 +1,476 @@
+"""Table of figures about the shape and the language of the source, for each runtime package and in all.
+
+    python dev/metrics.py                     the table
+    python dev/metrics.py --json              the same as JSON
+    python dev/metrics.py --list openings     each place behind a figure (--help has the names)
+    python dev/metrics.py --root DIRECTORY    another checkout
+    python dev/metrics.py --tighten tx        lower the ceilings of a package in tests/language.toml to today's figures
+
+Nothing is imported: files are parsed with `ast` and `tokenize`. `tests/test_language.py` holds the goals and ceilings.
+"""
+
+import argparse
+import ast
+import io
+import itertools
+import json
+import re
+import statistics
+import tokenize
+import tomllib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {  # import name: (source, tests), below the root
+    "skyrl_gym": ("skyrl-gym/skyrl_gym", "skyrl-gym/tests"),
+    "skyrl_train": ("skyrl-train/skyrl_train", "skyrl-train/tests"),
+    "skyrl_agent": ("skyrl-agent/skyrl_agent", "skyrl-agent/tests"),
+    "tx": ("skyrl-tx/tx", "skyrl-tx/tests"),
+}
+GENERATED = re.compile(r"_pb2\.pyi?$")
+
+# A docstring opens with a verb or with a noun phrase, never with one of these. Peers have about 1 % of them.
+FUNCTION_WORDS = frozenset(
+    re.findall(
+        r"\w+",
+        """what who whom whose which whether where when how why that of as for if from in with by to on at it its until
+        till while once and or but so then than because since after before under over about through during without
+        within into there they he she""",
+    )
+)
+SUBTLE = re.compile(
+    r"torch\.distributed|import threading|from threading import|import fcntl|multiprocessing"
+    r"|asyncio\.(Lock|Condition|Semaphore|Event)\b|torch\.nn\.functional"
+)
+# Modules below the part that they are in by name: others of that part import what imports them.
+OWN_PARTS = ("skyrl_gym.envs.registration", "skyrl_gym.envs.base_text_env", "skyrl_agent.integrations.base")
+NUMERICS = ("skyrl_train/algorithms/", "skyrl_train/models/", "skyrl_train/weight_sync/", "tx/tinker/backends/torch/")
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass
+class Module:
+    """One parsed source file."""
+
+    name: str
+    """Dotted name, as it is imported."""
+
+    path: Path
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    @cached_property
+    def comment_lines(self) -> set[int]:
+        if "#" not in self.text:
+            return set()
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        return {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
+
+    @cached_property
+    def definitions(self) -> list[tuple[Definition, tuple[Definition, ...]]]:
+        """Classes and functions, each with the definitions around it, outermost first."""
+        found: list[tuple[Definition, tuple[Definition, ...]]] = []
+
+        def visit(node: ast.AST, around: tuple[Definition, ...]) -> None:
+            for child in ast.iter_child_nodes(node):
+                inside = around
+                if isinstance(child, Definition):
+                    found.append((child, around))
+                    inside = (*around, child)
+                if not isinstance(child, ast.expr):
+                    visit(child, inside)
+
+        visit(self.tree, ())
+        return found
+
+    @cached_property
+    def code_lines(self) -> dict[int, str]:
+        """Lines with code by number: neither blank, nor a comment alone, nor part of a string that is a statement."""
+        texts: set[int] = set()
+        for node in self.nodes:
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                texts.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        stripped = ((number, line.strip()) for number, line in enumerate(self.lines, start=1))
+        return {number: line for number, line in stripped if line and line[0] != "#" and number not in texts}
+
+    @property
+    def is_subtle(self) -> bool:
+        """Return True if numerics, collectives or locks are at work."""
+        return any(folder in self.path.as_posix() for folder in NUMERICS) or bool(SUBTLE.search(self.text))
+
+    def place(self, node: ast.AST) -> str:
+        return f"{self.path}:{getattr(node, 'lineno', 1)}"
+
+
+@dataclass
+class Figures:
+    """Counts of one package, from which the rows of the table are computed. Each place is `file:line detail`."""
+
+    name: str
+    source_lines: int = 0
+    test_lines: int = 0
+    files: int = 0
+    function_lengths: list[int] = field(default_factory=list)
+    public_functions: int = 0
+    untyped: list[str] = field(default_factory=list)
+    public_names: int = 0
+    undocumented: list[str] = field(default_factory=list)
+    any_uses: list[str] = field(default_factory=list)
+    code_lines: int = 0
+    comments: int = 0
+    subtle_code_lines: int = 0
+    subtle_comments: int = 0
+    docstrings: int = 0
+    openings: list[str] = field(default_factory=list)
+    repeated_classes: list[str] = field(default_factory=list)
+    mutual_modules: list[str] = field(default_factory=list)
+    mutual_parts: list[str] = field(default_factory=list)
+    broad_excepts: list[str] = field(default_factory=list)
+    unexplained_excepts: list[str] = field(default_factory=list)
+
+    def per_1000_lines(self, places: list[str]) -> float:
+        return 1000 * len(places) / max(self.source_lines, 1)
+
+
+ROWS: dict[str, Callable[[Figures], float]] = {
+    "lines of source": lambda f: f.source_lines,
+    "lines of tests": lambda f: f.test_lines,
+    "files": lambda f: f.files,
+    "functions": lambda f: len(f.function_lengths),
+    "lines of a function, median": lambda f: statistics.median(f.function_lengths or [0]),
+    "lines of a function, 90th percentile": lambda f: sorted(f.function_lengths or [0])[
+        len(f.function_lengths) * 9 // 10
+    ],
+    "public functions typed, %": lambda f: 100 * (1 - len(f.untyped) / max(f.public_functions, 1)),
+    "public names documented, %": lambda f: 100 * (1 - len(f.undocumented) / max(f.public_names, 1)),
+    "Any per 1,000 lines": lambda f: f.per_1000_lines(f.any_uses),
+    "comments per 100 code lines": lambda f: 100 * f.comments / max(f.code_lines, 1),
+    "comments per 100 code lines, numerics, collectives, locks": lambda f: (
+        100 * f.subtle_comments / max(f.subtle_code_lines, 1)
+    ),
+    "docstrings that open with a relative or function word, %": lambda f: 100 * len(f.openings) / max(f.docstrings, 1),
+    "class names used twice": lambda f: len(f.repeated_classes),
+    "modules that import each other": lambda f: len(f.mutual_modules),
+    "parts that import each other": lambda f: len(f.mutual_parts),
+    "broad excepts per 1,000 lines": lambda f: f.per_1000_lines(f.broad_excepts),
+    "broad excepts without a reason": lambda f: len(f.unexplained_excepts),
+}
+LISTS: dict[str, Callable[[Figures], list[str]]] = {
+    "openings": lambda f: f.openings,
+    "any": lambda f: f.any_uses,
+    "classes": lambda f: f.repeated_classes,
+    "modules": lambda f: f.mutual_modules,
+    "parts": lambda f: f.mutual_parts,
+    "excepts": lambda f: f.broad_excepts,
+    "unexplained": lambda f: f.unexplained_excepts,
+    "documented": lambda f: f.undocumented,
+    "typed": lambda f: f.untyped,
+}
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Limit of a package: the goal, or until it meets the goal no more places than its ceiling."""
+
+    row: str
+    """Row of the table that the goal is about."""
+
+    goal: float
+    at_least: bool = False
+    """Whether the goal is a lower bound (else an upper one)."""
+
+    def is_met(self, figures: Figures) -> bool:
+        value = ROWS[self.row](figures)
+        return value >= self.goal if self.at_least else value <= self.goal
+
+
+LIMITS = {
+    "openings": Limit("docstrings that open with a relative or function word, %", 3),
+    "any": Limit("Any per 1,000 lines", 12),
+    "classes": Limit("class names used twice", 0),
+    "modules": Limit("modules that import each other", 0),
+    "parts": Limit("parts that import each other", 0),
+    "excepts": Limit("broad excepts per 1,000 lines", 1),
+    "unexplained": Limit("broad excepts without a reason", 0),
+    "documented": Limit("public names documented, %", 80, at_least=True),
+    "uncommented": Limit("comments per 100 code lines, numerics, collectives, locks", 5, at_least=True),
+}
+
+
+def places_over_goal(figures: Figures) -> dict[str, int]:
+    """Count the places of each list; of missing comments, the number that the goal would ask for."""
+    missing = round(figures.subtle_code_lines * LIMITS["uncommented"].goal / 100) - figures.subtle_comments
+    return {name: len(LISTS[name](figures)) for name in LIMITS if name in LISTS} | {"uncommented": max(missing, 0)}
+
+
+def tighten(packages: list[str], path: Path) -> None:
+    """Rewrite the ceilings of packages in tests/language.toml: those of met goals go, others sink."""
+    text = path.read_text()
+    for package in packages:
+        figures, _ = measure(package)
+        old = tomllib.loads(text)["ceilings"][package]
+        counts = places_over_goal(figures)
+        new = {
+            name: min(counts[name], old.get(name, counts[name]))
+            for name, limit in LIMITS.items()
+            if not limit.is_met(figures)
+        }
+        section = "".join(f"{name} = {count}\n" for name, count in new.items())
+        text = re.sub(rf"(?m)(?<=^\[ceilings\.{package}\]\n)([a-z]+ = .*\n)*", section, text)
+    path.write_text(text)
+
+
+def read_modules(root: Path, source: str) -> list[Module]:
+    """Read the Python files of a package; those made by a compiler are left out."""
+    folder = root / source
+    modules = []
+    for path in sorted(folder.rglob("*.py")):
+        if not GENERATED.search(path.name):
+            parts = path.relative_to(folder.parent).with_suffix("").parts
+            modules.append(Module(".".join(parts).removesuffix(".__init__"), path.relative_to(root), path.read_text()))
+    return modules
+
+
+def is_public(node: Definition, around: Iterable[Definition]) -> bool:
+    return not any(part.name.startswith("_") or isinstance(part, FUNCTION) for part in around) and node.name[0] != "_"
+
+
+def is_typed(function: ast.FunctionDef | ast.AsyncFunctionDef, is_method: bool) -> bool:
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args]
+    static = any(isinstance(item, ast.Name) and item.id == "staticmethod" for item in function.decorator_list)
+    named = named[1:] if is_method and not static else named
+    others = [*arguments.kwonlyargs, *filter(None, (arguments.vararg, arguments.kwarg))]
+    return function.returns is not None and all(item.annotation for item in [*named, *others])
+
+
+def is_bool_property(node: ast.AST) -> bool:
+    if not isinstance(node, FUNCTION) or not isinstance(node.returns, ast.Name) or node.returns.id != "bool":
+        return False
+    return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def count_documentation(modules: list[Module], figures: Figures) -> None:
+    """Count docstrings with their openings, and public names without one.
+
+    A method counts as documented where a class of the same package that it inherits from documents it.
+    """
+    bases: dict[str, set[str]] = defaultdict(set)
+    documented: dict[str, set[str]] = defaultdict(set)
+    for module in modules:
+        for node, around in module.definitions:
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] |= {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
+            elif around and isinstance(around[-1], ast.ClassDef) and ast.get_docstring(node):
+                documented[around[-1].name].add(node.name)
+
+    def inherits_docstring(owner: str, method: str, seen: frozenset[str] = frozenset()) -> bool:
+        return owner not in seen and any(
+            method in documented[base] or inherits_docstring(base, method, seen | {owner})
+            for base in bases.get(owner, ())
+        )
+
+    for module in modules:
+        for node, around in [(module.tree, ()), *module.definitions]:
+            docstring = ast.get_docstring(node)
+            if docstring:
+                figures.docstrings += 1
+                opening = (re.match(r"[A-Za-z]+", docstring) or [""])[0].lower()
+                if opening in FUNCTION_WORDS and not (opening == "whether" and is_bool_property(node)):
+                    figures.openings.append(f"{module.place(node)} {docstring.splitlines()[0]}")
+            if isinstance(node, Definition) and is_public(node, around):
+                figures.public_names += 1
+                owner = around[-1].name if around else ""
+                if not docstring and not inherits_docstring(owner, node.name):
+                    figures.undocumented.append(f"{module.place(node)} {node.name}")
+
+
+def count_definitions(modules: list[Module], figures: Figures) -> None:
+    classes: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        for node, around in module.definitions:
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append(module.place(node))
+                continue
+            figures.function_lengths.append((node.end_lineno or node.lineno) - node.lineno + 1)
+            if is_public(node, around):
+                figures.public_functions += 1
+                if not is_typed(node, bool(around)):
+                    figures.untyped.append(f"{module.place(node)} {node.name}")
+    figures.repeated_classes = [f"{name} {' '.join(at)}" for name, at in sorted(classes.items()) if len(at) > 1]
+
+
+def count_any(modules: list[Module], figures: Figures) -> None:
+    """Count the word `Any` in code, imports included."""
+    for module in modules:
+        for number, line in module.code_lines.items():
+            figures.any_uses += [f"{module.path}:{number} {line}"] * len(re.findall(r"\bAny\b", line.split(" # ")[0]))
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    """Return True if a handler ends exceptions of all classes. One that raises the same again ends none."""
+    last = handler.body[-1]
+    if isinstance(last, ast.Raise) and last.exc is None:
+        return False
+    if handler.type is None:
+        return True
+    caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(isinstance(item, ast.Name) and item.id in ("Exception", "BaseException") for item in caught)
+
+
+def count_excepts(modules: list[Module], figures: Figures) -> None:
+    """Count handlers of all exceptions; the reason is a comment on the line, the one above or the one below."""
+    for module in modules:
+        for node in module.nodes:
+            if isinstance(node, ast.ExceptHandler) and is_broad(node):
+                figures.broad_excepts.append(f"{module.place(node)} {module.lines[node.lineno - 1].strip()}")
+                if not module.comment_lines & {node.lineno - 1, node.lineno, node.lineno + 1}:
+                    figures.unexplained_excepts.append(figures.broad_excepts[-1])
+
+
+def imports_of(module: Module, names: set[str]) -> Iterator[tuple[str, bool]]:
+    """Yield modules among `names` that a module imports, each with whether it does so when it is imported itself."""
+
+    def visit(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool]]:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                yield (submodule if submodule in names else node.module), at_import
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, at_import) for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+                yield from visit(child, at_import and not isinstance(node, FUNCTION))
+
+    for name, at_import in visit(module.tree, True):
+        if name in names and name != module.name:
+            yield name, at_import
+
+
+def part_of(module: str) -> str:
+    """Return the folder or file right below the package (of the server: below `tx.tinker`) that a module belongs to."""
+    if module in OWN_PARTS:
+        return module
+    pieces = module.split(".")
+    return ".".join(pieces[: 3 if pieces[:2] == ["tx", "tinker"] else 2])
+
+
+def count_mutual_imports(modules: list[Module], figures: Figures) -> None:
+    """Count pairs of modules that import each other at any time, and pairs of parts that do so when imported."""
+    names = {module.name for module in modules}
+    between_modules: set[tuple[str, str]] = set()
+    between_parts: set[tuple[str, str]] = set()
+    for module in modules:
+        for name, at_import in imports_of(module, names):
+            between_modules.add((module.name, name))
+            if at_import:
+                between_parts.add((part_of(module.name), part_of(name)))
+
+    def mutual(edges: set[tuple[str, str]]) -> list[str]:
+        return [f"{a} {b}" for a, b in sorted(edges) if a < b and (b, a) in edges]
+
+    figures.mutual_modules = mutual(between_modules)
+    figures.mutual_parts = mutual(between_parts)
+
+
+def measure(name: str, root: Path = ROOT) -> tuple[Figures, list[Module]]:
+    """Measure one package of a checkout."""
+    source, tests = PACKAGES[name]
+    modules = read_modules(root, source)
+    figures = Figures(name, files=len(modules))
+    figures.source_lines = sum(len(module.lines) for module in modules)
+    figures.test_lines = sum(len(path.read_text().splitlines()) for path in sorted((root / tests).rglob("*.py")))
+    for module in modules:
+        comments, code = len(module.comment_lines), len(module.code_lines)
+        figures.comments += comments
+        figures.code_lines += code
+        if module.is_subtle:
+            figures.subtle_comments += comments
+            figures.subtle_code_lines += code
+    for count in (count_documentation, count_definitions, count_any, count_excepts, count_mutual_imports):
+        count(modules, figures)
+    return figures, modules
+
+
+def add_up(packages: Iterable[Figures]) -> Figures:
+    """Join the figures of packages: counts are added, places are listed one after the other."""
+    whole = Figures("all")
+    for figures, name in itertools.product(packages, Figures.__dataclass_fields__):
+        if name != "name":
+            setattr(whole, name, getattr(whole, name) + getattr(figures, name))
+    return whole
+
+
+def measure_all(root: Path = ROOT) -> list[Figures]:
+    """Measure each runtime package and, last, all of them together."""
+    packages = [measure(name, root)[0] for name in PACKAGES]
+    return [*packages, add_up(packages)]
+
+
+def places_per_change(root: Path = ROOT) -> dict[str, int]:
+    """Read how many files an addition touches from the first table of docs/extending.md: `(2)` or `(≤ 2)`."""
+    places = {}
+    for line in (root / "docs" / "extending.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.split(" | ")]
+        counts = re.findall(r"\((?:≤ )?(\d)\)", line)
+        if line.startswith("| ") and counts:
+            places[cells[0].strip("| ")] = int(counts[0])
+    return places
+
+
+def format_figure(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--root", type=Path, default=ROOT)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--list", choices=LISTS, help="print each place behind a figure")
+    parser.add_argument("--tighten", nargs="+", choices=PACKAGES, help="lower ceilings in tests/language.toml")
+    options = parser.parse_args()
+    if options.tighten:
+        tighten(options.tighten, ROOT / "tests" / "language.toml")
+        return
+    packages = measure_all(options.root)
+    if options.list:
+        print(*LISTS[options.list](packages[-1]), sep="\n")
+        return
+    table = {row: {figures.name: compute(figures) for figures in packages} for row, compute in ROWS.items()}
+    if options.json:
+        print(json.dumps({"packages": table, "places_per_change": places_per_change(options.root)}, indent=1))
+        return
+    print("| |", " | ".join(figures.name for figures in packages), "|")
+    print("|---|" + "---:|" * len(packages))
+    for row, values in table.items():
+        print(f"| {row} |", " | ".join(map(format_figure, values.values())), "|")
+    print("\n| places per change | files |\n|---|---:|")
+    for kind, count in places_per_change(options.root).items():
+        print(f"| {kind} | {count} |")
+
+
+if __name__ == "__main__":
+    main()

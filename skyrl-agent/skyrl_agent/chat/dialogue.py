@@ -1,0 +1,250 @@
+"""Conversation of an agent, token in, token out: generated tokens are never encoded again."""
+
+import logging
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from skyrl_agent.chat.encoding import MessageEncoder
+from skyrl_agent.chat.transitions import Observation, TokensWithLogprobs, Transition
+from skyrl_agent.errors import ConfigError
+from skyrl_agent.types import Message, MetaInfo
+
+logger = logging.getLogger(__name__)
+
+_EXCERPT_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class Break:
+    """Point at which the chat template changed earlier text, so that a new training row begins."""
+
+    message_index: int
+    """Index of the changed message in `Dialogue.messages`."""
+    role: str
+    why: str
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """Next input of the model."""
+
+    ids: list[int]
+    text: str
+    """Its text from the begin of the last answer on; after a break, its whole text."""
+    broken: Break | None = None
+
+
+class Dialogue:
+    """Conversation that maps messages to ids: call `input_ids()`, `add_answer`, `add` with the results, and repeat.
+
+    The ids of a turn are those of the turn before, what the model wrote, and the ids of what the template puts between
+    there and the next header (the end of the turn, where the model was cut short before it; all messages since). If the
+    template appends nothing but that, `transitions` merge into one training row. If it writes something earlier anew
+    (drops a thought, moves the tools), that is a `Break`: everything is encoded anew and a new row begins.
+
+    What is verified, and when. The text between two answers is looked up in a conversation of one question (cost: that
+    of the step). The first time that a kind of step occurs with an encoder, and each time the number of messages has
+    doubled, the whole conversation is rendered too: its text must be the text so far and the looked-up step, character
+    by character. A kind is the `MessageEncoder.shape` of each message of the step and of the step before, and the sets
+    of shapes before the last break and since. So the cost of T turns is that of T steps and of log(T) whole renderings;
+    a template that counts messages or compares them is noticed at the next doubling, not at once. White space and the
+    spelling of structured calls may differ between what the model wrote and what the template writes of it: the model's
+    own tokens stay.
+
+    The text of a server that reports no ids is encoded, without an end of turn, and has no log-probs.
+
+    Args:
+        messages: messages before the first answer.
+    """
+
+    def __init__(self, encoder: MessageEncoder, messages: Sequence[Message]) -> None:
+        self.encoder = encoder
+        self.transitions: list[Transition] = []
+        self.breaks: list[Break] = []
+        self.restart(messages)
+
+    def restart(self, messages: Sequence[Message]) -> None:
+        """Replace the messages. Transitions stay; the next one begins a new training row."""
+        self.messages: list[Message] = list(messages)
+        self._answers: list[int] = []
+        """Indices of the answers since the last break."""
+        self._texts: list[str] = []
+        """Text before each of them, after the one before it."""
+        self._written: list[int] = []
+        """Ids up to and including the last answer."""
+        self._before: frozenset[Hashable] = frozenset()
+        """Shapes of the messages before the last break."""
+        self._since: frozenset[Hashable] = frozenset()
+        """Shapes of the messages since then, before the last answer."""
+        self._verify_at = 0
+        self._prompt: _Prompt | None = None
+        self._prompt_length: int | None = None
+
+    def add(self, *messages: Message) -> None:
+        """Append messages after the last answer."""
+        if messages:
+            self.messages += messages
+            self._prompt = None
+
+    def input_ids(self) -> list[int]:
+        """Return the next input of the model, up to the header after which it writes.
+
+        Raises:
+            ConfigError: the template cannot render these messages.
+        """
+        return list(self._next().ids)
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Number of tokens after the initial prompt, generated ones and others."""
+        if self._prompt_length is None:
+            return 0
+        nothing_added = len(self.messages) == self._answers[-1] + 1
+        return len(self._written if nothing_added else self._next().ids) - self._prompt_length
+
+    def add_answer(self, text: str, meta: MetaInfo, message: Message | None = None) -> Transition:
+        """Append the model's reply to `input_ids()`.
+
+        Args:
+            message: form for the template (`ToolFormat.answer_message`); None: the text as it is.
+
+        Raises:
+            BackendError: the number of log-probs differs from the number of tokens.
+        """
+        prompt = self._next()
+        written = TokensWithLogprobs.from_reply(text, meta)
+        if written.token_ids is None:
+            written = replace(written, token_ids=self.encoder.ids_after(text))
+        metrics: dict[str, object] = {"finish_reason": meta.get("finish_reason")}
+        self.transitions.append(Transition(Observation(prompt.ids), written, metrics=metrics))
+        if prompt.broken:
+            self.breaks.append(prompt.broken)
+            self._answers, self._texts = [], []
+        if self._answers:
+            self._since |= {*self._shapes(self._answers[-1])}
+        else:
+            self._before, self._since = frozenset(self._shapes(0)), frozenset()
+        if self._prompt_length is None:
+            self._prompt_length = len(prompt.ids)
+        self._answers.append(len(self.messages))
+        self._texts.append(prompt.text)
+        self._written = [*prompt.ids, *(written.token_ids or [])]
+        self.messages.append(dict(message or {"role": "assistant", "content": text}))
+        if text.endswith(self.encoder.end_of_text) and isinstance(content := self.messages[-1].get("content"), str):
+            self.messages[-1]["content"] = content.removesuffix(self.encoder.end_of_text)
+        self._prompt = None
+        return self.transitions[-1]
+
+    def _next(self) -> _Prompt:
+        if self._prompt is None:
+            self._prompt = self._continued() if self._answers else self._rerendered()
+        return self._prompt
+
+    def _shapes(self, first: int) -> list[Hashable]:
+        return [self.encoder.shape(message) for message in self.messages[first:]]
+
+    def _rerendered(self, broken: Break | None = None, text: str | None = None) -> _Prompt:
+        if broken:
+            added = tuple(message["role"] for message in self.messages[self._answers[-1] + 1 :])
+            _warn(self.encoder.source or "", broken.role, added, broken)
+        text = text or self.encoder.text(self.messages, add_generation_prompt=True)
+        return _Prompt(self.encoder.encode(text), text, broken)
+
+    def _continued(self) -> _Prompt:
+        index = self._answers[-1]
+        answer, added = self.messages[index], self.messages[index + 1 :]
+        kind = (self._before, self._since, *self._shapes(self._answers[-2:][0]))
+        step = self.encoder.step(answer, added)
+        if step is None or kind not in self.encoder.trusted or len(self.messages) >= self._verify_at:
+            before, whole = "".join(self._texts), self.encoder.text(self.messages, add_generation_prompt=True)
+            if not whole.startswith(before):
+                return self._rerendered(self._rewritten_message(before, whole), whole)
+            self._verify_at = 2 * len(self.messages)
+            if whole[len(before) :] == step:
+                self.encoder.trusted.add(kind)
+            step = whole[len(before) :]
+        try:
+            end = self._end_from_reply(answer, step)
+        except _AnswerMismatch as difference:
+            return self._rerendered(Break(index, "assistant", str(difference)))
+        return _Prompt(self._written + self.encoder.ids_after(step[end:]), step)
+
+    def _end_from_reply(self, answer: Message, step: str) -> int:
+        """Return the number of characters of `step` that the model generated."""
+        ids = self.transitions[-1].ac.token_ids or []
+        written = self.encoder.decode(ids)
+        if step.startswith(written):
+            return len(written)
+        body, end = self.encoder.split_at_end(
+            step[: _common_prefix_length(step, self.encoder.last_answer(answer) or "")]
+        )
+        wrote_end = bool(ids) and self.encoder.is_special(ids[-1])
+        own = written.removesuffix(self.encoder.decode(ids[-1:])) if wrote_end else written
+        if not end or not _matches(answer, own, body):
+            raise _AnswerMismatch(f"the model wrote {_excerpt(own)} and the template writes {_excerpt(body or step)}")
+        if wrote_end and self.encoder.decode(ids[-1:]) != end:
+            raise _AnswerMismatch(f"the model ended it with {self.encoder.decode(ids[-1:])}, the template with {end}")
+        return len(body) + (len(end) if wrote_end else 0)
+
+    def _rewritten_message(self, before: str, whole: str) -> Break:
+        """Find the message at which the template's text changed."""
+        at = _common_prefix_length(before, whole)
+        turn = bisect_right(list(accumulate(map(len, self._texts))), at)
+        first = self._answers[turn - 1] if turn else 0
+
+        def ends_beyond(index: int) -> bool:
+            try:
+                return self.encoder.text(self.messages[: index + 1]).startswith(before[: at + 1])
+            except ConfigError:
+                return False
+
+        index = self._answers[turn]  # its header, unless a message before it ends beyond
+        if ends_beyond(index - 1):
+            index = bisect_left(range(index), True, lo=first, key=ends_beyond)
+        at = max(at - 10, 0)
+        why = f"{_excerpt(before[at:])} became {_excerpt(whole[at:])} when message {len(self.messages) - 1} was added"
+        return Break(index, str(self.messages[index].get("role")), why)
+
+
+class _AnswerMismatch(Exception):
+    """Difference between the template's text of an answer and the model's."""
+
+
+def _matches(answer: Message, written: str, body: str) -> bool:
+    """Compare the model's text with the template's, except for white space and the spelling of arguments of calls."""
+    parts = [answer.get(field) or "" for field in ("content", "thinking", "reasoning_content")]
+    names = [call["function"]["name"] for call in answer.get("tool_calls") or []]
+    if not names and not any(parts[1:]):
+        return _without_space(written) == _without_space(body)
+    kept = all(_without_space(part) in _without_space(body) for part in parts)
+    return kept and all(body.count(name) >= names.count(name) for name in names)
+
+
+def _common_prefix_length(a: str, b: str) -> int:
+    """Count the characters up to the first difference."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _without_space(text: str) -> str:
+    return "".join(text.split())
+
+
+def _excerpt(text: str) -> str:
+    return repr(text if len(text) <= _EXCERPT_CHARACTERS else f"{text[:_EXCERPT_CHARACTERS]}...")
+
+
+def _warn(template: str, role: str, added: tuple[str, ...], broken: Break) -> None:
+    if (template, role, added) not in _warned:
+        _warned.add((template, role, added))
+        logger.warning(
+            "the chat template does not only append: message %d (%s): %s. From here a new training row begins, and "
+            "wherever this happens again (said once). A template that keeps thoughts: generator.qwen3_acc_thinking",
+            broken.message_index,
+            role,
+            broken.why,
+        )
+
+
+_warned: set[tuple[str, str, tuple[str, ...]]] = set()

@@ -1,0 +1,147 @@
+"""Turns of a model as tokens, and the training rows they make. Knows no tokenizer and no agent."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from skyrl_agent.errors import BackendError
+from skyrl_agent.types import MetaInfo
+
+T = TypeVar("T")
+
+NO_VERSION = -1
+"""Weight version of a token that the model did not generate."""
+
+
+@dataclass
+class TokensWithLogprobs:
+    """Tokens that the model generated in one turn.
+
+    Args:
+        token_ids: [T]; None if unknown.
+        logprobs: [T]; None unless the server reports one for each token.
+        weight_versions: [T]; None unless the server reports one for each token.
+    """
+
+    token_ids: list[int] | None
+    logprobs: list[float] | None = None
+    text: str | None = None
+    weight_versions: list[int] | None = None
+
+    @classmethod
+    def from_reply(cls, text: str, meta: MetaInfo) -> "TokensWithLogprobs":
+        """Read a server's reply.
+
+        Raises:
+            BackendError: the number of log-probs or weight versions differs from the number of tokens.
+        """
+        ids = meta["output_tokens"]
+        return cls(
+            token_ids=None if ids is None else list(ids),
+            logprobs=_one_per_token("log-probs", meta.get("logprobs"), ids),
+            text=text,
+            weight_versions=_one_per_token("weight versions", meta.get("weight_versions"), ids),
+        )
+
+
+def _one_per_token(what: str, values: Sequence[T] | None, ids: Sequence[int] | None) -> list[T] | None:
+    if values is None or ids is None or any(value is None for value in values):
+        return None
+    if len(values) != len(ids):
+        raise BackendError(f"the model's server reported {len(values)} {what} for {len(ids)} tokens; expected one each")
+    return list(values)
+
+
+@dataclass
+class Observation:
+    """Whole input of the model in one turn."""
+
+    input_ids: list[int]
+
+
+@dataclass
+class Transition:
+    """One turn: the model's input and output. The reward of a trajectory belongs to its result."""
+
+    ob: Observation
+    ac: TokensWithLogprobs
+    reward: float = 0.0
+    episode_done: bool = False
+    metrics: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass
+class TrainingDatum:
+    """One training row: a prompt of P tokens and a response of R tokens that begins with the first generated token.
+
+    Args:
+        input_tokens: [P] input of the row's first turn.
+        response_tokens: [R]
+        response_logprobs: [R], 0.0 where the mask is 0; None unless every generated token has one.
+        response_mask: [R], 1 on generated tokens.
+        weight_versions: [R], -1 where the mask is 0; None unless every generated token has one.
+    """
+
+    input_tokens: list[int]
+    response_tokens: list[int]
+    response_logprobs: list[float] | None
+    response_mask: list[int]
+    weight_versions: list[int] | None = None
+
+
+def transitions_to_training_data(transitions: Sequence[Transition]) -> list[TrainingDatum]:
+    """Merge turns into as few rows as token fidelity allows.
+
+    A turn whose input begins with all tokens so far continues the row: further input has mask 0, output mask 1. Any
+    other turn begins a new row. A row without generated tokens is left out, as nothing of it could train.
+
+    Raises:
+        ValueError: token ids are unknown, or log-probs or versions are not one per token.
+    """
+    rows: list[TrainingDatum] = []
+    stretch: list[Transition] = []
+    sequence: list[int] = []
+    for index, transition in enumerate(transitions):
+        ids = _checked_ids(transition.ac, index)
+        read = transition.ob.input_ids
+        if stretch and read[: len(sequence)] != sequence:
+            rows += _row(stretch)
+            stretch = []
+        stretch.append(transition)
+        sequence = [*read, *ids]
+    return rows + list(_row(stretch))
+
+
+def _checked_ids(action: TokensWithLogprobs, index: int) -> list[int]:
+    ids = action.token_ids
+    if ids is None:
+        raise ValueError(
+            f"transition {index} has no token ids, so it cannot be trained on: encode its text "
+            f"(chat.dialogue.Dialogue does), or ask a server that returns ids"
+        )
+    for what, values in (("logprobs", action.logprobs), ("weight_versions", action.weight_versions)):
+        if values is not None and len(values) != len(ids):
+            raise ValueError(
+                f"transition {index} has {len(values)} {what} for {len(ids)} tokens; it must have one each"
+            )
+    return ids
+
+
+def _row(stretch: list[Transition]) -> Iterator[TrainingDatum]:
+    if not any(transition.ac.token_ids for transition in stretch):
+        return
+    actions = [transition.ac for transition in stretch if transition.ac.token_ids]
+    prompt = stretch[0].ob.input_ids
+    row = TrainingDatum(list(prompt), [], [], [])
+    logprobs: list[float] = []
+    versions: list[int] = []
+    for transition in stretch:
+        ids = transition.ac.token_ids or []
+        given = transition.ob.input_ids[len(prompt) + len(row.response_tokens) :]
+        row.response_tokens += [*given, *ids]
+        row.response_mask += [0] * len(given) + [1] * len(ids)
+        logprobs += [0.0] * len(given) + (transition.ac.logprobs or [])
+        versions += [NO_VERSION] * len(given) + (transition.ac.weight_versions or [])
+    row.response_logprobs = None if any(action.logprobs is None for action in actions) else logprobs
+    row.weight_versions = None if any(action.weight_versions is None for action in actions) else versions
+    yield row

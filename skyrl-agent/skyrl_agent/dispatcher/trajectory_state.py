@@ -1,0 +1,47 @@
+"""The dispatcher's view of a trajectory: the methods it calls, and its own record of one under way."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from skyrl_agent.dispatcher.limits import QueueLimit
+from skyrl_agent.types import Stage, TrajectoryResult
+
+
+class Trajectory(Protocol):
+    """Interface of `agents.trajectory.BaseTrajectory`; the methods of the stages are called by their names."""
+
+    trajectory_id: int
+    environment: object
+    result: TrajectoryResult
+
+    @property
+    def wants_evaluation(self) -> bool: ...
+    def fail(self, stage: Stage, error: BaseException, attempts: int = 1) -> None: ...
+    async def restart(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+@dataclass
+class TrajectoryState:
+    """Scheduling state of one trajectory."""
+
+    trajectory: Trajectory
+    priority: int
+    """Its position in the order of the run."""
+    waiting_since: float
+    """Time at which it began to wait for the next stage."""
+    stage: Stage = "initialize"
+    attempts: int = 1
+    """Attempts at the current stage."""
+    admitted: bool = False
+    """Counted in the limit of `alive` trajectories."""
+    is_open: bool = False
+    """Between the begin of `initialize` and the end of `close`."""
+    limit: QueueLimit | None = None
+    """Limit of the stage whose slot it holds."""
+    held_stage: Stage | None = None
+    """Stage whose slot it holds."""
+    environment_index: int | None = None
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """`TrajectoryResult.stage_seconds`"""

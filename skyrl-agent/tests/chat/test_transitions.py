@@ -1,0 +1,104 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_agent.chat.transitions import (
+    NO_VERSION,
+    Observation,
+    TokensWithLogprobs,
+    TrainingDatum,
+    Transition,
+    transitions_to_training_data,
+)
+
+
+def turn(read, wrote, logprobs=None, versions=None):
+    return Transition(Observation(read), TokensWithLogprobs(wrote, logprobs, weight_versions=versions))
+
+
+def test_turns_that_go_on_are_one_row():
+    turns = [turn([1, 2], [3], [-0.1], [7]), turn([1, 2, 3, 4, 5], [6, 7], [-0.2, -0.3], [7, 8])]
+    assert transitions_to_training_data(turns) == [
+        TrainingDatum([1, 2], [3, 4, 5, 6, 7], [-0.1, 0.0, 0.0, -0.2, -0.3], [1, 0, 0, 1, 1], [7, -1, -1, 7, 8])
+    ]
+
+
+def test_a_turn_that_read_something_else_begins_a_row():
+    turns = [turn([1, 2], [3]), turn([1, 9], [3]), turn([1, 9, 3], [4])]
+    assert transitions_to_training_data(turns) == [
+        TrainingDatum([1, 2], [3], None, [1]),
+        TrainingDatum([1, 9], [3, 4], None, [1, 1]),
+    ]
+
+
+def test_a_log_prob_that_is_missing_is_not_made_up():
+    turns = [turn([1], [2], [-0.1], [0]), turn([1, 2, 3], [4], None, None)]
+    (row,) = transitions_to_training_data(turns)
+    assert row.response_logprobs is None and row.weight_versions is None
+
+
+def test_the_response_begins_where_the_model_was_first_to_write_even_if_it_wrote_nothing():
+    turns = [turn([1, 2], []), turn([1, 2, 3, 4], [5], [-0.5])]
+    assert transitions_to_training_data(turns) == [TrainingDatum([1, 2], [3, 4, 5], [0.0, 0.0, -0.5], [0, 0, 1])]
+
+
+def test_a_row_without_a_written_token_is_left_out():
+    assert transitions_to_training_data([]) == []
+    assert transitions_to_training_data([turn([1], []), turn([2], []), turn([3], [4])]) == [
+        TrainingDatum([3], [4], None, [1])
+    ]
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (turn([1], None), "transition 1 has no token ids"),
+        (turn([1], [2, 3], [-0.1]), "transition 1 has 1 logprobs for 2 tokens"),
+        (turn([1], [2], None, [1, 2]), "transition 1 has 2 weight_versions for 1 tokens"),
+    ],
+)
+def test_malformed_transitions_are_named(bad, message):
+    with pytest.raises(ValueError, match=message):
+        transitions_to_training_data([turn([1], [2]), bad])
+
+
+tokens = st.lists(st.integers(0, 3), max_size=4)
+
+
+@st.composite
+def trajectories(draw):
+    """Turns that go on from the one before, or not."""
+    turns, sequence = [], []
+    for _ in range(draw(st.integers(0, 6))):
+        read = [*(sequence if draw(st.booleans()) else []), *draw(tokens)]
+        wrote = draw(tokens)
+        logprobs = draw(st.none() | st.just([-1.0 - t for t in wrote]))
+        turns.append(turn(read, wrote, logprobs, [t + 1 for t in wrote]))
+        sequence = [*read, *wrote]
+    return turns
+
+
+@given(trajectories())
+@settings(deadline=None)
+def test_merging_loses_and_invents_nothing(turns):
+    rows = transitions_to_training_data(turns)
+    written = [token for t in turns for token in t.ac.token_ids]
+    assert [t for row in rows for t, m in zip(row.response_tokens, row.response_mask, strict=True) if m] == written
+    for row in rows:
+        assert len(row.response_tokens) == len(row.response_mask) and any(row.response_mask)
+        sequence = [*row.input_tokens, *row.response_tokens]
+        mine = [t for t in turns if sequence[: len(t.ob.input_ids)] == t.ob.input_ids]
+        assert mine
+        assert row.weight_versions is not None
+        for token, mask, version in zip(row.response_tokens, row.response_mask, row.weight_versions, strict=True):
+            assert version == (token + 1 if mask else NO_VERSION)
+        if row.response_logprobs is not None:
+            told = [-1.0 - t if m else 0.0 for t, m in zip(row.response_tokens, row.response_mask, strict=True)]
+            assert row.response_logprobs == told
+    if all(t.ac.logprobs is not None for t in turns):
+        assert all(row.response_logprobs is not None for row in rows)
+
+
+def test_partial_log_probs_become_none():
+    written = TokensWithLogprobs.from_reply("ab", {"output_tokens": [1, 2], "logprobs": [None, -0.5]})
+    assert written.logprobs is None

@@ -1,0 +1,117 @@
+"""Chat templates: messages to text and token ids. Knows no state of a conversation."""
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Protocol
+
+Message = dict[str, Any]
+"""OpenAI chat message: `role`, `content`, and whatever else the chat template reads."""
+
+MAX_TEMPLATE_BYTES = 1024 * 1024
+
+
+class ChatTokenizer(Protocol):
+    """Tokenizer interface, as transformers implement it."""
+
+    chat_template: Any
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> Mapping[str, list[int]]: ...
+    def decode(
+        self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool = ...
+    ) -> Any: ...
+    def get_chat_template(self, chat_template: str | None, tools: list[Message] | None) -> str: ...
+    def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any: ...
+
+
+class ChatTemplateError(ValueError):
+    """Failure of a chat template to render its messages."""
+
+
+class ChatTemplate:
+    """Tokenizer with its chat template.
+
+    Args:
+        chat_template: Jinja text; None: the tokenizer's own.
+        kwargs: variables of the template besides messages, such as `enable_thinking`.
+    """
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, chat_template: str | None = None, kwargs: Mapping[str, object] | None = None
+    ) -> None:
+        self.tokenizer, self.chat_template = tokenizer, chat_template
+        self.kwargs: Message = dict(kwargs or {})
+
+    @property
+    def source(self) -> str | None:
+        """Jinja text; None if the tokenizer has no template, or several under names."""
+        template = self.chat_template or self.tokenizer.chat_template
+        return template if isinstance(template, str) else None
+
+    def text(self, messages: Sequence[Message], add_generation_prompt: bool = False, **options: object) -> str:
+        """Render a conversation. `options` are laid over `kwargs`.
+
+        Raises:
+            ChatTemplateError: the template cannot render these messages.
+        """
+        from jinja2 import TemplateError  # comes with every tokenizer that has a template; environments need none
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                chat_template=self.chat_template,
+                **(self.kwargs | options),
+            )
+        except (TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
+            raise ChatTemplateError(f"the chat template cannot render these messages: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Encode a text without special tokens around it."""
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def encode_after(self, before: str, text: str) -> list[int]:
+        """Encode `text` as it is encoded behind `before`: some tokenizers treat the start of a text differently. If a
+        token straddles the border, `text` is encoded by itself."""
+        head, whole = self.encode(before), self.encode(before + text)
+        return whole[len(head) :] if whole[: len(head)] == head else self.encode(text)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self.tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+
+def bundled_template(name: str) -> str:
+    """Return the text of `templates/<name>.jinja2`:
+
+    - `qwen3_with_thinking`: ChatML that keeps all thoughts, with `generation` blocks, which mark what the model writes.
+    - `qwen3_without_thinking`: the same, but `<think>...</think>` is dropped from all answers but the last.
+    - `qwen3_acc_thinking`: Qwen3's own template with tools and thoughts of earlier turns.
+    """
+    return files("skyrl_gym.chat").joinpath("templates", f"{name}.jinja2").read_text(encoding="utf-8")
+
+
+def read_template_file(setting: str, path: str) -> str:
+    """Read a Jinja file.
+
+    Args:
+        setting: name for the error text.
+
+    Raises:
+        ChatTemplateError: the file is missing, larger than 1 MiB or not text.
+    """
+    named, file = f"{setting}={path!r}", Path(path).expanduser()
+    if "\0" in path:
+        raise ChatTemplateError(f"{named} has a null byte; give the path of a Jinja file")
+    if not file.is_file():
+        raise ChatTemplateError(f"{named} is not a file (looked in {Path.cwd()})")
+    if file.stat().st_size > MAX_TEMPLATE_BYTES:
+        raise ChatTemplateError(
+            f"{named} has {file.stat().st_size} bytes; a chat template has at most {MAX_TEMPLATE_BYTES}"
+        )
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ChatTemplateError(f"{named} is not UTF-8 text: {error}") from error

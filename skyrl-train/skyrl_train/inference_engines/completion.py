@@ -1,0 +1,77 @@
+"""Completions: the one form of an engine's answer inside of this package, from the native engine's core over the client
+to the dialogue that continues with it. `InferenceEngineOutput` has the same as columns, at the public interface."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from skyrl_train.inference_engines.base import InferenceEngineOutput
+
+if TYPE_CHECKING:
+    from skyrl_train.inference_engines.native.requests import EngineSamplingParams
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Tokens that an engine generated behind one prompt. The lists but `prompt_log_probs` have one entry a token."""
+
+    token_ids: list[int]
+    stop_reason: str
+    weight_versions: list[int]
+    log_probs: list[float] | None = None
+    text: str = ""
+    prompt_log_probs: list[float] | None = None
+    """Log-prob of every prompt token but the first; None if not asked for."""
+
+
+def to_completions(output: InferenceEngineOutput) -> list[Completion]:
+    """Return the completions of an engine's output, in the order of the requests."""
+    log_probs, prompt_log_probs = output["response_logprobs"], output.get("prompt_logprobs")
+    return [
+        Completion(
+            token_ids=list(token_ids),
+            stop_reason=output["stop_reasons"][row],
+            weight_versions=list(output["weight_versions"][row]),
+            log_probs=None if log_probs is None else list(log_probs[row]),
+            text=output["responses"][row],
+            prompt_log_probs=None if prompt_log_probs is None else prompt_log_probs[row],
+        )
+        for row, token_ids in enumerate(output["response_ids"])
+    ]
+
+
+def to_engine_output(completions: Sequence[Completion]) -> InferenceEngineOutput:
+    """Return completions as columns. A column of log-probs is there only if every completion has them."""
+    log_probs = [each.log_probs for each in completions if each.log_probs is not None]
+    prompt_log_probs = [each.prompt_log_probs for each in completions if each.prompt_log_probs is not None]
+    output = InferenceEngineOutput(
+        responses=[each.text for each in completions],
+        response_ids=[each.token_ids for each in completions],
+        stop_reasons=[each.stop_reason for each in completions],
+        response_logprobs=log_probs if len(log_probs) == len(completions) else None,
+        weight_versions=[each.weight_versions for each in completions],
+    )
+    if prompt_log_probs and len(prompt_log_probs) == len(completions):
+        output["prompt_logprobs"] = prompt_log_probs
+    return output
+
+
+def requested_output(
+    completions: Sequence[Completion], params: "EngineSamplingParams", decode: Callable[[list[int], bool], str]
+) -> InferenceEngineOutput:
+    """Return completions as an engine's output, with their text and the log-probs that `params` ask for.
+
+    Args:
+        decode: (token ids, skip special tokens) -> text.
+    """
+    return to_engine_output(
+        [
+            replace(
+                each,
+                text=decode(each.token_ids, params.skip_special_tokens),
+                log_probs=None if params.logprobs is None else each.log_probs,
+                prompt_log_probs=None if params.prompt_logprobs is None else each.prompt_log_probs or [],
+            )
+            for each in completions
+        ]
+    )

@@ -1,0 +1,212 @@
+"""Requests from their slot to their completion: each is sent to an engine, and continued on another one where it was
+interrupted.
+
+The choice of the engine is in `routing`, the next call of an interrupted request in `continuation`, the state of the
+engines in `supervision`.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput, SamplingKeywords
+from skyrl_train.inference_engines.completion import Completion, to_completions
+from skyrl_train.inference_engines.continuation import EngineCall, join, next_call
+from skyrl_train.inference_engines.health import Health
+from skyrl_train.inference_engines.routing import Interrupted, QueueEntry, Router, SlotRequest
+from skyrl_train.inference_engines.supervision import EngineFailure, Supervisor
+
+_RETRY_DELAY_SECONDS = 0.1
+"""Delay of a request of which an engine generated nothing, though nobody here told it to abort."""
+
+
+@dataclass(eq=False)
+class ClientRequest:
+    """One prompt of a call of `generate`, until it is completed."""
+
+    prompt: list[int]
+    params: SamplingKeywords | None
+    seed: object
+    """Its [seed, index], if it has one."""
+    slot: SlotRequest
+    lora_name: str | None
+    num_aborts_before: int
+    call: EngineCall
+    parts: list[Completion] = field(default_factory=list)
+    completion: Completion | None = None
+    engine: int | None = None
+    """Engine that computes it, on which it holds a slot."""
+    last_engine: int | None = None
+    """Engine that it was sent to since it last waited."""
+    was_interrupted: bool = False
+
+
+class RequestRunner:
+    """Runner of requests over many engines.
+
+    Args:
+        tokenizer: decodes completions that were interrupted.
+    """
+
+    def __init__(self, router: Router, supervisor: Supervisor, tokenizer: PreTrainedTokenizerBase):
+        self._router = router
+        self._supervisor = supervisor
+        self._tokenizer = tokenizer
+        self.num_aborts = 0
+        """Number of calls of `abort`."""
+
+    def abort(self) -> None:
+        """End waiting requests now, and running ones as soon as their engines return them."""
+        self.num_aborts += 1
+        self._router.interrupt()
+
+    async def run(self, ticket: int, requests: list[ClientRequest]) -> None:
+        """Complete all requests: wait for slots, call engines, continue what was interrupted.
+
+        Requests that get slots on one engine at the same time are sent there in one call. The first error ends all
+        other calls.
+        """
+        queued: dict[QueueEntry, list[ClientRequest]] = {}
+        calls: dict[asyncio.Task[InferenceEngineOutput], list[ClientRequest]] = {}
+        delays: dict[asyncio.Task[None], list[ClientRequest]] = {}
+
+        def enqueue(requests: list[ClientRequest]) -> None:
+            waiting = [request for request in requests if not self._is_aborted(request)]
+            if waiting:
+                for request in waiting:
+                    request.last_engine = None
+                queued[self._router.request_slots(ticket, [request.slot for request in waiting])] = waiting
+
+        enqueue(requests)
+        try:
+            while queued or calls or delays:
+                futures = [*(entry.granted for entry in queued), *calls, *delays]
+                if not any(future.done() for future in futures):
+                    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+                for entry in [entry for entry in queued if entry.granted.done()]:
+                    members = queued.pop(entry)
+                    try:
+                        grant = entry.granted.result()
+                    except Interrupted:
+                        enqueue(members)
+                        continue
+                    if grant.rest is not None:
+                        queued[grant.rest] = members
+                    for engine, indices in grant.slots.items():
+                        for batch in self._batches(engine, [members[index] for index in indices]):
+                            calls[self._start(engine, batch)] = batch
+                for call in [call for call in calls if call.done()]:
+                    interrupted = self._finish(call, calls.pop(call))
+                    if self._was_refused(interrupted):
+                        delays[asyncio.create_task(asyncio.sleep(_RETRY_DELAY_SECONDS))] = interrupted
+                    else:
+                        enqueue(interrupted)
+                for delay in [delay for delay in delays if delay.done()]:
+                    enqueue(delays.pop(delay))
+        finally:
+            for entry in queued:
+                self._router.withdraw(entry)
+            for task in (*calls, *delays):
+                task.cancel()
+            for request in requests:
+                self._release(request)
+            await asyncio.gather(*calls, *delays, return_exceptions=True)
+
+    def _batches(self, engine: int, requests: list[ClientRequest]) -> list[list[ClientRequest]]:
+        """Place requests on an engine; return them in batches that one call can take: all that nothing interrupted
+        yet, and interrupted ones with equal budgets."""
+        batches: dict[tuple[object, ...], list[ClientRequest]] = {}
+        for request in requests:
+            request.engine = request.last_engine = engine
+            params = request.call.sampling_params
+            budget = (params.get("max_tokens"), params.get("min_tokens"), "prompt_logprobs" in params)
+            batches.setdefault(budget if request.parts else (), []).append(request)
+        return list(batches.values())
+
+    def _start(self, engine: int, requests: list[ClientRequest]) -> "asyncio.Task[InferenceEngineOutput]":
+        """Start one call of an engine for requests that `_batches` put together."""
+        first = requests[0]
+        params = first.call.sampling_params
+        if first.seed is not None:
+            params = params | {"seed": [request.seed for request in requests]}
+        if "seed" in params and self._supervisor.has_no_seeds(engine):
+            params = {name: value for name, value in params.items() if name != "seed"}
+        sessions = [request.slot.session for request in requests if request.slot.session is not None]
+        batch = InferenceEngineInput(
+            prompt_token_ids=[request.call.prompt_token_ids for request in requests],
+            sampling_params=params or None,
+            session_ids=sessions if len(sessions) == len(requests) else None,
+            lora_name=first.lora_name,
+        )
+        return asyncio.create_task(self._supervisor.run(engine, lambda present: present.generate(batch)))
+
+    def _finish(
+        self, call: "asyncio.Task[InferenceEngineOutput]", requests: list[ClientRequest]
+    ) -> list[ClientRequest]:
+        """Give back the slots of a call that ended; return those of its requests that must be continued."""
+        for request in requests:
+            self._release(request)
+        try:
+            parts = to_completions(call.result())
+        except EngineFailure:
+            for request in requests:
+                request.was_interrupted = True
+            return requests
+        return [request for request, part in zip(requests, parts, strict=True) if not self._is_complete(request, part)]
+
+    def _is_complete(self, request: ClientRequest, part: Completion) -> bool:
+        """Add a part to its request; True if the completion is whole with it."""
+        request.parts.append(part)
+        if part.stop_reason == "abort" and self._is_aborted(request):
+            return True
+        engine = request.last_engine
+        max_model_len = None if engine is None else self._supervisor.max_model_len(engine)
+        step = next_call(request.prompt, request.params or {}, request.parts, self._decoder(request), max_model_len)
+        if isinstance(step, EngineCall):
+            request.call, request.was_interrupted = step, True
+            return False
+        request.completion = step
+        return True
+
+    def _is_aborted(self, request: ClientRequest) -> bool:
+        """Check whether a caller aborted this request; it is then completed with what was generated."""
+        if request.completion is None and request.num_aborts_before < self.num_aborts:
+            request.completion = join(request.prompt, request.parts, self._decoder(request), "abort")
+        return request.completion is not None
+
+    def _was_refused(self, requests: list[ClientRequest]) -> bool:
+        """Check whether an engine took nothing of a request though admission was not paused."""
+        return any(each.parts and not each.parts[-1].token_ids for each in requests) and not self._router.pause_reasons
+
+    def _release(self, request: ClientRequest) -> None:
+        if request.engine is not None:
+            self._router.release(request.engine, [request.slot])
+            request.engine = None
+
+    def _decoder(self, request: ClientRequest) -> Callable[[list[int]], str]:
+        skip = (request.params or {}).get("skip_special_tokens", True)
+
+        def decode(token_ids: list[int]) -> str:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert isinstance(text, str)
+            return text
+
+        return decode
+
+    def timeout_message(self, requests: list[ClientRequest], timeout_seconds: float) -> str:
+        """Describe how many of these requests are not completed, and where they are."""
+        late = [request for request in requests if request.completion is None]
+        engines = sorted({request.last_engine for request in late if request.last_engine is not None})
+        if engines:
+            where = f"under way on engine {', '.join(map(str, engines))}"
+        elif self._router.pause_reasons:
+            where = f"waiting: {', '.join(sorted(self._router.pause_reasons))}"
+        else:
+            states = ", ".join(
+                f"{health}: {len(ids)}" for health in Health if (ids := self._supervisor.with_health(health))
+            )
+            where = f"waiting for an engine ({states})"
+        number = f"{len(late)} of {len(requests)} requests were" if len(requests) > 1 else "the request was"
+        return f"{number} not answered within generator.request_timeout_seconds={timeout_seconds:g}; {where}"

@@ -1,0 +1,86 @@
+"""State of a request in vLLM: the tokens so far."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from skyrl_train.inference_engines.base import StopReason
+from skyrl_train.inference_engines.completion import Completion
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+UNLABELLED = "default"
+"""vLLM's label of the weights that it started with (`vllm/v1/engine/core.py`); our version 0."""
+
+
+@dataclass(eq=False)
+class RequestState:
+    """State of one request; grows by `take` until `stop_reason` is set.
+
+    Args:
+        request_id: vLLM's name for the request; empty for one that never reached vLLM.
+        lora_version: of the adapter that answers, if one does; its tokens have this version.
+    """
+
+    request_id: str = ""
+    lora_version: int | None = None
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    prompt_log_probs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+    withdrawn: bool = False
+    """Taken back before its first token, to be sent again: nobody sees this answer."""
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self.token_ids)
+
+    def completion(self) -> Completion:
+        return Completion(
+            token_ids=self.token_ids,
+            stop_reason=self.stop_reason or "abort",
+            weight_versions=self.weight_versions,
+            log_probs=self.log_probs,
+            prompt_log_probs=self.prompt_log_probs,
+        )
+
+    def take(self, output: "RequestOutput") -> None:
+        """Add what vLLM reports since the last time."""
+        (completion,) = output.outputs
+        self.token_ids += completion.token_ids
+        if completion.logprobs:
+            log_probs = completion.logprobs[-len(completion.token_ids) :] if completion.token_ids else []
+            self.log_probs += [
+                position[token].logprob
+                for position, token in zip(log_probs, completion.token_ids, strict=True)
+                if position is not None  # vLLM's type allows it; a written token has one
+            ]
+        if output.prompt_logprobs:
+            tokens = output.prompt_token_ids or []
+            self.prompt_log_probs = [
+                position[token].logprob
+                for position, token in zip(output.prompt_logprobs, tokens, strict=True)
+                if position  # the first token has none
+            ]
+        if output.finished:
+            self._end(completion.finish_reason)
+            self._label(completion.weight_versions or [])
+
+    def _end(self, finish_reason: str | None) -> None:
+        if finish_reason not in ("stop", "length", "abort"):
+            raise RuntimeError(f"vLLM ended a request with {finish_reason!r}")
+        self.stop_reason = finish_reason
+
+    def _label(self, spans: list) -> None:
+        if self.lora_version is not None:
+            self.weight_versions = [self.lora_version] * len(self.token_ids)
+            return
+        self.weight_versions = [version_of(span.version) for span in spans for _ in range(span.start, span.end)]
+        if len(self.weight_versions) != len(self.token_ids):
+            raise RuntimeError(f"vLLM told the versions of {len(self.weight_versions)} of {len(self.token_ids)} tokens")
+
+
+def version_of(label: str) -> int:
+    """Our number for vLLM's label."""
+    return 0 if label == UNLABELLED else int(label)

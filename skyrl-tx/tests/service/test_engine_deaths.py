@@ -1,0 +1,250 @@
+"""The engine dies, hangs, starts badly; what was accepted is done all the same, once."""
+
+import asyncio
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from scripted_engine import DIE, HANG, STICK
+from service_users import TIMEOUTS, Chain, Client, make_service, running, scripted, until
+
+from tx.tinker.engine.process import FROM_STDIN
+from tx.tinker.service.crash_bisector import DEATHS_TO_BE_SUSPECTED
+from tx.tinker.service.engine_link import EngineLink
+from tx.tinker.service.results import TryAgain
+from tx.tinker.service.service import TinkerService
+
+pytestmark = pytest.mark.process
+
+
+async def test_a_killed_engine_costs_nobody_anything(tmp_path: Path):
+    command = scripted(tmp_path / "state", commands_per_snapshot=4, seconds=0.01)
+    async with running(tmp_path, command=command) as service:
+        alice, bob = await Client(service).begin(), await Client(service, "bob").begin()
+        models = {alice: await alice.model(), bob: await bob.model(seed=3)}
+        chains = {alice: Chain(models[alice]), bob: Chain(models[bob], seed=3)}
+        base = await bob.sampler(0, base_model="tiny")
+        for life in range(3):
+            answers = []
+            for seq in range(20 * life + 1, 20 * life + 21):
+                for client, model in models.items():
+                    step = await (client.train if seq % 2 else client.step)(model, seq)
+                    chain = chains[client].train(seq) if seq % 2 else chains[client].step(seq)
+                    answers.append((client, step, chain.state))
+                answers.append((bob, await bob.sample(base, seq), "base"))
+            await answers[18 * life][0].result(answers[18 * life][1])
+            service._link._signal(signal.SIGKILL)
+            for client, answer, state in answers:
+                assert (await client.result(answer))["state"] == state
+        assert service._link.deaths == 3
+
+
+async def test_the_order_that_kills_fails_and_the_others_go_on(tmp_path: Path):
+    async with running(tmp_path) as service:
+        alice, bob = await Client(service).begin(), await Client(service, "bob").begin()
+        mine, his = await alice.model(), await bob.model()
+        base = await bob.sampler(0, base_model="tiny")
+        await alice.train(mine, 1)
+        deadly = await alice.step(mine, 2, DIE)
+        answers = [await bob.train(his, seq) for seq in range(1, 6)]
+        samples = [await bob.sample(base, seq) for seq in range(5)]
+        deadly_sample = await alice.sample(await alice.sampler(0, base_model="tiny"), 0, params={"temperature": DIE})
+        for answer in (deadly, deadly_sample):
+            stored = await alice.stored(answer)
+            assert stored.category == "server"
+            assert "the engine died each time this was tried" in (stored.error or "")
+            assert "exit status 9: Fatal: out of luck" in (stored.error or "")
+        last = await bob.result(answers[-1])
+        assert last["state"] == Chain(his).train(1).train(2).train(3).train(4).train(5).state
+        assert [(await bob.result(sample))["state"] for sample in samples] == ["base"] * 5
+        after = await alice.result(await alice.train(mine, 3))
+        assert after["state"] == Chain(mine).train(1).train(3).state, "the deadly step was not done"
+        assert service.metrics()["engine_killers_total"] == 2
+
+
+async def crash(service: TinkerService) -> None:
+    """As if this process were killed together with its engine: nothing more is written."""
+    await service._link.close()
+    for task in (*service._cleanup._tasks, *service._dispatch._tasks):
+        task.cancel()
+    await service._store.close()
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_a_request_that_takes_the_server_along_is_found_after_its_restarts(tmp_path: Path, together: bool):
+    for life in range(DEATHS_TO_BE_SUSPECTED + 1):
+        service = make_service(tmp_path)
+        await service.start()
+        if life == 0:
+            alice = await Client(service).begin()
+            model = await alice.model()
+            deadly = await alice.step(model, 1, STICK)
+        await until(lambda service=service: service.metrics().get("engine_training_pass_seconds"))
+        await (crash(service) if together else service.close())
+    async with running(tmp_path) as service:
+        alice.service = service
+        if together:
+            error = (await alice.stored(deadly)).error or ""
+            assert error == "the engine died each time this was tried; last: the server died with it"
+            assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(2).state
+        else:
+            await until(lambda: service.metrics().get("engine_training_pass_seconds"))
+            assert isinstance(await service.futures.retrieve("alice", deadly["request_id"], 0.1), TryAgain)
+
+
+async def test_snapshots_of_a_dead_engine_that_nobody_recorded_go(tmp_path: Path):
+    async with running(tmp_path, command=scripted(tmp_path / "state", commands_per_snapshot=1)) as service:
+        alice = await Client(service).begin()
+        model = await alice.model()
+        await alice.result(await alice.train(model, 1))
+        await until(lambda: service._state.runs[model].snapshot_seq == 1)
+        folder = Path(service._state.runs[model].snapshot or "").parent
+        for name in ("unrecorded", "half-written", "being-recorded"):
+            (folder / name).mkdir()
+        service._dispatch.recording.add(str(folder / "being-recorded"))
+        service._link._signal(signal.SIGKILL)
+        await until(lambda: service._link.engine_generation == 2)
+        kept = {path.name for path in folder.iterdir()}
+        assert kept == {Path(service._state.runs[model].snapshot or "").name, "being-recorded"}
+        assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(1).train(2).state
+
+
+async def test_an_engine_that_hangs_is_replaced(tmp_path: Path):
+    async with running(tmp_path) as service:
+        alice = await Client(service).begin()
+        base = await alice.sampler(0, base_model="tiny")
+        hanging = await alice.sample(base, 0, params={"temperature": HANG})
+        other = await alice.sample(base, 1)
+        stored = await alice.stored(hanging, timeout=40)
+        assert "it said nothing for 2 s" in (stored.error or "")
+        assert (await alice.result(other))["state"] == "base"
+
+
+@pytest.mark.parametrize("what", ["training pass", "step of sampling"])
+async def test_an_engine_that_is_at_one_pass_for_ever_is_replaced(tmp_path: Path, what: str):
+    async with running(tmp_path, timeouts=replace(TIMEOUTS, turn=0.5)) as service:
+        alice = await Client(service).begin()
+        model, base = await alice.model(), await alice.sampler(0, base_model="tiny")
+        if what == "training pass":
+            stuck = await alice.step(model, 1, STICK)
+        else:
+            stuck = await alice.sample(base, 0, params={"temperature": STICK})
+        other = await alice.sample(base, 1)
+        stored = await alice.stored(stuck, timeout=40)
+        why = f"a {what} took longer than 0.5 s (--pass-timeout-seconds)"
+        assert why in (stored.error or "") and service._link.last_death == why
+        assert (await alice.result(other))["state"] == "base"
+
+
+async def test_requests_queue_while_the_engine_starts_and_the_client_is_told(tmp_path: Path):
+    go = tmp_path / "go"
+    inner = scripted(tmp_path / "state")
+
+    def slowly(address: str) -> list[str]:
+        wait = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\n"
+        return [sys.executable, "-c", wait + "os.execv(sys.argv[2], sys.argv[2:])", str(go), *inner(address)]
+
+    async with running(tmp_path, command=slowly) as service:
+        alice = await Client(service).begin()
+        base = await alice.sampler(0, base_model="tiny")
+        answer = await alice.sample(base, 0)
+        waiting = await service.futures.retrieve("alice", answer["request_id"], 0.05)
+        assert waiting == TryAgain(f"{base}:0", "paused_capacity", "the engine is starting")
+        assert service._link.trouble == "the engine is starting"
+        go.touch()
+        assert (await alice.result(answer))["state"] == "base"
+        assert service._link.trouble is None
+
+
+async def test_an_engine_that_cannot_start_is_tried_again_and_says_why(tmp_path: Path):
+    def broken(address: str) -> list[str]:
+        return [sys.executable, "-c", "import sys; print('no such disk', flush=True); sys.exit(1)"]
+
+    async with running(tmp_path, command=broken) as service:
+        await until(lambda: service._link.deaths >= 3)
+        assert "exit status 1: no such disk" in (service._link.trouble or "")
+        assert not service.fatal_config_error.is_set()
+
+
+async def test_wrong_settings_are_not_tried_again(tmp_path: Path):
+    def wrong(address: str) -> list[str]:
+        return [sys.executable, "-c", "import sys; print('ConfigError: rank', flush=True); sys.exit(78)"]
+
+    async with running(tmp_path, command=wrong) as service:
+        await asyncio.wait_for(service.fatal_config_error.wait(), 20)
+        assert service._link.trouble == "the engine cannot be started: it ended with exit status 78: ConfigError: rank"
+        await asyncio.sleep(0.5)
+        assert service._link.deaths == 1
+
+
+def pids_of(service: TinkerService) -> tuple[int, int]:
+    """Of the engine and of the one that stands by."""
+    engine, standby = service._link._process, service._link._standby
+    assert engine is not None and standby is not None and standby._process is not None
+    return engine.pid, standby._process.pid
+
+
+async def test_the_one_that_stands_by_is_the_next_engine(tmp_path: Path):
+    async with running(tmp_path) as service:
+        alice = await Client(service).begin()
+        model = await alice.model()
+        first = await alice.train(model, 1)
+        seen = []
+        for life in (1, 2):
+            await until(lambda: service._link._standby._waits)
+            engine, standby = pids_of(service)
+            seen.append(engine)
+            service._link._signal(signal.SIGKILL)
+            await until(lambda life=life: service._link.ready and service._link.engine_generation == life + 1)
+            assert service._link._process.pid == standby
+        await until(lambda: service._link._standby._process)
+        assert len({*seen, *pids_of(service)}) == 4
+        assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(1).train(2).state
+        assert (await alice.result(first))["state"] == Chain(model).train(1).state
+
+
+async def test_one_that_is_not_standing_by_yet_is_not_waited_for(tmp_path: Path):
+    inner = scripted(tmp_path / "state")
+
+    def command(address: str) -> list[str]:
+        return [sys.executable, "-c", "import time; time.sleep(600)"] if address == FROM_STDIN else inner(address)
+
+    async with running(tmp_path, command=command) as service:
+        await until(lambda: service._link.ready and service._link._standby._process)
+        _, slow = pids_of(service)
+        service._link._signal(signal.SIGKILL)
+        await until(lambda: service._link.ready and service._link.engine_generation == 2)
+        with pytest.raises(ProcessLookupError):
+            os.kill(slow, 0)
+
+
+async def test_without_the_setting_nobody_stands_by(tmp_path: Path):
+    async with running(tmp_path, standby_engine=False) as service:
+        await until(lambda: service._link.ready)
+        assert service._link._standby is None
+
+
+async def test_closing_leaves_no_process(tmp_path: Path):
+    async with running(tmp_path) as service:
+        await until(lambda: service._link.ready and service._link._standby._process)
+        pids = pids_of(service)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert not list((tmp_path / "state" / "sockets").glob("*"))
+
+
+async def test_an_engine_that_does_not_stop_is_ended(tmp_path: Path):
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    link = EngineLink(lambda address: [sys.executable, "-c", deaf], tmp_path, TIMEOUTS)
+
+    async def died(why: str) -> None:
+        raise AssertionError(why)
+
+    link.start(lambda: None, lambda message: None, died)
+    await until(lambda: "deaf" in link.log_tail)
+    await asyncio.wait_for(link.close(), 10)
+    assert link._process is not None and link._process.returncode == -signal.SIGKILL

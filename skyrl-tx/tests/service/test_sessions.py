@@ -1,0 +1,154 @@
+"""Sessions: heartbeats, retention of results, restarts."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from service_users import Chain, Client, running, without_engine
+from sqlalchemy import select, update
+
+from tx.errors import RequestError
+from tx.tinker.storage.db_models import ModelRow, RequestRow, SessionRow
+
+pytestmark = pytest.mark.process
+
+
+async def test_a_session_without_heartbeat_ends_and_takes_its_models_along(tmp_path: Path):
+    async with running(tmp_path, session_timeout_sec=2, session_cleanup_interval_sec=0) as service:
+        await service._link.known_info(30)
+        silent, alive = await Client(service).begin(), await Client(service, "bob").begin()
+
+        async def beat() -> None:
+            while True:
+                await service.sessions.heartbeat("bob", alive.session_id)
+                await asyncio.sleep(0.1)
+
+        beating = asyncio.create_task(beat())
+        model, other = await silent.model(), await alive.model()
+        async with asyncio.timeout(20):
+            while silent.session_id in service._state.sessions or model in service._state.runs:
+                await asyncio.sleep(0.05)
+        with pytest.raises(RequestError) as ended:
+            await service.sessions.heartbeat("alice", silent.session_id)
+        assert ended.value.status == 410
+        with pytest.raises(RequestError) as gone:
+            await silent.train(model, 1)
+        assert gone.value.status == 404
+        assert (await alive.result(await alive.train(other, 1)))["state"] == Chain(other).train(1).state
+        beating.cancel()
+    assert (await service_rows(tmp_path, ModelRow))[model].status == "unloaded"
+    assert (await service_rows(tmp_path, SessionRow))[silent.session_id].end_reason == "expired"
+
+
+async def test_whatever_is_asked_keeps_a_session_alive(tmp_path: Path):
+    async with running(tmp_path, session_timeout_sec=2, session_cleanup_interval_sec=0) as service:
+        await service._link.known_info(30)
+        trains, samples, polls = [await Client(service, tenant).begin() for tenant in ("alice", "bob", "carol")]
+        model, base = await trains.model(), await samples.sampler(0, base_model="tiny")
+        late = await polls.train(await polls.model(), 2)  # 1 never comes
+        for seq in range(1, 40):
+            await asyncio.gather(trains.train(model, seq), samples.sample(base, seq))
+            await service.futures.retrieve("carol", late["request_id"], 0.1)
+        assert {trains.session_id, samples.session_id, polls.session_id} <= service._state.sessions.keys()
+        async with asyncio.timeout(20):
+            while service._state.sessions:
+                await asyncio.sleep(0.05)
+
+
+async def test_after_a_restart_everybody_has_the_whole_time_again(tmp_path: Path):
+    async with running(tmp_path) as service:
+        alice = await Client(service).begin()
+        model = await alice.model()
+        await alice.train(model, 2)  # 1 is missing
+        first = await alice.train(model, 1)
+        await alice.result(first)
+        long_ago = time.time() - 1e6
+        await service._store.write(
+            lambda database: database.execute(update(SessionRow).values(last_heartbeat_at=long_ago))
+        )
+    async with running(tmp_path, session_timeout_sec=5, session_cleanup_interval_sec=0) as service:
+        alice.service = service
+        assert await service.sessions.heartbeat("alice", alice.session_id) == {"type": "session_heartbeat"}
+        assert (await alice.result(first))["state"] == Chain(model).train(1).state
+        assert (await alice.result(await alice.train(model, 3)))["state"] == (
+            Chain(model).train(1).train(2).train(3).state
+        )
+        await service._cleanup.flush()
+        rows = await service._store.read(lambda database: list(database.scalars(select(SessionRow))))
+        assert rows[0].last_heartbeat_at > long_ago
+
+
+async def test_what_was_accepted_before_a_restart_is_done_after_it(tmp_path: Path):
+    async with running(tmp_path) as service:
+        alice = await Client(service).begin()
+        model = await alice.model()
+        answers = {seq: await alice.train(model, seq) for seq in (1, 2, 3, 5)}
+        saving = await alice.save_sampler(model, 6, sampling_session_seq_id=0)
+        sample = await alice.sample(await alice.sampler(1, base_model="tiny"), 0)
+    async with running(tmp_path) as service:
+        alice.service = service
+        chain = Chain(model)
+        for seq in (1, 2, 3):
+            assert (await alice.result(answers[seq]))["state"] == chain.train(seq).state
+        assert (await alice.result(sample))["state"] == "base"
+        with pytest.raises(RequestError, match="is taken"):
+            await alice.sampler(0, base_model="tiny")
+        await alice.train(model, 4)
+        assert (await alice.result(answers[5]))["state"] == chain.train(4).train(5).state
+        sampler = (await alice.result(saving))["sampling_session_id"]
+        assert (await alice.result(await alice.sample(sampler, 0)))["state"] == chain.state
+
+
+async def test_an_unload_is_finished_after_a_restart_without_bringing_the_model_back(tmp_path: Path):
+    async with running(tmp_path) as service:
+        alice = await Client(service).begin()
+        model = await alice.model()
+        await without_engine(service)
+        gone = await service.models.unload("alice", model)
+    async with running(tmp_path) as service:
+        alice.service = service
+        assert await alice.result(gone) == {"model_id": model, "type": "unload_model"}
+        assert model not in service._state.runs
+
+
+async def test_a_session_that_ended_with_the_server_unloads_its_models_afterwards(tmp_path: Path):
+    async with running(tmp_path) as service:
+        alice = await Client(service).begin()
+        model = await alice.model()
+        ended = update(SessionRow).values(ended_at=time.time(), end_reason="finished")  # and then it was killed
+        await service._store.write(lambda database: database.execute(ended))
+    async with running(tmp_path) as service:
+        assert (await Client(service).result(f"{model}:unload"))["model_id"] == model
+
+
+async def test_results_are_kept_for_a_while_after_they_were_fetched(tmp_path: Path):
+    async with running(tmp_path, result_ttl_sec=0) as service:
+        alice = await Client(service).begin()
+        model = await alice.model()
+        base = await alice.sampler(0, base_model="tiny")
+        sample = await alice.sample(base, 0)
+        passes = [await alice.train(model, seq) for seq in range(1, 7)]
+        for answer in (sample, *passes):
+            assert await alice.result(answer) == await alice.result(answer), "a lost answer is asked for again"
+        await service._cleanup.flush()
+        service.futures._cache.clear()
+        async with asyncio.timeout(10):
+            while service._state.runs[model].snapshot_seq < 5:
+                await asyncio.sleep(0.02)
+        await service._cleanup.collect_garbage()
+        for answer in (sample, passes[0]):
+            with pytest.raises(RequestError) as gone:
+                await alice.stored(answer)
+            assert gone.value.status == 410, answer
+        for unknown in (f"{model}:77", "nonsense", f"{model}x:1", f"{base}:one", ":", "a:1"):
+            with pytest.raises(RequestError) as nobody:
+                await alice.stored(unknown)
+            assert nobody.value.status == 404, unknown
+        assert (await alice.result(await alice.train(model, 7)))["state"]
+
+
+async def service_rows(folder: Path, kind: type) -> dict:
+    async with running(folder) as service:
+        rows = await service._store.read(lambda database: list(database.scalars(select(kind))))
+    return {getattr(row, "model_id" if kind in (ModelRow, RequestRow) else "session_id"): row for row in rows}

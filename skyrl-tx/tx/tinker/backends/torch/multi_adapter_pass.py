@@ -1,0 +1,165 @@
+"""One forward and backward of the base model over the data of several models, laid end to end; from the last hidden
+states on each model goes alone: its output layer, its loss, its gradient.
+
+Where several processes hold the base model, each computes a share of every model's data. What belongs to a model is put
+together from their log-probs, as if one process had computed them; its gradient is the sum of theirs.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tx.errors import ModelError
+from tx.tinker.backends.base import Failure
+from tx.tinker.backends.torch.adapters import Adapter, set_parts
+from tx.tinker.backends.torch.frozen_model import FrozenModel
+from tx.tinker.backends.torch.head import Targets
+from tx.tinker.backends.torch.layout import Segment, lay_out
+from tx.tinker.backends.torch.losses import LOSSES, LossResult, loss_inputs
+from tx.tinker.backends.torch.rank_group import RankGroup
+from tx.tinker.types import Datum, PassOutput, TrainingPass
+
+logger = logging.getLogger(__name__)
+
+_NOBODYS = [Datum(np.zeros(1, np.int64), {})]
+"""Dummy data of a rank without data: all ranks must take part in the pass."""
+
+Outcome = PassOutput | Failure
+
+
+def run_together(
+    base: FrozenModel, rank_group: RankGroup, passes: Sequence[TrainingPass], adapters: Sequence[Adapter]
+) -> list[Outcome]:
+    """Gradients are added to the models' own at the very end, when nothing can fail any more. A collective.
+
+    Args:
+        passes: all forward only, or none.
+        adapters: of each.
+
+    Raises:
+        Exception: the base model could not be computed; nothing was added.
+    """
+    with_gradient = not passes[0].forward_only
+    owners = [rank_group.owners(each.data) for each in passes]
+    mine = [_share(each, of_data, rank_group.rank) for each, of_data in zip(passes, owners, strict=True)]
+    here = [i for i, each in enumerate(mine) if each.data]
+    layout = lay_out([mine[i].data for i in here] or [_NOBODYS], base.device)
+    segments = dict(zip(here, layout.segments, strict=False))
+    gradients = [torch.zeros_like(adapter.weights, dtype=base.dtype) if with_gradient else None for adapter in adapters]
+    parts = {i: adapters[i].parts(segments[i].start, segments[i].end, gradients[i]) for i in here}
+    root = torch.zeros((), device=base.device, requires_grad=True) if with_gradient else None
+    set_parts(base.layers, list(parts.values()), layout.input_ids.shape[1], root)
+    try:
+        with torch.set_grad_enabled(with_gradient):
+            hidden = base.hidden_states(layout)
+        of_hidden = torch.zeros_like(hidden) if with_gradient else None
+        outcomes = {
+            i: _score(base, mine[i], segments[i], parts[i].get(base.head_name), hidden, of_hidden) for i in here
+        }
+        if of_hidden is not None and hidden.requires_grad:
+            hidden.backward(of_hidden)
+    finally:
+        set_parts(base.layers, (), 0, None)
+    results = _put_together(rank_group, passes, owners, outcomes)
+    for adapter, gradient, result in zip(adapters, gradients, results, strict=True):
+        if gradient is not None and isinstance(result, PassOutput):
+            if adapter.gradient is None:
+                adapter.gradient = torch.zeros_like(adapter.weights)
+            adapter.gradient.add_(rank_group.sum_of(gradient))
+    return results
+
+
+def failure(each: TrainingPass, error: Exception) -> Failure:
+    """Wrap an error without its traceback, which would keep the pass's tensors alive; server errors are logged."""
+    if not isinstance(error, ModelError):
+        logger.error("a pass of model %s failed", each.model_id, exc_info=error)
+    return Failure(error.with_traceback(None))
+
+
+def _share(each: TrainingPass, owners: list[int], rank: int) -> TrainingPass:
+    return replace(each, data=[datum for datum, owner in zip(each.data, owners, strict=True) if owner == rank])
+
+
+def _score(
+    base: FrozenModel,
+    each: TrainingPass,
+    segment: Segment,
+    part: Any,
+    hidden: torch.Tensor,
+    of_hidden: torch.Tensor | None,
+) -> Outcome:
+    """A model's log-probs and loss, and the gradient of its rows of the hidden states."""
+    try:
+        inputs = loss_inputs(each.loss_fn, each.data, each.loss_config, base.device)
+        rows = slice(segment.start, segment.end)
+        scored = base.head.score(hidden.detach()[rows], Targets.of(each.data), part)
+        log_probs = scored.log_probs.requires_grad_(of_hidden is not None)
+        with torch.set_grad_enabled(of_hidden is not None):
+            loss = LOSSES[each.loss_fn](log_probs, inputs)
+        if of_hidden is not None:
+            (gradient,) = torch.autograd.grad(loss[0].sum(), log_probs)
+            of_hidden[rows] = scored.backward(gradient)
+    except Exception as error:  # this model's alone: the others go on
+        return failure(each, error)
+    return _output(each, log_probs, loss)
+
+
+def _put_together(
+    rank_group: RankGroup, passes: Sequence[TrainingPass], owners: list[list[int]], outcomes: dict[int, Outcome]
+) -> list[Outcome]:
+    """Each model's result out of those of its shares."""
+    if rank_group.size == 1:
+        return [outcomes[i] for i in range(len(passes))]
+    of_ranks = rank_group.exchange({i: _portable(outcome) for i, outcome in outcomes.items()})
+    return [
+        _joined(each, owners[i], {rank: of_rank[i] for rank, of_rank in enumerate(of_ranks) if i in of_rank})
+        for i, each in enumerate(passes)
+    ]
+
+
+def _joined(each: TrainingPass, owners: list[int], shares: dict[int, Outcome]) -> Outcome:
+    """
+    Args:
+        shares: by rank.
+    """
+    try:
+        inputs = loss_inputs(each.loss_fn, each.data, each.loss_config, torch.device("cpu"))  # who is wrong, by number
+        pieces = {}
+        for rank, share in shares.items():
+            if isinstance(share, Failure):
+                return share
+            pieces[rank] = iter(share.logprobs)
+        log_probs = torch.from_numpy(np.concatenate([next(pieces[owner]).reshape(-1) for owner in owners]))
+        loss = LOSSES[each.loss_fn](log_probs, inputs)
+    except Exception as error:  # becomes this model's failure; the others go on
+        return failure(each, error)
+    return _output(each, log_probs, loss)
+
+
+def _output(each: TrainingPass, log_probs: torch.Tensor, loss: LossResult) -> PassOutput:
+    """
+    Args:
+        log_probs: [M], of all targets one after the other.
+    """
+    losses, metrics = loss
+    total = float(losses.detach().sum(dtype=torch.float64))
+    flat = log_probs.detach().cpu().numpy()
+    cuts = np.cumsum([datum.inputs["target_tokens"].size for datum in each.data])[:-1]
+    return PassOutput(
+        [
+            piece.reshape(datum.inputs["target_tokens"].shape)
+            for piece, datum in zip(np.split(flat, cuts), each.data, strict=True)
+        ],
+        {"loss:sum": total, "targets:sum": float(len(flat)), **metrics},
+    )
+
+
+def _portable(outcome: Outcome) -> Outcome:
+    """Errors of libraries may not survive the way to another process."""
+    if isinstance(outcome, Failure) and not isinstance(outcome.error, ModelError):
+        return Failure(RuntimeError(f"{type(outcome.error).__name__}: {outcome.error}"))
+    return outcome

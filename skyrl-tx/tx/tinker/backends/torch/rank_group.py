@@ -1,0 +1,95 @@
+"""Group of processes that share one frozen model: assignment of data, and collectives.
+
+Transformer blocks are sharded over the ranks (FSDP2): every rank must take part in each forward and backward, if need
+be with dummy data. Adapters, gradients and optimizers are small, and each rank holds all of them.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from skyrl_train.config import FSDPConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.training_backends.fsdp2.sharding import load_whole_state, transformer_blocks
+from tx.tinker.backends.torch.layout import cut
+from tx.tinker.types import Datum
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """
+    Args:
+        mesh: of all ranks; None: there is one process, and nothing here is a collective.
+    """
+
+    rank: int = 0
+    size: int = 1
+    mesh: DeviceMesh | None = None
+
+    def owners(self, data: Sequence[Datum]) -> list[int]:
+        """Assign each datum to a rank: consecutive data together, as evenly as possible. The result depends on the data
+        alone, so co-batched requests change nothing; so does the first rank, which spreads small requests."""
+        if self.size == 1:
+            return [0] * len(data)
+        lengths = [len(datum.tokens) for datum in data]
+        room = bisect_left(
+            range(sum(lengths)), True, lo=max(lengths), key=lambda most: len(cut(data, most)) <= self.size
+        )
+        first = sum(int(datum.tokens.sum()) for datum in data)
+        return [(first + i) % self.size for i, part in enumerate(cut(data, room)) for _ in part]
+
+    def exchange(self, mine: T) -> list[T]:
+        """Gather a value from every rank, in rank order. A collective."""
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
+    def sum_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over all ranks in float32, with the same bits on each. A collective."""
+        if self.size == 1:
+            return tensor
+        total = tensor.float()
+        dist.all_reduce(total)
+        return total
+
+    def shard(self, model: Any, folder: Path, device: torch.device) -> None:
+        """Shard the model's blocks in place, and replicate the rest (the output layer is called separately from the
+        decoder, and may be tied to the embeddings). A collective.
+
+        Args:
+            model: on rank 0 whole and on the CPU; elsewhere on the meta device, for its shapes.
+
+        Raises:
+            ConfigError: nobody knows what its blocks are.
+        """
+        for name, dtype in self.exchange({name: each.dtype for name, each in model.named_parameters()})[0].items():
+            parameter = model.get_parameter(name)  # some stay float32 when they are loaded
+            parameter.data = parameter.data.to(dtype)
+        whole = model.state_dict() if self.rank == 0 else {}
+        blocks = transformer_blocks(model)
+        if not blocks:
+            raise ConfigError(
+                f"{folder} cannot be divided over processes: its class does not name its blocks (_no_split_modules). "
+                f"Set backend_config.num_processes=1"
+            )
+        inside = {parameter for block in blocks for parameter in block.parameters()}
+        outside = set(model.parameters()) - inside
+        for block in blocks:
+            fully_shard(block, mesh=self.mesh)
+        fully_shard(model.get_decoder(), mesh=self.mesh, ignored_params=outside)
+        if self.rank == 0:
+            model.to(device)
+        load_whole_state(model, whole, FSDPConfig(), device)
+        model.tie_weights()
+
+
+ALONE = RankGroup()

@@ -1,0 +1,138 @@
+"""One rank of a sharded training group, as a plain class and as a process that serves it over a connection:
+`python -m tx.tinker.backends.torch.training_rank DESCRIPTOR`. The process ends when the connection does."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"  # before torch
+
+import torch
+from loguru import logger
+from torch.distributed.tensor import DTensor
+
+from skyrl_train.distributed.process_group import free_port, make_mesh
+from skyrl_train.training_backends.base import ParallelInfo, RankInfo, join_process_group
+from skyrl_train.utils.nodes import node_address
+from skyrl_train.utils.process_log import configure_logging
+from tx.tinker.backends.base import Failure
+from tx.tinker.backends.torch.rank_group import RankGroup
+from tx.tinker.backends.torch.training import TorchTraining
+from tx.tinker.types import PassOutput, TrainingPass
+
+ORPHANED = 3
+
+
+class RankTraining(TorchTraining):
+    """Training of one rank: all ranks compute, rank 0 reports and writes."""
+
+    def __init__(self, base_model_folder: str | Path, rank_group: RankGroup, **settings: Any):
+        super().__init__(base_model_folder, rank_group=rank_group, **settings)
+        parameters = [(local_part(each).numel(), each.numel()) for each in self.base_model.parameters()]
+        held, whole = map(sum, zip(*parameters, strict=True))
+        logger.info(
+            "process {} of {} holds {:,} of {:,} numbers of the model", rank_group.rank, rank_group.size, held, whole
+        )
+        self._kept: dict[str, torch.Tensor | None] = {}
+
+    def run(self, passes: Sequence[TrainingPass]) -> list[PassOutput | Failure]:
+        outputs = super().run(passes)
+        return outputs if self._rank_group.rank == 0 else []
+
+    def save(self, model_id: str, folder: Path, *, state: bool) -> None:
+        if self._rank_group.rank == 0:
+            super().save(model_id, folder, state=state)
+
+    def copy_gradient(self, model_id: str) -> None:
+        """Keeps the copy here, instead of an earlier one."""
+        self._kept[model_id] = super().copy_gradient(model_id)
+
+    def put_gradient(self, model_id: str, gradient: None) -> None:
+        super().put_gradient(model_id, self._kept.pop(model_id))
+
+    def forget(self, model_id: str) -> None:
+        self._kept.pop(model_id, None)
+        super().forget(model_id)
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+class TrainingRank:
+    """One training rank, before and after it has joined its group.
+
+    Args:
+        settings: fields of `TrainingSettings`; the device comes with the rank.
+        timeout_seconds: of every collective.
+    """
+
+    def __init__(self, base_model_folder: str, settings: dict[str, Any], timeout_seconds: float):
+        self._folder, self._settings, self._timeout_seconds = base_model_folder, settings, timeout_seconds
+        self._training: RankTraining | None = None
+
+    def rendezvous_point(self) -> tuple[str, int]:
+        """An address and free port of this process's machine where its group can meet."""
+        return node_address(), free_port()
+
+    def init_model(self, info: RankInfo) -> ParallelInfo:
+        """Joins the group and loads the model. A collective.
+
+        Raises:
+            ConfigError: a wrong setting, a model that cannot be trained here.
+        """
+        join_process_group(info, self._timeout_seconds)
+        rank_group = RankGroup(info.rank, info.world_size, make_mesh(torch.device(info.device)))
+        self._training = RankTraining(self._folder, rank_group, **{**self._settings, "device": info.device})
+        return ParallelInfo(rank=info.rank, world_size=info.world_size)
+
+    def answer(self, method: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Call a method of the training. Returns: its result or its exception."""
+        return _outcome(partial(getattr(self._training, method), *args, **options))
+
+
+def _outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:  # returned to the driver, which raises it
+        return error.with_traceback(None)
+
+
+def main() -> None:
+    for each in (signal.SIGINT, signal.SIGTERM):  # to the whole process group: who started this decides
+        signal.signal(each, signal.SIG_IGN)
+    connection, calls = Connection(int(sys.argv[1])), SimpleQueue[Any]()
+    threading.Thread(target=_read, args=(connection, calls), daemon=True).start()
+    configure_logging()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    info, *args = calls.get()
+    rank = TrainingRank(*args)
+    connection.send(_outcome(partial(rank.init_model, info)))
+    while True:
+        connection.send(rank.answer(*calls.get()))
+
+
+def _read(connection: Connection, calls: "SimpleQueue[Any]") -> None:
+    try:
+        while True:
+            calls.put(connection.recv())
+    except (EOFError, OSError):
+        os._exit(ORPHANED)  # even in the middle of a pass
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:  # logged: os._exit below would hide it
+        import traceback
+
+        traceback.print_exc()
+    os._exit(1)  # at once, whatever threads of collectives are still at work

@@ -1,0 +1,265 @@
+"""Checkpoints and the runs they come from: who may see which, what they are, how they go.
+
+A checkpoint's folder is named for its name and the request that made it, and is never written twice. So replacing or
+deleting a checkpoint harms no sampler that has its weights: the folder goes when nobody uses it any more.
+"""
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import TypeVar
+
+from sqlalchemy import func, select
+from sqlmodel import Session as Database
+from sqlmodel import col
+
+from tx.errors import RequestError
+from tx.tinker.commands import CheckpointSource
+from tx.tinker.service.state import ServerState
+from tx.tinker.storage.db_models import CheckpointRow, ModelRow, SamplerRow
+from tx.tinker.storage.garbage import schedule_deletion
+from tx.tinker.storage.store import Store
+from tx.tinker.types import CheckpointKind, LoraSpec, TinkerPath, checkpoint_name, sampler_id_of
+
+T = TypeVar("T")
+TTL_SECONDS = (3600, 10 * 365 * 86400)
+PAGE = 1000
+
+
+class Checkpoints:
+    """Checkpoints and training runs in the database."""
+
+    def __init__(self, store: Store, state: ServerState):
+        self._store, self._state = store, state
+
+    # ---- as a place to begin from
+
+    async def source(
+        self,
+        tenant: str,
+        path: str,
+        *,
+        optimizer: bool = False,
+        setting: str = "path",
+        pending_model_id: str | None = None,
+    ) -> CheckpointSource:
+        """Find a checkpoint of the tenant, or a published one.
+
+        Args:
+            optimizer: require one
+            pending_model_id: model whose saves under way count: they finish before its next request
+
+        Raises:
+            RequestError: unknown checkpoint (404), or one without an optimizer.
+        """
+        place = TinkerPath.parse(path, setting)
+        if optimizer and place.kind != "weights":
+            raise RequestError(f"{setting} must be tinker://RUN/weights/NAME to load an optimizer; got {path!r}")
+        row, model = await self._store.read(lambda database: _find(database, place))
+        folder = row.folder if row is not None and (row.public or row.tenant == tenant) else None
+        if place.run_id == pending_model_id and (run := self._state.runs.get(place.run_id)) is not None:
+            folder = run.saving.get((place.kind, place.name), folder)
+        if folder is None or model is None:
+            raise RequestError(f"{setting}: there is no checkpoint {path!r}", 404)
+        return CheckpointSource(str(place), model.model_id, model.base_model, _lora(model), folder)
+
+    async def weights_info(self, tenant: str, path: str) -> dict[str, object]:
+        """Describe the adapter of a checkpoint."""
+        source = await self.source(tenant, path, setting="tinker_path")
+        return {
+            "base_model": source.base_model,
+            "is_lora": True,
+            "lora_rank": source.lora.rank,
+            "train_attn": source.lora.train_attn,
+            "train_mlp": source.lora.train_mlp,
+            "train_unembed": source.lora.train_unembed,
+        }
+
+    async def archive(self, tenant: str, run_id: str, kind: CheckpointKind, name: str) -> str:
+        """Return the folder (path or URL) of a checkpoint."""
+        return (await self.source(tenant, f"tinker://{run_id}/{kind}/{name}", setting="checkpoint")).folder
+
+    async def check_name_is_free(self, path: TinkerPath) -> None:
+        """Raises RequestError if the checkpoint exists or is being saved."""
+        row = await self._store.read(lambda database: database.get(CheckpointRow, tuple(path)))
+        run = self._state.runs.get(path.run_id)
+        if row is not None or (run is not None and (path.kind, path.name) in run.saving):
+            fix = "give another path, or overwrite=true" if path.kind == "weights" else "give another path"
+            raise RequestError(f"path: the checkpoint {path!s} exists already; {fix}")
+
+    async def free_sampler_id(self, session_id: str, number: int) -> str:
+        """Raises RequestError if the sampler exists or is being saved."""
+        sampler_id = sampler_id_of(session_id, number)
+        row = await self._store.read(lambda database: database.get(SamplerRow, sampler_id))
+        if row is not None or sampler_id in self._state.promised_samplers:
+            raise RequestError(f"sampling_session_seq_id {number} of this session is taken: give the next number")
+        return sampler_id
+
+    # ---- as things to look at
+
+    async def training_runs(self, tenant: str, limit: int = 20, offset: int = 0) -> dict[str, object]:
+        """List a page of the tenant's runs, most recently used first."""
+        limit = _page(limit, offset)
+
+        def unit(database: Database) -> tuple[list[dict[str, object]], int]:
+            mine = col(ModelRow.tenant) == tenant
+            rows = database.scalars(
+                select(ModelRow)
+                .where(mine)
+                .order_by(col(ModelRow.last_request_at).desc(), col(ModelRow.model_id))
+                .limit(limit)
+                .offset(offset)
+            ).all()
+            total = database.scalar(select(func.count()).select_from(ModelRow).where(mine)) or 0
+            return _described_runs(database, list(rows)), total
+
+        runs, total = await self._store.read(unit)
+        return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": total}}
+
+    async def training_run(self, tenant: str, run_id: str) -> dict[str, object]:
+        """Describe a run. Raises: RequestError 404."""
+        return await self._store.read(lambda database: _described_runs(database, [_run(database, tenant, run_id)])[0])
+
+    async def of_run(self, tenant: str, run_id: str) -> dict[str, object]:
+        """List the checkpoints of a run, newest first."""
+
+        def unit(database: Database) -> list[CheckpointRow]:
+            _run(database, tenant, run_id)
+            return list(database.scalars(_newest_first().where(col(CheckpointRow.model_id) == run_id)))
+
+        return {"checkpoints": [describe(row) for row in await self._store.read(unit)]}
+
+    async def of_tenant(self, tenant: str, limit: int = 100, offset: int = 0) -> dict[str, object]:
+        """List a page of the tenant's checkpoints, newest first."""
+        limit = _page(limit, offset)
+
+        def unit(database: Database) -> tuple[list[CheckpointRow], int]:
+            mine = col(CheckpointRow.tenant) == tenant
+            total = database.scalar(select(func.count()).select_from(CheckpointRow).where(mine)) or 0
+            return list(database.scalars(_newest_first().where(mine).limit(limit).offset(offset))), total
+
+        rows, total = await self._store.read(unit)
+        cursor = {"offset": offset, "limit": limit, "total_count": total}
+        return {"checkpoints": [describe(row) for row in rows], "cursor": cursor}
+
+    # ---- as things to change
+
+    async def delete(self, tenant: str, run_id: str, kind: CheckpointKind, name: str) -> None:
+        """Delete a checkpoint, and its folder once nothing uses it."""
+
+        def unit(database: Database, row: CheckpointRow) -> None:
+            database.delete(row)
+            database.flush()
+            schedule_deletion(database, [row.folder], time.time())
+
+        await self._change(tenant, run_id, kind, name, unit)
+
+    async def set_ttl(self, tenant: str, run_id: str, kind: CheckpointKind, name: str, ttl_seconds: int | None) -> None:
+        """Set the seconds until a checkpoint expires; None: never."""
+        shortest, longest = TTL_SECONDS
+        if ttl_seconds is not None and not shortest <= ttl_seconds <= longest:
+            raise RequestError(f"ttl_seconds must be {shortest} to {longest}, or null for ever; got {ttl_seconds}")
+
+        def unit(database: Database, row: CheckpointRow) -> None:
+            row.expires_at = None if ttl_seconds is None else time.time() + ttl_seconds
+
+        await self._change(tenant, run_id, kind, name, unit)
+
+    async def publish(self, tenant: str, run_id: str, kind: CheckpointKind, name: str, public: bool) -> None:
+        """Allow or forbid other tenants to read a checkpoint."""
+
+        def unit(database: Database, row: CheckpointRow) -> None:
+            row.public = public
+
+        await self._change(tenant, run_id, kind, name, unit)
+
+    async def _change(
+        self, tenant: str, run_id: str, kind: str, name: str, change: Callable[[Database, CheckpointRow], None]
+    ) -> None:
+        place = TinkerPath.parse(f"tinker://{run_id}/{kind}/{checkpoint_name(name, 'checkpoint')}", "checkpoint")
+
+        def unit(database: Database) -> None:
+            row, _ = _find(database, place)
+            if row is None or row.tenant != tenant:
+                raise RequestError(f"there is no checkpoint {str(place)!r}", 404)
+            change(database, row)
+
+        await self._store.write(unit)
+
+
+def describe(row: CheckpointRow) -> dict[str, object]:
+    """A checkpoint as the protocol has it."""
+    return {
+        "checkpoint_id": f"{row.kind}/{row.name}",
+        "checkpoint_type": "training" if row.kind == "weights" else "sampler",
+        "time": _time(row.created_at),
+        "tinker_path": f"tinker://{row.model_id}/{row.kind}/{row.name}",
+        "size_bytes": row.size_bytes,
+        "public": row.public,
+        "user_metadata": row.user_metadata,
+        "expires_at": None if row.expires_at is None else _time(row.expires_at),
+    }
+
+
+def _described_runs(database: Database, rows: list[ModelRow]) -> list[dict[str, object]]:
+    ids = [row.model_id for row in rows]
+    last: dict[tuple[str, str], CheckpointRow] = {}
+    for checkpoint in database.scalars(_newest_first().where(col(CheckpointRow.model_id).in_(ids))):
+        last.setdefault((checkpoint.model_id, checkpoint.kind), checkpoint)
+    return [_described_run(row, last) for row in rows]
+
+
+def _described_run(row: ModelRow, last: dict[tuple[str, str], CheckpointRow]) -> dict[str, object]:
+    weights, sampler = last.get((row.model_id, "weights")), last.get((row.model_id, "sampler_weights"))
+    return {
+        "training_run_id": row.model_id,
+        "base_model": row.base_model,
+        "model_owner": row.tenant,
+        "is_lora": True,
+        "lora_rank": row.lora_rank,
+        "corrupted": row.status == "failed",
+        "last_request_time": _time(row.last_request_at),
+        "last_checkpoint": describe(weights) if weights else None,
+        "last_sampler_checkpoint": describe(sampler) if sampler else None,
+        "user_metadata": row.user_metadata,
+    }
+
+
+def _newest_first():  # the type of a select is long and says nothing
+    return select(CheckpointRow).order_by(
+        col(CheckpointRow.created_at).desc(), col(CheckpointRow.model_id), col(CheckpointRow.name)
+    )
+
+
+def _find(database: Database, place: TinkerPath) -> tuple[CheckpointRow | None, ModelRow | None]:
+    row = database.get(CheckpointRow, (place.run_id, place.kind, place.name))
+    if row is not None and row.expires_at is not None and row.expires_at < time.time():
+        row = None
+    return row, database.get(ModelRow, place.run_id)
+
+
+def _run(database: Database, tenant: str, run_id: str) -> ModelRow:
+    row = database.get(ModelRow, run_id)
+    if row is None or row.tenant != tenant:
+        raise RequestError(f"there is no training run {run_id[:200]!r}", 404)
+    return row
+
+
+def _lora(row: ModelRow) -> LoraSpec:
+    return LoraSpec(
+        rank=row.lora_rank,
+        seed=row.lora_seed,
+        train_attn=row.train_attn,
+        train_mlp=row.train_mlp,
+        train_unembed=row.train_unembed,
+    )
+
+
+def _page(limit: int, offset: int) -> int:
+    if limit < 0 or offset < 0:
+        raise RequestError(f"limit and offset must be 0 or more; got {limit} and {offset}")
+    return min(limit, PAGE)
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,250 @@
+"""Supervision of the engine process: start, health checks, restart after a crash or a hang.
+
+Callers send their messages again to the next engine; each start increments `engine_generation`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+
+from tx.tinker.backends.base import BackendInfo
+from tx.tinker.engine.channel import ApiChannel
+from tx.tinker.engine.messages import EngineStats, FromApi, FromEngine, Ready
+from tx.tinker.engine.process import WRONG_SETTINGS
+from tx.tinker.service.standby import Standby, signal_session, start_process
+
+log = logging.getLogger(__name__)
+engine_log = logging.getLogger("tx.engine")
+
+LOG_TAIL_LINES = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineTimeouts:
+    """Timeouts of the engine process, in seconds."""
+
+    start: float = 1800.0
+    """Start-up, including the load of a large model."""
+    silence: float = 180.0
+    """Longest silence of a ready engine, which sends statistics each second."""
+    turn: float = 1800.0
+    """One pass of the training thread, or one step of sampling."""
+    stop: float = 10.0
+    """Shutdown of an engine after SIGTERM."""
+    first_delay: float = 0.2
+    """Delay of the first restart; doubled for each engine that crashed without completing a command."""
+    longest_delay: float = 30.0
+
+
+class EngineLink:
+    """
+    Args:
+        command: address of the channel -> what to run
+        folder: for the channel's socket
+        standby: keep the next engine's process ready
+    """
+
+    def __init__(
+        self,
+        command: Callable[[str], list[str]],
+        folder: Path,
+        timeouts: EngineTimeouts | None = None,
+        *,
+        standby: bool = False,
+    ):
+        self._command, self._folder, self._timeouts = command, folder, timeouts or EngineTimeouts()
+        self._standby = Standby(command) if standby else None
+        self.engine_generation = 0
+        """Number of the present or last engine."""
+        self.ready = False
+        self.info: BackendInfo | None = None
+        self.stats: EngineStats | None = None
+        self.deaths = 0
+        self.last_death: str | None = None
+        self.trouble: str | None = "the engine is starting"
+        """Reason why no command is executed at present."""
+        self.fatal_config_error = asyncio.Event()
+        """Set when the engine exits because of wrong settings."""
+        self.log_tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
+        self._informed = asyncio.Event()
+        self._channel: ApiChannel | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._supervision: asyncio.Task[None] | None = None
+        self._heard_at = 0.0
+        self._deaths_in_a_row = 0
+        self._kill_reason: str | None = None
+        self._closing = False
+
+    def start(
+        self,
+        on_ready: Callable[[], None],
+        on_message: Callable[[FromEngine], None],
+        on_death: Callable[[str], Coroutine[None, None, None]],
+    ) -> None:
+        """Start the supervision task. The engine takes messages after `on_ready`; `on_death` gets the reason of a
+        crash, and the restart waits for it."""
+        self._on_ready, self._on_message, self._on_death = on_ready, on_message, on_death
+        for socket in self._folder.glob("engine-*.sock"):  # of servers that were killed; each has this folder alone
+            socket.unlink(missing_ok=True)
+        self._supervision = asyncio.create_task(self._supervise(), name="engine-supervision")
+
+    async def send(self, message: FromApi) -> None:
+        """Send a message to the present engine; drop it if there is none."""
+        if self._channel is not None:
+            await self._channel.send(message)
+
+    async def known_info(self, timeout: float) -> BackendInfo | None:
+        """Wait for the backend's description. Returns: None if no engine was ready within `timeout`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._informed.wait(), timeout)
+        return self.info
+
+    def did_something(self) -> None:
+        """Reset the restart delay after a completed command."""
+        self._deaths_in_a_row = 0
+
+    def kill(self, reason: str) -> None:
+        """Kill the present engine; a restart follows."""
+        self._kill_reason = reason
+        self._signal(signal.SIGKILL)
+
+    async def close(self) -> None:
+        """Terminate the engine, and kill it after a timeout."""
+        if self._supervision is None:
+            return
+        supervision, self._supervision = self._supervision, None
+        self._closing = True
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()  # it alone: its children are its own to end, once models are on disk
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), self._timeouts.stop)
+        supervision.cancel()
+        await asyncio.wait((supervision,))
+        if self._standby is not None:
+            await self._standby.close()
+
+    # ---- supervision
+
+    async def _supervise(self) -> None:
+        while True:
+            self.engine_generation += 1
+            why = "it could not be started"
+            try:
+                why = await self._run_engine()
+            except OSError as error:
+                why = f"{why}: {error}"
+            finally:
+                self.ready = False
+                self._signal(signal.SIGKILL)
+            if self._closing:
+                return
+            self.deaths, self.last_death = self.deaths + 1, why
+            self._deaths_in_a_row += 1
+            self.trouble = f"the engine is being restarted: {why}"
+            log.error("engine %d ended: %s", self.engine_generation, why)
+            try:
+                await self._on_death(why)
+            except Exception:  # broad: whatever fails there, an engine is needed
+                log.exception("after the end of engine %d", self.engine_generation)
+            if self._process is not None and self._process.returncode == WRONG_SETTINGS:
+                self.trouble = f"the engine cannot be started: {why}"
+                self.fatal_config_error.set()
+                return
+            exponent = min(self._deaths_in_a_row - 1, 10)
+            await asyncio.sleep(min(self._timeouts.first_delay * 2**exponent, self._timeouts.longest_delay))
+
+    async def _run_engine(self) -> str:
+        """Run one engine from start to end. Returns: the reason of its end."""
+        self._kill_reason = None
+        channel = self._channel = ApiChannel.bind(self._folder)
+        tasks: list[asyncio.Task[str]] = []
+        try:
+            self._heard_at = time.monotonic()
+            process = self._process = await self._new_process(channel.address)
+            reading = asyncio.create_task(self._read_log(process))
+            tasks = [
+                asyncio.create_task(self._ended(process, reading)),
+                asyncio.create_task(self._listen(channel)),
+                asyncio.create_task(self._watch()),
+            ]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return self._kill_reason or next(iter(done)).result()
+        finally:
+            self.ready = False
+            self._channel = None
+            for task in tasks:
+                task.cancel()
+            self._signal(signal.SIGKILL)
+            if self._process is not None:
+                await self._process.wait()
+            channel.close()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _new_process(self, address: str) -> asyncio.subprocess.Process:
+        if self._standby is not None and (process := await self._standby.take(address)) is not None:
+            return process
+        return await start_process(self._command(address))
+
+    async def _ended(self, process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> str:
+        code = await process.wait()
+        await asyncio.wait((reading,), timeout=2)  # a grandchild may hold the pipe
+        reading.cancel()
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        last = next((line for line in reversed(self.log_tail) if line.strip()), "")
+        return f"it ended with {how}" + (f": {last[-300:]}" if last else "")
+
+    async def _listen(self, channel: ApiChannel) -> str:
+        async for message in channel:
+            self._heard_at = time.monotonic()
+            match message:
+                case Ready():
+                    self.info = message.info
+                    self.ready, self.trouble = True, None
+                    self._informed.set()
+                    log.info("engine %d is ready", self.engine_generation)
+                    self._on_ready()
+                    if self._standby is not None:
+                        self._standby.prepare()
+                case EngineStats():
+                    self.stats = message
+                    if stuck := self._stuck(message):
+                        return stuck
+                case _:
+                    self._on_message(message)
+        return "its channel was closed"
+
+    def _stuck(self, stats: EngineStats) -> str | None:
+        limit = self._timeouts.turn
+        for what, seconds in (("a training pass", stats.turn_seconds), ("a step of sampling", stats.step_seconds)):
+            if seconds > limit:
+                return f"{what} took longer than {limit:g} s (--pass-timeout-seconds)"
+        return None
+
+    async def _watch(self) -> str:
+        while True:
+            await asyncio.sleep(min(1.0, self._timeouts.silence / 4))
+            timeouts = self._timeouts.silence if self.ready else self._timeouts.start
+            if time.monotonic() - self._heard_at > timeouts:
+                return f"it said nothing for {timeouts:g} s" + ("" if self.ready else " after its start")
+
+    async def _read_log(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        rest = ""
+        while data := await process.stdout.read(1 << 16):
+            *lines, rest = (rest + data.decode(errors="replace")).split("\n")
+            rest = rest[-(1 << 16) :]
+            for line in lines:
+                self.log_tail.append(line)
+                engine_log.info("%s", line)
+        if rest:
+            self.log_tail.append(rest)
+
+    def _signal(self, number: int) -> None:
+        signal_session(self._process, number)

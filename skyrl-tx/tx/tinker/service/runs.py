@@ -1,0 +1,193 @@
+"""Models under training: creation, description, unloading."""
+
+import secrets
+import time
+from functools import partial
+
+from sqlmodel import Session as Database
+
+from tx.errors import RequestError
+from tx.tinker.base_model import BaseModelFacts
+from tx.tinker.commands import CreateModel
+from tx.tinker.config import EngineConfig
+from tx.tinker.service.checkpoints import Checkpoints
+from tx.tinker.service.dispatch import Dispatch
+from tx.tinker.service.engine_link import EngineLink
+from tx.tinker.service.intake import RequestIntake
+from tx.tinker.service.limits import Limits
+from tx.tinker.service.rows import insert_request
+from tx.tinker.service.state import PendingRequest, Run, ServerState
+from tx.tinker.storage.db_models import ModelRow
+from tx.tinker.storage.store import Store
+from tx.tinker.types import LoraSpec, model_id_of, request_id_of
+from tx.tinker.wire import schemas
+from tx.tinker.wire.checks import check_lora
+
+BACKEND_PATIENCE_SECONDS = 30.0
+"""Longest wait for the backend's limits; after it a model is accepted, and the engine checks it."""
+
+
+def draw_seed() -> int:
+    """Draw a random seed of 31 bits."""
+    return secrets.randbits(31)
+
+
+class Runs:
+    """Creation, description and unloading of models."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        facts: BaseModelFacts,
+        store: Store,
+        state: ServerState,
+        limits: Limits,
+        intake: RequestIntake,
+        dispatch: Dispatch,
+        link: EngineLink,
+        checkpoints: Checkpoints,
+    ):
+        self._config, self._facts, self._store, self._state, self._limits = config, facts, store, state, limits
+        self._intake, self._dispatch, self._link, self._checkpoints = intake, dispatch, link, checkpoints
+
+    async def create(self, tenant: str, request: schemas.CreateModelRequest) -> dict[str, str]:
+        """Create a model with a new adapter."""
+        model_id = model_id_of(request.session_id, request.model_seq_id)
+        if await self._exists(tenant, model_id):
+            return _accepted(model_id)
+        self._state.session(tenant, request.session_id)
+        self.check_base_model(request.base_model)
+        lora = (request.lora_config or schemas.LoraConfig()).to_spec(draw_seed)
+        await self._check_lora(lora)
+        row = self._row(tenant, request.session_id, request.model_seq_id, request.base_model, lora)
+        row.user_metadata = request.user_metadata
+        return await self._create(request, row, lora)
+
+    async def create_from_checkpoint(self, tenant: str, request: schemas.LoadWeightsRequest) -> dict[str, str]:
+        """Create a model with the adapter of a checkpoint."""
+        assert request.session_id is not None and request.model_seq_id is not None
+        model_id = model_id_of(request.session_id, request.model_seq_id)
+        if await self._exists(tenant, model_id):
+            return _accepted(model_id)
+        self._state.session(tenant, request.session_id)
+        if request.base_model is not None:
+            self.check_base_model(request.base_model)
+        source = await self._checkpoints.source(tenant, request.path, optimizer=request.optimizer)
+        await self._check_lora(source.lora)
+        row = self._row(
+            tenant, request.session_id, request.model_seq_id, request.base_model or source.base_model, source.lora
+        )
+        row.user_metadata, row.origin = request.user_metadata, request.path
+        return await self._create(request, row, source.lora, source.folder)
+
+    async def get_info(self, tenant: str, model_id: str) -> dict[str, object]:
+        """Describe a model. Raises: RequestError 404."""
+        run = self._state.runs.get(model_id)
+        if run is not None and run.tenant == tenant:
+            base_model, rank = run.base_model, run.lora.rank
+        else:
+            row = await self._row_of(tenant, model_id)
+            base_model, rank = row.base_model, row.lora_rank
+        return {
+            "type": "get_info",
+            "model_id": model_id,
+            "model_data": {
+                "arch": self._facts.architecture,
+                "model_name": base_model,
+                "tokenizer_id": self._facts.tokenizer_id,
+            },
+            "is_lora": True,
+            "lora_rank": rank,
+            "model_name": base_model,
+        }
+
+    async def unload(self, tenant: str, model_id: str) -> dict[str, str]:
+        """Unload a model after its accepted requests."""
+        run = self._state.runs.get(model_id)
+        if run is not None and run.tenant == tenant:
+            await self._intake.unload(run)
+        elif (await self._row_of(tenant, model_id)).status != "unloaded":
+            raise RequestError(f"model_id {model_id!r} is no live model: its creation failed", 404)
+        return {"request_id": request_id_of(model_id, "unload"), "model_id": model_id}
+
+    def check_base_model(self, name: str) -> None:
+        """Check that a base model is served. Raises: RequestError."""
+        if name not in self._config.served_names:
+            raise RequestError(
+                f"base_model must be {' or '.join(map(repr, self._config.served_names))}, which is served here; "
+                f"got {name[:200]!r}"
+            )
+
+    # ---- making
+
+    async def _check_lora(self, lora: LoraSpec) -> None:
+        info = await self._link.known_info(BACKEND_PATIENCE_SECONDS)
+        if info is None:
+            return
+        check_lora(lora, info.max_lora_rank, info.can_train_unembed)
+        if lora.train_unembed and not info.can_train_unembed:
+            raise RequestError(
+                f"lora_config.train_unembed must be false: the backend {info.name} does not train the output layer of "
+                f"{self._facts.name}"
+            )
+
+    async def _create(
+        self,
+        request: schemas.CreateModelRequest | schemas.LoadWeightsRequest,
+        row: ModelRow,
+        lora: LoraSpec,
+        folder: str | None = None,
+    ) -> dict[str, str]:
+        run = self._state.runs.get(row.model_id)  # the same request may have come while this one was checked
+        if run is None:
+            self._state.session(row.tenant, row.session_id)  # it may have ended meanwhile
+            self._limits.admit_training(row.tenant)
+            run = self._state.runs[row.model_id] = Run(row.model_id, row.tenant, row.session_id, row.base_model, lora)
+            stored = CreateModel.encode(request, row.tenant, row.model_id, lora, folder)
+            await self._intake.create(run, stored, partial(_insert_model, row))
+        else:
+            await self._intake.created(run)
+        return _accepted(row.model_id)
+
+    async def _exists(self, tenant: str, model_id: str) -> bool:
+        """Return True if this request was accepted before."""
+        run = self._state.runs.get(model_id)
+        if run is not None and run.tenant == tenant:
+            await self._intake.created(run)
+            return True
+        row = await self._store.read(lambda database: database.get(ModelRow, model_id))
+        return row is not None and row.tenant == tenant
+
+    async def _row_of(self, tenant: str, model_id: str) -> ModelRow:
+        row = await self._store.read(lambda database: database.get(ModelRow, model_id))
+        if row is None or row.tenant != tenant:
+            raise RequestError(f"model_id {model_id!r} is not known", 404)
+        return row
+
+    def _row(self, tenant: str, session_id: str, model_seq_id: int, base_model: str, lora: LoraSpec) -> ModelRow:
+        now = time.time()
+        return ModelRow(
+            model_id=model_id_of(session_id, model_seq_id),
+            tenant=tenant,
+            session_id=session_id,
+            model_seq_id=model_seq_id,
+            base_model=base_model,
+            lora_rank=lora.rank,
+            lora_seed=lora.seed,
+            train_attn=lora.train_attn,
+            train_mlp=lora.train_mlp,
+            train_unembed=lora.train_unembed,
+            status="live",
+            created_at=now,
+            last_request_at=now,
+        )
+
+
+def _accepted(model_id: str) -> dict[str, str]:
+    return {"request_id": request_id_of(model_id, 0), "model_id": model_id}
+
+
+def _insert_model(row: ModelRow, database: Database, pending: PendingRequest) -> None:
+    database.add(row)
+    database.flush()
+    insert_request(database, pending)

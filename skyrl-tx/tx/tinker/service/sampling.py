@@ -1,0 +1,180 @@
+"""Samplers and samples. The weights of a sampler never change, whatever is trained, replaced or deleted later."""
+
+import asyncio
+import hashlib
+import secrets
+import time
+from functools import partial
+
+from sqlalchemy.exc import IntegrityError
+from sqlmodel import Session as Database
+
+from tx.errors import RequestError
+from tx.tinker.base_model import BaseModelFacts
+from tx.tinker.commands import Sample
+from tx.tinker.service.checkpoints import Checkpoints
+from tx.tinker.service.dispatch import Dispatch
+from tx.tinker.service.limits import Limits
+from tx.tinker.service.rows import insert_request
+from tx.tinker.service.runs import Runs, draw_seed
+from tx.tinker.service.state import PendingRequest, Sampler, ServerState
+from tx.tinker.storage.db_models import SamplerRow, SessionRow
+from tx.tinker.storage.store import Store
+from tx.tinker.types import SampleSpec, request_id_of, sampler_id_of
+from tx.tinker.wire import schemas
+from tx.tinker.wire.checks import check_sample
+
+
+class Samplers:
+    """Samplers and their sample requests."""
+
+    def __init__(
+        self,
+        facts: BaseModelFacts,
+        store: Store,
+        state: ServerState,
+        limits: Limits,
+        dispatch: Dispatch,
+        runs: Runs,
+        checkpoints: Checkpoints,
+    ):
+        self._facts, self._store, self._state, self._limits = facts, store, state, limits
+        self._dispatch, self._runs, self._checkpoints = dispatch, runs, checkpoints
+
+    # ---- samplers
+
+    async def create_sampler(self, tenant: str, request: schemas.CreateSamplingSessionRequest) -> dict[str, object]:
+        """Create a sampler of a checkpoint or the base model, unless it exists."""
+        session = self._state.session(tenant, request.session_id)
+        sampler_id = sampler_id_of(session.session_id, request.sampling_session_seq_id)
+        if sampler_id in self._state.promised_samplers:
+            raise RequestError(
+                f"sampling_session_seq_id {request.sampling_session_seq_id} is taken by a save_weights_for_sampler "
+                "that is under way: give the next number"
+            )
+        if sampler_id not in self._state.samplers:
+            row = await self._new_sampler(tenant, sampler_id, request)
+            await self._store.write(partial(_insert_sampler, row=row))
+            row = await self._store.read(lambda database: database.get_one(SamplerRow, sampler_id))
+            if request.session_id in self._state.sessions:
+                self._state.samplers.setdefault(sampler_id, Sampler.of(row))
+        return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+    async def get_sampler(self, tenant: str, sampler_id: str) -> dict[str, object]:
+        """Describe a sampler. Raises: RequestError 404."""
+        row = await self._store.read(lambda database: database.get(SamplerRow, sampler_id))
+        if row is None or row.tenant != tenant:
+            raise RequestError(f"there is no sampler {sampler_id[:200]!r}", 404)
+        return {"sampler_id": sampler_id, "base_model": row.base_model, "model_path": row.model_path}
+
+    async def _new_sampler(
+        self, tenant: str, sampler_id: str, request: schemas.CreateSamplingSessionRequest
+    ) -> SamplerRow:
+        row = SamplerRow(
+            sampler_id=sampler_id,
+            tenant=tenant,
+            session_id=request.session_id,
+            sampling_session_seq_id=request.sampling_session_seq_id,
+            base_model=request.base_model or "",
+            created_at=time.time(),
+        )
+        if request.base_model is not None:
+            self._runs.check_base_model(request.base_model)
+        if request.model_path is not None:
+            source = await self._checkpoints.source(tenant, request.model_path, setting="model_path")
+            row.base_model, row.model_path = request.base_model or source.base_model, source.path
+            row.model_id, row.folder = source.model_id, source.folder
+        return row
+
+    # ---- samples
+
+    async def asample(
+        self, tenant: str, request: schemas.AsampleRequest, idempotency_key: str | None = None
+    ) -> dict[str, object]:
+        """Accept a sample request, and return once it is durable together with its seed."""
+        if request.sampling_session_id is None:
+            request_id = await self._sample_without_sampler(tenant, request, idempotency_key)
+        else:
+            assert request.seq_id is not None
+            sampler = self._state.sampler(tenant, request.sampling_session_id)
+            request_id = request_id_of(sampler.sampler_id, request.seq_id)
+            if (accepting := sampler.accepting.get(request.seq_id)) is not None:
+                await asyncio.shield(accepting)
+            elif request_id not in self._state.pending:
+                await self._sample(sampler, request, request.seq_id, request_id)
+        ids = [f"{request_id}:{i}" for i in range(request.num_samples)]
+        return {"request_id": request_id, "sample_sequence_ids": ids}
+
+    async def _sample(self, sampler: Sampler, request: schemas.AsampleRequest, seq: int, request_id: str) -> None:
+        spec = self._spec(request)
+        pending = self._entry(sampler.tenant, request_id, spec, sampler.folder)
+        pending.sampler_id = sampler.sampler_id
+        self._limits.admit_sample(pending.tenant, pending.tokens)
+        task = sampler.accepting[seq] = asyncio.create_task(self._accept(pending))
+
+        def accepted(task: asyncio.Task[None]) -> None:
+            sampler.accepting.pop(seq, None)
+            if not task.cancelled():
+                task.exception()  # its callers raise it; there may be none any more
+
+        task.add_done_callback(accepted)
+        await asyncio.shield(task)
+
+    async def _sample_without_sampler(self, tenant: str, request: schemas.AsampleRequest, key: str | None) -> str:
+        """Sample from the base model or a checkpoint. A repetition is a new request, unless its key is the same."""
+        request_id = f"sample_{_hash_of(tenant, key) if key else secrets.token_hex(16)}"
+        if request_id in self._state.pending:
+            return request_id
+        spec, folder = self._spec(request), None
+        if request.base_model is not None:
+            self._runs.check_base_model(request.base_model)
+        if request.model_path is not None:
+            folder = (await self._checkpoints.source(tenant, request.model_path, setting="model_path")).folder
+        pending = self._entry(tenant, request_id, spec, folder)
+        self._limits.admit_sample(tenant, pending.tokens)
+        await self._accept(pending)
+        return request_id
+
+    def _spec(self, request: schemas.AsampleRequest) -> SampleSpec:
+        spec = request.to_spec(draw_seed)
+        check_sample(spec, self._facts)
+        return spec
+
+    def _entry(self, tenant: str, request_id: str, spec: SampleSpec, folder: str | None) -> PendingRequest:
+        stored = Sample.encode(request_id, tenant, spec, folder)
+        tokens = sample_tokens(spec, self._facts.max_context)
+        return PendingRequest(request_id, tenant, "sample", stored, tokens=tokens)
+
+    async def _accept(self, pending: PendingRequest) -> None:
+        """Insert the request. An existing row means that an earlier process accepted the same request."""
+        self._state.pending[pending.request_id] = pending
+        self._limits.enter(pending.tenant, pending.tokens)
+        try:
+            await self._store.write(partial(insert_request, pending=pending))
+        except BaseException as error:  # memory and counters are restored in any case
+            del self._state.pending[pending.request_id]
+            self._limits.leave(pending.tenant, pending.tokens)
+            if not isinstance(error, IntegrityError):
+                raise
+        else:
+            await self._dispatch.sample(pending)
+
+
+def _hash_of(tenant: str, key: str) -> str:
+    return hashlib.sha256(f"{tenant}\n{key}".encode()).hexdigest()[:32]
+
+
+def sample_tokens(spec: SampleSpec, max_context: int) -> int:
+    """Return the largest possible number of tokens: prompt and completions."""
+    longest = max_context - len(spec.prompt) if spec.params.max_tokens is None else spec.params.max_tokens
+    return len(spec.prompt) + spec.num_samples * longest
+
+
+def _insert_sampler(database: Database, row: SamplerRow) -> None:
+    """Insert a sampler, unless it exists."""
+    if database.get(SamplerRow, row.sampler_id) is not None:
+        return
+    session = database.get(SessionRow, row.session_id)
+    if session is None or session.ended_at is not None:
+        raise RequestError(f"session_id {row.session_id!r} has ended", 404)
+    database.add(row)

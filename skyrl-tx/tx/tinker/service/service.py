@@ -1,0 +1,138 @@
+"""Composition of the server without HTTP: its parts, their start and their end.
+
+Methods of the public parts take the asking tenant; things of other tenants do not exist for them (404). Bad requests
+raise `RequestError`, too many raise `Busy`. A method returns once its effect is durable.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from pydantic import JsonValue
+
+from tx.tinker.base_model import BaseModelFacts
+from tx.tinker.commands import EncodeContext
+from tx.tinker.config import EngineConfig
+from tx.tinker.engine.process import engine_command
+from tx.tinker.service.checkpoints import Checkpoints
+from tx.tinker.service.cleanup import BackgroundCleanup
+from tx.tinker.service.dispatch import Dispatch
+from tx.tinker.service.engine_link import EngineLink, EngineTimeouts
+from tx.tinker.service.futures import Futures
+from tx.tinker.service.intake import RequestIntake
+from tx.tinker.service.limits import Limits
+from tx.tinker.service.recorder import ResultRecorder
+from tx.tinker.service.recovery import restore
+from tx.tinker.service.reports import Metrics, metrics
+from tx.tinker.service.runs import Runs
+from tx.tinker.service.sampling import Samplers
+from tx.tinker.service.sessions import Sessions
+from tx.tinker.service.state import ServerState
+from tx.tinker.storage.blobs import Blobs
+from tx.tinker.storage.folders import Folders
+from tx.tinker.storage.store import Store
+
+log = logging.getLogger(__name__)
+
+
+class TinkerService:
+    """Parts of the server.
+
+    Attributes:
+        sessions, models, intake, sampling, checkpoints, futures: operations of the endpoints
+
+    Args:
+        config: settings
+        facts: of the base model
+        store, blobs, folders: storage; the service starts and closes the store
+        command: address of the channel -> what to run as the engine; ours if None
+        timeouts: of the engine; defaults if None
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        facts: BaseModelFacts,
+        store: Store,
+        blobs: Blobs,
+        folders: Folders,
+        *,
+        command: Callable[[str], list[str]] | None = None,
+        timeouts: EngineTimeouts | None = None,
+    ):
+        self._config, self._facts, self._store = config, facts, store
+        self._state = state = ServerState()
+        self._limits = limits = Limits(config.max_pending_per_tenant, config.max_sample_tokens_pending)
+        self._link = link = EngineLink(
+            command or partial(engine_command, config), config.state_folder / "sockets",
+            timeouts or EngineTimeouts(turn=config.pass_timeout_seconds), standby=config.standby_engine,
+        )  # fmt: skip
+        self.futures = Futures(store, blobs, state, lambda: link.trouble)
+        self._dispatch = Dispatch(store, blobs, state, link, ResultRecorder(store, blobs, state, limits, self.futures))
+        self.checkpoints = Checkpoints(store, state)
+        context = EncodeContext(facts, folders, self.checkpoints)
+        self.intake = RequestIntake(store, blobs, state, limits, self._dispatch, context)
+        self.sessions = Sessions(store, state, self.intake, self._dispatch)
+        self.models = Runs(config, facts, store, state, limits, self.intake, self._dispatch, link, self.checkpoints)
+        self.sampling = Samplers(facts, store, state, limits, self._dispatch, self.models, self.checkpoints)
+        self._cleanup = BackgroundCleanup(
+            config, store, blobs, folders, state, self.futures, self.sessions, self.intake,
+            config.state_folder / "snapshots",
+        )  # fmt: skip
+
+    async def start(self) -> None:
+        """Restore the state from the database and start the engine in the background; requests queue until it is ready.
+
+        Raises:
+            ConfigError: the database cannot be used.
+        """
+        if self._config.checkpoints_base == EngineConfig.model_fields["checkpoints_base"].default:
+            log.warning(
+                "--checkpoints-base is %s: a restart of the machine may clear it; give a folder that stays",
+                self._config.checkpoints_base,
+            )
+        await self._store.start()
+        try:
+            await self._cleanup.clean_up()
+            await self._dispatch.restore(await restore(self._store, self._state, self._limits))
+            await self.sessions.finish_endings()
+        except BaseException:
+            await self._store.close()
+            raise
+        self._link.start(self._dispatch.on_ready, self._dispatch.on_message, self._after_death)
+        self._cleanup.start()
+
+    async def close(self) -> None:
+        """Stop the engine and all background tasks. Accepted, unfinished requests stay in the database."""
+        await self._link.close()
+        await self._dispatch.close()
+        await self._cleanup.close()
+        await self._store.close()
+
+    async def _after_death(self, why: str) -> None:
+        await self._dispatch.on_death(why)
+        await self._cleanup.remove_unused_snapshots(frozenset(self._dispatch.recording))
+
+    @property
+    def fatal_config_error(self) -> asyncio.Event:
+        """Set when the engine exits because of wrong settings, which a restart cannot help; its log has the reason."""
+        return self._link.fatal_config_error
+
+    def capabilities(self) -> dict[str, JsonValue]:
+        """List the served models."""
+        return {
+            "supported_models": [
+                {
+                    "model_name": name,
+                    "max_context_length": self._facts.max_context,
+                    "trainable": True,
+                    "sampleable": True,
+                }
+                for name in self._config.served_names
+            ]
+        }
+
+    def metrics(self) -> Metrics:
+        """Return the present values of /metrics."""
+        return metrics(self._state, self._limits, self._link, self._dispatch)
