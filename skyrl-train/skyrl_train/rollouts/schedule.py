@@ -1,0 +1,244 @@
+"""Scheduler of asynchronous rollouts: which groups may start, and which of them the next training step takes.
+
+It has no clock, does no I/O and knows no tensors: the trainer, the rollout pool and the simulator use the same object.
+
+Numbers. M groups make a training step, which trains on weights of version t, t being the number of steps before it.
+Engines hold the version of their last weight sync. The age of a group in that step is t minus the version of its oldest
+token. No group that is older than S (`max_staleness_steps`) is trained; with `on_stale=mask` it is, without its tokens
+that are older. Every group is named by a ticket, its place in the order of the data over all epochs.
+"""
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+Order = Literal["finished", "oldest", "exact"]
+OnStale = Literal["drop", "regenerate", "mask"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleLimits:
+    """Limits of a schedule, as the settings give them."""
+
+    groups_per_step: int
+    """M"""
+
+    max_staleness_steps: int
+    """S"""
+
+    max_running: int
+    """K, the number of groups that are generated at once."""
+
+    groups_per_epoch: int
+    """A multiple of M."""
+
+    total_steps: int
+    """Training steps of the run, those before a resume included."""
+
+    order: Order = "finished"
+    on_stale: OnStale = "mask"
+
+
+@dataclass
+class ScheduleState:
+    """State of a schedule in a checkpoint. Groups that were running are started again under their tickets."""
+
+    num_trained_steps: int = 0
+    version: int = 0
+    """Weight version of the engines."""
+
+    next_ticket: int = 0
+    """Lowest ticket that was never started."""
+
+    finished: dict[int, int] = field(default_factory=dict)
+    """Oldest version of each group that is finished and not trained, in the order of finishing."""
+
+    waiting: list[int] = field(default_factory=list)
+    """Tickets to be started before any new one."""
+
+    deferred: list[int] = field(default_factory=list)
+    """Tickets to be started at the end of their epoch."""
+
+    restarted: set[int] = field(default_factory=set)
+    """Tickets that were stale once: the trainer waits for these rather than let them become stale again."""
+
+
+class GroupScheduler:
+    """Scheduler of trajectory groups under a bound on staleness.
+
+    A slot is taken by `start` and given back by `failed`, `filtered` or, for a stale group, `take_stale`; one that is
+    trained keeps it. With (S + version + 1) M slots in all, every group that is started can be trained while it is at
+    most S steps old, if the oldest groups come first: order `exact` is that. The other orders prefer what is finished.
+    """
+
+    def __init__(self, limits: ScheduleLimits, state: ScheduleState | None = None):
+        self.limits = limits
+        self._state = state or ScheduleState()
+        self._running: dict[int, int] = {}
+
+    # ---- state
+
+    @property
+    def num_trained_steps(self) -> int:
+        return self._state.num_trained_steps
+
+    @property
+    def version(self) -> int:
+        return self._state.version
+
+    @property
+    def running(self) -> list[int]:
+        """Tickets of the groups that are being generated, in the order of their starts."""
+        return list(self._running)
+
+    @property
+    def finished_groups(self) -> list[int]:
+        """Tickets of the groups that wait for training, in the order of finishing."""
+        return list(self._state.finished)
+
+    def state(self) -> ScheduleState:
+        """Return what a checkpoint needs."""
+        state = ScheduleState(**asdict(self._state))
+        for ticket in self._running:
+            insort(state.waiting, ticket)
+        return state
+
+    def age(self, ticket: int) -> int:
+        """Return the age in steps that a running or finished group would have in the next training step."""
+        oldest = self._running[ticket] if ticket in self._running else self._state.finished[ticket]
+        return self.num_trained_steps - oldest
+
+    # ---- generating
+
+    def may_start(self) -> bool:
+        """Return True if a slot is free and one more group may run."""
+        return len(self._running) < self.limits.max_running and self.num_free_slots > 0
+
+    @property
+    def num_free_slots(self) -> int:
+        steps = min(self.limits.max_staleness_steps + self.version + 1, self.limits.total_steps)
+        num_taken = (
+            self.num_trained_steps * self.limits.groups_per_step + len(self._running) + len(self._state.finished)
+        )
+        return steps * self.limits.groups_per_step - num_taken
+
+    def start(self) -> int:
+        """Take a slot for the next group. Returns: its ticket."""
+        if not self.may_start():
+            raise ValueError(f"no group may start: {self.why_not_started()}")
+        ticket = self._next_ticket()
+        self._running[ticket] = self.version
+        return ticket
+
+    def _next_ticket(self) -> int:
+        state = self._state
+        if state.waiting:
+            return state.waiting.pop(0)
+        if state.deferred and state.next_ticket >= self._end_of_epoch(state.deferred[0]):
+            return state.deferred.pop(0)
+        state.next_ticket += 1
+        return state.next_ticket - 1
+
+    def _end_of_epoch(self, ticket: int) -> int:
+        return (ticket // self.limits.groups_per_epoch + 1) * self.limits.groups_per_epoch
+
+    def finished(self, ticket: int, oldest_version: int | None = None) -> None:
+        """Put a group into the queue for training.
+
+        Args:
+            oldest_version: of its tokens; None: the engines' version when it started.
+        """
+        started_at = self._running.pop(ticket)
+        self._state.finished[ticket] = started_at if oldest_version is None else oldest_version
+
+    def failed(self, ticket: int) -> None:
+        """Give back the slot of a running group that could not be generated. Another group takes its place."""
+        del self._running[ticket]
+        self._state.restarted.discard(ticket)
+
+    def filtered(self, ticket: int) -> None:
+        """Give back the slot of a finished group that shall not be trained. Another group takes its place."""
+        del self._state.finished[ticket]
+        self._state.restarted.discard(ticket)
+
+    def take_stale(self) -> list[int]:
+        """Give back the slots of groups that have become too old, running or finished, and put their tickets in line
+        again: at once (`regenerate`) or at the end of their epoch (`drop`). The caller aborts those that run. This
+        happens to a group once; the second time the trainer waits for it.
+        """
+        if self.limits.on_stale == "mask" or self.limits.order == "exact":
+            return []
+        stale = [ticket for ticket in (*self._running, *self._state.finished) if self._is_stale(ticket)]
+        for ticket in stale:
+            self._running.pop(ticket, None)
+            self._state.finished.pop(ticket, None)
+            self._state.restarted.add(ticket)
+            insort(self._state.waiting if self.limits.on_stale == "regenerate" else self._state.deferred, ticket)
+        return stale
+
+    def _is_stale(self, ticket: int) -> bool:
+        return self.age(ticket) > self.limits.max_staleness_steps
+
+    # ---- training
+
+    def next_batch(self) -> list[int] | None:
+        """Return the tickets of the next training step, without changing anything; None: some of them still run (or no
+        M groups are there)."""
+        num, finished = self.limits.groups_per_step, self._state.finished
+        if self.limits.order == "exact":
+            first = sorted([*self._running, *finished, *self._state.waiting])[:num]
+            return first if len(first) == num and all(ticket in finished for ticket in first) else None
+        due = [ticket for ticket in self._state.restarted if self._is_due(ticket)]
+        if any(ticket not in finished for ticket in due):
+            return None
+        rest = [ticket for ticket in finished if ticket not in due and not self._exceeds(ticket)]
+        if self.limits.order == "oldest":
+            rest.sort()
+        return [*due, *rest][:num] if len(due) + len(rest) >= num else None
+
+    def _is_due(self, ticket: int) -> bool:
+        """Return True for a running or finished group that the step after the next one would find too old."""
+        is_there = ticket in self._running or ticket in self._state.finished
+        return is_there and self.age(ticket) >= self.limits.max_staleness_steps
+
+    def _exceeds(self, ticket: int) -> bool:
+        return self.limits.on_stale != "mask" and self._is_stale(ticket)
+
+    def trained(self, tickets: Iterable[int], version: int | None = None) -> None:
+        """Count a training step over these groups.
+
+        Args:
+            version: of the engines, if their weights were synced after the step.
+        """
+        for ticket in tickets:
+            del self._state.finished[ticket]
+            self._state.restarted.discard(ticket)
+        self._state.num_trained_steps += 1
+        if version is not None:
+            self.synced(version)
+
+    def synced(self, version: int) -> None:
+        """Note that the engines hold the weights after `version` training steps."""
+        self._state.version = version
+
+    # ---- reasons, for errors and logs
+
+    def why_not_started(self) -> str:
+        """Return why no group may start now."""
+        if len(self._running) >= self.limits.max_running:
+            return f"{len(self._running)} groups run, which is the limit (num_parallel_generation_workers)"
+        if self.num_free_slots > 0:
+            return "a group may start"
+        return (
+            f"{len(self._running)} running and {len(self._state.finished)} finished groups fill the "
+            f"{self.limits.max_staleness_steps + 1} steps after version {self.version} that max_staleness_steps="
+            f"{self.limits.max_staleness_steps} allows, or those that are left of the run"
+        )
+
+    def why_no_batch(self) -> str:
+        """Return whom the next training step waits for."""
+        finished, num = len(self._state.finished), self.limits.groups_per_step
+        waits = [ticket for ticket in self._running if self.limits.order == "exact" or self._is_due(ticket)]
+        names = ", ".join(map(str, sorted(waits)[:num])) or "any"
+        return f"{finished} of {num} groups are finished, {len(self._running)} run; waits for group {names}"

@@ -1,0 +1,72 @@
+"""Simulation in virtual time: durations that can be computed by hand."""
+
+import pytest
+
+from skyrl_train.rollouts.schedule import ScheduleLimits
+from skyrl_train.rollouts.simulation import Costs, SampleCost, Simulation
+
+
+def limits(**changes) -> ScheduleLimits:
+    given = {
+        "groups_per_step": 2,
+        "max_staleness_steps": 0,
+        "max_running": 2,
+        "groups_per_epoch": 10,
+        "total_steps": 10,
+    }
+    return ScheduleLimits(**{**given, "order": "exact", **changes})
+
+
+def costs(**changes) -> Costs:
+    return Costs(
+        **{"num_engines": 1, "seconds_per_iteration": 0.5, "step_seconds": 3.0, "sync_seconds": 1.0, **changes}
+    )
+
+
+GROUP = [SampleCost(4), SampleCost(8)]
+
+
+def test_synchronous_step_is_the_longest_sample_and_the_training_and_the_sync():
+    run = Simulation(limits(), [GROUP], costs()).simulate()
+    assert run.seconds == pytest.approx(10 * (8 * 0.5 + 3 + 1))
+    assert run.num_samples == [4] * 10
+    assert run.samples_per_second == pytest.approx(4 / 8)
+    assert (run.trainer_utilisation, run.engine_utilisation) == pytest.approx((3 / 8, 4 / 8))
+    assert run.ages == {0: 20}
+
+
+def test_iteration_is_slower_with_more_sequences():
+    run = Simulation(limits(), [GROUP], costs(seconds_per_sequence=0.25)).simulate()
+    # four sequences for four tokens, then two for four more
+    assert run.seconds == pytest.approx(10 * (4 * (0.5 + 4 * 0.25) + 4 * (0.5 + 2 * 0.25) + 3 + 1))
+
+
+def test_sequences_beyond_the_limit_of_an_engine_wait():
+    run = Simulation(limits(), [GROUP], costs(max_sequences=1)).simulate()
+    assert run.seconds == pytest.approx(10 * (24 * 0.5 + 3 + 1))
+
+
+def test_waiting_of_environments_occupies_no_engine():
+    group = [SampleCost(4, wait_seconds=10.0), SampleCost(8)]
+    run = Simulation(limits(), [group], costs()).simulate()
+    assert run.seconds == pytest.approx(10 * (4 * 0.5 + 10 + 3 + 1))
+
+
+def test_generating_ahead_hides_the_shorter_side():
+    """Generating a step's groups takes 4 s, training 3 s, the sync 1 s: in the long run generating and syncs remain."""
+    run = Simulation(limits(max_staleness_steps=1, max_running=2, total_steps=200), [GROUP], costs()).simulate()
+    assert run.seconds / 200 == pytest.approx(4 + 1, rel=0.05)
+    assert run.ages[1] > 0 and max(run.ages) == 1
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "regenerate", "mask"])
+def test_one_long_group_in_sixteen_holds_nobody_up_in_asynchronous_training(on_stale):
+    groups = [[SampleCost(4), SampleCost(4)]] * 15 + [[SampleCost(4), SampleCost(40)]]
+    synchronous = Simulation(limits(total_steps=200, groups_per_step=8, max_running=8), groups, costs()).simulate()
+    bounds = limits(
+        total_steps=200, groups_per_step=8, groups_per_epoch=80, max_running=24, max_staleness_steps=8,
+        order="finished", on_stale=on_stale,
+    )  # fmt: skip
+    asynchronous = Simulation(bounds, groups, costs()).simulate()
+    assert asynchronous.samples_per_second > 2 * synchronous.samples_per_second
+    assert (asynchronous.num_restarted == 0) or on_stale != "mask"
