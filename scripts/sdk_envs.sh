@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes one small environment for each version of the `tinker` SDK, for the conformance suite (python -m tx.conformance).
+# Makes one small environment for each version of the `tinker` SDK, for the conformance suite (python -m tx_conformance).
 #   scripts/sdk_envs.sh [FOLDER] [VERSION...]     FOLDER: $TX_SDK_ENVS, or ~/.cache/skyrl-tx/sdk
 # A version `cookbook-0.6.1` is tinker-cookbook with what its recipes need. FOLDER/VERSION/bin/python is the outcome. What is there already is left alone.
 set -euo pipefail

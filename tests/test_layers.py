@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 import time
@@ -178,6 +179,13 @@ def importers_of_the_trainer(package: Path, except_in: tuple[str, ...]) -> list[
 def test_imports_of_the_server_point_down():
     assert not upward_imports(SERVER, SERVER_LAYERS)
     assert not importers_of_the_trainer(SERVER, MAY_IMPORT_THE_TRAINER)
+
+
+def test_conformance_suite_and_server_import_nothing_of_each_other():
+    for path in (SERVER.parent / "tx_conformance").rglob("*.py"):
+        assert not {name for name in all_imports_of(path) if re.match(r"(tx|skyrl_\w+)(\.|$)", name)}, path
+    for path in SERVER.rglob("*.py"):
+        assert "tx_conformance" not in {name.partition(".")[0] for name in all_imports_of(path)}, path
 
 
 def test_imports_of_the_agents_point_down():

@@ -174,7 +174,8 @@ async def test_a_stopped_engine_counts_as_dead_and_is_replaced(start: Start):
         os.kill(victim, signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(
-            WorkerError, match=r"(?s)engine 0 neither said that it is well nor computed anything for 6 s.*=== process \d+ start"
+            WorkerError,
+            match=r"(?s)engine 0 neither said that it is well nor computed anything for 6 s.*=== process \d+ start",
         ):
             await client.pause_generation()
         assert time.monotonic() - began < 40

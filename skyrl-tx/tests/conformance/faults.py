@@ -24,7 +24,7 @@ class Fault(NamedTuple):
     module: str
     """In which process it is."""
     groups: tuple[str, ...]
-    """Words of checks that should notice, for `tx.conformance --only`."""
+    """Words of checks that should notice, for `tx_conformance --only`."""
 
 
 FAULTS: dict[str, Fault] = {}

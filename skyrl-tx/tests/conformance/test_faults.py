@@ -38,7 +38,7 @@ def failing(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         program = [str(HERE / "faults.py"), API]
         with ServerProcess(folder / "server", *options, tenants=TENANTS, program=program) as server:
             wait_until_ready(server)
-            command = [python, "-m", "tx.conformance", "--base-url", server.url, "--model", "tiny", "--json"]
+            command = [python, "-m", "tx_conformance", "--base-url", server.url, "--model", "tiny", "--json"]
             command += [verdicts_file, "--limit", str(CHECK_SECONDS), "--api-key", server.key(TENANTS[0])]
             command += ["--second-api-key", server.key(TENANTS[1])]
             environment = os.environ | {"PYTHONPATH": str(REPOSITORY / "skyrl-tx"), "TINKER_TELEMETRY": "0"}

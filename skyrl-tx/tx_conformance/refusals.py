@@ -7,10 +7,10 @@ from typing import Any
 import httpx
 import numpy as np
 
-from tx.conformance import client
-from tx.conformance.checks import CHECKS, Check, Skip, check, expect, expect_refused
-from tx.conformance.server import ServerUnderTest
-from tx.conformance.wire import PROTOBUF, Wire, tensor, text, text_datum
+from tx_conformance import client
+from tx_conformance.checks import CHECKS, Check, Skip, check, expect, expect_refused
+from tx_conformance.server import ServerUnderTest
+from tx_conformance.wire import PROTOBUF, Wire, tensor, text, text_datum
 
 AT_ONCE_SECONDS = 5.0
 HUGE = 2**31 - 1

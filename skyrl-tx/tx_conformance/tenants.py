@@ -7,11 +7,11 @@ from contextlib import suppress
 
 import httpx
 
-from tx.conformance.archive import archive_url
-from tx.conformance.checks import Skip, check, expect, expect_close, expect_equal, expect_refused
-from tx.conformance.client import Service
-from tx.conformance.server import ServerUnderTest
-from tx.conformance.wire import Wire, text_datum
+from tx_conformance.archive import archive_url
+from tx_conformance.checks import Skip, check, expect, expect_close, expect_equal, expect_refused
+from tx_conformance.client import Service
+from tx_conformance.server import ServerUnderTest
+from tx_conformance.wire import Wire, text_datum
 
 HIDDEN = (403, 404)
 STALLED, ANNOUNCED_BYTES = 16, 64 * 2**20

@@ -9,8 +9,8 @@ from urllib.parse import urljoin
 
 import numpy as np
 
-from tx.conformance.checks import Skip, expect, expect_equal
-from tx.conformance.wire import Wire
+from tx_conformance.checks import Skip, expect, expect_equal
+from tx_conformance.wire import Wire
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     import httpx
 
-    from tx.conformance.server import ServerUnderTest
+    from tx_conformance.server import ServerUnderTest
 
 
 class Violation(Exception):

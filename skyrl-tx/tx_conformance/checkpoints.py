@@ -2,10 +2,10 @@
 
 import inspect
 
-from tx.conformance.archive import archive_url, fetch
-from tx.conformance.checks import Skip, check, expect, expect_close, expect_equal, expect_far, expect_refused
-from tx.conformance.client import AdapterHandle, done, text_datum
-from tx.conformance.server import ServerUnderTest
+from tx_conformance.archive import archive_url, fetch
+from tx_conformance.checks import Skip, check, expect, expect_close, expect_equal, expect_far, expect_refused
+from tx_conformance.client import AdapterHandle, done, text_datum
+from tx_conformance.server import ServerUnderTest
 
 STEP = {"learning_rate": 1e-2, "beta1": 0.9}
 

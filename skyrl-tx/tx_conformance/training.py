@@ -5,9 +5,9 @@ import inspect
 import numpy as np
 from tinker import types  # pyright: ignore[reportMissingImports]
 
-from tx.conformance.checks import Skip, check, expect, expect_close, expect_equal
-from tx.conformance.client import AdapterHandle, Pass, datum, done, tensor, text_datum
-from tx.conformance.server import ServerUnderTest
+from tx_conformance.checks import Skip, check, expect, expect_close, expect_equal
+from tx_conformance.client import AdapterHandle, Pass, datum, done, tensor, text_datum
+from tx_conformance.server import ServerUnderTest
 
 STEP = {"learning_rate": 1e-2}
 

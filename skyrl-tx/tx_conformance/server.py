@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tx.conformance.checks import Skip, Violation, expect
-from tx.conformance.client import AdapterHandle, Service, text_datum
-from tx.conformance.wire import Wire
+from tx_conformance.checks import Skip, Violation, expect
+from tx_conformance.client import AdapterHandle, Service, text_datum
+from tx_conformance.wire import Wire
 
 GENTLE_NATS = 0.1
 SOFT_EPS = 1e6

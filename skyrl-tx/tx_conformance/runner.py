@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
-from tx.conformance.checks import Check, Skip, Violation, shorten
-from tx.conformance.groups import CHECKS
-from tx.conformance.server import ServerUnderTest
+from tx_conformance.checks import Check, Skip, Violation, shorten
+from tx_conformance.groups import CHECKS
+from tx_conformance.server import ServerUnderTest
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`python -m tx.conformance`: base URL and model name in, table out; exit status 1 if anything failed."""
+"""`python -m tx_conformance`: base URL and model name in, table out; exit status 1 if anything failed."""
 
 import argparse
 import logging
@@ -9,7 +9,7 @@ from pathlib import Path
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tx.conformance", description="Check a server against the protocol."
+        prog="python -m tx_conformance", description="Check a server against the protocol."
     )
     parser.add_argument("--base-url", required=True, help="without /api/v1")
     parser.add_argument("--model", required=True, help="base model, as the server names it")
@@ -30,8 +30,8 @@ def main() -> int:
     logging.disable(logging.WARNING)  # what the SDK says of retries is no part of the table
     import tinker  # pyright: ignore[reportMissingImports]
 
-    from tx.conformance import runner
-    from tx.conformance.server import ServerUnderTest, Target
+    from tx_conformance import runner
+    from tx_conformance.server import ServerUnderTest, Target
 
     if options.list:
         for check in runner.chosen(options.only):

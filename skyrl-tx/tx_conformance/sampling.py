@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from tx.conformance.checks import Skip, check, expect, expect_close, expect_equal, expect_far, expect_refused
-from tx.conformance.client import SampleResult, SamplerHandle, done, read, text_datum
-from tx.conformance.server import ServerUnderTest
+from tx_conformance.checks import Skip, check, expect, expect_close, expect_equal, expect_far, expect_refused
+from tx_conformance.client import SampleResult, SamplerHandle, done, read, text_datum
+from tx_conformance.server import ServerUnderTest
 
 FREE = {"max_tokens": 16, "stop": []}
 """Sixteen tokens, whatever they are."""

@@ -2,9 +2,9 @@
 
 import datetime
 
-from tx.conformance.checks import check, expect, expect_close, expect_equal, expect_refused
-from tx.conformance.client import Service, done
-from tx.conformance.server import ServerUnderTest
+from tx_conformance.checks import check, expect, expect_close, expect_equal, expect_refused
+from tx_conformance.client import Service, done
+from tx_conformance.server import ServerUnderTest
 
 
 def saved(server: ServerUnderTest, *names: str) -> tuple[str, list[str]]:

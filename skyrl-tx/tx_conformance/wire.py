@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from tx.conformance.checks import Violation, expect, shorten
+from tx_conformance.checks import Violation, expect, shorten
 
 PROTOBUF = "application/x-protobuf"
 DONE_SECONDS = 60.0

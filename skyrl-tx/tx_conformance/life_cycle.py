@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from tx.conformance.checks import check, expect, expect_close, expect_equal, expect_far, expect_refused
-from tx.conformance.client import Service, done, text_datum
-from tx.conformance.server import ServerUnderTest
+from tx_conformance.checks import check, expect, expect_close, expect_equal, expect_far, expect_refused
+from tx_conformance.client import Service, done, text_datum
+from tx_conformance.server import ServerUnderTest
 
 
 @check

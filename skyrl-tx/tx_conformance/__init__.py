@@ -1,9 +1,9 @@
 """Conformance suite of the Tinker protocol: checks against a running server, with the installed `tinker` SDK.
 
-    python -m tx.conformance --base-url http://127.0.0.1:8000 --model NAME
+    python -m tx_conformance --base-url http://127.0.0.1:8000 --model NAME
 
-A package of its own: it imports nothing else of `tx`, and needs only `tinker` (0.16.1 or newer), numpy and httpx, which
-the SDK brings. It knows nothing of how a server is made; what it sees are answers, log-probs and archives.
+A package beside the server: it imports nothing of `tx`, and needs only `tinker` (0.16.1 or newer), numpy and httpx,
+which the SDK brings. It knows nothing of how a server is made; what it sees are answers, log-probs and archives.
 
     checks.py       checks and their assertions
     client.py       the SDK, whatever its version, with plain numbers in and out

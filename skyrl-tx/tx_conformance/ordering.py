@@ -1,8 +1,8 @@
 """A model's requests are done in the order of their seq, each once, whatever the network does with them."""
 
-from tx.conformance.checks import check, expect, expect_close, expect_equal, expect_refused
-from tx.conformance.server import ServerUnderTest
-from tx.conformance.wire import text, text_datum
+from tx_conformance.checks import check, expect, expect_close, expect_equal, expect_refused
+from tx_conformance.server import ServerUnderTest
+from tx_conformance.wire import text, text_datum
 
 
 def in_order(server: ServerUnderTest) -> list[float]:

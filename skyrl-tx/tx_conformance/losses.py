@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 from tinker import types  # pyright: ignore[reportMissingImports]
 
-from tx.conformance.checks import Skip, check, expect, expect_close, expect_far
-from tx.conformance.client import datum, text_datum
-from tx.conformance.server import ServerUnderTest
+from tx_conformance.checks import Skip, check, expect, expect_close, expect_far
+from tx_conformance.client import datum, text_datum
+from tx_conformance.server import ServerUnderTest
 
 RATIOS = np.exp(np.tile([0.0, 0.05, -0.1, 0.6, -0.9, 2.0, -2.0, 0.15], 2))
 """p / q of the lesson's 16 tokens, inside and outside of every clip."""

@@ -1,6 +1,6 @@
 """All checks, in the order in which they are run: importing this fills `checks.CHECKS`."""
 
-from tx.conformance import (
+from tx_conformance import (
     checkpoints,
     life_cycle,
     listings,
@@ -12,7 +12,7 @@ from tx.conformance import (
     tenants,
     training,
 )
-from tx.conformance.checks import CHECKS as CHECKS
+from tx_conformance.checks import CHECKS as CHECKS
 
 GROUPS = [
     module.__name__.rsplit(".", 1)[-1]

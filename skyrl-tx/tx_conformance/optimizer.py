@@ -8,11 +8,11 @@ against the sign of its gradient. B of a fresh adapter is 0, so A has no gradien
 
 import numpy as np
 
-from tx.conformance.archive import PeftAdapter, fetch
-from tx.conformance.checks import check, expect, expect_close, expect_equal, expect_far
-from tx.conformance.client import AdapterHandle, text_datum
-from tx.conformance.server import ServerUnderTest
-from tx.conformance.wire import text_datum as json_datum
+from tx_conformance.archive import PeftAdapter, fetch
+from tx_conformance.checks import check, expect, expect_close, expect_equal, expect_far
+from tx_conformance.client import AdapterHandle, text_datum
+from tx_conformance.server import ServerUnderTest
+from tx_conformance.wire import text_datum as json_datum
 
 LR = 1e-2
 

@@ -1,1 +1,0 @@
-"""Former name of `tx.conformance`, kept as a command."""
