@@ -27,11 +27,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: sender and engine
 import torch
 
 from skyrl_train.distributed.process_group import free_port
-from skyrl_train.testing.weight_holders import CPU, HolderInfo, HolderProcesses, WeightHolder
 from skyrl_train.weight_sync.base import Encoding, Transport
 from skyrl_train.weight_sync.fingerprint import Verification
 from skyrl_train.weight_sync.plan import init_infos_for
 from skyrl_train.weight_sync.sender import WeightSender, needs_staging
+from skyrl_train_testing.weight_holders import CPU, HolderInfo, HolderProcesses, WeightHolder
 
 LEARNING_RATE = 1e-6
 HIDDEN = 1024

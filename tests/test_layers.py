@@ -26,7 +26,7 @@ LAYERS = [
     {"orchestration"},
     {"dataset", "evaluate", "checkpoints", "provenance", "batch_preparation", "mismatch", "step_plan", "supervised"}
     | {"trainer", "training_run"},
-    {"entrypoints", "report", "testing"},
+    {"entrypoints", "report"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
@@ -191,6 +191,14 @@ def test_conformance_suite_and_server_import_nothing_of_each_other():
 def test_imports_of_the_agents_point_down():
     assert not upward_imports(AGENTS, AGENT_LAYERS)
     assert not importers_of_the_trainer(AGENTS, ("skyrl_agent.integrations.skyrl_train",))
+
+
+def test_runtime_packages_import_no_test_kit():
+    """Kits for users' own losses, backends and engines are beside the runtime, which works without them."""
+    kit = "skyrl_train_testing"
+    for package in (PACKAGE, SERVER, AGENTS, REPOSITORY / "skyrl-gym" / "skyrl_gym"):
+        for path in package.rglob("*.py"):
+            assert kit not in {name.partition(".")[0] for name in all_imports_of(path)}, path
 
 
 def test_the_gym_imports_nothing_of_the_trainer():

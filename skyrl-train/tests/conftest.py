@@ -25,7 +25,7 @@ def test_data() -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Qwen3 of two layers and 64 words with random weights, as a folder."""
-    from skyrl_train.testing.tiny_models import tiny_qwen3
+    from skyrl_train_testing.tiny_models import tiny_qwen3
 
     folder = tmp_path_factory.mktemp("models") / "tiny_qwen3"
     tiny_qwen3(hidden_size=32, scale=3.0, vocab_size=64, max_position_embeddings=128).save_pretrained(folder)
@@ -35,7 +35,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Qwen3 of two layers with random weights and a tokenizer of one token a character, as a folder."""
-    from skyrl_train.testing.tiny_models import character_tokenizer, tiny_qwen3
+    from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
 
     folder = tmp_path_factory.mktemp("models") / "chat"
     tokenizer = character_tokenizer()

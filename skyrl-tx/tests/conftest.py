@@ -25,7 +25,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     character (99 tokens: 0 `<pad>`, 1 `<end>` = EOS, 2 `<start>`, newline and printable ASCII), as a folder."""
     import torch
 
-    from skyrl_train.testing.tiny_models import character_tokenizer, tiny_qwen3
+    from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
 
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("models") / "tiny-qwen3"

@@ -21,7 +21,7 @@ WORDS = ["user", "assistant", "system", "tool"]
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
-    from skyrl_train.testing.tiny_models import character_tokenizer, tiny_qwen3
+    from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
 
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("models") / "agent"

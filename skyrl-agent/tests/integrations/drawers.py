@@ -69,7 +69,7 @@ def save_model_that_knows_calls(folder: Path, steps: int = 150) -> None:
     thing of three are twice as likely as the others."""
     import torch
 
-    from skyrl_train.testing.tiny_models import character_tokenizer, tiny_qwen3
+    from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
 
     tokenizer = character_tokenizer(added_tokens=["user", "assistant", "tool", *LOOKS, *ANSWERS])
     tokenizer.save_pretrained(folder)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ray import cloudpickle
 
 from skyrl_train.distributed.process_group import free_port, init_process_group
-from skyrl_train.testing.rank_processes import ForkedRanks
+from skyrl_train_testing.rank_processes import ForkedRanks
 
 
 class GroupMember:

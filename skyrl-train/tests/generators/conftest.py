@@ -23,7 +23,7 @@ from skyrl_train.generators.base import (
 )
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineInterface, InferenceEngineOutput
-from skyrl_train.testing.tiny_models import character_tokenizer
+from skyrl_train_testing.tiny_models import character_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m['content'] }}<|im_end|>\n{% endfor %}"

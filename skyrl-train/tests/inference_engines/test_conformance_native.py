@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-from skyrl_train.testing.engine_conformance import CHECKS, EngineUnderTest, make_tiny_model, run_check
+from skyrl_train_testing.engine_conformance import CHECKS, EngineUnderTest, make_tiny_model, run_check
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from skyrl_train.errors import ConfigError, WeightSyncError, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
-from skyrl_train.testing.engine_conformance.transfer import WeightPath
 from skyrl_train.weight_sync.base import WeightUpdateRequest
+from skyrl_train_testing.engine_conformance.transfer import WeightPath
 
 PROMPT = [5, 9, 12, 30, 7]
 LONG = {"max_tokens": 200, "ignore_eos": True}

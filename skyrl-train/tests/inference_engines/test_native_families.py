@@ -16,7 +16,7 @@ from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.native import architecture
 from skyrl_train.inference_engines.native.attention import native_attention
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-from skyrl_train.testing.tiny_models import character_tokenizer, tiny_qwen3
+from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
 
 _TOKENIZER = character_tokenizer()
 _ENDS = {"vocab_size": len(_TOKENIZER), "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}

@@ -30,9 +30,9 @@ from skyrl_train.inference_engines.native.lora import NO_LORA, Lora, groups_of
 from skyrl_train.inference_engines.native.lora_loading import read_lora
 from skyrl_train.inference_engines.native.packed_linear import pack_linears
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
-from skyrl_train.testing.engine_conformance.transfer import WeightPath
 from skyrl_train.weight_sync.base import LoraLoadRequest
 from skyrl_train.weight_sync.fingerprint import fingerprints_of
+from skyrl_train_testing.engine_conformance.transfer import WeightPath
 
 CPU = torch.device("cpu")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

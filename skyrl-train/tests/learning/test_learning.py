@@ -11,8 +11,8 @@ import pytest
 from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.orchestration.schedule import Schedule
-from skyrl_train.testing.learning import Apprentice, Episode, learn
-from skyrl_train.testing.tasks import Bandit, Copy, CreditOverTurns, Sort, Task, ToolUse
+from skyrl_train_testing.learning import Apprentice, Episode, learn
+from skyrl_train_testing.tasks import Bandit, Copy, CreditOverTurns, Sort, Task, ToolUse
 
 ESTIMATORS = AdvantageEstimatorRegistry.list_available()
 LOSSES = [name for name in PolicyLossRegistry.list_available() if PolicyLossRegistry.requirements(name).advantages]

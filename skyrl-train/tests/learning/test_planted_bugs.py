@@ -13,14 +13,14 @@ import torch
 
 from skyrl_train.algorithms import advantages, reduction
 from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
-from skyrl_train.testing import learning
-from skyrl_train.testing.invariances import check_advantage_estimator, check_kl_estimator, check_reduction
-from skyrl_train.testing.learning import Apprentice, learn
-from skyrl_train.testing.tasks import Bandit, CreditOverTurns, ToolUse
 from skyrl_train.training_backends.base import Scores
 from skyrl_train.training_backends.fsdp2.backend import FSDP2Backend
 from skyrl_train.workers.objectives import policy as policy_objective
 from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train_testing import learning
+from skyrl_train_testing.invariances import check_advantage_estimator, check_kl_estimator, check_reduction
+from skyrl_train_testing.learning import Apprentice, learn
+from skyrl_train_testing.tasks import Bandit, CreditOverTurns, ToolUse
 
 # ---- checks, each true of the code as it is
 

@@ -22,10 +22,10 @@ from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.errors import SkyRLError
 from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
-from skyrl_train.testing.tiny_models import character_tokenizer, tiny_qwen3
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
 
 Settings = Mapping[str, Any]
 """Values by the settings' full names."""

@@ -32,10 +32,10 @@ from torch import nn
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.orchestration.actor_group import ActorGroup
-from skyrl_train.testing.rank_processes import ForkedRanks
 from skyrl_train.training_backends.fsdp2 import backend as fsdp2_backend
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.worker import CriticWorker, RefWorker
+from skyrl_train_testing.rank_processes import ForkedRanks
 
 KL = {"trainer.algorithm.use_kl_loss": True, "trainer.algorithm.kl_loss_coef": 0.5}
 CRITIC = {"trainer.critic.model.path": "{model}", "trainer.algorithm.advantage_estimator": "gae"}

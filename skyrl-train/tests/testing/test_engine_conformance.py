@@ -15,7 +15,8 @@ from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.rows import RowTable
 from skyrl_train.inference_engines.native.sampling import SamplingBatch, apply_repetition_penalty, truncate
 from skyrl_train.inference_engines.native.weights import EngineWeights
-from skyrl_train.testing.engine_conformance import (
+from skyrl_train.weight_sync.base import WeightReport
+from skyrl_train_testing.engine_conformance import (
     CHECKS,
     ConformanceError,
     EngineUnderTest,
@@ -23,7 +24,6 @@ from skyrl_train.testing.engine_conformance import (
     make_tiny_model,
     run_check,
 )
-from skyrl_train.weight_sync.base import WeightReport
 
 CHECK_OF = {check.name: check for check in CHECKS}
 

@@ -13,7 +13,7 @@ from skyrl_train.algorithms.kl import compute_approx_kl
 from skyrl_train.algorithms.losses import PolicyLossRegistry, register_policy_loss
 from skyrl_train.algorithms.reduction import token_weights
 from skyrl_train.config import AlgorithmConfig
-from skyrl_train.testing.invariances import (
+from skyrl_train_testing.invariances import (
     INVARIANCES,
     NOT_MEANT_TO_HOLD,
     InvarianceError,

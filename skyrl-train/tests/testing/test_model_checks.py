@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from skyrl_train.models.scoring import ScoringModel, TokenScores
-from skyrl_train.testing.invariances import InvarianceError, check_model_forward
+from skyrl_train_testing.invariances import InvarianceError, check_model_forward
 
 
 def test_the_models_own_forward_is_the_plain_one_packed_and_padded(tiny_model: str):

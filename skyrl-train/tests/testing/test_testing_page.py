@@ -8,7 +8,7 @@ import torch.distributed as dist
 from transformers.utils import logging
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
-from skyrl_train.testing.invariances import INVARIANCES
+from skyrl_train_testing.invariances import INVARIANCES
 
 PAGE = Path(__file__).parents[3] / "docs" / "testing.md"
 

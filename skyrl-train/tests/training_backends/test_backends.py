@@ -7,11 +7,11 @@ import pytest
 import torch
 from sgd_backend import SGDBackend
 
-from skyrl_train.testing.backend_checks import check_training_backend
-from skyrl_train.testing.findings import InvarianceError
 from skyrl_train.training_backends.base import TrainingBackend
 from skyrl_train.training_backends.fsdp2 import backend as fsdp2
 from skyrl_train.training_backends.fsdp2.backend import FSDP2Backend
+from skyrl_train_testing.backend_checks import check_training_backend
+from skyrl_train_testing.findings import InvarianceError
 
 
 @pytest.mark.parametrize("backend", [FSDP2Backend, SGDBackend])

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from skyrl_train.distributed.process_group import free_port
-from skyrl_train.testing.weight_holders import CPU, HolderInfo, HoldersInThreads, WeightHolder
 from skyrl_train.weight_sync.plan import init_infos_for
 from skyrl_train.weight_sync.sender import WeightSender
+from skyrl_train_testing.weight_holders import CPU, HolderInfo, HoldersInThreads, WeightHolder
 
 Connect = Callable[..., WeightSender]
 

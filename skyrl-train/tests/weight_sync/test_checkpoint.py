@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.testing.weight_holders import WeightHolder
 from skyrl_train.weight_sync.checkpoint import INDEX, CheckpointReader, CheckpointVersion, CheckpointWriter
 from skyrl_train.weight_sync.payload import Payload, split_bytes
+from skyrl_train_testing.weight_holders import WeightHolder
 
 WEIGHTS = [("a.weight", torch.arange(6.0).view(2, 3).bfloat16()), ("b", torch.tensor(7)), ("c", torch.ones(3))]
 

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from skyrl_train.testing.weight_holders import HolderInfo, HolderProcesses, WeightHolder
 from skyrl_train.weight_sync.plan import init_infos_for
 from skyrl_train.weight_sync.sender import WeightSender
+from skyrl_train_testing.weight_holders import HolderInfo, HolderProcesses, WeightHolder
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.testing.weight_holders import HolderInfo
 from skyrl_train.weight_sync.plan import choose_transport, init_infos_for
+from skyrl_train_testing.weight_holders import HolderInfo
 
 SHARED_CPU: dict[str, Any] = {"colocated": True, "device": "cpu", "remote": False, "same_node": True}
 SHARED_GPU = SHARED_CPU | {"device": "cuda"}

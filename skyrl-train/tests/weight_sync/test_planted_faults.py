@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.testing.weight_holders import WeightHolder
 from skyrl_train.weight_sync.base import WeightReport, WeightUpdateRequest
 from skyrl_train.weight_sync.fingerprint import num_turns
+from skyrl_train_testing.weight_holders import WeightHolder
 
 WAYS = [
     ("shared_memory", "full"),

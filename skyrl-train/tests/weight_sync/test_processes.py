@@ -15,12 +15,12 @@ import torch
 
 from skyrl_train.distributed.process_group import free_port
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.testing.weight_holders import CPU, HolderInfo, HolderProcesses, WeightHolder
 from skyrl_train.weight_sync.base import WeightSyncInitInfo
 from skyrl_train.weight_sync.payload import Payload
 from skyrl_train.weight_sync.plan import init_infos_for
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.sender import Bucket, WeightSender
+from skyrl_train_testing.weight_holders import CPU, HolderInfo, HolderProcesses, WeightHolder
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,6 @@ import torch
 
 from skyrl_train.distributed.process_group import free_port
 from skyrl_train.errors import WeightSyncError, WorkerError
-from skyrl_train.testing.weight_holders import CPU, HolderInfo, WeightHolder
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.broadcast import BroadcastGroup
 from skyrl_train.weight_sync.payload import Payload, split_bytes
@@ -21,6 +20,7 @@ from skyrl_train.weight_sync.plan import init_infos_for
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.sender import buckets_of, needs_staging
 from skyrl_train.weight_sync.shared_memory import Segment, SharedMemoryWriter
+from skyrl_train_testing.weight_holders import CPU, HolderInfo, WeightHolder
 
 WAYS = [
     ("shared_memory", "full"),

@@ -15,13 +15,13 @@ from skyrl_train.algorithms.reduction import token_weights
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.schedule import Schedule
-from skyrl_train.testing.rank_processes import ForkedRanks
 from skyrl_train.training_backends.base import MetricSums, merge_metric_sums
 from skyrl_train.training_batch import TrainingInputBatch, TrainingOutputBatch
 from skyrl_train.workers.objectives.critic import CriticObjective
 from skyrl_train.workers.objectives.policy import PolicyObjective
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.worker import CriticWorker, Worker
+from skyrl_train_testing.rank_processes import ForkedRanks
 
 NUM_PROMPT, NUM_RESPONSE = 6, 7
 

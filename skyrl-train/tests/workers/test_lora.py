@@ -14,13 +14,13 @@ from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.algorithms.reduction import token_weights
 from skyrl_train.errors import CheckpointError
 from skyrl_train.models.lora import adapters_of
-from skyrl_train.testing.weight_holders import HoldersInThreads, WeightHolder
 from skyrl_train.training_backends.base import RankInfo
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.weight_sync.base import WeightSyncInitInfo
 from skyrl_train.weight_sync.fingerprint import differences, fingerprints_of
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.worker import CriticWorker, Worker
+from skyrl_train_testing.weight_holders import HoldersInThreads, WeightHolder
 
 IDS = torch.randint(2, 64, (3, 10), generator=torch.Generator().manual_seed(0))
 MakeConfig = Callable[..., Any]

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.orchestration.actor_group import ActorGroup
-from skyrl_train.testing.rank_processes import ForkedRanks
 from skyrl_train.training_backends.base import RankInfo
 from skyrl_train.training_backends.fsdp2.sharding import move_optimizer_state
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.utils.io import replacing
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.worker import CriticWorker, RefWorker, Worker
+from skyrl_train_testing.rank_processes import ForkedRanks
 
 Start = Callable[[Worker], Any]
 

@@ -13,7 +13,7 @@ import pytest
 from plain_client import Client, Failed, Model, Refused
 from tx_server import ServerProcess
 
-from skyrl_train.testing.tiny_models import character_tokenizer, tiny_qwen3
+from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
 from tx.tinker.types import Datum, SampleOutput
 from tx.tinker.wire.codec import decode_sample_output
 

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI, OpenAI
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.loading import load_tokenizer
 from skyrl_train.inference_engines.openai_api.server import EndpointServer
-from skyrl_train.testing.tiny_models import character_tokenizer, tiny_qwen3
+from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
 
 TOOL_TEMPLATE = (
     "{% if tools %}<start>system:tools"

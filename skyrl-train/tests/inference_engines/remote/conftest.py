@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.testing.engine_conformance import make_tiny_model
+from skyrl_train_testing.engine_conformance import make_tiny_model
 
 sys.path.insert(0, str(Path(__file__).parent))  # server_process: importlib mode does not add this folder
 

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from server_process import free_port
 
-from skyrl_train.testing.engine_conformance.model import VOCABULARY
+from skyrl_train_testing.engine_conformance.model import VOCABULARY
 
 
 @contextmanager

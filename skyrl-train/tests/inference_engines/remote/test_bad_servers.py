@@ -15,8 +15,8 @@ from skyrl_train.errors import ConfigError, UnsupportedByEngine, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.remote.check import check_server
 from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
-from skyrl_train.testing.engine_conformance.model import VOCABULARY
 from skyrl_train.weight_sync.base import WeightSyncInitInfo
+from skyrl_train_testing.engine_conformance.model import VOCABULARY
 
 SIZE = len(VOCABULARY)
 ANSWER = {

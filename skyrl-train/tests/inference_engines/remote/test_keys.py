@@ -20,7 +20,7 @@ from skyrl_train.inference_engines.remote.handles import RemoteEngines
 from skyrl_train.inference_engines.remote.key_guard import KeyGuard
 from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
 from skyrl_train.inference_engines.remote.vllm import start_command
-from skyrl_train.testing.engine_conformance.model import VOCABULARY
+from skyrl_train_testing.engine_conformance.model import VOCABULARY
 
 WRONG = [{}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"}]
 

@@ -10,7 +10,7 @@ from server_process import KEY, ServerProcess
 from transformers import AutoTokenizer
 
 from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
-from skyrl_train.testing.engine_conformance import CHECKS, Check, EngineUnderTest, run_check
+from skyrl_train_testing.engine_conformance import CHECKS, Check, EngineUnderTest, run_check
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 

@@ -18,9 +18,9 @@ from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.remote.check import check_server
 from skyrl_train.inference_engines.remote.handles import RemoteEngines
 from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
-from skyrl_train.testing.engine_conformance import Reference, make_tiny_model
 from skyrl_train.weight_sync.plan import init_infos_for
 from skyrl_train.weight_sync.sender import WeightSender, buckets_of
+from skyrl_train_testing.engine_conformance import Reference, make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.testing.engine_conformance import make_tiny_model
+from skyrl_train_testing.engine_conformance import make_tiny_model
 
 _STAND_INS = Path(__file__).parent / "cpu_support"
 

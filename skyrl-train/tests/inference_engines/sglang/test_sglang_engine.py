@@ -14,7 +14,7 @@ import torch
 
 from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.inference_engines.sglang.engine import SGLangInferenceEngine
-from skyrl_train.testing.engine_conformance import CHECKS, Check, EngineUnderTest, run_check
+from skyrl_train_testing.engine_conformance import CHECKS, Check, EngineUnderTest, run_check
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]  # some minutes, where SGLang is installed
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 import pytest_asyncio
 
-from skyrl_train.testing.engine_conformance import CHECKS, Check, EngineUnderTest, make_tiny_model, run_check
+from skyrl_train_testing.engine_conformance import CHECKS, Check, EngineUnderTest, make_tiny_model, run_check
 
 pytestmark = [
     pytest.mark.slow,

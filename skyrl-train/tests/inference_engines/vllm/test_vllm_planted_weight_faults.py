@@ -49,9 +49,9 @@ class Syncs:
 
     def __init__(self, model: str, layout: str, dtype: str):
         from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
-        from skyrl_train.testing.engine_conformance.reference import Reference
-        from skyrl_train.testing.engine_conformance.transfer import WeightPath
-        from skyrl_train.testing.planted_weight_faults import EXTENSION
+        from skyrl_train_testing.engine_conformance.reference import Reference
+        from skyrl_train_testing.engine_conformance.transfer import WeightPath
+        from skyrl_train_testing.planted_weight_faults import EXTENSION
 
         settings, self.process = LAYOUTS[layout]
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -99,7 +99,7 @@ class Syncs:
 
 
 async def _expect_all_named(model: str, layout: str, dtype: str, faults: list[str]) -> None:
-    from skyrl_train.testing.planted_weight_faults import FAULTS, FAULTS_OF_EXPERTS
+    from skyrl_train_testing.planted_weight_faults import FAULTS, FAULTS_OF_EXPERTS
 
     unnamed = {}
     async with Syncs(model, layout, dtype) as syncs:
@@ -133,7 +133,7 @@ def _names(said: str, concerned: list[str], process: str) -> bool:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from skyrl_train.testing.engine_conformance import make_tiny_model
+    from skyrl_train_testing.engine_conformance import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tied", tied=True)
 
@@ -141,7 +141,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A mixture of four experts in two layers, with tied embeddings."""
-    from skyrl_train.testing.engine_conformance import make_tiny_model
+    from skyrl_train_testing.engine_conformance import make_tiny_model
 
     folder = make_tiny_model(tmp_path_factory.mktemp("models") / "mixture", tied=True)
     dense = AutoConfig.from_pretrained(folder)
@@ -176,7 +176,7 @@ async def test_every_planted_fault_of_experts_is_named(layout: str, mixture: str
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 async def test_every_planted_fault_is_named(layout: str, dtype: str, model: str):
-    from skyrl_train.testing.planted_weight_faults import FAULTS
+    from skyrl_train_testing.planted_weight_faults import FAULTS
 
     await _expect_all_named(model, layout, dtype, list(FAULTS))
 

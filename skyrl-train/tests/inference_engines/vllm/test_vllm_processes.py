@@ -24,14 +24,14 @@ SETTINGS: dict[str, Any] = dict(
 
 @pytest.fixture(scope="module")
 def untied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from skyrl_train.testing.engine_conformance import make_tiny_model
+    from skyrl_train_testing.engine_conformance import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "untied", tied=False)
 
 
 @pytest.fixture(scope="module")
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from skyrl_train.testing.engine_conformance import make_tiny_model
+    from skyrl_train_testing.engine_conformance import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tied", tied=True)
 
@@ -39,8 +39,8 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 async def _expect_whole_syncs(model: str, **settings: Any) -> None:
     """Random weights answer nothing; after each full sync log-probs are transformers'."""
     from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
-    from skyrl_train.testing.engine_conformance import EngineUnderTest
-    from skyrl_train.testing.engine_conformance.weights import expect_weights
+    from skyrl_train_testing.engine_conformance import EngineUnderTest
+    from skyrl_train_testing.engine_conformance.weights import expect_weights
 
     engine = VLLMInferenceEngine(model, dummy_weights=True, **(SETTINGS | settings))
     subject = EngineUnderTest(engine, model, tolerance=1e-5)

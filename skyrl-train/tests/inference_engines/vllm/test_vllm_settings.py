@@ -18,7 +18,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def four_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model of four attention heads, two key-value heads, two layers."""
-    from skyrl_train.testing.engine_conformance import make_tiny_model
+    from skyrl_train_testing.engine_conformance import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", tied=True)
 

@@ -25,11 +25,11 @@ from skyrl_train.batch_preparation import loss_weights, mini_batches_of_prompts,
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.rollouts.padding import convert_prompts_responses_to_batch_tensors
-from skyrl_train.testing.tasks import Task
 from skyrl_train.training_backends.base import MetricSums, RankInfo
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.worker import CriticWorker, RefWorker, Worker
+from skyrl_train_testing.tasks import Task
 
 
 @dataclass

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from skyrl_train.inference_engines.base import InferenceEngineOutput
-from skyrl_train.testing.engine_conformance.registry import check, expect, expect_close
-from skyrl_train.testing.engine_conformance.subject import EngineUnderTest
+from skyrl_train_testing.engine_conformance.registry import check, expect, expect_close
+from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 
 _LENGTHS = (1, 2, 17, 40)
 _TEMPERATURES = (0.5, 1.0, 1.6)

@@ -3,12 +3,12 @@
 import torch
 
 from skyrl_train.inference_engines.base import InferenceEngineOutput
-from skyrl_train.testing.engine_conformance.answers import expect_form, expect_reference_log_probs
-from skyrl_train.testing.engine_conformance.control import at_work
-from skyrl_train.testing.engine_conformance.reference import Weights
-from skyrl_train.testing.engine_conformance.registry import check, expect, expect_close, expect_refusal
-from skyrl_train.testing.engine_conformance.subject import EngineUnderTest
 from skyrl_train.weight_sync.fingerprint import fingerprints_of
+from skyrl_train_testing.engine_conformance.answers import expect_form, expect_reference_log_probs
+from skyrl_train_testing.engine_conformance.control import at_work
+from skyrl_train_testing.engine_conformance.reference import Weights
+from skyrl_train_testing.engine_conformance.registry import check, expect, expect_close, expect_refusal
+from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 
 
 async def expect_weights(subject: EngineUnderTest, weights: Weights | None, what: str) -> None:

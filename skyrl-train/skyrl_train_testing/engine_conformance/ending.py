@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from skyrl_train.errors import SkyRLError
-from skyrl_train.testing.engine_conformance.registry import check, expect_raises
-from skyrl_train.testing.engine_conformance.subject import EngineUnderTest
+from skyrl_train_testing.engine_conformance.registry import check, expect_raises
+from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 
 
 @check(ends_engine=True)

@@ -17,7 +17,7 @@ included; only those with `ends_engine` (the last ones) do not. An engine may la
 (`EngineInfo.unsupported`); then the check is that it refuses.
 """
 
-from skyrl_train.testing.engine_conformance import (  # noqa: F401  (each adds its checks to CHECKS)
+from skyrl_train_testing.engine_conformance import (  # noqa: F401  (each adds its checks to CHECKS)
     adapters,
     answers,
     bad_input,
@@ -27,11 +27,11 @@ from skyrl_train.testing.engine_conformance import (  # noqa: F401  (each adds i
     transfer_faults,
     weights,
 )
-from skyrl_train.testing.engine_conformance.model import make_tiny_model
-from skyrl_train.testing.engine_conformance.reference import Reference
-from skyrl_train.testing.engine_conformance.registry import CHECKS, Check, ConformanceError, Outcome
-from skyrl_train.testing.engine_conformance.report import ConformanceReport, check_engine, run_check
-from skyrl_train.testing.engine_conformance.subject import TOLERANCES, EngineUnderTest
+from skyrl_train_testing.engine_conformance.model import make_tiny_model
+from skyrl_train_testing.engine_conformance.reference import Reference
+from skyrl_train_testing.engine_conformance.registry import CHECKS, Check, ConformanceError, Outcome
+from skyrl_train_testing.engine_conformance.report import ConformanceReport, check_engine, run_check
+from skyrl_train_testing.engine_conformance.subject import TOLERANCES, EngineUnderTest
 
 CHECKS.sort(key=lambda check: check.ends_engine)
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 import torch
 
 from skyrl_train.algorithms.reduction import weighted_sum
-from skyrl_train.testing.findings import Findings
-from skyrl_train.testing.float64 import in_float64
-from skyrl_train.testing.loss_checks import policy_batch
-from skyrl_train.testing.variants import splits, variants
 from skyrl_train.training_batch import TensorBatch
+from skyrl_train_testing.findings import Findings
+from skyrl_train_testing.float64 import in_float64
+from skyrl_train_testing.loss_checks import policy_batch
+from skyrl_train_testing.variants import splits, variants
 
 
 def check_reduction(

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from skyrl_train.testing.engine_conformance.registry import check, expect, expect_raises
-from skyrl_train.testing.engine_conformance.subject import EngineUnderTest
+from skyrl_train_testing.engine_conformance.registry import check, expect, expect_raises
+from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 
 
 async def _expect_refused(

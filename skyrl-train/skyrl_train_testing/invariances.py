@@ -1,6 +1,6 @@
 """The invariance kit: is this loss, estimator, reduction or KL estimate as it should be?
 
-    from skyrl_train.testing.invariances import check_policy_loss
+    from skyrl_train_testing.invariances import check_policy_loss
 
     check_policy_loss(my_loss)
 
@@ -21,11 +21,11 @@ from skyrl_train.algorithms.losses import (
 )
 from skyrl_train.algorithms.reduction import LossReduction, token_weights
 from skyrl_train.config import AlgorithmConfig
-from skyrl_train.testing.estimator_checks import check_advantage_estimator
-from skyrl_train.testing.findings import INVARIANCES, InvarianceError, Violation
-from skyrl_train.testing.loss_checks import check_critic_loss, check_kl_estimator, check_policy_loss
-from skyrl_train.testing.model_checks import check_model_forward
-from skyrl_train.testing.reduction_checks import check_reduction
+from skyrl_train_testing.estimator_checks import check_advantage_estimator
+from skyrl_train_testing.findings import INVARIANCES, InvarianceError, Violation
+from skyrl_train_testing.loss_checks import check_critic_loss, check_kl_estimator, check_policy_loss
+from skyrl_train_testing.model_checks import check_model_forward
+from skyrl_train_testing.reduction_checks import check_reduction
 
 __all__ = [
     "INVARIANCES",

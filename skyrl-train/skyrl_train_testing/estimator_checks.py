@@ -11,10 +11,10 @@ import torch
 
 from skyrl_train.algorithms.advantages import turn_numbers
 from skyrl_train.config import AlgorithmConfig
-from skyrl_train.testing.findings import Findings
-from skyrl_train.testing.float64 import in_float64
-from skyrl_train.testing.variants import polluted, variants
 from skyrl_train.training_batch import TensorBatch
+from skyrl_train_testing.findings import Findings
+from skyrl_train_testing.float64 import in_float64
+from skyrl_train_testing.variants import polluted, variants
 
 Estimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 Outputs = dict[str, torch.Tensor]

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from skyrl_train.testing.engine_conformance.answers import expect_reference_log_probs
-from skyrl_train.testing.engine_conformance.registry import check, expect
-from skyrl_train.testing.engine_conformance.subject import EngineUnderTest
+from skyrl_train_testing.engine_conformance.answers import expect_reference_log_probs
+from skyrl_train_testing.engine_conformance.registry import check, expect
+from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 
 _FREE = 40
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyrl_train.inference_engines.base import Feature
-from skyrl_train.testing.engine_conformance.registry import CHECKS, Check, ConformanceError, Outcome, expect_refusal
-from skyrl_train.testing.engine_conformance.subject import EngineUnderTest
+from skyrl_train_testing.engine_conformance.registry import CHECKS, Check, ConformanceError, Outcome, expect_refusal
+from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 
 
 async def run_check(check: Check, subject: EngineUnderTest) -> Outcome:

@@ -17,10 +17,10 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineOutput,
     PauseMode,
 )
-from skyrl_train.testing.engine_conformance.reference import Reference, Weights
-from skyrl_train.testing.engine_conformance.registry import ConformanceError
-from skyrl_train.testing.engine_conformance.transfer import Tamper, WeightPath
 from skyrl_train.weight_sync.base import Encoding, Transport, WeightReport
+from skyrl_train_testing.engine_conformance.reference import Reference, Weights
+from skyrl_train_testing.engine_conformance.registry import ConformanceError
+from skyrl_train_testing.engine_conformance.transfer import Tamper, WeightPath
 
 T = TypeVar("T")
 

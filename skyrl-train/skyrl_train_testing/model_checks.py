@@ -12,9 +12,9 @@ from torch import nn
 
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.scoring import ScoringModel
-from skyrl_train.testing.findings import Findings
-from skyrl_train.testing.loss_checks import Outputs
 from skyrl_train.training_batch import TensorBatch
+from skyrl_train_testing.findings import Findings
+from skyrl_train_testing.loss_checks import Outputs
 
 _NUM_RESPONSE = 6
 _MICRO_SIZES = (1, 2, 4)

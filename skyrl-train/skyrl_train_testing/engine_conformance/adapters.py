@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from skyrl_train.inference_engines.base import InferenceEngineOutput
-from skyrl_train.testing.engine_conformance.reference import Weights
-from skyrl_train.testing.engine_conformance.registry import check, expect, expect_close, expect_raises
-from skyrl_train.testing.engine_conformance.subject import EngineUnderTest
 from skyrl_train.weight_sync.base import LoraLoadRequest
+from skyrl_train_testing.engine_conformance.reference import Weights
+from skyrl_train_testing.engine_conformance.registry import check, expect, expect_close, expect_raises
+from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 
 
 class _Adapter:

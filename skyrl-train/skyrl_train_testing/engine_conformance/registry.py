@@ -11,7 +11,7 @@ from skyrl_train.inference_engines.base import Feature, InferenceEngineInput
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightSyncInitInfo
 
 if TYPE_CHECKING:
-    from skyrl_train.testing.engine_conformance.subject import EngineUnderTest
+    from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 
 
 class ConformanceError(SkyRLError, AssertionError):

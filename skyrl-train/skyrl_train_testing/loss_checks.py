@@ -15,10 +15,10 @@ import torch
 
 from skyrl_train.algorithms.reduction import token_weights, weighted_sum
 from skyrl_train.config import AlgorithmConfig
-from skyrl_train.testing.findings import Findings
-from skyrl_train.testing.float64 import in_float64
-from skyrl_train.testing.variants import splits, variants
 from skyrl_train.training_batch import TensorBatch
+from skyrl_train_testing.findings import Findings
+from skyrl_train_testing.float64 import in_float64
+from skyrl_train_testing.variants import splits, variants
 
 Outputs = dict[str, torch.Tensor]
 """What a function gave for each token [B, R], by its name in words: the loss, the gradient, each metric."""

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from skyrl_train.inference_engines.base import InferenceEngineOutput
-from skyrl_train.testing.engine_conformance.answers import expect_form, expect_reference_log_probs
-from skyrl_train.testing.engine_conformance.registry import ConformanceError, check, expect, expect_raises
-from skyrl_train.testing.engine_conformance.subject import EngineUnderTest
+from skyrl_train_testing.engine_conformance.answers import expect_form, expect_reference_log_probs
+from skyrl_train_testing.engine_conformance.registry import ConformanceError, check, expect, expect_raises
+from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 
 _HEALTH_SECONDS = 10.0
 _NUM_TRIES = 32

@@ -19,10 +19,10 @@ from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.algorithms.reduction import token_weights
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.models.build import build_model
-from skyrl_train.testing.findings import Findings
 from skyrl_train.training_backends.base import MakeBackend, MetricSums, RankInfo, Scores, Step, TrainingBackend
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.workers.objectives.policy import PolicyObjective
+from skyrl_train_testing.findings import Findings
 
 NUM_ROWS, NUM_PROMPT, NUM_RESPONSE = 7, 5, 6
 NUM_STEPS = 8

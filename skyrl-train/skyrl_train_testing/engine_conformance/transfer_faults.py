@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from skyrl_train.errors import SkyRLError, WeightSyncError
-from skyrl_train.testing.engine_conformance.reference import Weights
-from skyrl_train.testing.engine_conformance.registry import ConformanceError, check, expect, expect_close, expect_raises
-from skyrl_train.testing.engine_conformance.subject import EngineUnderTest
-from skyrl_train.testing.engine_conformance.transfer import Tamper
-from skyrl_train.testing.engine_conformance.weights import expect_weights
 from skyrl_train.weight_sync.base import WeightUpdateRequest
+from skyrl_train_testing.engine_conformance.reference import Weights
+from skyrl_train_testing.engine_conformance.registry import ConformanceError, check, expect, expect_close, expect_raises
+from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
+from skyrl_train_testing.engine_conformance.transfer import Tamper
+from skyrl_train_testing.engine_conformance.weights import expect_weights
 
 _SILENCE_SECONDS = 3.0
 
