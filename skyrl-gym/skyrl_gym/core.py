@@ -1,7 +1,6 @@
 """Base class of environments, independent of what they observe. Knows no text, no registry and no trainer."""
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, TypeVar
 
 if TYPE_CHECKING:
@@ -47,7 +46,5 @@ class Env(Generic[ObsType, ActType]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -1,15 +1,31 @@
-"""Calls that may never come back. Knows no environments."""
+"""Calls of code that is not ours, which may raise anything or never come back. Knows no environments."""
 
 import contextvars
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from skyrl_gym.error import InfraError
+
 T = TypeVar("T")
 
 
 class DeadlineExceeded(TimeoutError):
     """A call did not come back in time. It may still be running, in a thread that nobody waits for."""
+
+
+def outcome_of(function: Callable[..., T], /, *args: object, **kwargs: object) -> T | Exception:
+    """Call a user's, a model's or a library's code. Returns its result, or the exception that it raised.
+
+    Raises:
+        InfraError: a service that the code needs does not work.
+    """
+    try:
+        return function(*args, **kwargs)
+    except InfraError:
+        raise
+    except Exception as error:  # such code may raise anything, and each caller reports it in its own words
+        return error
 
 
 def call_before_deadline(seconds: float | None, function: Callable[..., T], *args: object) -> T:

@@ -9,10 +9,10 @@ from skyrl_gym.check.findings import a_warning, an_error, describe, message_find
 from skyrl_gym.check.hostile import HOSTILE_ACTIONS, IDLE_ACTION
 from skyrl_gym.check.report import Finding
 from skyrl_gym.check.subject import Subject, Transcript
-from skyrl_gym.deadline import DeadlineExceeded
+from skyrl_gym.deadline import DeadlineExceeded, outcome_of
 from skyrl_gym.envs.base_text_env import Example
 from skyrl_gym.episode import ContractError, accepts_seed
-from skyrl_gym.error import Error, InfraError, TaskError
+from skyrl_gym.error import Error, TaskError
 
 Promise = Callable[[Subject], Iterator[Finding]]
 PROMISES: dict[str, Promise] = {}
@@ -28,26 +28,22 @@ def promise(name: str) -> Callable[[Promise], Promise]:
 
 def run_promise(name: str, check: Promise, subject: Subject) -> list[Finding]:
     """Return a check's findings; an exception in it is one more."""
-    findings = []
-    try:
-        for found in check(subject):
-            findings.append(replace(found, check=name))
-    except InfraError:
-        raise
-    except (ContractError, DeadlineExceeded) as broken:
-        findings.append(Finding("error", name, str(broken)))
-    except Exception as error:  # environments are users' code: whatever they raise is a finding
-        findings.append(Finding("error", name, f"raised {describe(error)}"))
-    return findings
+    findings: list[Finding] = []
+    error = error_of(lambda: findings.extend(check(subject)))
+    if error is not None:
+        findings.append(an_error(_said(error)))
+    return [replace(found, check=name) for found in findings]
 
 
 def error_of(function: Callable[..., object], *args: object) -> Exception | None:
     """Call a function of users' code. Returns: the exception that it raised, of whatever class, or None."""
-    try:
-        function(*args)
-    except Exception as error:  # users' code may raise anything, and each caller reports it in its own words
-        return error
-    return None
+    outcome = outcome_of(function, *args)
+    return outcome if isinstance(outcome, Exception) else None
+
+
+def _said(error: Exception) -> str:
+    """Render an exception: a broken contract says it all by itself, anything else needs its class and place."""
+    return str(error) if isinstance(error, ContractError | DeadlineExceeded) else f"raised {describe(error)}"
 
 
 @promise("constructor")
@@ -151,14 +147,12 @@ def _step_after_done(subject: Subject) -> Iterator[Finding]:
         for action in example.oracle or [IDLE_ACTION] * 1000:
             if run.step(action)["done"]:
                 break
-        try:
-            output = run.step(IDLE_ACTION)
-        except (Error, RuntimeError, ContractError):
+        output = outcome_of(run.step, IDLE_ACTION)
+        if isinstance(output, Error | RuntimeError | ContractError):
             return  # said so
-        except Exception as error:  # users' code may raise anything
-            yield a_warning(f"raised {describe(error)}; a clear error or another done step would do")
-            return
-        if not output["done"]:
+        if isinstance(output, Exception):
+            yield a_warning(f"raised {describe(output)}; a clear error or another done step would do")
+        elif not output["done"]:
             yield a_warning("is not done again")
 
 
@@ -229,10 +223,7 @@ def _first_step_error(subject: Subject, example: Example, extras: Mapping[str, o
             run.init(example.prompt)
             run.step(IDLE_ACTION)
 
-    error = error_of(play)
-    if isinstance(error, InfraError):
-        raise error
-    return error
+    return error_of(play)
 
 
 @promise("incomplete rows")
@@ -278,19 +269,20 @@ def _incomplete(extras: Mapping[str, object]) -> Iterator[tuple[str, dict[str, o
 def _hostile_actions(subject: Subject) -> Iterator[Finding]:
     """Check that no text of a model causes an exception."""
     example = subject.examples[0]
+
+    def play(name: str, action: str) -> Iterator[Finding]:
+        with subject.make(example) as run:
+            run.init(example.prompt, 7)
+            for _ in range(3):
+                output = run.step(action)
+                yield from message_findings(f"after {name!r} step", output["observations"])
+                if output["done"]:
+                    break
+            yield from metric_findings(run.env, run.metrics())
+
     for name, action in HOSTILE_ACTIONS.items():
-        try:
-            with subject.make(example) as run:
-                run.init(example.prompt, 7)
-                for _ in range(3):
-                    output = run.step(action)
-                    yield from message_findings(f"after {name!r} step", output["observations"])
-                    if output["done"]:
-                        break
-                yield from metric_findings(run.env, run.metrics())
-        except InfraError:
-            raise
-        except (DeadlineExceeded, ContractError) as broken:
-            yield an_error(f"{name}: {broken}")
-        except Exception as error:  # users' code may raise anything
-            yield an_error(f"{name}: raised {describe(error)}")
+        findings: list[Finding] = []
+        error = error_of(lambda findings=findings, name=name, action=action: findings.extend(play(name, action)))
+        yield from findings
+        if error is not None:
+            yield an_error(f"{name}: {_said(error)}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from skyrl_gym.core import Env
-from skyrl_gym.deadline import DeadlineExceeded, call_before_deadline
+from skyrl_gym.deadline import DeadlineExceeded, call_before_deadline, outcome_of
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType, Example
 from skyrl_gym.envs.registration import EnvSpec, env_class_of, make, spec
 from skyrl_gym.episode import Episode
@@ -122,11 +122,9 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            self.close()
-        except Exception:  # of users' code
-            if kind is None:  # else the first error is the one to report
-                raise
+        error = outcome_of(self.close)
+        if isinstance(error, Exception) and kind is None:  # else the first error is the one to report
+            raise error
 
 
 @dataclass

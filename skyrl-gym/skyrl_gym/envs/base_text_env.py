@@ -7,6 +7,7 @@ from numbers import Integral
 from typing import Any, ClassVar, NotRequired, TypeVar, cast
 
 from skyrl_gym.core import Env, EnvStepOutput
+from skyrl_gym.deadline import outcome_of
 from skyrl_gym.error import TaskError
 from skyrl_gym.metrics import default_aggregate_metrics
 from skyrl_gym.suggestions import did_you_mean
@@ -88,6 +89,14 @@ class BaseTextEnv(Env[ConversationType, str]):
             if group.name == tool_group_name:
                 return group.execute_tool(tool_name, *tool_input)
         raise ValueError(f"ToolGroup '{tool_group_name}' not found.")
+
+    def _observe_tool(self, tool_group_name: str, tool_name: str, tool_input: Sequence[object]) -> str:
+        """Return a tool's result, or the text of its exception: a tool that fails does not end the episode.
+
+        Raises:
+            InfraError: what the tool stands on does not work.
+        """
+        return str(outcome_of(self._execute_tool, tool_group_name, tool_name, tool_input))
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, object]]:
         """Start the episode. May rewrite the prompt; the list returned becomes the chat history."""

@@ -4,7 +4,6 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
 from skyrl_gym.error import InfraError
@@ -90,9 +89,7 @@ class HostSandbox(Generic[FilesType]):
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _started(self) -> FilesType:

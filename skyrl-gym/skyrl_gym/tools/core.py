@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from skyrl_gym.error import InfraError
+from skyrl_gym.deadline import outcome_of
 from skyrl_gym.suggestions import did_you_mean
 from skyrl_gym.tools.signature import ArgumentError, Schema, Signature, parse_docstring
 
@@ -121,12 +121,8 @@ class ToolGroup:
             bound = self._marks[name].signature.bind(arguments)
         except ArgumentError as failure:
             return f"Error calling {name}: {failure}"
-        try:
-            return as_text(self.execute_tool(name, **bound))
-        except InfraError:
-            raise
-        except Exception as failure:  # a tool may do anything, and the episode goes on
-            return f"Error in {name}: {str(failure) or type(failure).__name__}"
+        result = outcome_of(lambda: as_text(self.execute_tool(name, **bound)))
+        return f"Error in {name}: {str(result) or type(result).__name__}" if isinstance(result, Exception) else result
 
     def schemas(self) -> list[Schema]:
         """Return the tools in OpenAI's form: what goes into a request's `tools` or a chat template.

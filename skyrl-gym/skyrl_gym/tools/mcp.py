@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
+from skyrl_gym.deadline import outcome_of
 from skyrl_gym.error import InfraError
 from skyrl_gym.tools.background_loop import BackgroundLoop
 from skyrl_gym.tools.core import ToolGroup, function_schema, unknown_tool
@@ -177,25 +178,23 @@ class _ServerHandle:
 
     def tools(self) -> "list[Tool]":
         connection = self._living()
-        try:
-            return self._loop.run(connection.list_tools(), self._start_timeout)
-        except Exception as failure:  # as in `call`
-            raise self._lost(connection, failure) from failure
+        # Failures of transport or protocol are of many classes, and have no base class.
+        listed = outcome_of(self._loop.run, connection.list_tools(), self._start_timeout)
+        if isinstance(listed, Exception):
+            raise self._lost(connection, listed) from listed
+        return listed
 
     def call(self, tool: str, arguments: dict[str, object], timeout: float) -> "CallToolResult | str":
         """Return the result, or text for the model if the server answers, but not to this."""
         from mcp import MCPError
 
         connection = self._living()
-        try:
-            result = self._loop.run(connection.call_tool(tool, arguments), timeout)
-        except (TimeoutError, MCPError) as failure:
-            if not self._answers(connection):
-                raise self._lost(connection, failure) from failure
-            answer = f"no answer within {timeout:g} seconds" if isinstance(failure, TimeoutError) else str(failure)
+        result = outcome_of(self._loop.run, connection.call_tool(tool, arguments), timeout)
+        if isinstance(result, TimeoutError | MCPError) and self._answers(connection):
+            answer = f"no answer within {timeout:g} seconds" if isinstance(result, TimeoutError) else str(result)
             return f"Error in {tool}: {answer}"
-        except Exception as failure:  # of transport or protocol: there are many kinds, and no base class
-            raise self._lost(connection, failure) from failure
+        if isinstance(result, Exception):
+            raise self._lost(connection, result) from result
         self._deaths = 0
         return result
 
@@ -232,11 +231,7 @@ class _ServerHandle:
 
     def _answers(self, connection: "_Connection") -> bool:
         """Return whether the server responds at all: one error code means that it is gone, or anything else."""
-        try:
-            self._loop.run(connection.list_tools(), PROBE_SECONDS)
-        except Exception:  # as in `call`
-            return False
-        return True
+        return not isinstance(outcome_of(self._loop.run, connection.list_tools(), PROBE_SECONDS), Exception)
 
     def _lost(self, connection: "_Connection", failure: BaseException) -> InfraError:
         with self._lock:

@@ -5,7 +5,6 @@ Text a string; Tuple a list; Dict an object. Actions of other spaces cannot be r
 Gymnasium's `to_jsonable`.
 """
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
@@ -26,65 +25,41 @@ class IllegalAction(Exception):
 # In words
 
 
-@functools.singledispatch
 def describe(space: spaces.Space) -> str:
     """Return the values of a space, in words."""
+    match space:
+        case spaces.Discrete():
+            return f"a whole number from {space.start} to {space.start + space.n - 1}"
+        case spaces.Box():
+            kind = "whole number" if np.issubdtype(space.dtype, np.integer) else "number"
+            return _describe_array(space, kind, space.low, space.high)
+        case spaces.MultiDiscrete():
+            return _describe_array(space, "whole number", space.start, space.start + space.nvec - 1)
+        case spaces.MultiBinary():
+            return f"a {_shape(space.shape)} numbers, each 0 or 1"
+        case spaces.Text():
+            characters = "".join(sorted(space.character_set))
+            if len(characters) > MAX_LISTED_CHARACTERS:
+                characters = characters[:MAX_LISTED_CHARACTERS] + f" ... ({len(characters)} in all)"
+            return f"a string of {space.min_length} to {space.max_length} of the characters {characters}"
+        case spaces.Tuple():
+            parts = "; ".join(f"({i}) {describe(part)}" for i, part in enumerate(space.spaces, 1))
+            return f"a list of {len(space.spaces)} parts: {parts}"
+        case spaces.Dict():
+            return "an object with " + "; ".join(f'"{key}": {describe(part)}' for key, part in space.spaces.items())
     return f"a value of {space}"
 
 
-@describe.register
-def _(space: spaces.Discrete) -> str:
-    return f"a whole number from {space.start} to {space.start + space.n - 1}"
-
-
-@describe.register
-def _(space: spaces.Box) -> str:
-    kind = "whole number" if np.issubdtype(space.dtype, np.integer) else "number"
-    low, high = np.unique(space.low), np.unique(space.high)
-    same = len(low) == len(high) == 1
+def _describe_array(space: spaces.Space, kind: str, low: np.ndarray, high: np.ndarray) -> str:
     if space.shape == ():
-        return f"a {kind} {_interval(low[0], high[0])}"
-    text = f"a {_shape(space.shape)} {kind}s"
-    if same:
-        return f"{text}, each {_interval(low[0], high[0])}"
-    if space.low.size > MAX_LISTED_BOUNDS:
-        return f"{text}, within bounds that differ, all {_interval(space.low.min(), space.high.max())}"
-    bounds = [_interval(a, b) for a, b in zip(space.low.flat, space.high.flat, strict=True)]
+        return f"a {kind} {_interval(low.item(), high.item())}"
+    text = f"a {_shape(space.shape or ())} {kind}s"
+    if len(np.unique(low)) == len(np.unique(high)) == 1:
+        return f"{text}, each {_interval(low.flat[0], high.flat[0])}"
+    if low.size > MAX_LISTED_BOUNDS:
+        return f"{text}, within bounds that differ, all {_interval(low.min(), high.max())}"
+    bounds = [_interval(a, b) for a, b in zip(low.flat, high.flat, strict=True)]
     return f"{text}: " + "; ".join(f"({i}) {bound}" for i, bound in enumerate(bounds, 1))
-
-
-@describe.register
-def _(space: spaces.MultiDiscrete) -> str:
-    first, last = space.start, space.start + space.nvec - 1
-    text = f"a {_shape(space.shape)} whole numbers"
-    if len(np.unique(first)) == len(np.unique(last)) == 1:
-        return f"{text}, each {_interval(first.flat[0], last.flat[0])}"
-    bounds = [_interval(a, b) for a, b in zip(first.flat, last.flat, strict=True)]
-    return f"{text}: " + "; ".join(f"({i}) {bound}" for i, bound in enumerate(bounds, 1))
-
-
-@describe.register
-def _(space: spaces.MultiBinary) -> str:
-    return f"a {_shape(space.shape)} numbers, each 0 or 1"
-
-
-@describe.register
-def _(space: spaces.Text) -> str:
-    characters = "".join(sorted(space.character_set))
-    if len(characters) > MAX_LISTED_CHARACTERS:
-        characters = characters[:MAX_LISTED_CHARACTERS] + f" ... ({len(characters)} in all)"
-    return f"a string of {space.min_length} to {space.max_length} of the characters {characters}"
-
-
-@describe.register
-def _(space: spaces.Tuple) -> str:
-    parts = "; ".join(f"({i}) {describe(part)}" for i, part in enumerate(space.spaces, 1))
-    return f"a list of {len(space.spaces)} parts: {parts}"
-
-
-@describe.register
-def _(space: spaces.Dict) -> str:
-    return "an object with " + "; ".join(f'"{key}": {describe(part)}' for key, part in space.spaces.items())
 
 
 def _shape(shape: tuple[int, ...]) -> str:
@@ -104,77 +79,57 @@ def _interval(low: Any, high: Any) -> str:
 # From JSON
 
 
-@functools.singledispatch
+def is_readable(space: spaces.Space) -> bool:
+    """Return whether `read` knows the space and its parts."""
+    match space:
+        case spaces.Tuple():
+            return all(map(is_readable, space.spaces))
+        case spaces.Dict():
+            return all(map(is_readable, space.spaces.values()))
+    return isinstance(space, spaces.Discrete | spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary | spaces.Text)
+
+
 def read(space: spaces.Space, value: object) -> object:
-    """Return the element of a space that a JSON value stands for. Raises IllegalAction."""
+    """Return the element of a readable space that a JSON value stands for. Raises IllegalAction."""
+    match space:
+        case spaces.Discrete():
+            if not _is_whole(value) or not space.start <= value < space.start + space.n:
+                raise IllegalAction(f"{_short(value)} is not {describe(space)}")
+            return space.dtype.type(int(value))  # pyright: ignore[reportOptionalMemberAccess]
+        case spaces.Box():
+            return _read_box(space, value)
+        case spaces.MultiDiscrete():
+            return _bounded(space, value, space.start, space.start + space.nvec - 1).astype(space.dtype)
+        case spaces.MultiBinary():
+            return _bounded(space, value, np.zeros(space.shape), np.ones(space.shape)).astype(space.dtype)
+        case spaces.Text():
+            if not isinstance(value, str):
+                raise IllegalAction(f"{_short(value)} is not a string")
+            if not space.contains(value):
+                raise IllegalAction(f"{_short(value)} is not {describe(space)}")
+            return value
+        case spaces.Tuple():
+            parts = _list(value)
+            if len(parts) != len(space.spaces):
+                raise IllegalAction(f"a list of {len(space.spaces)} parts is needed, not of {len(parts)}")
+            pairs = zip(space.spaces, parts, strict=True)
+            return tuple(_part(f"part {i}", inner, part) for i, (inner, part) in enumerate(pairs, 1))
+        case spaces.Dict():
+            if not isinstance(value, Mapping) or set(value) != set(space.spaces):
+                raise IllegalAction(f"{_short(value)} is not an object with exactly the keys {', '.join(space.spaces)}")
+            return {key: _part(f'"{key}"', part, value[key]) for key, part in space.spaces.items()}
     raise NotImplementedError(f"actions of the space {space}")
 
 
-def is_readable(space: spaces.Space) -> bool:
-    """Return whether `read` knows the space and its parts."""
-    parts = space.spaces if isinstance(space, spaces.Tuple) else ()
-    parts = space.spaces.values() if isinstance(space, spaces.Dict) else parts
-    return read.dispatch(type(space)) is not read.dispatch(object) and all(map(is_readable, parts))
-
-
-@read.register
-def _(space: spaces.Discrete, value: object) -> object:
-    if not _is_whole(value) or not space.start <= value < space.start + space.n:
-        raise IllegalAction(f"{_short(value)} is not {describe(space)}")
-    return space.dtype.type(int(value))  # pyright: ignore[reportOptionalMemberAccess]
-
-
-@read.register
-def _(space: spaces.Box, value: object) -> object:
+def _read_box(space: spaces.Box, value: object) -> np.ndarray:
     whole = np.issubdtype(space.dtype, np.integer)
-    numbers = _array(space, value, whole)
-    _check_bounds(numbers, space.low, space.high)
+    numbers = _bounded(space, value, space.low, space.high, whole)
     if not whole:  # without bounds of its own, the space still ends where its precision does
         largest = np.finfo(space.dtype).max  # pyright: ignore[reportCallIssue, reportArgumentType]
         _check_bounds(numbers, np.full(space.shape, -largest), np.full(space.shape, largest))
     array = numbers.astype(space.dtype)
-    if space.contains(array):
-        return array
     # rounded to the space's own precision, a number may step over a bound that it kept
-    return np.clip(array, space.low, space.high).astype(space.dtype)
-
-
-@read.register
-def _(space: spaces.MultiDiscrete, value: object) -> object:
-    numbers = _array(space, value, whole=True)
-    _check_bounds(numbers, space.start, space.start + space.nvec - 1)
-    return numbers.astype(space.dtype)
-
-
-@read.register
-def _(space: spaces.MultiBinary, value: object) -> object:
-    numbers = _array(space, value, whole=True)
-    _check_bounds(numbers, np.zeros(space.shape), np.ones(space.shape))
-    return numbers.astype(space.dtype)
-
-
-@read.register
-def _(space: spaces.Text, value: object) -> object:
-    if not isinstance(value, str):
-        raise IllegalAction(f"{_short(value)} is not a string")
-    if not space.contains(value):
-        raise IllegalAction(f"{_short(value)} is not {describe(space)}")
-    return value
-
-
-@read.register
-def _(space: spaces.Tuple, value: object) -> object:
-    parts = _list(value)
-    if len(parts) != len(space.spaces):
-        raise IllegalAction(f"a list of {len(space.spaces)} parts is needed, not of {len(parts)}")
-    return tuple(_part(f"part {i}", s, part) for i, (s, part) in enumerate(zip(space.spaces, parts, strict=True), 1))
-
-
-@read.register
-def _(space: spaces.Dict, value: object) -> object:
-    if not isinstance(value, Mapping) or set(value) != set(space.spaces):
-        raise IllegalAction(f"{_short(value)} is not an object with exactly the keys {', '.join(space.spaces)}")
-    return {key: _part(f'"{key}"', part, value[key]) for key, part in space.spaces.items()}
+    return array if space.contains(array) else np.clip(array, space.low, space.high).astype(space.dtype)
 
 
 def _part(name: str, space: spaces.Space, value: object) -> object:
@@ -221,6 +176,12 @@ def _flatten(value: object, shape: tuple[int, ...], into: list[object]) -> None:
         _flatten(part, shape[1:], into)
 
 
+def _bounded(space: spaces.Space, value: object, low: np.ndarray, high: np.ndarray, whole: bool = True) -> np.ndarray:
+    numbers = _array(space, value, whole)
+    _check_bounds(numbers, low, high)
+    return numbers
+
+
 def _check_bounds(numbers: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
     outside = np.argwhere((numbers < low) | (numbers > high))
     if len(outside):
@@ -238,35 +199,18 @@ def _short(value: object) -> str:
 # To JSON
 
 
-@functools.singledispatch
-def to_json(space: spaces.Space, element: object) -> object:
+def to_json(space: spaces.Space, element: Any) -> object:
     """Return the JSON value of an element of a space."""
+    match space:
+        case spaces.Discrete():
+            return int(element)
+        case spaces.Box() | spaces.MultiDiscrete() | spaces.MultiBinary():
+            return np.asarray(element).tolist()
+        case spaces.Text():
+            return str(element)
+        case spaces.Tuple():
+            return [to_json(part, value) for part, value in zip(space.spaces, element, strict=True)]
+        case spaces.Dict():
+            return {key: to_json(part, element[key]) for key, part in space.spaces.items()}
     [value] = space.to_jsonable([element])
     return value
-
-
-@to_json.register
-def _(space: spaces.Discrete, element: int) -> object:
-    return int(element)
-
-
-@to_json.register(spaces.Box)
-@to_json.register(spaces.MultiDiscrete)
-@to_json.register(spaces.MultiBinary)
-def _(space: spaces.Space, element: np.ndarray) -> object:
-    return np.asarray(element).tolist()
-
-
-@to_json.register
-def _(space: spaces.Text, element: object) -> object:
-    return str(element)
-
-
-@to_json.register
-def _(space: spaces.Tuple, element: tuple[object, ...]) -> object:
-    return [to_json(part, value) for part, value in zip(space.spaces, element, strict=True)]
-
-
-@to_json.register
-def _(space: spaces.Dict, element: Mapping[str, object]) -> object:
-    return {key: to_json(part, element[key]) for key, part in space.spaces.items()}

@@ -12,7 +12,6 @@ import sys
 import threading
 from decimal import Decimal, InvalidOperation
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any, Self
 
 from skyrl_gym.graders.math import extract_number
@@ -61,9 +60,7 @@ class LocalJudge:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def answer(self, request: dict[str, Any]) -> Answer:

@@ -7,8 +7,8 @@ answer of an unexpected form. What a model wrote is only handed to them where th
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from skyrl_gym.deadline import outcome_of
 from skyrl_gym.envs.reasoning_gym.expressions import is_literal, names_in, why_not_expression
 from skyrl_gym.envs.reasoning_gym.integrals import is_antiderivative
 from skyrl_gym.envs.reasoning_gym.library import Entry, generator, oracle_answer
@@ -98,22 +98,17 @@ def _why_not_judged(name: str, entry: Entry, answer: str) -> str | None:
 
 def _score(name: str, config: Mapping[str, object], entry: Entry, answer: str) -> Grade:
     judge = generator(name, config)
-    try:
-        score = float(judge.score_answer(answer, entry))
-    except Exception as failure:  # an answer of a form that its author did not think of
-        _check_judges_itself(judge, name, entry)
-        return Invalid(f"the answer cannot be read: {failure!r:.200}")
+    score = outcome_of(lambda: float(judge.score_answer(answer, entry)))
+    if isinstance(score, Exception):  # an answer of a form that its author did not think of, or a wrong entry
+        failure = outcome_of(judge.score_answer, oracle_answer(entry), entry)
+        if isinstance(failure, Exception):
+            raise TaskError(
+                f"entry is not one that {name} can judge: {failure!r}; keys {', '.join(entry)}"
+            ) from failure
+        return Invalid(f"the answer cannot be read: {score!r:.200}")
     if not 0 <= score <= 1:  # where the relative error to a negative number is rewarded; a right answer has 1
         return Score(0.0, answer, {"raw_score": score if math.isfinite(score) else None})
     return Score(score, answer)
-
-
-def _check_judges_itself(judge: Any, name: str, entry: Entry) -> None:
-    oracle = oracle_answer(entry)
-    try:
-        judge.score_answer(oracle, entry)
-    except Exception as failure:  # generators of a hundred authors raise anything
-        raise TaskError(f"entry is not one that {name} can judge: {failure!r}; keys {', '.join(entry)}") from failure
 
 
 def _same_word(answer: str, entry: Entry) -> bool:

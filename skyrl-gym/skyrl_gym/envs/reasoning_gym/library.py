@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from skyrl_gym.deadline import outcome_of
 from skyrl_gym.error import Error, InfraError, TaskError
 from skyrl_gym.suggestions import did_you_mean
 
@@ -95,11 +96,9 @@ def check_config(name: str, config: object) -> dict[str, object]:
         if key not in known:
             hint = did_you_mean(key, known)
             raise TaskError(f"dataset_config of {name} has no setting {key!r}; {hint}")
-    try:
-        settings = config_class(**config)
-        if hasattr(settings, "validate"):
-            settings.validate()
-    except Exception as refusal:  # validators of a hundred authors: assert, ValueError, TypeError, KeyError
+    settings = outcome_of(config_class, **config)
+    refusal = settings if isinstance(settings, Exception) else outcome_of(getattr(settings, "validate", lambda: None))
+    if isinstance(refusal, Exception):
         raise TaskError(f"dataset_config of {name} is refused: {refusal}; got {config}") from refusal
     return config
 
@@ -163,10 +162,11 @@ def _make_entry(request: EntryRequest) -> Entry:
     # Further seeds are far apart: generators add the index to the seed, so near ones would repeat other entries.
     failures = []
     for attempt in range(MAX_ATTEMPTS):
-        try:
-            return generator(request.dataset, config | {"seed": request.seed + attempt * ATTEMPT_STRIDE})[request.index]
-        except Exception as failure:  # giving up is whatever exception its author chose
-            failures.append(failure)
+        settings = config | {"seed": request.seed + attempt * ATTEMPT_STRIDE}
+        entry = outcome_of(lambda settings=settings: generator(request.dataset, settings)[request.index])
+        if not isinstance(entry, Exception):
+            return entry
+        failures.append(entry)
     raise TaskError(f"{request.dataset} could not make entry {request.index} with {config}: {failures[0]!r}")
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
+from skyrl_gym.deadline import outcome_of
 from skyrl_gym.envs.rlm import repl_process
 from skyrl_gym.envs.rlm.pipe import BadFrame, Pipe
 from skyrl_gym.envs.rlm.repl_process import decode, encode
@@ -208,9 +208,7 @@ class PersistentREPL:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.cleanup()
 
     # The process
@@ -346,12 +344,9 @@ class PersistentREPL:
             named_values = {key: decode(value) for key, value in named.items()}
         except ValueError as failure:
             raise BadFrame(str(failure)) from failure
-        try:
-            result = function(*values, **named_values)
-        except InfraError:
-            raise
-        except Exception as failure:  # whatever a tool raises on what the model gave it, the model is told
-            return [False, f"{type(failure).__name__}: {failure}"]
+        result = outcome_of(function, *values, **named_values)
+        if isinstance(result, Exception):
+            return [False, f"{type(result).__name__}: {result}"]
         try:
             return [True, encode(result, MAX_CONTEXT_BYTES, for_host=False)]
         except (TypeError, ValueError):
@@ -366,32 +361,28 @@ class PersistentREPL:
     def _llm_query_batched(self, prompts: list[str], model: str | None = None) -> list[str]:
         """Ask the language model several prompts. Returns the answers in the order of the prompts."""
         prompts = _texts(prompts)
-        try:
-            if self._lm_callback is None:
-                raise ValueError("there is no language model to ask")
-            _check_batch(prompts)
-            answers = [str(answer) for answer in self._lm_callback(prompts)]
-            if len(answers) != len(prompts):
-                raise ValueError(f"{len(prompts)} prompts got {len(answers)} answers")
-        except InfraError:
-            raise
-        except Exception as failure:  # whatever a callback raises, the model is told
-            return [f"Error: LM query failed - {failure}"] * len(prompts)
+        answers = outcome_of(self._ask, prompts)
+        return [f"Error: LM query failed - {answers}"] * len(prompts) if isinstance(answers, Exception) else answers
+
+    def _ask(self, prompts: list[str]) -> list[str]:
+        if self._lm_callback is None:
+            raise ValueError("there is no language model to ask")
+        _check_batch(prompts)
+        answers = [str(answer) for answer in self._lm_callback(prompts)]
+        if len(answers) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts got {len(answers)} answers")
         return answers
 
     def _rlm_query(self, prompt: str, model: str | None = None, context: object = None) -> str:
         """Ask a child model that has a REPL of its own, or the language model if there are no children."""
-        if self._subcall_fn is None:
+        subcall = self._subcall_fn
+        if subcall is None:
             return self._llm_query(prompt if context is None else f"{prompt}\n\n{context}", model)
-        try:
-            if time.monotonic() > self.deadline:
-                raise TimeoutError("time is up")
-            given = {} if context is None else {"context": context}
-            return str(self._subcall_fn(str(prompt), **given))
-        except InfraError:
-            raise
-        except Exception as failure:  # whatever a child raises, the model is told
-            return f"Error: RLM query failed - {failure}"
+        if time.monotonic() > self.deadline:
+            return "Error: RLM query failed - time is up"
+        given = {} if context is None else {"context": context}
+        answer = outcome_of(lambda: str(subcall(str(prompt), **given)))
+        return f"Error: RLM query failed - {answer}" if isinstance(answer, Exception) else answer
 
     def _rlm_query_batched(
         self, prompts: list[str], model: str | None = None, context_list: list[object] | None = None

@@ -13,7 +13,7 @@ from skyrl_gym.envs.base_text_env import (
     typed_config,
 )
 from skyrl_gym.envs.search.examples import make_examples
-from skyrl_gym.error import InfraError, TaskError
+from skyrl_gym.error import TaskError
 from skyrl_gym.graders import qa
 from skyrl_gym.graders.results import reward_of
 from skyrl_gym.tags import first_tagged, has_tags
@@ -92,14 +92,8 @@ class SearchEnv(BaseTextEnv):
         return self.turns >= self.max_turns or has_tags(action, "answer")
 
     def _search(self, query: list[str | None]) -> str:
-        """Return the observation of a search. A tool that fails on a query does not end the episode."""
         self.num_searches += query != [None]
-        try:
-            return self._execute_tool(self.tool_group.name, "search", query)
-        except InfraError:
-            raise
-        except Exception as failure:  # a tool group may be a user's: the model is shown whatever it raises
-            return str(failure)
+        return self._observe_tool(self.tool_group.name, "search", query)
 
     def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: Sequence[object]) -> str:
         output = super()._execute_tool(tool_group_name, tool_name, tool_input)

@@ -15,7 +15,7 @@ from skyrl_gym.envs.base_text_env import (
     required,
     typed_config,
 )
-from skyrl_gym.error import InfraError, TaskError
+from skyrl_gym.error import TaskError
 from skyrl_gym.graders.results import reward_of
 from skyrl_gym.graders.sql import Rule, grade_sql, has_order, verify_format_and_extract
 from skyrl_gym.tags import has_tags
@@ -98,7 +98,7 @@ class SQLEnv(BaseTextEnv):
                 observations=[], reward=self._get_reward(), done=True, metadata={}, truncated=not self.solved
             )
         tool_group, tool_name, tool_input = self._parse_action(action)
-        observation = {"role": "user", "content": self._run(tool_group, tool_name, tool_input)}
+        observation = {"role": "user", "content": self._observe_tool(tool_group, tool_name, tool_input)}
         self.chat_history.append(observation)
         metadata = {"tool_group": tool_group, "tool_name": tool_name, "tool_input": tool_input}
         return BaseTextEnvStepOutput(observations=[observation], reward=0.0, done=False, metadata=metadata)
@@ -110,15 +110,6 @@ class SQLEnv(BaseTextEnv):
 
     def _is_done(self, action: str) -> bool:
         return self.turns >= self.max_turns or has_tags(action, "solution")
-
-    def _run(self, tool_group: str, tool_name: str, tool_input: tuple[object, ...]) -> str:
-        """Return the observation of a query. A tool that fails on a query does not end the episode."""
-        try:
-            return self._execute_tool(tool_group, tool_name, tool_input)
-        except InfraError:
-            raise
-        except Exception as failure:  # a tool group may be a user's: the model is shown whatever it raises
-            return str(failure)
 
     def _get_reward(self) -> float:
         self.valid_format, _, solution, _ = verify_format_and_extract(self._written())

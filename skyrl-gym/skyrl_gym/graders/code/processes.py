@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from types import TracebackType
 from typing import Protocol, Self
 
 from skyrl_gym.error import InfraError
@@ -104,9 +103,7 @@ class Answer:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def _start(self, role: str, stack: ExitStack) -> Channel:

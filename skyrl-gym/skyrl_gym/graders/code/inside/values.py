@@ -93,8 +93,7 @@ def decode(data: Any, references: ObjectTable) -> Any:
         return _READERS[tag](lambda part: decode(part, references), *parts)
     except NotPlain:
         raise
-    except Exception as failure:
-        # Parts of the wrong kind or number fail in as many ways as there are constructors.
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as failure:
         raise NotPlain(f"not a value: {str(data)[:200]}") from failure
 
 
