@@ -172,9 +172,9 @@ def file_of(nodeid: str) -> str:
 
 
 class Scheduler(LoadFileScheduling):
-    """Scheduler of test files over xdist's workers. Of three and more, one runs the files with tests that start servers,
-    engines or Ray (marker `process`), one after the other, beside files that compute. Two take any file: the slow tests
-    spend most of their time waiting for processes to start."""
+    """Scheduler of test files over xdist's workers. Among three or more workers, files with tests that start servers,
+    engines or Ray (marker `process`) are one unit: they run one after the other, beside files that compute. Two workers
+    take any file, as in `make test-slow`, whose tests spend most of their time waiting for processes to start."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)

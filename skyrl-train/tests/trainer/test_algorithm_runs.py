@@ -70,7 +70,6 @@ def test_dynamic_sampling_with_a_loss_that_chooses_tokens_and_kl_in_the_reward(s
                 "use_kl_in_reward": True,
                 "kl_ctrl": {"type": "adaptive", "horizon": 100},
             },
-            "placement": RAY | {"policy_num_gpus_per_node": 2},
         },
         # answers of one or two characters are all different: half of the groups teach nothing
         "generator": {"n_samples_per_prompt": 2, "sampling_params": {"max_generate_length": 3}},

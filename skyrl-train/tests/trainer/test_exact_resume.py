@@ -161,7 +161,8 @@ def test_a_killed_run_of_ppo_goes_on_bit_for_bit(gsm8k, test_data, tmp_path):
     64 prompts (less the long ones) are two steps an epoch, and it is killed in the third step."""
     model = test_data / "tiny_lm" / "stories260K"
     changes = {
-        "trainer__placement__policy_num_gpus_per_node": 1,  # two ranks: the tests marked full
+        "trainer__placement__launcher": "inline",  # under Ray, with two ranks: the tests marked full
+        "trainer__placement__policy_num_gpus_per_node": 1,
         "trainer__algorithm__advantage_estimator": "gae",
         "trainer__algorithm__use_kl_in_reward": "true",
         "trainer__algorithm__kl_ctrl__type": "adaptive",
@@ -177,16 +178,16 @@ def test_a_killed_run_of_ppo_goes_on_bit_for_bit(gsm8k, test_data, tmp_path):
         "generator__n_samples_per_prompt": 2,
     }
     whole = Run(tmp_path / "whole", gsm8k, model, **changes)
-    whole.start()
-    whole.finish()
-    assert [row["step"] for row in whole.metrics()] == [1, 2, 3]
-    assert all(row["critic/grad_norm"] > 0 and row["policy/grad_norm"] > 0 for row in whole.metrics())
     run = Run(tmp_path / "run", gsm8k, model, **changes)
+    whole.start()
     run.start()
     assert run.kill_when((run.folder / "ckpts" / "global_step_2").exists)
     assert (run.folder / "ckpts" / "global_step_2" / "ref").exists()
     assert not (run.folder / "ckpts" / "global_step_3").exists()
     run.start()
+    whole.finish()
+    assert [row["step"] for row in whole.metrics()] == [1, 2, 3]
+    assert all(row["critic/grad_norm"] > 0 and row["policy/grad_norm"] > 0 for row in whole.metrics())
     run.finish()
     assert_same(run, whole.results())
     run.start()  # once more: nothing is left to do, and nothing starts

@@ -56,10 +56,10 @@ def result_of(cfg: SkyRLConfig) -> tuple[list[dict[str, Any]], dict[str, torch.T
     return steps, weights
 
 
-@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [{"trainer": {"hf_save_interval": 2}}, pytest.param(MODELS, marks=pytest.mark.slow)],
+    [pytest.param({"trainer": {"hf_save_interval": 2}}, marks=pytest.mark.full), MODELS],
     ids=["policy", "critic, reference, adapters"],
 )
 def test_inline_run_equals_the_run_under_ray_to_the_bit(

@@ -1,4 +1,5 @@
-"""Run with a vLLM server: weights from another process, adapters that replace each other."""
+"""Run with a vLLM server on loopback: weights from another process, adapters that replace each other, and what every
+engine keeps."""
 
 import asyncio
 import pickle
@@ -20,11 +21,12 @@ from skyrl_train.inference_engines.remote.handles import RemoteEngines
 from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
 from skyrl_train.weight_sync.plan import init_infos_for
 from skyrl_train.weight_sync.sender import WeightSender, buckets_of
-from skyrl_train_testing.engine_conformance import Reference, make_tiny_model
+from skyrl_train_testing.engine_conformance import CHECKS, Check, EngineUnderTest, Reference, make_tiny_model, run_check
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 PROMPT = [5, 9, 13, 20]
+WAYS = (("shared_memory", "full"), ("broadcast", "full"), ("checkpoint", "full"), ("shared_memory", "delta"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -34,6 +36,7 @@ async def engine(vllm: ServerProcess, served_model: str) -> AsyncIterator[Remote
         f"127.0.0.1:{vllm.port}",
         served_model,
         tokenizer=tokenizer,
+        request_timeout_seconds=240,
         control_timeout_seconds=120,
         api_key=SecretStr(KEY),
     )
@@ -147,3 +150,38 @@ async def test_another_process_learns_which_adapter_is_the_newest(
     with pytest.raises(ValueError, match="no adapter 'policy' is loaded"):
         await engine.generate(asked)
     await other.teardown()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def subject(engine: RemoteInferenceEngine, served_model: str) -> AsyncIterator[EngineUnderTest]:
+    subject = EngineUnderTest(engine, served_model, ways=WAYS)
+    yield subject
+    await subject.close()
+
+
+async def test_a_request_that_reaches_the_server_after_the_pause_is_ended_by_it(
+    subject: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    protocol = subject.engine._protocol  # pyright: ignore[reportAttributeAccessIssue]
+    complete = protocol.complete
+
+    async def slow_way(*request):
+        await asyncio.sleep(0.3)
+        return await complete(*request)
+
+    await subject.prepare()
+    monkeypatch.setattr(protocol, "complete", slow_way)
+    late = subject.begin([subject.prompt(4)], max_tokens=3, ignore_eos=True)
+    await asyncio.sleep(0.1)  # it is on its way
+    await subject.in_time(subject.engine.pause_generation("abort"))
+    assert (await subject.in_time(late, 5))["stop_reasons"] == ["abort"]
+    await subject.engine.resume_generation()
+    assert (await subject.generate([subject.prompt(4)], max_tokens=3, ignore_eos=True))["stop_reasons"] == ["length"]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+async def test_the_server_keeps_what_every_engine_keeps(check: Check, subject: EngineUnderTest) -> None:
+    # The last check ends the engine's life.
+    outcome = await run_check(check, subject)
+    if outcome.result == "lacks":
+        pytest.skip(outcome.words)
