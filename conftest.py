@@ -8,6 +8,7 @@ A module's fixture is charged to the test that uses it first or last; per file i
 
 import dataclasses
 import functools
+import gc
 import multiprocessing.process
 import os
 import signal
@@ -26,12 +27,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job ignores it, and so would each process that a test starts and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Collecting imports torch, transformers and 400 test files, and frees next to nothing: a third of its time went into
+# looking for garbage. `pytest_collection_finish` turns the collector on again.
+gc.disable()
+
 BUDGETS = Path(__file__).parent / "tests" / "budgets.toml"
 NOT_DAILY = ("slow", "full", "gpu", "network")
 """Tests with these markers are not part of `make test`, and have no budget."""
 TABLE_SECONDS = 30.0
 """Runs that are shorter print no table, unless a budget is exceeded."""
 NUM_FILES, NUM_TESTS = 25, 15
+DEFAULT_TIMEOUT = 300.0
+"""Seconds; as in `pyproject.toml`."""
 
 
 @dataclasses.dataclass
@@ -182,6 +189,26 @@ class Scheduler(LoadFileScheduling):
         return "process" if one_at_a_time else file
 
 
+@pytest.hookimpl(trylast=True)  # after the selection by markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a parallel run, begin with the files that may take longest: those with the longest timeout of a test, then
+    those that start processes, then those of most tests. Otherwise one worker ends long after the others."""
+    if not hasattr(config, "workerinput"):
+        return
+    num_tests = Counter(item.path for item in items)
+    timeouts = dict.fromkeys(num_tests, DEFAULT_TIMEOUT)
+    for item in items:
+        if marker := item.get_closest_marker("timeout"):
+            timeouts[item.path] = max(timeouts[item.path], *marker.args)
+    order = {path: (-timeouts[path], not _starts_processes(path), -count, path) for path, count in num_tests.items()}
+    items.sort(key=lambda item: order[item.path])
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()
+    gc.enable()
+
+
 @functools.cache
 def _starts_processes(file: Path) -> bool:
     return "pytest.mark.process" in file.read_text()
@@ -197,6 +224,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    vars(config.option)["loadscopereorder"] = False  # ordered by `pytest_collection_modifyitems`
     if not hasattr(config, "workerinput"):  # not in xdist's workers
         budgets = tomllib.loads(BUDGETS.read_text())
         config.pluginmanager.register(CostReporter(budgets, bool(config.getoption("--cost"))), "cost_reporter")
