@@ -271,31 +271,33 @@ class RayPPOTrainer(TrainingRun):
         generator = self.cfg.generator
         return record_faults(rollouts, LengthLimits.of(generator, generator.sampling_params))
 
-    def generator_input(self, prompts: list[dict[str, Any]]) -> GeneratorInput:
+    def generator_input(self, prompts: list[dict[str, Any]], step: int | None = None) -> GeneratorInput:
+        """Return these prompts as input of the generator.
+
+        Args:
+            step: that trains on their samples and whose number seeds them, so that a resumed run draws the same; None:
+                the present one.
+        """
         generator = self.cfg.generator
+        step = self.global_step if step is None else step
         generator_input, _ = prepare_generator_input(
             prompts,
             generator.n_samples_per_prompt,
             get_sampling_params(generator.sampling_params),
             self.cfg.environment.env_class,
             "train",
-            self.global_step,
-            sampling_seed=self.sampling_seed,
+            step,
+            sampling_seed=step,
             weight_version=self.weight_version,
         )
         return generator_input
-
-    @property
-    def sampling_seed(self) -> int:
-        """Seed of this step's samples: the step's number, so that a resumed run draws the same."""
-        return self.global_step
 
     def _record(self, rollouts: RolloutBatch) -> None:
         """Record metrics of the rollouts, write trajectories to disk, log an example every `print_example_interval`
         steps."""
         n = self.cfg.generator.n_samples_per_prompt
         rewards = scores_of_groups(rollouts.groups)
-        self.all_metrics |= rollouts.metrics | version_lag_metrics(rollouts.trajectories, self.weight_version)
+        self.all_metrics |= rollouts.metrics | version_lag_metrics(rollouts.trajectories, self.global_step - 1)
         self.all_metrics |= self.inference_engine_client.take_metrics()
         self.all_metrics |= {
             f"reward/avg_pass_at_{n}": rewards["pass_at_n"],

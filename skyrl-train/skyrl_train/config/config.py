@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import yaml
 
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.asynchronous import FullyAsyncConfig
 from skyrl_train.config.base import BaseConfig, plain
 from skyrl_train.config.generation import Device, GeneratorConfig
 from skyrl_train.config.models import CriticConfig, PolicyConfig, RefConfig
@@ -236,6 +237,8 @@ class TrainerConfig(BaseConfig):
     hf_save_interval: int = -1
     """Export the policy in Hugging Face format every so many steps. <= 0: never."""
 
+    fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
+
     dump_data_batch: bool = False
     """Write every training batch to `export_path`/dumped_data."""
 
@@ -302,6 +305,11 @@ class SkyRLConfig(BaseConfig):
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+
+    @property
+    def pause_at_sync(self) -> Literal["keep", "wait", "abort"]:
+        """Treatment of running requests at a weight sync."""
+        return self.trainer.fully_async.pause or self.generator.weight_sync_pause
 
     def __post_init__(self) -> None:
         resolve_references(self)

@@ -11,6 +11,7 @@ from skyrl_train.config.bounds import check_bounds
 from skyrl_train.config.config import SkyRLConfig, get_config_as_dict
 from skyrl_train.config.fingerprint import fill_fingerprint
 from skyrl_train.config.rules.algorithm import check_algorithm, replace_old_forms
+from skyrl_train.config.rules.asynchronous import check_asynchronous, replace_old_forms_of_asynchronous
 from skyrl_train.config.rules.batches import check_packing, validate_batch_sizes
 from skyrl_train.config.rules.checks import check_positive, require
 from skyrl_train.config.rules.engines import check_backend, check_engines
@@ -58,12 +59,14 @@ def validate_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") -> SkyRLCo
         "greedy answers to one prompt are all the same, so there is nothing to learn from them",
     )
     replace_old_forms(config)
+    replace_old_forms_of_asynchronous(config)
     check_checkpoints(config)
     check_models(config)
     check_training_backend(config)
     validate_batch_sizes(config)
     check_algorithm(config)
     check_ranks(config)
+    check_asynchronous(config)
     return config
 
 

@@ -42,7 +42,7 @@ class PromptDataLoader:
         self.seed = seed
         self.epoch = 0
         self.batches_consumed = 0
-        self._order: tuple[int, list[int]] | None = None
+        self._orders: dict[int, list[int]] = {}
         if len(self) == 0:
             raise DataError(
                 f"the dataset has {len(dataset)} prompts, fewer than one batch of {batch_size}; lower the batch size "
@@ -71,19 +71,31 @@ class PromptDataLoader:
             self._begin_next_epoch()
         return self._deal()
 
+    def skip_batch(self) -> None:
+        """Move the position as `next_batch` does, without reading the batch."""
+        if self.batches_consumed == len(self):
+            self._begin_next_epoch()
+        self.batches_consumed += 1
+
+    def prompt(self, place: int) -> Any:
+        """Return the row at a place in the order of full batches over all epochs. The position stays."""
+        epoch, place = divmod(place, len(self) * self.batch_size)
+        return self.dataset.collate_fn([self.dataset[self._order_of(epoch)[place]]])[0]
+
     def _begin_next_epoch(self) -> None:
         self.epoch, self.batches_consumed = self.epoch + 1, 0
 
     def _deal(self) -> Any:
         start = self.batches_consumed * self.batch_size
         self.batches_consumed += 1
-        indices = self._order_of_this_epoch()[start : start + self.batch_size]
+        indices = self._order_of(self.epoch)[start : start + self.batch_size]
         return self.dataset.collate_fn([self.dataset[i] for i in indices])
 
-    def _order_of_this_epoch(self) -> list[int]:
-        if self._order is None or self._order[0] != self.epoch:
-            self._order = (self.epoch, self.order(self.epoch))
-        return self._order[1]
+    def _order_of(self, epoch: int) -> list[int]:
+        """Return the order of an epoch, kept for the last two that were asked for."""
+        if epoch not in self._orders:
+            self._orders = dict([*self._orders.items(), (epoch, self.order(epoch))][-2:])
+        return self._orders[epoch]
 
     def order(self, epoch: int) -> list[int]:
         """Return the indices of the dataset in the order of an epoch."""

@@ -31,6 +31,7 @@ from skyrl_train.entrypoints.engines import (
 )
 from skyrl_train.entrypoints.model_files import SAMPLING, check_models, load_tokenizer
 from skyrl_train.errors import ConfigError, DataError, SkyRLError
+from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import InferenceEngineInterface
@@ -164,7 +165,8 @@ class BasePPOExp:
         generator: GeneratorInterface,
         colocate_pg: "PlacementGroup | None",
     ) -> RayPPOTrainer:
-        return RayPPOTrainer(
+        trainer = FullyAsyncRayPPOTrainer if cfg.trainer.fully_async.enabled else RayPPOTrainer
+        return trainer(
             cfg=cfg,
             tracker=tracker,
             tokenizer=tokenizer,

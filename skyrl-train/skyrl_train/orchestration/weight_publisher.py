@@ -15,7 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WeightSyncError, WorkerError
-from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineInterface
+from skyrl_train.inference_engines.base import (
+    EngineInfo,
+    InferenceEngineInput,
+    InferenceEngineInterface,
+    PauseMode,
+)
 from skyrl_train.inference_engines.engine_handle import EngineHandle, LocalEngines
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.remote.handles import RemoteEngines
@@ -55,6 +60,10 @@ class WeightPublisher:
         self._colocation = colocation
         self._vocabulary = len(tokenizer)
         self._adapters_alone = cfg.generator.weight_sync_strategy == "adapter"
+        asynchronous = cfg.trainer.fully_async
+        self._kv_after_sync = asynchronous.kv_after_sync
+        # A request that is continued from its tokens is computed anew up to the last of them.
+        self._pause: PauseMode = "abort" if self._kv_after_sync == "recompute" else cfg.pause_at_sync
         self._connected = False
         self._version = 0
         self._num_published = 0
@@ -114,11 +123,13 @@ class WeightPublisher:
         stage = "write_adapters" if self._adapters_alone else "stage_weights"
         staged, *_ = await self._policy.call_all(stage, self._version)
         paused = time.monotonic()
-        await self._client.pause_generation(self._cfg.generator.weight_sync_pause)
+        await self._client.pause_generation(self._pause)
         if self._adapters_alone:
             metrics = await self._load_adapters(staged)
         else:
             metrics, *_ = await self._policy.call_all("send_weights", self._version)
+        if self._kv_after_sync != "keep":
+            await self._client.reset_prefix_cache()
         await self._client.resume_generation()
         metrics = metrics | {"pause_seconds": time.monotonic() - paused}
         self._expected = await self._log_probs_of_policy() if self._canaries_are_due() else None

@@ -70,8 +70,9 @@ def token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
     """Return several batches as one, in their order.
 
-    The metrics of `token_metrics` are computed anew and counts (`generate/num_`) are added up; others are averaged with
-    the number of trajectories as weight.
+    The metrics of `rollout_metrics` (or of `token_metrics`, where trajectories do not know their environments) are
+    computed anew and counts (`generate/num_`) are added up; others are averaged with the number of trajectories as
+    weight.
 
     Raises:
         ValueError: no batches.
@@ -93,7 +94,9 @@ def concatenate(batches: Sequence[RolloutBatch]) -> RolloutBatch:
         for key, numbers in values.items()
     }
     groups = [group for batch in batches for group in batch.groups]
-    return RolloutBatch(groups, joined | token_metrics([each for group in groups for each in group.trajectories]))
+    trajectories = [each for group in groups for each in group.trajectories]
+    computed = rollout_metrics if all(each.env_class for each in trajectories) else token_metrics
+    return RolloutBatch(groups, joined | computed(trajectories))
 
 
 def version_lag_metrics(trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:

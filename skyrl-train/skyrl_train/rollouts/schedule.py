@@ -11,7 +11,9 @@ that are older. Every group is named by a ticket, its place in the order of the 
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 Order = Literal["finished", "oldest", "exact"]
 OnStale = Literal["drop", "regenerate", "mask"]
@@ -62,6 +64,23 @@ class ScheduleState:
 
     restarted: set[int] = field(default_factory=set)
     """Tickets that were stale once: the trainer waits for these rather than let them become stale again."""
+
+    @classmethod
+    def after_steps(cls, num_steps: int, groups_per_step: int) -> "ScheduleState":
+        """Return the state after steps of synchronous training."""
+        return cls(num_trained_steps=num_steps, version=num_steps, next_ticket=num_steps * groups_per_step)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "ScheduleState":
+        """Restore what `to_json` returned. Raises ValueError if it is something else."""
+        return _STATE.validate_python(values)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+        return _STATE.dump_python(self, mode="json")
+
+
+_STATE = TypeAdapter(ScheduleState)
 
 
 class GroupScheduler:
@@ -192,7 +211,8 @@ class GroupScheduler:
         due = [ticket for ticket in self._state.restarted if self._is_due(ticket)]
         if any(ticket not in finished for ticket in due):
             return None
-        rest = [ticket for ticket in finished if ticket not in due and not self._exceeds(ticket)]
+        # After a resume, weights may be older than those that wrote a group of the journal: it waits for its step.
+        rest = [t for t in finished if t not in due and not self._exceeds(t) and self.age(t) >= 0]
         if self.limits.order == "oldest":
             rest.sort()
         return [*due, *rest][:num] if len(due) + len(rest) >= num else None

@@ -5,6 +5,7 @@
     metrics.jsonl                        one JSON object a line: step, time (Unix seconds), and the metrics
     trajectories/train_step_000012.jsonl one readable JSON object a trajectory
     trajectories/eval_step_000010.jsonl
+    rollouts/journal.jsonl               finished groups that are not trained yet (asynchronous training)
     logs/<process>.log                   everything a process printed
     ckpts/  exports/                     written by others
     report.html                          made by `python -m skyrl_train.report`
@@ -20,6 +21,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -77,6 +79,11 @@ class RunFolder:
         return self.path / "trackers"
 
     @property
+    def journal_path(self) -> Path:
+        """File of finished rollouts that are not trained yet, in asynchronous training."""
+        return self.path / "rollouts" / "journal.jsonl"
+
+    @property
     def report_path(self) -> Path:
         return self.path / "report.html"
 
@@ -112,7 +119,7 @@ class RunFolder:
         is_new = not self.metrics_path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         with open(self.metrics_path, "a+b") as file:
-            _drop_torn_line(file)
+            drop_torn_line(file)
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
@@ -211,7 +218,7 @@ def _without_non_finite(value: Any) -> Any:
     return value
 
 
-def _drop_torn_line(file: BinaryIO) -> None:
+def drop_torn_line(file: BinaryIO | FileIO) -> None:
     """Cut off an incomplete last line, which would spoil the next."""
     size = end = file.seek(0, os.SEEK_END)
     while end > 0:

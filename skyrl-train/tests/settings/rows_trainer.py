@@ -31,6 +31,7 @@ from effects import (
 from torch import nn
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
+from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.training_backends.fsdp2 import backend as fsdp2_backend
 from skyrl_train.workers.policy_worker import PolicyWorker
@@ -44,6 +45,11 @@ EVALUATION = {"data.val_data": ["{folder}/prompts.jsonl"], "trainer.eval_interva
 FROM_PATH = {"trainer.resume_mode": "from_path", "trainer.resume_path": "{ckpts}/global_step_2"}
 CHECKPOINTS = THREE_STEPS | {"trainer.ckpt_interval": 1}
 TWO_MINI_BATCHES = {"trainer.train_batch_size": 4}
+ASYNC = TWO_MINI_BATCHES | {
+    "trainer.placement.colocate_all": False,
+    "trainer.algorithm.off_policy_correction.tis_ratio_type": "token",
+    "trainer.fully_async.enabled": True,
+}
 UNDER_RAY = {"trainer.placement.launcher": "ray"}
 
 
@@ -120,6 +126,21 @@ def moved_to_cpu(name: str) -> See:
         return moved
 
     return seen
+
+
+def pauses(run: Run) -> list[Any]:
+    """Modes in which engines were paused."""
+    return [args for name, args in run.record.calls if name == "pause_generation"]
+
+
+def _limits(run: Run) -> Any:
+    assert run.experiment is not None and isinstance(run.experiment.trainer, FullyAsyncRayPPOTrainer)
+    assert run.experiment.trainer.pool is not None
+    return run.experiment.trainer.pool.scheduler.limits
+
+
+schedule = of_run(_limits)
+"""The limits that the scheduler of a run was given (`tests/rollouts` shows the effect of each)."""
 
 
 class Diverged(PolicyWorker):
@@ -273,6 +294,44 @@ ROWS += [
     Row("trainer.max_consecutive_skipped_updates", 2, quiet(end_of_diverged_run)),
     Row("trainer.resume_allow_changes", True, resumed, {"environment.env_class": "sometimes_toy"}),
     Row("trainer.resume_path", "{ckpts}/global_step_1", resumed, FROM_PATH),
+]
+ROWS += [
+    Row(
+        "trainer.fully_async.enabled",
+        True,
+        of_run(lambda run: [name for name in run.metrics[0] if name.startswith("async/")]),
+        ASYNC | {"trainer.fully_async.enabled": False},
+    ),
+    Row("trainer.fully_async.max_staleness_steps", 1, schedule, ASYNC),
+    Row("trainer.fully_async.num_parallel_generation_workers", 7, schedule, ASYNC),
+    Row("trainer.fully_async.order", "oldest", schedule, ASYNC),
+    Row("trainer.fully_async.on_stale", "drop", schedule, ASYNC),
+    Row(
+        "trainer.fully_async.sample_full_batch",
+        True,
+        of_run(lambda run: run.metrics[0]["async/num_filtered_groups"] > 0),
+        ASYNC
+        | {
+            "environment.env_class": "sometimes_toy",
+            "trainer.algorithm.zero_variance_filter": True,
+            "trainer.fully_async.order": "exact",
+        },
+    ),
+    Row(
+        "trainer.fully_async.sync_every_steps",
+        3,
+        of_run(lambda run: [name for name, _ in run.record.calls].count("pause_generation")),
+        ASYNC | THREE_STEPS,
+    ),
+    Row("trainer.fully_async.pause", "wait", of_run(pauses), ASYNC),
+    Row("trainer.fully_async.kv_after_sync", "recompute", of_run(pauses), ASYNC),
+    Row(
+        "trainer.fully_async.clear_kv_cache_on_weight_sync",
+        True,
+        quiet(of_run(lambda run: [name for name, _ in run.record.calls].count("reset_prefix_cache"))),
+        ASYNC,
+    ),
+    Row("trainer.fully_async.group_timeout_seconds", 1e-6, error, ASYNC),
 ]
 for name, needs in {"policy": {}, "critic": CRITIC, "ref": KL}.items():
     section = f"trainer.{name}"

@@ -1,0 +1,62 @@
+"""Settings of asynchronous training."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from skyrl_train.config.base import BaseConfig
+
+
+@dataclass(kw_only=True)
+class FullyAsyncConfig(BaseConfig):
+    """Asynchronous training: groups of later steps are generated while the trainer computes. M stands for
+    `train_batch_size`, the groups of a step."""
+
+    enabled: bool = False
+    """Train asynchronously. Engines and workers must not share devices (`placement.colocate_all=false`)."""
+
+    max_staleness_steps: int = 4
+    """S, the bound on staleness: no token is trained whose weights are more than S training steps behind those that
+    train on it, time in the queue included. 0 with `order=exact` equals synchronous training bit for bit."""
+
+    num_parallel_generation_workers: int | None = None
+    """K, the number of groups that are generated at once, from M to M (S + 1). null: 768, or M (S + 1) if that is
+    fewer."""
+
+    order: Literal["finished", "oldest", "exact"] = "finished"
+    """Groups of a step: the M that finished first, the M finished ones that come first in the data, or the next M of
+    the data, for which the trainer waits. Only `exact` takes the prompts of synchronous training in each step."""
+
+    on_stale: Literal["drop", "regenerate", "mask"] = "mask"
+    """Treatment of a group that became older than S, with an `order` that admits such. `drop` generates it anew at the
+    end of its epoch, `regenerate` at once; the second time, the trainer waits for it, so that every prompt is trained
+    equally often. `mask` trains it without its tokens that are older."""
+
+    sample_full_batch: bool = False
+    """Leave out groups whose samples have the same reward and fill the step with others. Needs
+    `algorithm.zero_variance_filter`; `algorithm.dynamic_sampling.max_sample_batches` times M such groups in a row end
+    the run with an error."""
+
+    sync_every_steps: int = 1
+    """Training steps between weight syncs, at most S + 1."""
+
+    pause: Literal["keep", "abort", "wait"] | None = None
+    """Treatment of running requests at a weight sync. `keep`: they stand still and go on. `abort`: they end and are
+    continued from their tokens. `wait`: the sync waits until no group is being generated, so that each is of one weight
+    version. null: `generator.weight_sync_pause`."""
+
+    kv_after_sync: Literal["keep", "clear", "recompute"] = "keep"
+    """Treatment of cached keys and values, which are of the weights before a sync. `keep`: running requests go on with
+    them; no new request uses them. `clear`: the cache of prefixes is emptied as well. `recompute`: running requests are
+    computed anew up to their last token, so that every log-prob is that of one weight version (needs `pause` `keep` or
+    `abort`, and costs a prefill)."""
+
+    clear_kv_cache_on_weight_sync: bool = False
+    """Old form of `kv_after_sync=clear`."""
+
+    group_timeout_seconds: float = 3600.0
+    """The longest that the generation of a group may take, syncs included. Another group takes the place of one that
+    took longer."""
+
+    def max_running(self, groups_per_step: int) -> int:
+        """Return K."""
+        return self.num_parallel_generation_workers or min(768, groups_per_step * (self.max_staleness_steps + 1))

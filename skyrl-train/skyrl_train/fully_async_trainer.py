@@ -1,0 +1,172 @@
+"""Asynchronous trainer: groups of later steps are generated while the models are updated, with bounded staleness.
+
+`rollouts.schedule` decides which groups start and which are trained, `rollouts.pool` generates them, `rollouts.journal`
+keeps finished ones over a kill. The rest of a step is that of the synchronous trainer.
+"""
+
+from typing import Any
+
+from skyrl_train.generators.base import request_rollouts
+from skyrl_train.rollouts.adapter import GeneratorOutput, to_rollout_batch
+from skyrl_train.rollouts.async_metrics import group_metrics, pool_metrics
+from skyrl_train.rollouts.filters import is_informative
+from skyrl_train.rollouts.groups import FinishedGroup, mask_stale, with_different_uids
+from skyrl_train.rollouts.journal import RolloutJournal
+from skyrl_train.rollouts.metrics import concatenate
+from skyrl_train.rollouts.pool import RolloutPool
+from skyrl_train.rollouts.schedule import ScheduleLimits, ScheduleState
+from skyrl_train.rollouts.types import RolloutBatch
+from skyrl_train.trainer import RayPPOTrainer
+from skyrl_train.training_batch import TrainingInputBatch
+
+GeneratedOutputGroup = FinishedGroup
+"""Name of other SkyRL releases."""
+
+
+class FullyAsyncRayPPOTrainer(RayPPOTrainer):
+    """Run of asynchronous reinforcement learning (`trainer.fully_async`). See `RayPPOTrainer` for the arguments."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.pool: RolloutPool | None = None
+        """None before the first step."""
+        self._schedule_state = ScheduleState()
+
+    # ---- the run
+
+    async def train(self) -> None:
+        """Run the training loop: take finished groups, compute advantages, update the models, sync weights."""
+        await self.start()
+        async with self.rollout_pool() as pool:
+            self.pool = pool
+            for _ in range(self.global_step, self.total_training_steps):
+                self.global_step += 1
+                with self.timed("step"):
+                    with self.timed("wait_for_generation_buffer"):
+                        groups = await self.next_groups(pool)
+                    with self.timed("convert_to_training_input"):
+                        batch = self.convert_generation_group_mini_batch_to_training_input(groups)
+                    with self.timed("run_training"):
+                        batch = await self.fwd_logprobs_values_reward(batch)
+                        batch = self.compute_advantages_and_returns(batch)
+                        await self.train_critic(batch)
+                        await self.train_policy(batch)
+                    pool.trained(groups)
+                    if self.is_end_of_epoch():
+                        await self.update_ref_with_policy()
+                    with self.timed("sync_weights"):
+                        await self.sync_weights()
+                await self.after_step()  # evaluation, metrics, exports, checkpoints: each at its own interval
+
+    def rollout_pool(self) -> RolloutPool:
+        """Return the pool of groups in the state of the run, with what the journal knows of a run that was killed."""
+        settings, algorithm = self.cfg.trainer.fully_async, self.cfg.trainer.algorithm
+        groups_per_step = self.cfg.trainer.train_batch_size
+        limits = ScheduleLimits(
+            groups_per_step=groups_per_step,
+            max_staleness_steps=settings.max_staleness_steps,
+            max_running=settings.max_running(groups_per_step),
+            groups_per_epoch=len(self.train_dataloader) * groups_per_step,
+            total_steps=self.total_training_steps,
+            order=settings.order,
+            on_stale=settings.on_stale,
+        )
+        max_batches = algorithm.dynamic_sampling.max_sample_batches
+        journal = RolloutJournal(self.run_folder.journal_path, self.provenance.defining())
+        if self.cfg.trainer.resume_mode == "none":
+            journal.discard()
+        return RolloutPool(
+            self.generate_group,
+            limits,
+            journal.recover(self._schedule_state),
+            journal,
+            group_timeout_seconds=settings.group_timeout_seconds,
+            is_kept=is_informative if settings.sample_full_batch else lambda group: True,
+            max_filtered=max_batches * groups_per_step if max_batches > 0 else None,
+        )
+
+    async def sync_weights(self) -> None:
+        """Sync the policy's weights, if this step's number is a multiple of `sync_every_steps` or the last."""
+        settings = self.cfg.trainer.fully_async
+        if self.global_step % settings.sync_every_steps and not self.is_last_step():
+            return
+        if self.pool is not None and self.cfg.pause_at_sync == "wait":
+            await self.pool.drain()
+        await super().sync_weights()
+        if self.pool is not None:
+            self.pool.synced(self.weight_version)
+
+    # ---- generate
+
+    async def generate_group(self, ticket: int) -> RolloutBatch:
+        """Generate the samples of the prompt at place `ticket` of the data. They have the seeds of the step that would
+        train them in synchronous training."""
+        prompt = self.train_dataloader.prompt(ticket)
+        step = ticket // self.cfg.trainer.train_batch_size + 1
+        inputs = self.generator_input([prompt], step)
+        rollouts = self.check_rollouts(await request_rollouts(self.generator, inputs))
+        if type(self).postprocess_generator_output is FullyAsyncRayPPOTrainer.postprocess_generator_output:
+            return rollouts
+        [group] = rollouts.groups
+        ids = [trajectory.id for trajectory in group.trajectories]
+        output = FinishedGroup(ticket=ticket, group=group, metrics=rollouts.metrics, version=0, seconds=0)
+        return to_rollout_batch(self.postprocess_generator_output(output.generator_output, [group.uid] * len(ids)), ids)
+
+    def postprocess_generator_output(self, generator_output: GeneratorOutput, uids: list[str]) -> GeneratorOutput:
+        """Change the rewards of one group before it enters the queue. The place for a reward of your own."""
+        return generator_output
+
+    async def next_groups(self, pool: RolloutPool) -> list[FinishedGroup]:
+        """Wait for the groups of this step and record metrics of them."""
+        self.all_metrics["async/gen_buffer_qsize_at_wait_start"] = float(pool.num_finished)
+        groups = await pool.next_batch()
+        self._epochs_before = self.train_dataloader.num_epochs_dealt
+        self.train_dataloader.skip_batch()
+        settings = self.cfg.trainer.fully_async
+        keeps_cache = self.cfg.pause_at_sync == "keep" and settings.kv_after_sync != "recompute"
+        self.all_metrics |= group_metrics(
+            groups, self.global_step - 1, settings.max_staleness_steps, keeps_cache=keeps_cache
+        )
+        return groups
+
+    # ---- prepare the batch
+
+    def convert_generation_group_mini_batch_to_training_input(self, groups: list[FinishedGroup]) -> TrainingInputBatch:
+        """Collate the groups of a step into padded tensors, less tokens that are too old (`on_stale=mask`)."""
+        rollouts = concatenate([group.rollouts for group in groups])
+        if self.cfg.trainer.fully_async.on_stale == "mask":
+            oldest = self.global_step - 1 - self.cfg.trainer.fully_async.max_staleness_steps
+            rollouts = RolloutBatch([mask_stale(group, oldest) for group in rollouts.groups], rollouts.metrics)
+        rollouts = RolloutBatch(with_different_uids(rollouts.groups), rollouts.metrics)
+        self._record(rollouts)
+        return self.convert_to_training_input(rollouts)
+
+    # ---- metrics, state in checkpoints
+
+    def log(self) -> None:
+        """Log the step's metrics, with those of the pool."""
+        if self.pool is not None:
+            limits = self.pool.scheduler.limits
+            waited, seconds = self.all_timings["wait_for_generation_buffer"], self.all_timings["step"]
+            self.all_metrics |= pool_metrics(
+                self.pool.take_counts(), limits.groups_per_step, limits.max_running, waited, seconds
+            )
+        super().log()
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the synchronous trainer and that of the schedule."""
+        assert self.pool is not None
+        return super().state() | {"schedule": self.pool.state().to_json()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        if "schedule" in state:
+            self._schedule_state = ScheduleState.from_json(state["schedule"])
+        else:  # a checkpoint of the synchronous trainer
+            self._schedule_state = ScheduleState.after_steps(state["global_step"], self.cfg.trainer.train_batch_size)
+
+    async def save_checkpoint(self) -> None:
+        """Save a checkpoint, then drop what it made superfluous from the journal."""
+        assert self.pool is not None
+        await super().save_checkpoint()
+        self.pool.shorten_journal()

@@ -1,0 +1,92 @@
+"""Metrics of asynchronous training: ages of groups and tokens, and how busy both sides were."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from skyrl_train.rollouts.groups import FinishedGroup, versions_of
+from skyrl_train.rollouts.pool import PoolCounts
+from skyrl_train.rollouts.types import NO_VERSION, TrainingSample
+
+
+def group_metrics(
+    groups: Sequence[FinishedGroup], trained_version: int, bound: int, *, keeps_cache: bool
+) -> dict[str, float]:
+    """Compute metrics of the groups of a training step.
+
+    Args:
+        trained_version: of the policy that trains on them.
+        bound: `max_staleness_steps`.
+        keeps_cache: requests go on over a weight sync with the keys and values of the weights before.
+
+    Returns:
+        under `async/`: `staleness_{mean,max,min}` in steps, of each group's oldest token; `staleness_ratio`, the
+        share of groups above 0; `staleness_violation_count`, groups above `bound`; `staleness_<n>` for n from 0 to
+        `bound`, the share of each; `versions_per_trajectory_{mean,max}`; `interrupted_token_share`, of generated tokens
+        that were generated after a weight sync within their turn; `mixed_cache_token_share`, those of them that were
+        generated with keys and values of other weights; `group_seconds_{mean,max}`.
+    """
+    ages = [trained_version - group.oldest_version for group in groups]
+    shares = Counter(ages)
+    trajectories = [trajectory for group in groups for trajectory in group.group.trajectories]
+    versions = [len(set(versions_of([trajectory]))) for trajectory in trajectories if versions_of([trajectory])]
+    samples = [sample for trajectory in trajectories for sample in trajectory.samples]
+    num_generated = len(versions_of(trajectories))
+    interrupted = sum(map(_num_interrupted, samples)) / max(1, num_generated)
+    seconds = [group.seconds for group in groups]
+    metrics = {
+        "staleness_mean": sum(ages) / len(ages),
+        "staleness_max": max(ages),
+        "staleness_min": min(ages),
+        "staleness_ratio": sum(age > 0 for age in ages) / len(ages),
+        "staleness_violation_count": sum(age > bound for age in ages),
+        **{f"staleness_{age}": shares[age] / len(ages) for age in range(bound + 1)},
+        "versions_per_trajectory_mean": sum(versions) / max(1, len(versions)),
+        "versions_per_trajectory_max": max(versions, default=0),
+        "interrupted_token_share": interrupted,
+        "mixed_cache_token_share": interrupted if keeps_cache else 0.0,
+        "group_seconds_mean": sum(seconds) / len(seconds),
+        "group_seconds_max": max(seconds),
+    }
+    return {f"async/{name}": float(value) for name, value in metrics.items()}
+
+
+def pool_metrics(
+    counts: PoolCounts, num_trained: int, max_running: int, waited: float, step: float
+) -> dict[str, float]:
+    """Compute metrics of the pool since the last step.
+
+    Args:
+        num_trained: groups of the step.
+        max_running: number of groups that may be generated at once.
+        waited, step: seconds for which the trainer waited for groups, and of the whole step.
+
+    Returns:
+        under `async/`: counts of groups that failed, were filtered or became stale; `keep_rate`, the share of groups
+        that were trained; `trainer_utilisation`, the share of the step in which it did not wait for groups;
+        `generation_utilisation`, the share of time in which any group was generated; `running_groups_mean` and the
+        share of `max_running` that this is, `slot_utilisation`.
+    """
+    num_dropped = counts.num_failed + counts.num_filtered + counts.num_stale
+    running = counts.running_seconds / max(counts.wall_seconds, 1e-9)
+    metrics = {
+        "num_failed_groups": counts.num_failed,
+        "num_filtered_groups": counts.num_filtered,
+        "num_stale_groups": counts.num_stale,
+        "keep_rate": num_trained / (num_trained + num_dropped),
+        "trainer_utilisation": 1 - waited / max(step, 1e-9),
+        "generation_utilisation": counts.busy_seconds / max(counts.wall_seconds, 1e-9),
+        "running_groups_mean": running,
+        "slot_utilisation": running / max_running,
+    }
+    return {f"async/{name}": float(value) for name, value in metrics.items()}
+
+
+def _num_interrupted(sample: TrainingSample) -> int:
+    """Count the tokens whose weights are not those of the first token of their turn."""
+    count, first = 0, NO_VERSION
+    for version in sample.weight_versions or []:
+        if version == NO_VERSION or first == NO_VERSION:
+            first = version  # the next generated token begins a turn
+        elif version != first:
+            count += 1
+    return count

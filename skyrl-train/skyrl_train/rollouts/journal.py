@@ -1,0 +1,239 @@
+"""Journal of rollouts: a file of the finished groups that are not trained yet, and of the decisions about them.
+
+One JSON object a line, appended as it happens: a process that is killed loses at most the line that it was writing.
+
+    {"experiment": …}                                      the first line: settings and data that the groups belong to
+    {"finished": ticket, "group": …}                       a group, with its metrics and the version it was started at
+    {"batch": step, "tickets": […]}                        groups that training step `step` takes, in this order
+    {"failed": ticket}   {"filtered": ticket}   {"stale": [tickets], "deferred": …}
+
+With a checkpoint of the schedule it gives the state at the last line. A checkpoint shortens it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+from pydantic import ConfigDict, TypeAdapter
+
+from skyrl_train.errors import CheckpointError
+from skyrl_train.rollouts.groups import FinishedGroup
+from skyrl_train.rollouts.schedule import ScheduleState
+from skyrl_train.utils.io import fsync_folder, write_atomically
+from skyrl_train.utils.run_folder import drop_torn_line, read_json_lines
+
+_GROUPS = TypeAdapter(list[FinishedGroup], config=ConfigDict(ser_json_inf_nan="constants"))
+
+
+@dataclass
+class RecoveredRollouts:
+    """State of the rollouts after a checkpoint and the lines of a journal."""
+
+    state: ScheduleState
+    groups: dict[int, FinishedGroup] = field(default_factory=dict)
+    """Finished groups by ticket, those of `state.finished`."""
+
+    batches: dict[int, list[int]] = field(default_factory=dict)
+    """Tickets of steps after the checkpoint that had begun: they train the same groups again."""
+
+
+class RolloutJournal:
+    """Journal of one run.
+
+    Args:
+        path: of the file; its folder is made.
+        experiment: what makes groups of another run useless here, as JSON values.
+    """
+
+    def __init__(self, path: Path, experiment: Mapping[str, Any]):
+        self.path = path
+        self._experiment = json.loads(json.dumps(experiment))
+        self._file: FileIO | None = None
+        self._since_checkpoint: list[bytes] = []
+
+    # ---- writing
+
+    def finished(self, group: FinishedGroup) -> None:
+        """Append a finished group."""
+        self._write(_finished_line(group))
+
+    def batch(self, step: int, tickets: Sequence[int]) -> None:
+        """Append the groups that a training step takes."""
+        self._append({"batch": step, "tickets": list(tickets)})
+
+    def failed(self, ticket: int) -> None:
+        """Append that a group failed and another one takes its place."""
+        self._append({"failed": ticket})
+
+    def filtered(self, ticket: int) -> None:
+        """Append that a finished group is not trained."""
+        self._append({"filtered": ticket})
+
+    def stale(self, tickets: Sequence[int], *, deferred: bool) -> None:
+        """Append that groups became too old and are generated again, at the end of their epoch (`deferred`) or at
+        once."""
+        self._append({"stale": list(tickets), "deferred": deferred})
+
+    def mark_checkpoint(self) -> None:
+        """Note that the schedule's state was taken now, for a checkpoint."""
+        self._since_checkpoint = []
+
+    def shorten(self, groups: Sequence[FinishedGroup]) -> None:
+        """Keep these groups and what was decided since `mark_checkpoint`. All of it is on the disk when this returns.
+
+        Raises:
+            CheckpointError: the disk is full or refuses. The journal is as it was.
+        """
+        lines = [self._first_line(), *map(_finished_line, groups), *self._since_checkpoint]
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, b"".join(lines))
+        except OSError as error:
+            raise self._not_writable(error) from error
+        self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _append(self, event: Mapping[str, Any]) -> None:
+        line = _json_line(event)
+        self._since_checkpoint.append(line)
+        self._write(line)
+
+    def _write(self, line: bytes) -> None:
+        """Write one line. It survives the end of this process at once, and that of the machine from the next checkpoint
+        on."""
+        try:
+            file = self._file or self._open()
+            while line:  # unbuffered: a full disk may take a part
+                line = line[file.write(line) :]
+        except OSError as error:
+            self.close()
+            raise self._not_writable(error) from error
+
+    def _open(self) -> FileIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not self.path.exists()
+        self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115  closed by `close`
+        drop_torn_line(self._file)
+        if self._file.seek(0, 2) == 0:
+            self._file.write(self._first_line())
+        if is_new:
+            fsync_folder(self.path.parent)
+        return self._file
+
+    def _first_line(self) -> bytes:
+        return _json_line({"experiment": self._experiment})
+
+    def _not_writable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"the journal of rollouts {self.path} cannot be written: {error}. Groups that it holds are not lost: make "
+            "room (or the folder writable) and give the same command again"
+        )
+
+    # ---- reading
+
+    def discard(self) -> None:
+        """Remove the file: the run starts anew."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+    def recover(self, state: ScheduleState) -> RecoveredRollouts:
+        """Return the state of the rollouts at the last line.
+
+        Args:
+            state: of the checkpoint that the run resumes from, or of a start.
+
+        Raises:
+            CheckpointError: a line before the last is damaged.
+        """
+        events = self._events()
+        recovered = RecoveredRollouts(state)
+        gone: set[int] = set()
+        restarted, deferred = set(state.restarted), set(state.deferred)
+        for event in events:
+            match event:
+                case {"group": _, "finished": int(ticket)}:
+                    recovered.groups.pop(ticket, None)  # a later one stands behind those that finished before
+                    recovered.groups[ticket] = _group_of(event, self.path)
+                case {"batch": int(step), "tickets": [*tickets]}:
+                    recovered.batches[step] = tickets
+                case {"failed": int(ticket)} | {"filtered": int(ticket)}:
+                    gone.add(ticket)
+                case {"stale": [*tickets], "deferred": bool(is_deferred)}:
+                    restarted.update(tickets)
+                    deferred.update(tickets if is_deferred else ())
+                    for ticket in tickets:
+                        recovered.groups.pop(ticket, None)
+                case _:
+                    raise CheckpointError(f"{self.path} has a line that is none of a journal: {str(event)[:200]}")
+        trained = {t for step, tickets in recovered.batches.items() if step <= state.num_trained_steps for t in tickets}
+        recovered.batches = {s: tickets for s, tickets in recovered.batches.items() if s > state.num_trained_steps}
+        _merge(recovered, gone, trained, restarted, deferred)
+        return recovered
+
+    def _events(self) -> list[dict[str, Any]]:
+        """Return the lines after the first; none of a journal of another experiment."""
+        if not self.path.exists():
+            return []
+        lines = (row for _, row in read_json_lines(self.path))
+        first = next(lines, None)
+        if first is None:
+            return []
+        if first.get("experiment") != self._experiment:
+            logger.warning(f"{self.path} is the journal of another experiment, whose rollouts are of no use here")
+            self.discard()
+            return []
+        return list(lines)
+
+
+def _merge(
+    recovered: RecoveredRollouts, gone: set[int], trained: set[int], restarted: set[int], deferred: set[int]
+) -> None:
+    """Bring the state of a checkpoint to that of the journal: tickets that the checkpoint knows as not trained, and
+    those that were started since, are finished if their group is there, else they wait for a start."""
+    state = recovered.state
+    known = {*state.finished, *state.waiting, *state.deferred}
+    mentioned = {*recovered.groups, *gone, *restarted, *(t for tickets in recovered.batches.values() for t in tickets)}
+    end = max([state.next_ticket, *(ticket + 1 for ticket in mentioned)])
+    missing = [t for t in state.finished if t not in recovered.groups and t not in gone]
+    if missing:
+        logger.warning(f"{len(missing)} finished groups are not in the journal of rollouts; they are generated again")
+    open_tickets = (known | set(range(state.next_ticket, end))) - gone - trained
+    recovered.groups = {ticket: group for ticket, group in recovered.groups.items() if ticket in open_tickets}
+    state.finished = {ticket: group.oldest_version for ticket, group in recovered.groups.items()}
+    unfinished = open_tickets - recovered.groups.keys()
+    state.deferred = sorted(unfinished & deferred)
+    state.waiting = sorted(unfinished - deferred)
+    state.restarted = restarted & open_tickets
+    state.next_ticket = end
+
+
+def _finished_line(group: FinishedGroup) -> bytes:
+    values = _GROUPS.dump_json([group], fallback=_plain)[1:-1]
+    return b'{"finished": %d, "group": %s}\n' % (group.ticket, values)
+
+
+def _group_of(event: Mapping[str, Any], path: Path) -> FinishedGroup:
+    try:
+        return _GROUPS.validate_python([event["group"]])[0]
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} holds a group that this release cannot read: {error}. To start without the groups that were "
+            "finished and not trained, remove the file"
+        ) from error
+
+
+def _json_line(event: Mapping[str, Any]) -> bytes:
+    return json.dumps(event).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """Return an environment's metric as a JSON value: numbers of NumPy and torch as numbers, anything else as text."""
+    return value.item() if hasattr(value, "item") else str(value)

@@ -1,0 +1,300 @@
+"""Pool of groups that are generated while the trainer computes.
+
+The scheduler decides which groups start and which are trained; the pool runs a task for each, with a deadline, and
+writes what is finished to the journal.
+
+    may a group start? -> task: generate -> journal, queue -> `next_batch`: trainer -> `trained`, `synced` -> start more
+
+Shutdown: no group starts any more, tasks are cancelled and waited for (a task that ignores it is left behind after
+`_GRACE_SECONDS`), then the journal is closed. Engines are shut down by whoever started them, after that.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from loguru import logger
+
+from skyrl_train.errors import AllRolloutsFailedError, RolloutError, SkyRLError
+from skyrl_train.rollouts.groups import FinishedGroup
+from skyrl_train.rollouts.journal import RecoveredRollouts, RolloutJournal
+from skyrl_train.rollouts.schedule import GroupScheduler, ScheduleLimits, ScheduleState
+from skyrl_train.rollouts.types import RolloutBatch, TrajectoryGroup
+from skyrl_train.utils.tracebacks import last_place
+
+_GRACE_SECONDS = 30.0
+"""For which a cancelled group may clean up."""
+
+_REPORT_SECONDS = 60.0
+"""Time between log lines that say whom the trainer waits for."""
+
+
+@dataclass
+class PoolCounts:
+    """Counts and times since they were last taken."""
+
+    num_failed: int = 0
+    num_filtered: int = 0
+    num_stale: int = 0
+    running_seconds: float = 0.0
+    """Sum over groups of the time for which they ran."""
+    busy_seconds: float = 0.0
+    """Time in which any group ran."""
+    wall_seconds: float = 0.0
+
+
+class RolloutPool:
+    """Pool of running and finished groups, as an asynchronous context manager.
+
+    Args:
+        generate: generates the group of a ticket.
+        recovered: state of the schedule, finished groups and begun steps: of a start or after a resume.
+        group_timeout_seconds: the longest that one group may take.
+        is_kept: decides whether a finished group is trained.
+        max_filtered: number of groups in a row that `is_kept` may refuse.
+
+    Raises (from the block of the context manager, at once):
+        SkyRLError: an error that ends the run (settings, a dead engine, a full disk); or as many groups as may run
+            at once failed in a row.
+    """
+
+    def __init__(
+        self,
+        generate: Callable[[int], Awaitable[RolloutBatch]],
+        limits: ScheduleLimits,
+        recovered: RecoveredRollouts,
+        journal: RolloutJournal,
+        *,
+        group_timeout_seconds: float,
+        is_kept: Callable[[TrajectoryGroup], bool] = lambda group: True,
+        max_filtered: int | None = None,
+    ):
+        self.scheduler = GroupScheduler(limits, recovered.state)
+        self._generate = generate
+        self._finished = dict(recovered.groups)
+        self._begun = dict(recovered.batches)
+        self._journal = journal
+        self._timeout = group_timeout_seconds
+        self._is_kept, self._max_filtered = is_kept, max_filtered
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._left_behind: set[asyncio.Future[RolloutBatch]] = set()
+        self._task_group = asyncio.TaskGroup()
+        self._changed = asyncio.Event()
+        self._is_open = False
+        self._failures_in_a_row = self._filtered_in_a_row = 0
+        self._counts, self._counted_until = PoolCounts(), time.monotonic()
+
+    async def __aenter__(self) -> "RolloutPool":
+        await self._task_group.__aenter__()
+        self._is_open = True
+        self._start_groups()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_open = False
+        for task in self._tasks.values():
+            task.cancel()
+        try:
+            await self._task_group.__aexit__(kind, error, traceback)
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self._journal.close()
+
+    # ---- the trainer's side
+
+    @property
+    def num_finished(self) -> int:
+        """Number of groups in the queue for training."""
+        return len(self._finished)
+
+    async def next_batch(self) -> list[FinishedGroup]:
+        """Wait for the groups of the next training step. They leave the queue with `trained`.
+
+        Raises:
+            SkyRLError: no group runs or may start, and those that are finished make no step.
+        """
+        step = self.scheduler.num_trained_steps + 1
+        while (tickets := self._tickets(step)) is None:
+            if not self._tasks:
+                raise SkyRLError(
+                    f"training step {step} has no groups to wait for: {self.scheduler.why_no_batch()}; "
+                    f"{self.scheduler.why_not_started()}"
+                )
+            await self._wait(f"training step {step}: {self.scheduler.why_no_batch()}")
+        if step not in self._begun:
+            self._journal.batch(step, tickets)
+        return [self._finished[ticket] for ticket in tickets]
+
+    def _tickets(self, step: int) -> list[int] | None:
+        """Return the tickets of a step; before anything else those of a step that a killed run had begun."""
+        begun = self._begun.get(step)
+        if begun is not None and all(ticket in self._finished for ticket in begun):
+            return begun
+        self._begun.pop(step, None)
+        return self.scheduler.next_batch()
+
+    def trained(self, groups: list[FinishedGroup]) -> None:
+        """Count a training step over these groups, and restart those that have become too old by it."""
+        self.scheduler.trained([group.ticket for group in groups])
+        for group in groups:
+            del self._finished[group.ticket]
+        self._begun.pop(self.scheduler.num_trained_steps, None)
+        stale = self.scheduler.take_stale()
+        if stale:
+            self._journal.stale(stale, deferred=self.scheduler.limits.on_stale == "drop")
+            self._counts.num_stale += len(stale)
+        for ticket in stale:
+            self._finished.pop(ticket, None)
+            if ticket in self._tasks:
+                self._tasks.pop(ticket).cancel()
+        self._start_groups()
+
+    def synced(self, version: int) -> None:
+        """Note that the engines hold the weights after `version` steps: more groups may start."""
+        self.scheduler.synced(version)
+        self._is_open = True
+        self._start_groups()
+
+    async def drain(self) -> None:
+        """Start no more groups and wait until none runs. `synced` starts them again."""
+        self._is_open = False
+        while self._tasks:
+            await self._wait(f"a weight sync that no group may be generated over: {len(self._tasks)} groups run")
+
+    def state(self) -> ScheduleState:
+        """Return the state of the schedule for a checkpoint, and note in the journal that it was taken."""
+        self._journal.mark_checkpoint()
+        return self.scheduler.state()
+
+    def shorten_journal(self) -> None:
+        """Drop trained groups from the journal, after a checkpoint."""
+        self._journal.shorten([self._finished[ticket] for ticket in self.scheduler.finished_groups])
+
+    def take_counts(self) -> PoolCounts:
+        """Return the counts since the last call."""
+        self._count_time()
+        counts, self._counts = self._counts, PoolCounts()
+        return counts
+
+    async def _wait(self, reason: str) -> None:
+        """Wait until a group has ended: every group has a deadline, so this has one."""
+        self._changed.clear()
+        while True:
+            try:
+                async with asyncio.timeout(_REPORT_SECONDS):
+                    await self._changed.wait()
+                return
+            except TimeoutError:
+                logger.info(f"waiting for more than {_REPORT_SECONDS:g} s: {reason}")
+
+    # ---- groups
+
+    def _start_groups(self) -> None:
+        self._count_time()
+        while self._is_open and self.scheduler.may_start():
+            ticket = self.scheduler.start()
+            self._tasks[ticket] = self._task_group.create_task(self._run(ticket), name=f"group {ticket}")
+
+    async def _run(self, ticket: int) -> None:
+        try:
+            await self._generate_group(ticket)
+        except Exception:  # ends the run: no other group may start while it is shut down
+            self._is_open = False
+            raise
+        self._start_groups()
+        self._changed.set()
+
+    async def _generate_group(self, ticket: int) -> None:
+        """Generate a group until it is finished, has failed, or is late."""
+        version, began = self.scheduler.version, time.monotonic()
+        generation = asyncio.ensure_future(self._generate(ticket))
+        try:
+            await asyncio.wait([generation], timeout=self._timeout)
+            is_late = not generation.done()
+        finally:
+            await self._end(ticket, generation)
+        self._count_time()
+        del self._tasks[ticket]
+        if is_late:
+            self._fail(ticket, TimeoutError(f"not finished after {self._timeout:g} s (group_timeout_seconds)"))
+        elif generation.cancelled():
+            self._fail(ticket, RuntimeError("the generator cancelled it"))
+        elif (error := generation.exception()) is None:
+            self._finish(ticket, generation.result(), version, time.monotonic() - began)
+        elif isinstance(error, Exception) and (not isinstance(error, SkyRLError) or isinstance(error, RolloutError)):
+            self._fail(ticket, error)
+        else:
+            raise error
+
+    async def _end(self, ticket: int, generation: "asyncio.Future[RolloutBatch]") -> None:
+        """Cancel a generation that is not done and give it time to clean up."""
+        self._left_behind.add(generation)
+        generation.add_done_callback(self._forget)
+        if generation.done():
+            return
+        generation.cancel()
+        await asyncio.wait([generation], timeout=_GRACE_SECONDS)
+        if not generation.done():
+            logger.warning(f"group {ticket} was cancelled and goes on after {_GRACE_SECONDS:g} s; it is left behind")
+
+    def _forget(self, generation: "asyncio.Future[RolloutBatch]") -> None:
+        self._left_behind.discard(generation)
+        if not generation.cancelled():
+            generation.exception()  # retrieved here, so that asyncio does not report it once more
+
+    def _finish(self, ticket: int, rollouts: RolloutBatch, version: int, seconds: float) -> None:
+        if len(rollouts.groups) != 1:
+            raise SkyRLError(
+                f"the generator was asked for the samples of one prompt and returned {len(rollouts.groups)} groups: "
+                "every trajectory id must name that prompt"
+            )
+        [group] = rollouts.groups
+        finished = FinishedGroup(ticket=ticket, group=group, metrics=rollouts.metrics, version=version, seconds=seconds)
+        self.scheduler.finished(ticket, finished.oldest_version)
+        self._failures_in_a_row = 0
+        if self._is_kept(group):
+            self._journal.finished(finished)
+            self._finished[ticket] = finished
+            self._filtered_in_a_row = 0
+            return
+        self._journal.filtered(ticket)
+        self.scheduler.filtered(ticket)
+        self._counts.num_filtered += 1
+        self._filtered_in_a_row += 1
+        if self._max_filtered is not None and self._filtered_in_a_row > self._max_filtered:
+            raise SkyRLError(
+                f"{self._filtered_in_a_row} groups in a row have samples with the same reward and are left out "
+                "(trainer.fully_async.sample_full_batch): the problems are too easy or too hard for this policy. "
+                "Change the data, raise generator.n_samples_per_prompt or "
+                "trainer.algorithm.dynamic_sampling.max_sample_batches"
+            )
+
+    def _fail(self, ticket: int, error: Exception) -> None:
+        """Replace a group that could not be generated by another one.
+
+        Raises:
+            AllRolloutsFailedError: as many groups as may run at once failed in a row.
+        """
+        self._journal.failed(ticket)
+        self.scheduler.failed(ticket)
+        self._counts.num_failed += 1
+        self._failures_in_a_row += 1
+        cause = f"{type(error).__name__}: {error}{last_place(error)}"
+        logger.warning(f"group {ticket} failed and is replaced by another: {cause}")
+        if self._failures_in_a_row >= self.scheduler.limits.max_running:
+            raise AllRolloutsFailedError(
+                f"the last {self._failures_in_a_row} groups (as many as run at once) failed; the last: {cause}"
+            ) from error
+
+    def _count_time(self) -> None:
+        now = time.monotonic()
+        elapsed, self._counted_until = now - self._counted_until, now
+        num_running = len(self._tasks)
+        self._counts.wall_seconds += elapsed
+        self._counts.running_seconds += elapsed * num_running
+        self._counts.busy_seconds += elapsed if num_running else 0.0
