@@ -25,7 +25,7 @@ LAYERS = [
     {"workers"},
     {"orchestration"},
     {"dataset", "evaluate", "checkpoints", "provenance", "batch_preparation", "mismatch", "step_plan", "supervised"}
-    | {"trainer", "training_run"},
+    | {"trainer", "training_run", "fully_async_trainer"},
     {"entrypoints", "report"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
@@ -61,6 +61,7 @@ PUBLIC_NAMES = {
     "skyrl_train.entrypoints.main_base": ["BasePPOExp", "config_dir", "validate_cfg"],
     "skyrl_train.utils": ["initialize_ray"],
     "skyrl_train.trainer": ["RayPPOTrainer"],
+    "skyrl_train.fully_async_trainer": ["FullyAsyncRayPPOTrainer", "GeneratedOutputGroup"],
     "skyrl_train.generators.base": ["GeneratorInterface", "GeneratorInput", "GeneratorOutput", "TrajectoryID"],
     "skyrl_train.generators.skyrl_gym_generator": ["SkyRLGymGenerator"],
     "skyrl_train.inference_engines.base": ["InferenceEngineInterface", "InferenceEngineInput", "InferenceEngineOutput"],

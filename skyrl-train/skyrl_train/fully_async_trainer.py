@@ -26,11 +26,11 @@ GeneratedOutputGroup = FinishedGroup
 class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     """Run of asynchronous reinforcement learning (`trainer.fully_async`). See `RayPPOTrainer` for the arguments."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.pool: RolloutPool | None = None
-        """None before the first step."""
-        self._schedule_state = ScheduleState()
+    pool: RolloutPool | None = None
+    """None before the first step."""
+
+    _schedule_state: ScheduleState | None = None
+    """That of the checkpoint that the run was resumed from."""
 
     # ---- the run
 
@@ -78,7 +78,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         return RolloutPool(
             self.generate_group,
             limits,
-            journal.recover(self._schedule_state),
+            journal.recover(self._schedule_state or ScheduleState()),
             journal,
             group_timeout_seconds=settings.group_timeout_seconds,
             is_kept=is_informative if settings.sample_full_batch else lambda group: True,

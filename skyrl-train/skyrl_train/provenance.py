@@ -50,9 +50,10 @@ class Provenance:
         text = json.dumps({"data": self.data, "settings": self.settings}, indent=1)
         write_atomically(folder / PROVENANCE_FILE, text)
 
-    def defining(self) -> dict[str, Any]:
+    def defining(self) -> dict[str, object]:
         """Return what makes another experiment when it changes."""
-        return {"data": self.data} | {name: value for name, value in self.settings.items() if is_among(name, DEFINING)}
+        settings = {name: value for name, value in self.settings.items() if is_among(name, DEFINING)}
+        return {"data": self.data, **settings}
 
     @classmethod
     def read(cls, folder: Path) -> "Provenance | None":

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
+import numpy as np
+import torch
 from loguru import logger
 from pydantic import ConfigDict, TypeAdapter
 
@@ -49,7 +50,7 @@ class RolloutJournal:
         experiment: what makes groups of another run useless here, as JSON values.
     """
 
-    def __init__(self, path: Path, experiment: Mapping[str, Any]):
+    def __init__(self, path: Path, experiment: Mapping[str, object]):
         self.path = path
         self._experiment = json.loads(json.dumps(experiment))
         self._file: FileIO | None = None
@@ -101,7 +102,7 @@ class RolloutJournal:
             self._file.close()
             self._file = None
 
-    def _append(self, event: Mapping[str, Any]) -> None:
+    def _append(self, event: Mapping[str, object]) -> None:
         line = _json_line(event)
         self._since_checkpoint.append(line)
         self._write(line)
@@ -178,7 +179,7 @@ class RolloutJournal:
         _merge(recovered, gone, trained, restarted, deferred)
         return recovered
 
-    def _events(self) -> list[dict[str, Any]]:
+    def _events(self) -> list[dict[str, object]]:
         """Return the lines after the first; none of a journal of another experiment."""
         if not self.path.exists():
             return []
@@ -220,7 +221,7 @@ def _finished_line(group: FinishedGroup) -> bytes:
     return b'{"finished": %d, "group": %s}\n' % (group.ticket, values)
 
 
-def _group_of(event: Mapping[str, Any], path: Path) -> FinishedGroup:
+def _group_of(event: Mapping[str, object], path: Path) -> FinishedGroup:
     try:
         return _GROUPS.validate_python([event["group"]])[0]
     except ValueError as error:
@@ -230,10 +231,10 @@ def _group_of(event: Mapping[str, Any], path: Path) -> FinishedGroup:
         ) from error
 
 
-def _json_line(event: Mapping[str, Any]) -> bytes:
+def _json_line(event: Mapping[str, object]) -> bytes:
     return json.dumps(event).encode() + b"\n"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return an environment's metric as a JSON value: numbers of NumPy and torch as numbers, anything else as text."""
-    return value.item() if hasattr(value, "item") else str(value)
+    return value.item() if isinstance(value, np.generic | torch.Tensor) else str(value)

@@ -96,6 +96,8 @@ class RolloutPool:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._is_open = False
+        # Cancelled here although the task group would cancel them after an error: after a run that ended well it would
+        # wait for groups that nobody needs any more.
         for task in self._tasks.values():
             task.cancel()
         try:
@@ -140,6 +142,7 @@ class RolloutPool:
 
     def trained(self, groups: list[FinishedGroup]) -> None:
         """Count a training step over these groups, and restart those that have become too old by it."""
+        # The scheduler comes first: if it refuses a ticket, nothing has left the queue.
         self.scheduler.trained([group.ticket for group in groups])
         for group in groups:
             del self._finished[group.ticket]
@@ -150,6 +153,7 @@ class RolloutPool:
             self._counts.num_stale += len(stale)
         for ticket in stale:
             self._finished.pop(ticket, None)
+            # Out of the table at once: `regenerate` may start the same ticket again before its old task has ended.
             if ticket in self._tasks:
                 self._tasks.pop(ticket).cancel()
         self._start_groups()
@@ -183,6 +187,7 @@ class RolloutPool:
 
     async def _wait(self, reason: str) -> None:
         """Wait until a group has ended: every group has a deadline, so this has one."""
+        # No await between the caller's look at the state and this: an end in between would be missed.
         self._changed.clear()
         while True:
             try:
@@ -212,12 +217,14 @@ class RolloutPool:
     async def _generate_group(self, ticket: int) -> None:
         """Generate a group until it is finished, has failed, or is late."""
         version, began = self.scheduler.version, time.monotonic()
+        # A task of its own, waited for: `asyncio.timeout` would wait for one that ignores its cancellation.
         generation = asyncio.ensure_future(self._generate(ticket))
         try:
             await asyncio.wait([generation], timeout=self._timeout)
             is_late = not generation.done()
         finally:
             await self._end(ticket, generation)
+        # From here to the end there is no await: journal, queue and scheduler change together.
         self._count_time()
         del self._tasks[ticket]
         if is_late:

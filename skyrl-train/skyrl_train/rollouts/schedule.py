@@ -11,7 +11,7 @@ that are older. Every group is named by a ticket, its place in the order of the 
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import TypeAdapter
 
@@ -71,11 +71,11 @@ class ScheduleState:
         return cls(num_trained_steps=num_steps, version=num_steps, next_ticket=num_steps * groups_per_step)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "ScheduleState":
+    def from_json(cls, values: dict[str, object]) -> "ScheduleState":
         """Restore what `to_json` returned. Raises ValueError if it is something else."""
         return _STATE.validate_python(values)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the state as JSON values."""
         return _STATE.dump_python(self, mode="json")
 

@@ -371,11 +371,15 @@ def test_every_setting_is_read_by_something():
         "trainer.placement.critic_num_gpus_per_node": "critic_world_size",
         "trainer.placement.ref_num_nodes": "ref_world_size",
         "trainer.placement.ref_num_gpus_per_node": "ref_world_size",
+        "trainer.fully_async.num_parallel_generation_workers": "max_running",
+        "trainer.fully_async.pause": "pause_at_sync",
+        "generator.weight_sync_pause": "pause_at_sync",
     }
     done_by_validation = {
         "trainer.algorithm.use_tis",  # becomes off_policy_correction
         "trainer.algorithm.tis_imp_ratio_cap",
         "trainer.sequence_parallel_backend",  # one choice
+        "trainer.fully_async.clear_kv_cache_on_weight_sync",  # becomes kv_after_sync
     }
     unread = [
         name

@@ -1,18 +1,39 @@
 """Asynchronous training: staleness 0 equals synchronous training, and nothing is lost, repeated or trained too old."""
 
+import asyncio
+import importlib.util
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+import skyrl_gym
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.validation import validate_cfg
+from skyrl_train.entrypoints.main_base import BasePPOExp
+from skyrl_train.errors import AllRolloutsFailedError, ConfigError, WeightSyncError
+from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer, GeneratedOutputGroup
+from skyrl_train.generators.base import GeneratorOutput
+from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.utils.run_folder import RunFolder
 
-ASYNC = {
-    "placement": {"colocate_all": False},
-    "fully_async": {"enabled": True, "max_staleness_steps": 0, "order": "exact"},
-}
+APART = {"placement": {"colocate_all": False}}
+CORRECTED = {"off_policy_correction": {"tis_ratio_type": "token"}}
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def asynchronous(**settings: Any) -> dict[str, Any]:
+    """Settings of `trainer` for asynchronous training, with a correction."""
+    return {
+        **APART,
+        "algorithm": {"use_kl_loss": False, **CORRECTED},
+        "fully_async": {"enabled": True, "max_staleness_steps": 2} | settings,
+    }
 
 
 def steps_of(cfg: SkyRLConfig) -> list[dict[str, Any]]:
@@ -41,16 +62,236 @@ def trajectories_of(cfg: SkyRLConfig) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in files}
 
 
-def test_staleness_0_equals_synchronous_training_to_the_bit(settings: Any, merged: Any, run: Any, tmp_path: Path):
-    changes = {"trainer": {"max_training_steps": 10, "epochs": 3, "hf_save_interval": 5, "eval_before_train": False}}
-    changes = merged(changes, {"trainer": {"placement": {"colocate_all": False}}})
-    synchronous = settings(tmp_path / "synchronous", changes)
-    asynchronous = settings(tmp_path / "asynchronous", merged(changes, {"trainer": ASYNC}))
-    run(synchronous)
-    run(asynchronous)
-    steps = steps_of(synchronous)
-    assert len(steps) == 10 and steps_of(asynchronous) == steps
-    assert trajectories_of(asynchronous) == trajectories_of(synchronous)
-    weights, own = weights_of(synchronous), weights_of(asynchronous)
+def assert_equal_runs(one: SkyRLConfig, other: SkyRLConfig) -> None:
+    """Compare metrics, trajectories and weights of two runs to the bit."""
+    assert steps_of(one) == steps_of(other)
+    assert trajectories_of(one) == trajectories_of(other)
+    weights, own = weights_of(one), weights_of(other)
     assert len(weights) > 10 and own.keys() == weights.keys()
     assert all(torch.equal(own[name], tensor) for name, tensor in weights.items())
+
+
+def trained_samples(cfg: SkyRLConfig) -> Counter[tuple[str, int]]:
+    folder = RunFolder(cfg.trainer.run_dir)
+    return Counter(
+        (row["uid"].partition("#")[0], row["sample"])
+        for file in folder.trajectory_files()
+        for row in folder.read_trajectories(file.step, file.phase)
+    )
+
+
+TEN_STEPS = {"max_training_steps": 10, "epochs": 3, "hf_save_interval": 5, "eval_before_train": False}
+
+
+def test_staleness_0_equals_synchronous_training_to_the_bit(settings: Any, merged: Any, run: Any, tmp_path: Path):
+    synchronous = settings(tmp_path / "synchronous", {"trainer": merged(TEN_STEPS, APART)})
+    zero = {"fully_async": {"enabled": True, "max_staleness_steps": 0, "order": "exact"}}
+    other = settings(tmp_path / "asynchronous", {"trainer": merged(TEN_STEPS, merged(APART, zero))})
+    run(synchronous)
+    run(other)
+    assert len(steps_of(other)) == 10
+    assert_equal_runs(other, synchronous)
+
+
+def test_one_step_off_trains_exactly_one_version_behind_and_is_repeatable(
+    settings: Any, merged: Any, run: Any, tmp_path: Path
+):
+    spec = importlib.util.spec_from_file_location("main_async", EXAMPLES / "async" / "main_async.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    changes = merged({"max_training_steps": 4, "hf_save_interval": 4}, asynchronous())
+    runs = [settings(tmp_path / name, {"trainer": changes}) for name in ("one", "other")]
+    for cfg in runs:
+        example.AsyncPPOExp(cfg).run()
+    rows = RunFolder(runs[0].trainer.run_dir).read_metrics()
+    ages = [(row["async/staleness_min"], row["async/staleness_max"]) for row in rows]
+    assert ages == [(0, 0), (1, 1), (1, 1), (1, 1)]
+    assert all(row["async/versions_per_trajectory_max"] == 1 for row in rows)
+    assert_equal_runs(*runs)
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "regenerate", "mask"])
+def test_every_prompt_is_trained_equally_often_and_none_too_old(
+    settings: Any, merged: Any, run: Any, tmp_path: Path, on_stale: str
+):
+    changes = merged({"max_training_steps": 8, "epochs": 2}, asynchronous(on_stale=on_stale, max_staleness_steps=1))
+    cfg = settings(tmp_path, {"trainer": changes, "environment": {"env_class": "slow_for_one_prompt"}})
+    skyrl_gym.register(id="slow_for_one_prompt", entry_point=SlowForOnePrompt)
+    try:
+        rows = run(cfg)
+    finally:
+        skyrl_gym.deregister("slow_for_one_prompt")
+    assert set(trained_samples(cfg).values()) == {2} and len(trained_samples(cfg)) == 16 * 4
+    if on_stale != "mask":
+        assert all(row["async/staleness_violation_count"] == 0 for row in rows)
+    assert max(row["async/staleness_max"] for row in rows) >= 1
+
+
+class SlowForOnePrompt(BaseTextEnv):
+    """Answers one prompt late."""
+
+    def __init__(self, env_config: Any = None, extras: Any = None):
+        super().__init__()
+
+    def init(self, prompt: Any) -> Any:
+        self.is_slow = prompt[-1]["content"] == "write 3"
+        return super().init(prompt)
+
+    async def step(self, action: str) -> BaseTextEnvStepOutput:
+        await asyncio.sleep(0.6 if self.is_slow else 0.02)
+        reward = len(set(action)) / max(1, len(action))
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
+
+
+class Hooks(FullyAsyncRayPPOTrainer):
+    """The two hooks of other SkyRL releases."""
+
+    def postprocess_generator_output(self, generator_output: GeneratorOutput, uids: list[str]) -> GeneratorOutput:
+        assert len(set(uids)) == 1 and len(uids) == len(generator_output["response_ids"])
+        generator_output["rewards"] = [float(number) for number in range(len(uids))]
+        return generator_output
+
+    def convert_generation_group_mini_batch_to_training_input(
+        self, groups: list[GeneratedOutputGroup]
+    ) -> TrainingInputBatch:
+        assert all(group.global_step_when_scheduled <= self.global_step for group in groups)
+        self.seen = [group.generator_output["rewards"] for group in groups]
+        return super().convert_generation_group_mini_batch_to_training_input(groups)
+
+
+def experiment_with(trainer: type[FullyAsyncRayPPOTrainer]) -> type[BasePPOExp]:
+    class Experiment(BasePPOExp):
+        def get_trainer(self, *args: Any, **kwargs: Any) -> FullyAsyncRayPPOTrainer:
+            return trainer(*args, **kwargs)
+
+    return Experiment
+
+
+def test_hooks_of_other_releases_change_rewards_and_the_batch(settings: Any, tmp_path: Path):
+    cfg = settings(tmp_path, {"trainer": asynchronous()})
+    experiment_with(Hooks)(cfg).run()
+    rows = RunFolder(cfg.trainer.run_dir).read_metrics()
+    assert [row["reward/avg_raw_reward"] for row in rows] == [1.5, 1.5]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"trainer": {"policy": {"model": {"lora": {"rank": 4}}}}, "generator": {"weight_sync_strategy": "adapter"}},
+        {"trainer": {"critic_mini_batch_size": 2, "algorithm": {"advantage_estimator": "gae"}}},
+        {
+            "environment": {"env_class": "up_to_three_turns"},
+            "generator": {"step_wise_trajectories": True, "use_conversation_multi_turn": True, "max_turns": 3},
+        },
+        {"trainer": {"fully_async": {"pause": "abort"}}},
+        {"trainer": {"fully_async": {"kv_after_sync": "recompute"}}},
+        {"trainer": {"fully_async": {"kv_after_sync": "clear"}}},
+        {"trainer": {"algorithm": {"policy_loss_type": "decoupled_ppo", **{"off_policy_correction": {}}}}},
+    ],
+    ids=["adapters", "critic", "step-wise", "abort", "recompute", "clear", "decoupled PPO"],
+)
+def test_other_features_train_asynchronously(
+    settings: Any, merged: Any, run: Any, tmp_path: Path, chat_model: str, changes: dict[str, Any]
+):
+    changes = merged({"trainer": asynchronous()}, changes)
+    if changes["trainer"]["algorithm"].get("advantage_estimator") == "gae":
+        changes = merged(changes, {"trainer": {"critic": {"model": {"path": chat_model}}}})
+    rows = run(settings(tmp_path, merged(changes, {"trainer": {"max_training_steps": 3}})))
+    assert len(rows) == 3 and rows[-1]["async/staleness_max"] <= 2
+    assert all(row["policy/final_loss"] is not None for row in rows)
+
+
+class Fails(BaseTextEnv):
+    """Raises in its grader."""
+
+    def __init__(self, env_config: Any = None, extras: Any = None):
+        super().__init__()
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        raise ZeroDivisionError("my grader")
+
+
+class Hangs(Fails):
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        import time
+
+        time.sleep(5)
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("environment", "changes", "message"),
+    [
+        (Fails, {}, r"all 16 rollouts of step 1 failed.*ZeroDivisionError.*my grader"),
+        (
+            Hangs,
+            {"environment": {"skyrl_gym": {"env_timeout_seconds": 0.2}}},
+            r"all 16 rollouts of step 1 failed.*0\.2 s",
+        ),
+        (
+            Hangs,
+            {"trainer": {"fully_async": {"group_timeout_seconds": 0.3}}},
+            r"groups \(as many as run at once\) failed; the last: TimeoutError: not finished after 0\.3 s",
+        ),
+    ],
+    ids=["grader raises", "environment hangs", "group is late"],
+)
+def test_a_run_of_which_everything_fails_ends_with_the_cause(
+    settings: Any, merged: Any, run: Any, tmp_path: Path, environment: type[BaseTextEnv], changes: Any, message: str
+):
+    changes = merged({"trainer": asynchronous(), "environment": {"env_class": "broken"}}, changes)
+    cfg = settings(tmp_path, changes)
+    skyrl_gym.register(id="broken", entry_point=environment)
+    try:
+        with pytest.raises(AllRolloutsFailedError, match=message):
+            run(cfg)
+    finally:
+        skyrl_gym.deregister("broken")
+
+
+def test_a_weight_sync_that_raises_ends_the_run(settings: Any, tmp_path: Path):
+    class Broken(FullyAsyncRayPPOTrainer):
+        async def sync_weights(self) -> None:
+            if self.global_step == 1:
+                raise WeightSyncError("a tensor differs")
+            await super().sync_weights()
+
+    with pytest.raises(WeightSyncError, match="a tensor differs"):
+        experiment_with(Broken)(settings(tmp_path, {"trainer": asynchronous()})).run()
+
+
+Refusal = tuple[dict[str, Any], str]
+REFUSALS: list[Refusal] = [
+    (
+        {"fully_async": {"max_staleness_steps": 3}},
+        "max_staleness_steps=3 is read only with trainer.fully_async.enabled",
+    ),
+    (asynchronous() | {"placement": {"colocate_all": True}}, "set trainer.placement.colocate_all=false"),
+    (asynchronous() | {"algorithm": {}}, r"policy_loss_type=regular does not correct .* decoupled_ppo, .*rollout_is"),
+    (asynchronous(max_staleness_steps=-1), "max_staleness_steps=-1 must be 0"),
+    (asynchronous(num_parallel_generation_workers=3), r"num_parallel_generation_workers=3 must be from .*=4 .* = 12"),
+    (asynchronous(num_parallel_generation_workers=13), r"num_parallel_generation_workers=13 must be .* null takes 12"),
+    (asynchronous(sync_every_steps=4), r"sync_every_steps=4 must be from 1 to max_staleness_steps \+ 1 = 3"),
+    (asynchronous(group_timeout_seconds=0), "group_timeout_seconds=0.0 must be greater than 0"),
+    (asynchronous(sample_full_batch=True), "needs trainer.algorithm.zero_variance_filter=true"),
+    (asynchronous(kv_after_sync="recompute", pause="wait"), "kv_after_sync=recompute is about requests that run over"),
+    (
+        asynchronous(kv_after_sync="recompute", clear_kv_cache_on_weight_sync=True),
+        "clear_kv_cache_on_weight_sync=true means .*kv_after_sync=clear, which is recompute",
+    ),
+    (
+        asynchronous() | {"algorithm": {**CORRECTED, "dynamic_sampling": {"type": "filter"}}},
+        "dynamic_sampling.type=filter .*use trainer.fully_async.sample_full_batch=true",
+    ),
+    (asynchronous(simulate_training=True), "simulate_training .*skyrl_train.entrypoints.simulate"),
+    (asynchronous(max_stalenes_steps=1), "did you mean trainer.fully_async.max_staleness_steps"),
+]
+
+
+@pytest.mark.parametrize(("trainer", "message"), REFUSALS, ids=[message[:40] for _, message in REFUSALS])
+def test_settings_that_cannot_work_are_refused(
+    settings: Callable[..., SkyRLConfig], tmp_path: Path, trainer: dict[str, Any], message: str
+):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        validate_cfg(settings(tmp_path, {"trainer": trainer}))
