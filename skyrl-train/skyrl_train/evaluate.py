@@ -13,6 +13,7 @@ from skyrl_train.rollouts.joining import whole_sample
 from skyrl_train.rollouts.metrics import check_not_all_failed, concatenate, scores_of_groups
 from skyrl_train.rollouts.trajectory_rows import trajectory_rows
 from skyrl_train.rollouts.types import Trajectory, TrajectoryGroup, grouped
+from skyrl_train.types import PromptRow
 from skyrl_train.utils.io import expand_path, write_atomically
 from skyrl_train.utils.run_folder import RunFolder
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 async def evaluate(
-    eval_dataloader: Iterable[list[dict[str, Any]]],
+    eval_dataloader: Iterable[list[PromptRow]],
     generator: GeneratorInterface,
     cfg: "SkyRLConfig",
     global_step: int | None,

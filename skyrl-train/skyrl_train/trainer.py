@@ -50,6 +50,7 @@ from skyrl_train.rollouts.types import RolloutBatch
 from skyrl_train.step_plan import ModelShape, model_shape, needs_old_log_probs, step_plan
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun, num_training_steps
+from skyrl_train.types import PromptRow
 from skyrl_train.utils.io import expand_path
 from skyrl_train.utils.logging_utils import log_example
 from skyrl_train.utils.tracking import Tracking
@@ -155,7 +156,7 @@ class RayPPOTrainer(TrainingRun):
             self.log()
         self.all_metrics, self.all_timings = {}, {}
 
-    def batches(self) -> Iterator[list[dict[str, Any]]]:
+    def batches(self) -> Iterator[list[PromptRow]]:
         """Yield the prompts of each remaining step, epoch after epoch. (Dynamic sampling may take more.)"""
         for _ in range(self.global_step, self.total_training_steps):
             self._epochs_before = self.train_dataloader.num_epochs_dealt
@@ -239,7 +240,7 @@ class RayPPOTrainer(TrainingRun):
 
     # ---- generate
 
-    async def generate(self, prompts: list[dict[str, Any]]) -> RolloutBatch:
+    async def generate(self, prompts: list[PromptRow]) -> RolloutBatch:
         """Return `n_samples_per_prompt` trajectories for each prompt (or for others instead, by dynamic sampling)."""
         if self.cfg.trainer.algorithm.dynamic_sampling.type is None:
             rollouts = self.check_rollouts(await self.request_rollouts(prompts))
@@ -249,7 +250,7 @@ class RayPPOTrainer(TrainingRun):
         self._record(rollouts)
         return rollouts
 
-    async def _generate_informative(self, prompts: list[dict[str, Any]]) -> RolloutBatch:
+    async def _generate_informative(self, prompts: list[PromptRow]) -> RolloutBatch:
         """Return a full batch of dynamic sampling, which may take further prompts."""
         seen: set[str] = set()
 
@@ -260,7 +261,7 @@ class RayPPOTrainer(TrainingRun):
         settings = self.cfg.trainer.algorithm.dynamic_sampling
         return await sample_batch(request, settings, len(prompts), self.step_generator("dynamic_sampling"))
 
-    def request_rollouts(self, prompts: list[dict[str, Any]]) -> Awaitable[RolloutBatch]:
+    def request_rollouts(self, prompts: list[PromptRow]) -> Awaitable[RolloutBatch]:
         """Request the generator's trajectories for these prompts."""
         self.colocation.check("generate")
         return request_rollouts(self.generator, self.generator_input(prompts))
@@ -271,7 +272,7 @@ class RayPPOTrainer(TrainingRun):
         generator = self.cfg.generator
         return record_faults(rollouts, LengthLimits.of(generator, generator.sampling_params))
 
-    def generator_input(self, prompts: list[dict[str, Any]], step: int | None = None) -> GeneratorInput:
+    def generator_input(self, prompts: list[PromptRow], step: int | None = None) -> GeneratorInput:
         """Return these prompts as input of the generator.
 
         Args:

@@ -11,7 +11,7 @@ import pyarrow.parquet
 from loguru import logger
 
 from skyrl_train.errors import DataError
-from skyrl_train.types import ConversationType, MessageType
+from skyrl_train.types import ConversationType, MessageType, PromptRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,7 +74,7 @@ class PromptDataset:
         return row[self.prompt_key], row.get(self.env_class_key), extras, str(index % len(self.rows))
 
     @staticmethod
-    def collate_fn(items: list[PromptItem]) -> list[dict[str, Any]]:
+    def collate_fn(items: list[PromptItem]) -> list[PromptRow]:
         """Convert items to the dicts that `prepare_generator_input` takes."""
         return [
             {"prompt": prompt, "env_class": env_class, "env_extras": extras, "uid": uid}

@@ -1,13 +1,12 @@
 """Dataset rows to the input of a generator."""
 
-from typing import Any
-
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, TrainingPhase, TrajectoryID
 from skyrl_train.inference_engines.base import SamplingKeywords
+from skyrl_train.types import PromptRow
 
 
 def prepare_generator_input(
-    prompts: list[dict[str, Any]],
+    prompts: list[PromptRow],
     n_samples_per_prompt: int,
     sampling_params: SamplingKeywords | None,
     default_env_class: str | None,

@@ -7,7 +7,6 @@ used are counted and dropped.
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from loguru import logger
@@ -18,6 +17,7 @@ from skyrl_train.errors import SkyRLError
 from skyrl_train.rollouts.filters import is_informative, with_uid
 from skyrl_train.rollouts.metrics import check_not_all_failed, concatenate, scores_of_groups
 from skyrl_train.rollouts.types import RolloutBatch, TrajectoryGroup
+from skyrl_train.types import PromptRow
 
 _SETTING = "trainer.algorithm.dynamic_sampling"
 _COUNTED = ("generate/num_failed/", "generate/num_retries")
@@ -76,7 +76,7 @@ async def sample_batch(
     )
 
 
-def with_unique_uids(prompts: Sequence[dict[str, Any]], seen: set[str]) -> list[dict[str, Any]]:
+def with_unique_uids(prompts: Sequence[PromptRow], seen: set[str]) -> list[PromptRow]:
     """Return the prompts, with another uid where one was seen before in this step: a prompt that comes again (when an
     epoch ends within the step) is another group, with answers of its own. Adds the uids to `seen`."""
     rows = []

@@ -187,7 +187,11 @@ def test_hooks_of_other_releases_change_rewards_and_the_batch(settings: Any, tmp
         {"trainer": {"fully_async": {"pause": "abort"}}},
         {"trainer": {"fully_async": {"kv_after_sync": "recompute"}}},
         {"trainer": {"fully_async": {"kv_after_sync": "clear"}}},
-        {"trainer": {"algorithm": {"policy_loss_type": "decoupled_ppo", **{"off_policy_correction": {}}}}},
+        {
+            "trainer": {
+                "algorithm": {"policy_loss_type": "decoupled_ppo", "off_policy_correction": {"tis_ratio_type": None}}
+            }
+        },
     ],
     ids=["adapters", "critic", "step-wise", "abort", "recompute", "clear", "decoupled PPO"],
 )
