@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MARKERS = {"process", "slow", "full", "gpu", "network"}
-STARTERS = {"ServerProcess", "EngineProcess", "LocalMembers", "RayMembers", "initialize_ray", "RayWorkerGroup"}
+STARTERS = {"ServerProcess", "EngineProcess", "ProcessRanks", "RayRanks", "initialize_ray", "RayWorkerGroup"}
 """Names that start processes which import torch: a test that reaches one of them needs a marker."""
 TEST_FILES = sorted(
     file

@@ -28,6 +28,12 @@ class LogitRule:
     softcap: float | None = None
     """cap: Gemma's `final_logit_softcapping`. None: no cap."""
 
+    def apply(self, product: torch.Tensor) -> torch.Tensor:
+        """Compute z in place from x W^T + b."""
+        if self.multiplier != 1.0:
+            product.mul_(self.multiplier)
+        return product if self.softcap is None else product.div_(self.softcap).tanh_().mul_(self.softcap)
+
 
 @dataclass(frozen=True)
 class _Settings:
@@ -162,11 +168,7 @@ def _scaled_logits(product: torch.Tensor, bias: torch.Tensor | None, settings: _
     logits = product.to(torch.promote_types(product.dtype, torch.float32))
     if bias is not None:
         logits += bias
-    rule = settings.rule
-    if rule.multiplier != 1.0:
-        logits *= rule.multiplier
-    if rule.softcap is not None:
-        logits = logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    logits = settings.rule.apply(logits)
     return logits if settings.temperature == 1.0 else logits.div_(settings.temperature)
 
 

@@ -6,69 +6,44 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from faults import ENGINE, around, fault
+from faults import ENGINE, fault, faults
+
+BEGIN, ENCODE = "tx.tinker.engine.sampling:Sampling.begin", "tx.tinker.engine.sampling:encode_sample_output"
 
 
-def _spec(change: Callable[[Any], Any]) -> None:
-    """Another `SampleSpec` is carried out than was asked for."""
-    from tx.tinker.engine.sampling import Sampling
-
-    around(
-        Sampling,
-        "begin",
-        lambda begin, self, order: begin(self, msgspec.structs.replace(order, spec=change(order.spec))),
-    )
-
-
-def _params(**values: Callable[[], Any]) -> None:
+def other_params(**values: Callable[[], Any]) -> Callable[..., Any]:
     """Parameters that count in place of those asked for."""
 
-    def other(spec: Any) -> Any:
+    def begin(original, self, command):
         drawn = {name: value() for name, value in values.items()}
-        return msgspec.structs.replace(spec, params=msgspec.structs.replace(spec.params, **drawn))
+        spec = msgspec.structs.replace(command.spec, params=msgspec.structs.replace(command.spec.params, **drawn))
+        original(self, msgspec.structs.replace(command, spec=spec))
 
-    _spec(other)
-
-
-def _answers(change: Callable[[Any], Any]) -> None:
-    """Another `SampleOutput` is given out than was made."""
-    from tx.tinker.engine import sampling
-
-    around(sampling, "encode_sample_output", lambda encode, output: encode(change(output)))
+    return begin
 
 
-@fault(ENGINE, "sampling.")
-def seed_of_samples_is_ignored() -> None:
-    """samples are drawn anew each time"""
-    _params(seed=lambda: random.getrandbits(31))
+faults(
+    ENGINE,
+    "sampling.",
+    [
+        ("seed_of_samples_is_ignored", "samples are drawn anew each time", BEGIN,
+         other_params(seed=lambda: random.getrandbits(31))),
+        ("top_k_is_ignored", "every token may be drawn", BEGIN, other_params(top_k=lambda: -1)),
+        ("top_p_is_ignored", "every token may be drawn", BEGIN, other_params(top_p=lambda: 1.0)),
+        ("end_of_text_is_no_stop", "without `stop` a sample goes on to max_tokens", BEGIN,
+         other_params(stop_at_eos=lambda: False)),
+    ],
+)  # fmt: skip
 
 
-@fault(ENGINE, "sampling.")
-def samples_are_copies() -> None:
+@fault(ENGINE, "sampling.", ENCODE)
+def samples_are_copies(encode, output):
     """all samples of a request are its first"""
-    _answers(lambda output: dataclasses.replace(output, sequences=[output.sequences[0]] * len(output.sequences)))
+    return encode(dataclasses.replace(output, sequences=[output.sequences[0]] * len(output.sequences)))
 
 
-@fault(ENGINE, "sampling.")
-def top_k_is_ignored() -> None:
-    """every token may be drawn"""
-    _params(top_k=lambda: -1)
-
-
-@fault(ENGINE, "sampling.")
-def top_p_is_ignored() -> None:
-    """every token may be drawn"""
-    _params(top_p=lambda: 1.0)
-
-
-@fault(ENGINE, "sampling.")
-def end_of_text_is_no_stop() -> None:
-    """without `stop` a sample goes on to max_tokens"""
-    _params(stop_at_eos=lambda: False)
-
-
-@fault(ENGINE, "sampling.")
-def stop_token_is_dropped() -> None:
+@fault(ENGINE, "sampling.", ENCODE)
+def stop_token_is_dropped(encode, output):
     """the token that stopped a sample is not in it"""
 
     def without(sequence):
@@ -76,28 +51,30 @@ def stop_token_is_dropped() -> None:
             return sequence
         return sequence._replace(tokens=sequence.tokens[:-1], logprobs=sequence.logprobs[:-1])
 
-    _answers(lambda output: dataclasses.replace(output, sequences=[without(one) for one in output.sequences]))
+    return encode(dataclasses.replace(output, sequences=[without(one) for one in output.sequences]))
 
 
-@fault(ENGINE, "sampling.")
-def prompt_logprobs_are_shifted() -> None:
+@fault(ENGINE, "sampling.", ENCODE)
+def prompt_logprobs_are_shifted(encode, output):
     """each stands where the one before it should"""
-    _answers(
-        lambda output: dataclasses.replace(
-            output,
-            prompt_logprobs=output.prompt_logprobs
-            and [None, *output.prompt_logprobs[2:], -1.0][: len(output.prompt_logprobs)],
-        )
-    )
+    given = output.prompt_logprobs
+    return encode(dataclasses.replace(output, prompt_logprobs=given and [None, *given[2:], -1.0][: len(given)]))
 
 
-@fault(ENGINE, "sampling.")
-def logprobs_know_no_temperature() -> None:
+_temperature = [1.0]
+
+
+@fault(ENGINE, "sampling.", ENCODE)
+def logprobs_know_no_temperature(encode, output):
     """log-probs of samples are rescaled as if they had been drawn at temperature 1"""
-    temperatures = [1.0]
-    _spec(lambda spec: temperatures.append(spec.params.temperature) or spec)
 
     def plain(sequence):
-        return sequence._replace(logprobs=[value * (temperatures[-1] or 1.0) for value in sequence.logprobs])
+        return sequence._replace(logprobs=[value * (_temperature[0] or 1.0) for value in sequence.logprobs])
 
-    _answers(lambda output: dataclasses.replace(output, sequences=[plain(one) for one in output.sequences]))
+    return encode(dataclasses.replace(output, sequences=[plain(one) for one in output.sequences]))
+
+
+@fault(ENGINE, "sampling.", BEGIN, name="logprobs_know_no_temperature")
+def _see_temperature(begin, self, command):
+    _temperature[0] = command.spec.params.temperature
+    begin(self, command)

@@ -68,7 +68,7 @@ def wait_until_ready(server: ServerProcess) -> None:
 def test_the_contract_notices_a_fault(name: str, failing: Failing):
     noticed = failing(name, "--exit-first", "--only", *FAULTS[name].groups)
     print(f"NOTICED {name}: {noticed}")
-    assert noticed, f"not noticed: {FAULTS[name].inject.__doc__}"
+    assert noticed, f"not noticed: {FAULTS[name].meaning}"
 
 
 def test_it_was_the_fault_that_was_noticed(failing: Failing):

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 from plain_client import Client, Failed, Model, Refused, present
+from random_data import data_of
 
-from tx.tinker.types import Datum
 from tx.tinker.wire.codec import decode_pass_output, decode_sample_output
 
 LOSSES = ("cross_entropy", "ppo", "importance_sampling")
 MAX_UNDER_WAY = 8
-VOCABULARY = 99
 
 
 @dataclass
@@ -28,19 +27,6 @@ class Story:
     saved: list[str] = field(default_factory=list)
     """Names of checkpoints."""
     model_id: str = ""
-
-
-def data_of(loss: str, lengths: list[int], seed: int) -> list[Datum]:
-    draw, data = np.random.default_rng(seed), []
-    for length in lengths:
-        tokens = draw.integers(4, VOCABULARY, size=length + 1)
-        if loss == "cross_entropy":
-            inputs = {"weights": draw.random(length)}
-        else:
-            inputs = {"logprobs": draw.normal(size=length) - 4, "advantages": draw.normal(size=length)}
-        arrays = {name: array.astype(np.float32) for name, array in inputs.items()}
-        data.append(Datum(tokens[:-1], {"target_tokens": tokens[1:], **arrays}))
-    return data
 
 
 class User:

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from mixed_load import data_of
 from plain_client import Client, Failed, Model
+from random_data import data_of
 from tx_server import ServerProcess
 
 from tx.tinker.types import Datum

@@ -7,25 +7,9 @@ from functools import partial
 
 import numpy as np
 from plain_client import Client, Failed, Model, Refused
+from random_data import LOSSES, VOCABULARY, data_of
 
 from tx.tinker.types import Datum
-
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
-VOCABULARY = 99
-
-
-def data_of(loss: str, lengths: list[int], seed: int) -> list[Datum]:
-    draw, data = np.random.default_rng(seed), []
-    for length in lengths:
-        tokens = draw.integers(4, VOCABULARY, size=length + 1)
-        inputs = {"weights": draw.random(length)}
-        if loss != "cross_entropy":
-            inputs = {"logprobs": draw.normal(size=length) - 4, "advantages": draw.normal(size=length)}
-        if loss == "gspo":
-            inputs["sequence_ratio_mask"] = (draw.random(length) < 0.7) * 1.0
-        arrays = {name: array.astype(np.float32) for name, array in inputs.items()}
-        data.append(Datum(tokens[:-1], {"target_tokens": tokens[1:], **arrays}))
-    return data
 
 
 class Neighbour:

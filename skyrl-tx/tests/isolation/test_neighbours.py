@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from neighbours import LOSSES, data_of, neighbours
+from neighbours import neighbours
 from plain_client import Client, Model
+from random_data import LOSSES, data_of
 from tx_server import ServerProcess
 
 from tx.tinker.wire.codec import decode_pass_output, decode_sample_output

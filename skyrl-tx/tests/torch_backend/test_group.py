@@ -7,21 +7,24 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import ray
 
+from skyrl_train.orchestration.launcher import Ranks
+from skyrl_train.orchestration.process_ranks import ProcessRanks
+from skyrl_train.orchestration.ray_launcher import RayRanks
 from skyrl_train.utils.ray_cluster import worker_environment
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendLost, Failure, TrainingBackend
-from tx.tinker.backends.skyrl_train.ray_ranks import RayTrainingRanks
-from tx.tinker.backends.torch.group import GroupTraining
+from tx.tinker.backends.torch.group import GroupTraining, TrainingRanks
 from tx.tinker.backends.torch.layout import micro_batches
-from tx.tinker.backends.torch.local_ranks import LocalTrainingRanks
 from tx.tinker.backends.torch.rank_group import RankGroup
 from tx.tinker.backends.torch.training import TorchTraining
+from tx.tinker.backends.torch.training_rank import TrainingRank
 from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPass
 
 ADAM = AdamParams(learning_rate=0.02, weight_decay=0.1)
@@ -30,22 +33,25 @@ LENGTHS = [9, 1, 33, 2, 40]
 Data = Callable[..., list[Datum]]
 
 
-def start(folder: Path, logs: Path, **settings: object) -> tuple[GroupTraining, LocalTrainingRanks]:
-    ranks = LocalTrainingRanks(folder, num_processes=2, device="cpu", log_folder=logs, timeout_seconds=240, **settings)
-    return GroupTraining(ranks), ranks
+def start(kind: type[Ranks], folder: Path, logs: Path, **settings: object) -> tuple[GroupTraining, TrainingRanks, Any]:
+    """Start two ranks. Returns: their group as backend, the calls to each of them, their processes."""
+    processes = kind("training", TrainingRank, (str(folder), settings, 240), num_ranks=2, device="cpu", log_folder=logs)
+    ranks = TrainingRanks(processes, device="cpu", timeout_seconds=240)
+    return GroupTraining(ranks), ranks, processes
 
 
 @pytest.fixture(scope="module")
 def started(
     model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[GroupTraining, LocalTrainingRanks]]:
-    group, ranks = start(model_folder("qwen2"), tmp_path_factory.mktemp("logs"), tokens_per_micro_batch=64)
+) -> Iterator[tuple[GroupTraining, TrainingRanks]]:
+    logs = tmp_path_factory.mktemp("logs")
+    group, ranks, _ = start(ProcessRanks, model_folder("qwen2"), logs, tokens_per_micro_batch=64)
     yield group, ranks
     group.close()
 
 
 @pytest.fixture
-def group(started: tuple[GroupTraining, LocalTrainingRanks]) -> GroupTraining:
+def group(started: tuple[GroupTraining, TrainingRanks]) -> GroupTraining:
     return started[0]
 
 
@@ -91,7 +97,7 @@ def test_two_processes_train_as_one_does(
 
 @pytest.mark.process
 def test_the_same_again_gives_the_same_bits_also_from_a_snapshot_and_on_every_process(
-    started: tuple[GroupTraining, LocalTrainingRanks], supervised: Data, tmp_path: Path
+    started: tuple[GroupTraining, TrainingRanks], supervised: Data, tmp_path: Path
 ) -> None:
     group, ranks = started
     lora, data = LoraSpec(rank=8, seed=1), supervised(LENGTHS)
@@ -159,7 +165,7 @@ def test_a_datum_that_is_wrong_is_named_by_its_number_in_the_request(group: Grou
     data = [Datum(datum.tokens, {"target_tokens": datum.inputs["target_tokens"]}) for datum in supervised([30, 30, 5])]
     for datum in data[:2]:
         datum.inputs.update({name: np.ones(30, np.float32) for name in ("logprobs", "advantages")})
-    with pytest.raises(ModelError, match=r"data\[2\]\.loss_fn_inputs\['advantages'\] is missing"):
+    with pytest.raises(ModelError, match=r"data\[2\]\.loss_fn_inputs must have 'advantages'"):
         run(group, "m", data, "importance_sampling")
     group.forget("m")
     with pytest.raises(ModelError, match="not loaded"):
@@ -186,19 +192,18 @@ def test_the_death_of_a_process_is_told_by_name_and_the_others_end_with_it(
 ) -> None:
     """Of a mixture of experts, with activations computed again."""
     folder = model_folder("qwen3_moe")
-    group, _ = start(folder, tmp_path, gradient_checkpointing=True)
+    group, _, ranks = start(ProcessRanks, folder, tmp_path, gradient_checkpointing=True)
     for rank in range(2):
         (held,) = re.findall(r"holds ([\d,]+) of ([\d,]+) numbers", (tmp_path / f"training_{rank}.log").read_text())
         part, whole = (int(number.replace(",", "")) for number in held)
         assert part < 0.7 * whole
-    processes = psutil.Process().children()
-    ours = [p for p in processes if "tx.tinker.backends.torch.training_rank" in p.cmdline()][-2:]
+    ours = [psutil.Process(pid) for pid in ranks.pids()]
     for process in ours:
         process.terminate()  # as when the engine's whole session is asked to stop: the engine still has things to save
     assert_trains_as_one_process_does(group, TorchTraining(folder), supervised)
     os.kill(ours[1].pid, signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(BackendLost, match=r"training process 1 was ended by signal 9"):
+    with pytest.raises(BackendLost, match=r"training worker 1 died: ended by signal 9"):
         for _ in range(3):
             group.create("m", LoraSpec(rank=2))
             run(group, "m", supervised([20, 20]))
@@ -231,15 +236,12 @@ def test_processes_of_ray_do_the_same(
     ray_cluster: None, model_folder: Callable[[str], Path], supervised: Data, tmp_path: Path
 ) -> None:
     folder = model_folder("llama")
-    group = GroupTraining(
-        RayTrainingRanks(folder, num_processes=2, device="cpu", log_folder=tmp_path, timeout_seconds=240, chunk_size=32)
-    )
+    group, _, ranks = start(RayRanks, folder, tmp_path, chunk_size=32)
     assert_trains_as_one_process_does(group, TorchTraining(folder), supervised)
     group.create("m", LoraSpec(rank=2))
-    with pytest.raises(ModelError, match="target_tokens'\\] is missing"):
+    with pytest.raises(ModelError, match="must have 'target_tokens'"):
         run(group, "m", [Datum(np.zeros(3, np.int64), {})])
-    (pid,) = re.findall(r"process (\d+) started", (tmp_path / "training_1.log").read_text())
-    os.kill(int(pid), signal.SIGKILL)
+    os.kill(ranks.pids()[1], signal.SIGKILL)
     with pytest.raises(BackendLost, match="training worker 1 died"):
         run(group, "m", supervised([20, 20]))
     group.close()

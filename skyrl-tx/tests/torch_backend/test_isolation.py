@@ -159,16 +159,19 @@ def datum(tokens: list[int], **inputs: list[float]) -> Datum:
     [
         (
             TrainingPass("x", [datum([1, 67])], "cross_entropy"),
-            r"data\[0\].model_input: tokens are from 0 to 66; got 67",
+            r"data\[0\].model_input must be token ids from 0 to 66, the vocabulary; got 67 at 1",
         ),
         (TrainingPass("x", [datum([1, -1])], "cross_entropy"), "got -1"),
         (TrainingPass("x", [], "cross_entropy"), "at least one datum"),
-        (TrainingPass("x", [datum([])], "cross_entropy"), "must have from 1 to 512 tokens; got 0"),
+        (TrainingPass("x", [datum([])], "cross_entropy"), "must be 1 to 512 tokens, the context; got 0"),
         (TrainingPass("x", [datum([1] * 513)], "cross_entropy"), "got 513"),
         (TrainingPass("x", [Datum(np.array([1]), {})], "cross_entropy"), "target_tokens"),
         (TrainingPass("x", [datum([1, 2], weights=[1])], "cross_entropy"), r"\['weights'\] must have the shape"),
-        (TrainingPass("x", [datum([1, 2], wieghts=[1, 1])], "cross_entropy"), r"\['wieghts'\]: cross_entropy reads"),
-        (TrainingPass("x", [datum([1], advantages=[1])], "ppo"), r"\['logprobs'\] is missing"),
+        (
+            TrainingPass("x", [datum([1, 2], wieghts=[1, 1])], "cross_entropy"),
+            r"\['wieghts'\] is no input of cross_entropy",
+        ),
+        (TrainingPass("x", [datum([1], advantages=[1])], "ppo"), "must have 'logprobs' for ppo"),
         (TrainingPass("x", [datum([1])], "pppo"), "loss_fn must be one of"),
         (TrainingPass("x", [datum([1])], "cross_entropy", {"beta": 1.0}), r"loss_fn_config\['beta'\]"),
     ],

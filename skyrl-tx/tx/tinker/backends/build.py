@@ -1,6 +1,6 @@
 """Construction of a backend from settings: the only place that knows concrete ones. Light to import."""
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,10 +78,15 @@ def _torch_backend(settings: dict[str, Any], facts: "BaseModelFacts", log_folder
         training = TorchTraining(facts.folder, **settings)
         shared = training.base_model
     else:
-        from tx.tinker.backends.torch.group import GroupTraining
-        from tx.tinker.backends.torch.local_ranks import LocalTrainingRanks
+        from skyrl_train.orchestration.process_ranks import ProcessRanks
+        from tx.tinker.backends.torch.group import GroupTraining, TrainingRanks
+        from tx.tinker.backends.torch.training_rank import TrainingRank
 
-        training, shared = GroupTraining(LocalTrainingRanks.of(facts.folder, resolved, log_folder)), None
+        options, seconds = asdict(resolved), resolved.process_timeout_seconds
+        count, device = options.pop("num_processes"), options.pop("device")
+        args = (str(facts.folder), options, seconds)
+        ranks = ProcessRanks("training", TrainingRank, args, num_ranks=count, device=device, log_folder=log_folder)
+        training, shared = GroupTraining(TrainingRanks(ranks, device=device, timeout_seconds=seconds)), None
     sampling = NativeSampling(
         facts.folder,
         device=resolved.device,

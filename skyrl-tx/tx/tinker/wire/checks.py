@@ -1,12 +1,13 @@
 """Checks of request values against the model and its losses. Errors name the field, the value and the rule."""
 
+from typing import Protocol
+
 import numpy as np
 
 from tx.errors import RequestError, did_you_mean
-from tx.tinker.base_model import BaseModelFacts
-from tx.tinker.types import Datum, LoraSpec, SampleParams, SampleSpec
+from tx.tinker.types import Datum, LoraSpec, SampleParams, SampleSpec, TrainingPass
 from tx.tinker.wire.codec import TrainingRequest
-from tx.tinker.wire.losses import ELSEWHERE, LOSS_RULES, TARGETS, LossRule
+from tx.tinker.wire.losses import ELSEWHERE, LOSS_RULES, TARGETS, LossRule, with_default_config
 
 MAX_SAMPLES = 1024
 MAX_STOPS = 64
@@ -19,8 +20,21 @@ TEMPERATURES = (1e-3, 100.0)
 # ---- training
 
 
-def check_training(request: TrainingRequest, facts: BaseModelFacts) -> None:
+class ModelBounds(Protocol):
+    """Limits that data are checked against, as `BaseModelFacts` has them."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_context(self) -> int: ...
+
+
+def check_training(request: TrainingRequest | TrainingPass, facts: ModelBounds, *, finite: bool = True) -> None:
     """Data, loss and settings.
+
+    Args:
+        finite: inputs must be; the training backend takes what is not, which stays in its model's gradient.
 
     Raises:
         RequestError: something cannot be trained on.
@@ -30,7 +44,7 @@ def check_training(request: TrainingRequest, facts: BaseModelFacts) -> None:
     if not request.data:
         raise RequestError("data must hold at least one datum; got none")
     for i, datum in enumerate(request.data):
-        _check_datum(datum, f"data[{i}]", request.loss_fn, rule, facts)
+        _check_datum(datum, f"data[{i}]", request.loss_fn, rule, facts, finite)
 
 
 def _rule_of(loss_fn: str) -> LossRule:
@@ -43,8 +57,9 @@ def _rule_of(loss_fn: str) -> LossRule:
     )
 
 
-def _check_loss_config(request: TrainingRequest, rule: LossRule) -> None:
-    for name, value in request.loss_config.items():
+def _check_loss_config(request: TrainingRequest | TrainingPass, rule: LossRule) -> None:
+    config = with_default_config(request.loss_fn, request.loss_config)
+    for name, value in config.items():
         if name not in rule.config:
             takes = f"takes {', '.join(rule.config)}" if rule.config else "takes no settings"
             raise RequestError(
@@ -52,17 +67,17 @@ def _check_loss_config(request: TrainingRequest, rule: LossRule) -> None:
             )
         if not np.isfinite(value):
             raise RequestError(f"loss_fn_config[{name!r}] must be finite; got {value}")
-    low, high = (request.loss_config.get(f"clip_{end}_threshold", 0.0) for end in ("low", "high"))
+    low, high = (config.get(f"clip_{end}_threshold", 0.0) for end in ("low", "high"))
     if "clip_low_threshold" in rule.config and not 0 <= low <= high:
         raise RequestError(
             "loss_fn_config: clip_low_threshold and clip_high_threshold are bounds of the ratio, "
             f"0 <= low <= high; got {low} and {high}"
         )
-    if request.loss_config.get("beta", 0.0) < 0:
-        raise RequestError(f"loss_fn_config['beta'] must be 0 or more; got {request.loss_config['beta']}")
+    if config.get("beta", 0.0) < 0:
+        raise RequestError(f"loss_fn_config['beta'] must be 0 or more; got {config['beta']}")
 
 
-def _check_datum(datum: Datum, name: str, loss_fn: str, rule: LossRule, facts: BaseModelFacts) -> None:
+def _check_datum(datum: Datum, name: str, loss_fn: str, rule: LossRule, facts: ModelBounds, finite: bool) -> None:
     length = len(datum.tokens)
     if not 0 < length <= facts.max_context:
         raise RequestError(f"{name}.model_input must be 1 to {facts.max_context} tokens, the context; got {length}")
@@ -75,7 +90,11 @@ def _check_datum(datum: Datum, name: str, loss_fn: str, rule: LossRule, facts: B
     check_tokens(targets, f"{name}.loss_fn_inputs[{TARGETS!r}]", facts)
     for key, array in datum.inputs.items():
         if key != TARGETS:
-            _check_input(array, key, f"{name}.loss_fn_inputs[{key[:80]!r}]", targets.shape, loss_fn, rule)
+            field = f"{name}.loss_fn_inputs[{key[:80]!r}]"
+            _check_input(array, key, field, targets.shape, loss_fn, rule)
+            if finite and not np.isfinite(array).all():
+                place = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
+                raise RequestError(f"{field} must be finite; got {array[place]} at {_place(place)}")
     _check_bounds(datum, name)
 
 
@@ -96,9 +115,6 @@ def _check_input(array: np.ndarray, key: str, name: str, shape: tuple[int, ...],
         )
     if array.shape != shape:
         raise RequestError(f"{name} must have the shape of the targets, {list(shape)}; got {list(array.shape)}")
-    if not np.isfinite(array).all():
-        place = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
-        raise RequestError(f"{name} must be finite; got {array[place]} at {_place(place)}")
 
 
 def _check_bounds(datum: Datum, name: str) -> None:
@@ -112,7 +128,7 @@ def _check_bounds(datum: Datum, name: str) -> None:
         )
 
 
-def check_tokens(tokens: np.ndarray, name: str, facts: BaseModelFacts) -> None:
+def check_tokens(tokens: np.ndarray, name: str, facts: ModelBounds) -> None:
     """Token ids, of any shape.
 
     Raises:
@@ -146,7 +162,7 @@ def check_lora(lora: LoraSpec, max_rank: int, can_train_unembed: bool = True) ->
 # ---- sampling
 
 
-def check_sample(spec: SampleSpec, facts: BaseModelFacts) -> None:
+def check_sample(spec: SampleSpec, facts: ModelBounds) -> None:
     """Prompt, room for an answer, and how it is drawn.
 
     Raises:
@@ -191,7 +207,7 @@ def _check_distribution(params: SampleParams) -> None:
         raise RequestError(f"sampling_params.top_k must be 1 or more, or -1 for all tokens; got {params.top_k}")
 
 
-def _check_stops(params: SampleParams, facts: BaseModelFacts) -> None:
+def _check_stops(params: SampleParams, facts: ModelBounds) -> None:
     if len(params.stop_strings) + len(params.stop_token_ids) > MAX_STOPS:
         raise RequestError(
             f"sampling_params.stop must be at most {MAX_STOPS} stops; "

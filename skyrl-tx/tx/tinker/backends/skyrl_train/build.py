@@ -10,14 +10,15 @@ from transformers import AutoTokenizer
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.entrypoints.engines import check_engines, start_engines
+from skyrl_train.orchestration.ray_launcher import RayRanks
 from skyrl_train.utils.ray_cluster import start_ray
 from skyrl_train.utils.run_folder import RunFolder
 from tx.errors import ConfigError, ModelError
 from tx.tinker.backends.base import Backend, BackendInfo
-from tx.tinker.backends.skyrl_train.ray_ranks import RayTrainingRanks
 from tx.tinker.backends.skyrl_train.sampling import EngineSampling
 from tx.tinker.backends.skyrl_train.settings import SkyRLTrainSettings
 from tx.tinker.backends.torch.group import GroupTraining, TrainingRanks
+from tx.tinker.backends.torch.training_rank import TrainingRank
 from tx.tinker.base_model import BaseModelFacts
 from tx.tinker.config import EngineConfig
 from tx.tinker.types import LoraSpec
@@ -54,16 +55,17 @@ def _sampling(settings: SkyRLTrainSettings, engines: SkyRLConfig) -> "SamplingWi
 
 def _training(settings: SkyRLTrainSettings, engines: SkyRLConfig, base_model: Path) -> "AdaptersForEngines":
     placement = engines.trainer.placement
-    ranks = RayTrainingRanks(
-        base_model,
-        num_processes=settings.num_processes,
-        device=placement.device,
+    device, seconds = placement.device, settings.process_timeout_seconds
+    options = {"dtype": settings.resolved_dtype(device), "max_lora_rank": settings.max_lora_rank, **settings.training}
+    workers = RayRanks(
+        "training",
+        TrainingRank,
+        (str(base_model), options, seconds),
+        num_ranks=settings.num_processes,
+        device=device,
         log_folder=RunFolder(engines.trainer.run_dir).logs_folder,
-        timeout_seconds=settings.process_timeout_seconds,
-        dtype=settings.resolved_dtype(placement.device),
-        max_lora_rank=settings.max_lora_rank,
-        **settings.training,
     )
+    ranks = TrainingRanks(workers, device=device, timeout_seconds=seconds)
     frozen_head = settings.freeze_unembed and not _takes_head(engines)
     return AdaptersForEngines(ranks, takes_head=_takes_head(engines), frozen_head=frozen_head)
 

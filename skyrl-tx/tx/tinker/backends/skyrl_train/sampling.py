@@ -6,9 +6,7 @@ nothing of training, tenants' rights or the wire.
 """
 
 import asyncio
-import contextlib
 import math
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +61,7 @@ class EngineSampling(SamplingBackend):
             )
         self._num_running += spec.num_samples
         try:
-            async with self._turns.take(tenant, spec.num_samples), self._loaded(adapter) as name:
+            async with self._turns.take(tenant, spec.num_samples), self._slots.use(adapter) as name:
                 return await self._answer(spec, name)
         except (ValueError, UnsupportedByEngine, WeightSyncError) as error:
             raise ModelError(str(error)) from error
@@ -86,14 +84,6 @@ class EngineSampling(SamplingBackend):
             await self._client.wait_until_healthy()
         except WorkerError as error:
             raise BackendLost(str(error)) from error
-
-    @contextlib.asynccontextmanager
-    async def _loaded(self, adapter: Path | None) -> AsyncIterator[str | None]:
-        if adapter is None:
-            yield None
-            return
-        async with self._slots.use(adapter) as name:
-            yield name
 
     async def _answer(self, spec: SampleSpec, lora_name: str | None) -> SampleOutput:
         """Engines score prompts at the temperature of the answer, for every answer again; we want temperature 1, once.

@@ -54,12 +54,16 @@ class AdapterSlots:
         self._waiting: OrderedDict[Path, list[asyncio.Future[_Slot]]] = OrderedDict()
 
     @asynccontextmanager
-    async def use(self, folder: Path) -> AsyncIterator[str]:
-        """The name under which the engine knows the adapter, and holds it until the end of the block.
+    async def use(self, folder: Path | None) -> AsyncIterator[str | None]:
+        """The name under which the engine knows the adapter, and holds it until the end of the block. None: the base
+        model.
 
         Raises:
             ValueError: it cannot be loaded: names the folder, and why.
         """
+        if folder is None:
+            yield None
+            return
         slot = await self._acquire(folder)
         try:
             await asyncio.shield(slot.loading)

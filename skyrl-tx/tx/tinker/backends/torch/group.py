@@ -1,29 +1,64 @@
 """Training over several processes: every call goes to all ranks, and rank 0 answers."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.errors import WorkerError
+from skyrl_train.orchestration.actor_group import ActorGroup
+from skyrl_train.orchestration.launcher import Ranks
 from tx.tinker.backends.base import BackendInfo, BackendLost, Failure, TrainingBackend
 from tx.tinker.backends.torch.layout import micro_batches
 from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPass
 
 
-class TrainingRanks(ABC):
-    """Processes that each hold a `RankTraining`."""
+class TrainingRanks:
+    """Training ranks, each a `TrainingRank` in a process of its own, joined into one group.
 
-    @abstractmethod
+    Args:
+        ranks: started; nobody else calls them.
+        device: `cpu` or `cuda`.
+        timeout_seconds: of every call.
+
+    Raises:
+        ConfigError: a wrong setting, a model that cannot be trained here.
+        BackendLost: they did not start.
+    """
+
+    def __init__(self, ranks: Ranks, *, device: str, timeout_seconds: float):
+        self._runner = asyncio.Runner()
+        self._group = ActorGroup(
+            "training",
+            ranks,
+            device=device,
+            timeout_seconds=timeout_seconds,
+            timeout_setting="backend_config.process_timeout_seconds",
+        )
+        try:
+            self._run(self._group.init_model())
+        except BaseException:
+            self.close()
+            raise
+
     def call(self, method: str, *args: object, **options: object) -> list[Any]:
         """`training.method(*args, **options)` on all: what it returned or the exception it raised, in rank order.
 
         Raises:
             BackendLost: one of them has ended, or did not answer in time. No call can succeed after that.
         """
+        return self._run(self._group.call_all("answer", method, args, options))
 
-    @abstractmethod
     def close(self) -> None:
-        """Ends them."""
+        """End the processes."""
+        self._group.kill()
+        self._runner.close()
+
+    def _run(self, calls: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return self._runner.run(calls)
+        except WorkerError as error:
+            raise BackendLost(str(error)) from error
 
 
 class GroupTraining(TrainingBackend):

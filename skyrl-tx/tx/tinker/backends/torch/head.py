@@ -127,12 +127,7 @@ class Scored:
         if self._part is not None:
             assert self._low is not None
             product.addmm_(self._low[chunk.rows], self._part.matrices.b)
-        logits, rule = product.float(), self._head.rule
-        if rule.multiplier != 1.0:
-            logits.mul_(rule.multiplier)
-        if rule.softcap is not None:
-            logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
-        return logits
+        return self._head.rule.apply(product.float())
 
 
 def _chunks(num_rows: int, size: int, targets: Targets, device: torch.device) -> Iterator[_Chunk]:

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tx.errors import ModelError
 from tx.tinker.types import Datum
-from tx.tinker.wire.losses import LOSS_RULES, TARGETS, with_default_config
+from tx.tinker.wire.losses import TARGETS, with_default_config
 
 BOUNDS = ("clip_low_threshold", "clip_high_threshold")
 
@@ -109,42 +108,19 @@ LOSSES: dict[str, Callable[[torch.Tensor, LossInputs], LossResult]] = {
 
 
 def loss_inputs(name: str, data: list[Datum], config: Mapping[str, float], device: torch.device) -> LossInputs:
-    """Collect and check the inputs of a loss.
-
-    Raises:
-        ModelError: an unknown loss, or an input or setting that it lacks or does not know; names it.
-    """
-    if name not in LOSSES:
-        raise ModelError(f"loss_fn must be one of {', '.join(LOSSES)}; got {name!r}")
-    rule = LOSS_RULES[name]
-    for key in config:
-        if key not in rule.config:
-            raise ModelError(f"loss_fn_config[{key!r}]: {name} reads {', '.join(rule.config) or 'no settings'}")
+    """Collect the inputs of a loss from data that `wire.checks` has passed."""
     config = with_default_config(name, config)
-    given = {key for datum in data for key in datum.inputs}
-    for key in sorted(given - set(rule.inputs)):
-        raise ModelError(f"loss_fn_inputs[{key!r}]: {name} reads {', '.join(rule.inputs)}")
-    keys = (given | set(rule.required)) - {TARGETS}
-    tensors = {key: _joined(key, data, config, required=key in rule.required) for key in sorted(keys)}
-    lengths = tuple(datum.inputs[TARGETS].size for datum in data)
-    return LossInputs({key: tensor.to(device) for key, tensor in tensors.items()}, config, lengths)
+    keys = sorted({key for datum in data for key in datum.inputs} - {TARGETS})
+    tensors = {key: _joined(key, data, config.get(key, 1.0)).to(device) for key in keys}
+    return LossInputs(tensors, config, tuple(datum.inputs[TARGETS].size for datum in data))
 
 
-def _joined(key: str, data: list[Datum], config: Mapping[str, float], *, required: bool) -> torch.Tensor:
+def _joined(key: str, data: list[Datum], default: float) -> torch.Tensor:
     """[M]. A datum without an input that others have takes the setting of that name, or 1 (a weight)."""
     parts = []
-    for i, datum in enumerate(data):
-        shape, values = datum.inputs[TARGETS].shape, datum.inputs.get(key)
-        if values is None and required:
-            raise ModelError(f"data[{i}].loss_fn_inputs[{key!r}] is missing")
-        if values is None:
-            values = np.full(shape, config.get(key, 1.0))
-        if values.shape != shape:
-            raise ModelError(
-                f"data[{i}].loss_fn_inputs[{key!r}] must have the shape of the targets, {list(shape)}; "
-                f"got {list(values.shape)}"
-            )
-        parts.append(values.reshape(-1))
+    for datum in data:
+        values = datum.inputs.get(key)
+        parts.append(np.full(datum.inputs[TARGETS].size, default) if values is None else values.reshape(-1))
     return torch.from_numpy(np.concatenate(parts).astype(np.float32))
 
 

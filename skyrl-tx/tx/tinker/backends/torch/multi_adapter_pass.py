@@ -6,9 +6,9 @@ together from their log-probs, as if one process had computed them; its gradient
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ _NOBODYS = [Datum(np.zeros(1, np.int64), {})]
 """Dummy data of a rank without data: all ranks must take part in the pass."""
 
 Outcome = PassOutput | Failure
+P = ParamSpec("P")
 
 
 def run_together(
@@ -58,7 +59,7 @@ def run_together(
             hidden = base.hidden_states(layout)
         of_hidden = torch.zeros_like(hidden) if with_gradient else None
         outcomes = {
-            i: _score(base, mine[i], segments[i], parts[i].get(base.head_name), hidden, of_hidden) for i in here
+            i: _score(mine[i], base, segments[i], parts[i].get(base.head_name), hidden, of_hidden) for i in here
         }
         if of_hidden is not None and hidden.requires_grad:
             hidden.backward(of_hidden)
@@ -84,27 +85,37 @@ def _share(each: TrainingPass, owners: list[int], rank: int) -> TrainingPass:
     return replace(each, data=[datum for datum, owner in zip(each.data, owners, strict=True) if owner == rank])
 
 
+def _failing_alone(compute: Callable[Concatenate[TrainingPass, P], Outcome]) -> Callable[..., Outcome]:
+    """Turn an error into the failure of the pass that is computed, so that the others go on."""
+
+    def guarded(each: TrainingPass, *args: P.args, **kwargs: P.kwargs) -> Outcome:
+        try:
+            return compute(each, *args, **kwargs)
+        except Exception as error:  # this model's alone
+            return failure(each, error)
+
+    return guarded
+
+
+@_failing_alone
 def _score(
-    base: FrozenModel,
     each: TrainingPass,
+    base: FrozenModel,
     segment: Segment,
     part: Any,
     hidden: torch.Tensor,
     of_hidden: torch.Tensor | None,
 ) -> Outcome:
     """A model's log-probs and loss, and the gradient of its rows of the hidden states."""
-    try:
-        inputs = loss_inputs(each.loss_fn, each.data, each.loss_config, base.device)
-        rows = slice(segment.start, segment.end)
-        scored = base.head.score(hidden.detach()[rows], Targets.of(each.data), part)
-        log_probs = scored.log_probs.requires_grad_(of_hidden is not None)
-        with torch.set_grad_enabled(of_hidden is not None):
-            loss = LOSSES[each.loss_fn](log_probs, inputs)
-        if of_hidden is not None:
-            (gradient,) = torch.autograd.grad(loss[0].sum(), log_probs)
-            of_hidden[rows] = scored.backward(gradient)
-    except Exception as error:  # this model's alone: the others go on
-        return failure(each, error)
+    inputs = loss_inputs(each.loss_fn, each.data, each.loss_config, base.device)
+    rows = slice(segment.start, segment.end)
+    scored = base.head.score(hidden.detach()[rows], Targets.of(each.data), part)
+    log_probs = scored.log_probs.requires_grad_(of_hidden is not None)
+    with torch.set_grad_enabled(of_hidden is not None):
+        loss = LOSSES[each.loss_fn](log_probs, inputs)
+    if of_hidden is not None:
+        (gradient,) = torch.autograd.grad(loss[0].sum(), log_probs)
+        of_hidden[rows] = scored.backward(gradient)
     return _output(each, log_probs, loss)
 
 
@@ -121,23 +132,20 @@ def _put_together(
     ]
 
 
+@_failing_alone
 def _joined(each: TrainingPass, owners: list[int], shares: dict[int, Outcome]) -> Outcome:
     """
     Args:
         shares: by rank.
     """
-    try:
-        inputs = loss_inputs(each.loss_fn, each.data, each.loss_config, torch.device("cpu"))  # who is wrong, by number
-        pieces = {}
-        for rank, share in shares.items():
-            if isinstance(share, Failure):
-                return share
-            pieces[rank] = iter(share.logprobs)
-        log_probs = torch.from_numpy(np.concatenate([next(pieces[owner]).reshape(-1) for owner in owners]))
-        loss = LOSSES[each.loss_fn](log_probs, inputs)
-    except Exception as error:  # becomes this model's failure; the others go on
-        return failure(each, error)
-    return _output(each, log_probs, loss)
+    inputs = loss_inputs(each.loss_fn, each.data, each.loss_config, torch.device("cpu"))
+    pieces = {}
+    for rank, share in shares.items():
+        if isinstance(share, Failure):
+            return share
+        pieces[rank] = iter(share.logprobs)
+    log_probs = torch.from_numpy(np.concatenate([next(pieces[owner]).reshape(-1) for owner in owners]))
+    return _output(each, log_probs, LOSSES[each.loss_fn](log_probs, inputs))
 
 
 def _output(each: TrainingPass, log_probs: torch.Tensor, loss: LossResult) -> PassOutput:

@@ -127,9 +127,6 @@ class NativeSampling(SamplingBackend):
     @contextlib.asynccontextmanager
     async def _loaded(self, adapter: Path | None) -> AsyncIterator[str | None]:
         assert self._slots is not None, "start() comes first"
-        if adapter is None:
-            yield None
-            return
         async with contextlib.AsyncExitStack() as stack:
             try:
                 name = await stack.enter_async_context(self._slots.use(adapter))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tx.errors import ModelError
+from tx.errors import ModelError, RequestError
 from tx.tinker.backends.base import BackendInfo, BackendLost, Failure, TrainingBackend
 from tx.tinker.backends.torch import files
 from tx.tinker.backends.torch.adam import adamw, clipped
@@ -25,6 +25,7 @@ from tx.tinker.backends.torch.multi_adapter_pass import failure, run_together
 from tx.tinker.backends.torch.rank_group import ALONE, RankGroup
 from tx.tinker.backends.torch.settings import TrainingSettings
 from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPass
+from tx.tinker.wire.checks import check_training
 
 logger = logging.getLogger(__name__)
 
@@ -158,9 +159,11 @@ class TorchTraining(TrainingBackend):
         vocabulary."""
         try:
             self._adapter(each.model_id)
-            _check_data(each.data, self._base.vocab_size, self._base.max_context)
+            check_training(each, self._base, finite=False)
         except ModelError as error:
             return Failure(error)
+        except RequestError as error:
+            return Failure(ModelError(str(error)))
         return None
 
     def _shared(self, passes: Sequence[TrainingPass], indices: list[int]) -> Iterator[list[int]]:
@@ -199,30 +202,3 @@ class TorchTraining(TrainingBackend):
         if self._base.device.type == "cuda":
             torch.cuda.empty_cache()
         return [result for each in passes for result in self._run_safely([each])]
-
-
-def _check_data(data: Sequence[Datum], vocab_size: int, max_context: int) -> None:
-    """Shapes and ranges.
-
-    Raises:
-        ModelError: names the field and the rule.
-    """
-    if not data:
-        raise ModelError("data must hold at least one datum")
-    for i, datum in enumerate(data):
-        targets = datum.inputs.get("target_tokens")
-        if targets is None:
-            raise ModelError(f"data[{i}].loss_fn_inputs['target_tokens'] is missing")
-        num_tokens = len(datum.tokens)
-        if not 1 <= num_tokens <= max_context:
-            raise ModelError(f"data[{i}].model_input must have from 1 to {max_context} tokens; got {num_tokens}")
-        if targets.ndim not in (1, 2) or len(targets) != num_tokens or not targets.size:
-            raise ModelError(
-                f"data[{i}].loss_fn_inputs['target_tokens'] must have the shape [{num_tokens}] or [{num_tokens}, K]; "
-                f"got {list(targets.shape)}"
-            )
-        for name, ids in (("model_input", datum.tokens), ("loss_fn_inputs['target_tokens']", targets)):
-            least, most = int(ids.min()), int(ids.max())
-            if least < 0 or most >= vocab_size:
-                wrong = least if least < 0 else most
-                raise ModelError(f"data[{i}].{name}: tokens are from 0 to {vocab_size - 1}; got {wrong}")

@@ -1,18 +1,8 @@
-"""One rank of a sharded training group, as a plain class and as a process that serves it over a connection:
-`python -m tx.tinker.backends.torch.training_rank DESCRIPTOR`. The process ends when the connection does."""
+"""One rank of a sharded training group, as a plain class."""
 
-import os
-import signal
-import sys
-import threading
-from collections.abc import Callable, Sequence
-from functools import partial
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
-
-os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"  # before torch
 
 import torch
 from loguru import logger
@@ -21,13 +11,10 @@ from torch.distributed.tensor import DTensor
 from skyrl_train.distributed.process_group import free_port, make_mesh
 from skyrl_train.training_backends.base import ParallelInfo, RankInfo, join_process_group
 from skyrl_train.utils.nodes import node_address
-from skyrl_train.utils.process_log import configure_logging
 from tx.tinker.backends.base import Failure
 from tx.tinker.backends.torch.rank_group import RankGroup
 from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.types import PassOutput, TrainingPass
-
-ORPHANED = 3
 
 
 class RankTraining(TorchTraining):
@@ -96,43 +83,7 @@ class TrainingRank:
 
     def answer(self, method: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Call a method of the training. Returns: its result or its exception."""
-        return _outcome(partial(getattr(self._training, method), *args, **options))
-
-
-def _outcome(call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except Exception as error:  # returned to the driver, which raises it
-        return error.with_traceback(None)
-
-
-def main() -> None:
-    for each in (signal.SIGINT, signal.SIGTERM):  # to the whole process group: who started this decides
-        signal.signal(each, signal.SIG_IGN)
-    connection, calls = Connection(int(sys.argv[1])), SimpleQueue[Any]()
-    threading.Thread(target=_read, args=(connection, calls), daemon=True).start()
-    configure_logging()
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    info, *args = calls.get()
-    rank = TrainingRank(*args)
-    connection.send(_outcome(partial(rank.init_model, info)))
-    while True:
-        connection.send(rank.answer(*calls.get()))
-
-
-def _read(connection: Connection, calls: "SimpleQueue[Any]") -> None:
-    try:
-        while True:
-            calls.put(connection.recv())
-    except (EOFError, OSError):
-        os._exit(ORPHANED)  # even in the middle of a pass
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:  # logged: os._exit below would hide it
-        import traceback
-
-        traceback.print_exc()
-    os._exit(1)  # at once, whatever threads of collectives are still at work
+        try:
+            return getattr(self._training, method)(*args, **options)
+        except Exception as error:  # returned to the driver, which compares the ranks'
+            return error.with_traceback(None)

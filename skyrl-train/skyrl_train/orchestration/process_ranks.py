@@ -1,0 +1,214 @@
+"""Ranks as processes of this machine, without Ray: `Ranks` of an actor group.
+
+`python -m skyrl_train.orchestration.process_ranks DESCRIPTOR` is one rank, which serves the connection of this number.
+"""
+
+import asyncio
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from skyrl_gym.deadline import outcome_of
+from skyrl_train.errors import WorkerError
+from skyrl_train.utils.call_errors import end_of_log, failure_of, timed_out
+from skyrl_train.utils.process_log import configure_logging
+from skyrl_train.utils.tracebacks import described, keep_where_raised, log_traceback
+
+if TYPE_CHECKING:
+    from skyrl_train.orchestration.launcher import Calls, MakeWorker
+
+Dumps = Callable[[object], bytes]
+
+ORPHANED = 3
+"""Exit status of a rank whose driver is gone."""
+_EXIT_SECONDS = 10.0
+_GRACE_SECONDS = 1.0
+"""A rank that lost its peer may end before it: so long is waited for the one that ended first."""
+
+
+class RankProcess(Protocol):
+    """Part of `subprocess.Popen` that is used of a rank."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+class ProcessRanks:
+    """Ranks 0..N-1 of one worker class. They end with this process, however it ends.
+
+    Args:
+        name: of the group, in logs and errors.
+        make_worker, args: builder of each worker, called where it will live.
+        device: `cpu`, or `cuda`: each rank sees one GPU, in the order of those that this process sees.
+        log_folder: each rank writes `<name>_<rank>.log` there.
+    """
+
+    dumps: Dumps = staticmethod(pickle.dumps)
+
+    def __init__(
+        self,
+        name: str,
+        make_worker: "MakeWorker",
+        args: tuple[object, ...] = (),
+        *,
+        num_ranks: int,
+        device: str = "cpu",
+        log_folder: Path,
+    ):
+        self.name, self.num_ranks = name, num_ranks
+        self._log_files = [str(log_folder / f"{name}_{rank}.log") for rank in range(num_ranks)]
+        self._processes: list[RankProcess] = []
+        self._pipes: list[Connection] = []
+        log_folder.mkdir(parents=True, exist_ok=True)
+        # The ranks see one GPU each, as under Ray: every one of them computes on its `cuda:0`.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_ranks)))
+        gpus = visible.split(",") if device == "cuda" else [None] * num_ranks
+        for gpu, log_file in zip(gpus, self._log_files, strict=False):
+            process, pipe = self._start(log_file, {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+            self._processes.append(process)
+            self._pipes.append(pipe)
+            pipe.send_bytes(self.dumps((make_worker, args)))
+
+    def _start(self, log_file: str, environment: dict[str, str]) -> tuple[RankProcess, Connection]:
+        ours, theirs = Pipe()
+        command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+        with theirs, open(log_file, "ab") as output:  # our copy of their end goes, or its end would never be seen
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                env={"OMP_NUM_THREADS": "1"} | os.environ | environment,
+            )
+        return process, ours
+
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    async def call(self, calls: "Sequence[Calls]", timeout_seconds: float, timeout_setting: str) -> list[list[object]]:
+        for pipe, own in zip(self._pipes, calls, strict=True):
+            try:
+                pipe.send_bytes(self.dumps(own))
+            except OSError:
+                raise self._death() from None
+        return await asyncio.to_thread(self._answers, timeout_seconds, timeout_setting)
+
+    def _answers(self, timeout_seconds: float, timeout_setting: str) -> list[list[object]]:
+        deadline = time.monotonic() + timeout_seconds
+        answers: dict[int, list[object]] = {}
+        while waiting := [rank for rank in range(self.num_ranks) if rank not in answers]:
+            pipes = wait([self._pipes[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
+            if not pipes:
+                silent = [(self._worker(rank), self._log_files[rank]) for rank in waiting]
+                raise timed_out(silent, timeout_seconds, timeout_setting)
+            for rank in [rank for rank in waiting if self._pipes[rank] in pipes]:  # a failure ends it before its peers
+                try:
+                    error, answers[rank] = pickle.loads(self._pipes[rank].recv_bytes())
+                except (EOFError, OSError):
+                    raise self._death() from None
+                if error is not None:
+                    raise failure_of(error, self._worker(rank), self._log_files[rank])
+        return [answers[rank] for rank in range(self.num_ranks)]
+
+    def _worker(self, rank: int) -> str:
+        return f"{self.name} worker {rank}"
+
+    def _death(self) -> WorkerError:
+        """Name the ranks that ended, first those that a signal ended: they did not choose to."""
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while any(process.poll() is None for process in self._processes) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        # Signals are statuses below 0, and so come first.
+        ends = sorted(
+            (end, rank) for rank, process in enumerate(self._processes) if (end := process.poll()) is not None
+        )
+        told = [
+            f"{self._worker(rank)} died: ended {f'by signal {-end}' if end < 0 else f'with status {end}'}\n"
+            f"{end_of_log(self._log_files[rank])}"
+            for end, rank in ends
+        ]
+        return WorkerError("\n".join(told) or f"the connection to a worker of {self.name} was closed")
+
+    async def shutdown(self) -> None:
+        """Close the ranks' connections, upon which they exit, and kill those that have not in time."""
+        for pipe in self._pipes:
+            pipe.close()
+        deadline = time.monotonic() + _EXIT_SECONDS
+        while any(process.poll() is None for process in self._processes) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def serve(pipe: Connection, dumps: Dumps = pickle.dumps) -> None:
+    """Make a worker and answer its calls. The process ends with the connection, even in the middle of a call; signals
+    to the whole process group are left to the driver."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    messages = SimpleQueue[bytes]()
+    # A thread reads, so that the driver's death is noticed while this one computes or waits in a collective.
+    threading.Thread(target=_read, args=(pipe, messages), daemon=True).start()
+    configure_logging()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    made, workers = messages.get(), []
+
+    def answer(calls: bytes) -> bytes:
+        if not workers:  # made at the first call, whose answer tells of its errors
+            make_worker, args = pickle.loads(made)
+            workers.append(make_worker(*args))
+        return dumps((None, [getattr(workers[0], method)(*args) for method, args in pickle.loads(calls)]))
+
+    while True:
+        answered = outcome_of(answer, messages.get())
+        pipe.send_bytes(answered if isinstance(answered, bytes) else _refusal(answered, dumps))
+
+
+def _refusal(error: Exception, dumps: Dumps) -> bytes:
+    """Log an error and serialize it for the driver: itself, or its text where it does not survive the way."""
+    log_traceback(error)
+    keep_where_raised(error)
+    arrived = outcome_of(lambda: pickle.loads(dumps((error, []))))
+    return dumps((WorkerError(f"raised {described(error)}") if isinstance(arrived, Exception) else error, []))
+
+
+def _read(pipe: Connection, messages: "SimpleQueue[bytes]") -> None:
+    try:
+        while True:
+            messages.put(pipe.recv_bytes())
+    except (EOFError, OSError):
+        os._exit(ORPHANED)  # at once: threads of collectives may wait for peers that are gone
+
+
+if __name__ == "__main__":
+    try:
+        serve(Connection(int(sys.argv[1])))
+    finally:
+        traceback.print_exc()
+        os._exit(1)  # at once, whatever threads of collectives are still at work
