@@ -14,12 +14,12 @@ def config(**settings) -> EngineConfig:
 
 def test_a_key_belongs_to_its_tenant_and_others_to_nobody():
     keys = ApiKeys([("anna", "tml-anna-key"), ("bela", "tml-bela-key"), ("anna", "tml-anna-second")])
-    assert keys.tenant_of("tml-anna-key") == "anna"
-    assert keys.tenant_of("tml-anna-second") == "anna"
-    assert keys.tenant_of("tml-bela-key") == "bela"
-    assert keys.tenant_of("tml-anna-ke") is None
-    assert keys.tenant_of("tml-änna-key") is None
-    assert keys.tenant_of("") is None
+    assert keys.holder_of("tml-anna-key") == ("anna", False)
+    assert keys.holder_of("tml-anna-second") == ("anna", False)
+    assert keys.holder_of("tml-bela-key") == ("bela", False)
+    assert keys.holder_of("tml-anna-ke") is None
+    assert keys.holder_of("tml-änna-key") is None
+    assert keys.holder_of("") is None
 
 
 def test_a_key_is_found_in_each_header_it_may_stand_in():
@@ -35,13 +35,13 @@ def test_a_key_is_found_in_each_header_it_may_stand_in():
 def test_a_file_of_keys_may_hold_comments_and_empty_lines(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# ours\n\nanna   tml-anna-key\nbela\ttml-bela-key\n")
-    assert read_api_keys(config(api_keys_file=file), {}).tenant_of("tml-bela-key") == "bela"
+    assert read_api_keys(config(api_keys_file=file), {}).holder_of("tml-bela-key") == ("bela", False)
 
 
 def test_keys_of_the_environment_are_pairs():
     keys = read_api_keys(config(), {"TX_API_KEYS": "anna=tml-anna=key, bela=tml-bela-key"})
-    assert keys.tenant_of("tml-anna=key") == "anna"
-    assert keys.tenant_of("tml-bela-key") == "bela"
+    assert keys.holder_of("tml-anna=key") == ("anna", False)
+    assert keys.holder_of("tml-bela-key") == ("bela", False)
 
 
 def test_a_key_may_have_the_role_of_an_admin(tmp_path):

@@ -67,7 +67,7 @@ async def request(client: Client, journal: Journal, model: str, seq: int) -> Non
 
 async def main(folder: Path, num_seqs: int) -> None:
     command = scripted(folder / "state", commands_per_snapshot=5, seconds=0.005)
-    async with running(folder, command=command) as service:
+    async with running(folder, command=command, standby_engine=True) as service:
         journals = [Journal(folder / f"user{i}.jsonl") for i in range(3)]
         async with asyncio.TaskGroup() as group:
             for i, journal in enumerate(journals):

@@ -44,6 +44,7 @@ def make_service(
     timeouts: EngineTimeouts = TIMEOUTS,
     **settings: Any,
 ) -> TinkerService:
+    settings = {"standby_engine": False} | settings  # a process for each test
     config = EngineConfig(
         base_model="tiny", served_model_name=["alias"], state_dir=folder / "state",
         checkpoints_base=str(folder / "checkpoints"), **settings,

@@ -5,164 +5,143 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from service_users import Chain, Client, running
+from service_users import Chain, Client
 from sqlalchemy import update
 
 from tx.errors import RequestError
+from tx.tinker.service.service import TinkerService
 from tx.tinker.storage.db_models import CheckpointRow
 
 pytestmark = pytest.mark.process
 
 
-async def test_training_goes_on_from_a_checkpoint(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        await alice.train(model, 1)
-        path = (await alice.result(await alice.save(model, 2, "after-1")))["path"]
-        assert path == f"tinker://{model}/weights/after-1"
-        await alice.train(model, 3)
-        loaded = await alice.load(model, 4, path, optimizer=True)
-        assert await alice.result(loaded) == {"path": path, "model_id": model, "type": "load_weights"}
-        result = await alice.result(await alice.train(model, 5))
-        assert result["state"] == Chain(model).train(1).train(5).state
-        info = await service.checkpoints.weights_info("alice", path)
-        assert info == {
-            "base_model": "tiny",
-            "is_lora": True,
-            "lora_rank": 8,
-            "train_attn": True,
-            "train_mlp": True,
-            "train_unembed": True,
-        }
+async def test_training_goes_on_from_a_checkpoint(service: TinkerService, alice: Client, model: str):
+    await alice.train(model, 1)
+    path = (await alice.result(await alice.save(model, 2, "after-1")))["path"]
+    assert path == f"tinker://{model}/weights/after-1"
+    await alice.train(model, 3)
+    loaded = await alice.load(model, 4, path, optimizer=True)
+    assert await alice.result(loaded) == {"path": path, "model_id": model, "type": "load_weights"}
+    result = await alice.result(await alice.train(model, 5))
+    assert result["state"] == Chain(model).train(1).train(5).state
+    info = await service.checkpoints.weights_info("alice", path)
+    assert info == {
+        "base_model": "tiny",
+        "is_lora": True,
+        "lora_rank": 8,
+        "train_attn": True,
+        "train_mlp": True,
+        "train_unembed": True,
+    }
 
 
-async def test_a_new_model_begins_where_a_checkpoint_ended(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        await alice.train(model, 1)
-        path = (await alice.result(await alice.save(model, 2, "x")))["path"]
-        first, again = await alice.model_from(path, 1), await alice.model_from(path, 1)
-        copy = f"{alice.session_id}:train:1"
-        assert first == again == {"request_id": f"{copy}:0", "model_id": copy}
-        assert await alice.result(first) == {"path": path, "model_id": copy, "type": "load_weights"}
-        await service.checkpoints.delete("alice", model, "weights", "x")
-        await service._cleanup.collect_garbage()
-        service._link.kill(
-            "the test says so"
-        )  # the new model has no snapshot yet: its checkpoint's files are still needed
-        state = (await alice.result(await alice.train(copy, 1, forward=True)))["state"]
-        assert state == Chain(model).train(1).state
+async def test_a_new_model_begins_where_a_checkpoint_ended(service: TinkerService, alice: Client, model: str):
+    await alice.train(model, 1)
+    path = (await alice.result(await alice.save(model, 2, "x")))["path"]
+    first, again = await alice.model_from(path, 1), await alice.model_from(path, 1)
+    copy = f"{alice.session_id}:train:1"
+    assert first == again == {"request_id": f"{copy}:0", "model_id": copy}
+    assert await alice.result(first) == {"path": path, "model_id": copy, "type": "load_weights"}
+    await service.checkpoints.delete("alice", model, "weights", "x")
+    await service._cleanup.collect_garbage()
+    service._link.kill("the test says so")  # the new model has no snapshot yet: its checkpoint's files are still needed
+    state = (await alice.result(await alice.train(copy, 1, forward=True)))["state"]
+    assert state == Chain(model).train(1).state
 
 
-async def test_saving_and_loading_may_be_asked_in_one_breath(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        await alice.save(model, 1, "start")
-        await alice.train(model, 2)
-        await alice.load(model, 3, f"tinker://{model}/weights/start")
-        assert (await alice.result(await alice.train(model, 4)))["state"] == Chain(model).train(4).state
+async def test_saving_and_loading_may_be_asked_in_one_breath(alice: Client, model: str):
+    await alice.save(model, 1, "start")
+    await alice.train(model, 2)
+    await alice.load(model, 3, f"tinker://{model}/weights/start")
+    assert (await alice.result(await alice.train(model, 4)))["state"] == Chain(model).train(4).state
 
 
-async def test_a_name_is_taken_once_unless_it_is_to_be_replaced(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        await alice.save(model, 1, "best")
-        with pytest.raises(RequestError, match="exists already; give another path, or overwrite=true") as refused:
-            await alice.save(model, 2, "best")  # the first may still be on its way
-        assert refused.value.status == 400
-        await alice.train(model, 3)
-        await alice.result(await alice.save(model, 4, "best", overwrite=True))
-        await alice.load(model, 5, f"tinker://{model}/weights/best")
-        assert (await alice.result(await alice.train(model, 6)))["state"] == Chain(model).train(3).train(6).state
-        assert len((await service.checkpoints.of_run("alice", model))["checkpoints"]) == 1
-        await service._cleanup.collect_garbage()
-        assert [p.name for p in (tmp_path / "checkpoints").glob("*/weights/*")] == ["best@4"]
+async def test_a_name_is_taken_once_unless_it_is_to_be_replaced(
+    service: TinkerService, alice: Client, model: str, tmp_path: Path
+):
+    await alice.save(model, 1, "best")
+    with pytest.raises(RequestError, match="exists already; give another path, or overwrite=true") as refused:
+        await alice.save(model, 2, "best")  # the first may still be on its way
+    assert refused.value.status == 400
+    await alice.train(model, 3)
+    await alice.result(await alice.save(model, 4, "best", overwrite=True))
+    await alice.load(model, 5, f"tinker://{model}/weights/best")
+    assert (await alice.result(await alice.train(model, 6)))["state"] == Chain(model).train(3).train(6).state
+    assert len((await service.checkpoints.of_run("alice", model))["checkpoints"]) == 1
+    await service._cleanup.collect_garbage()
+    assert [p.name for p in (tmp_path / "checkpoints").glob("*/weights/*")] == ["best@4"]
 
 
-async def test_a_name_is_no_path(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        for seq, name in enumerate(["../up", "a/b", ".hidden", "", "a" * 256, "-x", "a..b"], start=1):
-            with pytest.raises((RequestError, ValidationError)):
-                await alice.save(model, seq, name)
+async def test_a_name_is_no_path(alice: Client, model: str):
+    for seq, name in enumerate(["../up", "a/b", ".hidden", "", "a" * 256, "-x", "a..b"], start=1):
+        with pytest.raises((RequestError, ValidationError)):
+            await alice.save(model, seq, name)
 
 
-async def test_lists_of_runs_and_checkpoints(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice, bob = await Client(service).begin(), await Client(service, "bob").begin()
-        first, second = await alice.model(0), await alice.model(1)
-        await alice.save(first, 1, "a" * 255, user_metadata={"why": "long"})
-        await alice.save_sampler(first, 2, path="b", ttl_seconds=3600)
-        await alice.result(await alice.save(first, 3, "c"))
-        run = await service.checkpoints.training_run("alice", first)
-        assert (run["last_checkpoint"]["checkpoint_id"], run["last_sampler_checkpoint"]["checkpoint_id"]) == (
-            "weights/c",
-            "sampler_weights/b",
-        )
-        assert (run["base_model"], run["model_owner"], run["lora_rank"], run["corrupted"]) == (
-            "tiny",
-            "alice",
-            8,
-            False,
-        )
-        listed = (await service.checkpoints.of_run("alice", first))["checkpoints"]
-        assert [c["checkpoint_id"] for c in listed] == ["weights/c", "sampler_weights/b", "weights/" + "a" * 255]
-        assert listed[0]["tinker_path"] == f"tinker://{first}/weights/c"
-        assert (listed[0]["size_bytes"], listed[0]["public"], listed[0]["expires_at"]) == (7, False, None)
-        assert listed[1]["checkpoint_type"] == "sampler" and listed[1]["expires_at"] > listed[1]["time"]
-        assert listed[2]["user_metadata"] == {"why": "long"}
-        runs = await service.checkpoints.training_runs("alice", limit=1)
-        assert runs["cursor"] == {"offset": 0, "limit": 1, "total_count": 2} and len(runs["training_runs"]) == 1
-        page = await service.checkpoints.of_tenant("alice", limit=2, offset=2)
-        assert len(page["checkpoints"]) == 1 and page["cursor"]["total_count"] == 3
-        assert (await service.checkpoints.of_tenant("bob"))["checkpoints"] == []
-        assert (await service.sessions.get("alice", alice.session_id))["training_run_ids"] == [first, second]
-        assert (await service.sessions.list("bob"))["sessions"] == [bob.session_id]
+async def test_lists_of_runs_and_checkpoints(service: TinkerService, alice: Client, bob: Client):
+    first, second = await alice.model(0), await alice.model(1)
+    await alice.save(first, 1, "a" * 255, user_metadata={"why": "long"})
+    await alice.save_sampler(first, 2, path="b", ttl_seconds=3600)
+    await alice.result(await alice.save(first, 3, "c"))
+    run = await service.checkpoints.training_run("alice", first)
+    assert (run["last_checkpoint"]["checkpoint_id"], run["last_sampler_checkpoint"]["checkpoint_id"]) == (
+        "weights/c",
+        "sampler_weights/b",
+    )
+    assert (run["base_model"], run["model_owner"], run["lora_rank"], run["corrupted"]) == (
+        "tiny",
+        "alice",
+        8,
+        False,
+    )
+    listed = (await service.checkpoints.of_run("alice", first))["checkpoints"]
+    assert [c["checkpoint_id"] for c in listed] == ["weights/c", "sampler_weights/b", "weights/" + "a" * 255]
+    assert listed[0]["tinker_path"] == f"tinker://{first}/weights/c"
+    assert (listed[0]["size_bytes"], listed[0]["public"], listed[0]["expires_at"]) == (7, False, None)
+    assert listed[1]["checkpoint_type"] == "sampler" and listed[1]["expires_at"] > listed[1]["time"]
+    assert listed[2]["user_metadata"] == {"why": "long"}
+    runs = await service.checkpoints.training_runs("alice", limit=1)
+    assert runs["cursor"] == {"offset": 0, "limit": 1, "total_count": 2} and len(runs["training_runs"]) == 1
+    page = await service.checkpoints.of_tenant("alice", limit=2, offset=2)
+    assert len(page["checkpoints"]) == 1 and page["cursor"]["total_count"] == 3
+    assert (await service.checkpoints.of_tenant("bob"))["checkpoints"] == []
+    assert (await service.sessions.get("alice", alice.session_id))["training_run_ids"] == [first, second]
+    assert (await service.sessions.list("bob"))["sessions"] == [bob.session_id]
 
 
-async def test_a_checkpoint_goes_when_its_time_is_over(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        path = (await alice.result(await alice.save(model, 1, "brief", ttl_seconds=3600)))["path"]
-        for ttl in (10, 3599, 20 * 365 * 86400):
-            with pytest.raises(RequestError, match="ttl_seconds must be 3600 to"):
-                await service.checkpoints.set_ttl("alice", model, "weights", "brief", ttl)
-        await service.checkpoints.set_ttl("alice", model, "weights", "brief", None)
-        assert (await service.checkpoints.of_run("alice", model))["checkpoints"][0]["expires_at"] is None
-        await service._store.write(
-            lambda database: database.execute(update(CheckpointRow).values(expires_at=time.time() - 1))
-        )
-        with pytest.raises(RequestError) as gone:
+async def test_a_checkpoint_goes_when_its_time_is_over(
+    service: TinkerService, alice: Client, model: str, tmp_path: Path
+):
+    path = (await alice.result(await alice.save(model, 1, "brief", ttl_seconds=3600)))["path"]
+    for ttl in (10, 3599, 20 * 365 * 86400):
+        with pytest.raises(RequestError, match="ttl_seconds must be 3600 to"):
+            await service.checkpoints.set_ttl("alice", model, "weights", "brief", ttl)
+    await service.checkpoints.set_ttl("alice", model, "weights", "brief", None)
+    assert (await service.checkpoints.of_run("alice", model))["checkpoints"][0]["expires_at"] is None
+    await service._store.write(
+        lambda database: database.execute(update(CheckpointRow).values(expires_at=time.time() - 1))
+    )
+    with pytest.raises(RequestError) as gone:
+        await service.checkpoints.weights_info("alice", path)
+    assert gone.value.status == 404
+    await service._cleanup.collect_garbage()
+    assert not list((tmp_path / "checkpoints").glob("*/weights/*"))
+    await alice.result(await alice.save(model, 2, "brief"))
+
+
+async def test_what_is_no_checkpoint_is_refused_with_its_field(service: TinkerService, alice: Client):
+    for path in ("nonsense", "tinker://a/weights", "tinker://a/b/c", "tinker://x/weights/../../etc"):
+        with pytest.raises(RequestError, match="path must be"):
+            await alice.model_from(path, 0)
+        with pytest.raises(RequestError, match="tinker_path must be"):
             await service.checkpoints.weights_info("alice", path)
-        assert gone.value.status == 404
-        await service._cleanup.collect_garbage()
-        assert not list((tmp_path / "checkpoints").glob("*/weights/*"))
-        await alice.result(await alice.save(model, 2, "brief"))
 
 
-async def test_what_is_no_checkpoint_is_refused_with_its_field(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        for path in ("nonsense", "tinker://a/weights", "tinker://a/b/c", "tinker://x/weights/../../etc"):
-            with pytest.raises(RequestError, match="path must be"):
-                await alice.model_from(path, 0)
-            with pytest.raises(RequestError, match="tinker_path must be"):
-                await service.checkpoints.weights_info("alice", path)
-
-
-async def test_a_checkpoint_of_another_rank_does_not_fit(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        small, large = await alice.model(0, rank=4), await alice.model(1, rank=16)
-        path = (await alice.result(await alice.save_sampler(small, 1, path="s")))["path"]
-        with pytest.raises(RequestError, match="the checkpoint's rank must be 16"):
-            await alice.load(large, 1, path)
-        with pytest.raises(RequestError, match="path must be tinker://RUN/weights/NAME to load an optimizer"):
-            await alice.load(small, 2, path, optimizer=True)
-        assert (await alice.result(await alice.load(small, 3, path)))["path"] == path
+async def test_a_checkpoint_of_another_rank_does_not_fit(alice: Client):
+    small, large = await alice.model(0, rank=4), await alice.model(1, rank=16)
+    path = (await alice.result(await alice.save_sampler(small, 1, path="s")))["path"]
+    with pytest.raises(RequestError, match="the checkpoint's rank must be 16"):
+        await alice.load(large, 1, path)
+    with pytest.raises(RequestError, match="path must be tinker://RUN/weights/NAME to load an optimizer"):
+        await alice.load(small, 2, path, optimizer=True)
+    assert (await alice.result(await alice.load(small, 3, path)))["path"] == path

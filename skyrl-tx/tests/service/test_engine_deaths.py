@@ -18,11 +18,12 @@ from tx.tinker.service.results import TryAgain
 from tx.tinker.service.service import TinkerService
 
 pytestmark = pytest.mark.process
+STANDBY = pytest.mark.parametrize("service", [{"standby_engine": True}], indirect=True)
 
 
 async def test_a_killed_engine_costs_nobody_anything(tmp_path: Path):
     command = scripted(tmp_path / "state", commands_per_snapshot=4, seconds=0.01)
-    async with running(tmp_path, command=command) as service:
+    async with running(tmp_path, command=command, standby_engine=True) as service:
         alice, bob = await Client(service).begin(), await Client(service, "bob").begin()
         models = {alice: await alice.model(), bob: await bob.model(seed=3)}
         chains = {alice: Chain(models[alice]), bob: Chain(models[bob], seed=3)}
@@ -42,27 +43,26 @@ async def test_a_killed_engine_costs_nobody_anything(tmp_path: Path):
         assert service._link.deaths == 3
 
 
-async def test_the_order_that_kills_fails_and_the_others_go_on(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice, bob = await Client(service).begin(), await Client(service, "bob").begin()
-        mine, his = await alice.model(), await bob.model()
-        base = await bob.sampler(0, base_model="tiny")
-        await alice.train(mine, 1)
-        deadly = await alice.step(mine, 2, DIE)
-        answers = [await bob.train(his, seq) for seq in range(1, 6)]
-        samples = [await bob.sample(base, seq) for seq in range(5)]
-        deadly_sample = await alice.sample(await alice.sampler(0, base_model="tiny"), 0, params={"temperature": DIE})
-        for answer in (deadly, deadly_sample):
-            stored = await alice.stored(answer)
-            assert stored.category == "server"
-            assert "the engine died each time this was tried" in (stored.error or "")
-            assert "exit status 9: Fatal: out of luck" in (stored.error or "")
-        last = await bob.result(answers[-1])
-        assert last["state"] == Chain(his).train(1).train(2).train(3).train(4).train(5).state
-        assert [(await bob.result(sample))["state"] for sample in samples] == ["base"] * 5
-        after = await alice.result(await alice.train(mine, 3))
-        assert after["state"] == Chain(mine).train(1).train(3).state, "the deadly step was not done"
-        assert service.metrics()["engine_killers_total"] == 2
+@STANDBY
+async def test_the_order_that_kills_fails_and_the_others_go_on(service: TinkerService, alice: Client, bob: Client):
+    mine, his = await alice.model(), await bob.model()
+    base = await bob.sampler(0, base_model="tiny")
+    await alice.train(mine, 1)
+    deadly = await alice.step(mine, 2, DIE)
+    answers = [await bob.train(his, seq) for seq in range(1, 6)]
+    samples = [await bob.sample(base, seq) for seq in range(5)]
+    deadly_sample = await alice.sample(await alice.sampler(0, base_model="tiny"), 0, params={"temperature": DIE})
+    for answer in (deadly, deadly_sample):
+        stored = await alice.stored(answer)
+        assert stored.category == "server"
+        assert "the engine died each time this was tried" in (stored.error or "")
+        assert "exit status 9: Fatal: out of luck" in (stored.error or "")
+    last = await bob.result(answers[-1])
+    assert last["state"] == Chain(his).train(1).train(2).train(3).train(4).train(5).state
+    assert [(await bob.result(sample))["state"] for sample in samples] == ["base"] * 5
+    after = await alice.result(await alice.train(mine, 3))
+    assert after["state"] == Chain(mine).train(1).train(3).state, "the deadly step was not done"
+    assert service.metrics()["engine_killers_total"] == 2
 
 
 async def crash(service: TinkerService) -> None:
@@ -112,15 +112,13 @@ async def test_snapshots_of_a_dead_engine_that_nobody_recorded_go(tmp_path: Path
         assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(1).train(2).state
 
 
-async def test_an_engine_that_hangs_is_replaced(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        base = await alice.sampler(0, base_model="tiny")
-        hanging = await alice.sample(base, 0, params={"temperature": HANG})
-        other = await alice.sample(base, 1)
-        stored = await alice.stored(hanging, timeout=40)
-        assert "it said nothing for 2 s" in (stored.error or "")
-        assert (await alice.result(other))["state"] == "base"
+async def test_an_engine_that_hangs_is_replaced(alice: Client):
+    base = await alice.sampler(0, base_model="tiny")
+    hanging = await alice.sample(base, 0, params={"temperature": HANG})
+    other = await alice.sample(base, 1)
+    stored = await alice.stored(hanging, timeout=40)
+    assert "it said nothing for 2 s" in (stored.error or "")
+    assert (await alice.result(other))["state"] == "base"
 
 
 @pytest.mark.parametrize("what", ["training pass", "step of sampling"])
@@ -187,23 +185,21 @@ def pids_of(service: TinkerService) -> tuple[int, int]:
     return engine.pid, standby._process.pid
 
 
-async def test_the_one_that_stands_by_is_the_next_engine(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        first = await alice.train(model, 1)
-        seen = []
-        for life in (1, 2):
-            await until(lambda: service._link._standby._waits)
-            engine, standby = pids_of(service)
-            seen.append(engine)
-            service._link._signal(signal.SIGKILL)
-            await until(lambda life=life: service._link.ready and service._link.engine_generation == life + 1)
-            assert service._link._process.pid == standby
-        await until(lambda: service._link._standby._process)
-        assert len({*seen, *pids_of(service)}) == 4
-        assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(1).train(2).state
-        assert (await alice.result(first))["state"] == Chain(model).train(1).state
+@STANDBY
+async def test_the_one_that_stands_by_is_the_next_engine(service: TinkerService, alice: Client, model: str):
+    first = await alice.train(model, 1)
+    seen = []
+    for life in (1, 2):
+        await until(lambda: service._link._standby._waits)
+        engine, standby = pids_of(service)
+        seen.append(engine)
+        service._link._signal(signal.SIGKILL)
+        await until(lambda life=life: service._link.ready and service._link.engine_generation == life + 1)
+        assert service._link._process.pid == standby
+    await until(lambda: service._link._standby._process)
+    assert len({*seen, *pids_of(service)}) == 4
+    assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(1).train(2).state
+    assert (await alice.result(first))["state"] == Chain(model).train(1).state
 
 
 async def test_one_that_is_not_standing_by_yet_is_not_waited_for(tmp_path: Path):
@@ -212,7 +208,7 @@ async def test_one_that_is_not_standing_by_yet_is_not_waited_for(tmp_path: Path)
     def command(address: str) -> list[str]:
         return [sys.executable, "-c", "import time; time.sleep(600)"] if address == FROM_STDIN else inner(address)
 
-    async with running(tmp_path, command=command) as service:
+    async with running(tmp_path, command=command, standby_engine=True) as service:
         await until(lambda: service._link.ready and service._link._standby._process)
         _, slow = pids_of(service)
         service._link._signal(signal.SIGKILL)
@@ -221,14 +217,13 @@ async def test_one_that_is_not_standing_by_yet_is_not_waited_for(tmp_path: Path)
             os.kill(slow, 0)
 
 
-async def test_without_the_setting_nobody_stands_by(tmp_path: Path):
-    async with running(tmp_path, standby_engine=False) as service:
-        await until(lambda: service._link.ready)
-        assert service._link._standby is None
+async def test_without_the_setting_nobody_stands_by(service: TinkerService):
+    await until(lambda: service._link.ready)
+    assert service._link._standby is None
 
 
 async def test_closing_leaves_no_process(tmp_path: Path):
-    async with running(tmp_path) as service:
+    async with running(tmp_path, standby_engine=True) as service:
         await until(lambda: service._link.ready and service._link._standby._process)
         pids = pids_of(service)
     for pid in pids:

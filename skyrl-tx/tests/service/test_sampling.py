@@ -8,47 +8,42 @@ from service_users import Chain, Client, running, without_engine
 
 from tx.errors import Busy, RequestError
 from tx.tinker.service.results import TryAgain
+from tx.tinker.service.service import TinkerService
 from tx.tinker.wire import schemas
 
 pytestmark = pytest.mark.process
 
 
-async def test_a_sampler_keeps_its_weights_while_training_goes_on(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        await alice.train(model, 1)
-        saved = await alice.result(await alice.save_sampler(model, 2, sampling_session_seq_id=0))
-        sampler = f"{alice.session_id}:sample:0"
-        assert saved == {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
-        before = (await alice.result(await alice.sample(sampler, 0)))["state"]
-        await alice.result(await alice.train(model, 3))
-        after = (await alice.result(await alice.sample(sampler, 1)))["state"]
-        assert before == after == Chain(model).train(1).state
-        assert await service.sampling.get_sampler("alice", sampler) == {
-            "sampler_id": sampler,
-            "base_model": "tiny",
-            "model_path": None,
-        }
+async def test_a_sampler_keeps_its_weights_while_training_goes_on(service: TinkerService, alice: Client, model: str):
+    await alice.train(model, 1)
+    saved = await alice.result(await alice.save_sampler(model, 2, sampling_session_seq_id=0))
+    sampler = f"{alice.session_id}:sample:0"
+    assert saved == {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
+    before = (await alice.result(await alice.sample(sampler, 0)))["state"]
+    await alice.result(await alice.train(model, 3))
+    after = (await alice.result(await alice.sample(sampler, 1)))["state"]
+    assert before == after == Chain(model).train(1).state
+    assert await service.sampling.get_sampler("alice", sampler) == {
+        "sampler_id": sampler,
+        "base_model": "tiny",
+        "model_path": None,
+    }
 
 
-async def test_samplers_of_a_name_outlive_the_name(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        path = (await alice.result(await alice.save_sampler(model, 1, path="first")))["path"]
-        assert path == f"tinker://{model}/sampler_weights/first"
-        sampler = await alice.sampler(3, model_path=path)
-        await service.checkpoints.delete("alice", model, "sampler_weights", "first")
-        await service._cleanup.collect_garbage()
-        assert (await alice.result(await alice.sample(sampler, 0)))["state"] == Chain(model).state
-        with pytest.raises(RequestError, match="there is no checkpoint"):
-            await alice.sampler(4, model_path=path)
-        folders = list((tmp_path / "checkpoints").glob("*/sampler_weights/*"))
-        assert len(folders) == 1
-        await service.sessions.finish("alice", alice.session_id)
-        await service._cleanup.collect_garbage()
-        assert not folders[0].exists(), "with its last user the folder goes"
+async def test_samplers_of_a_name_outlive_the_name(service: TinkerService, alice: Client, model: str, tmp_path: Path):
+    path = (await alice.result(await alice.save_sampler(model, 1, path="first")))["path"]
+    assert path == f"tinker://{model}/sampler_weights/first"
+    sampler = await alice.sampler(3, model_path=path)
+    await service.checkpoints.delete("alice", model, "sampler_weights", "first")
+    await service._cleanup.collect_garbage()
+    assert (await alice.result(await alice.sample(sampler, 0)))["state"] == Chain(model).state
+    with pytest.raises(RequestError, match="there is no checkpoint"):
+        await alice.sampler(4, model_path=path)
+    folders = list((tmp_path / "checkpoints").glob("*/sampler_weights/*"))
+    assert len(folders) == 1
+    await service.sessions.finish("alice", alice.session_id)
+    await service._cleanup.collect_garbage()
+    assert not folders[0].exists(), "with its last user the folder goes"
 
 
 async def test_the_same_sample_again_is_the_same_sample(tmp_path: Path):
@@ -68,71 +63,63 @@ async def test_the_same_sample_again_is_the_same_sample(tmp_path: Path):
         assert (await alice.result(await alice.sample(sampler, 3_000_000_000)))["state"] == "base"
 
 
-async def test_samples_without_a_sampler(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        path = (await alice.result(await alice.save(model, 1, "one")))["path"]
-        assert (await alice.result(await alice.sample(None, base_model="tiny")))["state"] == "base"
-        assert (await alice.result(await alice.sample(None, model_path=path)))["state"] == Chain(model).state
-        seeds = [(await alice.result(await alice.sample(None, base_model="tiny")))["seed"] for _ in range(2)]
-        assert seeds[0] != seeds[1]
-        for wrong in ({"base_model": "gpt-9"}, {"model_path": "tinker://a/weights/b"}, {"model_path": "../etc"}):
-            with pytest.raises(RequestError):
-                await alice.sample(None, **wrong)
+async def test_samples_without_a_sampler(alice: Client, model: str):
+    path = (await alice.result(await alice.save(model, 1, "one")))["path"]
+    assert (await alice.result(await alice.sample(None, base_model="tiny")))["state"] == "base"
+    assert (await alice.result(await alice.sample(None, model_path=path)))["state"] == Chain(model).state
+    seeds = [(await alice.result(await alice.sample(None, base_model="tiny")))["seed"] for _ in range(2)]
+    assert seeds[0] != seeds[1]
+    for wrong in ({"base_model": "gpt-9"}, {"model_path": "tinker://a/weights/b"}, {"model_path": "../etc"}):
+        with pytest.raises(RequestError):
+            await alice.sample(None, **wrong)
 
 
-async def test_what_is_published_others_may_use(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice, bob = await Client(service).begin(), await Client(service, "bob").begin()
-        model = await alice.model(rank=4)
-        path = (await alice.result(await alice.save(model, 1, "shared")))["path"]
-        await service.checkpoints.publish("alice", model, "weights", "shared", True)
-        assert (await service.checkpoints.weights_info("bob", path))["lora_rank"] == 4
-        copy = await bob.model_from(path, 0)
-        assert (await bob.result(copy))["model_id"] == copy["model_id"] == f"{bob.session_id}:train:0"
-        assert (await bob.result(await bob.sample(await bob.sampler(0, model_path=path), 0)))["state"]
-        with pytest.raises(RequestError, match="there is no checkpoint"):
-            await service.checkpoints.delete("bob", model, "weights", "shared")
-        await service.checkpoints.publish("alice", model, "weights", "shared", False)
-        with pytest.raises(RequestError, match="there is no checkpoint"):
-            await service.checkpoints.weights_info("bob", path)
+async def test_what_is_published_others_may_use(service: TinkerService, alice: Client, bob: Client):
+    model = await alice.model(rank=4)
+    path = (await alice.result(await alice.save(model, 1, "shared")))["path"]
+    await service.checkpoints.publish("alice", model, "weights", "shared", True)
+    assert (await service.checkpoints.weights_info("bob", path))["lora_rank"] == 4
+    copy = await bob.model_from(path, 0)
+    assert (await bob.result(copy))["model_id"] == copy["model_id"] == f"{bob.session_id}:train:0"
+    assert (await bob.result(await bob.sample(await bob.sampler(0, model_path=path), 0)))["state"]
+    with pytest.raises(RequestError, match="there is no checkpoint"):
+        await service.checkpoints.delete("bob", model, "weights", "shared")
+    await service.checkpoints.publish("alice", model, "weights", "shared", False)
+    with pytest.raises(RequestError, match="there is no checkpoint"):
+        await service.checkpoints.weights_info("bob", path)
 
 
-async def test_one_tenants_long_samples_leave_room_for_others(tmp_path: Path):
-    async with running(tmp_path, max_sample_tokens_pending=100) as service:
-        await without_engine(service)
-        alice, bob = await Client(service).begin(), await Client(service, "bob").begin()
-        base, other = await alice.sampler(0, base_model="tiny"), await bob.sampler(0, base_model="tiny")
-        long = {"params": {"max_tokens": 42}}  # with the prompt 45 tokens
-        await alice.sample(base, 0, **long)
-        await alice.sample(base, 1, **long)
-        with pytest.raises(Busy, match="the share of one of 1 tenants is 100"):
-            await alice.sample(base, 2, **long)
-        await bob.sample(other, 0, **long)
-        with pytest.raises(Busy, match="the share of one of 2 tenants is 50"):
-            await bob.sample(other, 1, **long)
-        assert await alice.sample(base, 1, **long), "what was accepted is accepted"
+@pytest.mark.parametrize("service", [{"max_sample_tokens_pending": 100}], indirect=True)
+async def test_one_tenants_long_samples_leave_room_for_others(service: TinkerService):
+    await without_engine(service)
+    alice, bob = await Client(service).begin(), await Client(service, "bob").begin()
+    base, other = await alice.sampler(0, base_model="tiny"), await bob.sampler(0, base_model="tiny")
+    long = {"params": {"max_tokens": 42}}  # with the prompt 45 tokens
+    await alice.sample(base, 0, **long)
+    await alice.sample(base, 1, **long)
+    with pytest.raises(Busy, match="the share of one of 1 tenants is 100"):
+        await alice.sample(base, 2, **long)
+    await bob.sample(other, 0, **long)
+    with pytest.raises(Busy, match="the share of one of 2 tenants is 50"):
+        await bob.sample(other, 1, **long)
+    assert await alice.sample(base, 1, **long), "what was accepted is accepted"
 
 
-async def test_a_session_takes_its_samplers_along(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        await alice.result(await alice.save_sampler(model, 1, sampling_session_seq_id=0))
-        sampler = f"{alice.session_id}:sample:0"
-        assert (await service.sessions.get("alice", alice.session_id))["sampler_ids"] == [sampler]
-        await service.sessions.finish("alice", alice.session_id)
-        for attempt in (alice.sample(sampler, 1), service.sampling.create_sampler("alice", _sampler_of(alice))):
-            with pytest.raises(RequestError) as refused:
-                await attempt
-            assert refused.value.status == 404
-        await service._cleanup.collect_garbage()
-        assert not list((tmp_path / "checkpoints").glob("*/samplers/*")), "nobody else can use them"
-        with pytest.raises(RequestError) as ended:
-            await service.sessions.heartbeat("alice", alice.session_id)
-        assert ended.value.status == 410
-        await service.sessions.finish("alice", alice.session_id)
+async def test_a_session_takes_its_samplers_along(service: TinkerService, alice: Client, model: str, tmp_path: Path):
+    await alice.result(await alice.save_sampler(model, 1, sampling_session_seq_id=0))
+    sampler = f"{alice.session_id}:sample:0"
+    assert (await service.sessions.get("alice", alice.session_id))["sampler_ids"] == [sampler]
+    await service.sessions.finish("alice", alice.session_id)
+    for attempt in (alice.sample(sampler, 1), service.sampling.create_sampler("alice", _sampler_of(alice))):
+        with pytest.raises(RequestError) as refused:
+            await attempt
+        assert refused.value.status == 404
+    await service._cleanup.collect_garbage()
+    assert not list((tmp_path / "checkpoints").glob("*/samplers/*")), "nobody else can use them"
+    with pytest.raises(RequestError) as ended:
+        await service.sessions.heartbeat("alice", alice.session_id)
+    assert ended.value.status == 410
+    await service.sessions.finish("alice", alice.session_id)
 
 
 def _sampler_of(client: Client):
@@ -141,16 +128,13 @@ def _sampler_of(client: Client):
     )
 
 
-async def test_a_number_makes_one_sampler(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        await alice.train(model, 2)  # holds back nothing, but is not done: 1 is missing
-        promised = await alice.save_sampler(model, 3, sampling_session_seq_id=9)
-        with pytest.raises(RequestError, match="is taken"):
-            await alice.save_sampler(model, 4, sampling_session_seq_id=9)
-        with pytest.raises(RequestError, match="is taken"):
-            await alice.sampler(9, base_model="tiny")
-        assert isinstance(await service.futures.retrieve("alice", promised["request_id"], 0.1), TryAgain)
-        await alice.train(model, 1)
-        assert (await alice.result(promised))["sampling_session_id"] == f"{alice.session_id}:sample:9"
+async def test_a_number_makes_one_sampler(service: TinkerService, alice: Client, model: str):
+    await alice.train(model, 2)  # holds back nothing, but is not done: 1 is missing
+    promised = await alice.save_sampler(model, 3, sampling_session_seq_id=9)
+    with pytest.raises(RequestError, match="is taken"):
+        await alice.save_sampler(model, 4, sampling_session_seq_id=9)
+    with pytest.raises(RequestError, match="is taken"):
+        await alice.sampler(9, base_model="tiny")
+    assert isinstance(await service.futures.retrieve("alice", promised["request_id"], 0.1), TryAgain)
+    await alice.train(model, 1)
+    assert (await alice.result(promised))["sampling_session_id"] == f"{alice.session_id}:sample:9"

@@ -52,7 +52,7 @@ def test_a_gap_is_given_up_with_those_directly_behind_it():
     assert sequencer.give_up(waiting_since_before=9.0) is None
     given_up = sequencer.give_up(waiting_since_before=10.0)
     assert given_up is not None
-    assert (given_up.missing, given_up.stranded) == (range(2, 3), [(3, "r3"), (4, "r4")])
+    assert (given_up.missing, given_up.stranded) == (range(2, 3), ["r3", "r4"])
     assert sequencer.give_up(waiting_since_before=10.0) is None, "6 waits for 5, and not for so long"
     assert sequencer.offer(5, "r5", now=40.0) == ["r5", "r6"]
 
@@ -67,5 +67,5 @@ def test_what_waits_can_be_abandoned():
     sequencer = Sequencer[str]()
     for seq in (5, 2, 3):
         sequencer.offer(seq, None if seq == 3 else f"r{seq}", now=0.0)
-    assert sequencer.abandon() == [(2, "r2"), (5, "r5")]
+    assert sequencer.abandon() == ["r2", "r5"]
     assert sequencer.num_waiting == 0

@@ -9,6 +9,7 @@ from service_users import Chain, Client, running, without_engine
 from sqlalchemy import select, update
 
 from tx.errors import RequestError
+from tx.tinker.service.service import TinkerService
 from tx.tinker.storage.db_models import ModelRow, RequestRow, SessionRow
 
 pytestmark = pytest.mark.process
@@ -41,19 +42,19 @@ async def test_a_session_without_heartbeat_ends_and_takes_its_models_along(tmp_p
     assert (await service_rows(tmp_path, SessionRow))[silent.session_id].end_reason == "expired"
 
 
-async def test_whatever_is_asked_keeps_a_session_alive(tmp_path: Path):
-    async with running(tmp_path, session_timeout_sec=2, session_cleanup_interval_sec=0) as service:
-        await service._link.known_info(30)
-        trains, samples, polls = [await Client(service, tenant).begin() for tenant in ("alice", "bob", "carol")]
-        model, base = await trains.model(), await samples.sampler(0, base_model="tiny")
-        late = await polls.train(await polls.model(), 2)  # 1 never comes
-        for seq in range(1, 40):
-            await asyncio.gather(trains.train(model, seq), samples.sample(base, seq))
-            await service.futures.retrieve("carol", late["request_id"], 0.1)
-        assert {trains.session_id, samples.session_id, polls.session_id} <= service._state.sessions.keys()
-        async with asyncio.timeout(20):
-            while service._state.sessions:
-                await asyncio.sleep(0.05)
+@pytest.mark.parametrize("service", [{"session_timeout_sec": 2, "session_cleanup_interval_sec": 0}], indirect=True)
+async def test_whatever_is_asked_keeps_a_session_alive(service: TinkerService):
+    await service._link.known_info(30)
+    trains, samples, polls = [await Client(service, tenant).begin() for tenant in ("alice", "bob", "carol")]
+    model, base = await trains.model(), await samples.sampler(0, base_model="tiny")
+    late = await polls.train(await polls.model(), 2)  # 1 never comes
+    for seq in range(1, 40):
+        await asyncio.gather(trains.train(model, seq), samples.sample(base, seq))
+        await service.futures.retrieve("carol", late["request_id"], 0.1)
+    assert {trains.session_id, samples.session_id, polls.session_id} <= service._state.sessions.keys()
+    async with asyncio.timeout(20):
+        while service._state.sessions:
+            await asyncio.sleep(0.05)
 
 
 async def test_after_a_restart_everybody_has_the_whole_time_again(tmp_path: Path):
@@ -122,30 +123,28 @@ async def test_a_session_that_ended_with_the_server_unloads_its_models_afterward
         assert (await Client(service).result(f"{model}:unload"))["model_id"] == model
 
 
-async def test_results_are_kept_for_a_while_after_they_were_fetched(tmp_path: Path):
-    async with running(tmp_path, result_ttl_sec=0) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        base = await alice.sampler(0, base_model="tiny")
-        sample = await alice.sample(base, 0)
-        passes = [await alice.train(model, seq) for seq in range(1, 7)]
-        for answer in (sample, *passes):
-            assert await alice.result(answer) == await alice.result(answer), "a lost answer is asked for again"
-        await service._cleanup.flush()
-        service.futures._cache.clear()
-        async with asyncio.timeout(10):
-            while service._state.runs[model].snapshot_seq < 5:
-                await asyncio.sleep(0.02)
-        await service._cleanup.collect_garbage()
-        for answer in (sample, passes[0]):
-            with pytest.raises(RequestError) as gone:
-                await alice.stored(answer)
-            assert gone.value.status == 410, answer
-        for unknown in (f"{model}:77", "nonsense", f"{model}x:1", f"{base}:one", ":", "a:1"):
-            with pytest.raises(RequestError) as nobody:
-                await alice.stored(unknown)
-            assert nobody.value.status == 404, unknown
-        assert (await alice.result(await alice.train(model, 7)))["state"]
+@pytest.mark.parametrize("service", [{"result_ttl_sec": 0}], indirect=True)
+async def test_results_are_kept_for_a_while_after_they_were_fetched(service: TinkerService, alice: Client, model: str):
+    base = await alice.sampler(0, base_model="tiny")
+    sample = await alice.sample(base, 0)
+    passes = [await alice.train(model, seq) for seq in range(1, 7)]
+    for answer in (sample, *passes):
+        assert await alice.result(answer) == await alice.result(answer), "a lost answer is asked for again"
+    await service._cleanup.flush()
+    service.futures._cache.clear()
+    async with asyncio.timeout(10):
+        while service._state.runs[model].snapshot_seq < 5:
+            await asyncio.sleep(0.02)
+    await service._cleanup.collect_garbage()
+    for answer in (sample, passes[0]):
+        with pytest.raises(RequestError) as gone:
+            await alice.stored(answer)
+        assert gone.value.status == 410, answer
+    for unknown in (f"{model}:77", "nonsense", f"{model}x:1", f"{base}:one", ":", "a:1"):
+        with pytest.raises(RequestError) as nobody:
+            await alice.stored(unknown)
+        assert nobody.value.status == 404, unknown
+    assert (await alice.result(await alice.train(model, 7)))["state"]
 
 
 async def service_rows(folder: Path, kind: type) -> dict:

@@ -10,43 +10,35 @@ from service_users import Chain, Client, pass_of, running
 from tx.errors import Busy, RequestError
 from tx.tinker.commands import Load
 from tx.tinker.service.results import TryAgain
+from tx.tinker.service.service import TinkerService
 from tx.tinker.wire import schemas
 from tx.tinker.wire.codec import TrainingRequest
 
 pytestmark = pytest.mark.process
 
 
-async def test_a_pass_a_step_and_their_results(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        first, second = await alice.train(model, 1), await alice.step(model, 2)
-        assert first == {"request_id": f"{model}:1", "model_id": model}
-        assert (await alice.result(first))["state"] == Chain(model).train(1).state
-        assert (await alice.result(second))["state"] == Chain(model).train(1).step(2).state
+async def test_a_pass_a_step_and_their_results(alice: Client, model: str):
+    first, second = await alice.train(model, 1), await alice.step(model, 2)
+    assert first == {"request_id": f"{model}:1", "model_id": model}
+    assert (await alice.result(first))["state"] == Chain(model).train(1).state
+    assert (await alice.result(second))["state"] == Chain(model).train(1).step(2).state
 
 
-async def test_what_arrives_early_is_done_in_order(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        answers = {seq: await alice.train(model, seq) for seq in (3, 2, 4, 1)}
-        chain = Chain(model)
-        for seq in (1, 2, 3, 4):
-            assert (await alice.result(answers[seq]))["state"] == chain.train(seq).state
+async def test_what_arrives_early_is_done_in_order(alice: Client, model: str):
+    answers = {seq: await alice.train(model, seq) for seq in (3, 2, 4, 1)}
+    chain = Chain(model)
+    for seq in (1, 2, 3, 4):
+        assert (await alice.result(answers[seq]))["state"] == chain.train(seq).state
 
 
-async def test_the_same_request_again_is_the_same_request(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        answers = await asyncio.gather(*(alice.train(model, 1) for _ in range(5)))
-        await alice.result(answers[0])
-        answers.append(await alice.train(model, 1))
-        assert {answer["request_id"] for answer in answers} == {f"{model}:1"}
-        assert (await alice.result(await alice.step(model, 2)))["state"] == Chain(model).train(1).step(2).state
-        request = schemas.CreateModelRequest(session_id=alice.session_id, model_seq_id=0, base_model="tiny")
-        assert (await service.models.create("alice", request))["request_id"] == f"{model}:0"
+async def test_the_same_request_again_is_the_same_request(service: TinkerService, alice: Client, model: str):
+    answers = await asyncio.gather(*(alice.train(model, 1) for _ in range(5)))
+    await alice.result(answers[0])
+    answers.append(await alice.train(model, 1))
+    assert {answer["request_id"] for answer in answers} == {f"{model}:1"}
+    assert (await alice.result(await alice.step(model, 2)))["state"] == Chain(model).train(1).step(2).state
+    request = schemas.CreateModelRequest(session_id=alice.session_id, model_seq_id=0, base_model="tiny")
+    assert (await service.models.create("alice", request))["request_id"] == f"{model}:0"
 
 
 async def test_a_refused_request_uses_up_its_seq_and_says_the_same_again(tmp_path: Path):
@@ -76,156 +68,131 @@ async def test_a_refused_request_uses_up_its_seq_and_says_the_same_again(tmp_pat
         assert (await alice.result(await alice.step(model, 5)))["state"] == Chain(model).train(3).step(5).state
 
 
-async def test_a_gap_that_nobody_fills_is_given_up(tmp_path: Path):
-    async with running(tmp_path, seq_gap_timeout_sec=1) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        stranded = [await alice.train(model, 2), await alice.step(model, 3)]
-        for answer in stranded:
-            stored = await alice.stored(answer)
-            assert (stored.category, "seq_id 1 did not arrive within 1 s" in (stored.error or "")) == ("user", True)
-        with pytest.raises(RequestError, match="seq_id 1 comes too late"):
-            await alice.train(model, 1)
-        assert (await alice.result(await alice.train(model, 4)))["state"] == Chain(model).train(4).state
-
-
-async def test_a_seq_far_ahead_is_a_mistake(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        with pytest.raises(RequestError, match="seq_id must be 1 to 10001 by now; got 2000000"):
-            await alice.train(model, 2_000_000)
-
-
-async def test_another_tenants_things_do_not_exist(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice, mallory = await Client(service).begin(), await Client(service, "mallory").begin()
-        model = await alice.model()
-        saved = await alice.result(await alice.save(model, 1, "mine"))
-        sampler = await alice.sampler(0, model_path=saved["path"])
-        tries = [
-            mallory.train(model, 2),
-            mallory.step(model, 2),
-            mallory.save(model, 2, "his"),
-            mallory.load(model, 2, saved["path"]),
-            mallory.model_from(saved["path"], 0),
-            mallory.sample(sampler, 0),
-            mallory.sampler(0, model_path=saved["path"]),
-            mallory.sample(None, model_path=saved["path"]),
-            service.futures.retrieve("mallory", f"{model}:1", 1),
-            service.futures.retrieve("mallory", f"{model}:7", 1),
-            service.models.get_info("mallory", model),
-            service.models.unload("mallory", model),
-            service.sessions.heartbeat("mallory", alice.session_id),
-            service.sessions.finish("mallory", alice.session_id),
-            service.sessions.get("mallory", alice.session_id),
-            service.sampling.get_sampler("mallory", sampler),
-            service.checkpoints.weights_info("mallory", saved["path"]),
-            service.checkpoints.training_run("mallory", model),
-            service.checkpoints.of_run("mallory", model),
-            service.checkpoints.archive("mallory", model, "weights", "mine"),
-            service.checkpoints.delete("mallory", model, "weights", "mine"),
-            service.checkpoints.set_ttl("mallory", model, "weights", "mine", 3600),
-            service.checkpoints.publish("mallory", model, "weights", "mine", True),
-        ]
-        for number, attempt in enumerate(tries):
-            with pytest.raises(RequestError) as refused:
-                await attempt
-            assert refused.value.status == 404, f"{number}: {refused.value}"
-        await service.intake.refuse("mallory", model, 2, "nothing of mine")
-        assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(2).state
-
-
-async def test_a_wrong_model_is_refused_at_once(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        with pytest.raises(RequestError, match=r"lora_config\.rank must be 1 to 64; got 1000"):
-            await alice.model(rank=1000)
-        request = schemas.CreateModelRequest(session_id=alice.session_id, model_seq_id=0, base_model="gpt-9")
-        with pytest.raises(
-            RequestError, match="base_model must be 'tiny' or 'alias', which is served here; got 'gpt-9'"
-        ):
-            await service.models.create("alice", request)
-        with pytest.raises(RequestError, match="no live session"):
-            await service.models.create(
-                "alice", request.model_copy(update={"session_id": "session_0", "base_model": "tiny"})
-            )
-        info = await service.models.get_info("alice", await alice.model(rank=16))
-        assert (info["lora_rank"], info["is_lora"], info["model_name"]) == (16, True, "tiny")
-
-
-async def test_a_failed_step_is_part_of_the_history(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        stored = await alice.stored(await alice.step(model, 1, FAIL))
-        assert (stored.error, stored.category, stored.body) == ("not finite", "user", None)
-        service._link.kill("the test says so")
-        result = await alice.result(await alice.train(model, 2))
-        assert result["state"] == Chain(model).failed(1).train(2).state
-
-
-async def test_an_unloaded_model_does_first_what_was_accepted(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        accepted = [await alice.train(model, seq) for seq in (1, 2, 5)]
-        gone = await service.models.unload("alice", model)
-        assert await alice.result(gone) == {"model_id": model, "type": "unload_model"}
-        assert (await alice.result(accepted[1]))["state"] == Chain(model).train(1).train(2).state
-        assert "unloaded before its earlier requests" in ((await alice.stored(accepted[2])).error or "")
-        with pytest.raises(RequestError) as refused:
-            await alice.train(model, 3)
-        assert refused.value.status == 404
-        assert await service.models.unload("alice", model) == gone
-        async with asyncio.timeout(10):
-            while list((tmp_path / "state" / "snapshots").glob("*/*")):
-                await asyncio.sleep(0.02)
-
-
-async def test_too_much_is_refused_without_using_up_a_seq(tmp_path: Path):
-    async with running(tmp_path, max_pending_per_tenant=3, max_sample_tokens_pending=100) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        early = [await alice.train(model, seq) for seq in (2, 3, 4)]
-        with pytest.raises(Busy) as busy:
-            await alice.train(model, 5)
-        assert busy.value.retry_after_seconds > 0
-        await alice.train(model, 1)  # the one that the others wait for is always welcome
-        await asyncio.gather(*(alice.result(answer) for answer in early))
-        assert (await alice.result(await alice.train(model, 5)))["state"]
-
-
-async def test_a_poll_waits_and_says_try_again(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        early = await alice.train(model, 2)
-        polls = [service.futures.retrieve("alice", early["request_id"], 0.2) for _ in range(500)]
-        assert set(await asyncio.gather(*polls)) == {TryAgain(f"{model}:2", "active", None)}
-        waiting = [asyncio.create_task(alice.result(early)) for _ in range(500)]
-        await asyncio.sleep(0.05)
+@pytest.mark.parametrize("service", [{"seq_gap_timeout_sec": 1}], indirect=True)
+async def test_a_gap_that_nobody_fills_is_given_up(service: TinkerService, alice: Client, model: str):
+    stranded = [await alice.train(model, 2), await alice.step(model, 3)]
+    for answer in stranded:
+        stored = await alice.stored(answer)
+        assert (stored.category, "seq_id 1 did not arrive within 1 s" in (stored.error or "")) == ("user", True)
+    with pytest.raises(RequestError, match="seq_id 1 comes too late"):
         await alice.train(model, 1)
-        assert len({result["state"] for result in await asyncio.gather(*waiting)}) == 1
+    assert (await alice.result(await alice.train(model, 4)))["state"] == Chain(model).train(4).state
 
 
-async def test_large_payloads_and_results_are_files_only_as_long_as_they_are_needed(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        chain = Chain(model)
-        for seq in range(1, 7):
-            chain.train(seq, length=60, copies=200)
-            result = await alice.result(await alice.train(model, seq, length=60, copies=200))
-            assert result["state"] == chain.state
-        blobs = [path for path in (tmp_path / "state" / "blobs").glob("??/*") if len(path.name) == 32]
-        assert len(blobs) <= 3, "a snapshot every 3 orders makes earlier payloads superfluous"
+async def test_a_seq_far_ahead_is_a_mistake(alice: Client, model: str):
+    with pytest.raises(RequestError, match="seq_id must be 1 to 10001 by now; got 2000000"):
+        await alice.train(model, 2_000_000)
 
 
-async def test_nothing_is_trained_on_no_data(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        empty = TrainingRequest(model, 1, [], "cross_entropy")
-        with pytest.raises(RequestError, match="data must hold at least one datum"):
-            await alice.submit_pass(empty)
+async def test_another_tenants_things_do_not_exist(service: TinkerService, alice: Client, bob: Client, model: str):
+    saved = await alice.result(await alice.save(model, 1, "mine"))
+    sampler = await alice.sampler(0, model_path=saved["path"])
+    tries = [
+        bob.train(model, 2),
+        bob.step(model, 2),
+        bob.save(model, 2, "his"),
+        bob.load(model, 2, saved["path"]),
+        bob.model_from(saved["path"], 0),
+        bob.sample(sampler, 0),
+        bob.sampler(0, model_path=saved["path"]),
+        bob.sample(None, model_path=saved["path"]),
+        service.futures.retrieve("bob", f"{model}:1", 1),
+        service.futures.retrieve("bob", f"{model}:7", 1),
+        service.models.get_info("bob", model),
+        service.models.unload("bob", model),
+        service.sessions.heartbeat("bob", alice.session_id),
+        service.sessions.finish("bob", alice.session_id),
+        service.sessions.get("bob", alice.session_id),
+        service.sampling.get_sampler("bob", sampler),
+        service.checkpoints.weights_info("bob", saved["path"]),
+        service.checkpoints.training_run("bob", model),
+        service.checkpoints.of_run("bob", model),
+        service.checkpoints.archive("bob", model, "weights", "mine"),
+        service.checkpoints.delete("bob", model, "weights", "mine"),
+        service.checkpoints.set_ttl("bob", model, "weights", "mine", 3600),
+        service.checkpoints.publish("bob", model, "weights", "mine", True),
+    ]
+    for number, attempt in enumerate(tries):
+        with pytest.raises(RequestError) as refused:
+            await attempt
+        assert refused.value.status == 404, f"{number}: {refused.value}"
+    await service.intake.refuse("bob", model, 2, "nothing of mine")
+    assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(2).state
+
+
+async def test_a_wrong_model_is_refused_at_once(service: TinkerService, alice: Client):
+    with pytest.raises(RequestError, match=r"lora_config\.rank must be 1 to 64; got 1000"):
+        await alice.model(rank=1000)
+    request = schemas.CreateModelRequest(session_id=alice.session_id, model_seq_id=0, base_model="gpt-9")
+    with pytest.raises(RequestError, match="base_model must be 'tiny' or 'alias', which is served here; got 'gpt-9'"):
+        await service.models.create("alice", request)
+    with pytest.raises(RequestError, match="no live session"):
+        await service.models.create(
+            "alice", request.model_copy(update={"session_id": "session_0", "base_model": "tiny"})
+        )
+    info = await service.models.get_info("alice", await alice.model(rank=16))
+    assert (info["lora_rank"], info["is_lora"], info["model_name"]) == (16, True, "tiny")
+
+
+async def test_a_failed_step_is_part_of_the_history(service: TinkerService, alice: Client, model: str):
+    stored = await alice.stored(await alice.step(model, 1, FAIL))
+    assert (stored.error, stored.category, stored.body) == ("not finite", "user", None)
+    service._link.kill("the test says so")
+    result = await alice.result(await alice.train(model, 2))
+    assert result["state"] == Chain(model).failed(1).train(2).state
+
+
+async def test_an_unloaded_model_does_first_what_was_accepted(
+    service: TinkerService, alice: Client, model: str, tmp_path: Path
+):
+    accepted = [await alice.train(model, seq) for seq in (1, 2, 5)]
+    gone = await service.models.unload("alice", model)
+    assert await alice.result(gone) == {"model_id": model, "type": "unload_model"}
+    assert (await alice.result(accepted[1]))["state"] == Chain(model).train(1).train(2).state
+    assert "unloaded before its earlier requests" in ((await alice.stored(accepted[2])).error or "")
+    with pytest.raises(RequestError) as refused:
+        await alice.train(model, 3)
+    assert refused.value.status == 404
+    assert await service.models.unload("alice", model) == gone
+    async with asyncio.timeout(10):
+        while list((tmp_path / "state" / "snapshots").glob("*/*")):
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("service", [{"max_pending_per_tenant": 3, "max_sample_tokens_pending": 100}], indirect=True)
+async def test_too_much_is_refused_without_using_up_a_seq(service: TinkerService, alice: Client, model: str):
+    early = [await alice.train(model, seq) for seq in (2, 3, 4)]
+    with pytest.raises(Busy) as busy:
+        await alice.train(model, 5)
+    assert busy.value.retry_after_seconds > 0
+    await alice.train(model, 1)  # the one that the others wait for is always welcome
+    await asyncio.gather(*(alice.result(answer) for answer in early))
+    assert (await alice.result(await alice.train(model, 5)))["state"]
+
+
+async def test_a_poll_waits_and_says_try_again(service: TinkerService, alice: Client, model: str):
+    early = await alice.train(model, 2)
+    polls = [service.futures.retrieve("alice", early["request_id"], 0.2) for _ in range(500)]
+    assert set(await asyncio.gather(*polls)) == {TryAgain(f"{model}:2", "active", None)}
+    waiting = [asyncio.create_task(alice.result(early)) for _ in range(500)]
+    await asyncio.sleep(0.05)
+    await alice.train(model, 1)
+    assert len({result["state"] for result in await asyncio.gather(*waiting)}) == 1
+
+
+async def test_large_payloads_and_results_are_files_only_as_long_as_they_are_needed(
+    alice: Client, model: str, tmp_path: Path
+):
+    chain = Chain(model)
+    for seq in range(1, 7):
+        chain.train(seq, length=60, copies=200)
+        result = await alice.result(await alice.train(model, seq, length=60, copies=200))
+        assert result["state"] == chain.state
+    blobs = [path for path in (tmp_path / "state" / "blobs").glob("??/*") if len(path.name) == 32]
+    assert len(blobs) <= 3, "a snapshot every 3 orders makes earlier payloads superfluous"
+
+
+async def test_nothing_is_trained_on_no_data(alice: Client, model: str):
+    empty = TrainingRequest(model, 1, [], "cross_entropy")
+    with pytest.raises(RequestError, match="data must hold at least one datum"):
+        await alice.submit_pass(empty)

@@ -61,7 +61,9 @@ def examine(config: EngineConfig) -> Iterator[Finding]:
     """Every finding, in the order in which a server would stumble over them."""
     yield _python()
     yield _torch()
-    yield _found("API keys", lambda: f"{_keys(config)} for --host {config.host}")
+    yield _found(
+        "API keys", lambda: f"{'keys are set' if read_api_keys(config) else 'none needed'} for --host {config.host}"
+    )
     yield _found("backend", lambda: _backend(config))
     yield _base_model(config)
     yield _found("port", lambda: _port(config))
@@ -98,10 +100,6 @@ def _torch() -> Finding:
         text = f"{torch.__version__} sees no GPU though this machine has nvidia-smi; install the CUDA build of torch"
         return Finding("torch", "note", text)
     return Finding("torch", "ok", f"{torch.__version__}, on the CPU")
-
-
-def _keys(config: EngineConfig) -> str:
-    return "keys are set" if read_api_keys(config) else "none needed"
 
 
 def _backend(config: EngineConfig) -> str:

@@ -1,11 +1,11 @@
 """`tx train`: supervised training, done by skyrl_train's supervised trainer. Here options become its settings."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tx.errors import ConfigError
+from tx.tinker.command_line import json_object
 
 _OPTIMIZER_ARGS = {"learning_rate", "weight_decay", "b1", "b2"}
 _TRACKER_ARGS = {"project": "project_name", "name": "run_name"}
@@ -112,12 +112,7 @@ def _tracker(text: str) -> dict[str, Any]:
 
 
 def _object(text: str, option: str, known: set[str]) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{option} must be a JSON object: {error}; got {text!r}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{option} must be a JSON object; got {text!r}")
+    value = json_object(text, option)
     if unknown := sorted(set(value) - known):
         raise ConfigError(f"{option}: {unknown[0]!r} is not known; known are {', '.join(sorted(known))}")
     return value

@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         elif _is(field, list):
             kind["action"] = "append"
         elif _is(field, dict):
-            kind["type"] = lambda text, name=name: _json_object(text, _option(name))
+            kind["type"] = lambda text, name=name: json_object(text, _option(name))
         parser.add_argument(_option(name), help=_help(field), **kind)
     return parser
 
@@ -82,7 +82,7 @@ def _values_of(env: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
         elif _is(field, list):
             yield name, [part.strip() for part in text.split(",") if part.strip()]
         elif _is(field, dict):
-            yield name, _json_object(text, variable)
+            yield name, json_object(text, variable)
         else:
             yield name, text
 
@@ -102,7 +102,8 @@ def _help(field: FieldInfo) -> str:
     return f"{text} Default {field.default}.".replace("%", "%%")
 
 
-def _json_object(text: str, source: str) -> dict[str, Any]:
+def json_object(text: str, source: str) -> dict[str, Any]:
+    """Read a JSON object that was given as `source`. Raises: ConfigError."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

@@ -198,6 +198,10 @@ class ModelCommand(Command, frozen=True, kw_only=True):
         return None
 
     @property
+    def used_folder(self) -> str | None:
+        return self.source_folder
+
+    @property
     def changes_model(self) -> bool:
         return self.source_folder is not None
 
@@ -245,10 +249,6 @@ class CreateModel(ModelCommand, frozen=True, kw_only=True):
     """Checkpoint to start from; None: a new adapter."""
     optimizer: bool = False
     """Load the checkpoint's optimizer too."""
-
-    @property
-    def used_folder(self) -> str | None:
-        return self.folder
 
     @property
     def source_folder(self) -> str | None:
@@ -428,10 +428,6 @@ class Load(ModelCommand, frozen=True, kw_only=True):
 
     folder: str
     optimizer: bool
-
-    @property
-    def used_folder(self) -> str | None:
-        return self.folder
 
     @property
     def source_folder(self) -> str | None:

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -95,7 +95,8 @@ class Engine:
         self._stopping.set()
         trainer.inbox.put(_wake_up)
         await asyncio.wait((training,), timeout=FINISH_SECONDS + SNAPSHOT_SECONDS)
-        await _within(CLOSE_SECONDS, sampling.close())
+        with suppress(TimeoutError):
+            await asyncio.wait_for(sampling.close(), CLOSE_SECONDS)
         await channel.close()
         if stopped in ended:
             return 0
@@ -148,11 +149,6 @@ async def _send_stats(
         await asyncio.sleep(STATS_SECONDS)
 
 
-async def _within(seconds: float, work: Coroutine[object, object, None]) -> None:
-    with suppress(TimeoutError):
-        await asyncio.wait_for(work, seconds)
-
-
 def _wake_up() -> None:
     """Do nothing: an item that wakes the training thread."""
 
@@ -171,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ORPHANED
     name_process("tx-engine")
     try:
-        return asyncio.run(_serve(config, address))
+        return asyncio.run(Engine(config, address).serve())
     except ConfigError as error:
         logger.critical("ConfigError: {}", error)
         return WRONG_SETTINGS
@@ -183,10 +179,6 @@ def _stand_by(config: EngineConfig) -> str:
     at_low_priority(partial(import_backend, config))
     print(STANDING_BY, flush=True)
     return sys.stdin.readline().strip()
-
-
-async def _serve(config: EngineConfig, address: str) -> int:
-    return await Engine(config, address).serve()
 
 
 def _log_to_stderr() -> None:

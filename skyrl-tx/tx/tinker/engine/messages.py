@@ -5,7 +5,9 @@ The engine's memory is a copy: the database is authoritative, and a snapshot wit
 model."""
 
 import msgspec
+from loguru import logger
 
+from tx.errors import ModelError, RequestError
 from tx.tinker.backends.base import BackendInfo
 from tx.tinker.commands import CreateModel, Load, Optimize, Sample, Save, Train, Unload
 from tx.tinker.types import LoraSpec
@@ -56,6 +58,19 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     error: str
     category: str
     """`user`, `server`"""
+
+    @classmethod
+    def of(cls, request_id: str, error: BaseException) -> "Failed":
+        """Describe an error for the client; one that nobody foresaw is logged."""
+        if isinstance(error, ModelError):
+            text, category = str(error), error.category
+        elif isinstance(error, RequestError):
+            text, category = str(error), "user"
+        else:
+            logger.opt(exception=error).error("a command failed unexpectedly")
+            text = f"the server failed at this request ({type(error).__name__}); its log says more"
+            category = "server"
+        return cls(request_id=request_id, error=text, category=category)
 
 
 class Snapshotted(msgspec.Struct, frozen=True, kw_only=True, tag=True):

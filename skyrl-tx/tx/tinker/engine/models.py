@@ -10,6 +10,7 @@ Old snapshots are removed by the API process, once it has recorded a newer one. 
 import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -17,25 +18,32 @@ from loguru import logger
 
 from tx.errors import ModelError
 from tx.tinker.backends.base import TrainingBackend
-from tx.tinker.commands import Steps
+from tx.tinker.commands import Job, Steps
 from tx.tinker.engine.messages import Snapshotted
 from tx.tinker.storage.folders import Folders
 from tx.tinker.types import LoraSpec
 
 
+def next_job(steps: Steps, outcome: Future[object] | None) -> Job:
+    """Go on after the outcome of a job (None: begin), which is raised inside the steps if it is an error. Returns: the
+    next job. Raises: StopIteration at the end."""
+    if outcome is None:
+        return next(steps)
+    if error := outcome.exception():
+        return steps.throw(error)
+    return steps.send(outcome.result())
+
+
 def run_here(steps: Steps) -> object:
-    """Run steps without pauses."""
-    try:
-        job = next(steps)
-        while True:
-            try:
-                outcome = job()
-            except Exception as error:  # raised again inside the steps
-                job = steps.throw(error)
-            else:
-                job = steps.send(outcome)
-    except StopIteration as end:
-        return end.value
+    """Run steps and wait for each of their jobs."""
+    outcome = None
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            while True:
+                outcome = pool.submit(next_job(steps, outcome))
+                wait((outcome,))
+        except StopIteration as end:
+            return end.value
 
 
 REPLAY_SECONDS = 2.0

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from loguru import logger
-
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendLost, SamplingBackend
 from tx.tinker.commands import Sample
@@ -70,18 +68,14 @@ class Sampling:
             adapter = await self._local(command.adapter)
             output = await self._backend.sample(command.spec, adapter, tenant=command.tenant)
             result = encode_sample_output(output)
-        except ModelError as error:
-            self._send(Failed(request_id=command.request_id, error=str(error), category=error.category))
         except FileNotFoundError:
-            text = "the weights of this sampler are not there any more"
-            self._send(Failed(request_id=command.request_id, error=text, category="user"))
+            gone = ModelError("the weights of this sampler are not there any more")
+            self._send(Failed.of(command.request_id, gone))
         except BackendLost as error:
             if not self.lost.done():
                 self.lost.set_exception(error)
         except Exception as error:  # reported as this request's failure
-            logger.opt(exception=error).error("a sample failed unexpectedly")
-            text = f"the server failed at this request ({type(error).__name__}); its log says more"
-            self._send(Failed(request_id=command.request_id, error=text, category="server"))
+            self._send(Failed.of(command.request_id, error))
         else:
             self.tokens[command.tenant] += sum(len(sequence.tokens) for sequence in output.sequences)
             self._send(Done(request_id=command.request_id, result=result))

@@ -7,19 +7,21 @@ Messages and results of helpers arrive through `inbox`; reports leave by `send`.
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from loguru import logger
 
-from tx.errors import ModelError, RequestError
+from tx.errors import ModelError
 from tx.tinker.backends.base import Failure, TrainingBackend
-from tx.tinker.commands import CreateModel, ExecutionContext, Job, ModelCommand, Optimize, Steps, Train, Unload
+from tx.tinker.commands import CreateModel, ExecutionContext, ModelCommand, Optimize, Steps, Train, Unload
 from tx.tinker.engine.helpers import Helpers
 from tx.tinker.engine.messages import Done, Failed, FromEngine, Restore
-from tx.tinker.engine.models import Model, Models
+from tx.tinker.engine.models import Model, Models, next_job
 from tx.tinker.engine.passes import RunningPass
 from tx.tinker.engine.scheduler import ModelQueue, Scheduler
 from tx.tinker.storage.folders import Folders
@@ -159,14 +161,15 @@ class Trainer:
         return worked
 
     def _quick_command(self, queue: ModelQueue) -> bool:
-        try:
+        model, before = None, self._scheduler.num_commands
+        with self._reporting_failure(queue):
             model = self._model_of(queue.commands[0])
-        except Exception as error:  # reported as this command's failure
-            self._failed(queue, error)
-            return True
         if model is None:
-            return False
-        self._advance(queue, self._execute(model, queue.commands[0]))
+            return self._scheduler.num_commands < before
+        queue.held = True
+        self._held.add(queue.model_id)
+        steps = self._execute(model, queue.commands[0])
+        self._advance(steps, lambda result: self._done(queue, *result), partial(self._failed, queue))
         return True
 
     def _execute(self, model: Model, command: ModelCommand) -> Steps:
@@ -178,29 +181,25 @@ class Trainer:
             yield from self._models.write_snapshot(model)
         return json.dumps({} if result.metrics is None else {"metrics": result.metrics}).encode(), result.size_bytes
 
-    def _advance(self, queue: ModelQueue, steps: Steps, outcome: Future[object] | None = None) -> None:
-        try:
-            job = _next_job(steps, outcome)
-        except StopIteration as end:
-            result, size_bytes = end.value
-            self._done(queue, result, size_bytes)
-        except Exception as error:  # reported as this command's failure
-            self._failed(queue, error)
-        else:
-            queue.held = True
-            self._held.add(queue.model_id)
-            self._helpers.start(job, partial(self._advance, queue, steps))
+    def _beside(self, steps: Steps) -> None:
+        """Run the steps of a snapshot that no command waits for. If it fails, a later one replaces it."""
+        self._advance(steps, lambda _: None, _log_lost_snapshot)
 
-    def _beside(self, steps: Steps, outcome: Future[object] | None = None) -> None:
-        """Run the steps of a snapshot that no command waits for."""
+    def _advance(
+        self,
+        steps: Steps,
+        done: Callable[[Any], None],
+        failed: Callable[[Exception], None],
+        outcome: Future[object] | None = None,
+    ) -> None:
         try:
-            job = _next_job(steps, outcome)
-        except StopIteration:
-            return
-        except Exception as error:  # only the snapshot is lost; a later one replaces it
-            logger.opt(exception=error).error("a snapshot could not be written")
+            job = next_job(steps, outcome)
+        except StopIteration as end:
+            done(end.value)
+        except Exception as error:  # reported by `failed`
+            failed(error)
         else:
-            self._helpers.start(job, partial(self._beside, steps))
+            self._helpers.start(job, partial(self._advance, steps, done, failed))
 
     # ---- passes
 
@@ -227,7 +226,7 @@ class Trainer:
             return self._running[queue.model_id]
         command = queue.commands[0]
         assert isinstance(command, Train)
-        try:
+        with self._reporting_failure(queue):
             if self._model_of(command) is None:
                 return None
             request = decode_training(command.payload)
@@ -237,11 +236,8 @@ class Trainer:
             running = RunningPass(command, request, self._training.micro_batches(request.data))
             if running.adds_gradient and len(running.parts) > 1:
                 running.gradient_before = self._training.copy_gradient(queue.model_id)
-        except Exception as error:  # reported as this command's failure
-            self._failed(queue, error)
-            return None
-        self._running[queue.model_id] = running
-        return running
+            self._running[queue.model_id] = running
+        return self._running.get(queue.model_id)
 
     def _run_together(self, joined: list[tuple[ModelQueue, RunningPass]], tokens: int) -> None:
         started = self._now()
@@ -270,12 +266,10 @@ class Trainer:
         running.outputs.append(output)
         if not running.done:
             return
-        try:
+        result = None
+        with self._reporting_failure(queue, running):
             result = b"" if running.command.replay else running.result()
-        except Exception as error:  # reported as this command's failure
-            self._undo(running)
-            self._failed(queue, error)
-        else:
+        if result is not None:
             self._pass_done(queue, running.command, result, seconds=running.seconds, changed=running.adds_gradient)
 
     def _undo(self, running: RunningPass) -> None:
@@ -306,16 +300,26 @@ class Trainer:
 
     def _failed(self, queue: ModelQueue, error: BaseException) -> None:
         command, model = self._leave(queue), self._models.get(queue.model_id)
-        text, category = _said(error)
+        failed = Failed.of(command.request_id, error)
         failed_before = isinstance(command, Optimize) and isinstance(error, ModelError)  # the only failures done again
         if command.replay and model and not failed_before:
-            self._models.damage(model, f"what was done before a restart could not be done again: {text}")
+            self._models.damage(model, f"what was done before a restart could not be done again: {failed.error}")
         elif isinstance(command, CreateModel):
             self._models.forget(command.model_id)
         elif model and command.seq > model.seq:  # a step whose gradient was not finite has cleared it
             self._models.done(model, command.seq, seconds=0.0, changed=isinstance(command, Optimize))
         if not command.replay:
-            self._send(Failed(request_id=command.request_id, error=text, category=category))
+            self._send(failed)
+
+    @contextmanager
+    def _reporting_failure(self, queue: ModelQueue, running: RunningPass | None = None) -> Iterator[None]:
+        """Turn an error into the failure of a queue's first command, and undo what a pass added."""
+        try:
+            yield
+        except Exception as error:  # reported as this command's failure
+            if running is not None:
+                self._undo(running)
+            self._failed(queue, error)
 
     def _leave(self, queue: ModelQueue) -> ModelCommand:
         """Remove the first command from its queue."""
@@ -326,19 +330,5 @@ class Trainer:
         return command
 
 
-def _next_job(steps: Steps, outcome: Future[object] | None) -> Job:
-    if outcome is None:
-        return next(steps)
-    if error := outcome.exception():
-        return steps.throw(error)
-    return steps.send(outcome.result())
-
-
-def _said(error: BaseException) -> tuple[str, str]:
-    """Return the error text for the client and its category."""
-    if isinstance(error, ModelError):
-        return str(error), error.category
-    if isinstance(error, RequestError):
-        return str(error), "user"
-    logger.opt(exception=error).error("a command failed unexpectedly")
-    return f"the server failed at this request ({type(error).__name__}); its log says more", "server"
+def _log_lost_snapshot(error: Exception) -> None:
+    logger.opt(exception=error).error("a snapshot could not be written")

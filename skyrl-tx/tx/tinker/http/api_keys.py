@@ -79,11 +79,6 @@ class ApiKeys:
         """Return the holder of a key, or None. Constant-time in the keys: compares digests with a secret salt."""
         return self._holders.get(self._digest(key))
 
-    def tenant_of(self, key: str) -> str | None:
-        """The name alone."""
-        holder = self.holder_of(key)
-        return holder.tenant if holder else None
-
     def _digest(self, key: str) -> bytes:
         return hmac.digest(self._salt, key.encode(), hashlib.sha256)
 

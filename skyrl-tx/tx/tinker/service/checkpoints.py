@@ -19,7 +19,7 @@ from tx.tinker.service.state import ServerState
 from tx.tinker.storage.db_models import CheckpointRow, ModelRow, SamplerRow
 from tx.tinker.storage.garbage import schedule_deletion
 from tx.tinker.storage.store import Store
-from tx.tinker.types import CheckpointKind, LoraSpec, TinkerPath, checkpoint_name, sampler_id_of
+from tx.tinker.types import CheckpointKind, TinkerPath, checkpoint_name, sampler_id_of
 
 T = TypeVar("T")
 TTL_SECONDS = (3600, 10 * 365 * 86400)
@@ -61,7 +61,7 @@ class Checkpoints:
             folder = run.saving.get((place.kind, place.name), folder)
         if folder is None or model is None:
             raise RequestError(f"{setting}: there is no checkpoint {path!r}", 404)
-        return CheckpointSource(str(place), model.model_id, model.base_model, _lora(model), folder)
+        return CheckpointSource(str(place), model.model_id, model.base_model, model.lora, folder)
 
     async def weights_info(self, tenant: str, path: str) -> dict[str, object]:
         """Describe the adapter of a checkpoint."""
@@ -243,16 +243,6 @@ def _run(database: Database, tenant: str, run_id: str) -> ModelRow:
     if row is None or row.tenant != tenant:
         raise RequestError(f"there is no training run {run_id[:200]!r}", 404)
     return row
-
-
-def _lora(row: ModelRow) -> LoraSpec:
-    return LoraSpec(
-        rank=row.lora_rank,
-        seed=row.lora_seed,
-        train_attn=row.train_attn,
-        train_mlp=row.train_mlp,
-        train_unembed=row.train_unembed,
-    )
 
 
 def _page(limit: int, offset: int) -> int:

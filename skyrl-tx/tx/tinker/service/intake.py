@@ -7,7 +7,7 @@ byte. A refused request (4xx) uses up its seq; a rate-limited one (429) does not
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -20,7 +20,7 @@ from tx.tinker.service.dispatch import Dispatch
 from tx.tinker.service.limits import Limits
 from tx.tinker.service.rows import fail_requests, insert_refusal, insert_request
 from tx.tinker.service.sequencer import FURTHEST_AHEAD
-from tx.tinker.service.state import PendingRequest, Run, ServerState
+from tx.tinker.service.state import PendingRequest, Run, ServerState, start_shared
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.store import Store, StoreError
 from tx.tinker.types import request_id_of
@@ -63,7 +63,7 @@ class RequestIntake:
 
     async def create(self, run: Run, stored: StoredCommand, insert: Insert) -> None:
         """Insert a new model with its first request."""
-        self._track(run, 0, self._create(run, stored, insert))
+        start_shared(run.deciding, 0, self._create(run, stored, insert))
         await self.created(run)
 
     async def created(self, run: Run) -> None:
@@ -88,9 +88,8 @@ class RequestIntake:
             if seq != run.sequence.next_seq:  # that one is what others wait for
                 self._limits.admit_training(tenant)
             address = CommandAddress(request_id_of(model_id, seq), tenant, model_id, seq)
-            deciding = self._track(
-                run, seq, self._decide(run, seq, lambda: command.encode(request, address, run, self._context))
-            )
+            encode = partial(command.encode, request, address, run, self._context)
+            deciding = start_shared(run.deciding, seq, self._decide(run, seq, encode))
         if deciding is not None:
             await asyncio.shield(deciding)
         elif seq in run.refused:
@@ -106,7 +105,7 @@ class RequestIntake:
         async def refused() -> EncodedCommand:
             raise RequestError(error)
 
-        deciding = run.deciding.get(seq) or self._track(run, seq, self._decide(run, seq, refused))
+        deciding = run.deciding.get(seq) or start_shared(run.deciding, seq, self._decide(run, seq, refused))
         await asyncio.wait((deciding,))
 
     async def unload(self, run: Run) -> str:
@@ -132,7 +131,7 @@ class RequestIntake:
                 for seq in given_up.missing
             }
             run.refused |= refusals
-            pending_requests = [pending for _, pending in given_up.stranded]
+            pending_requests = given_up.stranded
             error = f"not done, since {late}, and requests of a model are done in order"
 
             def unit(database: Database, pending_requests=pending_requests, error=error, refusals=refusals) -> None:
@@ -142,19 +141,6 @@ class RequestIntake:
 
             await self._dispatch.fail(pending_requests, error, "user", unit)
             self._dispatch.pump(run)
-
-    def _track(self, run: Run, seq: int, decide: Coroutine[object, object, None]) -> asyncio.Task[None]:
-        """Decide in a task, so that a disconnect has no effect, and a repetition meanwhile shares the result."""
-        task = asyncio.create_task(decide)
-        run.deciding[seq] = task
-
-        def decided(task: asyncio.Task[None]) -> None:
-            run.deciding.pop(seq, None)
-            if not task.cancelled():
-                task.exception()  # retrieved here: the callers, who raise it, may be gone
-
-        task.add_done_callback(decided)
-        return task
 
     async def _create(self, run: Run, stored: StoredCommand, insert: Insert) -> None:
         pending = PendingRequest(request_id_of(run.model_id, 0), run.tenant, "create", stored, run=run, seq=0)
@@ -204,8 +190,7 @@ class RequestIntake:
     async def _unload(self, run: Run) -> None:
         if run.deciding:
             await asyncio.wait(list(run.deciding.values()))
-        stranded = [pending for _, pending in run.sequence.abandon()]
-        if stranded:
+        if stranded := run.sequence.abandon():
             error = "not done: the model was unloaded before its earlier requests arrived"
             await self._dispatch.fail(stranded, error, "user")
         request_id = request_id_of(run.model_id, "unload")

@@ -19,7 +19,7 @@ from tx.tinker.service.futures import Futures
 from tx.tinker.service.limits import Limits
 from tx.tinker.service.results import StoredResult
 from tx.tinker.service.rows import fail_requests, finish_request, num_pending
-from tx.tinker.service.state import PendingRequest, Run, Sampler, ServerState
+from tx.tinker.service.state import PendingRequest, Sampler, ServerState
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.db_models import ModelRow, RequestRow
 from tx.tinker.storage.rows import forget_commands, touch_model
@@ -68,7 +68,7 @@ class ResultRecorder:
         never_made = [
             pending.run for pending in pending_requests if pending.kind == "create" and pending.run is not None
         ]
-        behind = [other for run in never_made for other in (*run.queue.values(), *_taken_early(run))]
+        behind = [other for run in never_made for other in (*run.queue.values(), *run.sequence.abandon())]
         behind = [other for other in dict.fromkeys(behind) if other not in pending_requests]
         for pending in behind:
             pending.recording_result = True
@@ -157,10 +157,6 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):  # the model has others
         folder.parent.rmdir()
-
-
-def _taken_early(run: Run) -> list[PendingRequest]:
-    return [pending for _, pending in run.sequence.abandon()]
 
 
 # ---- units

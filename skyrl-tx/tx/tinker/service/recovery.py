@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from sqlalchemy import or_, select
 from sqlmodel import Session as Database
@@ -17,7 +18,6 @@ from tx.tinker.service.sequencer import Sequencer
 from tx.tinker.service.state import PendingRequest, Run, Sampler, ServerState, Session
 from tx.tinker.storage.db_models import ModelRow, RequestRow, SamplerRow, SchemaRow, SessionRow
 from tx.tinker.storage.store import Store
-from tx.tinker.types import LoraSpec
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,8 @@ async def restore(store: Store, state: ServerState, limits: Limits) -> RestoredR
     for model_id, requests in by_model.items():
         if model_id in state.runs:
             _restore_requests(state.runs[model_id], requests)
-    pending_requests = [*samples, *(pending for run in state.runs.values() for pending in _entries(run))]
+    of_runs = [[*run.queue.values(), *run.sequence.waiting()] for run in state.runs.values()]
+    pending_requests = [*samples, *chain(*of_runs)]
     for pending in pending_requests:
         state.pending[pending.request_id] = pending
         state.promise(pending)
@@ -115,13 +116,7 @@ def _run(row: ModelRow) -> Run:
         row.tenant,
         row.session_id,
         row.base_model,
-        LoraSpec(
-            rank=row.lora_rank,
-            seed=row.lora_seed,
-            train_attn=row.train_attn,
-            train_mlp=row.train_mlp,
-            train_unembed=row.train_unembed,
-        ),
+        row.lora,
         sequence=Sequencer(row.snapshot_seq + 1),
         snapshot=row.snapshot,
         snapshot_seq=row.snapshot_seq,
@@ -161,7 +156,3 @@ def _sample_entry(row: RequestRow) -> PendingRequest:
     pending = PendingRequest(row.request_id, row.tenant, row.kind, stored, sampler_id=row.sampler_id)
     pending.tokens = len(stored.command.spec.prompt)
     return pending
-
-
-def _entries(run: Run) -> list[PendingRequest]:
-    return [*run.queue.values(), *run.sequence.waiting()]

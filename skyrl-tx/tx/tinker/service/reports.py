@@ -16,6 +16,7 @@ restart with it."""
 
 def metrics(state: ServerState, limits: Limits, link: EngineLink, dispatch: Dispatch) -> Metrics:
     """Collect the present values."""
+    now = time.monotonic()
     numbers: Metrics = {
         "sessions": dict(Counter(session.tenant for session in state.sessions.values())),
         "models": dict(Counter(run.tenant for run in state.runs.values())),
@@ -24,7 +25,7 @@ def metrics(state: ServerState, limits: Limits, link: EngineLink, dispatch: Disp
         "pending_samples": dict(limits.samples),
         "pending_sample_tokens": dict(limits.sample_tokens),
         "requests_waiting_for_a_predecessor": sum(run.sequence.num_waiting for run in state.runs.values()),
-        "oldest_pending_seconds": _oldest_seconds(state),
+        "oldest_pending_seconds": now - min((pending.accepted_at for pending in state.pending.values()), default=now),
         "refused_for_load_total": dict(limits.refusals),
         "engine_ready": int(link.ready),
         "engine_deaths_total": link.deaths,
@@ -42,7 +43,3 @@ def metrics(state: ServerState, limits: Limits, link: EngineLink, dispatch: Disp
             "engine_sample_tokens_total": stats.sample_tokens,
         }
     return numbers
-
-
-def _oldest_seconds(state: ServerState) -> float:
-    return time.monotonic() - min((pending.accepted_at for pending in state.pending.values()), default=time.monotonic())

@@ -17,7 +17,7 @@ from tx.tinker.service.dispatch import Dispatch
 from tx.tinker.service.limits import Limits
 from tx.tinker.service.rows import insert_request
 from tx.tinker.service.runs import Runs, draw_seed
-from tx.tinker.service.state import PendingRequest, Sampler, ServerState
+from tx.tinker.service.state import PendingRequest, Sampler, ServerState, start_shared
 from tx.tinker.storage.db_models import SamplerRow, SessionRow
 from tx.tinker.storage.store import Store
 from tx.tinker.types import SampleSpec, request_id_of, sampler_id_of
@@ -110,19 +110,12 @@ class Samplers:
         pending = self._entry(sampler.tenant, request_id, spec, sampler.folder)
         pending.sampler_id = sampler.sampler_id
         self._limits.admit_sample(pending.tenant, pending.tokens)
-        task = sampler.accepting[seq] = asyncio.create_task(self._accept(pending))
-
-        def accepted(task: asyncio.Task[None]) -> None:
-            sampler.accepting.pop(seq, None)
-            if not task.cancelled():
-                task.exception()  # its callers raise it; there may be none any more
-
-        task.add_done_callback(accepted)
-        await asyncio.shield(task)
+        await asyncio.shield(start_shared(sampler.accepting, seq, self._accept(pending)))
 
     async def _sample_without_sampler(self, tenant: str, request: schemas.AsampleRequest, key: str | None) -> str:
         """Sample from the base model or a checkpoint. A repetition is a new request, unless its key is the same."""
-        request_id = f"sample_{_hash_of(tenant, key) if key else secrets.token_hex(16)}"
+        drawn = hashlib.sha256(f"{tenant}\n{key}".encode()).hexdigest()[:32] if key else secrets.token_hex(16)
+        request_id = f"sample_{drawn}"
         if request_id in self._state.pending:
             return request_id
         spec, folder = self._spec(request), None
@@ -151,17 +144,13 @@ class Samplers:
         self._limits.enter(pending.tenant, pending.tokens)
         try:
             await self._store.write(partial(insert_request, pending=pending))
-        except BaseException as error:  # memory and counters are restored in any case
+        except BaseException as error:
             del self._state.pending[pending.request_id]
             self._limits.leave(pending.tenant, pending.tokens)
-            if not isinstance(error, IntegrityError):
-                raise
-        else:
-            await self._dispatch.sample(pending)
-
-
-def _hash_of(tenant: str, key: str) -> str:
-    return hashlib.sha256(f"{tenant}\n{key}".encode()).hexdigest()[:32]
+            if isinstance(error, IntegrityError):
+                return
+            raise
+        await self._dispatch.sample(pending)
 
 
 def sample_tokens(spec: SampleSpec, max_context: int) -> int:

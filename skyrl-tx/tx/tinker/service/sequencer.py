@@ -14,7 +14,7 @@ class GivenUp(NamedTuple, Generic[T]):
 
     missing: range
     """Seqs that never arrived."""
-    stranded: list[tuple[int, T]]
+    stranded: list[T]
     """The requests that waited for them."""
 
 
@@ -68,7 +68,7 @@ class Sequencer(Generic[T]):
         self.next_seq = end
         return GivenUp(missing, self._taken(range(start, end)))
 
-    def abandon(self) -> list[tuple[int, T]]:
+    def abandon(self) -> list[T]:
         """Remove and return all waiting requests."""
         return self._taken(sorted(self._early))
 
@@ -80,6 +80,5 @@ class Sequencer(Generic[T]):
     def num_waiting(self) -> int:
         return len(self._early)
 
-    def _taken(self, seqs: range | list[int]) -> list[tuple[int, T]]:
-        early = [(seq, self._early.pop(seq).item) for seq in seqs]
-        return [(seq, item) for seq, item in early if item is not None]
+    def _taken(self, seqs: range | list[int]) -> list[T]:
+        return [item for seq in seqs if (item := self._early.pop(seq).item) is not None]

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 
 from tx.errors import RequestError
@@ -181,3 +182,19 @@ class ServerState:
         folders = {folder for run in self.runs.values() for folder in run.needed_folders.values()}
         used = (pending.stored.command.used_folder for pending in self.pending.values())
         return folders | {folder for folder in used if folder is not None}
+
+
+def start_shared(
+    tasks: dict[int, asyncio.Task[None]], seq: int, work: Coroutine[object, object, None]
+) -> asyncio.Task[None]:
+    """Run the acceptance of a request in a task of `tasks` while it lasts, so that a disconnect has no effect, and a
+    repetition meanwhile shares the result."""
+    task = tasks[seq] = asyncio.create_task(work)
+
+    def ended(task: asyncio.Task[None]) -> None:
+        tasks.pop(seq, None)
+        if not task.cancelled():
+            task.exception()  # retrieved here: the callers, who raise it, may be gone
+
+    task.add_done_callback(ended)
+    return task

@@ -7,6 +7,8 @@ Times are seconds since the epoch (float, UTC). Integers of users are 64 bits wi
 from sqlalchemy import JSON, BigInteger, Column, Index, LargeBinary, MetaData, UniqueConstraint, text
 from sqlmodel import Field, SQLModel
 
+from tx.tinker.types import LoraSpec
+
 SCHEMA_VERSION = 1
 """Of the tables below. A database of another version is refused at the start, never guessed at; a test notices a change
 of the tables that left this as it was."""
@@ -78,6 +80,16 @@ class ModelRow(Row, table=True):
     snapshot_seq: int = Field(default=-1, sa_type=BigInteger)
     origin: str | None = None
     """The tinker path it was created from."""
+
+    @property
+    def lora(self) -> LoraSpec:
+        return LoraSpec(
+            rank=self.lora_rank,
+            seed=self.lora_seed,
+            train_attn=self.train_attn,
+            train_mlp=self.train_mlp,
+            train_unembed=self.train_unembed,
+        )
 
 
 class RequestRow(Row, table=True):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import zstandard
+from google.protobuf.message import DecodeError
 
 from tx.errors import RequestError
 from tx.tinker.types import Datum
@@ -78,7 +79,7 @@ def find_address(body: bytes, content_type: str, content_encoding: str | None, m
         else:
             fields = msgspec.json.decode(body, type=_Addressed)
             model_id, seq = fields.model_id, fields.seq_id
-    except Exception:  # a refused body may be wrong in any way
+    except (RequestError, DecodeError, msgspec.MsgspecError, ValueError, RecursionError):
         return None
     if not _MODEL_ID.fullmatch(model_id) or not 0 < seq <= MAX_SEQ:
         return None
