@@ -1,7 +1,6 @@
 """Colocation: the protocol as a table, and its driver with engines and workers that log their calls."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -148,6 +147,13 @@ class Diary:
         lines, self.lines = self.lines, []
         return lines
 
+    async def send(self) -> None:
+        await self.write("weights travel")
+
+    async def start_new(self) -> "Engine":
+        await self.write("new starts")
+        return Engine(self, "new")
+
 
 class Engine:
     def __init__(self, diary: Diary, name: str = "engines"):
@@ -184,279 +190,214 @@ async def started(groups: tuple[str, ...] = ("policy", "critic", "ref"), **shari
     return colocation, diary
 
 
-def story(tell: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(tell(), 20))
+async def started_with_failed_sync(failing: str) -> Started:
+    colocation, diary = await started()
+    diary.fails = {failing}
+    with pytest.raises(OSError, match=failing):
+        await colocation.sync(diary.send)
+    diary.fails = set()
+    diary.take()
+    return colocation, diary
 
 
-def test_training_step_moves_in_documented_order():
-    async def tell():
-        colocation, diary = await started()
-        assert diary.take() == [
-            "engines sleep",
-            *("critic loads", "critic off"),
-            *("ref loads", "ref off"),
-            "policy loads",
-        ]
+async def test_training_step_moves_in_documented_order():
+    colocation, diary = await started()
+    assert diary.take() == [
+        "engines sleep",
+        *("critic loads", "critic off"),
+        *("ref loads", "ref off"),
+        "policy loads",
+    ]
 
-        async def send() -> str:
-            colocation.check("send weights")
-            await diary.write("weights travel")
-            return "sent"
+    async def send() -> str:
+        colocation.check("send weights")
+        await diary.write("weights travel")
+        return "sent"
 
-        sync = ["engines wake weights", "weights travel", "policy off", "engines wake kv_cache"]
-        assert await colocation.sync(send) == "sent"
-        assert diary.take() == sync
+    sync = ["engines wake weights", "weights travel", "policy off", "engines wake kv_cache"]
+    assert await colocation.sync(send) == "sent"
+    assert diary.take() == sync
+    colocation.check("generate")
+    await colocation.after_generating()
+    async with colocation.swapped_in("ref"):
+        colocation.check("use ref")
+    async with colocation.swapped_in("critic"):
+        colocation.check("use critic")
+    colocation.check("use policy")
+    assert diary.take() == [
+        *("engines sleep", "policy on"),
+        *("policy off", "ref on", "ref off", "policy on"),
+        *("policy off", "critic on", "critic off", "policy on"),
+    ]
+    await colocation.sync(send)
+    assert diary.take() == sync
+    assert colocation.state == ENGINES_ONLY
+
+
+async def test_refused_moves_call_nothing():
+    colocation, diary = await started()
+    diary.take()
+    for step in (lambda: colocation.onload("ref"), colocation.after_generating):
+        with pytest.raises(ColocationError):
+            await step()
+    with pytest.raises(ColocationError, match="cannot generate with engines asleep"):
         colocation.check("generate")
-        await colocation.after_generating()
-        async with colocation.swapped_in("ref"):
-            colocation.check("use ref")
-        async with colocation.swapped_in("critic"):
-            colocation.check("use critic")
-        colocation.check("use policy")
-        assert diary.take() == [
-            *("engines sleep", "policy on"),
-            *("policy off", "ref on", "ref off", "policy on"),
-            *("policy off", "critic on", "critic off", "policy on"),
-        ]
-        await colocation.sync(send)
-        assert diary.take() == sync
-        assert colocation.state == ENGINES_ONLY
-
-    story(tell)
+    await colocation.recover()
+    diary.take()
+    with pytest.raises(ColocationError, match=r"first: onload policy$"):
+        await colocation.sync(diary.send)
+    assert diary.take() == ["engines wake weights"]
 
 
-def test_refused_moves_call_nothing():
-    async def tell():
-        colocation, diary = await started()
-        diary.take()
-        for step in (lambda: colocation.onload("ref"), colocation.after_generating):
-            with pytest.raises(ColocationError):
-                await step()
-        with pytest.raises(ColocationError, match="cannot generate with engines asleep"):
-            colocation.check("generate")
-        await colocation.recover()
-        diary.take()
-        with pytest.raises(ColocationError, match=r"first: onload policy$"):
-            await colocation.sync(lambda: diary.write("weights travel"))
-        assert diary.take() == ["engines wake weights"]
-
-    story(tell)
+async def test_models_with_own_devices_are_never_moved():
+    colocation, diary = await started(engines_share_device=False)
+    assert sorted(diary.take()) == ["critic loads", "policy loads", "ref loads"]
+    for event in ("generate", "use critic", "send weights"):
+        colocation.check(event)
+    await colocation.sync(diary.send)
+    await colocation.after_generating()
+    async with colocation.swapped_in("ref"):
+        pass
+    assert await colocation.send_between(diary.send)
+    await colocation.recover()
+    assert diary.take() == ["weights travel"] * 2
 
 
-def test_models_with_own_devices_are_never_moved():
-    async def tell():
-        colocation, diary = await started(engines_share_device=False)
-        assert sorted(diary.take()) == ["critic loads", "policy loads", "ref loads"]
-        for event in ("generate", "use critic", "send weights"):
-            colocation.check(event)
-        await colocation.sync(lambda: diary.write("weights travel"))
-        await colocation.after_generating()
-        async with colocation.swapped_in("ref"):
-            pass
-        assert await colocation.send_between(lambda: diary.write("weights travel"))
-        await colocation.recover()
-        assert diary.take() == ["weights travel"] * 2
-
-    story(tell)
+async def test_policy_and_reference_model_may_share_while_engines_do_not():
+    colocation, diary = await started(engines_share_device=False, policy_and_ref_share=True)
+    lines = diary.take()
+    assert [line for line in lines if "critic" not in line] == ["ref loads", "ref off", "policy loads"]
+    await colocation.sync(diary.send)
+    await colocation.after_generating()
+    async with colocation.swapped_in("critic"):
+        pass
+    assert diary.take() == ["weights travel"]
+    async with colocation.swapped_in("ref"):
+        with pytest.raises(ColocationError, match=r"cannot send weights .* first: offload ref, onload policy"):
+            await colocation.sync(diary.send)
+    assert diary.take() == ["policy off", "ref on", "ref off", "policy on"]
 
 
-def test_policy_and_reference_model_may_share_while_engines_do_not():
-    async def tell():
-        colocation, diary = await started(engines_share_device=False, policy_and_ref_share=True)
-        lines = diary.take()
-        assert [line for line in lines if "critic" not in line] == ["ref loads", "ref off", "policy loads"]
-        await colocation.sync(lambda: diary.write("weights travel"))
-        await colocation.after_generating()
-        async with colocation.swapped_in("critic"):
-            pass
-        assert diary.take() == ["weights travel"]
-        async with colocation.swapped_in("ref"):
-            with pytest.raises(ColocationError, match=r"cannot send weights .* first: offload ref, onload policy"):
-                await colocation.sync(lambda: diary.write("weights travel"))
-        assert diary.take() == ["policy off", "ref on", "ref off", "policy on"]
-
-    story(tell)
-
-
-def test_training_without_engines_swaps_models():
-    async def tell():
-        diary = Diary()
-        colocation = Colocation(None, engines_share_device=True)
-        await colocation.start([Group(diary, "policy"), Group(diary, "ref")])
-        async with colocation.swapped_in("ref"):
-            pass
-        assert diary.take() == [
-            *("ref loads", "ref off", "policy loads"),
-            *("policy off", "ref on", "ref off", "policy on"),
-        ]
-
-    story(tell)
+async def test_training_without_engines_swaps_models():
+    diary = Diary()
+    colocation = Colocation(None, engines_share_device=True)
+    await colocation.start([Group(diary, "policy"), Group(diary, "ref")])
+    async with colocation.swapped_in("ref"):
+        pass
+    assert diary.take() == [
+        *("ref loads", "ref off", "policy loads"),
+        *("policy off", "ref on", "ref off", "policy on"),
+    ]
 
 
 @pytest.mark.parametrize("failing", ["engines wake weights", "policy off", "engines wake kv_cache"])
-def test_failed_move_refuses_others_until_recovery(failing):
-    async def tell():
-        colocation, diary = await started()
-        diary.fails = {failing}
-        with pytest.raises(OSError, match=failing):
-            await colocation.sync(lambda: diary.write("weights travel"))
-        for step in (colocation.after_generating, lambda: colocation.onload("policy")):
-            with pytest.raises(ColocationError, match=r"is unknown since '.*' failed; first: recover"):
-                await step()
-        diary.fails = set()
-        diary.take()
+async def test_failed_move_refuses_others_until_recovery(failing):
+    colocation, diary = await started()
+    diary.fails = {failing}
+    with pytest.raises(OSError, match=failing):
+        await colocation.sync(diary.send)
+    for step in (colocation.after_generating, lambda: colocation.onload("policy")):
+        with pytest.raises(ColocationError, match=r"is unknown since '.*' failed; first: recover"):
+            await step()
+    diary.fails = set()
+    diary.take()
+    await colocation.recover()
+    assert diary.take() == ["policy off", "critic off", "ref off", "engines sleep"]
+    assert colocation.state == EMPTY
+    await colocation.onload("policy")
+    await colocation.sync(diary.send)
+    colocation.check("generate")
+
+
+async def test_failed_recovery_can_be_repeated():
+    colocation, diary = await started()
+    diary.fails = {"engines sleep"}
+    with pytest.raises(OSError):
         await colocation.recover()
-        assert diary.take() == ["policy off", "critic off", "ref off", "engines sleep"]
-        assert colocation.state == EMPTY
+    with pytest.raises(ColocationError, match="since 'recover' failed"):
         await colocation.onload("policy")
-        await colocation.sync(lambda: diary.write("weights travel"))
-        colocation.check("generate")
-
-    story(tell)
-
-
-def test_failed_recovery_can_be_repeated():
-    async def tell():
-        colocation, diary = await started()
-        diary.fails = {"engines sleep"}
-        with pytest.raises(OSError):
-            await colocation.recover()
-        with pytest.raises(ColocationError, match="since 'recover' failed"):
-            await colocation.onload("policy")
-        diary.fails = set()
-        await colocation.recover()
-        await colocation.onload("policy")
-
-    story(tell)
+    diary.fails = set()
+    await colocation.recover()
+    await colocation.onload("policy")
 
 
-def test_failed_send_can_be_repeated():
-    async def tell():
-        colocation, diary = await started()
-        diary.take()
-        diary.fails = {"weights travel"}
-        with pytest.raises(OSError):
-            await colocation.sync(lambda: diary.write("weights travel"))
-        assert colocation.state == SYNC
-        diary.fails = set()
-        await colocation.sync(lambda: diary.write("weights travel"))
-        assert diary.take() == [
-            "engines wake weights",
-            *("weights travel", "weights travel"),
-            *("policy off", "engines wake kv_cache"),
-        ]
-
-    story(tell)
+async def test_failed_send_can_be_repeated():
+    colocation, diary = await started()
+    diary.take()
+    diary.fails = {"weights travel"}
+    with pytest.raises(OSError):
+        await colocation.sync(diary.send)
+    assert colocation.state == SYNC
+    diary.fails = set()
+    await colocation.sync(diary.send)
+    assert diary.take() == [
+        "engines wake weights",
+        *("weights travel", "weights travel"),
+        *("policy off", "engines wake kv_cache"),
+    ]
 
 
-def test_engine_that_died_asleep_restarts_when_next_sync_makes_room():
-    async def tell():
-        colocation, diary = await started()
-        diary.take()
+async def test_engine_that_died_asleep_restarts_when_next_sync_makes_room():
+    colocation, diary = await started()
+    diary.take()
 
-        async def start() -> Engine:
-            await diary.write("new starts")
-            return Engine(diary, "new")
-
-        starting = asyncio.create_task(colocation.start_engine(start))
-        await asyncio.sleep(0.05)
-        assert diary.take() == []  # the policy has the device
-        await colocation.sync(lambda: diary.write("weights travel"))
-        assert (await starting).name == "new"
-        assert diary.take() == [
-            *("policy off", "new starts", "new sleep", "policy on"),
-            *("engines wake weights", "weights travel", "policy off", "engines wake kv_cache"),
-        ]
-
-    story(tell)
+    starting = asyncio.create_task(colocation.start_engine(diary.start_new))
+    await asyncio.sleep(0.05)
+    assert diary.take() == []  # the policy has the device
+    await colocation.sync(diary.send)
+    assert (await starting).name == "new"
+    assert diary.take() == [
+        *("policy off", "new starts", "new sleep", "policy on"),
+        *("engines wake weights", "weights travel", "policy off", "engines wake kv_cache"),
+    ]
 
 
-def test_engine_that_died_during_sync_restarts_before_sync_is_repeated():
-    async def tell():
-        colocation, diary = await started()
-        diary.fails = {"weights travel"}
-        with pytest.raises(OSError):
-            await colocation.sync(lambda: diary.write("weights travel"))
-        diary.fails = set()
-        diary.take()
-
-        async def start() -> Engine:
-            return Engine(diary, "new")
-
-        starting = asyncio.create_task(colocation.start_engine(start))
-        await asyncio.sleep(0)
-        await colocation.sync(lambda: diary.write("weights travel"))
-        await starting
-        assert diary.take() == [
-            *("policy off", "new sleep", "new wake weights", "policy on"),
-            *("weights travel", "policy off", "engines wake kv_cache"),
-        ]
-
-    story(tell)
+async def test_engine_that_died_during_sync_restarts_before_sync_is_repeated():
+    colocation, diary = await started_with_failed_sync("weights travel")
+    starting = asyncio.create_task(colocation.start_engine(diary.start_new))
+    await asyncio.sleep(0)
+    await colocation.sync(diary.send)
+    await starting
+    assert diary.take() == [
+        *("policy off", "new starts", "new sleep", "new wake weights", "policy on"),
+        *("weights travel", "policy off", "engines wake kv_cache"),
+    ]
 
 
-def test_recovery_waits_for_engines_that_start():
-    async def tell():
-        colocation, diary = await started()
-        diary.fails = {"engines wake weights"}
-        with pytest.raises(OSError):
-            await colocation.sync(lambda: diary.write("weights travel"))
-        diary.fails = set()
-        diary.take()
-
-        async def start() -> Engine:
-            await diary.write("new starts")
-            return Engine(diary, "new")
-
-        async def restart() -> None:
-            await colocation.start_engine(start)
-
-        await colocation.recover(restart)
-        assert diary.take() == [
-            *("policy off", "critic off", "ref off"),
-            *("new starts", "new sleep"),
-            "engines sleep",
-        ]
-
-    story(tell)
+async def test_recovery_waits_for_engines_that_start():
+    colocation, diary = await started_with_failed_sync("engines wake weights")
+    await colocation.recover(lambda: colocation.start_engine(diary.start_new))
+    assert diary.take() == [
+        *("policy off", "critic off", "ref off"),
+        *("new starts", "new sleep"),
+        "engines sleep",
+    ]
 
 
-def test_engine_started_while_others_generate_receives_weights_between_syncs():
-    async def tell():
-        colocation, diary = await started()
-        assert not await colocation.send_between(lambda: diary.write("weights travel"))  # the next sync brings them
-        await colocation.sync(lambda: diary.write("weights travel"))
-        diary.take()
+async def test_engine_started_while_others_generate_receives_weights_between_syncs():
+    colocation, diary = await started()
+    assert not await colocation.send_between(diary.send)  # the next sync brings them
+    await colocation.sync(diary.send)
+    diary.take()
 
-        async def start() -> Engine:
-            return Engine(diary, "new")
-
-        await colocation.start_engine(start)
-        assert diary.take() == []  # awake, as the others
-        sent, _ = await asyncio.gather(
-            colocation.send_between(lambda: diary.write("weights travel")),
-            colocation.after_generating(),  # comes meanwhile, and waits its turn
-        )
-        assert sent
-        assert diary.take() == [
-            *("engines sleep", "policy on", "engines wake weights", "weights travel"),
-            *("policy off", "engines wake kv_cache"),
-            *("engines sleep", "policy on"),
-        ]
-
-    story(tell)
+    await colocation.start_engine(diary.start_new)
+    assert diary.take() == ["new starts"]  # awake, as the others
+    sent, _ = await asyncio.gather(
+        colocation.send_between(diary.send),
+        colocation.after_generating(),  # comes meanwhile, and waits its turn
+    )
+    assert sent
+    assert diary.take() == [
+        *("engines sleep", "policy on", "engines wake weights", "weights travel"),
+        *("policy off", "engines wake kv_cache"),
+        *("engines sleep", "policy on"),
+    ]
 
 
-def test_engine_start_timeout_names_the_worker_on_the_device():
-    async def tell():
-        colocation, diary = await started(start_timeout_seconds=0.05)
+async def test_engine_start_timeout_names_the_worker_on_the_device():
+    colocation, diary = await started(start_timeout_seconds=0.05)
 
-        async def start() -> Engine:
-            return Engine(diary)
-
-        with pytest.raises(ColocationError, match=r"cannot start engine for 0.05 s.*first: offload policy"):
-            await colocation.start_engine(start)
-        await colocation.sync(lambda: diary.write("weights travel"))  # does not wait for who gave up
-        colocation.check("generate")
-
-    story(tell)
+    with pytest.raises(ColocationError, match=r"cannot start engine for 0.05 s.*first: offload policy"):
+        await colocation.start_engine(diary.start_new)
+    await colocation.sync(diary.send)  # does not wait for who gave up
+    colocation.check("generate")
