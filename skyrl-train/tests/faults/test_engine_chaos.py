@@ -4,8 +4,7 @@ with an error that names what is wrong."""
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -109,7 +108,8 @@ def killer(trainer: Any, index: int, number: signal.Signals = signal.SIGKILL) ->
 @pytest.mark.parametrize(
     "when",
     [
-        "while it generates",
+        # `inference_engines/test_chaos_client.py` kills one then, too
+        pytest.param("while it generates", marks=pytest.mark.full),
         pytest.param("while it is paused", marks=pytest.mark.full),
         "during a sync",
         pytest.param("stopped, not killed", marks=pytest.mark.full),
@@ -182,16 +182,6 @@ def lying(make_engine: Callable[[], Any], lie: str) -> InferenceEngineInterface:
     return engine
 
 
-@asynccontextmanager
-async def run_with_a_liar(
-    start_run_with_ray: Any, lie: str, monkeypatch: Any, *args: Any, **changes: Any
-) -> AsyncIterator[Any]:
-    factory = entry.engine_factory
-    monkeypatch.setattr(entry, "engine_factory", lambda *a, **k: partial(lying, factory(*a, **k), lie))
-    async with start_run_with_ray(*args, **changes) as trainer:
-        yield trainer
-
-
 @pytest.mark.parametrize(
     "lie, message",
     [
@@ -202,16 +192,16 @@ async def run_with_a_liar(
     ],
 )
 async def test_an_engine_that_has_not_the_weights_ends_the_run(
-    lie, message, start_run_with_ray, prompt, monkeypatch, tmp_path: Path
+    lie, message, start_run, prompt, monkeypatch, tmp_path: Path
 ):
     trainer_changes: dict[str, Any] = {**LEARNS, "placement": {"colocate_all": lie != "swaps two tensors"}}
     generator = GENERATOR | {"num_inference_engines": 1, "weight_transfer_threshold_cuda_ipc_GB": 4e-5}
     if "adapter" in lie:
         trainer_changes["policy"] = {"model": {"lora": {"rank": 4}}, "optimizer_config": {"lr": 1e-2}}
         generator |= {"weight_sync_strategy": "adapter"}
-    async with run_with_a_liar(
-        start_run_with_ray, lie, monkeypatch, tmp_path, script(prompt), trainer=trainer_changes, generator=generator
-    ) as trainer:
+    factory = entry.engine_factory
+    monkeypatch.setattr(entry, "engine_factory", lambda *a, **k: partial(lying, factory(*a, **k), lie))
+    async with start_run(tmp_path, script(prompt), trainer=trainer_changes, generator=generator) as trainer:
         with pytest.raises(WeightSyncError, match=message):
             await trainer.train()
         assert trainer.global_step == 1, "version 0 went well"

@@ -1,4 +1,4 @@
-"""The engine behind the interface: seeds, stops, pauses, weights in flight, sleep, and errors that reach callers."""
+"""The native engine beyond what every engine keeps (`test_conformance_native.py`): bits, weights in flight, errors."""
 
 import asyncio
 import contextlib
@@ -56,39 +56,6 @@ async def test_a_trained_model_writes_its_story(stories260k):
         assert len(stopped["responses"][0]) < len(", there was a little girl named Lily. She loved to")
 
 
-async def test_the_same_seed_gives_the_same_answers_and_another_seed_others(tiny_models):
-    async with engine_of(tiny_models("qwen3")) as engine:
-        params = {"max_tokens": 30, "ignore_eos": True}
-        first = await engine.generate(batch(PROMPT, PROMPT, seed=1, **params))
-        again = await engine.generate(batch(PROMPT, PROMPT, seed=1, **params))
-        other = await engine.generate(batch(PROMPT, PROMPT, seed=2, **params))
-        assert first == again
-        answers = [*first["response_ids"], *other["response_ids"]]
-        assert len({tuple(ids) for ids in answers}) == 4  # request i of a batch has randomness of its own
-        swapped = await engine.generate(batch(PROMPT, PROMPT, seed=[[1, 1], [1, 0]], **params))
-        assert swapped["response_ids"] == first["response_ids"][::-1]
-        free = await engine.generate(batch(PROMPT, PROMPT, **params))
-        assert free["response_ids"][0] != free["response_ids"][1]
-
-
-async def test_answers_tell_tokens_text_log_probs_and_versions(tiny_models):
-    async with engine_of(tiny_models("llama")) as engine:
-        answer = await engine.generate(batch(PROMPT, max_tokens=6, ignore_eos=True, logprobs=None))
-        assert answer["response_logprobs"] is None
-        assert answer["weight_versions"] == [[0] * 6]
-        answer = await engine.generate(batch(PROMPT, max_tokens=6, ignore_eos=True))
-        assert len(answer["response_logprobs"][0]) == 6 and max(answer["response_logprobs"][0]) <= 0
-        text = engine._tokenizer.decode(answer["response_ids"][0], skip_special_tokens=True)
-        assert answer["responses"] == [text]
-        assert await engine.generate(batch()) == {
-            "responses": [],
-            "response_ids": [],
-            "stop_reasons": [],
-            "response_logprobs": [],
-            "weight_versions": [],
-        }
-
-
 async def test_requests_of_different_settings_go_together_and_give_what_generate_gives(tiny_models):
     settings = [{"temperature": 0.5}, {"top_k": 3, "temperature": 2.0}, {"temperature": 0.0}, {"top_p": 0.5}, {}]
     async with engine_of(tiny_models("qwen3")) as engine:
@@ -99,6 +66,7 @@ async def test_requests_of_different_settings_go_together_and_give_what_generate
         with pytest.raises(ValueError, match="no adapter named 'other' is loaded"):
             await engine.complete([Request(prompt, EngineSamplingParams(), (0, 0))], "other")
         assert await engine.complete([]) == []
+        assert not any((await engine.generate(batch())).values()), "no prompts, no answers"
     for completion, answer in zip(completions, expected, strict=True):
         assert [completion.token_ids] == answer["response_ids"]
         assert [completion.log_probs] == answer["response_logprobs"]
@@ -135,58 +103,6 @@ async def test_abort_returns_what_was_written_and_the_rest_can_be_asked_for(tiny
         rest = await engine.generate(batch(PROMPT + written, **params))
         assert written + rest["response_ids"][0] == whole["response_ids"][0]
         assert part["response_logprobs"][0] + rest["response_logprobs"][0] == whole["response_logprobs"][0]
-
-
-async def test_a_pause_that_keeps_changes_nothing_but_the_time(tiny_models):
-    async with engine_of(tiny_models("qwen3")) as engine:
-        whole = await engine.generate(batch(PROMPT, seed=3, **LONG))
-        running = asyncio.create_task(engine.generate(batch(PROMPT, seed=3, **LONG)))
-        await until_running(engine)
-        await engine.pause_generation("keep")
-        length = engine._core._rows.length[0]
-        late = asyncio.create_task(engine.generate(batch(PROMPT, max_tokens=2)))
-        await asyncio.sleep(0.1)
-        assert engine._core._rows.length[0] == length and not late.done()
-        await engine.resume_generation()
-        assert await running == whole
-        await late
-
-
-async def test_a_pause_that_waits_lets_the_running_end_and_no_new_ones_start(tiny_models):
-    async with engine_of(tiny_models("qwen3")) as engine:
-        running = asyncio.create_task(engine.generate(batch(PROMPT, seed=3, **LONG)))
-        await until_running(engine)
-        pausing = asyncio.create_task(engine.pause_generation("wait"))
-        await asyncio.sleep(0)
-        late = asyncio.create_task(engine.generate(batch(PROMPT, max_tokens=2)))
-        await pausing
-        assert engine._core.num_running == 0
-        assert (await running)["stop_reasons"] == ["length"]
-        assert not late.done()
-        await engine.resume_generation()
-        assert (await late)["stop_reasons"] == ["length"]
-
-
-async def test_a_pause_that_aborts_returns_the_running_now(tiny_models):
-    async with engine_of(tiny_models("qwen3")) as engine:
-        running = asyncio.create_task(engine.generate(batch(PROMPT, **LONG)))
-        await until_running(engine)
-        await engine.pause_generation("abort")
-        assert (await running)["stop_reasons"] == ["abort"]
-        await engine.resume_generation()
-
-
-async def test_a_caller_who_goes_away_frees_its_row(tiny_models):
-    async with engine_of(tiny_models("qwen3")) as engine:
-        running = asyncio.create_task(engine.generate(batch(PROMPT, **LONG)))
-        await until_running(engine)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        await engine.pause_generation("wait")
-        assert engine._core.num_running == 0 and not engine._pending
-        await engine.resume_generation()
-        assert (await engine.generate(batch(PROMPT, max_tokens=1)))["stop_reasons"]
 
 
 def other_weights(path: str) -> dict[str, torch.Tensor]:
