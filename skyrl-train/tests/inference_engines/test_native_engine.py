@@ -296,20 +296,3 @@ async def test_closing_ends_the_thread_and_fails_what_is_pending(tiny_models):
 def test_a_context_beyond_the_models_is_a_config_error(tiny_models):
     with pytest.raises(ConfigError, match="from 2 to the model's max_position_embeddings=512; got 1000"):
         NativeInferenceEngine(tiny_models("qwen3"), max_model_len=1000)
-
-
-@pytest.mark.slow
-def test_a_ray_actor_computes_what_the_plain_class_does(tiny_models, ray_cpu):
-    import ray
-
-    request = batch(PROMPT, [8] * 40, seed=4, max_tokens=50)
-    actor = ray.remote(num_cpus=1)(NativeInferenceEngine).remote(tiny_models("qwen3"))
-    two = ray.get([actor.generate.remote(request), actor.generate.remote(request)], timeout=120)  # both at a time
-    ray.get(actor.teardown.remote(), timeout=30)
-    ray.kill(actor)
-
-    async def here():
-        async with engine_of(tiny_models("qwen3")) as engine:
-            return await engine.generate(request)
-
-    assert two == [asyncio.run(here())] * 2

@@ -54,7 +54,7 @@ def first_line(process: subprocess.Popen) -> str:
         too_long.cancel()
 
 
-@pytest.mark.parametrize("launcher", ["ray", "inline"])
+@pytest.mark.parametrize("launcher", ["ray", pytest.param("inline", marks=pytest.mark.full)])
 def test_engines_and_an_endpoint_alone_until_told_to_stop(launcher, chat_model, tmp_path):
     settings = "generator.http_endpoint_port=0", f"trainer.placement.launcher={launcher}"
     with serving(chat_model, tmp_path, *settings) as process:

@@ -112,11 +112,10 @@ def test_the_same_run_on_a_gpu(bf16, launcher, settings, run, tmp_path):
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks(settings, run, merged, tmp_path):
     every_step: dict[str, Any] = {"trainer": {"ckpt_interval": 1, "hf_save_interval": 3, "max_training_steps": 3}}
-    whole = settings(tmp_path / "whole", merged(every_step, TWO_RANKS))
-    expected = run(whole)
+    expected = run(settings(tmp_path / "whole", every_step))  # on one rank, without Ray
     first = merged(every_step, {**TWO_RANKS, "trainer": TWO_RANKS["trainer"] | {"max_training_steps": 2}})
     run(settings(tmp_path / "moved", first))
-    resumed = run(settings(tmp_path / "moved", every_step))  # one rank now, and no Ray
+    resumed = run(settings(tmp_path / "moved", every_step))  # as the whole run from here
     assert [row["step"] for row in resumed] == [1, 2, 3]
     for name in ("policy/grad_norm", "policy/final_loss", "policy/policy_entropy", "reward/avg_raw_reward"):
         assert resumed[2][name] == pytest.approx(expected[2][name], rel=1e-3, abs=1e-5), name
