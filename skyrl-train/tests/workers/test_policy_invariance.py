@@ -64,9 +64,14 @@ def shifted_batch(ragged_batch: Any) -> TrainingInputBatch:
     return batch
 
 
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"])
-def test_no_split_changes_loss_or_gradient(learners, config, shifted_batch, reduction):
-    splits = SPLITS if reduction == "token_mean" else FEW_SPLITS
+@pytest.mark.parametrize(
+    "reduction, splits",
+    [
+        *((name, FEW_SPLITS) for name in ("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")),
+        pytest.param("token_mean", SPLITS, marks=pytest.mark.slow, id="token_mean, every split"),
+    ],
+)
+def test_no_split_changes_loss_or_gradient(learners, config, shifted_batch, reduction, splits):
     steps = steps_of(learners, config, shifted_batch, splits, algorithm=dict(loss_reduction=reduction))
     sums = assert_same(steps, shifted_batch).sums
     assert sums["token/policy_kl"] > 0
