@@ -1,8 +1,9 @@
 """Tiny real things that many tests use: a model, a Ray cluster, the folder of real data."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two threads of one process fight over two cores
 
@@ -43,6 +44,27 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     model = tiny_qwen3(hidden_size=32, vocab_size=len(tokenizer), max_position_embeddings=256)
     model.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def save_mixture() -> Callable[..., str]:
+    """`save_mixture(folder, **config)` makes a Qwen3 of four experts in two layers with random weights there."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    def save(folder: str | Path, *, scale: float = 1.0, **config: Any) -> str:
+        sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=32, moe_intermediate_size=8)
+        sizes |= dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64)
+        tokens = dict(eos_token_id=1, pad_token_id=0, bos_token_id=None)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            experts = dict(num_experts=4, num_experts_per_tok=2)
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(sizes | tokens | experts | config)))
+        for parameter in model.parameters():
+            parameter.data.mul_(scale)
+        model.save_pretrained(folder)
+        return str(folder)
+
+    return save
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from skyrl_train.config import FSDPConfig, LoRAConfig
 from skyrl_train.distributed.process_group import make_mesh
@@ -15,28 +15,15 @@ from skyrl_train.distributed.ulysses import SequenceParallel, make_sequence_para
 from skyrl_train.models.lora import adapters_of, add_adapters, exported_parameters
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.training_backends.fsdp2.sharding import clip_grad_norm, shard_model
+from skyrl_train_testing.tiny_models import tiny_qwen3
 
 NUM_PROMPT, NUM_RESPONSE = 4, 5
 
 
 def tiny(**settings: Any) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        max_position_embeddings=32,
-        tie_word_embeddings=False,
-        **settings,
-    )
-    model = Qwen3ForCausalLM(config).train()
-    for parameter in model.parameters():
-        parameter.data.mul_(3.0)
-    return model
+    return tiny_qwen3(
+        hidden_size=16, scale=3.0, vocab_size=32, max_position_embeddings=32, tie_word_embeddings=False, **settings
+    ).train()
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_train.config import LoRAConfig
 from skyrl_train.errors import CheckpointError, ConfigError
@@ -171,25 +171,9 @@ def test_adapters_compute_with_onednn_where_their_layers_do(tiny_model):
     assert set(kinds.values()) == {OneDnnLinear if torch.backends.mkldnn.is_available() else nn.Linear}
 
 
-@pytest.fixture(scope="module")
-def moe_model(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "tiny_moe"
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        moe_intermediate_size=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        mlp_only_layers=[1],  # the second block has no experts
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+@pytest.fixture
+def moe_model(save_mixture, tmp_path) -> str:
+    return save_mixture(tmp_path / "mixture", mlp_only_layers=[1])  # the second block has no experts
 
 
 def test_fused_experts_get_no_adapter_and_their_model_says_so(moe_model, tmp_path, caplog):

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoTokenizer
 
 from skyrl_train.errors import SkyRLError
 from skyrl_train.utils.run_folder import RunFolder
@@ -175,28 +174,12 @@ def test_ranks_that_share_sequences_take_the_step_that_one_takes(settings, run, 
 
 
 @pytest.mark.slow
-def test_a_mixture_of_experts_is_trained_and_its_balance_is_seen(chat_model, settings, run, tmp_path: Path):
-    folder = str(tmp_path / "experts")
-    AutoTokenizer.from_pretrained(chat_model).save_pretrained(folder)
-    dense = AutoConfig.from_pretrained(chat_model)
-    config = Qwen3MoeConfig(
-        vocab_size=dense.vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+def test_a_mixture_of_experts_is_trained_and_its_balance_is_seen(
+    chat_model, save_mixture, settings, run, tmp_path: Path
+):
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    tokenizer.save_pretrained(tmp_path / "experts")
+    folder = save_mixture(tmp_path / "experts", vocab_size=len(tokenizer), hidden_size=32, max_position_embeddings=256)
     steps = run(settings(tmp_path / "run", {"trainer": {"policy": {"model": {"path": folder}}}}))
     assert_learns(steps)
     # With perfectly even routing the auxiliary loss is the number of experts per token.

@@ -146,35 +146,10 @@ def test_off_policy_weights_scale_the_policy_loss_alone(learners, config, shifte
     assert half["loss/entropy_loss"] == whole["loss/entropy_loss"]
 
 
-@pytest.fixture(scope="module")
-def mixture_of_experts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    folder = str(tmp_path_factory.mktemp("models") / "tiny_moe")
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        moe_intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=32,
-    )
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config)
-    for parameter in model.parameters():
-        parameter.data.mul_(3.0)
-    model.save_pretrained(folder)
-    return folder
-
-
 def test_the_load_balancing_loss_of_experts_is_that_of_the_whole_mini_batch(
-    learners, config, ragged_batch, mixture_of_experts
+    learners, config, ragged_batch, save_mixture, tmp_path
 ):
     batch = ragged_batch(3)
-    policy = {"model": {"path": mixture_of_experts}}
+    policy = {"model": {"path": save_mixture(tmp_path / "mixture", scale=3.0)}}
     steps = steps_of(learners, config, batch, ["1 x 8, packed", "2 x 1, packed", "2 x 2, padded"], policy=policy)
     assert 2.0 < assert_same(steps, batch).sums["loss/router_auxiliary_loss"] < 8.0  # even .. all to the same two

@@ -1,13 +1,14 @@
 """Weights that a vLLM worker received, but computes otherwise with, are named, in every process of every replica."""
 
 import re
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.base import WeightReport
@@ -139,27 +140,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
+def mixture(tmp_path_factory: pytest.TempPathFactory, save_mixture: Callable[..., str]) -> str:
     """A mixture of four experts in two layers, with tied embeddings."""
     from skyrl_train_testing.engine_conformance import make_tiny_model
 
     folder = make_tiny_model(tmp_path_factory.mktemp("models") / "mixture", tied=True)
     dense = AutoConfig.from_pretrained(folder)
-    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-    config = Qwen3MoeConfig(
-        **{name: getattr(dense, name) for name in (*sizes, "vocab_size", "max_position_embeddings")},
-        num_experts=4,
-        num_experts_per_tok=2,
+    sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    return save_mixture(
+        folder,
+        **{name: getattr(dense, name) for name in (*sizes, "max_position_embeddings")},
         moe_intermediate_size=64,
         initializer_range=0.12,
         tie_word_embeddings=True,
-        eos_token_id=1,
-        pad_token_id=0,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 async def test_faults_in_one_of_two_processes_are_named_after_small_bfloat16_steps_of_a_mixture(mixture: str):
