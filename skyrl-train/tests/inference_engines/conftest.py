@@ -1,5 +1,6 @@
 """Tiny random language models on disk, one of each architecture, with a tokenizer of 62 letters, digits and pairs."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+
+sys.path.insert(0, str(Path(__file__).parent))  # native_runs: importlib mode does not add this folder
 
 VOCABULARY = ["<pad>", "<eos>", *"abcdefghijklmnopqrstuvwxyz0123456789", *(f"{c}." for c in "abcdefghijklmnopqrstuvwx")]
 _SHAPE = {

@@ -5,44 +5,19 @@ import math
 import numpy as np
 import pytest
 import torch
+from native_runs import make_core, random_prompts, run, same_bits
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native import packed_linear
 from skyrl_train.inference_engines.native.core import NativeEngineCore
-from skyrl_train.inference_engines.native.loading import load_model
 from skyrl_train.inference_engines.native.packed_linear import can_pack, pack_linears, stale_copies
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, PromptScoring, Request
 from skyrl_train.weight_sync.fingerprint import Sampling
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_window"]
 CPU = torch.device("cpu")
-
-
-def make_core(path: str, max_num_seqs: int = 64, eos_ids: tuple[int, ...] = (), dtype: str = "float32"):
-    model = load_model(path, device=CPU, dtype=dtype, model_config_kwargs=None, trust_remote_code=False)
-    return NativeEngineCore(
-        model, max_num_seqs=max_num_seqs, max_model_len=512, eos_ids=eos_ids, decode=lambda ids: "".join(map(chr, ids))
-    )
-
-
-def random_prompts(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
-    generator = np.random.default_rng(seed)
-    return [generator.integers(2, 62, length) for length in lengths]
-
-
-def run(core: NativeEngineCore, requests: list[Request]) -> list[Completion]:
-    for request in requests:
-        core.add_request(request)
-    done = {}
-    while core.num_running or core.num_waiting:
-        done |= core.step()
-    return [done[request] for request in requests]
-
-
-def same_bits(one: Completion, other: Completion) -> bool:
-    return one.token_ids == other.token_ids and one.log_probs == other.log_probs
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -96,16 +71,8 @@ def test_a_request_gets_the_same_bits_alone_and_in_a_crowd(tiny_models, name, pa
     core_alone, crowd = make_core(tiny_models(name)), make_core(tiny_models(name))
     alone = [run(core_alone, [request])[0] for request in requests]
 
-    done = {}
-    late = requests[1::2]
-    for request in requests[::2]:
-        crowd.add_request(request)
-    while crowd.num_running or crowd.num_waiting or late:
-        if late:
-            crowd.add_request(late.pop(0))
-        done |= crowd.step()
-    for request, expected in zip(requests, alone, strict=True):
-        assert same_bits(done[request], expected), f"prompt of {len(request.prompt)} tokens"
+    for request, answer, expected in zip(requests, run(crowd, requests, late=requests[1::2]), alone, strict=True):
+        assert same_bits(answer, expected), f"prompt of {len(request.prompt)} tokens"
 
 
 _CORES: dict[str, NativeEngineCore] = {}

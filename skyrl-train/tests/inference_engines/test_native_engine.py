@@ -7,30 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from native_runs import PROMPT, batch, engine_of
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.errors import ConfigError, WeightSyncError, WorkerError
-from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
 from skyrl_train.weight_sync.base import WeightUpdateRequest
 from skyrl_train_testing.engine_conformance.transfer import WeightPath
 
-PROMPT = [5, 9, 12, 30, 7]
 LONG = {"max_tokens": 200, "ignore_eos": True}
-
-
-@contextlib.asynccontextmanager
-async def engine_of(path: str, **settings):
-    engine = NativeInferenceEngine(path, **settings)
-    try:
-        yield engine
-    finally:
-        await engine.teardown()
-
-
-def batch(*prompts: list[int], **params) -> InferenceEngineInput:
-    return InferenceEngineInput(prompt_token_ids=list(prompts), sampling_params=params)
 
 
 async def until_running(engine: NativeInferenceEngine, tokens: int = 3) -> None:

@@ -2,7 +2,6 @@
 on who else is there."""
 
 import asyncio
-import contextlib
 import json
 import shutil
 import tempfile
@@ -13,19 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from native_runs import PROMPT, batch, engine_of, make_core, random_prompts, run, same_bits
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.errors import UnsupportedByEngine
-from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native import packed_linear
 from skyrl_train.inference_engines.native.attention import MIN_ROWS
 from skyrl_train.inference_engines.native.core import NativeEngineCore
-from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.experts import PROJECTIONS
-from skyrl_train.inference_engines.native.loading import load_model
 from skyrl_train.inference_engines.native.lora import NO_LORA, Lora, groups_of
 from skyrl_train.inference_engines.native.lora_loading import read_lora
 from skyrl_train.inference_engines.native.packed_linear import pack_linears
@@ -90,13 +87,6 @@ pytestmark = [  # peft's
 ]
 
 
-def make_core(path: str, dtype: str = "float32") -> NativeEngineCore:
-    model = load_model(path, device=CPU, dtype=dtype, model_config_kwargs=None, trust_remote_code=False)
-    return NativeEngineCore(
-        model, max_num_seqs=64, max_model_len=512, eos_ids=(), decode=lambda ids: "".join(map(chr, ids))
-    )
-
-
 def load(core: NativeEngineCore, folder: str, name: str = "first", version: int = 1) -> Lora:
     layers = read_lora(folder, core.model, 64)
     core.loras.load(LoraLoadRequest(name=name, path=folder, version=version), layers, "full")
@@ -105,30 +95,12 @@ def load(core: NativeEngineCore, folder: str, name: str = "first", version: int 
     return lora
 
 
-def random_prompts(lengths: list[int], seed: int = 0) -> list[np.ndarray]:
-    generator = np.random.default_rng(seed)
-    return [generator.integers(2, 62, length) for length in lengths]
-
-
-def run(core: NativeEngineCore, requests: list[Request]) -> list[Completion]:
-    for request in requests:
-        core.add_request(request)
-    done = {}
-    while core.num_running or core.num_waiting:
-        done |= core.step()
-    return [done[request] for request in requests]
-
-
 def log_probs_of(model: Any, prompt: np.ndarray, answer: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of the prompt's tokens but the first, and of the answer's, by one plain forward pass."""
     ids = torch.tensor([[*prompt.tolist(), *answer]])
     with torch.no_grad():
         log_probs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     return log_probs[: len(prompt) - 1], log_probs[len(prompt) - 1 :]
-
-
-def same_bits(one: Completion, other: Completion) -> bool:
-    return one.token_ids == other.token_ids and one.log_probs == other.log_probs
 
 
 @pytest.mark.parametrize(
@@ -191,16 +163,8 @@ def test_a_request_gets_the_same_bits_alone_and_in_a_crowd_of_other_adapters(tin
 
     crowd = make_core(path)
     requests = requests_with([load(crowd, folder, f"number {i}") for i, folder in enumerate(folders)] + [None])
-    done = {}
-    late = requests[1::2]
-    for request in requests[::2]:
-        crowd.add_request(request)
-    while crowd.num_running or crowd.num_waiting or late:
-        if late:
-            crowd.add_request(late.pop(0))
-        done |= crowd.step()
-    for request, expected in zip(requests, alone, strict=True):
-        assert same_bits(done[request], expected), f"prompt of {len(request.prompt)} tokens, {request.lora}"
+    for request, answer, expected in zip(requests, run(crowd, requests, late=requests[1::2]), alone, strict=True):
+        assert same_bits(answer, expected), f"prompt of {len(request.prompt)} tokens, {request.lora}"
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
@@ -313,22 +277,6 @@ def test_rows_without_adapters_make_no_groups():
 
 
 # ---- the engine
-
-
-@contextlib.asynccontextmanager
-async def engine_of(path: str, **settings: Any):
-    engine = NativeInferenceEngine(path, **settings)
-    try:
-        yield engine
-    finally:
-        await engine.teardown()
-
-
-def batch(*prompts: list[int], lora: str | None = None, **params: Any) -> InferenceEngineInput:
-    return InferenceEngineInput(prompt_token_ids=list(prompts), sampling_params=params, lora_name=lora)
-
-
-PROMPT = [5, 9, 12, 30, 7]
 
 
 async def test_adapters_by_name(tiny_models, adapter):

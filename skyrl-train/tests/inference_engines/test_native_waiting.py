@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
+from native_runs import make_core
 
 from skyrl_train.inference_engines.native.core import NativeEngineCore
-from skyrl_train.inference_engines.native.loading import load_model
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
 from skyrl_train.inference_engines.native.waiting import Waiting
 
@@ -58,15 +57,8 @@ def test_within_a_group_the_first_comes_first_and_rows_given_back_count():
     assert waiting.next(2) is requests[4] and len(waiting) == 1
 
 
-def core_of(path: str, **settings) -> NativeEngineCore:
-    model = load_model(
-        path, device=torch.device("cpu"), dtype="float32", model_config_kwargs=None, trust_remote_code=False
-    )
-    return NativeEngineCore(model, max_model_len=512, eos_ids=(), decode=str, **settings)
-
-
 def test_a_group_that_comes_late_starts_at_once_beside_one_that_wants_everything(tiny_models):
-    core = core_of(tiny_models("qwen3"), max_num_seqs=16)
+    core = make_core(tiny_models("qwen3"), max_num_seqs=16)
     for index in range(100):
         core.add_request(request("greedy", max_tokens=200, seed=index))
     core.step()
@@ -80,7 +72,7 @@ def test_a_group_that_comes_late_starts_at_once_beside_one_that_wants_everything
 
 def test_a_step_lets_in_a_bounded_number_of_prompt_tokens(tiny_models):
     """Running answers get their next token after at most so much; a prompt above the bound comes in alone."""
-    core = core_of(tiny_models("qwen3"), max_num_seqs=64, max_prefill_tokens=128)
+    core = make_core(tiny_models("qwen3"), max_num_seqs=64, max_prefill_tokens=128)
     lengths = [40, 40, 30, 300, 1, 1, 60, 60, 60]
     for index, length in enumerate(lengths):
         core.add_request(request(None, length=length, max_tokens=50, seed=index))
@@ -106,9 +98,9 @@ def test_the_cache_stays_within_its_memory_and_gives_the_same(tiny_models):
             most = max(most, core._cache.num_rows * core._cache.length)
         return [(done[one].token_ids, done[one].log_probs) for one in requests], most
 
-    answers, most = run(core_of(tiny_models("qwen2"), max_num_seqs=32))
+    answers, most = run(make_core(tiny_models("qwen2"), max_num_seqs=32))
     assert most == 32 * 512
-    within, most = run(core_of(tiny_models("qwen2"), max_num_seqs=32, max_cache_tokens=32 * 100))
+    within, most = run(make_core(tiny_models("qwen2"), max_num_seqs=32, max_cache_tokens=32 * 100))
     assert within == answers and most <= 32 * 100
-    alone, most = run(core_of(tiny_models("qwen2"), max_num_seqs=32, max_cache_tokens=100))
+    alone, most = run(make_core(tiny_models("qwen2"), max_num_seqs=32, max_cache_tokens=100))
     assert alone == answers and most == 4 * 512  # even one is too much: one at a time
