@@ -122,6 +122,8 @@ class FaultyWeightExtension(WeightExtension):
     def _packs_layers(self) -> bool:
         """Return True if layers multiply by a packed copy of their weight, whatever weight they are given."""
         layer = self._packed_layer()
+        if layer.weight.ndim != 2:  # vLLM keeps the packed copy alone
+            return True
         ones = torch.ones(1, layer.weight.shape[1], dtype=layer.weight.dtype)
         return bool(layer.cpu_linear(ones, torch.zeros_like(layer.weight), None).any())
 
