@@ -83,7 +83,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_run_under_ray_gives_the_same_rewards(trained: Run, tmp_path: Path):
     run = Run(tmp_path)
     run.model = trained.model

@@ -1,17 +1,20 @@
 """A model whose ranks share sequences and divide its weights scores and learns as one process does."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
 from skyrl_train.config import FSDPConfig, LoRAConfig
 from skyrl_train.distributed.process_group import make_mesh
 from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.distributed.ulysses import SequenceParallel, make_sequence_parallel
+from skyrl_train.models.adapter_files import WEIGHTS_FILE, adapter_tensors, write_adapter_version
 from skyrl_train.models.lora import adapters_of, add_adapters, exported_parameters
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.training_backends.fsdp2.sharding import clip_grad_norm, shard_model
@@ -108,3 +111,16 @@ def test_sharing_sequences_and_dividing_weights_change_neither_scores_nor_gradie
             for name, tensor in result["weights"].items():
                 learnt = model is tiny or "_proj" in name
                 assert torch.equal(tensor, untrained[name]) != learnt, name
+
+
+def write_adapters_on_ranks(folder: Path) -> int:
+    model = shard_model(with_adapters(), make_mesh(torch.device("cpu")), FSDPConfig(), bf16=False)
+    return len(write_adapter_version(model, folder, 1, torch.float32, rank=dist.get_rank()))
+
+
+def test_two_ranks_write_the_adapters_that_one_would(run_on_ranks, tmp_path):
+    expected = dict(adapter_tensors(with_adapters(), torch.float32))
+    assert run_on_ranks(2, write_adapters_on_ranks, tmp_path) == [len(expected), 0]
+    written = load_file(tmp_path / "1" / WEIGHTS_FILE)
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())

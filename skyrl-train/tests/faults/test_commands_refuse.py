@@ -32,7 +32,13 @@ LONG_QUESTION = [{"role": "user", "content": "1" + "+1" * 60}]
             "environment.env_class=arithmetik",
             "ConfigError: environment.env_class: no environment 'arithmetik' is registered; did you mean arithmetic?",
         ),
-        ("question", QUESTION, "trainer.seed=1", "rows.parquet: row 0 has no column 'prompt'; it has question"),
+        pytest.param(
+            "question",
+            QUESTION,
+            "trainer.seed=1",
+            "rows.parquet: row 0 has no column 'prompt'; it has question",
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             "prompt",
             LONG_QUESTION,
@@ -41,7 +47,13 @@ LONG_QUESTION = [{"role": "user", "content": "1" + "+1" * 60}]
             marks=pytest.mark.full,
         ),
         ("prompt", QUESTION, "trainer.policy.model.path=/nowhere", "model.path=/nowhere: there is no such folder"),
-        ("prompt", QUESTION, "trainer.run_dir=/dev/null/run", "trainer.run_dir=/dev/null/run cannot be written: "),
+        pytest.param(
+            "prompt",
+            QUESTION,
+            "trainer.run_dir=/dev/null/run",
+            "trainer.run_dir=/dev/null/run cannot be written: ",
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["batch size", "environment", "column", "length", "model path", "run folder"],
 )

@@ -195,6 +195,7 @@ async def test_an_engine_in_a_long_prompt_is_not_taken_for_dead(start: Start):
         assert client.take_metrics()["engines/deaths"] == 0
 
 
+@pytest.mark.full  # in one process: test_routing.py, test_client.py
 async def test_a_slow_engine_gets_less_and_costs_only_what_is_late(start: Start):
     async with start([0.0, 0.4], request_timeout_seconds=10.0) as (client, engines):
         for _ in range(4):
@@ -226,6 +227,7 @@ async def test_a_slow_engine_gets_less_and_costs_only_what_is_late(start: Start)
         assert time.monotonic() - began < 9, "what nobody waits for is not computed any more"
 
 
+@pytest.mark.full  # in one process: test_supervision.py, test_client.py
 async def test_a_death_too_many_reaches_everyone_with_the_log(start: Start):
     async with start([0.03, 0.03], max_engine_restarts=1) as (client, engines):
         first = pid(client, 0)

@@ -54,7 +54,7 @@ def test_the_command_measures_in_order_and_ends_with_1_above_the_limit(sharp_mod
     assert len(report["limit"]["above"]) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_server_that_is_not_there_is_named_and_the_command_ends_with_1(sharp_model: str, tmp_path: Path):
     command = [sys.executable, "-m", "skyrl_train.entrypoints.main_mismatch"]
     command += [f"trainer.policy.model.path={sharp_model}", f"trainer.run_dir={tmp_path}"]

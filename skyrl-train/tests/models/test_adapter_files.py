@@ -2,18 +2,14 @@
 
 import json
 import os
-import socket
-from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from skyrl_train.config import FSDPConfig, LoRAConfig
-from skyrl_train.distributed.process_group import init_process_group, make_mesh
+from skyrl_train.config import LoRAConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
@@ -28,7 +24,6 @@ from skyrl_train.models.adapter_files import (
 )
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.lora import adapters_of, add_adapters
-from skyrl_train.training_backends.fsdp2.sharding import shard_model
 from skyrl_train.weight_sync.base import LoraLoadRequest
 from skyrl_train.weight_sync.fingerprint import differences, fingerprints_of
 
@@ -167,26 +162,3 @@ def test_a_checkpoints_adapter_names_its_model_and_stays_in_float32(tiny_model, 
     assert json.loads((tmp_path / "adapter" / CONFIG_FILE).read_text())["base_model_name_or_path"] == "some/model"
     tensors = load_file(tmp_path / "adapter" / WEIGHTS_FILE).values()
     assert {tensor.dtype for tensor in tensors} == {torch.float32}
-
-
-def _rank_of_two(rank: int, port: int, model_path: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    init_process_group(
-        rank=rank, world_size=2, master_address="127.0.0.1", master_port=port, device=CPU, timeout_seconds=60
-    )
-    model = shard_model(adapted(model_path), make_mesh(CPU, -1), FSDPConfig(), bf16=False)
-    written = write_adapter_version(model, Path(folder), 1, torch.float32, rank=rank)
-    assert len(written) == (28 if rank == 0 else 0)
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_two_ranks_write_what_one_would(tiny_model, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_rank_of_two, (port, tiny_model, str(tmp_path)), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
-    file = load_file(tmp_path / "1" / WEIGHTS_FILE)
-    expected = dict(adapter_tensors(adapted(tiny_model), torch.float32))
-    assert file.keys() == expected.keys()
-    assert all(torch.equal(file[name], tensor) for name, tensor in expected.items())

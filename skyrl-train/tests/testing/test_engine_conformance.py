@@ -21,6 +21,7 @@ from skyrl_train_testing.engine_conformance import (
     ConformanceError,
     EngineUnderTest,
     check_engine,
+    control,
     make_tiny_model,
     run_check,
 )
@@ -359,11 +360,10 @@ async def test_an_engine_that_forgets_others_with_a_cancelled_request_is_named(t
         ),
         (AnswersInAPause, "a_pause_that_aborts_returns_answers_now", "answered before resume_generation"),
         (SleepsWhileRequestsRun, "sleep_is_refused_while_requests_run", "did not raise while requests were running"),
-        pytest.param(
+        (
             TellsOneVersionAnAnswer,
             "answers_under_way_go_on_with_the_new_weights",
             "caught under way|written before",
-            marks=pytest.mark.full,
         ),
         (
             SharesPromptsOfOlderWeights,
@@ -372,7 +372,9 @@ async def test_an_engine_that_forgets_others_with_a_cancelled_request_is_named(t
         ),
     ],
 )
-async def test_wrong_control_is_named(tiny, make, check, says):
+async def test_wrong_control_is_named(tiny, monkeypatch, make, check, says):
+    if "caught under way" in says:  # it never is: a few tries tell as much as all
+        monkeypatch.setattr(control, "_NUM_TRIES", 4)
     with pytest.raises(ConformanceError, match=says):
         await outcome_of(tiny, check, make)
 

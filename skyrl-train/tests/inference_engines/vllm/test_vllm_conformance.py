@@ -17,6 +17,7 @@ pytestmark = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def subject(tmp_path_factory: pytest.TempPathFactory):
+    """An engine that starts with random weights, which answer nothing until all of them have come."""
     from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
 
     folder = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", tied=True)
@@ -28,8 +29,14 @@ async def subject(tmp_path_factory: pytest.TempPathFactory):
         max_num_batched_tokens=512,
         max_lora_rank=8,
         control_timeout_seconds=240.0,
+        dummy_weights=True,
     )
     subject = EngineUnderTest(engine, folder)
+    await subject.prepare()
+    with pytest.raises(RuntimeError, match="no weights yet"):
+        await subject.generate([[5, 6]], max_tokens=1)
+    await subject.set_weights(subject.reference.changed(1))
+    await subject.restore_weights()
     yield subject
     await subject.close()
     await engine.teardown()

@@ -29,13 +29,6 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "untied", tied=False)
 
 
-@pytest.fixture(scope="module")
-def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from skyrl_train_testing.engine_conformance import make_tiny_model
-
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tied", tied=True)
-
-
 async def _expect_whole_syncs(model: str, **settings: Any) -> None:
     """Random weights answer nothing; after each full sync log-probs are transformers'."""
     from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
@@ -59,10 +52,6 @@ async def _expect_whole_syncs(model: str, **settings: Any) -> None:
 @pytest.mark.full
 async def test_the_first_sync_replaces_all_random_weights_of_an_untied_model(untied_model: str):
     await _expect_whole_syncs(untied_model)
-
-
-async def test_the_first_sync_replaces_all_random_weights_of_a_tied_model(tied_model: str):
-    await _expect_whole_syncs(tied_model)
 
 
 @pytest.mark.full
