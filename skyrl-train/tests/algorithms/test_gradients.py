@@ -211,27 +211,6 @@ def test_dpo_gradient_at_margin_0_is_equal_for_all_tokens():
 # ---- what must have no gradient, and what must have one
 
 
-@EVERY_LOSS
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), float("-inf"), 1e30])
-def test_garbage_in_masked_positions_changes_neither_value_nor_gradient(name: str, garbage: float):
-    def value_and_gradient(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        log_probs = batch.log_probs.clone().requires_grad_()
-        loss = batch.loss(name, log_probs)
-        loss.sum().backward()
-        assert log_probs.grad is not None
-        return loss.detach(), log_probs.grad
-
-    clean, dirty = Batch(), Batch()
-    for column in ("log_probs", "old", "rollout", "advantages", "noise"):
-        setattr(dirty, column, torch.where(dirty.mask == 0, garbage, getattr(dirty, column)))
-    for selector in dirty.selected:
-        inputs = dirty.log_probs, dirty.old, dirty.advantages, dirty.mask, dirty.noise, CONFIG
-        assert torch.equal(TokenSelectorRegistry.get(selector)(*inputs), clean.selected[selector])
-    for of_clean, of_dirty in zip(value_and_gradient(clean), value_and_gradient(dirty), strict=True):
-        assert torch.equal(of_clean * clean.mask, of_clean), "nothing stands outside the mask"
-        assert torch.equal(of_dirty, of_clean)
-
-
 FAR = math.log(3.0)
 
 

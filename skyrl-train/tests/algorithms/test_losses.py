@@ -133,33 +133,6 @@ def test_requirements_name_the_columns_a_loss_cannot_do_without(name: str, absen
         assert torch.isfinite(loss).all()
 
 
-@pytest.mark.parametrize("name", [name for name in OURS if not PolicyLossRegistry.requirements(name).pairs])
-def test_a_sequence_has_the_same_loss_in_any_company_at_any_width(name: str):
-    """So no split into micro-batches or over ranks can change it, and neither can padding."""
-    generator = torch.Generator().manual_seed(0)
-    old = -torch.rand(6, 5, generator=generator) * 3
-    log_probs = old + 0.5 * torch.randn(6, 5, generator=generator)
-    advantages = torch.randn(6, 5, generator=generator)
-    mask = (torch.rand(6, 5, generator=generator) > 0.3).float()
-    rollout = old + 0.1 * torch.randn(6, 5, generator=generator)
-    selected = torch.rand(6, 5, generator=generator) > 0.5  # as if chosen over the whole mini-batch
-    columns = log_probs, old, advantages, mask, rollout, selected
-    loss_fn, config = PolicyLossRegistry.get(name), AlgorithmConfig()
-
-    def masked_loss(rows, width: int = 0) -> torch.Tensor:
-        inputs = [torch.nn.functional.pad(each[rows], (0, width)) for each in columns]
-        extra = {"selected_tokens": inputs[5]} if name in TokenSelectorRegistry else {}
-        loss, metrics = loss_fn(*inputs[:3], config, inputs[3], inputs[4], **extra)
-        assert loss.shape == inputs[0].shape and all(value.shape == loss.shape for value in metrics.values())
-        return (loss * inputs[3])[:, :5]
-
-    whole = masked_loss(slice(None))
-    order = [3, 1, 5, 0, 2, 4]
-    torch.testing.assert_close(masked_loss(order), whole[order])
-    torch.testing.assert_close(torch.cat([masked_loss([row]) for row in range(6)]), whole)
-    torch.testing.assert_close(masked_loss(slice(None), width=4), whole)
-
-
 def test_clip_bounds_are_set_apart():
     config = AlgorithmConfig(eps_clip_low=0.2, eps_clip_high=0.28)
     loss, metrics = ppo_policy_loss(torch.tensor([[math.log(2.0)]]), torch.zeros(1, 1), torch.ones(1, 1), config)
