@@ -16,7 +16,18 @@ from skyrl_train.errors import ConfigError
 ROWS = [*rows_trainer.ROWS, *rows_algorithm.ROWS, *rows_generator.ROWS]
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if isinstance(row, Row)], ids=lambda row: row.setting)
+# The critic's backend, optimizer and adapters are the policy's with other settings: one of each section is tried daily.
+REPEATED = re.compile(r"trainer\.critic\.(fsdp_config|model\.lora|optimizer_config)\.(?!cpu_offload|rank|lr)")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.setting, marks=[pytest.mark.slow] if REPEATED.match(row.setting) else [])
+        for row in ROWS
+        if isinstance(row, Row)
+    ],
+)
 def test_setting_has_an_effect(bench: Bench, row: Row) -> None:
     given = {**row.given, row.setting: row.value}
     before, after = (comparable(row.see(bench, settings)) for settings in (row.given, given))
