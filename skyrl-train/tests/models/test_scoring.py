@@ -1,5 +1,7 @@
 """A packed, chunked forward gives what the model's own forward gives to each row alone, in numbers and in gradients."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.scoring import ScoringModel, TokenScores
 from skyrl_train.training_backends.fsdp2.sharding import shard_model
+from skyrl_train_testing.invariances import check_model_forward
 
 CPU = torch.device("cpu")
 WORDS, TEMPERATURE = 64, 0.7
@@ -32,19 +35,6 @@ def make_model(**changes) -> nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(**(settings | changes)))
 
 
-def expected_scores(model: nn.Module, batch) -> TokenScores:
-    """Each row alone, without padding, through the model's own forward and whole logits."""
-    model.set_attn_implementation("eager")
-    scores = torch.zeros(2, len(batch.mask), batch.num_response)
-    for row, mask in enumerate(batch.mask == 1):
-        ids, response = batch.sequences[row][mask], int(mask[-batch.num_response :].sum())
-        log_p = (model(ids[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
-        log_probs, entropy = log_p.gather(1, ids[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-        scores[0, row, :response] = log_probs[len(log_probs) - response :]
-        scores[1, row, :response] = entropy[len(entropy) - response :]
-    return TokenScores(scores[0], scores[1], None)
-
-
 def gradients_of(scores: TokenScores, model: nn.Module) -> list[torch.Tensor]:
     assert scores.entropy is not None
     weights = torch.randn(2, *scores.log_probs.shape, generator=torch.Generator().manual_seed(1))
@@ -58,7 +48,6 @@ def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> No
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -70,35 +59,8 @@ def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> No
     ],
     ids=lambda changes: ",".join(changes) or "plain",
 )
-def test_scores_and_gradients_are_those_of_each_row_alone(packing, changes, ragged):
-    model = make_model(**changes)
-    expected = expected_scores(model, ragged)
-    expected_gradients = gradients_of(expected, model)
-    model.set_attn_implementation("sdpa")
-    scoring = ScoringModel(model, packing=packing, chunk_size=4)
-    scores = scoring(*ragged, TEMPERATURE, with_entropy=True)
-    assert scores.entropy is not None and expected.entropy is not None
-    assert_close([scores.log_probs, scores.entropy], [expected.log_probs, expected.entropy])
-    assert_close(gradients_of(scores, model), expected_gradients)
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_padding_gets_exactly_zero(packing, ragged):
-    scores = ScoringModel(make_model(), packing=packing)(*ragged, 1.0, with_entropy=True)
-    padding = ragged.mask[:, -ragged.num_response :] == 0
-    assert scores.entropy is not None
-    assert not scores.log_probs[padding].any() and not scores.entropy[padding].any()
-    assert (scores.log_probs[~padding] < 0).all() and (scores.entropy[~padding] > 0).all()
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_more_padding_and_another_order_of_rows_change_nothing(packing, ragged):
-    model = ScoringModel(make_model(), packing=packing)
-    scores = model(*ragged, 1.0).log_probs
-    wider = [nn.functional.pad(tensor, (5, 3)) for tensor in ragged[:2]]
-    torch.testing.assert_close(model(*wider, ragged.num_response + 3, 1.0).log_probs[:, :-3], scores)
-    order = [3, 5, 0, 1, 4, 2]
-    torch.testing.assert_close(model(*ragged.rows(order), 1.0).log_probs, scores[order])
+def test_scores_and_gradients_are_those_of_each_row_alone(changes):
+    check_model_forward(make_model(**changes), scoring=partial(ScoringModel, chunk_size=4))
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from torch import nn
 
 from skyrl_train.models.scoring import ScoringModel, TokenScores
 from skyrl_train_testing.invariances import InvarianceError, check_model_forward
@@ -11,14 +10,6 @@ from skyrl_train_testing.invariances import InvarianceError, check_model_forward
 
 def test_the_models_own_forward_is_the_plain_one_packed_and_padded(tiny_model: str):
     check_model_forward(tiny_model)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 3])
-def test_chunks_of_tokens_change_nothing(tiny_model: str, chunk_size: int):
-    def in_chunks(causal_lm: nn.Module, *, packing: bool) -> ScoringModel:
-        return ScoringModel(causal_lm, packing=packing, chunk_size=chunk_size)
-
-    check_model_forward(tiny_model, scoring=in_chunks)
 
 
 class WithoutTemperature(ScoringModel):
