@@ -137,15 +137,6 @@ def test_every_loss_runs_through_the_worker_and_no_split_changes_it(learners, co
         assert expected.selected.sum() == int(num_tokens * {"clip_cov": 0.1, "kl_cov": 0.2}[loss])
 
 
-def test_off_policy_weights_scale_the_policy_loss_alone(learners, config, shifted_batch):
-    halved = TrainingInputBatch(dict(shifted_batch), metadata=shifted_batch.metadata)
-    halved["off_policy_weights"] = shifted_batch.tensor("off_policy_weights") / 2
-    whole, half = (learners.step("policy", config(), batch).sums for batch in (shifted_batch, halved))
-    assert half["loss/policy_loss"] == pytest.approx(whole["loss/policy_loss"] / 2)
-    assert half["loss/kl_loss"] == whole["loss/kl_loss"]
-    assert half["loss/entropy_loss"] == whole["loss/entropy_loss"]
-
-
 def test_the_load_balancing_loss_of_experts_is_that_of_the_whole_mini_batch(
     learners, config, ragged_batch, save_mixture, tmp_path
 ):
