@@ -67,6 +67,7 @@ def learn(causal_lm: Any, ranks: SequenceParallel | None, rows: slice, sharded: 
 
 def with_adapters() -> Qwen3ForCausalLM:
     model = tiny()
+    torch.manual_seed(0)
     add_adapters(model, LoRAConfig(rank=2, alpha=4))
     generator = torch.Generator().manual_seed(2)
     for adapter in adapters_of(model):
