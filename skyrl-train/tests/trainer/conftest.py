@@ -1,6 +1,7 @@
 """Settings of a tiny run and an environment that even random weights get some reward from."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.utils.run_folder import RunFolder
+
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode does not add this folder
 
 Changes = dict[str, Any]
 

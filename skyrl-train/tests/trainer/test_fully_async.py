@@ -2,14 +2,12 @@
 
 import asyncio
 import importlib.util
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from async_runs import APART, CORRECTED, assert_equal_runs, asynchronous, steps_of, trained_samples
 
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
@@ -22,62 +20,7 @@ from skyrl_train.generators.base import GeneratorOutput
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.utils.run_folder import RunFolder
 
-APART = {"placement": {"colocate_all": False}}
-CORRECTED = {"off_policy_correction": {"tis_ratio_type": "token"}}
 EXAMPLES = Path(__file__).parents[3] / "examples"
-
-
-def asynchronous(**settings: Any) -> dict[str, Any]:
-    """Settings of `trainer` for asynchronous training, with a correction."""
-    return {
-        **APART,
-        "algorithm": {"use_kl_loss": False, **CORRECTED},
-        "fully_async": {"enabled": True, "max_staleness_steps": 2} | settings,
-    }
-
-
-def steps_of(cfg: SkyRLConfig) -> list[dict[str, Any]]:
-    """The metrics of each step that do not depend on the clock or on the schedule."""
-    return [
-        {
-            name: value
-            for name, value in row.items()
-            if name != "time" and "seconds" not in name and not name.startswith(("timing/", "async/"))
-        }
-        for row in RunFolder(cfg.trainer.run_dir).read_metrics()
-    ]
-
-
-def weights_of(cfg: SkyRLConfig) -> dict[str, torch.Tensor]:
-    """The weights that the run exported."""
-    return {
-        f"{file.parent.parent.name}/{name}": tensor
-        for file in sorted(Path(cfg.trainer.run_dir).rglob("exports/*/policy/model.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
-
-
-def trajectories_of(cfg: SkyRLConfig) -> dict[str, bytes]:
-    files = RunFolder(cfg.trainer.run_dir).trajectories_folder.glob("*.jsonl")
-    return {file.name: file.read_bytes() for file in files}
-
-
-def assert_equal_runs(one: SkyRLConfig, other: SkyRLConfig) -> None:
-    """Compare metrics, trajectories and weights of two runs to the bit."""
-    assert steps_of(one) == steps_of(other)
-    assert trajectories_of(one) == trajectories_of(other)
-    weights, own = weights_of(one), weights_of(other)
-    assert len(weights) > 10 and own.keys() == weights.keys()
-    assert all(torch.equal(own[name], tensor) for name, tensor in weights.items())
-
-
-def trained_samples(cfg: SkyRLConfig) -> Counter[tuple[str, int]]:
-    folder = RunFolder(cfg.trainer.run_dir)
-    return Counter(
-        (row["uid"].partition("#")[0], row["sample"])
-        for file in folder.trajectory_files()
-        for row in folder.read_trajectories(file.step, file.phase)
-    )
 
 
 TEN_STEPS = {"max_training_steps": 10, "epochs": 3, "hf_save_interval": 5, "eval_before_train": False}

@@ -1,0 +1,109 @@
+"""Asynchronous runs: their settings, what two of them have in common, and a process of their own."""
+
+import asyncio
+import functools
+import multiprocessing
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+import skyrl_gym
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.utils.run_folder import RunFolder
+
+APART = {"placement": {"colocate_all": False}}
+CORRECTED = {"off_policy_correction": {"tis_ratio_type": "token"}}
+
+
+def asynchronous(**settings: Any) -> dict[str, Any]:
+    """Settings of `trainer` for asynchronous training, with a correction."""
+    return {
+        **APART,
+        "algorithm": {"use_kl_loss": False, **CORRECTED},
+        "fully_async": {"enabled": True, "max_staleness_steps": 2} | settings,
+    }
+
+
+def steps_of(cfg: SkyRLConfig) -> list[dict[str, Any]]:
+    """The metrics of each step that do not depend on the clock or on the schedule."""
+    return [
+        {
+            name: value
+            for name, value in row.items()
+            if name != "time" and "seconds" not in name and not name.startswith(("timing/", "async/"))
+        }
+        for row in RunFolder(cfg.trainer.run_dir).read_metrics()
+    ]
+
+
+def weights_of(cfg: SkyRLConfig) -> dict[str, torch.Tensor]:
+    """The weights that the run exported."""
+    return {
+        f"{file.parent.parent.name}/{name}": tensor
+        for file in sorted(Path(cfg.trainer.run_dir).rglob("exports/*/policy/model.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def trajectories_of(cfg: SkyRLConfig) -> dict[str, bytes]:
+    files = RunFolder(cfg.trainer.run_dir).trajectories_folder.glob("*.jsonl")
+    return {file.name: file.read_bytes() for file in files}
+
+
+def assert_equal_runs(one: SkyRLConfig, other: SkyRLConfig) -> None:
+    """Compare metrics, trajectories and weights of two runs to the bit."""
+    assert steps_of(one) == steps_of(other)
+    assert trajectories_of(one) == trajectories_of(other)
+    weights, own = weights_of(one), weights_of(other)
+    assert len(weights) > 10 and own.keys() == weights.keys()
+    assert all(torch.equal(own[name], tensor) for name, tensor in weights.items())
+
+
+def trained_samples(cfg: SkyRLConfig) -> Counter[tuple[str, int]]:
+    folder = RunFolder(cfg.trainer.run_dir)
+    return Counter(
+        (row["uid"].partition("#")[0], row["sample"])
+        for file in folder.trajectory_files()
+        for row in folder.read_trajectories(file.step, file.phase)
+    )
+
+
+class Uneven(BaseTextEnv):
+    """Takes its time, ten times as long for some prompts; its grader raises for another one."""
+
+    def __init__(self, env_config: Any = None, extras: Any = None):
+        super().__init__()
+
+    def init(self, prompt: Any) -> Any:
+        self.number = int(prompt[-1]["content"].split()[-1])
+        return super().init(prompt)
+
+    async def step(self, action: str) -> BaseTextEnvStepOutput:
+        await asyncio.sleep(0.3 if self.number % 8 == 5 else 0.03)
+        if self.number == 7:
+            raise ZeroDivisionError("my grader")
+        reward = len(set(action)) / max(1, len(action))
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
+
+
+@functools.cache
+def fork_server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["skyrl_train_testing.rank_processes", "skyrl_train.entrypoints.main_base"])
+    return context
+
+
+def train(settings: dict[str, Any], log: str) -> None:
+    """A training run, in a process of its own."""
+    from skyrl_train.entrypoints.main_base import run_experiment
+    from skyrl_train.utils.process_log import capture_output
+
+    capture_output(log)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    skyrl_gym.register(id="uneven", entry_point=Uneven)
+    run_experiment(SkyRLConfig.from_dict(settings))
