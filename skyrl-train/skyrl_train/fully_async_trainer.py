@@ -6,8 +6,11 @@ keeps finished ones over a kill. The rest of a step is that of the synchronous t
 
 from typing import Any
 
+from loguru import logger
+
 from skyrl_train.generators.base import request_rollouts
 from skyrl_train.rollouts.adapter import GeneratorOutput, to_rollout_batch
+from skyrl_train.rollouts.advice import INTERVAL, Adviser
 from skyrl_train.rollouts.async_metrics import group_metrics, pool_metrics
 from skyrl_train.rollouts.filters import is_informative
 from skyrl_train.rollouts.groups import FinishedGroup, mask_stale, with_different_uids
@@ -28,6 +31,10 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
 
     pool: RolloutPool | None = None
     """None before the first step."""
+
+    _adviser: Adviser | None = None
+    _step_groups: list[FinishedGroup]
+    """Groups of the step."""
 
     _schedule_state: ScheduleState | None = None
     """That of the checkpoint that the run was resumed from."""
@@ -119,7 +126,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     async def next_groups(self, pool: RolloutPool) -> list[FinishedGroup]:
         """Wait for the groups of this step and record metrics of them."""
         self.all_metrics["async/gen_buffer_qsize_at_wait_start"] = float(pool.num_finished)
-        groups = await pool.next_batch()
+        groups = self._step_groups = await pool.next_batch()
         self._epochs_before = self.train_dataloader.num_epochs_dealt
         self.train_dataloader.skip_batch()
         settings = self.cfg.trainer.fully_async
@@ -146,12 +153,20 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     def log(self) -> None:
         """Log the step's metrics, with those of the pool."""
         if self.pool is not None:
-            limits = self.pool.scheduler.limits
-            waited, seconds = self.all_timings["wait_for_generation_buffer"], self.all_timings["step"]
-            self.all_metrics |= pool_metrics(
-                self.pool.take_counts(), limits.groups_per_step, limits.max_running, waited, seconds
-            )
+            self._record_utilisation(self.pool)
         super().log()
+
+    def _record_utilisation(self, pool: RolloutPool) -> None:
+        """Record how busy both sides were, and every `advice.INTERVAL` steps what a simulation predicts."""
+        limits, timings = pool.scheduler.limits, self.all_timings
+        waited, seconds = timings["wait_for_generation_buffer"], timings["step"]
+        counts = pool.take_counts()
+        self.all_metrics |= pool_metrics(counts, limits.groups_per_step, limits.max_running, waited, seconds)
+        self._adviser = self._adviser or Adviser(limits)
+        self._adviser.measured(self._step_groups, seconds - waited - timings["sync_weights"], timings["sync_weights"])
+        if self.global_step % INTERVAL == 0:
+            self.all_metrics |= self._adviser.predicted()
+            logger.info(self._adviser.advice(self.all_metrics))
 
     def state(self) -> dict[str, Any]:
         """Return the state of the synchronous trainer and that of the schedule."""

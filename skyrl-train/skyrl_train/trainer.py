@@ -451,6 +451,11 @@ class RayPPOTrainer(TrainingRun):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
+        if "schedule" in state and not self.cfg.trainer.fully_async.enabled:
+            logger.warning(
+                "the checkpoint is of asynchronous training: groups that were finished and not trained are generated "
+                "again, and prompts that were trained out of order come twice or not at all in this epoch"
+            )
         self.train_dataloader.load_state_dict(state["dataloader"])
         self.reward_kl_controller.value = state["reward_kl_coef"]
         for name, counts in state.get("skipped_updates", {}).items():  # an earlier release kept none

@@ -264,8 +264,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(workload.describe())
     print(table(baseline, found))
     print(
-        f"best: max_staleness_steps={chosen.limits.max_staleness_steps} "
-        f"num_parallel_generation_workers={chosen.limits.max_running}"
+        "best: trainer.fully_async.enabled=true trainer.placement.colocate_all=false "
+        f"trainer.fully_async.max_staleness_steps={chosen.limits.max_staleness_steps} "
+        f"trainer.fully_async.num_parallel_generation_workers={chosen.limits.max_running}"
         + (f", {chosen.num_engines} engines" if options.gpus else "")
     )
     return 0

@@ -21,7 +21,8 @@ def group_metrics(
     Returns:
         under `async/`: `staleness_{mean,max,min}` in steps, of each group's oldest token; `staleness_ratio`, the
         share of groups above 0; `staleness_violation_count`, groups above `bound`; `staleness_<n>` for n from 0 to
-        `bound`, the share of each; `versions_per_trajectory_{mean,max}`; `interrupted_token_share`, of generated tokens
+        `bound`, the share of each; `versions_per_trajectory_{mean,max}`; `stale_token_share`, of generated
+        tokens older than `bound` (which are not trained); `interrupted_token_share`, of generated tokens
         that were generated after a weight sync within their turn; `mixed_cache_token_share`, those of them that were
         generated with keys and values of other weights; `group_seconds_{mean,max}`.
     """
@@ -30,7 +31,8 @@ def group_metrics(
     trajectories = [trajectory for group in groups for trajectory in group.group.trajectories]
     versions = [len(set(versions_of([trajectory]))) for trajectory in trajectories if versions_of([trajectory])]
     samples = [sample for trajectory in trajectories for sample in trajectory.samples]
-    num_generated = len(versions_of(trajectories))
+    generated = versions_of(trajectories)
+    num_generated = len(generated)
     interrupted = sum(map(_num_interrupted, samples)) / max(1, num_generated)
     seconds = [group.seconds for group in groups]
     metrics = {
@@ -42,6 +44,7 @@ def group_metrics(
         **{f"staleness_{age}": shares[age] / len(ages) for age in range(bound + 1)},
         "versions_per_trajectory_mean": sum(versions) / max(1, len(versions)),
         "versions_per_trajectory_max": max(versions, default=0),
+        "stale_token_share": sum(trained_version - version > bound for version in generated) / max(1, num_generated),
         "interrupted_token_share": interrupted,
         "mixed_cache_token_share": interrupted if keeps_cache else 0.0,
         "group_seconds_mean": sum(seconds) / len(seconds),

@@ -25,7 +25,7 @@ def test_table_of_choices_and_the_best_of_them(capsys):
     out = capsys.readouterr().out
     gains = [float(gain) for gain in re.findall(r" ([0-9.]+)x ", out)]
     assert gains[0] == 1.0 and max(gains) > 1.5
-    staleness, running = map(int, re.search(r"best: max_staleness_steps=(\d+) .*workers=(\d+)", out).groups())
+    staleness, running = map(int, re.search(r"best: .*max_staleness_steps=(\d+) .*workers=(\d+)", out).groups())
     assert 4 <= running <= 4 * (staleness + 1)
 
 

@@ -1,0 +1,73 @@
+"""Advice during asynchronous training: utilisation as the simulator predicts it, and settings that would raise it."""
+
+from collections import deque
+from collections.abc import Mapping
+
+from skyrl_train.rollouts.groups import FinishedGroup
+from skyrl_train.rollouts.schedule import ScheduleLimits
+from skyrl_train.rollouts.simulation import Costs, SampleCost, Simulation
+
+INTERVAL = 10
+"""Steps between two pieces of advice."""
+
+_SIMULATED_STEPS = 30
+_IDLE = 0.25
+"""Share of the time from which a side counts as idle."""
+
+
+class Adviser:
+    """Keeps what the last steps measured, and says what would make them faster.
+
+    Args:
+        limits: of the schedule.
+    """
+
+    def __init__(self, limits: ScheduleLimits):
+        self._limits = limits
+        self._groups: deque[float] = deque(maxlen=INTERVAL * limits.groups_per_step)
+        self._steps: deque[tuple[float, float]] = deque(maxlen=INTERVAL)
+
+    def measured(self, groups: list[FinishedGroup], step_seconds: float, sync_seconds: float) -> None:
+        """Note a training step.
+
+        Args:
+            groups: that it trained.
+            step_seconds: of the step without waiting for groups and without the weight sync.
+        """
+        self._groups.extend(group.seconds for group in groups)
+        self._steps.append((step_seconds, sync_seconds))
+
+    def predicted(self) -> dict[str, float]:
+        """Return the utilisation that a simulation of the measured durations has, under `async/`. Groups take as long
+        as they took, however many run: what differs from the measurement is the engines' share in it."""
+        steps, syncs = zip(*self._steps, strict=True)
+        costs = Costs(
+            num_engines=1,
+            seconds_per_iteration=1e-9,
+            max_sequences=self._limits.max_running,
+            step_seconds=sum(steps) / len(steps),
+            sync_seconds=sum(syncs) / len(syncs),
+        )
+        groups = [[SampleCost(1, seconds)] for seconds in self._groups]
+        run = Simulation(self._limits, groups, costs).simulate(min(_SIMULATED_STEPS, self._limits.total_steps))
+        return {"async/predicted_trainer_utilisation": run.trainer_utilisation}
+
+    def advice(self, metrics: Mapping[str, float | None]) -> str:
+        """Return one line for the log.
+
+        Args:
+            metrics: of the step (`pool_metrics`), with those of `predicted`.
+        """
+        names = ("trainer_utilisation", "slot_utilisation", "predicted_trainer_utilisation")
+        trainer, slots, predicted = (metrics[f"async/{name}"] or 0.0 for name in names)
+        text = f"trainer busy {trainer:.0%} of the step (predicted {predicted:.0%}), {slots:.0%} of the slots in use: "
+        largest = self._limits.groups_per_step * (self._limits.max_staleness_steps + 1)
+        if trainer >= 1 - _IDLE and slots >= 1 - _IDLE:
+            return text + "both sides are busy"
+        if trainer >= 1 - _IDLE:
+            return text + "training is the bottleneck: engines idle; give some of their GPUs to training"
+        if slots < 1 - _IDLE:
+            return text + "groups wait for slots: raise trainer.fully_async.max_staleness_steps"
+        if self._limits.max_running < largest:
+            return text + f"raise trainer.fully_async.num_parallel_generation_workers (at most {largest})"
+        return text + "generation is the bottleneck: add engines, or raise trainer.fully_async.max_staleness_steps"

@@ -1,0 +1,53 @@
+"""Advice during asynchronous training: predicted utilisation, and a setting for the side that idles."""
+
+import re
+
+import pytest
+
+from skyrl_train.rollouts.advice import Adviser
+from skyrl_train.rollouts.groups import FinishedGroup
+from skyrl_train.rollouts.schedule import ScheduleLimits
+from skyrl_train.rollouts.types import TrajectoryGroup
+
+
+def adviser(max_running: int, group_seconds: float, step_seconds: float) -> Adviser:
+    limits = ScheduleLimits(
+        groups_per_step=2, max_staleness_steps=2, max_running=max_running, groups_per_epoch=200, total_steps=100
+    )
+    adviser = Adviser(limits)
+    groups = [
+        FinishedGroup(ticket=i, group=TrajectoryGroup("a", []), metrics={}, version=0, seconds=group_seconds)
+        for i in range(2)
+    ]
+    adviser.measured(groups, step_seconds, sync_seconds=0.0)
+    return adviser
+
+
+@pytest.mark.parametrize(
+    ("max_running", "group_seconds", "utilisation"),
+    [(6, 0.5, 1.0), (6, 12.0, 0.25), (2, 3.0, 0.33), (6, 3.0, 0.72)],
+    ids=["training is slower", "generation is slower", "too few groups", "a slot is free only after a sync"],
+)
+def test_predicted_utilisation_is_that_of_the_slower_side(max_running: int, group_seconds: float, utilisation: float):
+    """A step of 1 s trains 2 groups; `max_running` groups run at once, a group takes `group_seconds`."""
+    predicted = adviser(max_running, group_seconds, step_seconds=1.0).predicted()
+    assert predicted["async/predicted_trainer_utilisation"] == pytest.approx(utilisation, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("max_running", "trainer", "slots", "setting"),
+    [
+        (6, 1.0, 1.0, "both sides are busy"),
+        (6, 1.0, 0.2, "give some of their GPUs to training"),
+        (6, 0.3, 0.4, "raise trainer.fully_async.max_staleness_steps"),
+        (3, 0.3, 1.0, r"num_parallel_generation_workers \(at most 6\)"),
+        (6, 0.3, 1.0, "add engines, or raise trainer.fully_async.max_staleness_steps"),
+    ],
+)
+def test_advice_names_the_setting_for_the_idle_side(max_running: int, trainer: float, slots: float, setting: str):
+    metrics = {
+        "async/trainer_utilisation": trainer,
+        "async/slot_utilisation": slots,
+        "async/predicted_trainer_utilisation": 0.5,
+    }
+    assert re.search(setting, adviser(max_running, 1.0, 1.0).advice(metrics))
