@@ -7,8 +7,6 @@ import pytest
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train_testing.engine_conformance import CHECKS, EngineUnderTest, make_tiny_model, run_check
 
-pytestmark = pytest.mark.slow
-
 WAYS = (("shared_memory", "full"), ("shared_memory", "delta"), ("broadcast", "full"), ("checkpoint", "full"))
 
 
@@ -23,7 +21,19 @@ def subject(request, tmp_path_factory):
     asyncio.run(engine.teardown())
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=str)
+SLOW = {
+    "abort_returns_what_was_written",
+    "a_pause_that_keeps_stops_the_writing",
+    "a_pause_that_keeps_changes_nothing_but_the_time",
+    "a_lost_bucket_is_noticed",
+    "answers_under_way_go_on_with_the_new_weights",
+}
+"""Those that wait for answers to be under way, or for deadlines."""
+
+
+@pytest.mark.parametrize(
+    "check", [pytest.param(each, id=each.name, marks=[pytest.mark.slow] * (each.name in SLOW)) for each in CHECKS]
+)
 async def test_conformance(check, subject):
     outcome = await run_check(check, subject)
     assert outcome.result == "passed", outcome.words  # the native engine lacks nothing
