@@ -4,7 +4,7 @@ A wrong setting is a `ConfigError` before anything starts. What ends one rollout
 generator records on the trajectory (see `FailureKind`); what ends a run is one of the others.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 
 class SkyRLError(Exception):
@@ -62,6 +62,6 @@ class RolloutError(SkyRLError):
         super().__init__(message)
         self.kind: FailureKind = kind
 
-    def __reduce__(self) -> tuple[type["RolloutError"], tuple[FailureKind, str], dict[str, Any]]:
+    def __reduce__(self) -> tuple[type["RolloutError"], tuple[FailureKind, str], dict[str, object]]:
         """Pickle with the kind: an exception is otherwise rebuilt from its `args`, which lack it."""
         return type(self), (self.kind, str(self)), self.__dict__

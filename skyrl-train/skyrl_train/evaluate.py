@@ -3,7 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, request_rollouts
 from skyrl_train.generators.inputs import prepare_generator_input
@@ -13,7 +13,7 @@ from skyrl_train.rollouts.joining import whole_sample
 from skyrl_train.rollouts.metrics import check_not_all_failed, concatenate, scores_of_groups
 from skyrl_train.rollouts.trajectory_rows import trajectory_rows
 from skyrl_train.rollouts.types import Trajectory, TrajectoryGroup, grouped
-from skyrl_train.types import PromptRow
+from skyrl_train.types import JsonObject, PromptRow
 from skyrl_train.utils.io import expand_path, write_atomically
 from skyrl_train.utils.run_folder import RunFolder
 
@@ -105,7 +105,7 @@ def sanitize_data_source(data_source: str | None) -> str:
     return "unknown" if data_source is None else str(data_source).replace("/", "_")
 
 
-def _extras(requests: list[GeneratorInput]) -> list[dict[str, Any]]:
+def _extras(requests: list[GeneratorInput]) -> list[JsonObject]:
     return [extras for request in requests for extras in request.get("env_extras") or []]
 
 
@@ -118,7 +118,7 @@ def _write_results(
     metrics: dict[str, float | None],
 ) -> None:
     """Write one file of readable rows for each data source, and one with the metrics."""
-    rows_of: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    rows_of: defaultdict[str, list[JsonObject]] = defaultdict(list)
     env_classes = [env_class for request in requests for env_class in request["env_classes"]]
     columns = zip(_extras(requests), env_classes, sources, trajectories, strict=True)
     for extras, env_class, source, trajectory in columns:
@@ -141,5 +141,5 @@ def _write_results(
     write_atomically(folder / "aggregated_results.jsonl", _json_lines([metrics]))
 
 
-def _json_lines(rows: list[dict[str, Any]]) -> str:
+def _json_lines(rows: list[JsonObject]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)

@@ -13,6 +13,7 @@ from skyrl_train.config.fingerprint import DEFINING, flat_settings
 from skyrl_train.config.typed import is_among
 from skyrl_train.dataset.dataloader import Dataset
 from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.types import JsonObject
 from skyrl_train.utils.io import write_atomically
 
 PROVENANCE_FILE = "provenance.json"
@@ -37,7 +38,7 @@ class Provenance:
         data: the training data in a few words, with a hash of its content; None without any.
     """
 
-    settings: dict[str, Any]
+    settings: JsonObject
     data: str | None
 
     @classmethod
@@ -76,7 +77,7 @@ class Change:
     """A setting, or the training data, that is not what it was."""
 
     name: str
-    before: Any
+    before: object
     after: Any
 
     @property
@@ -134,7 +135,7 @@ def describe_data(dataset: Dataset) -> str:
     return f"{len(dataset)} rows ({digest.hexdigest()[:12]})"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> object:
     """Content of a value that JSON does not know; of an object without any to see, its type."""
     if isinstance(value, bytes):
         return value.hex()
@@ -145,6 +146,6 @@ def _plain(value: Any) -> Any:
     return repr(value) if type(value).__repr__ is not object.__repr__ else type(value).__qualname__
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"

@@ -174,7 +174,7 @@ def step_plan(
 
 
 def model_shape(
-    path: str, *, lora: LoRAConfig | None = None, overrides: dict[str, Any] | None = None, is_critic: bool = False
+    path: str, *, lora: LoRAConfig | None = None, overrides: dict[str, object] | None = None, is_critic: bool = False
 ) -> ModelShape:
     """The shape of the model at `path`, a folder or a hub name, from its config alone: the model is made on the meta
     device, where tensors have no content.

@@ -16,7 +16,7 @@ import torch
 _NUMPY_KINDS = {torch.bfloat16: torch.int16}  # numpy has no bfloat16: its bytes travel as int16
 
 
-def shape_of(value: Any) -> str:
+def shape_of(value: object) -> str:
     """Describe what a function returned, for the text of an error: `a tensor (4, 12)`, `(a tensor (4,), dict)`."""
     if isinstance(value, torch.Tensor):
         return f"a tensor {tuple(value.shape)}"

@@ -2,7 +2,10 @@
 
 from typing import Any
 
-MessageType = dict[str, Any]
+JsonObject = dict[str, Any]
+"""An object as `json.loads` gives it and `json.dumps` takes it."""
+
+MessageType = JsonObject
 """One chat message: `role` and `content`, and whatever else the chat template reads."""
 
 ConversationType = list[MessageType]

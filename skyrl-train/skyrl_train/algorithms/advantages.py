@@ -12,7 +12,6 @@ Shapes: B sequences, T response tokens, G groups (the samples of one prompt), K 
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +57,7 @@ def grpo_advantages(
     response_mask: torch.Tensor,
     index: Sequence[Hashable],
     grpo_norm_by_std: bool = True,
-    **_: Any,
+    **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Group-relative advantages (GRPO, https://arxiv.org/abs/2402.03300, section 4.1):
 
@@ -83,7 +82,7 @@ def grpo_advantages(
 
 @register_advantage_estimator("rloo", requires=_GROUPS)
 def rloo_advantages(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable], **_: Any
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable], **_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """REINFORCE with the mean of the *other* samples of the prompt as baseline (RLOO, https://arxiv.org/abs/2402.14740,
     section 2.2):
@@ -106,7 +105,7 @@ def rloo_advantages(
     "maxrl", requires=EstimatorRequirements(critic=False, groups=True, nonnegative_scores=True)
 )
 def maxrl_advantages(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable], **_: Any
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable], **_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Maximum-likelihood reinforcement learning (MaxRL, https://arxiv.org/abs/2602.02710): scores are successes, and
     the log of the chance of success is what rises, so that rare successes weigh more:
@@ -139,7 +138,7 @@ def reinforce_baseline_advantages(
     response_mask: torch.Tensor,
     action_mask: torch.Tensor,
     index: Sequence[Hashable],
-    **_: Any,
+    **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """REINFORCE++ with baseline (https://arxiv.org/abs/2501.03262): the group's mean is taken off, and the batch as a
     whole gives the scale, so that a group of nearly equal scores is not blown up as by GRPO:
@@ -184,7 +183,7 @@ def turn_grpo_advantages(
     index: Sequence[Hashable],
     grpo_norm_by_std: bool = True,
     gamma: float = 1.0,
-    **_: Any,
+    **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """GRPO turn by turn: a turn is compared with the turn of the same number in the other samples of the prompt, by
     what came from there on. r_bk is the sum of the rewards on the tokens of turn k:
@@ -224,7 +223,7 @@ def turn_grpo_advantages(
 
 @register_advantage_estimator("token_reward", requires=EstimatorRequirements(critic=False, single_tokens=True))
 def token_reward_advantages(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, **_: Any
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, **_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Use every token's own reward as its advantage; nothing later counts: A_bt = reward_bt.
 
@@ -244,7 +243,7 @@ def reinforce_advantages(
     response_mask: torch.Tensor,
     action_mask: torch.Tensor,
     gamma: float = 1.0,
-    **_: Any,
+    **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """REINFORCE++ (https://arxiv.org/abs/2501.03262): the discounted rewards from a token on, normalised over the
     batch. Over the action tokens 1, 2, ... of a sequence:
@@ -270,7 +269,7 @@ def gae_advantages(
     values: torch.Tensor | None,
     gamma: float = 1.0,
     lambd: float = 1.0,
-    **_: Any,
+    **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation (https://arxiv.org/abs/1506.02438, eq. 16), over the action tokens 1, 2, ... of
     a sequence, with V 0 after the last:

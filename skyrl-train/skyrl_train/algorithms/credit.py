@@ -40,6 +40,7 @@ def trajectory_matrix(
         ValueError: two rows claim the same step of a trajectory.
     """
     num_trajectories, num_steps = _size(trajectory_B), _size(step_B)
+    # Cells are counted instead of set: a count above 1 is a step that two rows claim.
     cells = trajectory_B * num_steps + step_B
     mask = torch.bincount(cells, minlength=num_trajectories * num_steps)
     if (mask > 1).any():

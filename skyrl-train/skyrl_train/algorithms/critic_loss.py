@@ -31,6 +31,7 @@ def critic_loss(
         loss of every token [B, T]; metric `values_clipfrac` (1 where the clipped branch decides).
     """
     values, old_values, returns = kept(loss_mask, values, old_values, returns)
+    # The bounds are per token. clamp has no gradient outside of them, which is what the clip is for.
     near = values.clamp(old_values - config.value_clip, old_values + config.value_clip)
     plain, clipped = (values - returns).square(), (near - returns).square()
     return torch.maximum(plain, clipped) / 2, {"values_clipfrac": (clipped > plain).float()}

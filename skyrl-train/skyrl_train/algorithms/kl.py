@@ -40,6 +40,8 @@ def compute_approx_kl(
     if kl_estimator_type == "k2":
         return d.square() / 2
     if kl_estimator_type == "k3":
+        # exp(20) is about 5e8, finite in float32 and bfloat16. Outside of a clamp the gradient is 0, so one odd token
+        # cannot own the step.
         negative = (-d).clamp(-20, 20)
         return (negative.exp() - negative - 1).clamp(-10, 10)
     raise ValueError(f"kl_estimator_type must be one of k1, k2, k3, abs; got {kl_estimator_type!r}")
@@ -71,5 +73,6 @@ class AdaptiveKLController:
 
     def update(self, current: float, n_steps: int) -> None:
         """`current`: the KL just measured. `n_steps`: the sequences it was measured on."""
+        # Bounded, so that one odd measurement moves the coefficient by at most a fifth per horizon.
         error = min(max(current / self._target - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self._horizon

@@ -73,6 +73,8 @@ def correct_off_policy(
     rejected = torch.zeros_like(rules.tokens)
     if config.sequence_mask_metric is not None:
         rejected |= _sequences_out_of_range(rules, config)
+    # exp is monotonic: the extremes are taken of the logarithms. The fill keeps a sequence without tokens inside any
+    # bounds.
     smallest_B1 = rules.log_ratio.masked_fill(~rules.tokens, float("inf")).amin(-1, keepdim=True).exp()
     largest_B1 = rules.log_ratio.masked_fill(~rules.tokens, float("-inf")).amax(-1, keepdim=True).exp()
     bounds = config.outlier_token_is_threshold_low, config.outlier_token_is_threshold_high
@@ -80,6 +82,7 @@ def correct_off_policy(
     bounds = config.token_mask_is_threshold_low, config.token_mask_is_threshold_high
     rejected |= rules.outside("token_mask", rules.ratio, rules.ratio, *bounds)
     metrics = rules.metrics | _ratio_metrics(rules) if rules.tokens.any() else {}
+    # A new tensor: the caller still needs the incoming mask, over which metrics and other rules are counted.
     remaining = torch.where(rejected, torch.zeros_like(loss_mask), loss_mask)
     return Correction(weights, remaining, {METRIC_PREFIX + name: value for name, value in metrics.items()})
 
@@ -100,6 +103,7 @@ class _Rules:
 
     def share(self, hit: torch.Tensor) -> float:
         """Share of the tokens [B, T], or of the sequences that have any [B, 1], where `hit` is true."""
+        # One name serves both kinds of rule: what is judged is known by its shape, [B, T] or [B, 1].
         of = self.tokens if hit.shape == self.tokens.shape else self.sequences_B1
         return ((hit & of).sum() / of.sum().clamp(min=1)).item()
 
@@ -120,6 +124,8 @@ class _Rules:
 
 
 def _log_ratio(old_log_probs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    # Outside the mask there may be NaN or infinity, which would survive a product with 0: it is replaced before the
+    # difference.
     old_log_probs, rollout_logprobs = kept(mask, old_log_probs, rollout_logprobs)
     return (old_log_probs - rollout_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
@@ -132,6 +138,8 @@ def _truncated_weights(rules: _Rules, config: OffPolicyCorrectionConfig) -> torc
     else:
         name, ratio, cap = "tis_seq", _sequence_ratio(rules, "product"), config.sequence_tis_ratio_clip_high
     rules.metrics[f"{name}_clip_high_ratio"] = rules.share(ratio > cap)
+    # 1 outside the mask, so that a product with the loss changes nothing there. No lower bound: truncation is biased,
+    # but bounds the variance, and only large ratios raise it.
     return torch.where(rules.tokens, ratio.clamp(max=cap), 1.0)
 
 
@@ -146,6 +154,8 @@ def _sequences_out_of_range(rules: _Rules, config: OffPolicyCorrectionConfig) ->
 
 def _sequence_ratio(rules: _Rules, metric: str | None) -> torch.Tensor:
     """Product of a sequence's ratios, or their geometric mean [B, 1]."""
+    # A sum of logarithms: the product of thousands of ratios would overflow float32. Each is clamped, masked ones are
+    # 0.
     log_ratio_B1 = rules.log_ratio.sum(-1, keepdim=True)
     if metric == "geometric":
         log_ratio_B1 = log_ratio_B1 / rules.tokens.sum(-1, keepdim=True).clamp(min=1)
@@ -153,6 +163,7 @@ def _sequence_ratio(rules: _Rules, metric: str | None) -> torch.Tensor:
 
 
 def _ratio_metrics(rules: _Rules) -> dict[str, float]:
+    # float64: metrics of millions of tokens are sums in which float32 would lose the small differences.
     ratio = rules.ratio[rules.tokens].double()
     return {
         "is_ratio_mean": ratio.mean().item(),
@@ -180,8 +191,10 @@ def mismatch_metrics(
     tokens = loss_mask != 0
     if not tokens.any():
         return {}
+    # float64: the differences between two float32 log-probs are near the rounding of their mean.
     old, rollout = old_log_probs[tokens].double(), rollout_logprobs[tokens].double()
     difference = (old - rollout).abs()
+    # The difference above stays unclamped, since it should show an outlier; exp of it must not overflow.
     log_ratio = (old - rollout).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
     values = {

@@ -44,6 +44,7 @@ def token_weights(
     """
     mask = at_least_float32(loss_mask)
     tokens_B1 = mask.sum(dim=1, keepdim=True)
+    # clamp: a mini-batch in which every rollout failed has loss 0 and not 0 / 0.
     num_sequences = (tokens_B1 > 0).sum().clamp(min=1)
     if reduction == "token_mean":
         return mask / mask.sum().clamp(min=1)
@@ -57,6 +58,8 @@ def token_weights(
         if index is None or len(index) != len(mask):
             raise ValueError("prompt_mean averages over prompts: give the prompt of every sequence as `index`")
         prompt_B = group_numbers(index).to(mask.device)
+        # There are at most as many prompts as sequences; places of prompts that do not exist stay 0 and are not
+        # counted.
         tokens_P = torch.zeros(len(mask), dtype=mask.dtype, device=mask.device).index_add_(0, prompt_B, tokens_B1[:, 0])
         num_prompts = (tokens_P > 0).sum().clamp(min=1)
         return mask / (num_prompts * tokens_P[prompt_B].clamp(min=1)).unsqueeze(1)
@@ -65,6 +68,7 @@ def token_weights(
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Sum of weights * values in which what has weight 0 may be anything, NaN and infinity included."""
+    # NaN * 0 is NaN, so what has no weight is replaced and not multiplied. Its gradient is 0 as well.
     return torch.where(weights != 0, values * weights, 0.0).sum()
 
 

@@ -56,6 +56,7 @@ def draw_replacements(
     good = [number for number, is_informative in enumerate(informative) if is_informative]
     if len(good) <= min_replace_ratio * len(informative):
         return None
+    # All draws at once, from a generator that a resumed run has in the same state: it fills the same places.
     draws = iter(torch.randint(len(good), (len(informative) - len(good),), generator=generator).tolist())
     return [number if is_informative else good[next(draws)] for number, is_informative in enumerate(informative)]
 
@@ -79,6 +80,7 @@ def overlong_penalty(lengths: torch.Tensor, limit: int, buffer_len: int, factor:
     """
     if buffer_len <= 0:
         raise ValueError(f"the buffer of the overlong penalty must have at least one token; got {buffer_len}")
+    # float64, so that lengths at the two limits give exactly 0 and exactly -factor.
     excess = (lengths.double() - (limit - buffer_len)) / buffer_len
     return (0.0 - factor * excess.clamp(0.0, 1.0)).float()
 
@@ -90,12 +92,14 @@ def _informative_by_uid(
     if len(rewards) != len(uids):
         raise ValueError(f"every rollout needs a reward and a uid; got {len(rewards)} rewards and {len(uids)} uids")
     names = list(dict.fromkeys(uids))
+    # float64: the variance of equal rewards such as 0.1 must come out far below the tolerance.
     scores_B = torch.tensor([math.nan if reward is None else float(reward) for reward in rewards], dtype=torch.float64)
     counts_B = scores_B.isfinite()
     group_B, scores_B = group_numbers(uids)[counts_B], scores_B[counts_B]
     size_G = torch.bincount(group_B, minlength=len(names))
     nothing_G = torch.zeros(len(names), dtype=torch.float64)
     mean_G = nothing_G.scatter_add(0, group_B, scores_B) / size_G.clamp(min=1)
+    # Squared distances from the mean, not E[x^2] - E[x]^2, which cancels where rewards are large and close.
     squares_G = nothing_G.scatter_add(0, group_B, (scores_B - mean_G[group_B]).square())
     std_G = (squares_G / size_G.clamp(min=1)).sqrt()
     return dict(zip(names, ((std_G > tolerance) | (size_G == 1)).tolist(), strict=True))

@@ -113,7 +113,7 @@ def _registrations() -> list[Registration[Any, Any]]:
     return [*PolicyLossRegistry.registrations().values(), *AdvantageEstimatorRegistry.registrations().values()]
 
 
-def registered_sections() -> dict[str, type[Any]]:
+def registered_sections() -> dict[str, type[object]]:
     """Return name -> dataclass of the settings of every registered loss and estimator that has some.
 
     Raises:
@@ -261,7 +261,7 @@ class AlgorithmConfig(_DeclaredSettings):
                 sections[name] = settings()
             return sections[name]
 
-        def __setattr__(self, name: str, value: Any) -> None:
+        def __setattr__(self, name: str, value: object) -> None:
             sections = self.__dict__.get("sections", {})
             if name in sections:
                 sections[name] = value

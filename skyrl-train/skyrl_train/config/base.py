@@ -16,7 +16,7 @@ class BaseConfig:
     """Base of a section of settings. Errors have full names when the section is built as a part of `SkyRLConfig`."""
 
     @classmethod
-    def from_dict(cls, values: "Mapping[str, Any] | DictConfig") -> "Self":
+    def from_dict(cls, values: "Mapping[str, object] | DictConfig") -> "Self":
         """Typed settings from plain values or from OmegaConf's, whose interpolations are resolved first.
 
         Raises ConfigError on a name that does not exist, a type or choice that does not fit, a value that is missing.
@@ -24,12 +24,12 @@ class BaseConfig:
         return build(cls, plain(values))
 
     @classmethod
-    def from_dict_config(cls, values: "Mapping[str, Any] | DictConfig") -> "Self":
+    def from_dict_config(cls, values: "Mapping[str, object] | DictConfig") -> "Self":
         """The same as `from_dict`, under the name that other SkyRL releases use."""
         return cls.from_dict(values)
 
 
-def plain(values: "Mapping[str, Any] | DictConfig") -> dict[str, Any]:
+def plain(values: "Mapping[str, object] | DictConfig") -> dict[str, Any]:
     """Plain values of a dict or a DictConfig."""
     if isinstance(values, dict):
         return values

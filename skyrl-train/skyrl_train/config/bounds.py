@@ -15,7 +15,7 @@ class Above:
 
     bound: float
 
-    def violation(self, value: Any, section: Any, name: str) -> str | None:
+    def violation(self, value: float | None, section: object, name: str) -> str | None:
         """Return the rule that `value` breaks, or None. null, where it may be, breaks none."""
         return None if value is None or value > self.bound else f"must be greater than {self.bound:g}; got {value}"
 
@@ -26,7 +26,7 @@ class AtLeast:
 
     bound: float
 
-    def violation(self, value: Any, section: Any, name: str) -> str | None:
+    def violation(self, value: float | None, section: object, name: str) -> str | None:
         return None if value is None or value >= self.bound else f"must be {self.bound:g} or greater; got {value}"
 
 
@@ -37,7 +37,7 @@ class Between:
     low: float
     high: float
 
-    def violation(self, value: Any, section: Any, name: str) -> str | None:
+    def violation(self, value: float | None, section: object, name: str) -> str | None:
         if value is None or self.low <= value <= self.high:
             return None
         return f"must be from {self.low:g} to {self.high:g}; got {value}"
@@ -49,7 +49,7 @@ class NotAbove:
 
     other: str
 
-    def violation(self, value: Any, section: Any, name: str) -> str | None:
+    def violation(self, value: object, section: object, name: str) -> str | None:
         limit = getattr(section, self.other)
         if value is None or limit is None or value <= limit:
             return None

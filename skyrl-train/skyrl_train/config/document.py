@@ -118,7 +118,7 @@ def _row(name: str, expected: str, default: str, meaning: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _default(value: Any) -> str:
+def _default(value: object) -> str:
     """A default as one writes it in YAML or on the command line."""
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from skyrl_train.config.generation import GeneratorConfig
 
 
-def _accept(_: Any) -> None:
+def _accept(_: object) -> None:
     """Check nothing."""
 
 

@@ -8,7 +8,6 @@ coefficients, sampling) are a part of the experiment that may be steered on the 
 import hashlib
 import json
 import os
-from typing import Any
 
 from skyrl_train.config.typed import is_among, leaves, to_dict
 
@@ -71,13 +70,13 @@ _PATHS = (
 # fmt: on
 
 
-def flat_settings(config: Any) -> dict[str, Any]:
+def flat_settings(config: object) -> dict[str, object]:
     """Return every setting of `config` by its full name, as JSON holds it."""
     values = {name: to_dict(getattr(section, field.name)) for name, section, field in leaves(config)}
     return json.loads(json.dumps(values, default=str))
 
 
-def settings_fingerprint(config: Any) -> str:
+def settings_fingerprint(config: object) -> str:
     """Return 8 hex digits of a hash over all settings that are not operational.
 
     Paths count as absolute ones where they exist, so that `data.jsonl` in two folders is two experiments.
@@ -89,7 +88,7 @@ def settings_fingerprint(config: Any) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def fill_fingerprint(config: Any) -> None:
+def fill_fingerprint(config: object) -> None:
     """Replace the placeholder in every text setting of `config`, in place. A config without one stays as it is."""
     texts = [
         (section, field.name)
@@ -102,7 +101,7 @@ def fill_fingerprint(config: Any) -> None:
             setattr(section, name, getattr(section, name).replace(PLACEHOLDER, fingerprint))
 
 
-def _absolute(value: Any) -> Any:
+def _absolute(value: object) -> object:
     if isinstance(value, list):
         return [_absolute(item) for item in value]
     path = os.path.abspath(os.path.expanduser(value)) if isinstance(value, str) else ""

@@ -53,7 +53,7 @@ class Registry(Generic[Entry, Requirements]):
         self._registrations: dict[str, Registration[Entry, Requirements]] = {}
 
     def register(
-        self, name: str, entry: Entry, *, requires: Requirements | None = None, settings: type[Any] | None = None
+        self, name: str, entry: Entry, *, requires: Requirements | None = None, settings: type[object] | None = None
     ) -> None:
         """Register an entry. Raises ValueError if the name is taken: a silent replacement would change other people's
         runs."""
@@ -100,7 +100,7 @@ class Registry(Generic[Entry, Requirements]):
         return dict(self._registrations)
 
     def decorator(
-        self, name: str, *, requires: Requirements | None = None, settings: type[Any] | None = None
+        self, name: str, *, requires: Requirements | None = None, settings: type[object] | None = None
     ) -> Callable[[AnyEntry], AnyEntry]:
         """`register` as a decorator, which leaves the entry as it is."""
 

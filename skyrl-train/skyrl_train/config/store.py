@@ -5,7 +5,7 @@ them, and so does a user's YAML with `defaults: [ppo_base_config, _self_]`.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from skyrl_train.config.base import BaseConfig
 from skyrl_train.config.config import SkyRLConfig, default_values
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 config_dir = str(Path(__file__).resolve().parent)
 """Folder to give Hydra as `config_path`: this package."""
 
-_HYDRA_SETTINGS: dict[str, Any] = {
+_HYDRA_SETTINGS: dict[str, object] = {
     # The run folder is ours (trainer.run_dir): Hydra changes no directory and writes no files.
     "output_subdir": None,
     "run": {"dir": "."},

@@ -6,7 +6,7 @@ checkpoints are `trainer.*`. A setting of `trainer` that supervised training doe
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.base import BaseConfig, plain
@@ -61,7 +61,7 @@ class SupervisedConfig(BaseConfig):
     )
 
     @classmethod
-    def from_dict(cls, values: "Mapping[str, Any] | DictConfig") -> "Self":
+    def from_dict(cls, values: "Mapping[str, object] | DictConfig") -> "Self":
         """Build the settings. Missing ones have the defaults of this class, not those of reinforcement learning."""
         return build(cls, _merged(default_values(cls), plain(values)))
 
@@ -92,7 +92,7 @@ class PreferenceConfig(SupervisedConfig):
     )
 
 
-def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(base: dict[str, object], changes: Mapping[str, object]) -> dict[str, object]:
     """`base` with the values of `changes` in their places."""
     merged = dict(base)
     for name, value in changes.items():

@@ -42,7 +42,7 @@ def reference(text: str) -> Any:
     return text
 
 
-def build(config_type: type[T], values: Mapping[str, Any], name: str = "", root: type | None = None) -> T:
+def build(config_type: type[T], values: Mapping[str, object], name: str = "", root: type | None = None) -> T:
     """Build a `config_type` from `values`; missing ones have their defaults.
 
     Raises ConfigError on an unknown name (with the nearest valid one below `root`) and on a value of the wrong type.
@@ -79,7 +79,7 @@ def sections_of(config_type: type) -> tuple[str | None, dict[str, type]]:
     return None, {}
 
 
-def typed_value(annotation: Any, value: Any, name: str, root: type) -> Any:
+def typed_value(annotation: object, value: object, name: str, root: type) -> Any:
     """`value` as `annotation` wants it, or ConfigError. An int is a float too; a bool is no int; text is no number."""
     if dataclasses.is_dataclass(annotation):
         return value if isinstance(value, annotation) else build(annotation, value, name, root)  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def typed_value(annotation: Any, value: Any, name: str, root: type) -> Any:
     raise _wrong_value(annotation, value, name)
 
 
-def _typed_choice(annotation: Any, value: Any, name: str, root: type) -> Any:
+def _typed_choice(annotation: Any, value: Any, name: str, root: type) -> object:
     """Return `value` as the annotated type, if it is one of the names of its `Choices`."""
     base, *marks = get_args(annotation)
     for mark in marks:
@@ -119,7 +119,7 @@ def _typed_choice(annotation: Any, value: Any, name: str, root: type) -> Any:
     return typed_value(base, value, name, root)
 
 
-def _typed_member(annotation: Any, value: Any, name: str, root: type) -> Any:
+def _typed_member(annotation: object, value: object, name: str, root: type) -> object:
     """`value` as the first member of a union that takes it. With one candidate its own, finer error is the answer."""
     candidates = [member for member in get_args(annotation) if member is not type(None)]
     if value is None and len(candidates) < len(get_args(annotation)):
@@ -134,11 +134,11 @@ def _typed_member(annotation: Any, value: Any, name: str, root: type) -> Any:
     raise _wrong_value(annotation, value, name)
 
 
-def resolve_references(config: Any) -> None:
+def resolve_references(config: object) -> None:
     """Replace every `${other.setting}` in the text settings below `config` by that setting's value, in place."""
     root = type(config)
 
-    def value_of(name: str, path: tuple[str, ...]) -> Any:
+    def value_of(name: str, path: tuple[str, ...]) -> object:
         if name in path:
             raise ConfigError(f"settings refer to each other in a circle: {' -> '.join((*path, name))}")
         value = config
@@ -160,7 +160,7 @@ def resolve_references(config: Any) -> None:
             setattr(section, field.name, typed_value(annotation, value_of(name, ()), name, root))
 
 
-def leaves(config: Any, name: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
+def leaves(config: Any, name: str = "") -> Iterator[tuple[str, object, dataclasses.Field[object]]]:
     """(full name, the section that holds it, its field) of every setting below the dataclass instance `config`."""
     for field in dataclasses.fields(config):
         value, full_name = getattr(config, field.name), join(name, field.name)
@@ -173,7 +173,7 @@ def leaves(config: Any, name: str = "") -> Iterator[tuple[str, Any, dataclasses.
             yield full_name, config, field
 
 
-def to_dict(config: Any) -> Any:
+def to_dict(config: object) -> Any:
     """The settings below a dataclass instance as plain dicts, lists and scalars: what `build` takes."""
     if not dataclasses.is_dataclass(config):
         if isinstance(config, dict):
@@ -210,11 +210,11 @@ def join(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
 
 
-def _is_rest(field: dataclasses.Field[Any]) -> bool:
+def _is_rest(field: dataclasses.Field[object]) -> bool:
     return bool(field.metadata.get("rest"))
 
 
-def _is_merged(field: dataclasses.Field[Any]) -> bool:
+def _is_merged(field: dataclasses.Field[object]) -> bool:
     """Return whether the entries of a dict field stand beside the declared settings."""
     return _is_rest(field) or SECTIONS in field.metadata
 
@@ -244,7 +244,7 @@ def nearest_name(name: str, valid_names: list[str]) -> str | None:
     return best if best is not None and likeness(best)[0] > 0.6 else None
 
 
-def _wrong_value(annotation: Any, value: Any, name: str) -> ConfigError:
+def _wrong_value(annotation: object, value: object, name: str) -> ConfigError:
     if isinstance(value, str) and value in NOT_YET_SUPPORTED_VALUES.get(name, {}):
         return ConfigError(f"{name}={value} {NOT_YET_SUPPORTED_VALUES[name][value]}")
     hint = ""
@@ -253,7 +253,7 @@ def _wrong_value(annotation: Any, value: Any, name: str) -> ConfigError:
     return ConfigError(f"{name} must be {expectation(annotation)}; got {value!r}{hint}")
 
 
-def expectation(annotation: Any) -> str:
+def expectation(annotation: object) -> str:
     """An annotation in words: what may stand there, for errors and the reference page."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):

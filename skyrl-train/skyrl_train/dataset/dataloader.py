@@ -85,7 +85,7 @@ class PromptDataLoader:
     def _begin_next_epoch(self) -> None:
         self.epoch, self.batches_consumed = self.epoch + 1, 0
 
-    def _deal(self) -> Any:
+    def _deal(self) -> object:
         start = self.batches_consumed * self.batch_size
         self.batches_consumed += 1
         indices = self._order_of(self.epoch)[start : start + self.batch_size]

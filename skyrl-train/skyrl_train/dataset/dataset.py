@@ -138,7 +138,7 @@ def _read_json(path: Path) -> Iterator[Row]:
         yield row
 
 
-def _parse_line(line: str, number: int) -> Any:
+def _parse_line(line: str, number: int) -> object:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:

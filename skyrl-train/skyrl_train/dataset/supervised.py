@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loguru import logger
 
@@ -12,7 +12,7 @@ from skyrl_train.config.supervised import SupervisedDataConfig
 from skyrl_train.dataset.dataset import Row, checked_messages, read_source
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.generators.tokenization import ChatFormat, ChatTemplateError
-from skyrl_train.types import ConversationType
+from skyrl_train.types import ConversationType, JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -155,7 +155,7 @@ class Encoder:
         return [self._example(text, [(0 if self._train_on == "all" else start, len(text))])]
 
     def conversation(
-        self, messages: ConversationType, tools: list[dict[str, Any]] | None, *, last_only: bool = False
+        self, messages: ConversationType, tools: list[JsonObject] | None, *, last_only: bool = False
     ) -> list[Example]:
         """The examples that a conversation makes: one, or where the template rewrites earlier turns (drops their
         thoughts, say) one for each turn that is learnt, so that each is learnt behind the text that the model will see.
@@ -205,6 +205,6 @@ class Encoder:
         return Example(encoded["input_ids"], mask)  # type: ignore[arg-type]
 
 
-def _as_messages(value: Any, role: str, where: str) -> ConversationType:
+def _as_messages(value: object, role: str, where: str) -> ConversationType:
     """A text as one message of `role`; messages as they are."""
     return [{"role": role, "content": value}] if isinstance(value, str) else checked_messages(value, where)

@@ -35,11 +35,13 @@ def init_process_group(
         RuntimeError: this process is in a group already, and one of them has several ranks.
     """
     if dist.is_initialized():
+        # Two models of several ranks in one process would take each other's collectives for their own and hang.
         if world_size != 1 or dist.get_world_size() != 1:
             raise RuntimeError(
                 f"rank {rank} of {world_size} cannot join a group: its process is in one of {dist.get_world_size()}"
             )
         return
+    # The default way to meet, `env://`, reads the address and the port from the environment.
     os.environ.update(
         MASTER_ADDR=master_address, MASTER_PORT=str(master_port), RANK=str(rank), WORLD_SIZE=str(world_size)
     )
@@ -56,7 +58,10 @@ def make_mesh(device: torch.device, fsdp_size: int = -1) -> DeviceMesh:
     """
     world_size = dist.get_world_size()
     if fsdp_size in (-1, world_size):
+        # Making a mesh makes process groups, which is a collective: every rank calls this, with the same size.
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
     if fsdp_size < 1 or world_size % fsdp_size:
         raise ValueError(f"fsdp_size must divide the number of ranks, {world_size}; got {fsdp_size}")
+    # The inner dimension is sharded: neighbouring ranks, which share a node, exchange parameters; replicas only
+    # gradients.
     return init_device_mesh(device.type, (world_size // fsdp_size, fsdp_size), mesh_dim_names=("ddp", "fsdp"))

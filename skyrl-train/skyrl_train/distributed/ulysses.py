@@ -102,6 +102,7 @@ def make_sequence_parallel(size: int, timeout_seconds: float = 600.0) -> Sequenc
         raise ValueError(f"sequence_parallel_size must divide the number of ranks, {world_size}; got {size}")
     if size == 1:
         return None
+    # Every rank makes all groups, also those that it is not in, and in the same order.
     group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=timeout_seconds))
     assert isinstance(group, dist.ProcessGroup), "new_subgroups puts every rank into one"
     return SequenceParallel(group)
@@ -117,6 +118,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # Every rank computes the same loss from the gathered whole, so its slice of the gradient is complete: a sum
+        # over ranks would count it once for each of them.
         return ctx.ranks.shard(grad, ctx.dim), None, None
 
 
@@ -134,6 +137,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    # The exchange reads memory as it lies: a view by `movedim` would send other elements.
     sent = x.contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)

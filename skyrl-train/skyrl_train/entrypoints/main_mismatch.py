@@ -45,6 +45,7 @@ from skyrl_train.mismatch.cells import EngineName
 from skyrl_train.mismatch.page import as_markdown, as_plain
 from skyrl_train.mismatch.process import MakeEngine, ask_in_a_process
 from skyrl_train.mismatch.report import Report, make_report
+from skyrl_train.types import ConversationType
 from skyrl_train.utils.io import expand_path, write_atomically
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import RunFolder
@@ -122,6 +123,11 @@ def validated(cfg: DictConfig | MismatchRunConfig) -> MismatchRunConfig:
     """
     typed = validate_generator_cfg(MismatchRunConfig.from_dict(get_config_as_dict(cfg)))
     assert isinstance(typed, MismatchRunConfig)
+    if typed.trainer.placement.launcher == "inline":
+        raise ConfigError(
+            "trainer.placement.launcher=inline does not fit main_mismatch, which asks every engine in a process of its "
+            "own, so that the next one finds all memory free; leave it out"
+        )
     settings = typed.mismatch
     for name in ("num_prompts", "max_tokens"):
         if getattr(settings, name) < 1:
@@ -252,7 +258,7 @@ def _remote(cfg: MismatchRunConfig, url: str) -> InferenceEngineInterface:
     return remote_engine(generator, url, load_tokenizer(cfg.trainer.policy.model.path), generator.backend)
 
 
-def _prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
+def _prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: ConversationType) -> list[int]:
     if tokenizer.chat_template is None:
         text = "\n".join(str(message["content"]) for message in messages)
         return list(tokenizer(text)["input_ids"])  # pyright: ignore[reportArgumentType]

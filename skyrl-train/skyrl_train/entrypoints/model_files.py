@@ -55,7 +55,7 @@ def model_config(path: str, setting: str) -> Any:
 
 
 def load_tokenizer(
-    path: str, setting: str = "trainer.policy.model.path", *, use_fast: bool = True, **options: Any
+    path: str, setting: str = "trainer.policy.model.path", *, use_fast: bool = True, **options: object
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the model at `path`, with a token to pad with.
 
@@ -104,7 +104,7 @@ def _cannot_be_loaded(path: str, setting: str, what: str, error: Exception) -> s
     return f"{setting}={path} is no folder here, and cannot be loaded from the Hugging Face hub: {reason} {_HUB_HINT}"
 
 
-def _check_lengths(cfg: SkyRLConfig, policy: Any, sections: Sequence[str]) -> None:
+def _check_lengths(cfg: SkyRLConfig, policy: object, sections: Sequence[str]) -> None:
     """The engine's context has room for a prompt and an answer of `max_generate_length`."""
     generator, overrides = cfg.generator, cfg.trainer.policy.model_config_kwargs
     limit, source = _context(generator.engine_init_kwargs, overrides, policy)

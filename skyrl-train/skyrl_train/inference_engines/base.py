@@ -4,9 +4,9 @@ Trainer, generators and client know engines only through this file. It imports n
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, get_args
 
 from skyrl_train.types import ConversationType
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
@@ -18,6 +18,29 @@ StopReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["keep", "wait", "abort"]
 """Treatment of running requests at a pause. `keep`: they stay and continue after resume. `wait`: they run to their end
 first (no new ones start). `abort`: they return now, with the tokens so far and stop reason `abort`."""
+
+WAKE_TAGS = ("weights", "kv_cache")
+"""Kinds of memory that `wake_up` may bring back one at a time."""
+
+
+def check_pause_mode(mode: str) -> None:
+    """Raise ValueError if `mode` is no `PauseMode`."""
+    if mode not in get_args(PauseMode):
+        raise ValueError(f"pause mode must be one of {', '.join(get_args(PauseMode))}; got {mode!r}")
+
+
+def check_sleep_level(level: int) -> None:
+    """Raise ValueError if `level` is neither 1 nor 2."""
+    if level not in (1, 2):
+        raise ValueError(f"sleep level must be 1 (weights to host memory) or 2 (weights dropped); got {level!r}")
+
+
+def tags_to_wake(tags: Sequence[str] | None) -> list[str]:
+    """Return the tags given to `wake_up`, all `WAKE_TAGS` for None. Raises ValueError for another tag."""
+    for tag in tags or ():
+        if tag not in WAKE_TAGS:
+            raise ValueError(f"wake_up tags must be of {', '.join(WAKE_TAGS)}; got {tag!r}")
+    return list(WAKE_TAGS if tags is None else tags)
 
 
 Feature = Literal[

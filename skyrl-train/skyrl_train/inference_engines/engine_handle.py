@@ -52,11 +52,11 @@ class EngineHost:
     def generate(self, input_batch: InferenceEngineInput) -> Awaitable[InferenceEngineOutput]:
         return self._loop.call(self._engine.generate(input_batch))
 
-    def control(self, method: str, *args: object) -> Awaitable[Any]:
+    def control(self, method: str, *args: object) -> Awaitable[object]:
         """Call any other method of the engine."""
         return self._loop.call(getattr(self._engine, method)(*args))
 
-    def submit(self, method: str, *args: object) -> "Future[Any]":
+    def submit(self, method: str, *args: object) -> "Future[object]":
         """Call any method of the engine, from any thread."""
         return self._loop.submit(getattr(self._engine, method)(*args))
 
@@ -121,7 +121,7 @@ class EngineHandle(InferenceEngineInterface):
         """Start a control call, from any thread. `wait_for_all` and `_answer` wait for it."""
 
     @abstractmethod
-    def wait_for_all(self, calls: Sequence[Any], timeout_seconds: float) -> list[Any]:
+    def wait_for_all(self, calls: Sequence[object], timeout_seconds: float) -> list[object]:
         """Block until calls of this and other engines of its kind are answered; return the answers in order.
 
         Raises:
@@ -129,7 +129,7 @@ class EngineHandle(InferenceEngineInterface):
         """
 
     @abstractmethod
-    async def _answer(self, call: Any, timeout_seconds: float, setting: str) -> Any:
+    async def _answer(self, call: object, timeout_seconds: float, setting: str) -> object:
         """Return the answer of one started call. Raises WorkerError after the deadline, whose setting is `setting`."""
 
     @abstractmethod

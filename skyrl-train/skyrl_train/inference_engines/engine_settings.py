@@ -38,7 +38,7 @@ class EngineSettings:
     sleep_mode: bool = False
     """Free the memory of weights and cache in `sleep` (CUDA alone)."""
     seed: int = 0
-    model_config_kwargs: Mapping[str, Any] | None = None
+    model_config_kwargs: Mapping[str, object] | None = None
     """Changes to the model's config."""
     dummy_weights: bool = False
     """Random weights; the first update must bring all of them."""
@@ -54,7 +54,7 @@ class EngineSettings:
         return cls(model_path=model_path, **ours, engine_init_kwargs=others)
 
 
-def library_keywords(cfg: "SkyRLConfig", device: str) -> dict[str, Any]:
+def library_keywords(cfg: "SkyRLConfig", device: str) -> dict[str, object]:
     """Return the keywords, beyond those of every kind of engine, that a run's settings give to such an engine."""
     generator = cfg.generator
     return dict(

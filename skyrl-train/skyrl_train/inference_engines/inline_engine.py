@@ -27,7 +27,7 @@ from skyrl_train.utils.call_errors import failure_of, timed_out
 class InlineCall:
     """Control call under way, and the engine that it is made to."""
 
-    answer: "Future[Any]"
+    answer: "Future[object]"
     engine: "InlineEngine"
 
 
@@ -45,7 +45,7 @@ class InlineEngine(EngineHandle):
         self._has_ended = threading.Event()
 
     def start(self, method: str, *args: object) -> InlineCall:
-        answer: Future[Any] = Future()
+        answer: Future[object] = Future()
         if self._has_ended.is_set():
             answer.set_exception(LoopStopped())
         elif not self._host.done():
@@ -56,19 +56,19 @@ class InlineEngine(EngineHandle):
             answer = self._host.result().submit(method, *args)
         return InlineCall(answer, self)
 
-    def wait_for_all(self, calls: Sequence[InlineCall], timeout_seconds: float) -> list[Any]:
+    def wait_for_all(self, calls: Sequence[InlineCall], timeout_seconds: float) -> list[object]:
         deadline = time.monotonic() + timeout_seconds
         return [call.engine._result(call, deadline - time.monotonic(), timeout_seconds) for call in calls]
 
-    def _result(self, call: InlineCall, remaining: float, timeout_seconds: float) -> Any:
+    def _result(self, call: InlineCall, remaining: float, timeout_seconds: float) -> object:
         try:
             return call.answer.result(max(0.0, remaining))
-        except Exception as error:
+        except Exception as error:  # an engine's code may raise anything: the caller gets it with the engine's name
             if not call.answer.done():
                 raise timed_out([(self._name, self._log_file)], timeout_seconds, CONTROL) from None
             raise self._failure(error) from error
 
-    async def _answer(self, call: InlineCall, timeout_seconds: float, setting: str) -> Any:
+    async def _answer(self, call: InlineCall, timeout_seconds: float, setting: str) -> object:
         async with self._deadline(timeout_seconds, setting):
             return await outcome_of(call.answer)
 
@@ -79,7 +79,7 @@ class InlineEngine(EngineHandle):
         try:
             async with deadline:
                 yield
-        except Exception as error:
+        except Exception as error:  # as in `_result`
             if deadline.expired():
                 raise timed_out([(self._name, self._log_file)], timeout_seconds, setting) from None
             raise self._failure(error) from error

@@ -35,7 +35,7 @@ _CONTROL_CALLS_AT_A_TIME = 1_000
 """Some of them take long: a pause that waits for requests, an adapter that is unloaded when nothing uses it."""
 
 
-def engine_actor(cls: "type[EngineProcess] | None" = None, **options: Any) -> Any:
+def engine_actor(cls: "type[EngineProcess] | None" = None, **options: object) -> Any:
     """`EngineProcess` as a Ray actor class. Control calls have a concurrency group of their own, so that none of them
     queues behind requests, however many there are.
 
@@ -79,7 +79,7 @@ class EngineProcess(EngineHost):
             return await super().generate(input_batch)
 
     @ray.method(concurrency_group=_CONTROL_GROUP)
-    async def control(self, method: str, *args: object) -> Any:
+    async def control(self, method: str, *args: object) -> object:
         with errors_for_caller():
             return await super().control(method, *args)
 
@@ -109,13 +109,13 @@ class RayWrappedInferenceEngine(EngineHandle):
     def start(self, method: str, *args: object) -> Call:
         return self._named(self._actor.control.remote(method, *args))
 
-    def wait_for_all(self, calls: Sequence[Call], timeout_seconds: float) -> list[Any]:
+    def wait_for_all(self, calls: Sequence[Call], timeout_seconds: float) -> list[object]:
         return wait_for_all(calls, timeout_seconds, CONTROL)
 
     def _named(self, reference: Any) -> Call:
         return Call(reference, self._name, self._log_file)
 
-    async def _answer(self, call: Call, timeout_seconds: float, setting: str) -> Any:
+    async def _answer(self, call: Call, timeout_seconds: float, setting: str) -> object:
         return await answer_of(call, timeout_seconds, setting)
 
     async def _started(self) -> None:

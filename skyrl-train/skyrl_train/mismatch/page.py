@@ -3,7 +3,6 @@
 import textwrap
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 from skyrl_train.mismatch.cells import Cell, TrainerDtype
 from skyrl_train.mismatch.findings import THRESHOLDS, Finding, tolerance
@@ -35,7 +34,7 @@ def as_markdown(report: Report, decode: Decode, num_worst: int) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def as_plain(report: Report, decode: Decode, num_worst: int) -> dict[str, Any]:
+def as_plain(report: Report, decode: Decode, num_worst: int) -> dict[str, object]:
     """The same, as JSON takes it. Numbers that are none are null."""
     return {
         "model": report.model,
@@ -109,7 +108,7 @@ def _worst(report: Report, decode: Decode, count: int) -> str:
     return "\n".join(lines)
 
 
-def _plain_cell(report: Report, cell: Cell, decode: Decode, num_worst: int) -> dict[str, Any]:
+def _plain_cell(report: Report, cell: Cell, decode: Decode, num_worst: int) -> dict[str, object]:
     gap = report.gap(cell)
     return {
         "engine": asdict(cell.engine),

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.models.lora import ADAPTER, adapters_of, transformers_model
-from skyrl_train.utils.io import fsync_folder, write_atomically
+from skyrl_train.types import JsonObject
+from skyrl_train.utils.io import replacing
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -45,10 +45,10 @@ def adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str,
 
 
 def write_adapter_version(
-    model: nn.Module, folder: Path, version: int, dtype: torch.dtype, rank: int, *, keep: int = 2
+    model: nn.Module, folder: Path, version: int, dtype: torch.dtype, rank: int
 ) -> dict[str, torch.Tensor]:
-    """Write the policy's adapters for engines to `folder/version`, complete or absent, and delete all but the last
-    `keep` versions (an engine may be reading the one before). A collective; rank 0 writes.
+    """Write the policy's adapters for engines to `folder/version`, complete or absent, and delete all but the last two
+    versions (an engine may be reading the one before). A collective; rank 0 writes.
 
     Args:
         model, dtype: as for `adapter_tensors`; the engines' dtype, so that what they hold can be compared.
@@ -69,12 +69,12 @@ def write_adapter_version(
         return {}
     _write(folder / str(version), tensors, config)
     versions = sorted((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), reverse=True)
-    for old in versions[keep:]:
+    for old in versions[2:]:
         shutil.rmtree(folder / str(old))
     return tensors
 
 
-def can_be_sent_alone(init_method: Any) -> bool:
+def can_be_sent_alone(init_method: object) -> bool:
     """Check whether adapters with this start belong to the model's weights as its files have them."""
     return not (isinstance(init_method, str) and init_method.startswith(CHANGES_THE_MODEL))
 
@@ -97,20 +97,18 @@ def _peft_config(model: nn.Module) -> LoraConfig:
 
 
 def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
-    """The weights last: a folder that has them is whole."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / WEIGHTS_FILE).unlink(missing_ok=True)
-    replace(config, inference_mode=True).save_pretrained(str(folder))
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    write_atomically(folder / WEIGHTS_FILE, save(contiguous, metadata={"format": "pt"}))
-    fsync_folder(folder.parent)
+    with replacing(folder) as partial:
+        replace(config, inference_mode=True).save_pretrained(str(partial))
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        # `save_file` would make a file that only its owner may read, and an engine may be another user.
+        (partial / WEIGHTS_FILE).write_bytes(save(contiguous, metadata={"format": "pt"}))
 
 
 @dataclass(frozen=True)
 class AdapterFile:
     """Content of a folder written by peft."""
 
-    config: dict[str, Any]
+    config: JsonObject
     tensors: dict[str, torch.Tensor]
     """By peft's names, on the CPU."""
 

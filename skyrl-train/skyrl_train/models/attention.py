@@ -41,7 +41,7 @@ def packed_attention(
     sliding_window: int | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
-    **others: Any,
+    **others: object,
 ) -> tuple[torch.Tensor, None]:
     """softmax(q k^T scaling) v over the tokens of the same row that are not later, and with a sliding window of W over
     the last W of these.
@@ -83,7 +83,7 @@ def check_arguments(
     *,
     dropout: float = 0.0,
     is_causal: bool | None = None,
-    **others: Any,
+    **others: object,
 ) -> None:
     """Raise unless a model's arguments suit an attention function that computes causal attention and nothing else.
 
@@ -115,7 +115,9 @@ def _varlen_attention(device: str, dtype: torch.dtype) -> Callable[..., torch.Te
     except ImportError:
         return _torch_varlen()
 
-    def flash(q: Any, k: Any, v: Any, rows: PackedRows, scaling: float | None, window: int | None) -> torch.Tensor:
+    def flash(
+        q: object, k: object, v: object, rows: PackedRows, scaling: float | None, window: int | None
+    ) -> torch.Tensor:
         longest, edges = max(rows.lengths), rows.boundaries
         left = -1 if window is None else window - 1
         return flash_attn_varlen_func(

@@ -48,7 +48,7 @@ def _load(
     *,
     device: torch.device,
     flash_attn: bool = True,
-    config_overrides: dict[str, Any] | None = None,
+    config_overrides: dict[str, object] | None = None,
     gradient_checkpointing: bool = False,
     use_reentrant: bool = False,
     with_weights: bool = True,

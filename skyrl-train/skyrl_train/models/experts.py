@@ -46,7 +46,9 @@ def auxiliary_loss(statistics: RouterStatistics) -> float:
     The number of experts a token goes to if all are used evenly (f sums up to that number), E times that at worst.
     """
     num_layers, num_experts = statistics.counts.shape
+    # Layers are averaged, not added, so that models of different depth can be compared.
     total = max(1, num_layers * statistics.num_tokens)
+    # float64: counts of a whole step may be above 2^24, where float32 no longer counts.
     counts, probabilities = statistics.counts.double().sum(dim=0), statistics.probability_sums.double().sum(dim=0)
     return float(num_experts * (counts / total * (probabilities / total)).sum())
 
@@ -96,11 +98,16 @@ class Routers:
     def _listener(self, layer: int, index: int) -> Any:
         @torch.no_grad()
         def hear(module: nn.Module, args: Any, output: Any) -> None:
+            # A backward with gradient checkpointing runs the layer again, outside of `listen`: it must not be counted
+            # twice.
             if self._collected is None:
                 return
             logits = output[index] if isinstance(output, tuple) else output
+            # float32 whatever the model computes in: a softmax over hundreds of experts in bfloat16 does not sum to
+            # 1.
             probabilities = logits.detach().float().flatten(0, -2).softmax(dim=-1)[self._collected.real]
             chosen = probabilities.topk(self._collected.num_chosen, dim=-1).indices
+            # minlength, since experts that nobody chose must keep their column: the sums of ranks are added.
             counts = torch.bincount(chosen.flatten(), minlength=probabilities.shape[-1]).float()
             self._collected.layers[layer] = counts, probabilities.sum(dim=0)
 

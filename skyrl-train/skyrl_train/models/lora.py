@@ -49,6 +49,7 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, setting: str = "
     except ValueError as error:
         raise ConfigError(f"{setting}.target_modules={config.target_modules!r}: {error}") from error
     _refuse_what_cannot_be_merged(model, config, setting)
+    # The matrices A and B are new linear layers: they compute as those of the base do.
     if any(isinstance(module, OneDnnLinear) for module in model.modules()):
         use_onednn_linear(model)
     kinds = {adapter.layer.rpartition(".")[2] for adapter in adapters_of(model)}
@@ -71,6 +72,8 @@ def _peft_config(model: PreTrainedModel, config: LoRAConfig, setting: str) -> Lo
         )
     targets = config.target_modules
     if targets == "all-linear" and _has_fused_experts(model):
+        # peft's own `all-linear` would also take parts of experts by name, and fail at parameters of three
+        # dimensions.
         targets = _linear_layers_beside_experts(model)
     return LoraConfig(
         r=config.rank,
@@ -134,7 +137,10 @@ class Adapter:
 
     def merged_into(self, weight: torch.Tensor) -> torch.Tensor:
         """A new tensor, from the layer's whole weight. A collective."""
+        # Both gathers on every rank, in this order: they are collectives, and ranks that differ in it wait for each
+        # other.
         a, b = gather_full_tensor(self.a.detach()), gather_full_tensor(self.b.detach())
+        # (B A)^T = A^T B^T: for a layer that keeps [in, out] the product is transposed without a copy.
         left, right = (a.t(), b.t()) if self.is_transposed else (b, a)
         return torch.addmm(weight, left, right, alpha=self.scaling)
 
@@ -163,6 +169,7 @@ def exported_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     adapters = {f"{adapter.layer}.base_layer.weight": adapter for adapter in adapters_of(causal_lm)}
     matrices = {id(matrix) for adapter in adapters.values() for matrix in adapter.matrices.values()}
     for name, parameter in causal_lm.named_parameters():
+        # By identity: names of A and B differ with peft's version, and they are exported merged only.
         if id(parameter) in matrices:
             continue
         tensor = gather_full_tensor(parameter.detach())

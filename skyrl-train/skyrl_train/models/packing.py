@@ -84,6 +84,7 @@ class Layout:
         ranks = self.rows and self.rows.sequence_parallel
         if ranks is None:
             return None
+        # Slices are equal and consecutive, so a place divided by their length is the rank that holds it.
         return (self.predictors // self.input_ids.numel() == ranks.rank).nonzero()[:, 0]
 
     def inputs(self) -> dict[str, Any]:
@@ -96,16 +97,22 @@ class Layout:
         hidden = hidden.flatten(0, 1)
         if self.own is None:
             return hidden.index_select(0, self.predictors), self.labels
+        # `predictors` count places over all ranks; the remainder is the place in this rank's slice.
         return hidden.index_select(0, self.predictors[self.own] % len(hidden)), self.labels[self.own]
 
     def place(self, values: torch.Tensor) -> torch.Tensor:
         """Arrange values of `scored` tokens in [B, R], 0 at padding. A collective with sequence parallelism."""
         if self.own is not None:
             assert self.rows is not None and self.rows.sequence_parallel is not None
+            # Ranks own different numbers of scored tokens, and a gather wants equal shapes: values go back to their
+            # places first.
             slots = values.new_zeros(self.input_ids.numel())
             slots = slots.index_copy(0, self.predictors[self.own] % len(slots), values)
+            # Every rank gets all values and computes the same loss; the gather's backward hands each its own
+            # gradients.
             values = self.rows.sequence_parallel.gather(slots, 0).index_select(0, self.predictors)
         # No view of a flat tensor: FSDP hooks into what a model returns, and warns of views.
+        # index_put out of place: its backward reaches `values`, and what nobody writes stays an exact 0.
         rows, columns = self.destinations // self.shape[1], self.destinations % self.shape[1]
         return values.new_zeros(self.shape).index_put((rows, columns), values)
 
@@ -123,27 +130,34 @@ def packed(
         sequences, attention_mask: [B, T]; the last `num_response` columns are the response.
     """
     mask = attention_mask.bool()
+    # Stable, so that rows of one length keep their order and the same batch has the same numbers on every run.
     order = mask.sum(dim=1).argsort(descending=True, stable=True)
     sequences, mask = sequences[order], mask[order]
+    # Empty rows vanish here: attention kernels refuse a length of 0.
     lengths = [length for length in mask.sum(dim=1).tolist() if length]
     positions = mask.cumsum(dim=1) - 1
+    # The column of each token within the response: negative in the prompt.
     columns = torch.arange(-mask.shape[1], 0, device=mask.device) + num_response
     input_ids, position_ids = sequences[mask], positions[mask]
     # A row's first token has nothing before it: it is not scored.
     scored = (mask & (positions > 0) & (columns >= 0))[mask].nonzero()[:, 0]
+    # `order` maps sorted rows back to those of the batch.
     destinations = (order[:, None] * num_response + columns)[mask][scored]
     labels = input_ids[scored]
 
     num_tokens, ranks = len(input_ids), sequence_parallel
     unit = 1 if ranks is None else ranks.size
+    # Also a batch without tokens gets a row: its rank must meet the others in every forward and backward.
     filler = -num_tokens % unit if num_tokens else unit
     if filler:
+        # A row of its own: attention of real tokens does not see it.
         lengths.append(filler)
         input_ids = torch.cat([input_ids, input_ids.new_zeros(filler)])
         position_ids = torch.cat([position_ids, torch.arange(filler, device=mask.device)])
     real = torch.arange(len(input_ids), device=mask.device) < num_tokens
     if ranks is not None:
         input_ids, position_ids, real = (ranks.shard(x, 0) for x in (input_ids, position_ids, real))
+    # int32 is what variable-length attention kernels take.
     boundaries = torch.tensor([0, *lengths]).cumsum(0).to(mask.device, torch.int32)
     return Layout(
         input_ids=input_ids[None],
@@ -175,6 +189,7 @@ def padded(sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: 
     rows, at = (mask & (positions > 0) & (columns >= 0)).nonzero(as_tuple=True)
     return Layout(
         input_ids=sequences,
+        # Left padding has position -1, which no table of positions has.
         position_ids=positions.clamp(min=0),
         real=mask.flatten(),
         attention_mask=attention_mask,
@@ -203,6 +218,7 @@ def trim(
     if len(columns) == 0:
         return sequences, attention_mask, num_response
     num_prompt = sequences.shape[1] - num_response
+    # At least one column of prompt and one of response stay, so that shapes are never empty.
     first = min(int(columns[0]), num_prompt - 1)
     last = max(int(columns[-1]) + 1, num_prompt + 1)
     return sequences[:, first:last], attention_mask[:, first:last], last - num_prompt

@@ -58,6 +58,7 @@ class ScoringModel(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.rule = logit_rule(self.causal_lm.config)
         self.routers = Routers(causal_lm)
+        # FSDP and the planner of devices ask the root for it; the root is this module now.
         self._no_split_modules = getattr(causal_lm, "_no_split_modules", None)
         head = self.causal_lm.get_output_embeddings()
         if not isinstance(head, nn.Linear):
@@ -87,8 +88,10 @@ class ScoringModel(nn.Module):
                 on the right. What stands at padding is not read. A token without one before it gets 0.
         """
         layout = lay_out(sequences, attention_mask, num_response, self.packing, self.sequence_parallel)
+        # Padding is routed as well: without the mask its tokens would count as load.
         with self.routers.listen(layout.real) as heard:
             hidden = hidden_states(self.causal_lm, layout)
+        # Only states that predict a response token go on: logits of prompts would be most of the work and the memory.
         hidden, labels = layout.scored(hidden)
         head = self.causal_lm.get_output_embeddings()
         log_probs, entropy = token_log_probs(
@@ -128,6 +131,7 @@ def hidden_states(model: Any, layout: Layout) -> torch.Tensor:
     Raises:
         ValueError: the model keeps that to itself.
     """
+    # The decoder alone: the output layer of a transformers model would make all logits at once, [b, n, V].
     output = model.get_decoder()(**layout.inputs(), use_cache=False)
     if getattr(output, "last_hidden_state", None) is None:
         raise ValueError(f"{type(model).__name__} does not give the hidden states before its output layer")
@@ -137,6 +141,7 @@ def hidden_states(model: Any, layout: Layout) -> torch.Tensor:
 def use_attention(model: Any, packing: bool, sequence_parallel: SequenceParallel | None) -> None:
     """Make a transformers model compute attention among packed rows, if they are to be packed."""
     if sequence_parallel is not None:
+        # Ulysses deals heads over the ranks, so their number must divide; found here and not in the first forward.
         sequence_parallel.check_heads(model.config.get_text_config().num_attention_heads)
     if packing:
         model.set_attn_implementation(PACKED_ATTENTION)
@@ -150,5 +155,6 @@ def use_attention(model: Any, packing: bool, sequence_parallel: SequenceParallel
 def logit_rule(config: Any) -> LogitRule:
     """Read from its config what the model does to its logits."""
     text = config.get_text_config()
+    # Two families have opposite conventions: Cohere multiplies by logit_scale, Granite divides by logits_scaling.
     multiplier = getattr(text, "logit_scale", None) or 1 / (getattr(text, "logits_scaling", None) or 1)
     return LogitRule(float(multiplier), getattr(text, "final_logit_softcapping", None))

@@ -185,7 +185,7 @@ class _FusedAttention(TorchFunctionMode):
         super().__init__()
         self.calls = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         name = str(getattr(func, "__name__", func))
         self.calls += "attention" in name or "attn" in name
         return func(*args, **(kwargs or {}))

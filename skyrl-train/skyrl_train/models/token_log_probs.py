@@ -91,6 +91,7 @@ class _TokenLogProbs(torch.autograd.Function):
         settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         dtype = torch.promote_types(weight.dtype, torch.float32)
+        # Numbers of tokens are all that is kept: the backward computes the logits again instead of storing [N, V].
         log_probs, log_norm, entropy = (torch.zeros(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
         scores = _compiled(_scores_of_chunk) if settings.compile else _scores_of_chunk
         for chunk in _chunks(len(hidden), settings.chunk_size):
@@ -100,6 +101,7 @@ class _TokenLogProbs(torch.autograd.Function):
             )
         ctx.settings = settings
         ctx.save_for_backward(hidden, weight, bias, labels, log_norm, entropy)
+        # A gradient that nobody asked for stays None, and the entropy's part of the backward is skipped.
         ctx.set_materialize_grads(False)
         return log_probs, entropy if settings.with_entropy else None
 
@@ -159,7 +161,7 @@ def _chunks(total: int, size: int) -> Iterator[slice]:
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., object]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
@@ -178,6 +180,7 @@ def _scores_of_chunk(
     """log_probs, logsumexp(z) and entropy of a chunk, each [C]; entropy is 0 if not asked for."""
     logits = _scaled_logits(product, bias, settings)
     largest = logits.amax(dim=-1)
+    # exp of the differences cannot overflow; `largest` is added back to the logarithm of their sum.
     logits -= largest[:, None]
     of_labels = logits.gather(1, labels[:, None])[:, 0]
     if settings.with_entropy:
@@ -208,6 +211,7 @@ def _grad_of_chunk(
     rule, temperature = settings.rule, settings.temperature
     log_p = _scaled_logits(product, bias, settings)
     slope = rule.multiplier / temperature
+    # d/dx cap tanh(x / cap) = 1 - tanh^2; `log_p` still holds the capped logits, divided by the temperature.
     slope_of_cap = None if rule.softcap is None else 1 - (log_p * (temperature / rule.softcap)).square_()
     log_p -= log_norm[:, None]
     if grad_entropy is None:

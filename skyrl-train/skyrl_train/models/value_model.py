@@ -89,7 +89,7 @@ def load_value_model(
     seed: int = 0,
     packing: bool = True,
     sequence_parallel: SequenceParallel | None = None,
-    **loading: Any,
+    **loading: object,
 ) -> ValueModel:
     """A critic that begins as the model in a folder or of a hub name; its head too, if the folder has one.
 

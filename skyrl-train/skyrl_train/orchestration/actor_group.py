@@ -79,7 +79,7 @@ class ActorGroup:
         """
         return None if tokens_a_worker is None else tokens_a_worker * self.parallel[0].ranks_per_replica
 
-    async def call_all(self, method: str, *args: Any) -> list[Any]:
+    async def call_all(self, method: str, *args: object) -> list[Any]:
         """Call a method on every rank. Returns: the answers in rank order."""
         answers = await self.ranks.call([[(method, args)]] * self.num_ranks, *self._deadline)
         return [answer for [answer] in answers]

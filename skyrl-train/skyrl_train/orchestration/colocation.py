@@ -137,6 +137,7 @@ class Colocation:
     async def swapped_in(self, worker: Worker) -> AsyncIterator[None]:
         """Give `worker` the policy's place on the device, if they share one, for the duration of the block. After a
         failure inside the block `worker` stays."""
+        # What the protocol does not name stays where it is: then both have devices of their own.
         shared = f"onload {worker}" in self._events and worker != "policy"
         if shared:
             async with self._lock:
@@ -168,6 +169,7 @@ class Colocation:
         """
         async with self._lock:
             if self._engines_share_device:
+                # Asked under the lock: between the decision and the move no other move may come.
                 if self._state != ENGINES_ONLY:
                     return False
                 await self._sleep()
@@ -185,11 +187,14 @@ class Colocation:
         """
         if not self._engines_share_device:
             return await start()
+        # Counted before the lock is asked for: a sync that holds it sees the engine and makes room.
         self._num_starting += 1
         try:
             async with self._lock:
                 await self._wait(self._is_free_for_engines, "start engine", f"offload {self._state.worker}")
+                # Under the lock: until the engine has been put to sleep it takes memory that no worker may take.
                 engine = await start()
+                # The state of the others decides, read after the start: it may have changed while this one waited.
                 if self._state.engines is not Engines.AWAKE:
                     await engine.sleep()
                 if self._state.engines is Engines.WEIGHTS_ONLY:
@@ -207,12 +212,14 @@ class Colocation:
             wait_until_healthy: returns when every engine that died has been restarted (by `start_engine`).
         """
         async with self._lock:
+            # Not None yet: moves stay refused until the engines sleep, but `_is_free_for_engines` lets them start.
             self._inconsistent_since = "recover"
             for worker, group in self._groups.items():
                 if f"onload {worker}" in self._events:
                     await group.call_all("offload_to_cpu")
             self._state = EMPTY
             self._lock.notify_all()
+        # Outside of the lock: engines that it waits for take the lock in `start_engine`.
         if wait_until_healthy is not None:
             await wait_until_healthy()
         async with self._lock:
@@ -224,6 +231,7 @@ class Colocation:
     # ---- single moves, under the lock
 
     async def _load_one_by_one(self, groups: Sequence[OffloadableGroup]) -> None:
+        # The policy last: it is the one that stays on the device.
         for group in sorted(groups, key=lambda group: group.name == "policy"):
             await self._move(f"onload {group.name}", group.init_model)
             if group.name != "policy":
@@ -251,6 +259,7 @@ class Colocation:
         await self._move("wake cache", lambda: self._existing_engines().wake_up(["kv_cache"]))
 
     async def _sync(self, send: Callable[[], Awaitable[T]]) -> T:
+        # Weights and policy are on the device already; a move would not be allowed.
         if self._state == SYNC:  # an earlier `send` failed
             await self._let_engines_start()
         else:
@@ -276,6 +285,7 @@ class Colocation:
     async def _wait(self, condition: Callable[[], bool], event: Event, missing: str) -> None:
         """Release the lock to other moves until `condition` holds."""
         try:
+            # Condition.wait_for releases the lock while it waits, and has it again when it returns or is cancelled.
             await asyncio.wait_for(self._lock.wait_for(condition), self._start_timeout)
         except TimeoutError:
             raise ColocationError(
@@ -295,6 +305,7 @@ class Colocation:
         if event not in self._events:
             return
         following = self._state_after(event)
+        # Set before the move, not in an except: a cancellation or an exit in the middle leaves it set as well.
         self._inconsistent_since = event
         await action()
         self._state, self._inconsistent_since = following, None

@@ -116,7 +116,7 @@ class InlineRank:
         self._worker: Any = None
         self._start = model_thread().submit(lambda: self._make(make_worker, args))
 
-    def _make(self, make_worker: MakeWorker, args: tuple[Any, ...]) -> None:
+    def _make(self, make_worker: MakeWorker, args: tuple[object, ...]) -> None:
         _PROCESS_GROUP.enter()
         try:
             with self._random.swapped_in():
@@ -179,7 +179,7 @@ class InlineLauncher:
         self,
         name: str,
         make_worker: MakeWorker,
-        args: tuple[Any, ...],
+        args: tuple[object, ...],
         *,
         num_ranks: int,
         device: str,

@@ -55,7 +55,7 @@ class Launcher(Protocol):
         self,
         name: str,
         make_worker: MakeWorker,
-        args: tuple[Any, ...],
+        args: tuple[object, ...],
         *,
         num_ranks: int,
         device: str,

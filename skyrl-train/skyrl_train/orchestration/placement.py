@@ -2,7 +2,7 @@
 "GPUs" is a count of processes. `colocation.py` moves groups on and off a shared device."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.orchestration.actor_group import ActorGroup
@@ -51,7 +51,7 @@ class Placement:
         self,
         name: Literal["policy", "critic", "ref"],
         make_worker: MakeWorker,
-        args: tuple[Any, ...],
+        args: tuple[object, ...],
         run_folder: RunFolder,
     ) -> ActorGroup:
         """Start the workers of one model; `ActorGroup.init_model` then waits for them."""

@@ -39,7 +39,7 @@ class WorkerProcess:
         """Return the process id."""
         return os.getpid()
 
-    def call_sequence(self, calls: Calls) -> list[Any]:
+    def call_sequence(self, calls: Calls) -> list[object]:
         """Run several calls in sequence; the first that fails ends it."""
         with errors_for_caller():
             return [getattr(self._worker, method)(*args) for method, args in calls]
@@ -136,7 +136,7 @@ class RayLauncher:
         self,
         name: str,
         make_worker: MakeWorker,
-        args: tuple[Any, ...],
+        args: tuple[object, ...],
         *,
         num_ranks: int,
         device: str,
@@ -228,7 +228,7 @@ class EngineBundles:
 
 def actor_options(
     device: str, gpu_share: float, placement_group: PlacementGroup | None, bundle_index: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return Ray's options for one process: a CPU, and on CUDA `gpu_share` of a GPU."""
     options: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0}
     if device == "cuda":

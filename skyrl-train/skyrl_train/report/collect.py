@@ -4,12 +4,16 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TypeVar
 
 import yaml
 
 from skyrl_train.errors import DataError
+from skyrl_train.types import JsonObject
 from skyrl_train.utils.run_folder import RunFolder, TrajectoryFile, read_json_lines
+
+T = TypeVar("T")
 
 MAX_FILES = 60
 """Trajectory files that are read, spread over the run: those of a long run are gigabytes."""
@@ -39,8 +43,8 @@ _SUMMARY = (
 class Trajectories:
     """Some of a run's trajectories."""
 
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    failures: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[JsonObject] = field(default_factory=list)
+    failures: list[dict[str, object]] = field(default_factory=list)
     """At most `MAX_FAILURES` of those found, oldest first."""
     failure_counts: Counter[str] = field(default_factory=Counter)
     """By kind, over the files that were read."""
@@ -49,7 +53,7 @@ class Trajectories:
     num_files: int = 0
 
 
-def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float | None]]]:
+def curves(rows: Iterable[JsonObject]) -> dict[str, tuple[list[int], list[float | None]]]:
     """Return every metric as steps and values, by step. Of several lines of a step the last that has the metric
     counts."""
     found: dict[str, dict[int, float | None]] = {}
@@ -79,7 +83,7 @@ def run_name(run: RunFolder, text: str) -> str:
     return str(name or run.path.name)
 
 
-def run_times(rows: list[dict[str, Any]]) -> dict[str, float | None]:
+def run_times(rows: list[JsonObject]) -> dict[str, float | None]:
     """Return when the run started and last wrote (Unix seconds), and the durations between. The first line ends the
     first step."""
     if not rows:
@@ -115,14 +119,14 @@ def _read_file(file: TrajectoryFile, num_samples: int, found: Trajectories) -> N
     ]
 
 
-def _sample(file: TrajectoryFile, row: Mapping[str, Any]) -> dict[str, Any]:
+def _sample(file: TrajectoryFile, row: JsonObject) -> JsonObject:
     """A row with short names for what there is one of a token, and without the middle of a very long response."""
     tokens = row["tokens"]
     num_tokens = len(tokens["ids"])
     left_out = max(0, num_tokens - MAX_TOKENS_OF_A_SAMPLE)
     head = MAX_TOKENS_OF_A_SAMPLE * 3 // 4 if left_out else num_tokens
 
-    def kept(values: list[Any] | None) -> list[Any] | None:
+    def kept(values: list[T] | None) -> list[T] | None:
         return None if values is None else values[:head] + values[head + left_out :]
 
     log_probs = kept(tokens["log_probs"])
@@ -141,7 +145,7 @@ def _sample(file: TrajectoryFile, row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _spread(items: list[Any], count: int) -> list[Any]:
+def _spread(items: list[T], count: int) -> list[T]:
     """Select at most `count` items at even distances, the first and the last among them."""
     if len(items) <= count:
         return list(items)
@@ -150,13 +154,13 @@ def _spread(items: list[Any], count: int) -> list[Any]:
     return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
 
 
-def _at(config: Any, keys: list[str]) -> Any:
+def _at(config: object, keys: list[str]) -> object:
     for key in keys:
         config = config.get(key) if isinstance(config, Mapping) else None
     return config
 
 
-def existing_run(path: Any) -> RunFolder:
+def existing_run(path: str | Path) -> RunFolder:
     """The run at a path.
 
     Raises:
@@ -171,7 +175,7 @@ def existing_run(path: Any) -> RunFolder:
     return run
 
 
-def page_data(run: RunFolder, max_samples: int) -> dict[str, Any]:
+def page_data(run: RunFolder, max_samples: int) -> dict[str, object]:
     """Collect all data of the page, ready for JSON."""
     rows = run.read_metrics()
     text = run.config_path.read_text() if run.config_path.exists() else ""

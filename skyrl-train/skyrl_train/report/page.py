@@ -11,12 +11,12 @@ import json
 import re
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from plotly.offline import get_plotlyjs
 
 from skyrl_train.report.charts import groups, overview, timing_stages
 from skyrl_train.report.collect import existing_run, page_data
+from skyrl_train.types import JsonObject
 from skyrl_train.utils.io import write_atomically
 
 _ASSETS = files("skyrl_train.report") / "assets"
@@ -42,7 +42,7 @@ def write_report(run_path: str | Path, output: str | Path | None = None, *, max_
     return path
 
 
-def render(data: dict[str, Any]) -> str:
+def render(data: JsonObject) -> str:
     """The HTML of a page that shows the data (see `page_data`)."""
     names = data["curves"].keys()
     data = data | {"overview": overview(names), "groups": groups(names), "timing": timing_stages(names)}
@@ -64,7 +64,7 @@ def _script_hash(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _json_for_html(data: dict[str, Any]) -> str:
+def _json_for_html(data: dict[str, object]) -> str:
     """JSON that cannot end the element it stands in, nor start another."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,10 +1,12 @@
 """Files and folders that are either whole or absent. Knows paths and bytes, not what is in them."""
 
+import ctypes
 import errno
 import hashlib
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +16,8 @@ from skyrl_train.errors import ConfigError
 CLOUD_SCHEMES = ("s3://", "gs://", "gcs://")
 TEMPORARY_SUFFIX = ".partial"
 """Ends the name of a file that is being written. One that is found at rest is what a killed process left."""
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
 
 def is_cloud_path(path: str | Path) -> bool:
@@ -71,21 +75,46 @@ def write_atomically(path: str | Path, content: bytes | str) -> None:
 @contextmanager
 def replacing(folder: str | Path) -> Iterator[Path]:
     """Yield a folder to write into, which replaces `folder` when the block ends well. Whatever kills the process,
-    `folder` is as it was before or as it is after (or, where there was one before, for an instant absent)."""
+    `folder` is as it was before or as it is after."""
     place = Path(folder)
-    partial = place.with_name(f"{place.name}.partial")
+    partial = place.with_name(f"{place.name}{TEMPORARY_SUFFIX}")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed while it wrote
     partial.mkdir(parents=True)
     try:
         yield partial
         for path in [*partial.rglob("*"), partial]:
             _flush(path)
-        shutil.rmtree(place, ignore_errors=True)
-        partial.rename(place)
-        fsync_folder(place.parent)
+        put_in_place(partial, place)
     except BaseException:  # a KeyboardInterrupt must not leave the half folder either
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def put_in_place(partial: Path, place: Path) -> None:
+    """Rename a folder, whose files are on the disk, to `place`. A folder that is there is replaced and then deleted."""
+    if place.exists():
+        _exchange(partial, place)
+        fsync_folder(place.parent)  # before the old folder goes: a power cut must not bring back its name without it
+        shutil.rmtree(partial)
+    else:
+        partial.rename(place)
+        fsync_folder(place.parent)
+
+
+def _exchange(first: Path, second: Path) -> None:
+    """Swap the names of two folders beside each other in one step, which Linux offers on most file systems. Elsewhere
+    `second` is absent between two renames, and what it held is beside it under a third name."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if not libc.renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE):
+            return
+        if (number := ctypes.get_errno()) not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise OSError(number, os.strerror(number), str(first), None, str(second))
+    aside = second.with_name(f"{second.name}.replaced{TEMPORARY_SUFFIX}")
+    shutil.rmtree(aside, ignore_errors=True)
+    second.rename(aside)
+    first.rename(second)
+    aside.rename(first)
 
 
 def _flush(path: Path) -> None:

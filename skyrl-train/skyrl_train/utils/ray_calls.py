@@ -60,7 +60,7 @@ def wait_for_all(
     timeout_seconds: float,
     what_to_set: str = "trainer.worker_timeout_seconds",
     given_up: threading.Event | None = None,
-) -> list[Any]:
+) -> list[object]:
     """The answers, in order. The first failure ends the wait (almost) at once, though others may never answer.
 
     Args:
@@ -114,7 +114,7 @@ async def answer_of(call: Call, timeout_seconds: float, what_to_set: str) -> Any
         raise call.failure(error) from error
 
 
-async def _as_coroutine(reference: Any) -> Any:
+async def _as_coroutine(reference: Any) -> object:
     return await reference
 
 

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from loguru import logger
 
 from skyrl_train.errors import DataError
+from skyrl_train.types import JsonObject
 from skyrl_train.utils.io import expand_path, fsync_folder, remove_leftovers, write_atomically
 
 Phase = Literal["train", "eval"]
@@ -102,7 +103,7 @@ class RunFolder:
             shutil.copy2(self.config_path, self.path / f"config_{number}.yaml")
         write_atomically(self.config_path, text)
 
-    def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def append_metrics(self, step: int, metrics: Mapping[str, object]) -> None:
         """Append one line, on disk when this returns.
 
         Values are numbers (also NumPy's and torch's), strings, booleans or None.
@@ -126,7 +127,7 @@ class RunFolder:
         if is_new:
             fsync_folder(self.path)
 
-    def read_metrics(self) -> list[dict[str, Any]]:
+    def read_metrics(self) -> list[JsonObject]:
         """Return every line of `metrics.jsonl`, oldest first, less a torn last one (of a process killed or writing
         now).
 
@@ -137,19 +138,19 @@ class RunFolder:
             return []
         return [row for _, row in read_json_lines(self.metrics_path)]
 
-    def write_trajectories(self, step: int, phase: Phase, rows: Iterable[Mapping[str, Any]]) -> None:
+    def write_trajectories(self, step: int, phase: Phase, rows: Iterable[Mapping[str, object]]) -> None:
         """Write the trajectories of a step, all or none; an earlier file of the same step and phase is replaced."""
         lines = b"".join(self._trajectory_line(row) for row in rows)
         self.trajectories_folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.trajectories_path(step, phase), lines)
 
-    def _trajectory_line(self, row: Mapping[str, Any]) -> bytes:
+    def _trajectory_line(self, row: Mapping[str, object]) -> bytes:
         try:
             return _json_line(row)
         except ValueError:  # a number that JSON does not have: to look for one in every row costs more than to write it
             return _json_line(self._finite("trajectories", row))
 
-    def read_trajectories(self, step: int, phase: Phase) -> list[dict[str, Any]]:
+    def read_trajectories(self, step: int, phase: Phase) -> list[JsonObject]:
         """The rows of a step.
 
         Raises:
@@ -183,7 +184,7 @@ class RunFolder:
             remove_leftovers(self.trajectories_folder)
             fsync_folder(self.trajectories_folder)
 
-    def _finite(self, name: str, value: Any) -> Any:
+    def _finite(self, name: str, value: object) -> Any:
         """The value with null for every number that JSON does not have, saying so once a name."""
         found = _without_non_finite(value)
         if found is not value and name not in self._warned:
@@ -192,12 +193,12 @@ class RunFolder:
         return found
 
 
-def _json_line(row: Mapping[str, Any]) -> bytes:
+def _json_line(row: Mapping[str, object]) -> bytes:
     """Format one line of JSON. Half a surrogate pair, which UTF-8 cannot hold, becomes its JSON escape."""
     return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
 
 
-def _plain_value(name: str, value: Any) -> Any:
+def _plain_value(name: str, value: object) -> object:
     if isinstance(value, str | bool | int | float) or value is None:
         return value
     if callable(item := getattr(value, "item", None)):  # a NumPy scalar, a 0-d array or tensor
@@ -205,7 +206,7 @@ def _plain_value(name: str, value: Any) -> Any:
     raise TypeError(f"metric {name} must be a number, a string, a boolean or None; got {type(value).__name__}")
 
 
-def _without_non_finite(value: Any) -> Any:
+def _without_non_finite(value: object) -> object:
     """The same object if every number in it is finite, else a copy with null in the place of the others."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -232,7 +233,7 @@ def drop_torn_line(file: BinaryIO | FileIO) -> None:
         file.truncate(end)
 
 
-def read_json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def read_json_lines(path: Path) -> Iterator[tuple[bytes, JsonObject]]:
     """The lines of a file of JSON objects with what they say, less a torn last one.
 
     Split at line feeds only: JSON text may hold other line separators.

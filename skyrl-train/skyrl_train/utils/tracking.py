@@ -21,7 +21,7 @@ from skyrl_train.utils.run_folder import RunFolder
 class TrackingBackend(Protocol):
     """Sink of metrics."""
 
-    def log(self, data: Mapping[str, Any], step: int, commit: bool) -> None: ...
+    def log(self, data: Mapping[str, object], step: int, commit: bool) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -65,7 +65,7 @@ class Tracking:
             else:
                 self._backends.append(_ServiceBackend(name, project_name, experiment_name, settings, run_folder))
 
-    def log(self, data: Mapping[str, Any], step: int, commit: bool = False) -> None:
+    def log(self, data: Mapping[str, object], step: int, commit: bool = False) -> None:
         """Record metrics of a step at once. Several calls for a step add up.
 
         Args:
@@ -87,7 +87,7 @@ class Tracking:
         self.finish()
 
 
-def plain_config(config: Any) -> dict[str, Any]:
+def plain_config(config: object) -> dict[str, Any]:
     """Convert settings (dataclass, mapping or OmegaConf node) to nested dictionaries."""
     if config is None:
         return {}
@@ -120,7 +120,7 @@ _PHASES = (
 )
 
 
-def console_line(data: Mapping[str, Any], step: int, total_steps: int | None = None) -> str:
+def console_line(data: Mapping[str, object], step: int, total_steps: int | None = None) -> str:
     """Format a step as one line: its main metrics and the seconds of its phases."""
     parts = [f"step {step}/{total_steps}" if total_steps else f"step {step}"]
     for label, names, form in CONSOLE_METRICS:
@@ -134,7 +134,7 @@ def console_line(data: Mapping[str, Any], step: int, total_steps: int | None = N
     return "  ".join(parts)
 
 
-def _four_decimals(value: Any) -> str:
+def _four_decimals(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
@@ -143,7 +143,7 @@ class _ConsoleBackend:
         self._total_steps = total_steps
         self._in_full = log_level() in ("TRACE", "DEBUG")
 
-    def log(self, data: Mapping[str, Any], step: int, commit: bool) -> None:
+    def log(self, data: Mapping[str, object], step: int, commit: bool) -> None:
         logger.info("{}", console_line(data, step, self._total_steps()))
         if self._in_full:
             logger.debug("{}", "  ".join(f"{name}: {_four_decimals(value)}" for name, value in data.items()))
@@ -156,7 +156,7 @@ class _RunFolderBackend:
     def __init__(self, run_folder: RunFolder):
         self._run_folder = run_folder
 
-    def log(self, data: Mapping[str, Any], step: int, commit: bool) -> None:
+    def log(self, data: Mapping[str, object], step: int, commit: bool) -> None:
         self._run_folder.append_metrics(step, data)
 
     def finish(self) -> None:
@@ -204,7 +204,7 @@ class _ServiceBackend:
         elif self._name not in ("wandb", "swanlab"):  # these have it from `_options`
             self._tracker.store_init_configuration(_flat(self._config))
 
-    def log(self, data: Mapping[str, Any], step: int, commit: bool) -> None:
+    def log(self, data: Mapping[str, object], step: int, commit: bool) -> None:
         values = _numbers(data)
         if self._name == "mlflow":  # refuses `@` in names
             values = {name.replace("@", "_at_"): value for name, value in values.items()}
@@ -305,7 +305,7 @@ def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Flatten settings to `trainer/algorithm/kl_loss_coef: value`; `@`, which MLflow refuses in names, becomes
     `_at_`."""
     flat: dict[str, Any] = {}

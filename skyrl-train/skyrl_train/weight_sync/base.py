@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 from skyrl_train.errors import WeightSyncError
+from skyrl_train.types import JsonObject
 
 Transport = Literal["shared_memory", "cuda_ipc", "broadcast", "checkpoint"]
 """How bytes get to an engine. `shared_memory`: a segment that both processes map (one machine). `cuda_ipc`: the same
@@ -35,6 +36,13 @@ class WeightSyncInitInfo:
     timeout_seconds: float = 600.0
 
 
+class Place(TypedDict, total=False):
+    """Fields of a `WeightUpdateRequest` that say where its bytes are."""
+
+    location: str
+    handles: JsonObject
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightUpdateRequest:
     """Description of one bucket of parameters, in order. Can travel as JSON. `dtypes` are torch names such as
@@ -56,7 +64,7 @@ class WeightUpdateRequest:
     """`delta`: the version that the bytes are changes to. None: they are whole tensors."""
     location: str = ""
     """`shared_memory`: the segment's name. `checkpoint`: the file."""
-    handles: dict[str, Any] = field(default_factory=dict, repr=False)
+    handles: JsonObject = field(default_factory=dict, repr=False)
     """`cuda_ipc`: a GPU's UUID -> what opens its memory."""
 
     def __post_init__(self) -> None:
@@ -69,11 +77,12 @@ class WeightUpdateRequest:
     def __len__(self) -> int:
         return len(self.names)
 
-    def to_json_dict(self) -> dict[str, Any]:
+    def to_json_dict(self) -> dict[str, object]:
         return asdict(self)
 
     @classmethod
-    def from_json_dict(cls, values: dict[str, Any]) -> "WeightUpdateRequest":
+    def from_json_dict(cls, values: JsonObject) -> "WeightUpdateRequest":
+        # JSON has no tuples, and shapes are compared with torch's.
         return cls(**{**values, "shapes": [tuple(shape) for shape in values["shapes"]]})
 
 
@@ -133,12 +142,14 @@ class WeightReport:
         wrong: dict[str, list[str]] = {}
         for report in reports:
             for name, value in report.fingerprints.items():
+                # Each process was handed the whole tensor before it took its part, so all fingerprints must agree.
                 if fingerprints.setdefault(name, value) != value:
                     raise WeightSyncError(
                         f"{reports[0].process} and {report.process} were given other values of {name}"
                     )
             for name in report.wrong:
                 wrong.setdefault(name, []).append(report.process)
+        # One process is enough: with pipeline parallelism a layer is in one of them.
         read = {name for report in reports for name in report.read}
         return cls(
             version=version,

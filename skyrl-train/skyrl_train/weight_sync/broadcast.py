@@ -7,7 +7,7 @@ import torch
 from torch.distributed import ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import Place, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.payload import Buffer, Payload
 
 
@@ -77,7 +77,7 @@ class BroadcastWriter:
         self._group = BroadcastGroup(init_info, device, rank=0)
         self._buffers = [Buffer(self._group.device) for _ in range(2)]  # one is sent while the other is filled
 
-    def write(self, payload: Payload, version: int, index: int) -> dict[str, Any]:
+    def write(self, payload: Payload, version: int, index: int) -> Place:
         """Copy a bucket into one piece."""
         payload.copy_to(self._buffers[index % 2].first(payload.num_bytes))
         return {}

@@ -26,9 +26,11 @@ LogProbs = Sequence[Sequence[float]]
 
 def canary_prompts(vocab_size: int, max_length: int) -> list[list[int]]:
     """The same random tokens at every call. [NUM_CANARIES][CANARY_LENGTH], shorter only in a shorter context."""
-    dice = torch.Generator().manual_seed(20_260_101)
+    generator = torch.Generator().manual_seed(20_260_101)
+    # At least two tokens: the first has no log-prob. One place of the context is left for the token that the engine
+    # must generate.
     length = max(2, min(CANARY_LENGTH, max_length - 1))
-    return torch.randint(vocab_size, (NUM_CANARIES, length), generator=dice).tolist()
+    return torch.randint(vocab_size, (NUM_CANARIES, length), generator=generator).tolist()
 
 
 def mean_difference(expected: LogProbs, found: LogProbs) -> float:
@@ -36,6 +38,7 @@ def mean_difference(expected: LogProbs, found: LogProbs) -> float:
     if [len(row) for row in expected] != [len(row) for row in found]:
         return float("inf")
     gap = (torch.tensor([*map(list, expected)]) - torch.tensor([*map(list, found)])).abs().mean().item()
+    # NaN is not above any tolerance in a comparison, and would pass.
     return gap if gap == gap else float("inf")
 
 
@@ -63,11 +66,13 @@ class CanaryTolerance:
             return self._fixed
         if not self._measured:
             return self._most
+        # The median: one of the first syncs may hit a token that goes to another expert.
         measured = _MARGIN * median(self._measured) * _size(expected)
         return min(self._most, max(self._least, measured))
 
     def learn(self, gap: float, expected: LogProbs) -> None:
         """Adjust the tolerance after a sync that passed."""
+        # Measured only at the beginning: a tolerance that followed the gap would learn to accept a growing one.
         if len(self._measured) < _NUM_MEASURED:
             self._measured.append(gap / _size(expected))
 

@@ -11,12 +11,13 @@ import os
 import shutil
 import struct
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.base import WeightUpdateRequest
+from skyrl_train.utils.io import put_in_place, write_atomically
+from skyrl_train.weight_sync.base import Place, WeightUpdateRequest
 from skyrl_train.weight_sync.payload import Payload, num_bytes_of
 
 INDEX = "model.safetensors.index.json"
@@ -65,14 +66,8 @@ class CheckpointVersion:
             (self._unfinished / str(number)).rename(self._unfinished / name)
         weight_map = {tensor: name for name, tensors in zip(names, self._names, strict=True) for tensor in tensors}
         index = {"metadata": {"total_size": self._num_bytes}, "weight_map": weight_map}
-        with (self._unfinished / INDEX).open("w") as file:
-            json.dump(index, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(self._unfinished)
-        shutil.rmtree(self._folder, ignore_errors=True)  # of a run before
-        self._unfinished.rename(self._folder)
-        _sync_folder(self._folder.parent)
+        write_atomically(self._unfinished / INDEX, json.dumps(index, indent=2))  # also flushes the folder's names
+        put_in_place(self._unfinished, self._folder)  # over one of a run before
         return [self._folder / name for name in names]
 
 
@@ -82,7 +77,7 @@ class CheckpointWriter:
     def __init__(self, directory: str):
         self._directory = Path(directory)
 
-    def write(self, payload: Payload, version: int, index: int) -> dict[str, Any]:
+    def write(self, payload: Payload, version: int, index: int) -> Place:
         """Return the place of the bytes, after writing them if they are in no file yet."""
         if payload.place:
             return payload.place
@@ -148,7 +143,7 @@ class CheckpointReader:
 
 def _header(payload: Payload) -> bytes:
     """The beginning of a safetensors file: the length of what follows, and the tensors' places as JSON."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, dtype, shape in zip(payload.names, payload.dtypes, payload.shapes, strict=True):
         end = start + num_bytes_of(dtype, shape)
@@ -168,11 +163,3 @@ def _write_bytes(file: BinaryIO, payload: Payload) -> None:
         file.write(part.cpu().numpy().data)
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -1,12 +1,12 @@
 """Bytes through memory of a GPU that the trainer owns and engines on the same GPU open: `shared_memory` on a device."""
 
 import base64
-from typing import Any
 
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.base import WeightUpdateRequest
+from skyrl_train.types import JsonObject
+from skyrl_train.weight_sync.base import Place, WeightUpdateRequest
 from skyrl_train.weight_sync.payload import Payload
 
 NUM_SLOTS = 2
@@ -25,9 +25,9 @@ class CudaIpcWriter:
         self._device = device
         self._uuid = gpu_uuid(device)
         self._slots = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
-        self._handles: list[dict[str, Any]] = [{} for _ in range(NUM_SLOTS)]
+        self._handles: list[JsonObject] = [{} for _ in range(NUM_SLOTS)]
 
-    def write(self, payload: Payload, version: int, index: int) -> dict[str, Any]:
+    def write(self, payload: Payload, version: int, index: int) -> Place:
         """Copy a bucket to memory that no engine is reading."""
         slot = index % NUM_SLOTS
         if payload.num_bytes > self._slots[slot].numel():
@@ -93,13 +93,13 @@ _BYTES = ("memory", "ref_counter", "event")
 _FIELDS = ("device", "memory", "size", "offset", "ref_counter", "ref_counter_offset", "event", "event_sync_required")
 
 
-def _handle_of(flat: torch.Tensor) -> dict[str, Any]:
+def _handle_of(flat: torch.Tensor) -> JsonObject:
     """Return a handle, fit for JSON, that opens a tensor's memory in another process."""
     shared = dict(zip(_FIELDS, flat.untyped_storage()._share_cuda_(), strict=True))
     return {name: base64.b64encode(value).decode() if name in _BYTES else value for name, value in shared.items()}
 
 
-def _open(handle: dict[str, Any], device: torch.device) -> torch.Tensor:
+def _open(handle: JsonObject, device: torch.device) -> torch.Tensor:
     values = {name: base64.b64decode(value) if name in _BYTES else value for name, value in handle.items()}
     values["device"] = torch.cuda.current_device() if device.index is None else device.index
     storage = torch.UntypedStorage._new_shared_cuda(*values.values())

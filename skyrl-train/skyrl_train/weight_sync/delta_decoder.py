@@ -34,6 +34,8 @@ class DeltaDecoder:
             WeightSyncError: the changes are to a version that is not here, or were altered on their way.
         """
         if request.index == 0:
+            # From here on the file is a mixture of two versions: an update that breaks off leaves None, and the
+            # trainer sends whole tensors.
             self._base_version, self._last.version = self._last.version, None
         if request.base_version is None:
             bucket = split_bytes(request, flat)
@@ -48,11 +50,14 @@ class DeltaDecoder:
             )
         changes = _checked(request, flat)
         bucket: Bucket = []
+        # One buffer for the bucket, taken again for the next: the tensors of a bucket are used up before another is
+        # received.
         room = self._buffer.first(sum(_room(self._last.num_bytes(name)) for name in request.names))
         for name, dtype, shape in kinds:
             num_bytes = self._last.num_bytes(name)
             tensor, room = room[:num_bytes], room[_room(num_bytes) :]
             self._last.read(name, tensor)
+            # The differences are added in place; what `apply` returns is the end of this tensor's changes.
             changes = changes[apply(changes, integers_of(tensor, dtype)) :]
             self._last.write(name, dtype, shape, tensor)
             bucket.append((name, tensor.view(getattr(torch, dtype)).view(shape)))
@@ -72,6 +77,7 @@ class DeltaDecoder:
 
 def _room(num_bytes: int) -> int:
     """Return a buffer of so many bytes and the alignment of the next tensor."""
+    # A tensor of a wider dtype may follow, and a view as that dtype needs an aligned start.
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -83,6 +89,7 @@ def _checked(request: WeightUpdateRequest, flat: torch.Tensor) -> memoryview:
     """
     payload = flat.cpu().numpy().data
     changes, digest = payload[:-DIGEST_BYTES], payload[-DIGEST_BYTES:]
+    # The hash is checked before anything is applied: a change that is applied cannot be taken back.
     if len(payload) != request.num_bytes or xxhash.xxh3_64_digest(changes) != digest:
         raise WeightSyncError(
             f"the changes in bucket {request.index} of version {request.version} ({request.names[0]} to "

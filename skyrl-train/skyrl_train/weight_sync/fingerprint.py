@@ -34,8 +34,9 @@ def num_turns(num_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Rows or columns of a matrix that are read at one version: all, or every n-th, others at the next version."""
+class VerificationSample:
+    """Sample of the rows or columns of a matrix that is verified at one version: all, or every n-th, others at the next
+    version."""
 
     version: int
     verification: Verification

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.base import WeightUpdateRequest
+from skyrl_train.weight_sync.base import Place, WeightUpdateRequest
 
 Bucket = list[tuple[str, torch.Tensor]]
 """Named tensors that travel together."""
@@ -57,7 +57,7 @@ class Payload:
     """The tensors, if their fingerprints are still to be taken."""
     base_version: int | None = None
     """As in `WeightUpdateRequest`."""
-    place: dict[str, Any] = field(default_factory=dict)
+    place: Place = field(default_factory=Place)
     """Where the bytes lie already, as fields of a request; then there are no parts."""
 
     @classmethod
@@ -73,7 +73,7 @@ class Payload:
             bucket=bucket,
         )
 
-    def request(self, *, version: int, index: int, **place: Any) -> WeightUpdateRequest:
+    def request(self, *, version: int, index: int, **place: Unpack[Place]) -> WeightUpdateRequest:
         """Build the request to the engines. `place`: the fields that say where the bytes are."""
         return WeightUpdateRequest(
             names=self.names,

@@ -62,6 +62,7 @@ def choose_transport(
             raise _impossible(strategy, "needs workers and engines on one machine", remote)
         case "cuda_ipc" if device != "cuda":
             raise _impossible(strategy, f"needs models on cuda; they are on {device}", remote)
+        # A handle opens memory of the same GPU only, and a server elsewhere may not even be on this machine.
         case "cuda_ipc" if remote or not (colocated and same_node):
             raise _impossible(strategy, "needs engines on the workers' GPUs (trainer.placement.colocate_all)", remote)
         case "cuda_ipc" if not one_device:

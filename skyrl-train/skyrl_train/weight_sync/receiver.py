@@ -53,6 +53,7 @@ class WeightReceiver:
             check_announced(request)
         flat = self._reader.read(request)
         bucket = split_bytes(request, flat) if self._changes is None else self._changes.receive(request, flat)
+        # Counted when it has been read: errors name the bucket that is missing.
         self._next_index += 1
         self._names.update(request.names)
         return bucket
@@ -65,6 +66,7 @@ class WeightReceiver:
         """
         if version != self._version:
             raise WeightSyncError(f"an update to version {version} was finished, but {self._state()}")
+        # A sync that leaves out a tensor would leave an older version in the engine without any error.
         missing = sorted((self._names_before or set()) - self._names)
         if missing:
             raise WeightSyncError(
@@ -82,6 +84,7 @@ class WeightReceiver:
 
     def _take_turn(self, request: WeightUpdateRequest) -> None:
         if request.index == 0:
+            # Bucket 0 begins anew, whatever was open: the trainer repeats a failed sync as a whole.
             self._version, self._next_index, self._names = request.version, 0, set()
         if (request.version, request.index) != (self._version, self._next_index):
             raise WeightSyncError(f"bucket {request.index} of version {request.version} came, but {self._state()}")

@@ -16,7 +16,7 @@ import torch
 from loguru import logger
 
 from skyrl_train.errors import SkyRLError, WeightSyncError
-from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import Place, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.broadcast import BroadcastWriter
 from skyrl_train.weight_sync.checkpoint import CheckpointWriter
 from skyrl_train.weight_sync.cuda_ipc import CudaIpcWriter
@@ -34,11 +34,11 @@ class EngineHandles(Protocol):
     """The engines, wherever they run. Calls start at once; `wait` ends them, by their answers or an error that names
     the engine, before a deadline of its own."""
 
-    def call_all(self, method: str, *args: Any) -> list[Any]:
+    def call_all(self, method: str, *args: object) -> list[Any]:
         """The same call to every engine."""
         ...
 
-    def call_each(self, method: str, args: Sequence[Any]) -> list[Any]:
+    def call_each(self, method: str, args: Sequence[object]) -> list[Any]:
         """The i-th argument to the i-th engine."""
         ...
 
@@ -48,7 +48,7 @@ class EngineHandles(Protocol):
 class Writer(Protocol):
     """The beginning of a transport."""
 
-    def write(self, payload: Payload, version: int, index: int) -> dict[str, Any]:
+    def write(self, payload: Payload, version: int, index: int) -> Place:
         """Put a bucket where the engines can read it, while they may still read the one before. Returns: its place, as
         fields of a request."""
         ...
@@ -135,6 +135,7 @@ class WeightSender:
             self._most_bytes = max_bucket_bytes  # files take no memory
         self._engines = engines
         self._verification: Verification = verification
+        # One thread: buckets of a process group must leave in the order in which the engines expect them.
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="weight-sync")
         self._transmission: Future[None] | None = None
         self._seconds: dict[str, float] = {}
@@ -179,6 +180,7 @@ class WeightSender:
         """
         if self._stage is not None and buckets is not None:
             self.stage(buckets, version)
+        # Unknown until the sync has ended: after a failure no change may be sent on top of it.
         held, self._held = self._held, None
         self._seconds = dict.fromkeys(("write", "wait", "fingerprint", "finish"), 0.0)
         began = perf_counter()
@@ -206,6 +208,8 @@ class WeightSender:
     def _meet(self, own_info: WeightSyncInitInfo, engine_infos: list[WeightSyncInitInfo], device: torch.device) -> None:
         engines = self._engines
         self._wait(engines.call_all("weight_version"), "before it began")  # a group waits long for a dead engine
+        # Both ends meet in a group, so neither may wait for the other before it has begun: engines first, without
+        # waiting.
         joining = engines.call_each("init_weight_update_communicator", engine_infos)
         meeting = self._threads.submit(_writer, own_info, device)
         self._wait(joining, "while the engines joined")
@@ -230,15 +234,17 @@ class WeightSender:
         sums = {"bytes": 0.0, "payload_bytes": 0.0, "buckets": 0.0}
         self._sizes = {}
         expected: dict[str, int] = {}
-        receiving: list[Any] = []
+        receiving: list[object] = []
         what = ""
         for index, payload in enumerate(payloads):
             with self._timed("write"):
+                # Written while the engines still read the bucket before: two slots.
                 place = writer.write(payload, version, index)
             self._wait_for_bucket(receiving, what)
             request = payload.request(version=version, index=index, **place)
             what = f"at bucket {index} of version {version} ({payload.names[0]} to {payload.names[-1]})"
             receiving = self._engines.call_all("update_named_weights", request)
+            # Beside the fingerprints: broadcasting waits for the network, hashing for the processor.
             self._transmission = self._threads.submit(_transmit, writer, request)
             with self._timed("fingerprint"):
                 expected |= fingerprints_of(payload.bucket, version, self._verification)
@@ -250,7 +256,7 @@ class WeightSender:
         sums["bytes"] = float(sum(self._sizes.values()))
         return sums, expected
 
-    def _wait_for_bucket(self, receiving: list[Any], what: str) -> None:
+    def _wait_for_bucket(self, receiving: list[object], what: str) -> None:
         if self._transmission is None:
             return
         with self._timed("wait"):

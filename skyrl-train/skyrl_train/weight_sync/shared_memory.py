@@ -7,12 +7,11 @@ reached through the trainer's open file, so nothing is left behind, however its 
 import mmap
 import os
 import tempfile
-from typing import Any
 
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.base import WeightUpdateRequest
+from skyrl_train.weight_sync.base import Place, WeightUpdateRequest
 from skyrl_train.weight_sync.payload import Payload
 
 NUM_SLOTS = 2
@@ -24,6 +23,7 @@ class Segment:
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
+            # Anonymous memory: it is not limited by the size of /dev/shm, which containers often have at 64 MiB.
             self._fd = os.memfd_create("weight_sync")
             self.name = f"/proc/{os.getpid()}/fd/{self._fd}"
         else:  # systems other than Linux: a file, deleted when it is closed
@@ -35,6 +35,8 @@ class Segment:
     def first(self, num_bytes: int) -> torch.Tensor:
         """The first bytes, after growing if there are fewer. [num_bytes] uint8"""
         if num_bytes > self._bytes.numel():
+            # It only grows: a process that has the shorter mapping keeps valid pages, and maps again when it needs
+            # more.
             os.ftruncate(self._fd, num_bytes)
             self._bytes = map_file(self._fd, num_bytes)
         return self._bytes[:num_bytes]
@@ -53,6 +55,7 @@ def map_file(fd: int, num_bytes: int) -> torch.Tensor:
     """The first bytes of an open file as a tensor that shares its memory. [num_bytes] uint8"""
     mapped = mmap.mmap(fd, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Gigabytes in pages of 4 KiB are a page fault each; advice that the kernel may ignore.
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
@@ -63,8 +66,9 @@ class SharedMemoryWriter:
     def __init__(self) -> None:
         self._slots = [Segment() for _ in range(NUM_SLOTS)]
 
-    def write(self, payload: Payload, version: int, index: int) -> dict[str, Any]:
+    def write(self, payload: Payload, version: int, index: int) -> Place:
         """Copy a bucket to memory that no engine is reading."""
+        # The sender announced bucket i - 1 only after all engines had read i - 2, whose slot this was.
         slot = self._slots[index % NUM_SLOTS]
         if payload.num_bytes:
             payload.copy_to(slot.first(payload.num_bytes))
@@ -98,6 +102,7 @@ class SharedMemoryReader:
         """
         if request.num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
+        # Mapped once and kept: the trainer reuses its segments over all syncs.
         mapped = self._mapped.get(request.location)
         if mapped is None or mapped.numel() < request.num_bytes:
             self._mapped.pop(request.location, None)

@@ -58,11 +58,13 @@ class PolicyWorker(Worker):
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> MetricSums:
         """Add the gradient of this rank's part of one mini-batch, given as rows of the loaded batch."""
+        # Before the gradient, since it is a collective: all ranks select, then all compute.
         if self._token_selector is not None:
             self.batch["selected_tokens"] = self._selected_tokens(self._token_selector, micro_batches)
         gradient = self.add_gradient(micro_batches)
         if self.batch.get("action_log_probs") is None:
             rows = [row for micro_batch in micro_batches if not micro_batch.is_dummy for row in micro_batch.rows]
+            # torch.where instead of a product: log-probs outside the mask may be -inf, and -inf * 0 is NaN.
             own = torch.where(self.batch.tensor("loss_mask") != 0, gradient.outputs, 0.0)
             self._old_log_probs[rows] = own[rows]
         return gradient.sums | self._router_metrics(gradient.router)
@@ -79,10 +81,12 @@ class PolicyWorker(Worker):
         rows = [row for micro_batch in micro_batches if not micro_batch.is_dummy for row in micro_batch.rows]
         columns = [log_probs]
         for name in ("action_log_probs", "advantages", "loss_mask", "token_noise"):
+            # A missing column is filled by another one: every rank sends the same shape.
             columns.append(log_probs if self.batch.get(name) is None else self.batch.tensor(name).float())
         own = torch.stack([column[rows] for column in columns], dim=1)  # [rows, 5, R]
         whole, start = gather_rows(own, self.parallel)
         now, old, advantages, mask, noise = whole.to(self.backend.device).unbind(dim=1)
+        # Every rank computes the same choice from the same rows, in rank order, and keeps its own part.
         chosen = selector(now, old, advantages, mask, noise, self.cfg.trainer.algorithm)
         selected = torch.zeros(log_probs.shape, dtype=torch.bool)
         selected[rows] = chosen[start : start + len(rows)].cpu()
@@ -93,6 +97,7 @@ class PolicyWorker(Worker):
         trained on. Metrics of ranks add up, so the first alone reports it. A collective."""
         if router is None:
             return {}
+        # Counts are added before the loss, which is no sum: the mean of the ranks' losses would be another number.
         value = auxiliary_loss(sum_over_ranks(router, self.parallel))
         return {"loss/router_auxiliary_loss": value if self.parallel.rank == 0 else 0.0}
 
@@ -192,13 +197,17 @@ def gather_rows(own: torch.Tensor, parallel: ParallelInfo) -> tuple[torch.Tensor
     if parallel.world_size == 1:
         return own, 0
     of_ranks: list[torch.Tensor] = [torch.empty(0)] * parallel.world_size
+    # Objects, since ranks may have different numbers of rows; it is once a mini-batch, and only for losses with a
+    # selector.
     dist.all_gather_object(of_ranks, own)
+    # Ranks that share a sequence have the same rows: one of each replica counts.
     of_replicas = of_ranks[:: parallel.ranks_per_replica]
     return torch.cat(of_replicas), sum(len(rows) for rows in of_replicas[: parallel.data_parallel_rank])
 
 
 def sum_over_ranks(statistics: RouterStatistics, parallel: ParallelInfo) -> RouterStatistics:
     """Add up the statistics of all ranks. A collective."""
+    # One collective for both. float64 counts exactly and sums alike in every order of ranks.
     sums = torch.stack([statistics.counts, statistics.probability_sums]).double()
     num_tokens = torch.tensor(statistics.num_tokens, device=sums.device)
     if parallel.world_size > 1:

@@ -99,6 +99,8 @@ def test_a_wrong_name_is_refused_with_the_names_there_are():
         settings(mismatch={"max_tokens": 0})
     with pytest.raises(ConfigError, match=r"mismatch.dtypes\[0\] must be one of float32"):
         settings(mismatch={"dtypes": ["float8"]})
+    with pytest.raises(ConfigError, match=r"trainer\.placement\.launcher=inline does not fit main_mismatch"):
+        settings(trainer={"policy": {"model": {"path": "model"}}, "placement": {"device": "cpu", "launcher": "inline"}})
 
 
 def test_trainings_own_sampling_comes_first_and_is_not_measured_twice():

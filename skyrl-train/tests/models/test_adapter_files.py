@@ -92,22 +92,23 @@ def test_the_last_two_versions_stay(tiny_model, tmp_path):
     assert files == [CONFIG_FILE, WEIGHTS_FILE]
 
 
-def test_a_folder_without_its_weights_is_no_adapter_yet(tiny_model, tmp_path, monkeypatch):
-    """A writer that dies half-way leaves nothing that could be taken for an adapter, and another may write it again."""
+def test_writer_that_dies_halfway_leaves_no_adapter_or_the_one_before(tiny_model, tmp_path, monkeypatch):
     model = adapted(tiny_model)
-    replace = os.replace
+    fsync = os.fsync
 
-    def full_disk(source, target):
+    def full_disk(descriptor):
         raise OSError("no space left on device")
 
-    write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
-    monkeypatch.setattr(os, "replace", full_disk)
+    monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(OSError, match="no space left"):
         write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
     with pytest.raises(ValueError, match="no adapter can be read from"):
         read_adapter(tmp_path / "1")
-    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(os, "fsync", fsync)
     write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
     assert len(read_adapter(tmp_path / "1").tensors) == 28
 
 

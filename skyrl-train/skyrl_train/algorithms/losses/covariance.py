@@ -49,6 +49,7 @@ class KLCovConfig(BaseConfig):
 def token_covariance(log_probs: torch.Tensor, advantages: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
     """cov [B, T] as above, in float64 (a mini-batch has millions of tokens); 0 outside the mask."""
     log_probs, advantages = kept(loss_mask, log_probs.double(), advantages.double())
+    # Means over tokens: the padding was set to 0 and must not count in the denominator either.
     num_tokens = (loss_mask != 0).sum().clamp(min=1)
     deviations = kept(loss_mask, log_probs - log_probs.sum() / num_tokens, advantages - advantages.sum() / num_tokens)
     return deviations[0] * deviations[1]
@@ -71,7 +72,10 @@ def clip_cov_tokens(
     cov = token_covariance(log_probs, advantages, loss_mask)
     own = config.section(ClipCovConfig)
     candidates = (cov > own.clip_cov_lb) & (cov < own.clip_cov_ub)
+    # A token without a gradient would use up one of the few places.
     candidates &= (metrics["clip_ratio"] == 0) & (loss_mask != 0)
+    # Noise is drawn on the driver, below 1, and travels with the rows: the choice is the same on any number of ranks.
+    # 2 sorts the rest behind.
     order = torch.where(candidates, noise, 2.0).flatten().argsort()
     return _first(order, candidates, own.clip_ratio, loss_mask)
 
@@ -90,6 +94,7 @@ def kl_cov_tokens(
     candidates = loss_mask != 0
     cov = torch.where(candidates, token_covariance(log_probs, advantages, loss_mask), float("-inf")).flatten()
     by_noise = torch.where(candidates, noise, 2.0).flatten().argsort()
+    # Sorted by the second key first, then stably by the first.
     order = by_noise[cov[by_noise].argsort(descending=True, stable=True)]
     return _first(order, candidates, config.section(KLCovConfig).kl_cov_frac, loss_mask)
 
@@ -125,7 +130,9 @@ def clip_cov_policy_loss(
     log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
     loss, metrics = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
     selected = selected_tokens.float()
+    # The clip and the choice are disjoint among candidates; the maximum also holds where a user chooses otherwise.
     metrics |= {"clip_ratio": torch.maximum(metrics["clip_ratio"], selected), "selected_ratio": selected}
+    # A constant has no gradient; the token's weight stays in the mean, so the others are not scaled up.
     return torch.where(selected_tokens, 0.0, loss), metrics
 
 

@@ -56,12 +56,15 @@ def dpo_loss(
         raise ValueError(f"dpo takes pairs of rows, chosen and rejected; got {len(log_probs)} rows")
     mask = torch.ones_like(log_probs) if loss_mask is None else loss_mask
     log_probs, old_log_probs = kept(mask, log_probs, old_log_probs)
+    # Rows 2k and 2k + 1 become columns. Masked positions are 0 in both terms and add nothing to the sums.
     chosen_P, rejected_P = (log_probs - old_log_probs).sum(-1).view(-1, 2).unbind(-1)
     complete_P = (mask != 0).any(-1).view(-1, 2).all(-1)
     margin_P = config.section(DPOConfig).beta * (chosen_P - rejected_P)
+    # logsigmoid, not log(sigmoid): the latter is -inf where the margin is very negative.
     loss_P = torch.where(complete_P, -torch.nn.functional.logsigmoid(margin_P), 0.0)
 
     def of_tokens(value_P: torch.Tensor) -> torch.Tensor:
+        # The reduction divides by tokens or sequences, so each token carries the whole loss of its pair.
         return torch.where(mask != 0, value_P.repeat_interleave(2).unsqueeze(-1), 0.0)
 
     margin_P = margin_P.detach()

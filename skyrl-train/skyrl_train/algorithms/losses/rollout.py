@@ -46,6 +46,7 @@ def rollout_is_policy_loss(
     log_probs, advantages, rollout_logprobs = kept(loss_mask, log_probs, advantages, rollout_logprobs)
     ratio = importance_ratio(log_probs, rollout_logprobs).detach()
     inside = (ratio > 1 - config.eps_clip_low) & (ratio < 1 + config.eps_clip_high)
+    # Left out by 0 and not by weight: the weights are fixed before the mini-batch is split.
     loss = torch.where(inside, -ratio * advantages * log_probs, 0.0)
     return loss, {"clip_ratio": (~inside).float(), "ratio": ratio}
 
@@ -91,6 +92,7 @@ def dppo_policy_loss(
     log_probs, advantages, rollout_logprobs = kept(loss_mask, log_probs, advantages, rollout_logprobs)
     ratio = importance_ratio(log_probs, rollout_logprobs)
     own = config.section(DPPOConfig)
+    # Where the region ends is a decision: no gradient flows through the comparison.
     with torch.no_grad():
         divergence = _binary_divergence(log_probs, rollout_logprobs, own.divergence)
         risen = (log_probs > rollout_logprobs) & (divergence > own.delta_high)
@@ -107,6 +109,7 @@ def _binary_divergence(log_probs: torch.Tensor, rollout_logprobs: torch.Tensor, 
     if kind == "binary_tv":
         return (log_p.exp() - log_mu.exp()).abs()
     other_p, other_mu = -torch.expm1(log_p), -torch.expm1(log_mu)
+    # xlogy(0, 0) = 0: a token that was certain has no "any other" to compare.
     others = torch.special.xlogy(other_mu, other_mu) - torch.special.xlogy(other_mu, other_p)
     return log_mu.exp() * (log_mu - log_p) + others
 
@@ -146,6 +149,7 @@ def decoupled_ppo_policy_loss(
     )
     weight = importance_ratio(old_log_probs, rollout_logprobs).detach()
     cap = config.section(DecoupledPPOConfig).behavior_weight_cap
+    # Dropped above the cap, not truncated to it: a weight that large says that the token is of another policy.
     capped = torch.zeros_like(weight, dtype=torch.bool) if cap is None else weight > cap
     loss, metrics = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
     metrics |= {"behavior_weight": weight, "behavior_capped": capped.float()}

@@ -50,8 +50,10 @@ def clipped_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """-min(ratio * A, clip(ratio) * A) of every token, whatever the ratio is one of."""
+    # Written as a loss, so min over objectives becomes max over losses.
     plain = -ratio * advantages
     clipped = -ratio.clamp(1 - config.eps_clip_low, 1 + config.eps_clip_high) * advantages
+    # Strictly greater: on the boundary, as on the first step with ratio 1, both are equal and nothing is clipped.
     metrics = {"clip_ratio": (clipped > plain).float(), "ratio": ratio.detach()}
     return torch.maximum(plain, clipped), metrics
 
@@ -75,6 +77,7 @@ def dual_clip_policy_loss(
     """
     log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
     loss, metrics = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
+    # -c * A is a constant in the policy: where it decides, the token has no gradient.
     bounded = torch.minimum(loss, -config.clip_ratio_c * advantages)
     return torch.where(advantages < 0, bounded, loss), metrics
 
@@ -101,8 +104,11 @@ def gspo_policy_loss(
     """
     log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
     log_ratio = (log_probs - old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    # Whatever weights a mask carries, a token counts once towards the length of its sequence.
     tokens = torch.ones_like(log_ratio) if loss_mask is None else (loss_mask != 0).to(log_ratio.dtype)
+    # `kept` has made masked positions 0 in both log-probs, so the plain sum is over the tokens alone.
     mean_B1 = log_ratio.sum(-1, keepdim=True) / tokens.sum(-1, keepdim=True).clamp(min=1)
+    # The last two terms cancel in value and not in gradient: d ratio / d log_prob_t = s_b for every token t.
     ratio = (mean_B1.detach() + log_probs - log_probs.detach()).exp()
     return clipped_surrogate(ratio, advantages, config)
 
@@ -135,6 +141,7 @@ def cispo_policy_loss(
     No token loses its gradient to the clip, unlike PPO's. Metrics: `clip_ratio` is 1 where the weight was clipped.
     """
     log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
+    # Detached before the clip: the gradient flows through log_probs alone, as in REINFORCE.
     ratio = importance_ratio(log_probs, old_log_probs).detach()
     own = config.section(CISPOConfig)
     weight = ratio.clamp(1 - own.cispo_eps_clip_low, 1 + own.cispo_eps_clip_high)

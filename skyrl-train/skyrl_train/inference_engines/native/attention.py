@@ -61,6 +61,8 @@ class AttentionStep:
         """[B, 1, 1, L], 0 where row b sees key l, minus infinity elsewhere. Made once a step, shared by the layers."""
         key = (num_keys, sliding_window)
         if key not in self._masks:
+            # [B, 1, L] and then a dimension for key heads. Layers differ in their windows only, so a model has at
+            # most two masks a step.
             seen = visible(self.positions[:, :, None], num_keys, sliding_window)
             self._masks[key] = additive(seen, dtype)[:, None]
         return self._masks[key]
@@ -97,10 +99,15 @@ def grouped_attention(
     Returns: [B, K, M, D]
     """
     batch, heads, rows, width = query.shape
+    # One batch of B * K products. A flatten of two leading dimensions of a contiguous cache is a view: no key is
+    # copied.
     keys, values = key.flatten(0, 1), value.flatten(0, 1)
+    # The query is scaled, not the scores: T * D products instead of T * L. The order of the two roundings belongs to
+    # the promise.
     scores = torch.bmm((query * scale).flatten(0, 1), keys.transpose(1, 2))
     scores = scores.view(batch, heads, rows, -1).add_(mask)
     probabilities = scores.softmax(-1).flatten(0, 1)
+    # The first chunk allocates the output; the others are added to it, always in the order of the keys.
     output = torch.bmm(probabilities[:, :, :KEY_CHUNK], values[:, :KEY_CHUNK])
     for start in range(KEY_CHUNK, values.shape[1], KEY_CHUNK):
         end = start + KEY_CHUNK
@@ -118,6 +125,8 @@ def _decode_exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, m
     folded = _fold(query, key.shape[1])
     groups = folded.shape[2]
     if groups < MIN_ROWS:
+        # Zero queries fill up to the number of rows from which on the kernel computes rows alike; their results are
+        # cut off.
         folded = F.pad(folded, (0, 0, 0, MIN_ROWS - groups))
     return grouped_attention(folded, key, value, mask, scale)[:, :, :groups].reshape(query.shape)
 
@@ -128,7 +137,10 @@ def _prefill_exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     outputs = []
     for start in range(0, queries, QUERY_CHUNK):
         end = min(start + QUERY_CHUNK, queries)
+        # Only keys up to the last query of the chunk: later ones are masked anyway. Prompts are padded to whole
+        # blocks, so these keys exist.
         num_keys = round_up(end, KEY_BLOCK)
+        # The G query heads of a key head lie one after the other in the folded rows, each with the same positions.
         positions = torch.arange(start, end, device=query.device).repeat(groups)
         mask = additive(visible(positions[:, None], num_keys, window), query.dtype)
         part = _fold(query[:, :, start:end], key.shape[1])
@@ -139,12 +151,14 @@ def _prefill_exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
 
 def _decode_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float):
     folded = _fold(query, key.shape[1])
+    # Every folded row of batch row b is at the same position, so one row of the mask serves them.
     mask = mask.expand(-1, 1, folded.shape[2], -1)
     return F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale).reshape(query.shape)
 
 
 def _prefill_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, scale: float):
     mask = None
+    # A window longer than the prompt hides nothing, and without a mask the fused causal kernel can be taken.
     if window is not None and window < query.shape[2]:
         positions = torch.arange(query.shape[2], device=query.device)
         mask = visible(positions[:, None], query.shape[2], window)
@@ -183,6 +197,7 @@ def native_attention(
     if softcap is not None or s_aux is not None:
         raise NotImplementedError("the native engine has no attention with capped logits or sinks")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # The rules above were measured for these kernels only. GPU kernels split by the total length in their own way.
     exact = query.device.type == "cpu" and query.dtype == torch.float32
     if native_step.is_decode:
         mask = native_step.decode_mask(key.shape[2], sliding_window, query.dtype)

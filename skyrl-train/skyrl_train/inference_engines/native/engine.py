@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import platform
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -24,6 +24,9 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineOutput,
     PauseMode,
     SamplingKeywords,
+    check_pause_mode,
+    check_sleep_level,
+    tags_to_wake,
 )
 from skyrl_train.inference_engines.completion import Completion, requested_output
 from skyrl_train.inference_engines.native.core import MAX_PREFILL_TOKENS, NativeEngineCore, Outcomes
@@ -37,15 +40,13 @@ from skyrl_train.inference_engines.native.loading import (
 from skyrl_train.inference_engines.native.lora import Lora
 from skyrl_train.inference_engines.native.lora_loading import read_lora
 from skyrl_train.inference_engines.native.mailbox import Mailbox
-from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request, SeedPair, split_seeds
 from skyrl_train.inference_engines.native.trial import check_generation
 from skyrl_train.inference_engines.native.weights import EngineWeights
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 T = TypeVar("T")
 
-_PAUSE_MODES = ("keep", "wait", "abort")
-_WAKE_TAGS = ("weights", "kv_cache")
 _NO_LORA = "the engine was started without adapters (max_lora_rank=0)"
 
 
@@ -173,6 +174,8 @@ class NativeInferenceEngine(InferenceEngineInterface):
         self._cache_asleep = False
         self._mailbox = Mailbox("the native engine")
         self._num_threads = torch.get_num_threads()  # OpenMP counts them for each calling thread
+        # The only thread that touches model, cache and requests. Calls reach it by the mailbox, so nothing there has
+        # a lock.
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
 
@@ -250,8 +253,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         return completions
 
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
-        if mode not in _PAUSE_MODES:
-            raise ValueError(f"pause mode must be one of {', '.join(_PAUSE_MODES)}; got {mode!r}")
+        check_pause_mode(mode)
         drained: Future[None] = Future()
         drained.set_running_or_notify_cancel()
 
@@ -281,8 +283,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         await self._command(lambda: self._resolve(self._core.abort()))
 
     async def sleep(self, level: int = 1) -> None:
-        if level not in (1, 2):
-            raise ValueError(f"sleep level must be 1 (weights to host memory) or 2 (weights dropped); got {level!r}")
+        check_sleep_level(level)
 
         def sleep() -> None:
             if self._core.num_running:
@@ -301,10 +302,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         await self._command(sleep)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        wanted = _WAKE_TAGS if tags is None else tags
-        for tag in wanted:
-            if tag not in _WAKE_TAGS:
-                raise ValueError(f"wake_up tags must be of {', '.join(_WAKE_TAGS)}; got {tag!r}")
+        wanted = tags_to_wake(tags)
 
         def wake() -> None:
             if "weights" in wanted and self._weights.asleep:
@@ -333,6 +331,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         """See the interface. Requests under way when an adapter is replaced continue with the new one, behind the keys
         and values of the old."""
         self._require_loras()
+        # Files are read in another thread: the engine goes on generating meanwhile.
         layers = await asyncio.to_thread(read_lora, request.path, self._core.model, self._max_lora_rank)
         return await self._command(lambda: self._core.loras.load(request, layers, self._weights.verification))
 
@@ -359,25 +358,19 @@ class NativeInferenceEngine(InferenceEngineInterface):
 
     # From a caller's words to requests.
 
-    def _sampling(self, given: SamplingKeywords | None, num: int) -> tuple[EngineSamplingParams, list[tuple[int, int]]]:
+    def _sampling(self, given: SamplingKeywords | None, num: int) -> tuple[EngineSamplingParams, list[SeedPair]]:
         """Return the checked settings, and the seed pair of each of `num` requests."""
-        values = dict(given or {})
-        pairs = values.pop("seed") if isinstance(values.get("seed"), list | tuple) else None
-        params = EngineSamplingParams.from_dict(values)
+        params, seeds = split_seeds(given, num)
         for token in params.stop_token_ids:
             if not 0 <= token < self._core.vocabulary:
                 raise ValueError(
                     f"sampling parameter stop_token_ids must lie in the vocabulary, 0 to {self._core.vocabulary - 1}; "
                     f"got {token}"
                 )
-        if pairs is not None:
-            return params, _seed_pairs(pairs, num)
-        if params.seed is not None:
-            return params, [(params.seed, index) for index in range(num)]
         first = self._num_unseeded
-        self._num_unseeded += num
+        self._num_unseeded += seeds.count(None)
         # Negative indices: apart from those of requests with a seed of the same value.
-        return params, [(self._seed, -1 - first - index) for index in range(num)]
+        return params, [pair or (self._seed, -1 - first - index) for index, pair in enumerate(seeds)]
 
     def _decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         text = self._tokenizer.decode(
@@ -448,13 +441,3 @@ class NativeInferenceEngine(InferenceEngineInterface):
             error = WorkerError(str(failure))
             error.__cause__ = failure.__cause__
             done.set_exception(error)
-
-
-def _seed_pairs(given: Sequence[object], num: int) -> list[tuple[int, int]]:
-    pairs = [tuple(pair) if isinstance(pair, list | tuple) else () for pair in given]
-    if len(pairs) != num or any(len(pair) != 2 or not all(isinstance(word, int) for word in pair) for pair in pairs):
-        raise ValueError(
-            f"sampling parameter seed must be an integer, or one [seed, index] pair for each of the {num} requests; "
-            f"got {given!r}"
-        )
-    return pairs  # pyright: ignore[reportReturnType]

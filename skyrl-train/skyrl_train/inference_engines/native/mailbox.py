@@ -69,11 +69,11 @@ class Mailbox:
         return [done for _, done in calls if done.set_running_or_notify_cancel()]
 
 
-def _answer(call: Callable[[], Any], done: Future[Any]) -> None:
+def _answer(call: Callable[[], object], done: Future[object]) -> None:
     """Run a call; its error belongs to the caller and does not end the thread."""
     try:
         result = call()
-    except Exception as error:
+    except Exception as error:  # whatever it is, who waits for the call must hear of it
         done.set_exception(error)
     else:
         done.set_result(result)

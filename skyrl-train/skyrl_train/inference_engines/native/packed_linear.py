@@ -7,7 +7,7 @@ kernel at each call, which takes 15 to 25 us: longer than the whole default prod
 
 import torch
 
-from skyrl_train.weight_sync.fingerprint import Sampling
+from skyrl_train.weight_sync.fingerprint import VerificationSample
 from skyrl_train.weight_sync.one_hot import as_computed, columns_by_products
 
 SMALLEST = 128 * 1024
@@ -33,7 +33,7 @@ class PackedForward:
         """Free the copy."""
         self._packed = None
 
-    def holds_its_weights(self, sampling: Sampling) -> bool:
+    def holds_its_weights(self, sampling: VerificationSample) -> bool:
         """Return whether the sampled columns of the packed copy, read by products, are those of the layer's weight."""
         weight = self._linear.weight.detach()
         columns = sampling.of(weight.shape[1], weight.nbytes)
@@ -63,7 +63,7 @@ def pack_linears(model: torch.nn.Module) -> None:
             layer.forward = PackedForward(layer)
 
 
-def stale_copies(model: torch.nn.Module, sampling: Sampling) -> list[str]:
+def stale_copies(model: torch.nn.Module, sampling: VerificationSample) -> list[str]:
     """Names of the layers that do not multiply by their weights."""
     return [
         name

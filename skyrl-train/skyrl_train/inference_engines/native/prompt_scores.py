@@ -44,8 +44,11 @@ def score_prompts(requests: Sequence[Request], hidden: Sequence[torch.Tensor], h
     for start in range(0, len(states), CHUNK):
         chunk = slice(start, min(start + CHUNK, len(states)))
         count = chunk.stop - start
+        # Filled up to MIN_ROWS, as decoding is: a smaller product takes another kernel, and other bits.
         logits = head(F.pad(states[chunk], (0, 0, 0, max(MIN_ROWS - count, 0))), chunk)[:count]
+        # Divided as the sampler divides, by a float32: a product with the reciprocal rounds otherwise.
         scores = (logits / divisor[chunk]).log_softmax(-1)
+        # One topk for all: with equal values its choice depends on k, so requests of a batch ask for the same number.
         top = scores.topk(min(scorings[0].num_top, scores.shape[-1]), dim=-1)
         parts.append((scores.gather(1, labels[chunk, None])[:, 0], top.indices, top.values))
     columns = [torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)]

@@ -1,12 +1,15 @@
 """Declaration of the native engine: transformers models in our own loop, in one process."""
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyrl_gym.suggestions import did_you_mean
 from skyrl_train.config.engine_kinds import EngineTraits, register_engine
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 
 
 def _check_model(generator: GeneratorConfig) -> None:
@@ -42,7 +45,7 @@ def _check_model(generator: GeneratorConfig) -> None:
         check_model=_check_model,
     ),
 )
-def make_native_engine(**keywords: Any) -> Any:
+def make_native_engine(**keywords: Any) -> "NativeInferenceEngine":
     """Build the engine."""
     from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 

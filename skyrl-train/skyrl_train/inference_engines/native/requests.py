@@ -3,7 +3,6 @@
 import math
 import numbers
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -12,6 +11,9 @@ from skyrl_train.inference_engines.base import SamplingKeywords
 from skyrl_train.inference_engines.native.lora import Lora
 from skyrl_train.inference_engines.native.sampling import random_key
 from skyrl_train.inference_engines.native.stop_strings import Decode
+
+SeedPair = tuple[int, int]
+"""Seed and index: requests of one seed differ by their index."""
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
@@ -122,7 +124,7 @@ _KINDS = {
 _NONE_IS_DEFAULT = {"stop": (), "stop_token_ids": ()}
 
 
-def _checked(name: str, value: object) -> Any:
+def _checked(name: str, value: object) -> object:
     if name not in _KINDS:
         hint = did_you_mean(name, _KINDS)
         raise ValueError(f"unknown sampling parameter {name}={value!r}; {hint}")
@@ -135,6 +137,29 @@ def _checked(name: str, value: object) -> Any:
     if converted is None:
         raise ValueError(f"sampling parameter {name} must be {kind}; got {value!r}")
     return converted
+
+
+def split_seeds(given: SamplingKeywords | None, num: int) -> tuple[EngineSamplingParams, list[SeedPair | None]]:
+    """Check sampling settings whose `seed` may be one number or a [seed, index] pair for each of `num` requests.
+
+    Returns:
+        the settings, and the pair of each request: None where no seed was given.
+
+    Raises:
+        ValueError: an unknown keyword, or a value out of range.
+    """
+    values = dict(given or {})
+    pairs = values.pop("seed") if isinstance(values.get("seed"), list | tuple) else None
+    params = EngineSamplingParams.from_dict(values)
+    if pairs is None:
+        return params, [None if params.seed is None else (params.seed, index) for index in range(num)]
+    checked = [pair for pair in map(_integers, pairs) if pair is not None and len(pair) == 2]
+    if len(pairs) != num or len(checked) != num:
+        raise ValueError(
+            f"sampling parameter seed must be an integer, or one [seed, index] pair for each of the {num} requests; "
+            f"got {pairs!r}"
+        )
+    return params, [(seed, index) for seed, index in checked]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +198,7 @@ class Request:
 
     prompt: np.ndarray
     params: EngineSamplingParams
-    seed: tuple[int, int]
+    seed: SeedPair
     lora: Lora | None = None
     scoring: PromptScoring | None = None
     group: str | None = None

@@ -73,12 +73,15 @@ class ModelRunner:
             states of all tokens before the output layer [n, T, D], and float32 logits after the last ones [n, V]
         """
         lengths = [len(prompt) for prompt in prompts]
+        # The length is rounded up so that the softmax sums whole vectors; the padding is behind, where causality
+        # hides it.
         ids = np.zeros((len(rows), round_up(max(lengths), KEY_BLOCK)), np.int64)
         for index, prompt in enumerate(prompts):
             ids[index, : len(prompt)] = prompt
         positions = torch.arange(ids.shape[1], device=self.device).expand(len(rows), -1)
         self.cache.begin_prefill(rows, lengths)
         if self.loras:
+            # A prompt has many tokens, enough rows for a product of its own; no gathering of rows.
             self.loras.begin(slots, apart=True)
         self._prompts_end, self._slots = torch.tensor(lengths, device=self.device) - 1, slots
         try:
@@ -96,6 +99,7 @@ class ModelRunner:
         Returns: [n, V] float32 logits
         """
         count = len(ids)
+        # Dummy rows stand at position 0 with token 0 and write into rows of the cache beyond those in use.
         filling = (0, self.filled(count) - count)
         where = torch.from_numpy(np.pad(positions, filling)).to(self.device)
         self.cache.begin_decode(where, round_up(int(positions.max()) + 1, KEY_BLOCK))
@@ -127,11 +131,12 @@ class ModelRunner:
         self.num_forwards += 1
         return output.logits[:, -1].float()
 
-    def _last_tokens_alone(self, _module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> Any:
+    def _last_tokens_alone(self, _module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> object:
         """Reduce the input of the output layer from prompts [n, T, D] to their last tokens [filled n, 1, D]."""
         ends = self._prompts_end
         if ends is None:
             return None
+        # Kept for prompt log-probs: the states of all tokens, before all but the last are dropped.
         self._hidden = inputs[0]
         count, num_rows = len(ends), self.filled(len(ends))
         if self.loras:

@@ -7,7 +7,7 @@ import torch
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.inference_engines.native.packed_linear import drop_packed, pack_linears, stale_copies
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
-from skyrl_train.weight_sync.fingerprint import Sampling, Verification, fingerprints_of, num_bytes_read
+from skyrl_train.weight_sync.fingerprint import Verification, VerificationSample, fingerprints_of, num_bytes_read
 from skyrl_train.weight_sync.receiver import WeightReceiver
 
 
@@ -135,7 +135,7 @@ class EngineWeights:
             return WeightReport(version=version, fingerprints={})
         held = [(name, parameter) for name, parameter in self._parameters.items() if name in self._written]
         with torch.inference_mode():
-            stale = stale_copies(self._model, Sampling(version, self.verification))
+            stale = stale_copies(self._model, VerificationSample(version, self.verification))
         return WeightReport(
             version=version,
             fingerprints=fingerprints_of(held, version, self.verification),

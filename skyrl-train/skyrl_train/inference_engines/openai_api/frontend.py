@@ -39,6 +39,7 @@ from skyrl_train.inference_engines.openai_api.tool_calls import (
     messages_for_template,
     tool_syntax,
 )
+from skyrl_train.types import JsonObject
 
 
 class OpenAIFrontend:
@@ -64,7 +65,7 @@ class OpenAIFrontend:
         model_names: str | Sequence[str],
         *,
         chat_template: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: JsonObject | None = None,
         tools: ToolFormatName = "auto",
         sampling_defaults: Mapping[str, Any] | None = None,
         request_timeout_seconds: float = 3600.0,

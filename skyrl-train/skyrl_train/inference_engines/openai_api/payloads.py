@@ -5,13 +5,13 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from skyrl_gym.chat.tool_calls import ToolCall
 from skyrl_train.inference_engines.openai_api.generation import GeneratedChoice
 from skyrl_train.inference_engines.openai_api.prompts import EndpointTemplate
+from skyrl_train.types import JsonObject
 
-Payload = dict[str, Any]
+Payload = JsonObject
 """JSON object."""
 
 LOWEST_LOG_PROB = -9999.0

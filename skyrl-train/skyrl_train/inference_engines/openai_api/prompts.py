@@ -7,14 +7,13 @@ was written, its tokens stand in the prompt as they were drawn.
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.chat.template import ChatTemplate, ChatTemplateError
 from skyrl_train.inference_engines.openai_api.errors import refused
-from skyrl_train.types import ConversationType, MessageType
+from skyrl_train.types import ConversationType, JsonObject, MessageType
 
 _MARK = "skyrl-mark-of-an-answer"
 _MOST_EXCHANGES = 32
@@ -24,10 +23,10 @@ _MOST_EXCHANGES = 32
 class ChatOptions:
     """Options of a request for the chat template."""
 
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JsonObject] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: dict[str, object] = field(default_factory=dict)
 
 
 class EndpointTemplate(ChatTemplate):
@@ -43,7 +42,7 @@ class EndpointTemplate(ChatTemplate):
         self,
         tokenizer: PreTrainedTokenizerBase,
         chat_template: str | None = None,
-        kwargs: dict[str, Any] | None = None,
+        kwargs: JsonObject | None = None,
     ):
         super().__init__(tokenizer, chat_template, kwargs)
         self._texts: dict[tuple[int, bool], str] = {}

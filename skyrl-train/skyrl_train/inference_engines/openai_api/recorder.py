@@ -63,6 +63,7 @@ class RequestRecorder:
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        # The endpoint records in its event loop, the trainer takes from another thread.
         self._lock = threading.Lock()
         self.num_dropped_sessions = 0
 
@@ -72,6 +73,7 @@ class RequestRecorder:
             self._sessions.setdefault(str(session), _Session()).turns.extend(turns)
             self._sessions.move_to_end(str(session))
             self._num_tokens += sum(turn.num_tokens for turn in turns)
+            # The last session stays even if it is too long by itself: it is the one being written.
             while self._num_tokens > self._max_tokens and len(self._sessions) > 1:
                 name, dropped = self._sessions.popitem(last=False)
                 self._num_tokens -= dropped.num_tokens
@@ -91,6 +93,7 @@ class RequestRecorder:
         with self._lock:
             taken = self._sessions.pop(str(session), _Session())
             self._num_tokens -= taken.num_tokens
+        # After the lock: sorting a long session must not hold up requests.
         return in_chains(without_repeats(taken.turns))
 
 
@@ -122,6 +125,7 @@ def goes_on_from(later: RecordedTurn, earlier: RecordedTurn) -> bool:
     """The later prompt begins with the earlier one and its answer."""
     middle, end = len(earlier.prompt_ids), earlier.num_tokens
     prompt = later.prompt_ids
+    # The last token is compared first: most pairs differ there, and the whole comparison is linear in the prompt.
     if len(prompt) < end or prompt[end - 1] != earlier.response_ids[-1]:
         return False
     return bool(

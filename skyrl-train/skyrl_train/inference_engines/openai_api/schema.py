@@ -4,13 +4,14 @@ A field that would change the answer and cannot be honoured is refused unless it
 changes nothing (`user`, `metadata`) is taken and not read. Fields beyond OpenAI's are those that vLLM's servers have.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from skyrl_gym.suggestions import did_you_mean
 from skyrl_train.inference_engines.openai_api.errors import ApiError, refused
+from skyrl_train.types import JsonObject
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -110,7 +111,7 @@ class FunctionCall(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
     name: str
-    arguments: str | dict[str, Any] = "{}"
+    arguments: str | JsonObject = "{}"
 
 
 class ToolCallMessage(BaseModel):
@@ -125,7 +126,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[JsonObject] | None = None
     name: str | None = None
     tool_calls: list[ToolCallMessage] | None = None
     tool_call_id: str | None = None
@@ -136,7 +137,7 @@ class FunctionTool(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     type: Literal["function"]
-    function: dict[str, Any]
+    function: JsonObject
 
 
 class ChatRequest(_Request):
@@ -149,7 +150,7 @@ class ChatRequest(_Request):
     logprobs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
 
     prediction: object = None  # taken and not read: it makes OpenAI's servers faster
 
@@ -170,7 +171,7 @@ class ChatRequest(_Request):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def tools_in_use(self) -> list[dict[str, Any]] | None:
+    def tools_in_use(self) -> list[dict[str, object]] | None:
         if not self.tools or self.tool_choice == "none":
             return None
         return [tool.model_dump() for tool in self.tools]
@@ -206,7 +207,7 @@ class TokenizeRequest(BaseModel):
     tools: list[FunctionTool] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
 
 
 class DetokenizeRequest(BaseModel):

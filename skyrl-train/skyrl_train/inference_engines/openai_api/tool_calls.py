@@ -5,11 +5,11 @@ A call that cannot be parsed stays in the text: an agent then sees what its mode
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from skyrl_train.inference_engines.openai_api.errors import refused
 from skyrl_train.inference_engines.openai_api.schema import Message
-from skyrl_train.types import ConversationType, MessageType
+from skyrl_train.types import ConversationType, JsonObject, MessageType
 
 ToolSyntax = Literal["hermes", "llama3_json"]
 ToolFormatName = Literal["auto"] | ToolSyntax
@@ -50,7 +50,7 @@ def _for_template(message: Message, where: str) -> MessageType:
     return given
 
 
-def _text_of(content: str | list[dict[str, Any]] | None, where: str) -> str:
+def _text_of(content: str | list[JsonObject] | None, where: str) -> str:
     if isinstance(content, str) or content is None:
         return content or ""
     for part in content:

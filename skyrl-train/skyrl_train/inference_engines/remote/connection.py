@@ -101,7 +101,7 @@ class ServerConnection:
         path: str,
         body: Mapping[str, object] | None = None,
         *,
-        params: Mapping[str, Any] | None = None,
+        params: Mapping[str, object] | None = None,
         timeout_seconds: float | None = None,
         timeout_setting: str | None = None,
     ) -> Any:
@@ -118,10 +118,10 @@ class ServerConnection:
         method: str,
         path: str,
         body: Mapping[str, object] | None,
-        params: Mapping[str, Any],
+        params: Mapping[str, object],
         timeout_seconds: float | None,
         timeout_setting: str | None = None,
-    ) -> Any:
+    ) -> object:
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
             async with asyncio.timeout(seconds):

@@ -10,9 +10,9 @@ from transformers import AutoConfig
 from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.inference_engines.base import EngineInfo, PauseMode
 from skyrl_train.inference_engines.completion import Completion
-from skyrl_train.inference_engines.native.requests import EngineSamplingParams
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair
 from skyrl_train.inference_engines.remote.connection import ServerConnection
-from skyrl_train.inference_engines.vllm.sampling import SeedPair
+from skyrl_train.types import JsonObject
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 
@@ -142,7 +142,7 @@ def version_of(said: Any, url: str) -> int:
         ) from None
 
 
-def versions_of(spans: list[dict[str, Any]] | None, num_tokens: int, url: str) -> list[int]:
+def versions_of(spans: list[JsonObject] | None, num_tokens: int, url: str) -> list[int]:
     """Each token's version from `[{version, start, end}]`."""
     versions = [version_of(span["version"], url) for span in spans or [] for _ in range(span["start"], span["end"])]
     if len(versions) != num_tokens:

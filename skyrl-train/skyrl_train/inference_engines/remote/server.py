@@ -23,27 +23,29 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.errors import ConfigError, UnsupportedByEngine
 from skyrl_train.inference_engines.base import (
+    WAKE_TAGS,
     EngineInfo,
     Feature,
     InferenceEngineInput,
     InferenceEngineInterface,
     InferenceEngineOutput,
     PauseMode,
+    check_pause_mode,
+    check_sleep_level,
+    tags_to_wake,
 )
 from skyrl_train.inference_engines.completion import Completion, requested_output
 from skyrl_train.inference_engines.gate import Gate
-from skyrl_train.inference_engines.native.requests import EngineSamplingParams
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair
 from skyrl_train.inference_engines.remote.connection import ServerConnection, ServerRefused, run_to_end
 from skyrl_train.inference_engines.remote.key_guard import is_loopback
 from skyrl_train.inference_engines.remote.protocol import ServerFacts, ServerProtocol
 from skyrl_train.inference_engines.remote.running_requests import RunningRequests
-from skyrl_train.inference_engines.vllm.sampling import SeedPair, split_seeds
+from skyrl_train.inference_engines.vllm.sampling import vllm_split_seeds
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 T = TypeVar("T")
 
-_PAUSE_MODES = ("keep", "wait", "abort")
-_WAKE_TAGS = ("weights", "kv_cache")
 _LATE_SECONDS, _LATE_TRIES = 0.5, 20
 
 
@@ -166,7 +168,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         prompts = input_batch.get("prompt_token_ids")
         if prompts is None:
             raise ValueError("a remote engine takes prompt_token_ids; the client turns conversations into them")
-        params, seeds = split_seeds(input_batch.get("sampling_params"), len(prompts))
+        params, seeds = vllm_split_seeds(input_batch.get("sampling_params"), len(prompts))
         self._check_request(prompts, params, seeds)
         adapter = input_batch.get("lora_name")
         if adapter is not None:
@@ -240,8 +242,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
     # ---- pauses
 
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
-        if mode not in _PAUSE_MODES:
-            raise ValueError(f"pause mode must be one of {', '.join(_PAUSE_MODES)}; got {mode!r}")
+        check_pause_mode(mode)
         self._gate.close("paused")
         if mode == "abort":
             self._gate.dismiss()
@@ -285,8 +286,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
             await self._protocol.pause("keep")
 
     async def sleep(self, level: int = 1) -> None:
-        if level not in (1, 2):
-            raise ValueError(f"sleep level must be 1 (weights to host memory) or 2 (weights dropped); got {level!r}")
+        check_sleep_level(level)
         self._require("sleep")
         if len(self._running):
             raise RuntimeError(
@@ -294,13 +294,10 @@ class RemoteInferenceEngine(InferenceEngineInterface):
                 "pause with mode 'wait' or 'abort' first"
             )
         await self._protocol.sleep(level)
-        self._asleep = set(_WAKE_TAGS)
+        self._asleep = set(WAKE_TAGS)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        wanted = list(_WAKE_TAGS) if tags is None else tags
-        for tag in wanted:
-            if tag not in _WAKE_TAGS:
-                raise ValueError(f"wake_up tags must be of {', '.join(_WAKE_TAGS)}; got {tag!r}")
+        wanted = tags_to_wake(tags)
         if to_wake := [tag for tag in wanted if tag in self._asleep]:
             await self._protocol.wake_up(to_wake)
             self._asleep -= set(to_wake)

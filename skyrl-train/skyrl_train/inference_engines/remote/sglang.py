@@ -9,7 +9,6 @@ takes them by every transport (`skyrl_train.inference_engines.sglang`).
 import asyncio
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from loguru import logger
@@ -17,7 +16,7 @@ from loguru import logger
 from skyrl_train.errors import UnsupportedByEngine, WeightSyncError
 from skyrl_train.inference_engines.base import EngineInfo, Feature, PauseMode, StopReason
 from skyrl_train.inference_engines.completion import Completion
-from skyrl_train.inference_engines.native.requests import EngineSamplingParams
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair
 from skyrl_train.inference_engines.native.sampling import random_key
 from skyrl_train.inference_engines.remote.connection import ServerError, ServerRefused
 from skyrl_train.inference_engines.remote.files import CheckpointFiles, adapter_fingerprints
@@ -28,7 +27,7 @@ from skyrl_train.inference_engines.remote.protocol import (
     versions_of,
     vocabulary_of,
 )
-from skyrl_train.inference_engines.vllm.sampling import SeedPair
+from skyrl_train.types import JsonObject
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 _STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -95,7 +94,7 @@ class SGLangProtocol(ServerProtocol):
         cache_key: str,
     ) -> Completion:
         self._check(params, seed)
-        body: dict[str, Any] = {
+        body: JsonObject = {
             "input_ids": prompt,
             "sampling_params": self._sampling(params, seed, len(prompt)),
             "return_logprob": params.logprobs is not None or params.prompt_logprobs is not None,
@@ -147,7 +146,7 @@ class SGLangProtocol(ServerProtocol):
 
         SGLang scores tokens at temperature 1. At another one the whole distribution is asked for at each of them.
         """
-        body: dict[str, Any] = {
+        body: JsonObject = {
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": 0},
             "return_logprob": True,
@@ -168,9 +167,11 @@ class SGLangProtocol(ServerProtocol):
         normalizers = (whole / params.temperature).logsumexp(-1)
         return (torch.tensor(chosen) / params.temperature - normalizers).tolist()
 
-    def _sampling(self, params: EngineSamplingParams, seed: SeedPair | None, num_prompt_tokens: int) -> dict[str, Any]:
+    def _sampling(
+        self, params: EngineSamplingParams, seed: SeedPair | None, num_prompt_tokens: int
+    ) -> dict[str, object]:
         room = self._max_model_len - num_prompt_tokens
-        given: dict[str, Any] = {
+        given: JsonObject = {
             "max_new_tokens": room if params.max_tokens is None else min(params.max_tokens, room),
             "min_new_tokens": params.min_tokens,
             "temperature": 0.0 if params.is_greedy else params.temperature,

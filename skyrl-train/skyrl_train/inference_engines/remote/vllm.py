@@ -19,7 +19,7 @@ import httpx
 from skyrl_train.errors import ConfigError, UnsupportedByEngine, WeightSyncError
 from skyrl_train.inference_engines.base import EngineInfo, Feature, PauseMode, StopReason
 from skyrl_train.inference_engines.completion import Completion
-from skyrl_train.inference_engines.native.requests import EngineSamplingParams
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair
 from skyrl_train.inference_engines.remote.connection import ServerError, ServerRefused
 from skyrl_train.inference_engines.remote.files import CheckpointFiles, adapter_fingerprints
 from skyrl_train.inference_engines.remote.key_guard import is_loopback
@@ -32,7 +32,8 @@ from skyrl_train.inference_engines.remote.protocol import (
 )
 from skyrl_train.inference_engines.vllm.adapters import check_adapter
 from skyrl_train.inference_engines.vllm.arguments import EXTENSION
-from skyrl_train.inference_engines.vllm.sampling import SeedPair, http_sampling, seed_of
+from skyrl_train.inference_engines.vllm.sampling import http_sampling, seed_of
+from skyrl_train.types import JsonObject
 from skyrl_train.weight_sync.base import ProcessReport, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 _WORKER_ERROR = re.compile(r"Worker failed with error '(.*)', please check", re.DOTALL)
@@ -279,7 +280,7 @@ class VLLMProtocol(ServerProtocol):
         return [entry["id"] for entry in (await self.server.get("/v1/models"))["data"] if entry.get("parent")]
 
 
-def _prompt_log_probs(given: list[dict[str, Any] | None] | None, prompt: list[int]) -> list[float]:
+def _prompt_log_probs(given: list[JsonObject | None] | None, prompt: list[int]) -> list[float]:
     return (
         []
         if given is None

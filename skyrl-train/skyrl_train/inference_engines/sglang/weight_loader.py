@@ -9,11 +9,12 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from skyrl_train.errors import WeightSyncError
+from skyrl_train.types import JsonObject
 from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.fingerprint import Verification, fingerprints_of
 
@@ -49,7 +50,7 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) 
         os.replace(unfinished, order["answer"])
 
 
-def _obey(model: torch.nn.Module, order: dict[str, Any]) -> dict[str, int]:
+def _obey(model: torch.nn.Module, order: JsonObject) -> dict[str, int]:
     match order["do"]:
         case "connect":
             _connect(model, WeightSyncInitInfo(**order["info"]), order["process_index"])

@@ -15,23 +15,27 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_train.errors import UnsupportedByEngine, WeightSyncError, WorkerError
 from skyrl_train.inference_engines.base import (
+    WAKE_TAGS,
     EngineInfo,
     Feature,
     InferenceEngineInput,
     InferenceEngineInterface,
     InferenceEngineOutput,
     PauseMode,
+    check_pause_mode,
+    check_sleep_level,
+    tags_to_wake,
 )
 from skyrl_train.inference_engines.completion import requested_output
 from skyrl_train.inference_engines.engine_settings import EngineSettings
 from skyrl_train.inference_engines.gate import Gate
-from skyrl_train.inference_engines.native.requests import EngineSamplingParams
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair
 from skyrl_train.inference_engines.vllm.adapters import check_adapter
 from skyrl_train.inference_engines.vllm.arguments import engine_arguments, process_environment
 from skyrl_train.inference_engines.vllm.llm import LLMProcesses
 from skyrl_train.inference_engines.vllm.loaded_adapters import LoadedAdapters
 from skyrl_train.inference_engines.vllm.request_state import RequestState, version_of
-from skyrl_train.inference_engines.vllm.sampling import SeedPair, seed_of, split_seeds, vllm_sampling
+from skyrl_train.inference_engines.vllm.sampling import seed_of, vllm_sampling, vllm_split_seeds
 from skyrl_train.weight_sync.base import (
     LoraLoadRequest,
     ProcessReport,
@@ -43,8 +47,6 @@ from skyrl_train.weight_sync.base import (
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-_PAUSE_MODES = ("keep", "wait", "abort")
-_WAKE_TAGS: tuple[str, ...] = ("weights", "kv_cache")
 _NO_LORA = "adapters need max_lora_rank > 0 (trainer.policy.model.lora.rank) when the engine starts"
 
 
@@ -158,7 +160,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         prompts = input_batch.get("prompt_token_ids")
         if prompts is None:
             raise ValueError("the vllm engine takes prompt_token_ids; the client turns conversations into them")
-        params, pairs = split_seeds(input_batch.get("sampling_params"), len(prompts))
+        params, pairs = vllm_split_seeds(input_batch.get("sampling_params"), len(prompts))
         self._processes.raise_if_dead()
         self._check(prompts, params)
         lora_name = input_batch.get("lora_name")
@@ -257,8 +259,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
     # ---- pauses
 
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
-        if mode not in _PAUSE_MODES:
-            raise ValueError(f"pause mode must be one of {', '.join(_PAUSE_MODES)}; got {mode!r}")
+        check_pause_mode(mode)
         await self._control(self._pause(mode), f"pause_generation({mode!r})")
 
     async def _pause(self, mode: PauseMode) -> None:
@@ -319,8 +320,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
     # ---- sleep
 
     async def sleep(self, level: int = 1) -> None:
-        if level not in (1, 2):
-            raise ValueError(f"sleep level must be 1 (weights to host memory) or 2 (weights dropped); got {level!r}")
+        check_sleep_level(level)
         if not self._can_sleep:
             raise UnsupportedByEngine(self._unsupported()["sleep"])
         await self._control(self._sleep(level), f"sleep({level})")
@@ -333,7 +333,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
                     "pause with mode 'wait' or 'abort' first"
                 )
             self._gate.close("asleep")
-            self._asleep = set(_WAKE_TAGS)
+            self._asleep = set(WAKE_TAGS)
             await self._processes.stop_computing()
             if level == 2:
                 self._weights_complete = False
@@ -346,10 +346,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
                 await self._llm.sleep(level, mode="keep")
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        wanted = list(_WAKE_TAGS) if tags is None else tags
-        for tag in wanted:
-            if tag not in _WAKE_TAGS:
-                raise ValueError(f"wake_up tags must be of {', '.join(_WAKE_TAGS)}; got {tag!r}")
+        wanted = tags_to_wake(tags)
         await self._control(self._wake_up(wanted), f"wake_up({tags})")
 
     async def _wake_up(self, tags: list[str]) -> None:

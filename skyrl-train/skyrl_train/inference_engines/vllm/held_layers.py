@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from skyrl_train.weight_sync.fingerprint import Sampling
+from skyrl_train.weight_sync.fingerprint import VerificationSample
 from skyrl_train.weight_sync.one_hot import as_computed, columns_by_products
 
 Place = tuple[slice | int, ...]
@@ -41,7 +41,7 @@ class Region:
     held: Place
     computed: bool = False
 
-    def expected(self, tensor: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    def expected(self, tensor: torch.Tensor, sampling: VerificationSample) -> torch.Tensor:
         """The sample of the part, of a whole tensor as the trainer sent it, in the dtype of the layer."""
         part = tensor[self.source]
         if self.computed:
@@ -52,7 +52,7 @@ class Region:
         """Return the size of the whole part in the dtype of the layer."""
         return tensor[self.source].numel() * getattr(self.layer, self.parameter).itemsize
 
-    def _columns(self, sampling: Sampling) -> slice:
+    def _columns(self, sampling: VerificationSample) -> slice:
         """The same for all parts of a layer, so that one product serves them."""
         rows, columns = _matrix_shape(self.layer)
         return sampling.of(columns, rows * columns * self.layer.weight.itemsize)
@@ -62,7 +62,7 @@ class LayerReader:
     """Reads regions as they are now. Regions of one layer should be read one after the other: what they have in common
     is kept for the next."""
 
-    def __init__(self, sampling: Sampling):
+    def __init__(self, sampling: VerificationSample):
         self._sampling = sampling
         self._key: tuple[int, str] | None = None
         self._kept = torch.empty(0)
@@ -344,7 +344,7 @@ def _packed_order(stored: torch.Tensor, isa: str) -> torch.Tensor:
     return order
 
 
-def _rows(part: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def _rows(part: torch.Tensor, sampling: VerificationSample) -> torch.Tensor:
     """The sample of a stored part: some of the rows of its matrices."""
     if part.dim() < 2:
         return part

@@ -15,7 +15,7 @@ from skyrl_train.inference_engines.vllm.held_layers import (
 )
 from skyrl_train.inference_engines.vllm.weight_names import WeightNames
 from skyrl_train.weight_sync.base import ProcessReport
-from skyrl_train.weight_sync.fingerprint import Sampling, Verification, fingerprints_of
+from skyrl_train.weight_sync.fingerprint import Verification, VerificationSample, fingerprints_of
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -88,7 +88,7 @@ class HeldComparison:
 
     def __init__(self, weights: HeldWeights, process: str, version: int, verification: Verification):
         self._weights = weights
-        self._sampling = Sampling(version, verification)
+        self._sampling = VerificationSample(version, verification)
         self._report = ProcessReport(process=process, fingerprints={})
         self._expected: list[tuple[str, Region, int]] = []
 

@@ -59,7 +59,7 @@ class LoadedAdapters:
         lora = LoRARequest(lora_name=f"{request.name}-{number}", lora_int_id=number, lora_path=request.path)
         try:
             loaded = await llm.add_lora(lora)
-        except Exception as error:
+        except Exception as error:  # vLLM passes on the text of whatever a worker raised
             if llm.errored:
                 raise
             raise WeightSyncError(f"vLLM did not load adapter {request.name!r} from {request.path}: {error}") from error

@@ -3,10 +3,10 @@
 The meaning of every keyword is the native engine's (`native/requests.py` checks them); here is only what vLLM calls it.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from skyrl_train.inference_engines.base import SamplingKeywords
-from skyrl_train.inference_engines.native.requests import EngineSamplingParams
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair, split_seeds
 from skyrl_train.inference_engines.native.sampling import random_key
 
 if TYPE_CHECKING:
@@ -15,45 +15,16 @@ if TYPE_CHECKING:
 SMALLEST_TEMPERATURE = 0.01
 """vLLM raises smaller ones to this (`vllm/sampling_params.py`, `_MAX_TEMP`), so they are refused."""
 
-SeedPair = tuple[int, int]
 
-
-def split_seeds(given: SamplingKeywords | None, num: int) -> tuple[EngineSamplingParams, list[SeedPair | None]]:
-    """The checked keywords, and what the randomness of each of `num` requests is made of.
-
-    Args:
-        given: the keywords of `InferenceEngineInput`; `seed` may be one number or one `[seed, index]` a request.
-
-    Returns:
-        The settings, and a (seed, index) a request; None where the engine's own random numbers will do.
-
-    Raises:
-        ValueError: an unknown keyword, or a value out of range.
-    """
-    values = dict(given or {})
-    pairs = values.pop("seed") if isinstance(values.get("seed"), list | tuple) else None
-    params = EngineSamplingParams.from_dict(values)
+def vllm_split_seeds(given: SamplingKeywords | None, num: int) -> tuple[EngineSamplingParams, list[SeedPair | None]]:
+    """Check sampling settings as `split_seeds` does, and that vLLM takes the temperature for what it is."""
+    params, seeds = split_seeds(given, num)
     if not params.is_greedy and params.temperature < SMALLEST_TEMPERATURE:
         raise ValueError(
             f"sampling parameter temperature must be 0 (greedy) or at least {SMALLEST_TEMPERATURE}, which vLLM takes "
             f"smaller ones for; got {params.temperature!r}"
         )
-    if pairs is not None:
-        return params, _checked_pairs(pairs, num)
-    if params.seed is None:
-        return params, [None] * num
-    return params, [(params.seed, index) for index in range(num)]
-
-
-def _checked_pairs(pairs: Any, num: int) -> list[SeedPair | None]:
-    if len(pairs) != num:
-        raise ValueError(f"sampling parameter seed must have one [seed, index] a request; got {len(pairs)} for {num}")
-    checked: list[SeedPair | None] = []
-    for pair in pairs:
-        if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(word, int) for word in pair)):
-            raise ValueError(f"sampling parameter seed must be an integer or a list of [seed, index]; got {pair!r}")
-        checked.append((pair[0], pair[1]))
-    return checked
+    return params, seeds
 
 
 def seed_of(pair: SeedPair | None, num_prompt_tokens: int) -> int | None:

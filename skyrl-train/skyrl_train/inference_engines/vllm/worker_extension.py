@@ -11,6 +11,7 @@ import torch
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.inference_engines.vllm.orphan_watch import watch_owner
+from skyrl_train.types import JsonObject
 from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.fingerprint import Verification
 
@@ -57,7 +58,7 @@ class WeightExtension:
             leave_head_alone(self.model_runner.get_model())
         self._skyrl_prepared = True
 
-    def skyrl_connect(self, info: dict[str, Any]) -> None:
+    def skyrl_connect(self, info: JsonObject) -> None:
         """Meet the trainer. `info`: the fields of `WeightSyncInitInfo`."""
         from skyrl_train.weight_sync.receiver import WeightReceiver
 
@@ -70,7 +71,7 @@ class WeightExtension:
         self._skyrl_verification = parsed.verification
         self._skyrl_receiver = WeightReceiver(parsed, self.device, process_index)
 
-    def skyrl_update(self, request: dict[str, Any]) -> None:
+    def skyrl_update(self, request: JsonObject) -> None:
         """Take one bucket. `request`: the fields of `WeightUpdateRequest`."""
         from skyrl_train.inference_engines.vllm.loading import ModelUpdate
 
@@ -88,7 +89,7 @@ class WeightExtension:
             )
         self._skyrl_update.load(tensors)
 
-    def skyrl_finish(self, version: int) -> dict[str, Any]:
+    def skyrl_finish(self, version: int) -> JsonObject:
         """Put the new weights in place. Returns the fields of a `ProcessReport`."""
         if self._skyrl_receiver is None:
             raise WeightSyncError("no weights have come: skyrl_connect was not called")

@@ -16,7 +16,7 @@ from skyrl_train.utils.nodes import node_name
 
 
 def write_state(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: dict[str, Any], rank: int
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: dict[str, object], rank: int
 ) -> WrittenFiles:
     """Write the trained weights, optimizer, scheduler and this rank's random state into a folder. A collective.
 
@@ -89,7 +89,7 @@ def _reasons(error: CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {type(reason).__name__}: {reason}" for rank, (reason, _) in error.failures.items())
 
 
-def _random_state() -> dict[str, Any]:
+def _random_state() -> dict[str, object]:
     state: dict[str, Any] = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

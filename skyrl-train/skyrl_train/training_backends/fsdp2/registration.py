@@ -1,12 +1,15 @@
 """Registration of FSDP2 as `trainer.strategy=fsdp2`."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyrl_train.config.training_backends import register_training_backend
 
+if TYPE_CHECKING:
+    from skyrl_train.training_backends.fsdp2.backend import FSDP2Backend
+
 
 @register_training_backend("fsdp2")
-def fsdp2(*args: Any) -> Any:
+def fsdp2(*args: Any) -> "FSDP2Backend":
     """Make this rank's backend. Arguments: those of `TrainingBackend`."""
     from skyrl_train.training_backends.fsdp2.backend import FSDP2Backend
 

@@ -1,7 +1,6 @@
 """Objective of the policy: policy loss with weights of off-policy rows, KL divergence to the reference, entropy."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -80,7 +79,7 @@ class PolicyObjective:
         return loss, sums | {"num_tokens": float(mask.sum())}
 
 
-def checked_loss(returned: Any, name: str, shape: torch.Size) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+def checked_loss(returned: object, name: str, shape: torch.Size) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
     """Return the loss of every token and its metrics, as a loss function must return them.
 
     Raises:

@@ -88,7 +88,7 @@ def test_the_trainer_opens_a_server_by_the_key_of_a_file_or_the_environment(
         handles = pickle.loads(pickle.dumps(RemoteEngines([engine])))
         assert handles.wait(handles.call_all("weight_version")) == [0]
         handles.close()
-        logger.warning(f"{engine} {vars(engine)} {vars(engine._server)} {handles._servers} {cfg}")
+        logger.warning(f"{engine} {vars(engine)} {vars(engine._server)} {handles._connect} {cfg}")
     assert not any(KEY in line for line in log)
     assert not any("asks nobody for a key" in line for line in log)
 

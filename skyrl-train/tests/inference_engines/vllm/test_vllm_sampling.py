@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams
-from skyrl_train.inference_engines.vllm.sampling import http_sampling, seed_of, split_seeds
+from skyrl_train.inference_engines.vllm.sampling import http_sampling, seed_of, vllm_split_seeds
 from skyrl_train.inference_engines.vllm.tempered_sampler import tempered_log_softmax
 
 
 def test_request_i_of_a_batch_with_seed_s_is_made_of_s_and_i():
-    _, seeds = split_seeds({"seed": 5}, 3)
+    _, seeds = vllm_split_seeds({"seed": 5}, 3)
     assert seeds == [(5, 0), (5, 1), (5, 2)]
-    _, seeds = split_seeds({"seed": [[5, 2], [5, 0]]}, 2)
+    _, seeds = vllm_split_seeds({"seed": [[5, 2], [5, 0]]}, 2)
     assert seeds == [(5, 2), (5, 0)]
-    _, seeds = split_seeds({}, 2)
+    _, seeds = vllm_split_seeds({}, 2)
     assert seeds == [None, None]
 
 
@@ -30,13 +30,13 @@ def test_seeds_differ_by_seed_by_index_and_by_the_length_of_the_prompt():
     [
         ({"temperatur": 1.0}, "temperature"),
         ({"temperature": 0.001}, "0.01"),  # vLLM would take 0.01 for it and say so in its log alone
-        ({"seed": [[1, 2]]}, "one .* a request"),
+        ({"seed": [[1, 2]]}, "one .* each of the 2 requests"),
         ({"seed": [[1], [2]]}, "seed"),
     ],
 )
 def test_settings_that_vllm_changes_silently_are_refused(given: dict, named: str):
     with pytest.raises(ValueError, match=named):
-        split_seeds(given, 2)
+        vllm_split_seeds(given, 2)
 
 
 def test_a_server_is_told_every_keyword_so_that_its_own_defaults_change_nothing():
