@@ -1,4 +1,4 @@
-"""Faults a server may have, each of them to be switched on in ours, to see whether the contract notices.
+"""Faults a server may have, each of them to be switched on in ours, to see whether the conformance suite notices.
 
     TX_FAULT=FILE python faults.py tx.tinker.api --base-model DIR …
 

@@ -1,4 +1,4 @@
-"""A contract is worth what it notices: each of these faults, put into the server, breaks a claim."""
+"""A conformance suite is worth what it notices: each of these faults, put into the server, fails a check."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from faults import API, FAULTS, know_all  # noqa: E402
 know_all()
 
 Failing = Callable[..., dict[str, str]]
-"""(name of the fault, options of the contract) -> reasons of the checks that fail, by their ids"""
+"""(name of the fault, options of the suite) -> reasons of the checks that fail, by their ids"""
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +65,12 @@ def wait_until_ready(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_contract_notices_a_fault(name: str, failing: Failing):
+def test_conformance_suite_notices_fault(name: str, failing: Failing):
     noticed = failing(name, "--exit-first", "--only", *FAULTS[name].groups)
     print(f"NOTICED {name}: {noticed}")
     assert noticed, f"not noticed: {FAULTS[name].meaning}"
 
 
 def test_it_was_the_fault_that_was_noticed(failing: Failing):
-    """With none of them on, the same server keeps the contract."""
+    """With none of them on, the same server passes the suite."""
     assert failing("") == {}

@@ -1,4 +1,4 @@
-"""The contract holds for a real server process and the real SDK, oldest to newest."""
+"""The conformance suite passes for a real server process and the real SDK, oldest to newest."""
 
 import json
 import os
@@ -18,7 +18,7 @@ INSTALL_SECONDS, SUITE_SECONDS = 600, 900
 
 @pytest.mark.timeout(INSTALL_SECONDS + SUITE_SECONDS + 120)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_check_of_the_contract_passes(version: str, sdk_python, running_server, tmp_path: Path):
+def test_every_conformance_check_passes(version: str, sdk_python, running_server, tmp_path: Path):
     verdicts_file = tmp_path / "verdicts.json"
     command = [sdk_python(version), "-m", "tx.contract", "--base-url", running_server.url]
     command += ["--model", running_server.model, "--json", verdicts_file]

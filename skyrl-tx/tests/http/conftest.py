@@ -1,4 +1,4 @@
-"""A real desk over a real sqlite file, and clients of the application made of it."""
+"""A real service over a real sqlite file, and clients of the application made of it."""
 
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -65,7 +65,7 @@ async def service(config: EngineConfig) -> AsyncIterator[TinkerService]:
 
 @pytest.fixture
 async def served(config: EngineConfig, service: TinkerService) -> AsyncIterator[Served]:
-    """Makes a client of the desk's application, which has keys (of anna, bela, an admin) if it is told whose it is."""
+    """Makes a client of the application, which has keys (of anna, bela, an admin) if it is told whose it is."""
     async with AsyncExitStack() as stack:
         apps: dict[bool, Any] = {}
 

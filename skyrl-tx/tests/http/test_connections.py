@@ -1,4 +1,4 @@
-"""Connections on loopback, to a web server without a desk behind it."""
+"""Connections on loopback, to a web server without a service behind it."""
 
 import asyncio
 import resource

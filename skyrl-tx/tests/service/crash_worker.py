@@ -1,4 +1,4 @@
-"""A desk, its engine and three users in one process that is to be killed at any moment, and started again.
+"""A service, its engine and three users in one process that is to be killed at any moment, and started again.
 
 What a user was told goes into a journal beside; after a restart he goes on as the SDK does: he repeats what was not
 answered, and asks again for results. The journal and the database must tell the same story.

@@ -1,4 +1,4 @@
-"""The other side of the desk's protocol as a process of 100 lines: an engine whose models are chains of hashes.
+"""The engine's side of the protocol as a process of 100 lines: an engine whose models are chains of hashes.
 
 A model's state is the hash of all that was done to it, so a lost, doubled or swapped order shows in every later result.
 It takes snapshots, replays, and dies, hangs or fails when an order says so (by its learning rate).

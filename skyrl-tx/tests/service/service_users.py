@@ -1,4 +1,4 @@
-"""A desk with real storage, its users, and an engine that is a process whose models are chains of hashes."""
+"""A service with real storage, its users, and an engine that is a process whose models are chains of hashes."""
 
 import asyncio
 import dataclasses

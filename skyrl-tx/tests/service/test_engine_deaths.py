@@ -12,6 +12,7 @@ from scripted_engine import DIE, HANG, STICK
 from service_users import TIMEOUTS, Chain, Client, make_service, running, scripted, until
 
 from tx.tinker.engine.process import FROM_STDIN
+from tx.tinker.service import crash_bisector
 from tx.tinker.service.crash_bisector import DEATHS_TO_BE_SUSPECTED
 from tx.tinker.service.engine_link import EngineLink
 from tx.tinker.service.results import TryAgain
@@ -112,6 +113,13 @@ async def test_snapshots_of_a_dead_engine_that_nobody_recorded_go(tmp_path: Path
         assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(1).train(2).state
 
 
+@pytest.fixture
+def suspected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that was there at one death is suspected: each of them takes seconds in these tests."""
+    monkeypatch.setattr(crash_bisector, "DEATHS_TO_BE_SUSPECTED", 1)
+
+
+@pytest.mark.usefixtures("suspected_at_once")
 async def test_an_engine_that_hangs_is_replaced(alice: Client):
     base = await alice.sampler(0, base_model="tiny")
     hanging = await alice.sample(base, 0, params={"temperature": HANG})
@@ -121,6 +129,7 @@ async def test_an_engine_that_hangs_is_replaced(alice: Client):
     assert (await alice.result(other))["state"] == "base"
 
 
+@pytest.mark.usefixtures("suspected_at_once")
 @pytest.mark.parametrize("what", ["training pass", "step of sampling"])
 async def test_an_engine_that_is_at_one_pass_for_ever_is_replaced(tmp_path: Path, what: str):
     async with running(tmp_path, timeouts=replace(TIMEOUTS, turn=0.5)) as service:

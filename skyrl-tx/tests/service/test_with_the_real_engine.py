@@ -1,4 +1,4 @@
-"""The desk with the engine it is made for: torch, a tiny model, killed once."""
+"""The service with the engine it is made for: torch, a tiny model, killed once."""
 
 import asyncio
 import signal

@@ -96,7 +96,7 @@ class Models:
     ):
         self._training, self._folders, self._limit, self._now = training, folders, limit, now
         self._models: dict[str, Model] = {}
-        self._news: list[Snapshotted] = []
+        self._completed: list[Snapshotted] = []
 
     def add(self, model: Model) -> Model:
         self._models[model.model_id] = model
@@ -125,15 +125,15 @@ class Models:
         """Return True while a snapshot is being written."""
         return any(model.being_written for model in self._models.values())
 
-    def news(self) -> list[Snapshotted]:
+    def completed_snapshots(self) -> list[Snapshotted]:
         """Return the snapshots completed since the last call; report them after the results of the commands they
         contain."""
-        news, self._news = self._news, []
-        return news
+        completed, self._completed = self._completed, []
+        return completed
 
     # ---- memory
 
-    def bring(self, model: Model, is_busy: Callable[[str], bool]) -> bool:
+    def onload(self, model: Model, is_busy: Callable[[str], bool]) -> bool:
         """Load the model into memory, and evict another one if there is no room.
 
         Args:
@@ -154,7 +154,7 @@ class Models:
             leaving = [m for m in leaving if not is_busy(m.model_id)]
             if not leaving:
                 return False
-            self._put_out(min(leaving, key=lambda m: m.last_used))
+            self._offload(min(leaving, key=lambda m: m.last_used))
         if model.snapshot is None:
             self._training.create(model.model_id, model.lora)
         else:
@@ -162,7 +162,7 @@ class Models:
         model.in_memory = True
         return True
 
-    def _put_out(self, model: Model) -> None:
+    def _offload(self, model: Model) -> None:
         if model.changed and not model.damaged:
             run_here(self.write_snapshot(model))  # it must stand before the memory goes
         self._training.forget(model.model_id)
@@ -218,7 +218,7 @@ class Models:
             model.being_written = False
         if self._models.get(model.model_id) is model:
             model.snapshot = folder
-            self._news.append(Snapshotted(model_id=model.model_id, seq=seq, folder=folder))
+            self._completed.append(Snapshotted(model_id=model.model_id, seq=seq, folder=folder))
         else:  # unloaded meanwhile
             self._folders.remove(folder)
 

@@ -78,7 +78,7 @@ class Trainer:
         if not came and not worked:
             self._turn_began = None
             came = self._read_inbox(wait_seconds)
-        for snapshotted in self._models.news():  # after the results of what they contain
+        for snapshotted in self._models.completed_snapshots():  # after the results of what they contain
             self._send(snapshotted)
         return came or worked
 
@@ -98,7 +98,7 @@ class Trainer:
                 self._beside(self._models.write_snapshot(model))
         while self._models.is_writing() and self._now() < deadline:
             self._read_inbox(0.1)
-        for snapshotted in self._models.news():
+        for snapshotted in self._models.completed_snapshots():
             self._send(snapshotted)
         self._helpers.close()
 
@@ -148,7 +148,7 @@ class Trainer:
         if isinstance(command, Unload):
             return model
         self._models.check(model)
-        return model if self._models.bring(model, self._is_busy) else None
+        return model if self._models.onload(model, self._is_busy) else None
 
     # ---- quick commands
 

@@ -52,7 +52,7 @@ def finish_request(
 
     Args:
         body: its result; or `blob`, where that is
-        keep_order: to do it again after a crash
+        keep_command: replay it after a crash
     """
     finish = _FINISH if keep_command else _FINISH_AND_FORGET
     database.connection().execute(finish, {"key": pending.request_id, "now": time.time(), "body": body, "blob": blob})

@@ -18,7 +18,7 @@ def add_row(session: Session, row_type: type[Row], **values: object) -> None:
 
 
 def forget_commands(database: Session, model_id: str, up_to_seq: int | None = None) -> list[str]:
-    """Drops what is needed no more to bring a model back. Returns blobs that may go after the commit."""
+    """Forget the commands that no restore of a model needs any more. Returns: blobs to delete after the commit."""
     rows = col(RequestRow.model_id) == model_id
     if up_to_seq is not None:
         rows &= col(RequestRow.seq) <= up_to_seq
