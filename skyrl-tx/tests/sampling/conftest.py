@@ -34,6 +34,12 @@ def sampling_of(tiny_model: Path) -> SamplingOf:
     return make
 
 
+@pytest.fixture
+async def sampling(sampling_of: SamplingOf) -> AsyncIterator[NativeSampling]:
+    async with sampling_of() as sampling:
+        yield sampling
+
+
 @pytest.fixture(scope="session")
 def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The folder of an adapter of the tiny model with random matrices, scaled so that it changes what is said."""

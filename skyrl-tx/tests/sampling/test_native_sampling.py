@@ -47,17 +47,15 @@ def close(values: list[float], expected: torch.Tensor) -> None:
     torch.testing.assert_close(torch.tensor(values), expected, atol=1e-4, rtol=0)
 
 
-async def test_temperature_zero_is_greedy_with_log_probs_at_one(sampling_of, reference):
-    async with sampling_of() as sampling:
-        [sequence] = (await sampling.sample(spec(temperature=0.0), None)).sequences
+async def test_temperature_zero_is_greedy_with_log_probs_at_one(sampling, reference):
+    [sequence] = (await sampling.sample(spec(temperature=0.0), None)).sequences
     scores = log_softmax(reference, PROMPT + sequence.tokens)[len(PROMPT) - 1 :]
     assert sequence.tokens == scores.argmax(-1).tolist() and sequence.stop_reason == "length"
     close(sequence.logprobs, scores.amax(-1))
 
 
-async def test_log_probs_are_tempered_and_taken_before_truncation(sampling_of, reference):
-    async with sampling_of() as sampling:
-        output = await sampling.sample(spec(num_samples=8, temperature=0.6, top_k=5, top_p=0.8), None)
+async def test_log_probs_are_tempered_and_taken_before_truncation(sampling, reference):
+    output = await sampling.sample(spec(num_samples=8, temperature=0.6, top_k=5, top_p=0.8), None)
     for sequence in output.sequences:
         scores = log_softmax(reference, PROMPT + sequence.tokens, 0.6)[len(PROMPT) - 1 :]
         chosen = torch.tensor(sequence.tokens)[:, None]
@@ -67,19 +65,17 @@ async def test_log_probs_are_tempered_and_taken_before_truncation(sampling_of, r
         assert (scores.gather(1, chosen) >= best[:, -1:]).all() and (likelier < 0.8).all()
 
 
-async def test_samples_differ_and_come_again_whoever_asks_for_how_many(sampling_of):
-    async with sampling_of() as sampling:
-        eight = (await sampling.sample(spec(num_samples=8), None)).sequences
-        three = (await sampling.sample(spec(num_samples=3), None)).sequences
-        other = (await sampling.sample(spec(num_samples=8, seed=4), None)).sequences
+async def test_samples_differ_and_come_again_whoever_asks_for_how_many(sampling):
+    eight = (await sampling.sample(spec(num_samples=8), None)).sequences
+    three = (await sampling.sample(spec(num_samples=3), None)).sequences
+    other = (await sampling.sample(spec(num_samples=8, seed=4), None)).sequences
     assert len({tuple(sequence.tokens) for sequence in eight + other}) == 16
     assert three == eight[:3]
 
 
-async def test_the_end_of_sequence_ends_an_answer_only_where_the_request_left_stops_open(sampling_of):
-    async with sampling_of() as sampling:
-        ends = (await sampling.sample(spec(num_samples=24, max_tokens=150, stop_at_eos=True), None)).sequences
-        goes_on = (await sampling.sample(spec(num_samples=24, max_tokens=150), None)).sequences
+async def test_the_end_of_sequence_ends_an_answer_only_where_the_request_left_stops_open(sampling):
+    ends = (await sampling.sample(spec(num_samples=24, max_tokens=150, stop_at_eos=True), None)).sequences
+    goes_on = (await sampling.sample(spec(num_samples=24, max_tokens=150), None)).sequences
     stopped = [sequence for sequence in ends if sequence.stop_reason == "stop"]
     assert stopped and all(sequence.tokens.index(EOS) == len(sequence.tokens) - 1 for sequence in stopped)
     for short, long in zip(ends, goes_on, strict=True):
@@ -88,18 +84,17 @@ async def test_the_end_of_sequence_ends_an_answer_only_where_the_request_left_st
 
 
 @pytest.mark.parametrize("kind", ["token", "text", "special token as text"])
-async def test_stops_keep_what_completes_them(sampling_of, tiny_model, kind):
+async def test_stops_keep_what_completes_them(sampling, tiny_model, kind):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    async with sampling_of() as sampling:
-        [plain] = (await sampling.sample(spec(max_tokens=120, seed=5), None)).sequences
-        place = {"token": 4, "text": 7, "special token as text": next(i for i, t in enumerate(plain.tokens) if t < 3)}
-        before, last = plain.tokens[place[kind] - 1 : place[kind] + 1]
-        stops = {
-            "token": {"stop_token_ids": (last,)},
-            "text": {"stop_strings": ("never said", tokenizer.decode([before, last]))},
-            "special token as text": {"stop_strings": (tokenizer.decode([last]),)},
-        }
-        [stopped] = (await sampling.sample(spec(max_tokens=120, seed=5, **stops[kind]), None)).sequences
+    [plain] = (await sampling.sample(spec(max_tokens=120, seed=5), None)).sequences
+    place = {"token": 4, "text": 7, "special token as text": next(i for i, t in enumerate(plain.tokens) if t < 3)}
+    before, last = plain.tokens[place[kind] - 1 : place[kind] + 1]
+    stops = {
+        "token": {"stop_token_ids": (last,)},
+        "text": {"stop_strings": ("never said", tokenizer.decode([before, last]))},
+        "special token as text": {"stop_strings": (tokenizer.decode([last]),)},
+    }
+    [stopped] = (await sampling.sample(spec(max_tokens=120, seed=5, **stops[kind]), None)).sequences
     assert stopped.stop_reason == "stop" and stopped.tokens[-1] == last
     assert stopped.tokens == plain.tokens[: len(stopped.tokens)] and len(stopped.tokens) <= place[kind] + 1
 
@@ -112,32 +107,29 @@ async def test_without_a_budget_the_context_ends_an_answer(sampling_of):
         assert cut == sequence
 
 
-async def test_prompt_log_probs_are_at_temperature_one_whatever_the_answers(sampling_of, reference):
-    async with sampling_of() as sampling:
-        output = await sampling.sample(spec(num_samples=4, scores=True, temperature=0.3), None)
-        plain = await sampling.sample(spec(num_samples=4, temperature=0.3), None)
-        short = await sampling.sample(spec([5], scores=True, top=2), None)
+async def test_prompt_log_probs_are_at_temperature_one_whatever_the_answers(sampling, reference):
+    output = await sampling.sample(spec(num_samples=4, scores=True, temperature=0.3), None)
+    plain = await sampling.sample(spec(num_samples=4, temperature=0.3), None)
+    short = await sampling.sample(spec([5], scores=True, top=2), None)
     assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
     close(output.prompt_logprobs[1:], of_tokens(reference, PROMPT))  # type: ignore[arg-type]
     assert output.sequences == plain.sequences and plain.prompt_logprobs is None
     assert short.prompt_logprobs == [None] and short.topk_prompt_logprobs == [None]
 
 
-async def test_scoring_what_was_sampled_gives_the_same_bits(sampling_of, adapter):
+async def test_scoring_what_was_sampled_gives_the_same_bits(sampling, adapter):
     """Prefill and decoding agree, at temperature 1 and with an adapter on the output layer."""
     for folder in (None, adapter(1)):
-        async with sampling_of() as sampling:
-            [written] = (await sampling.sample(spec(max_tokens=80), folder)).sequences
-            scored = await sampling.sample(spec(PROMPT + written.tokens, scores=True, max_tokens=1), folder)
+        [written] = (await sampling.sample(spec(max_tokens=80), folder)).sequences
+        scored = await sampling.sample(spec(PROMPT + written.tokens, scores=True, max_tokens=1), folder)
         assert scored.prompt_logprobs is not None
         assert scored.prompt_logprobs[len(PROMPT) :] == written.logprobs
 
 
-async def test_the_likeliest_tokens_of_every_place(sampling_of, reference):
+async def test_the_likeliest_tokens_of_every_place(sampling, reference):
     prompt = np.random.default_rng(0).integers(3, 99, 300).tolist()  # more than is scored at a time
-    async with sampling_of() as sampling:
-        output = await sampling.sample(spec(prompt, top=4, temperature=0.5, max_tokens=1), None)
-        more = await sampling.sample(spec(prompt, scores=True, top=500, max_tokens=1), None)
+    output = await sampling.sample(spec(prompt, top=4, temperature=0.5, max_tokens=1), None)
+    more = await sampling.sample(spec(prompt, scores=True, top=500, max_tokens=1), None)
     assert output.prompt_logprobs is None
     assert output.topk_prompt_logprobs is not None and len(output.topk_prompt_logprobs) == 300
     assert output.topk_prompt_logprobs[0] is None
@@ -148,33 +140,30 @@ async def test_the_likeliest_tokens_of_every_place(sampling_of, reference):
     assert more.topk_prompt_logprobs is not None and len(more.topk_prompt_logprobs[1] or []) == 99  # all there are
 
 
-async def test_a_prompt_is_computed_once_for_all_its_samples_and_scores(sampling_of):
-    async with sampling_of() as sampling:
-        await sampling.sample(spec(list(range(3, 53)), num_samples=16, scores=True, top=3), None)
-        assert sampling._engine._core.num_prompt_tokens_computed == 50
+async def test_a_prompt_is_computed_once_for_all_its_samples_and_scores(sampling):
+    await sampling.sample(spec(list(range(3, 53)), num_samples=16, scores=True, top=3), None)
+    assert sampling._engine._core.num_prompt_tokens_computed == 50
 
 
-async def test_two_hundred_short_requests_are_prefilled_together(sampling_of):
-    async with sampling_of() as sampling:
-        passes: list[int] = []
-        engine = sampling._engine
-        engine._core.model.base_model.register_forward_pre_hook(
-            lambda _module, _args, given: passes.append(given["input_ids"].numel()), with_kwargs=True
-        )
-        prompts = [[*range(3 + index % 5, 12 + index % 40), index % 90 + 3] for index in range(200)]
-        async with asyncio.timeout(60):
-            await asyncio.gather(*(sampling.sample(spec(prompt, max_tokens=1), None) for prompt in prompts))
-        assert len(passes) <= 24  # a few steps of at most two sizes of prompts and one of tokens
+async def test_two_hundred_short_requests_are_prefilled_together(sampling):
+    passes: list[int] = []
+    engine = sampling._engine
+    engine._core.model.base_model.register_forward_pre_hook(
+        lambda _module, _args, given: passes.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    prompts = [[*range(3 + index % 5, 12 + index % 40), index % 90 + 3] for index in range(200)]
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(sampling.sample(spec(prompt, max_tokens=1), None) for prompt in prompts))
+    assert len(passes) <= 24  # a few steps of at most two sizes of prompts and one of tokens
 
 
 @pytest.mark.parametrize("rank", [1, 8, 128])
-async def test_an_adapters_answers_are_those_of_peft(sampling_of, adapter, tiny_model, rank):
+async def test_an_adapters_answers_are_those_of_peft(sampling, adapter, tiny_model, rank):
     folder = adapter(rank, rank=rank)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder).eval()
-    async with sampling_of() as sampling:
-        adapted, plain = await asyncio.gather(
-            *(sampling.sample(spec(scores=True, temperature=0.8), used) for used in (folder, None))
-        )
+    adapted, plain = await asyncio.gather(
+        *(sampling.sample(spec(scores=True, temperature=0.8), used) for used in (folder, None))
+    )
     [sequence] = adapted.sequences
     close(sequence.logprobs, of_tokens(model, PROMPT + sequence.tokens, 0.8)[len(PROMPT) - 1 :])
     close(adapted.prompt_logprobs[1:], of_tokens(model, PROMPT))
@@ -228,8 +217,7 @@ async def test_an_answer_does_not_depend_on_its_company_nor_on_how_often_it_is_a
         ({"temperature": float("nan")}, "temperature must be 0"),
     ],
 )
-async def test_a_request_that_cannot_be_is_its_users_fault(sampling_of, wrong, message):
-    async with sampling_of() as sampling:
-        with pytest.raises(ModelError, match=message) as raised:
-            await sampling.sample(spec(**wrong), None)
-        assert raised.value.category == "user" and sampling.num_running() == 0
+async def test_a_request_that_cannot_be_is_its_users_fault(sampling, wrong, message):
+    with pytest.raises(ModelError, match=message) as raised:
+        await sampling.sample(spec(**wrong), None)
+    assert raised.value.category == "user" and sampling.num_running() == 0

@@ -67,19 +67,18 @@ async def test_when_the_engine_stops_everyone_hears_of_it(sampling_of, adapter):
             await sampling.end_of_step()
 
 
-async def test_a_step_that_does_not_end_is_seen_by_its_end_not_coming(sampling_of):
-    async with sampling_of() as sampling:
-        await asyncio.wait_for(sampling.end_of_step(), 20)
-        core, go = core_of(sampling), threading.Event()
-        step = core.step
-        core.step = lambda **how: (go.wait(60), step(**how))[1]
-        answer = asyncio.create_task(sampling.sample(spec(max_tokens=2), None))
-        await until(lambda: core.num_waiting == 1)
-        end = asyncio.create_task(sampling.end_of_step())
-        assert await asyncio.wait((end,), timeout=0.3) == (set(), {end})
-        go.set()
-        await asyncio.wait_for(end, 20)
-        await asyncio.wait_for(answer, 20)
+async def test_a_step_that_does_not_end_is_seen_by_its_end_not_coming(sampling):
+    await asyncio.wait_for(sampling.end_of_step(), 20)
+    core, go = core_of(sampling), threading.Event()
+    step = core.step
+    core.step = lambda **how: (go.wait(60), step(**how))[1]
+    answer = asyncio.create_task(sampling.sample(spec(max_tokens=2), None))
+    await until(lambda: core.num_waiting == 1)
+    end = asyncio.create_task(sampling.end_of_step())
+    assert await asyncio.wait((end,), timeout=0.3) == (set(), {end})
+    go.set()
+    await asyncio.wait_for(end, 20)
+    await asyncio.wait_for(answer, 20)
 
 
 async def test_closing_ends_every_call(sampling_of, adapter):
@@ -103,20 +102,19 @@ def not_finite(adapter: Any, tmp_path: Path) -> Path:
     return folder
 
 
-async def test_an_adapter_with_nan_fails_its_own_requests_and_no_others(sampling_of, adapter, not_finite):
+async def test_an_adapter_with_nan_fails_its_own_requests_and_no_others(sampling, adapter, not_finite):
     good = adapter(2)
-    async with sampling_of() as sampling:
-        expected = [await sampling.sample(spec(4, 30, seed=index), good) for index in range(8)]
-        calls = [
-            call
-            for index in range(8)
-            for call in (sampling.sample(spec(4, 30, seed=index), good), sampling.sample(spec(2, 30), not_finite))
-        ]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        assert answers[::2] == expected
-        for error in answers[1::2]:
-            assert isinstance(error, ModelError) and error.category == "user" and "not finite" in str(error)
-        assert await sampling.sample(spec(4, 30, seed=0), good) == expected[0]
+    expected = [await sampling.sample(spec(4, 30, seed=index), good) for index in range(8)]
+    calls = [
+        call
+        for index in range(8)
+        for call in (sampling.sample(spec(4, 30, seed=index), good), sampling.sample(spec(2, 30), not_finite))
+    ]
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert answers[::2] == expected
+    for error in answers[1::2]:
+        assert isinstance(error, ModelError) and error.category == "user" and "not finite" in str(error)
+    assert await sampling.sample(spec(4, 30, seed=0), good) == expected[0]
 
 
 @pytest.mark.parametrize(
