@@ -1,4 +1,5 @@
-"""Cost of tests: seconds and started processes of each file, a table at the end of a run, and a budget per file.
+"""The folder of test data. Cost of tests: seconds and started processes of each file, a table at the end of a run, and
+a budget per file.
 
 Each test is charged the processor time of its own process and of the children that ended meanwhile, grandchildren
 included, and the number of processes that its own process started. Not seen: processes that children start, which count
@@ -39,6 +40,15 @@ TABLE_SECONDS = 30.0
 NUM_FILES, NUM_TESTS = 25, 15
 DEFAULT_TIMEOUT = 300.0
 """Seconds; as in `pyproject.toml`."""
+
+
+@pytest.fixture(scope="session")
+def test_data() -> Path:
+    """The folder of real public data; without it the test is skipped."""
+    folder = Path(os.environ.get("SKYRL_TEST_DATA", Path(__file__).resolve().parents[1] / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no test data at {folder}: set SKYRL_TEST_DATA")
+    return folder
 
 
 @dataclasses.dataclass

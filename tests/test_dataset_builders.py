@@ -33,14 +33,6 @@ GSM8K = [
 ]
 
 
-@pytest.fixture(scope="module")
-def test_data() -> Path:
-    folder = Path(os.environ.get("SKYRL_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
-    if not folder.is_dir():
-        pytest.skip(f"no test data at {folder}: set SKYRL_TEST_DATA")
-    return folder
-
-
 def build(script: str, output: Path, *arguments: object) -> dict[str, list[dict[str, Any]]]:
     """Runs a builder's main program in this process; the rows that it wrote, by file."""
     load(EXAMPLES / script).main(["--output_dir", str(output), *map(str, arguments)])

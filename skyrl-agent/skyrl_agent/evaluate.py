@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from skyrl_agent.auto import AutoAgentRunner
 from skyrl_agent.config.task_file import TaskFile, load_task_file
@@ -170,7 +170,7 @@ def settings_of(cfg: TaskFile, rows: Path, tokenizer: str) -> JsonObject:
     return flat | {"rows": digest, "--tokenizer": tokenizer}
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def _flat(values: Row, prefix: str = "") -> list[tuple[str, object]]:
     found = []
     for name, value in values.items():
         found += _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]

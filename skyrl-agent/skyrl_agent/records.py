@@ -6,14 +6,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from skyrl_agent.chat.transitions import TrainingDatum, transitions_to_training_data
-from skyrl_agent.types import Failure, JsonObject, Tokenizer, ToolCallRecord, TrajectoryResult
+from skyrl_agent.types import Failure, JsonObject, Row, Tokenizer, ToolCallRecord, TrajectoryResult
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ def last_records(path: str | Path) -> dict[tuple[int, int], JsonObject]:
     return {(record["position"], record["trajectory_id"]): record for record in records}
 
 
-def result_of(record: Mapping[str, Any]) -> TrajectoryResult:
+def result_of(record: Row) -> TrajectoryResult:
     """A row as a result again, without `transitions` and `state`."""
     names = {field.name for field in fields(TrajectoryResult)} - {"failure", "tool_calls"}
     failure = record["failure"]

@@ -81,7 +81,7 @@ class AgentRunner:
                 yield group
 
     async def rows(self, rows: Sequence[Row], val_mode: bool = False, **options: Any) -> TrainingRows:
-        """Run a batch and return its training rows in order. `options`: see `groups`."""
+        """Run a batch and return its training rows in order. `options`: see `results`."""
         metrics: dict[str, float] = {}
         groups = [group async for group in self.groups(rows, val_mode, metrics=metrics, **options)]
         groups.sort(key=lambda group: group.position)
@@ -103,27 +103,12 @@ class AgentRunner:
         val_mode: bool = False,
         *,
         num_trajectories: int | None = None,
-        sampling_params: SamplingParams | None = None,
-        metrics: dict[str, float] | None = None,
+        **options: Any,
     ) -> AsyncGenerator[Group]:
-        """Yield groups as they complete.
-
-        Args:
-            num_trajectories: overrides the task file's.
-            sampling_params: those of the trainer, overridden by the task file's. Each trajectory derives a seed of its
-                own from `seed`.
-            metrics: receives the dispatcher's metrics after all groups have ended.
-
-        Raises:
-            TaskRowError: a row lacks something; nothing was started.
-            UnavailableError: as `probe`; nothing was started.
-            ConfigError: raised by a trajectory; the rest is cancelled.
-        """
+        """Yield groups as they complete. Arguments and errors: see `results`."""
         size = num_trajectories or self.num_trajectories(val_mode)
         ended: dict[int, list[TrajectoryResult]] = {}
-        run = self.results(
-            rows, val_mode, num_trajectories=num_trajectories, sampling_params=sampling_params, metrics=metrics
-        )
+        run = self.results(rows, val_mode, num_trajectories=num_trajectories, **options)
         async with aclosing(run) as results:
             async for position, result in results:
                 group = ended.setdefault(position, [])
@@ -145,10 +130,16 @@ class AgentRunner:
         `output.trajectories`. Leaving the loop early cancels the rest and writes unfinished trajectories.
 
         Args:
+            num_trajectories: overrides the task file's.
+            sampling_params: those of the trainer, overridden by the task file's. Each trajectory derives a seed of its
+                own from `seed`.
+            metrics: receives the dispatcher's metrics after all trajectories have ended.
             skip: (position, trajectory id) of trajectories that are not run.
 
         Raises:
-            TaskRowError, UnavailableError, ConfigError: see `groups`.
+            TaskRowError: a row lacks something; nothing was started.
+            UnavailableError: as `probe`; nothing was started.
+            ConfigError: raised by a trajectory; the rest is cancelled.
         """
         instances = self.instances(rows)
         if not self._is_probed:

@@ -15,10 +15,13 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from skyrl_gym.error import InfraError
+
+if TYPE_CHECKING:
+    import ssl
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +29,8 @@ FAULTS_OF_THE_REQUEST = frozenset({400, 413, 422})
 """Only these may be due to what a model wrote. A wrong address or missing rights are the same for every request."""
 
 PASSING_STATUSES = frozenset({408, 409, 425, 429, *range(500, 600)})
+
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 
 MAX_BODY_BYTES = 64 << 20
 """A longer answer is a failure."""
@@ -129,7 +134,7 @@ class Service:
                 logger.info("%s, attempt %d", label, attempt)
             try:
                 return self._attempt(connections, method, url, content)
-            except _Passing as fault:
+            except PassingFailure as fault:
                 at_once = fault.dropped and attempt == 1
                 wait = 0.0 if at_once else self.retries.wait_before(attempt + 1, fault.asked)
                 elapsed = time.monotonic() - started
@@ -142,7 +147,7 @@ class Service:
         raise Cancelled
 
     def _attempt(self, connections: "Connections", method: str, url: str, content: bytes) -> Response:
-        """Raises _Passing, and InfraError for what would fail again."""
+        """Raises PassingFailure, and InfraError for what would fail again."""
         import httpx
 
         deadline = time.monotonic() + self.timeout
@@ -159,18 +164,18 @@ class Service:
                     if len(body) > MAX_BODY_BYTES:
                         raise InfraError(f"{url}: the answer is longer than {MAX_BODY_BYTES} bytes")
         except httpx.ConnectTimeout as failure:
-            raise _Passing(f"timeout: no connection within {timeout.connect:g} s") from failure
+            raise PassingFailure(f"timeout: no connection within {timeout.connect:g} s") from failure
         except httpx.TimeoutException as failure:
-            raise _Passing(f"timeout: no answer within {self.timeout:g} s") from failure
+            raise PassingFailure(f"timeout: no answer within {self.timeout:g} s") from failure
         except (httpx.ConnectError, httpx.ProxyError) as failure:
-            raise _Passing(f"{type(failure).__name__}: {failure}") from failure
+            raise PassingFailure(f"{type(failure).__name__}: {failure}") from failure
         except (httpx.NetworkError, httpx.RemoteProtocolError) as failure:
-            raise _Passing(f"{type(failure).__name__}: {failure}", dropped=True) from failure
+            raise PassingFailure(f"{type(failure).__name__}: {failure}", dropped=True) from failure
         except (httpx.HTTPError, httpx.InvalidURL) as failure:
             raise InfraError(f"{url}: {type(failure).__name__}: {failure}") from failure
         response = Response(answer.status_code, answer.headers, bytes(body))
         if response.status in PASSING_STATUSES:
-            raise _Passing(f"status {response.status}: {response.text:.300}", asked=_retry_after(response))
+            raise PassingFailure(f"status {response.status}: {response.text:.300}", asked=retry_after(response))
         return response
 
     def _connect(self) -> "Connections":
@@ -185,7 +190,7 @@ class Service:
 
 
 @dataclass(eq=False)
-class _Passing(Exception):
+class PassingFailure(Exception):
     """One attempt failed; another may not."""
 
     text: str
@@ -195,7 +200,7 @@ class _Passing(Exception):
     """Seconds for which the server wants to be left alone."""
 
 
-def _retry_after(response: Response) -> float:
+def retry_after(response: Response) -> float:
     """Seconds from the header, which gives seconds or a date; 0 if it gives neither."""
     from email.utils import parsedate_to_datetime
 
@@ -220,11 +225,8 @@ class Connections:
         self.process = os.getpid()
         # No bound on open connections: there are as many as threads that ask, and a bound would make some of them wait.
         limits = httpx.Limits(max_keepalive_connections=256, keepalive_expiry=IDLE_CONNECTION_SECONDS)
-        # A proxy that the machine sets for the internet does not know our loopback.
-        is_loopback = urlsplit(origin).hostname in ("127.0.0.1", "localhost", "::1")
-        self.client = httpx.Client(
-            limits=limits, follow_redirects=True, trust_env=not is_loopback, verify=_certificates()
-        )
+        trust_env = not is_loopback(urlsplit(origin).hostname)
+        self.client = httpx.Client(limits=limits, follow_redirects=True, trust_env=trust_env, verify=certificates())
         # Not `__del__`: also called at the exit of the interpreter, in time for sockets to be closed.
         weakref.finalize(self, self.client.close)
 
@@ -250,8 +252,13 @@ def origin_of(url: str, setting: str = "base_url") -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
+def is_loopback(host: str | None) -> bool:
+    """Return whether a host name means this machine, which a proxy that is set for the internet does not know."""
+    return host in LOOPBACK_NAMES
+
+
 @functools.cache
-def _certificates() -> Any:
+def certificates() -> "ssl.SSLContext":
     """Read once: that takes longer than many a request."""
     import httpx
 

@@ -1,7 +1,9 @@
-"""The mark of tests that run code in a sandbox."""
+"""The mark of tests that run code in a sandbox, and the processes that are there."""
 
 import os
 import shutil
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -22,3 +24,14 @@ def without_sandbox(monkeypatch):
     """From here on this is a machine where code should run in Docker, and Docker does not run."""
     monkeypatch.setenv(backends.KIND_VARIABLE, "docker")
     monkeypatch.setitem(backends._found, "docker", InfraError("Docker does not run"))
+
+
+def processes_with(text: str, file: str = "cmdline") -> list[int]:
+    """The other processes whose file of this name under /proc holds this text."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and folder.name != str(os.getpid()):
+            with suppress(OSError):  # it ended meanwhile
+                if text.encode() in (folder / file).read_bytes():
+                    found.append(int(folder.name))
+    return found

@@ -73,11 +73,6 @@ def test_calculator_answers_a_call_and_then_judges_the_answer():
     assert env.get_metrics() == {"turns": 2, "calculator_calls": 1}
 
 
-def test_calculator_may_be_left_alone():
-    output = make("calculator", "1776").step("I know: <answer>1776</answer>")
-    assert (output["reward"], output["done"]) == (1.0, True)
-
-
 def test_the_last_turn_ends_the_episode_without_an_answer():
     env = make("calculator", "1776", max_turns=1)
     output = env.step("<calculator>37*48</calculator>")
@@ -117,28 +112,21 @@ def test_multiply_rewards_over_two_turns():
     assert env.get_metrics() == {"turns": 2, "outcome_reward": 1.0}
 
 
-@pytest.mark.parametrize("action, reward", [(r"\boxed{144}", 1.0), (r"\boxed{143}", 0.5), ("144", 0.0)])
-def test_multiply_in_its_last_turn_pays_half_for_a_boxed_wrong_answer(action, reward):
-    output = make("multiply", "144", max_turns=1).step(action)
-    assert (output["reward"], output["done"], output["observations"]) == (reward, True, [])
-    assert output["truncated"] is (reward != 1.0)
-
-
-def test_the_half_for_a_wrong_box_is_not_for_success():
+@pytest.mark.parametrize(
+    "action, reward, answer",
+    [
+        (r"\boxed{144}", 1.0, "144"),
+        (r"\boxed{143}", 0.5, "143"),
+        (" ".join(rf"\boxed{{{number}}}" for number in range(100, 200)), 0.5, "100"),  # listing products does not help
+        *[(action, 0.0, None) for action in ("144", r"\boxed{}", r"\boxed{ }", r"\boxed{{144}}", r"\boxed{144")],
+    ],
+)
+def test_multiply_in_its_last_turn_pays_half_for_a_boxed_wrong_answer(action, reward, answer):
     env = make("multiply", "144", max_turns=1)
-    env.step(r"\boxed{143}")
-    assert env.get_metrics()["outcome_reward"] == 0.0
-
-
-@pytest.mark.parametrize("action", [r"\boxed{}", r"\boxed{ }", r"\boxed{{144}}", r"\boxed{144"])
-def test_multiply_takes_an_empty_nested_or_open_box_for_no_answer(action):
-    output = make("multiply", "144", max_turns=1).step(action)
-    assert (output["reward"], output["metadata"]) == (0.0, {"parsed_answer": None})
-
-
-def test_the_first_box_counts_so_that_listing_products_does_not_help():
-    guesses = " ".join(rf"\boxed{{{number}}}" for number in range(100, 200))
-    assert make("multiply", "144", max_turns=1).step(guesses)["metadata"] == {"parsed_answer": "100"}
+    output = env.step(action)
+    assert (output["reward"], output["done"], output["observations"]) == (reward, True, [])
+    assert (output["truncated"], output["metadata"]) == (reward != 1.0, {"parsed_answer": answer})
+    assert env.get_metrics()["outcome_reward"] == float(reward == 1.0)
 
 
 def test_a_long_wrong_answer_is_not_quoted_whole():
@@ -152,17 +140,6 @@ def test_tags_that_stay_open_take_no_time():
         started = time.process_time()
         make(env_id, "1").step(tag * 200_000)
         assert time.process_time() - started < 2.0
-
-
-@pytest.mark.parametrize("env_id", ["arithmetic", "calculator", "multiply"])
-def test_what_the_examples_write_earns_the_reward(env_id):
-    env_class = skyrl_gym.envs.registration.env_class_of(skyrl_gym.spec(env_id))
-    examples = env_class.examples()
-    assert len(examples) >= 4
-    for example in examples:
-        env: Any = skyrl_gym.make(env_id, env_config=example.env_config, extras=example.extras)
-        outputs = [env.step(action) for action in example.oracle]
-        assert (outputs[-1]["reward"], outputs[-1]["done"]) == (1.0, True)
 
 
 def test_multiply_asks_for_a_box_and_has_five_turns():

@@ -3,74 +3,24 @@
 import pytest
 
 import skyrl_gym
-from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_gym.error import TaskError
-from skyrl_gym.tools.core import ToolGroup, tool
 
 ANSWER = {"reward_spec": {"method": "rule", "ground_truth": "4"}}
-QUERY = {"reward_spec": {"method": "rule", "ground_truth": "SELECT 1"}, "db_id": "shop", "data": "spider"}
 
 
 @pytest.mark.parametrize(
-    "env_id, row, error, text",
+    "env_id, row, text",
     [
-        ("gsm8k", {}, TaskError, "reward_spec field is required"),
-        ("gsm8k", {"reward_spec": {}}, TaskError, "ground_truth is required in reward_spec"),
-        ("aime", ANSWER, TaskError, "reward_model field is required; the row has reward_spec"),
-        ("search", ANSWER, TaskError, r"reward_spec.ground_truth must be \{'target'"),
-        ("search", ANSWER | {"max_turns": "two"}, TaskError, "reward_spec.ground_truth must be|max_turns must be"),
-        ("text2sql", {**QUERY, "db_id": None}, TaskError, "db_id field is required"),
-        ("text2sql", QUERY | {"data": "oracle"}, TaskError, "data must be one of .*spider.*; got 'oracle'"),
-        ("text2sql", QUERY | {"data": ["spider"]}, TaskError, "data must be one of"),
-        ("text2sql", QUERY, FileNotFoundError, "shop.sqlite"),
-        ("lcb", {"reward_spec": {"ground_truth": "[{'input'"}}, TaskError, "JSON"),
-        ("lcb", {"reward_spec": {"ground_truth": "[]"}}, TaskError, "test"),
-        (
-            "lcb",
-            {"reward_spec": {"ground_truth": '[{"input": "1", "output": "1", "testtype": "functional"}]'}},
-            TaskError,
-            "func_name",
-        ),
-        ("code", {"reward_spec": {"ground_truth": {"tests": ["assert ("]}}}, TaskError, "test 0 must be Python code"),
-        ("multiply", ANSWER | {"max_turns": 0}, TaskError, "max_turns must be a whole number from 1 on; got 0"),
-        ("textworld", {"game": "{"}, TaskError, "game"),
-        ("rlm", ANSWER | {"extra_info": "none"}, TaskError, "extra_info must be a mapping"),
+        ("aime", ANSWER, "reward_model field is required; the row has reward_spec"),
+        ("lcb", {"reward_spec": {"ground_truth": "[]"}}, "at least one test"),
+        ("multiply", ANSWER | {"max_turns": 0}, "max_turns must be a whole number from 1 on; got 0"),
+        ("rlm", ANSWER | {"extra_info": "none"}, "extra_info must be a mapping"),
     ],
 )
-def test_a_wrong_row_is_told_its_field_and_the_rule(env_id, row, error, text):
-    with pytest.raises(error, match=text):
+def test_a_wrong_row_is_told_its_field_and_the_rule(env_id, row, text):
+    with pytest.raises(TaskError, match=text):
         env = skyrl_gym.make(env_id, extras=row)
         env.init([{"role": "user", "content": "?"}])  # some read the rest of the row here
-
-
-def test_a_missing_database_names_the_setting_that_says_where_databases_are(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"(?s)shop\.sqlite.*db_path"):
-        skyrl_gym.make("text2sql", env_config={"db_path": str(tmp_path)}, extras=QUERY)
-
-
-class Left(ToolGroup):
-    def __init__(self):
-        super().__init__("Left")
-
-    @tool
-    def look(self) -> str:
-        """Looks."""
-        return "left"
-
-
-class Right(ToolGroup):
-    def __init__(self):
-        super().__init__("Right")
-
-    @tool
-    def look(self) -> str:
-        """Looks."""
-        return "right"
-
-
-def test_two_tools_of_one_name_are_refused():
-    with pytest.raises(ValueError, match="tool 'look' is in two groups, Left and Right; tool names must be unique"):
-        BaseTextEnv().init_tool_groups([Left(), Right()])
 
 
 @pytest.mark.parametrize(

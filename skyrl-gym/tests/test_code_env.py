@@ -3,7 +3,6 @@ import json
 import pytest
 
 import skyrl_gym
-from skyrl_gym.envs.code.env import CodeEnv
 from skyrl_gym.error import InfraError, TaskError
 from skyrl_gym.graders.code import CodeSettings
 
@@ -89,13 +88,3 @@ def test_a_broken_sandbox_ends_the_episode_without_a_reward(monkeypatch):
     without_sandbox(monkeypatch)
     with pytest.raises(InfraError, match="Docker does not run"):
         make(ABSOLUTE).step(block("def absolute(x): return abs(x)"))
-
-
-@sandboxed
-def test_the_oracle_earns_every_example_and_cheats_earn_nothing():
-    for example in CodeEnv.examples():
-        rewards = {}
-        for name, turns in [("oracle", example.oracle), *((c.__name__, c(example)) for c in CodeEnv.cheats())]:
-            env = skyrl_gym.make("code", env_config={}, extras=example.extras)
-            rewards[name] = env.step(turns[0])["reward"]
-        assert rewards == {"oracle": 1.0, "always_equal": 0.0, "leaves_early": 0.0, "patches_builtins": 0.0}

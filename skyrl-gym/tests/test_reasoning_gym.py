@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import skyrl_gym
-from skyrl_gym.episode import run_episode
 from skyrl_gym.error import Error, TaskError
 
 pytest.importorskip("reasoning_gym", reason="needs skyrl-gym[reasoning-gym]")
@@ -152,8 +151,8 @@ def test_a_system_prompt_is_added_where_there_is_none():
         ({"dataset": "composite", "seed": 1}, "dataset must be a generator"),
         ({"dataset": "chain_sum", "seed": 1, "dataset_config": {"max_term": 3}}, "'max_term'; did you mean max_terms"),
         ({"dataset": "chain_sum", "seed": 1, "dataset_config": {"min_terms": 0}}, "min_terms must be positive"),
-        ({"dataset": "chain_sum", "seed": 1, "dataset_config": "{"}, "dataset_config must be a mapping or the JSON"),
-        ({"dataset": "chain_sum"}, "seed must be a whole number"),
+        ({"dataset": "chain_sum", "seed": 1, "dataset_config": "{"}, "dataset_config must be a mapping or its JSON"),
+        ({"dataset": "chain_sum"}, "seed field is required"),
         ({"dataset": "chain_sum", "seed": 1, "index": -1}, "index must be a whole number"),
         ({"dataset": "chain_sum", "entry": {"question": "?", "answer": "1"}}, "metadata is missing"),
     ],
@@ -371,13 +370,3 @@ def test_many_threads_get_what_one_gets():
     requests = [EntryRequest(name, seed, 0) for name in ("chain_sum", "maze", "mini_sudoku") for seed in range(8)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda request: generate([request])[0], requests)) == generate(requests)
-
-
-def test_examples_earn_everything_with_their_oracle_and_nothing_with_another_answer():
-    examples = ReasoningGymEnv.examples()
-    assert len(examples) >= 4
-    for example, other in zip(examples, examples[1:] + examples[:1], strict=True):
-        env = make(**example.extras)
-        assert run_episode(env, example.prompt, lambda _, example=example: example.oracle[0]).outcome_reward == 1.0
-        wrong = run_episode(make(**example.extras), example.prompt, lambda _, other=other: other.oracle[0])
-        assert wrong.outcome_reward == 0.0

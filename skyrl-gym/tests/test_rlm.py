@@ -1,11 +1,9 @@
 """The recursive language model environment and its REPL, in real sandboxes."""
 
 import json
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -17,6 +15,7 @@ from skyrl_gym.error import Error, InfraError, TaskError
 from skyrl_gym.sandbox import make_sandbox
 
 from .chat_server import ChatServer
+from .sandboxed import processes_with
 
 QUESTION = [{"role": "user", "content": "What is the code word?"}]
 
@@ -72,22 +71,6 @@ def block(code):
 
 def text_of(output):
     return "\n".join(message["content"] for message in output["observations"])
-
-
-def command_lines():
-    """Of every process there is."""
-    lines = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                lines[int(folder.name)] = (folder / "cmdline").read_bytes()
-            except OSError:  # it ended meanwhile
-                continue
-    return lines
-
-
-def processes_with(marker):
-    return [pid for pid, line in command_lines().items() if marker.encode() in line and pid != os.getpid()]
 
 
 def wait_until_gone(marker):
@@ -171,11 +154,42 @@ def test_imports_can_be_switched_off(make_repl):
 # Functions of the host
 
 
-def test_queries_are_answered_by_the_callback(make_repl):
-    repl = make_repl(lm_callback=shout)
-    result = repl.execute("one = llm_query('a'); many = llm_query_batched(['b', 'c', 'd'])")
-    assert result.locals["one"] == "A"
-    assert result.locals["many"] == ["B", "C", "D"]
+QUERIES = """
+one = llm_query('a', model='small'); many = llm_query_batched(['b', 'c'], 'small')
+child = rlm_query('d', 'small', context='x'); children = rlm_query_batched(['e', 'f'], 'small', ['y', 'z'])
+"""
+IN_THREADS = """
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(8) as pool: got = list(pool.map(llm_query, map(str, range(40))))
+"""
+VALUES = {"list": "[1, 2]", "text": "[1, 2 and more", "code": "__import__('os')"}
+
+
+@pytest.mark.parametrize(
+    "child, code, expected",
+    [
+        (None, "one = llm_query('a'); many = llm_query_batched(['b', 'c'])", {"one": "A", "many": ["B", "C"]}),
+        (None, "one = rlm_query('a'); many = rlm_query_batched(['b', 'c'])", {"one": "A", "many": ["B", "C"]}),
+        (
+            lambda prompt, *, context=None: f"{prompt}+{context}",
+            QUERIES,
+            {"one": "A", "many": ["B", "C"], "child": "d+x", "children": ["e+y", "f+z"]},
+        ),
+        # a value if it spells one, and text otherwise; one that fails is one error among the answers
+        (
+            VALUES.__getitem__,
+            "got = rlm_query_batched(['list', 'text', 'bad', 'code'])",
+            {"got": [[1, 2], "[1, 2 and more", "Error: RLM query failed - 'bad'", "__import__('os')"]},
+        ),
+        (None, IN_THREADS, {"got": [str(number) for number in range(40)]}),
+    ],
+    ids=["model", "no children", "skyrl's arguments", "values", "threads"],
+)
+def test_queries_are_answered_by_the_callbacks(make_repl, child, code, expected):
+    repl = make_repl(lm_callback=shout, subcall_fn=child)
+    result = repl.execute(code)
+    assert result.stderr == ""
+    assert {name: result.locals[name] for name in expected} == expected
     assert {"llm_query", "llm_query_batched", "rlm_query", "rlm_query_batched"} <= set(repl.globals)
 
 
@@ -203,19 +217,6 @@ def test_a_failing_callback_becomes_text(make_repl):
     assert [answer.startswith("Error: LM query failed") for answer in result.locals["many"]] == [True, True]
 
 
-def test_a_failing_child_is_one_error_among_the_answers(make_repl):
-    def answer(prompt, context=None):
-        if prompt == "bad":
-            raise ValueError("no such thing")
-        return f"{prompt}:{context}"
-
-    repl = make_repl(lm_callback=shout, subcall_fn=answer)
-    result = repl.execute("answers = rlm_query_batched(['a', 'bad', 'c'], context_list=['x', 'y', 'z'])")
-    first, second, third = result.locals["answers"]
-    assert (first, third) == ("a:x", "c:z")
-    assert second.startswith("Error: RLM query failed")
-
-
 def test_children_answer_two_at_a_time_and_in_order(make_repl):
     lock, at_work, most = threading.Lock(), 0, 0
 
@@ -232,31 +233,6 @@ def test_children_answer_two_at_a_time_and_in_order(make_repl):
     repl = make_repl(lm_callback=shout, subcall_fn=answer)
     assert repl.execute("got = rlm_query_batched(list('012345'))").locals["got"] == [0, 1, 2, 3, 4, 5]
     assert most == 2
-
-
-def test_what_a_child_answers_is_a_value_if_it_spells_one(make_repl):
-    answers = {"list": "[1, 2]", "text": "[1, 2 and more", "code": "__import__('os')"}
-    repl = make_repl(lm_callback=shout, subcall_fn=answers.__getitem__)
-    result = repl.execute("got = rlm_query_batched(['list', 'text', 'code'])")
-    assert result.locals["got"] == [[1, 2], "[1, 2 and more", "__import__('os')"]
-
-
-def test_without_children_the_language_model_answers(make_repl):
-    repl = make_repl(lm_callback=shout)
-    result = repl.execute("one = rlm_query('a'); many = rlm_query_batched(['b', 'c'])")
-    assert (result.locals["one"], result.locals["many"]) == ("A", ["B", "C"])
-
-
-def test_query_functions_take_skyrl_s_arguments(make_repl):
-    repl = make_repl(lm_callback=shout, subcall_fn=lambda prompt, *, context=None: f"{prompt}+{context}")
-    result = repl.execute(
-        "one = llm_query('a', model='small'); many = llm_query_batched(['b', 'c'], 'small')\n"
-        "child = rlm_query('d', 'small', context='x')\n"
-        "children = rlm_query_batched(['e', 'f'], 'small', ['y', 'z'])"
-    )
-    assert result.stderr == ""
-    assert (result.locals["one"], result.locals["many"]) == ("A", ["B", "C"])
-    assert (result.locals["child"], result.locals["children"]) == ("d+x", ["e+y", "f+z"])
 
 
 def test_custom_tools_are_functions_and_values(make_repl):
@@ -286,32 +262,18 @@ def test_a_broken_service_is_no_answer(make_repl):
         repl.execute("llm_query('a')")
 
 
-def test_threads_of_the_code_take_turns_to_ask(make_repl):
-    repl = make_repl(lm_callback=shout)
-    code = (
-        "from concurrent.futures import ThreadPoolExecutor\n"
-        "with ThreadPoolExecutor(8) as pool: got = list(pool.map(llm_query, map(str, range(40))))"
-    )
-    assert repl.execute(code).locals["got"] == [str(number) for number in range(40)]
-
-
 # Limits
 
 
-def test_code_that_runs_too_long_is_interrupted_and_its_variables_stay(make_repl):
-    repl = make_repl(timeout=1.0)
+@pytest.mark.parametrize("body", ["pass", "llm_query('x')"])
+def test_code_that_runs_too_long_is_interrupted_and_its_variables_stay(make_repl, body):
+    repl = make_repl(timeout=1.0, lm_callback=shout)
     started = time.monotonic()
-    result = repl.execute("x = 5\nprint('before')\nwhile True: pass")
+    result = repl.execute(f"x = 5\nprint('before')\nwhile True: {body}")
     assert time.monotonic() - started < 3
     assert "interrupted after 1 seconds" in result.stderr
     assert result.stdout == "before\n"
     assert repl.execute("print(x)").stdout == "5\n"
-
-
-def test_asking_for_ever_is_running_too_long(make_repl):
-    repl = make_repl(timeout=1.0, lm_callback=shout)
-    assert "interrupted" in repl.execute("count = 0\nwhile True: llm_query('x'); count += 1").stderr
-    assert repl.execute("print(count > 10)").stdout == "True\n"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
 import itertools
-import json
 import os
 import sqlite3
 from collections import Counter
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 import skyrl_gym
 from skyrl_gym.envs.sql.env import SQLEnv, Text2SQLEnvConfig
 from skyrl_gym.envs.sql.utils import compute_score_single, verify_format_and_extract
-from skyrl_gym.episode import run_episode
 from skyrl_gym.error import InfraError, TaskError
 from skyrl_gym.graders.results import Invalid, Score, Timeout, reward_of
 from skyrl_gym.graders.sql import grade_sql
@@ -143,11 +141,6 @@ def test_the_first_row_of_another_result_ends_the_query():
 
     assert compare_bags(endless(), [(1, 2), (1, 3), (1, 4)], ordered=False, seconds=60).value == 0.0
     assert compare_bags(itertools.repeat((2, 1)), [(1, 2), (1, 2)], ordered=False, seconds=60).value == 0.0
-
-
-def test_numbers_are_equal_as_numbers_and_text_is_not(db_file):
-    assert grade_sql("SELECT 2.0", "SELECT 2", db_file) == Score(1.0, details={"rows": 1})
-    assert reward_of(grade_sql("SELECT '2'", "SELECT 2", db_file)) == 0
 
 
 def test_a_query_that_does_not_run_is_invalid_and_one_that_does_not_end_a_timeout(db_file):
@@ -410,6 +403,7 @@ def test_the_rule_is_a_setting(db_path):
         ({"reward_spec": None}, "reward_spec field is required"),
         ({"reward_spec": {}}, "ground_truth is required in reward_spec field"),
         ({"reward_spec": {"ground_truth": 5}}, "ground_truth must be a SQL query; got 5"),
+        ({"data": ["spider"]}, "data must be one of"),
         ({"data": "wiki"}, "data must be one of synsql, spider, bird; got 'wiki'"),
         ({"db_id": "../zoo"}, "db_id must be the name of a database's folder; got '../zoo'"),
     ],
@@ -438,22 +432,6 @@ def test_a_database_that_breaks_is_not_the_model_s_zero(db_path, db_file):
         env.step("<sql>SELECT 1 FROM animal</sql>")
     with pytest.raises(InfraError):
         env.step(f"<think>t</think><solution>{GOLD}</solution>")
-
-
-def play(example, turns: list[str]) -> float:
-    env = skyrl_gym.make("text2sql", env_config=example.env_config, extras=dict(example.extras))
-    written = iter(turns)
-    return run_episode(env, example.prompt, lambda _: next(written, turns[-1])).outcome_reward
-
-
-def test_the_examples_can_be_solved_and_not_by_each_other_s_solution():
-    examples = SQLEnv.examples()
-    assert len(examples) >= 4
-    for example in examples:
-        json.dumps(example.extras)
-        assert play(example, example.oracle) == 1.0
-        for other in examples:
-            assert other is example or play(example, other.oracle) == 0.0
 
 
 def test_the_examples_vanish_with_the_process(tmp_path):

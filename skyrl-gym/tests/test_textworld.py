@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import skyrl_gym
-from skyrl_gym.envs.textworld.env import TextWorldEnv, last_command
+from skyrl_gym.envs.textworld.env import last_command
 from skyrl_gym.envs.textworld.game import Playing, parse_game
 from skyrl_gym.envs.textworld.house import HOUSE_RULES, TASKS, house_game
 from skyrl_gym.envs.textworld.logic import parse_logic
@@ -221,8 +221,8 @@ def without_wins(game):
     "game, text",
     [
         (None, "game field is required"),
-        ("{", "game must be a JSON object or its text"),
-        ([], "game must be a JSON object or its text"),
+        ("{", "game must be a mapping or its JSON text"),
+        ([], "game must be a mapping or its JSON text"),
         ({"world": []}, "game.quests must be a list; the game has world"),
         (house_game(0) | {"world": [{"name": "at"}]}, "game is not of TextWorld's format"),
         (house_game(0) | {"world": []}, "game.world must say where the player is"),
@@ -289,14 +289,3 @@ def test_an_episode_can_be_started_again():
     env.step(say("take lamp"))
     assert env.init([])[0] == first
     assert env.turns == 0
-
-
-def test_examples_earn_everything_with_their_oracle_and_nothing_with_anothers():
-    examples = TextWorldEnv.examples()
-    assert len(examples) == 4
-    for number, example in enumerate(examples):
-        for other_number, other in enumerate(examples):
-            moves = iter(other.oracle)
-            env = make(**example.extras)
-            result = run_episode(env, example.prompt, lambda _, m=moves: next(m, say("look")))
-            assert result.outcome_reward == (1.0 if number == other_number else 0.0)

@@ -428,12 +428,3 @@ def test_tools_do_not_load_what_they_do_not_use():
     code = f"import sys, skyrl_gym.tools.core; print([name for name in '{heavy}'.split() if name in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert loaded.stdout.strip() == "[]"
-
-
-def test_every_tool_group_can_be_had_from_the_package():
-    from skyrl_gym.tools import SearchToolGroup, SQLCodeExecutorToolGroup, parse_tool_calls
-
-    assert issubclass(SQLCodeExecutorToolGroup, ToolGroup) and issubclass(SearchToolGroup, ToolGroup)
-    assert parse_tool_calls("no call", "hermes") == []
-    with pytest.raises(ImportError, match="NoSuchGroup"):
-        from skyrl_gym.tools import NoSuchGroup  # type: ignore[attr-defined] # noqa: F401

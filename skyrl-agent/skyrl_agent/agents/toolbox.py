@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from skyrl_agent.agents.pending import Pending
 from skyrl_agent.errors import InfraError
+from skyrl_agent.tools.async_service import together
 from skyrl_agent.tools.base import BaseTool, ToolContext, ToolOutput
 from skyrl_agent.types import ToolCallRecord
 from skyrl_gym.chat.tool_calls import Invalid, ToolCall
@@ -96,7 +97,7 @@ class Toolbox:
         """
         calls = self._limit_calls(calls)
         if context.runtime is None:
-            return await self._run_concurrently(calls, context, step)
+            return await together(*(self._call(call, context, step) for call in calls))
         outputs: list[ToolOutput] = []
         for call in calls:
             outputs.append(await self._call(call, context, step))
@@ -111,17 +112,6 @@ class Toolbox:
             is_extra = isinstance(call, ToolCall) and count > self.max_parallel
             allowed.append(Invalid(TOO_MANY.format(self.max_parallel)) if is_extra else call)
         return allowed
-
-    async def _run_concurrently(
-        self, calls: Sequence[ToolCall | Invalid], context: ToolContext, step: int
-    ) -> list[ToolOutput]:
-        tasks = [asyncio.create_task(self._call(call, context, step)) for call in calls]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _call(self, call: ToolCall | Invalid, context: ToolContext, step: int) -> ToolOutput:
         if isinstance(call, Invalid):

@@ -5,8 +5,9 @@
 
 import types
 from collections.abc import Iterator
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Literal, Union, get_args, get_origin
 
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from skyrl_agent.config.task_file import Section, TaskFile
@@ -45,7 +46,7 @@ def _choices(hint: object) -> str:
     return f"{', '.join(f'`{value}`' for value in values)}. " if values else ""
 
 
-def _default(field: Any) -> str:
+def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined:
         return "required"

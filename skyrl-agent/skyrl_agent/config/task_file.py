@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.types import JsonObject
@@ -211,7 +212,7 @@ def _without_nulls(value: Any) -> Any:
     return {k: _without_nulls(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
-def _explain(item: Any) -> str:
+def _explain(item: ErrorDetails) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         prefix = "".join(f"{part}." for part in item["loc"][:-1])

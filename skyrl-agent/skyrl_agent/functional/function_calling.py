@@ -3,10 +3,9 @@
 import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from skyrl_agent.types import Message
+from skyrl_agent.types import Message, Row
 from skyrl_gym.chat.function_xml import (
     FunctionCallConversionError,
     FunctionCallValidationError,
@@ -87,7 +86,7 @@ def convert_non_fncall_messages_to_fncall_messages(
     return converted
 
 
-def _call_text(tool_call: Mapping[str, Any]) -> str:
+def _call_text(tool_call: Row) -> str:
     try:
         function = tool_call["function"]
         arguments = function["arguments"]

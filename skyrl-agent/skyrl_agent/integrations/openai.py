@@ -4,7 +4,6 @@ and for training where it tells token ids and log-probs."""
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from pydantic import Field
 
@@ -19,7 +18,7 @@ from skyrl_agent.integrations.base import (
     seed_of_turn,
 )
 from skyrl_agent.tools.async_service import PROBE_RETRIES, PROBE_SECONDS, AsyncService
-from skyrl_agent.types import JsonObject, MetaInfo, SamplingParams, Tokenizer
+from skyrl_agent.types import JsonObject, MetaInfo, Row, SamplingParams, Tokenizer
 from skyrl_gym.services import Response, Retries
 
 __all__ = ["BACKEND", "OpenAIBackend"]
@@ -143,7 +142,7 @@ class OpenAIBackend:
         key = os.environ.get(self.settings.api_key_env)
         return {"Authorization": f"Bearer {key.strip()}"} if key else {}
 
-    def _read(self, choice: Mapping[str, Any]) -> tuple[str, MetaInfo]:
+    def _read(self, choice: Row) -> tuple[str, MetaInfo]:
         reason = {"length": "length", "abort": "abort"}.get(choice.get("finish_reason") or "stop", "stop")
         if reason == "abort":
             raise InfraError(f"{self.url} aborted the request")
@@ -175,7 +174,7 @@ def _choice(response: Response) -> JsonObject:
         raise InfraError(f"the model's server sent no completion: {response.text.strip()[:300]}") from error
 
 
-def _text(choice: Mapping[str, Any]) -> str:
+def _text(choice: Row) -> str:
     """Return the text with the stop string, if the server reports the one it removed."""
     text, stop = choice.get("text") or "", choice.get("stop_reason")
     return text + stop if isinstance(stop, str) and not text.endswith(stop) else text

@@ -16,7 +16,7 @@ from skyrl_agent.runtimes.base import Limits, RuntimeSpec
 from skyrl_agent.runtimes.leases import Lease
 from skyrl_agent.runtimes.local import LeasedSandbox
 from skyrl_gym.sandbox.command import Launch, as_bytes
-from skyrl_gym.sandbox.docker import CALL_SECONDS, IMAGE, SPARE_PROCESSES, Container, ContainerCommand
+from skyrl_gym.sandbox.docker import CALL_SECONDS, IMAGE, SPARE_PROCESSES, Container, ContainerCommand, docker
 from skyrl_gym.sandbox.workspace import path_parts
 
 LABEL = "skyrl-agent-lease"
@@ -112,21 +112,6 @@ class LeasedDockerSandbox(LeasedSandbox[Machine]):
         variables = [as_bytes(f"{name}={value}") for name, value in (env or {}).items()]
         argv = machine.exec_arguments("sh", "-c", LIMITED, "sh", *bounds, "env", *variables, *map(as_bytes, command))
         return Launch(argv, ContainerCommand(machine, uuid.uuid4().hex, alone=True), None)
-
-
-def docker(arguments: Sequence[str]) -> bytes:
-    """Run a docker command and return its output. Raises InfraError with its error text."""
-    try:
-        ended = subprocess.run(
-            ["docker", *arguments], stdin=subprocess.DEVNULL, capture_output=True, timeout=CALL_SECONDS, check=False
-        )
-    except FileNotFoundError:
-        raise InfraError("the docker command is not installed") from None
-    except subprocess.TimeoutExpired:
-        raise InfraError(f"docker {arguments[0]} did not end within {CALL_SECONDS} s") from None
-    if ended.returncode != 0:
-        raise InfraError(f"docker {arguments[0]} failed: {_error_text(ended)}")
-    return ended.stdout
 
 
 def check_docker() -> None:

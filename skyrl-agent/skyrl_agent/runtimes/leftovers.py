@@ -11,8 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from skyrl_agent.errors import InfraError
-from skyrl_agent.runtimes.docker import containers_of, docker
+from skyrl_agent.runtimes.docker import containers_of
 from skyrl_agent.runtimes.leases import Lease, leases
+from skyrl_gym.sandbox.docker import docker
 from skyrl_gym.sandbox.workspace import PREFIX
 
 logger = logging.getLogger(__name__)

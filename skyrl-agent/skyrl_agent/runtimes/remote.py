@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from typing import Any, NoReturn, Self
 from urllib.parse import quote
 
@@ -17,7 +16,6 @@ from pydantic import ValidationError
 from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.runtimes.base import ExecResult, Limits, RuntimeSpec, Snapshot
 from skyrl_agent.runtimes.wire import (
-    LOOPBACK_NAMES,
     POLL_SECONDS,
     Body,
     CommandState,
@@ -27,7 +25,7 @@ from skyrl_agent.runtimes.wire import (
     RuntimeState,
 )
 from skyrl_gym.sandbox.command import TURN_SECONDS, as_bytes
-from skyrl_gym.services import origin_of
+from skyrl_gym.services import certificates, is_loopback, origin_of
 
 logger = logging.getLogger(__name__)
 
@@ -166,8 +164,8 @@ class RemoteRuntime:
 
     def _new_client(self) -> httpx.AsyncClient:
         headers = {b"Authorization": f"Bearer {self.spec.token}".encode()} if self.spec.token else {}
-        is_loopback = httpx.URL(self._url).host in LOOPBACK_NAMES  # which a proxy of the machine's does not know
-        return httpx.AsyncClient(headers=headers, verify=_certificates(), trust_env=not is_loopback)
+        trust_env = not is_loopback(httpx.URL(self._url).host)
+        return httpx.AsyncClient(headers=headers, verify=certificates(), trust_env=trust_env)
 
     def _wishes(self) -> NewRuntime:
         spec, snapshot = self.spec, self.spec.snapshot
@@ -276,9 +274,3 @@ def _error_of(answer: httpx.Response) -> ErrorReply | str:
         return ErrorReply.model_validate_json(answer.content)
     except ValidationError:
         return f"status {answer.status_code}: {answer.text:.300}"
-
-
-@cache
-def _certificates() -> Any:
-    """Read once: that takes longer than many a request."""
-    return httpx.create_ssl_context()

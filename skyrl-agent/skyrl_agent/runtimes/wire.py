@@ -22,7 +22,6 @@ from skyrl_agent.runtimes.base import ExecResult, Limits
 
 POLL_SECONDS = 20.0
 """The longest that a request waits: below what proxies allow."""
-LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 ID = r"^[0-9a-zA-Z_-]{8,64}$"
 
 

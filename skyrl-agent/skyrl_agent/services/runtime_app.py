@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
-from typing import Annotated, Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Annotated, TypeVar
 
 from fastapi import Depends, FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -14,7 +14,6 @@ from pydantic import BaseModel, ValidationError
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes.wire import (
     ID,
-    LOOPBACK_NAMES,
     POLL_SECONDS,
     CommandState,
     ErrorKind,
@@ -25,6 +24,7 @@ from skyrl_agent.runtimes.wire import (
 )
 from skyrl_agent.services.hosting import Full, Gone, Host, HostSettings
 from skyrl_agent.types import JsonObject
+from skyrl_gym.services import LOOPBACK_NAMES, is_loopback
 
 Id = Annotated[str, Path(pattern=ID)]
 Wait = Annotated[float, Query(ge=0, le=POLL_SECONDS)]
@@ -54,7 +54,7 @@ def create_app(settings: HostSettings, token: str | None = None) -> FastAPI:
 
     async def admit(request: Request) -> None:
         if token is None:
-            if request.url.hostname not in LOOPBACK_NAMES:  # a page whose name was made to mean this machine
+            if not is_loopback(request.url.hostname):  # a page whose name was made to mean this machine
                 raise Refused(403, "unauthorized", f"this server has no token and answers to {LOOPBACK_NAMES} only")
         elif not secrets.compare_digest(
             request.headers.get("authorization", "").encode("latin-1"), f"Bearer {token}".encode()
@@ -158,7 +158,7 @@ def create_app(settings: HostSettings, token: str | None = None) -> FastAPI:
     return app
 
 
-def _answer_with(status: int, kind: ErrorKind) -> Any:
+def _answer_with(status: int, kind: ErrorKind) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def answer(_: Request, error: Exception) -> Response:
         return JSONResponse(ErrorReply(kind=kind, message=str(error)).model_dump(), status_code=status)
 

@@ -8,13 +8,12 @@ A browser is an environment: made once, lent to one trajectory at a time. `dispa
 `num_environments` is how many browsers there are.
 """
 
-import json
 from collections.abc import Mapping
-from typing import Any
 
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
 from skyrl_agent.tasks.browser_page import BrowserPage
+from skyrl_agent.tasks.rows import from_json, without_nulls
 from skyrl_agent.types import JsonObject, Message, TrajectoryResult
 
 SYSTEM = """You use a browser. The tool `page` shows the page as text, with numbers at what can be clicked or filled \
@@ -53,10 +52,10 @@ class ComputerUseTask(BaseTask):
         )
         return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
 
-    async def initialize_runtime(self, instance: Instance, runtime: Any) -> None:
+    async def initialize_runtime(self, instance: Instance, runtime: object) -> None:
         await page_of(runtime).show(files_of(instance), instance.row.get("start") or "index.html")
 
-    async def complete_runtime(self, instance: Instance, runtime: Any, result: Any) -> JsonObject:
+    async def complete_runtime(self, instance: Instance, runtime: object, result: object) -> JsonObject:
         if instance.row.get("check") is None:
             return {"answer": result}
         try:
@@ -66,7 +65,7 @@ class ComputerUseTask(BaseTask):
         return {"answer": result, "passed": passed}
 
     async def evaluate_result(
-        self, result: Any, instance: Instance, trajectory: TrajectoryResult, runtime: Any = None
+        self, result: JsonObject | None, instance: Instance, trajectory: TrajectoryResult, runtime: object = None
     ) -> Judgement:
         result = result or {}
         if instance.row.get("check") is not None:
@@ -76,12 +75,10 @@ class ComputerUseTask(BaseTask):
 
 
 def files_of(instance: Instance) -> Mapping[str, str]:
-    files = instance.row.get("files") or {}
-    files = json.loads(files) if isinstance(files, str) else files
-    return {path: text for path, text in files.items() if text is not None}  # tables fill gaps with null
+    return without_nulls(from_json(instance.row.get("files") or {}))
 
 
-def page_of(runtime: Any) -> BrowserPage:
+def page_of(runtime: object) -> BrowserPage:
     """
     Raises:
         ConfigError: the dispatcher lends no browsers.

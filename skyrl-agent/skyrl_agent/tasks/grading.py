@@ -5,7 +5,6 @@ A finish tool takes plain answers, so without a box, a tag or a fence the whole 
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from skyrl_agent.errors import TaskRowError
 from skyrl_agent.runtimes.threads import in_thread
@@ -64,7 +63,7 @@ def grade_code(text: str, tests: code.CodeTests) -> Grade:
     return code.grade_code(text if program is None else program, tests)
 
 
-def tests_of(ground_truth: Any) -> code.CodeTests:
+def tests_of(ground_truth: object) -> code.CodeTests:
     """The tests of a row: what `skyrl_gym.graders.code.parse_tests` reads, and the forms
     `{"inputs": [...], "outputs": [...], "fn_name": ...}` and `{"functional": "assertions"}`.
 
@@ -82,7 +81,7 @@ def tests_of(ground_truth: Any) -> code.CodeTests:
         raise TaskRowError(str(failure)) from failure
 
 
-def _in_our_form(row: Row) -> Mapping[str, Any]:
+def _in_our_form(row: Row) -> Row:
     if "functional" in row:
         return {"tests": [row["functional"]]}
     if "inputs" not in row or "outputs" not in row:

@@ -2,13 +2,12 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
 
 from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.tasks.base import BaseTask
 from skyrl_agent.tools.async_service import AsyncService
+from skyrl_agent.types import Row
 from skyrl_gym.graders.judge import Judge, JudgeSettings
 from skyrl_gym.suggestions import did_you_mean
 
@@ -17,7 +16,7 @@ MODEL_OF_URL = "openai/gpt-oss-20b"
 """What a server is expected to serve that only the environment names."""
 
 
-def make_judge(settings: Mapping[str, Any] | None, where: str = "task_config.judge") -> Judge:
+def make_judge(settings: Row | None, where: str = "task_config.judge") -> Judge:
     """
     Args:
         settings: fields of `JudgeSettings`. Without a `base_url`: that in the environment variable STEM_LLM_JUDGE_URL;
@@ -49,7 +48,7 @@ class JudgedTask(BaseTask):
         ConfigError: its settings are wrong.
     """
 
-    def __init__(self, judge: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, judge: Row | None = None) -> None:
         self._judge_settings = judge
         if judge is not None:
             _ = self.judge

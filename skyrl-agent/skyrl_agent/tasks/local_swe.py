@@ -15,7 +15,6 @@ A row has (first name found; QuixBugs and Exercism rows are of this form):
 Texts have no file mode: those that begin with `#!` can be executed.
 """
 
-import json
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -27,8 +26,9 @@ from skyrl_agent.finish import NO_GIT_PATCH, ending_of
 from skyrl_agent.runtimes.base import Limits, Runtime, RuntimeSpec
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
 from skyrl_agent.tasks.changes import Changes, as_result, read_changes
+from skyrl_agent.tasks.rows import first_of, from_json, names_of, without_nulls
 from skyrl_agent.tasks.tests_run import CollectionError, TestRun, check_pytest, pytest_arguments, run_tests
-from skyrl_agent.types import JsonObject, Message, Row, TrajectoryResult
+from skyrl_agent.types import JsonObject, Message, TrajectoryResult
 from skyrl_gym.sandbox.workspace import path_parts
 
 MEBIBYTE = 1 << 20
@@ -94,10 +94,10 @@ def read_problem(instance: Instance) -> Problem:
     def wrong(field: str, rule: str) -> TaskRowError:
         return TaskRowError(f"LocalSWETask, row {instance.instance_id}: {field} {rule}; got {row.get(field)!r:.200}")
 
-    files = _from_json(row.get("files"))
+    files = from_json(row.get("files"))
     if not isinstance(files, Mapping) or not files:
         raise wrong("files", "must map paths to texts, at least one")
-    files = {path: text for path, text in files.items() if text is not None}  # tables fill gaps with null
+    files = without_nulls(files)
     for path, text in files.items():
         try:
             path_parts(path)
@@ -107,11 +107,11 @@ def read_problem(instance: Instance) -> Problem:
             raise wrong("files", f"must have text under {path!r}")
     if not isinstance(row.get("test_cmd"), str) or not row["test_cmd"].strip():
         raise wrong("test_cmd", "must be the command that runs the tests")
-    fail_to_pass = _names(_first(row, "fail_to_pass", "FAIL_TO_PASS"))
-    pass_to_pass = _names(_first(row, "pass_to_pass", "PASS_TO_PASS"))
+    fail_to_pass = names_of(first_of(row, "fail_to_pass", "FAIL_TO_PASS"))
+    pass_to_pass = names_of(first_of(row, "pass_to_pass", "PASS_TO_PASS"))
     if (fail_to_pass or pass_to_pass) and pytest_arguments(row["test_cmd"]) is None:
         raise wrong("test_cmd", "must be a plain pytest command where fail_to_pass or pass_to_pass name tests")
-    edit_files = _names(_first(row, "edit_files", "edit_file"))
+    edit_files = names_of(first_of(row, "edit_files", "edit_file"))
     if unknown := [path for path in edit_files if path not in files]:
         raise TaskRowError(
             f"LocalSWETask, row {instance.instance_id}: edit_files names {unknown[0]!r}, which is not in files"
@@ -123,7 +123,7 @@ def read_problem(instance: Instance) -> Problem:
         files=files,
         test_cmd=row["test_cmd"],
         edit_files=edit_files,
-        statement=str(_first(row, "problem_statement", "instructions") or BUG).strip(),
+        statement=str(first_of(row, "problem_statement", "instructions") or BUG).strip(),
         fail_to_pass=fail_to_pass,
         pass_to_pass=pass_to_pass,
         test_seconds=seconds,
@@ -135,10 +135,10 @@ def _solution(value: object, edit_files: tuple[str, ...]) -> dict[str, str] | No
     """Texts by path; None for a solution in another form, which cannot be tried."""
     if isinstance(value, str) and len(edit_files) == 1:
         return {edit_files[0]: value}
-    value = _from_json(value)
+    value = from_json(value)
     if not isinstance(value, Mapping):
         return None
-    texts = {path: text for path, text in value.items() if text is not None}  # tables fill gaps with null
+    texts = without_nulls(value)
     return texts if texts and all(isinstance(text, str) for text in texts.values()) else None
 
 
@@ -185,7 +185,7 @@ class LocalSWETask(BaseTask):
         shown = {path: text for path, text in files.items() if self.show_tests or not is_test_file(path)}
         return self._spec(shown)
 
-    async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> JsonObject:
+    async def complete_runtime(self, instance: Instance, runtime: Runtime, result: object) -> JsonObject:
         """`git_patch`: what may be judged of the changes, as a unified diff; `files`: the same as texts; `left_out`."""
         problem = read_problem(instance)
         shown = {path: problem.files[path] for path in runtime.spec.files}
@@ -276,21 +276,3 @@ def tests_not_run(run: TestRun, named: Sequence[str]) -> dict[str, str]:
         for name in named
         if (outcome := run.outcome(name)) not in ("passed", "failed")
     }
-
-
-def _first(row: Row, *names: str) -> Any:
-    return next((row[name] for name in names if row.get(name) is not None), None)
-
-
-def _from_json(value: object) -> Any:
-    if isinstance(value, str):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    value = _from_json(value)
-    return () if value is None else (value,) if isinstance(value, str) else tuple(map(str, value))

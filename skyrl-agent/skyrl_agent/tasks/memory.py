@@ -1,7 +1,7 @@
 """Questions about a text that is longer than a context, read section by section with a memory of one's own writing."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.runtimes.base import Runtime
@@ -62,7 +62,7 @@ class MemoryAgentTask(JudgedTask):
         ]
 
     async def evaluate_result(
-        self, result: Any, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
+        self, result: object, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
     ) -> Judgement:
         """0 without an answer. Raises InfraError if the judge does not work."""
         answer = short_answer(final_text(result))

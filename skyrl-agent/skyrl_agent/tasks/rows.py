@@ -14,7 +14,7 @@ def field(row: Row, *paths: str) -> Any:
     for path in paths:
         found: Any = row
         for name in path.split("."):
-            found = _unpacked(found)
+            found = from_json(found)
             found = found.get(name) if isinstance(found, Mapping) else None
         if _is_present(found := _plain(found)):
             return found
@@ -74,14 +74,30 @@ def golds_of(row: Row, *paths: str) -> list[str]:
     return golds
 
 
-def _unpacked(value: object) -> Any:
-    """JSON objects that a text holds."""
-    if isinstance(value, str) and value.lstrip().startswith("{"):
+def first_of(row: Row, *names: str) -> Any:
+    """Return the first of some columns that is not null; None if all are."""
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def from_json(value: object) -> Any:
+    """Return a value, or the JSON object or list that a text holds, as tables keep nested values."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(value)
         except ValueError:
             return value
     return value
+
+
+def names_of(value: Any) -> tuple[str, ...]:
+    """Return the names in a column: none, one, a list of them, or its JSON text."""
+    value = from_json(value)
+    return () if value is None else (value,) if isinstance(value, str) else tuple(map(str, value))
+
+
+def without_nulls(texts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a column that maps paths to texts without the nulls with which tables fill gaps."""
+    return {path: text for path, text in texts.items() if text is not None}
 
 
 def _plain(value: Any) -> Any:

@@ -12,7 +12,6 @@ way to be judged:
   must print the same and leave the same files
 """
 
-import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes.base import Limits, Runtime, RuntimeSpec
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
+from skyrl_agent.tasks.rows import first_of, from_json, without_nulls
 from skyrl_agent.tasks.tests_run import missing_program, obstacles_of
 from skyrl_agent.types import JsonObject, Message, Row, TrajectoryResult
 
@@ -84,7 +84,7 @@ class TerminalTask(BaseTask):
         row = instance.row
         if not _instruction(row):
             raise TaskRowError(f"TerminalTask, row {instance.instance_id}: instruction must say what to do")
-        if not isinstance(_from_json(row.get("files") or {}), Mapping):
+        if not isinstance(from_json(row.get("files") or {}), Mapping):
             raise TaskRowError(f"TerminalTask, row {instance.instance_id}: files must map paths to texts")
         judges = [field for field in ANSWERS if row.get(field) is not None]
         if len(judges) != 1:
@@ -105,8 +105,7 @@ class TerminalTask(BaseTask):
         return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
 
     def runtime_spec(self, instance: Instance) -> RuntimeSpec:
-        files = _from_json(instance.row.get("files") or {})
-        files = {path: text for path, text in files.items() if text is not None}  # tables fill gaps with null
+        files = without_nulls(from_json(instance.row.get("files") or {}))
         return RuntimeSpec(files=files, limits=self.limits)
 
     async def initialize_runtime(self, instance: Instance, runtime: Runtime) -> None:
@@ -118,7 +117,7 @@ class TerminalTask(BaseTask):
                     f"{done.returncode}, {(done.stderr or done.stdout).strip()[-300:]!r}"
                 )
 
-    async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> JsonObject:
+    async def complete_runtime(self, instance: Instance, runtime: Runtime, result: object) -> JsonObject:
         answer = "" if result is None else str(result)
         if instance.row.get("check") is None:
             return {"answer": answer}
@@ -156,7 +155,7 @@ class TerminalTask(BaseTask):
 
     def solution(self, instance: Instance) -> JsonObject | None:
         """The answer; none where a script checks what was done."""
-        answer = _first(instance.row, "gold", "expected_output")
+        answer = first_of(instance.row, "gold", "expected_output")
         return None if answer is None else {"answer": str(answer)}
 
     async def evaluate_original(self, instance: Instance, runtime: Runtime) -> Judgement:
@@ -190,7 +189,7 @@ async def _run(runtime: Runtime, command: str) -> None:
 
 def scripts(value: Any) -> list[Script]:
     """Read the scripts of a row's field: none, one or several, as text or with their language."""
-    value = _from_json(value)
+    value = from_json(value)
     if value is None:
         return []
     if isinstance(value, str | Mapping):
@@ -200,23 +199,9 @@ def scripts(value: Any) -> list[Script]:
     ]
 
 
-def _first(row: Row, *names: str) -> Any:
-    return next((row[name] for name in names if row.get(name) is not None), None)
-
-
 def _instruction(row: Row) -> str:
     return str(row.get("instruction") or row.get("query") or row.get("description") or "").strip()
 
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
-
-
-def _from_json(value: object) -> Any:
-    """Tables hold nested values as JSON; a script is no JSON."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value

@@ -1,7 +1,5 @@
 """Hard questions whose answer is found on the web, or reasoned out with its help; a language model judges."""
 
-from typing import Any
-
 from skyrl_agent.runtimes.base import Runtime
 from skyrl_agent.tasks.base import Instance, Judgement, TaskRowError
 from skyrl_agent.tasks.grading import boxed_answer, final_text, graded
@@ -50,7 +48,7 @@ class WebResearchTask(JudgedTask):
         return with_system(messages_of(instance.row, *PROMPTS), SYSTEM_PROMPT)
 
     async def evaluate_result(
-        self, result: Any, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
+        self, result: object, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
     ) -> Judgement:
         """Raises InfraError if the judge does not work."""
         answer = boxed_answer(final_text(result))

@@ -1,11 +1,9 @@
 """`skyrl_gym.services.Service` for an event loop: a server that is asked over HTTP and may be away for a moment."""
 
 import asyncio
-import functools
 import json
 import time
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -17,9 +15,13 @@ from skyrl_gym.services import (
     IDLE_CONNECTION_SECONDS,
     MAX_BODY_BYTES,
     PASSING_STATUSES,
+    PassingFailure,
     Response,
     Retries,
+    certificates,
+    is_loopback,
     origin_of,
+    retry_after,
 )
 
 T = TypeVar("T")
@@ -89,7 +91,7 @@ class AsyncService:
             attempt += 1
             try:
                 return await self._attempt(method, self.url.rstrip("/") + path if path else self.url, body, params)
-            except _Passing as fault:
+            except PassingFailure as fault:
                 wait = self.retries.wait_before(attempt + 1, fault.asked)
                 elapsed = time.monotonic() - started
                 if attempt >= self.retries.attempts or elapsed + wait > self.retries.window:
@@ -122,24 +124,23 @@ class AsyncService:
                     if len(received) > MAX_BODY_BYTES:
                         raise InfraError(f"{self.url}: the answer is longer than {MAX_BODY_BYTES} bytes")
         except TimeoutError as failure:
-            raise _Passing(f"no answer within {self.timeout:g} s") from failure
+            raise PassingFailure(f"no answer within {self.timeout:g} s") from failure
         except httpx.TransportError as failure:
-            raise _Passing(f"{type(failure).__name__}: {failure}") from failure
+            raise PassingFailure(f"{type(failure).__name__}: {failure}") from failure
         except (httpx.HTTPError, httpx.InvalidURL) as failure:
             raise InfraError(f"{self.url}: {type(failure).__name__}: {failure}") from failure
         response = Response(answer.status_code, answer.headers, bytes(received))
         if response.status in self.passing:
-            raise _Passing(f"HTTP {response.status}: {response.text.strip()[:300]}", _retry_after(response))
+            raise PassingFailure(f"HTTP {response.status}: {response.text.strip()[:300]}", asked=retry_after(response))
         return response
 
     def _connected(self) -> httpx.AsyncClient:
         if self._client is None:
-            is_loopback = urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
             self._client = httpx.AsyncClient(
                 headers=self._headers,
                 timeout=None,  # one deadline for the whole attempt, above
                 follow_redirects=True,
-                trust_env=not is_loopback,  # a proxy for the internet does not know our loopback
+                trust_env=not is_loopback(urlsplit(self.url).hostname),
                 limits=httpx.Limits(keepalive_expiry=IDLE_CONNECTION_SECONDS),
                 verify=certificates(),
             )
@@ -150,26 +151,6 @@ class AsyncService:
         if self._client is not None:
             client, self._client = self._client, None
             await client.aclose()
-
-
-@dataclass(eq=False)
-class _Passing(Exception):
-    """One attempt failed; another may not."""
-
-    text: str
-    asked: float = 0.0
-    """Seconds for which the server wants to be left alone."""
-
-
-def _retry_after(response: Response) -> float:
-    value = response.headers.get("Retry-After", "")
-    return float(value) if value.isdecimal() else 0.0
-
-
-@functools.cache
-def certificates() -> Any:
-    """Read once: that takes longer than many a request."""
-    return httpx.create_ssl_context()
 
 
 async def together(*waited: Awaitable[T]) -> list[T]:

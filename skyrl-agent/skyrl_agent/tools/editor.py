@@ -1,6 +1,6 @@
 """Looks at files and changes them, with an undo for each change."""
 
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.runtimes.base import Runtime
@@ -9,6 +9,8 @@ from skyrl_agent.tools.base import ToolContext
 from skyrl_agent.tools.code_search.engine.outline import elide, outline
 from skyrl_agent.tools.in_runtime import RuntimeTool
 from skyrl_agent.tools.runtime_files import PathState, absolute, read_path, remove_path, write_path
+
+T = TypeVar("T")
 
 MAX_FILE_BYTES = 1 << 20
 MAX_LINE_CHARS = 2000
@@ -156,7 +158,7 @@ class StrReplaceEditor(RuntimeTool):
         return "\n".join([*([title] if title else []), *shown, *note])
 
 
-def _given(command: str, name: str, value: Any) -> Any:
+def _given(command: str, name: str, value: T | None) -> T:
     if value is None:
         raise ValueError(f"{command} needs {name}")
     return value

@@ -3,7 +3,6 @@ nothing carried on but a summary that the model writes."""
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from skyrl_agent.errors import ConfigError, TaskRowError
 from skyrl_agent.tools.base import BaseTool, ToolContext, ToolOutput
@@ -78,7 +77,7 @@ def section_message(problem: str, memory: str, section: str, number: int, total:
     }
 
 
-def sections_of(context: Any, most: int) -> list[str]:
+def sections_of(context: object, most: int) -> list[str]:
     """A text, or documents, in parts of at most `most` characters. Documents (in a text those that begin with
     `Document N:`) stay whole where they fit.
 
@@ -86,7 +85,7 @@ def sections_of(context: Any, most: int) -> list[str]:
         TaskRowError: there is no text.
     """
     if hasattr(context, "tolist"):  # an array from a parquet file
-        context = context.tolist()
+        context = context.tolist()  # pyright: ignore[reportAttributeAccessIssue]
     documents = _DOCUMENT.split(context) if isinstance(context, str) else context
     if not isinstance(documents, list) or not all(isinstance(document, str) for document in documents):
         raise TaskRowError(f"context must be a text or a list of texts; got {type(context).__name__}")

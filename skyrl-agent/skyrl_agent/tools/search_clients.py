@@ -1,7 +1,7 @@
 """Search services: classes with one method, `search`. Know no tools."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from skyrl_agent.errors import InfraError
 from skyrl_agent.tools.async_service import PROBE_RETRIES, AsyncService
@@ -50,7 +50,7 @@ class _ServiceClient:
     async def probe(self) -> None:
         await self.service.probe()
 
-    def unreadable(self, answer: Any, failure: Exception) -> InfraError:
+    def unreadable(self, answer: object, failure: Exception) -> InfraError:
         return InfraError(f"{self.service.url}: an answer of unknown form ({failure!r}): {str(answer)[:300]}")
 
 

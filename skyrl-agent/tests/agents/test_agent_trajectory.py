@@ -89,6 +89,11 @@ def trajectory_of(task: BaseTask, script: Any, model: Any = None, **content: Any
     return AgentTrajectory(cfg, Instance({"n": 1}, "one"), 0, model, tokenizer, task, {"temperature": 0.7})
 
 
+async def play(trajectory: AgentTrajectory, *stages: str) -> None:
+    for stage in stages:
+        await getattr(trajectory, f"{stage}_trajectory")()
+
+
 @pytest.fixture
 def runtimes(monkeypatch):
     """The runtimes that were made, in order."""
@@ -114,8 +119,7 @@ async def is_closed(runtime) -> bool:
 
 async def test_a_question_is_asked_answered_and_judged():
     trajectory = trajectory_of(Sum(), [call("add", a=2, b=3), finish()], generator={"profile_tools": True})
-    await trajectory.initialize_trajectory()
-    await trajectory.generate_trajectory()
+    await play(trajectory, "initialize", "generate")
     assert trajectory.wants_evaluation
     await trajectory.evaluate_trajectory()
     await trajectory.close()
@@ -129,8 +133,7 @@ async def test_a_question_is_asked_answered_and_judged():
 
 async def test_the_agents_runtime_and_the_judges_are_two_and_both_are_closed(runtimes):
     trajectory = trajectory_of(File(), [call("write", path="answer.txt", text="5"), finish("done")])
-    await trajectory.initialize_trajectory()
-    await trajectory.generate_trajectory()
+    await play(trajectory, "initialize", "generate")
     assert len(runtimes) == 1 and await is_closed(runtimes[0])
     await trajectory.evaluate_trajectory()
     await trajectory.close()
@@ -140,8 +143,7 @@ async def test_the_agents_runtime_and_the_judges_are_two_and_both_are_closed(run
 
 async def test_judging_may_find_another_ending(runtimes):
     trajectory = trajectory_of(File(), [finish("done")])
-    for stage in (trajectory.initialize_trajectory, trajectory.generate_trajectory, trajectory.evaluate_trajectory):
-        await stage()
+    await play(trajectory, "initialize", "generate", "evaluate")
     assert (trajectory.result.finish_reason, trajectory.result.reward) == ("no_git_patch", 0.0)
 
 
@@ -151,9 +153,7 @@ async def test_failed_trajectory_is_closed_and_keeps_its_messages(runtimes, stag
     task.fails = stage
     trajectory = trajectory_of(task, [finish("done")])
     with pytest.raises(InfraError):
-        await trajectory.initialize_trajectory()
-        await trajectory.generate_trajectory()
-        await trajectory.evaluate_trajectory()
+        await play(trajectory, "initialize", "generate", "evaluate")
     await trajectory.close()
     assert len(runtimes) == number_made
     assert all([await is_closed(runtime) for runtime in runtimes])
@@ -176,8 +176,7 @@ async def test_a_restart_begins_anew(runtimes):
     assert len(trajectory.result.transitions) == 1
     await trajectory.restart()
     assert trajectory.result.transitions == []
-    await trajectory.initialize_trajectory()
-    await trajectory.generate_trajectory()
+    await play(trajectory, "initialize", "generate")
     assert trajectory.result.results == b"5"
     assert len(trajectory.result.transitions) == 2
     assert all([await is_closed(runtime) for runtime in runtimes])
@@ -222,8 +221,7 @@ async def test_a_lent_environment_is_the_runtime_and_stays_open(runtimes):
     lent = await task.make_environment()
     trajectory = trajectory_of(task, [call("write", path="answer.txt", text="5"), finish("done")])
     trajectory.environment = lent
-    await trajectory.initialize_trajectory()
-    await trajectory.generate_trajectory()
+    await play(trajectory, "initialize", "generate")
     await trajectory.close()
     assert await lent.read("answer.txt") == b"5"
     assert runtimes == []
@@ -233,8 +231,7 @@ async def test_a_lent_environment_is_the_runtime_and_stays_open(runtimes):
 async def test_the_number_of_a_fixed_place_is_no_runtime(runtimes):
     trajectory = trajectory_of(File(), [finish("done")])
     trajectory.environment = 0
-    await trajectory.initialize_trajectory()
-    await trajectory.generate_trajectory()
+    await play(trajectory, "initialize", "generate")
     await trajectory.close()
     assert len(runtimes) == 1 and await is_closed(runtimes[0])
 

@@ -1,20 +1,35 @@
 """Tool calls of an agent: they run within limits, and the model is told the result of each."""
 
 import asyncio
+import json
 
 import pytest
 
 from skyrl_agent.agents.toolbox import clip
 from skyrl_agent.chat.transitions import transitions_to_training_data
 from skyrl_agent.errors import InfraError
+from skyrl_agent.testing import byte_tokenizer
 
 from .agent_cases import QUESTION, Sleep, agent_of, call, finish, prompts_of
 
 
 def hermes(name: str, **arguments) -> str:
-    import json
-
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def tokenizer_with_tools():
+    """The byte tokenizer with a template that renders calls as Hermes models write them."""
+    return byte_tokenizer(
+        "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
+        "{% for call in message.tool_calls or [] %}<tool_call>\n"
+        '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+        "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+def hermes_agent(script, tools=("test_add", "finish"), **settings):
+    return agent_of(script, tools, tool_format="hermes", tokenizer=tokenizer_with_tools(), **settings)
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +59,7 @@ async def test_errors_of_calls_reach_the_model(answer, told):
 
 
 async def test_a_wrong_argument_reaches_the_tool_of_a_native_format_and_its_words_the_model():
-    agent = agent_of(
-        [hermes("add", a="two", b=3), hermes("finish", answer="5")],
-        tool_format="hermes",
-        tokenizer=tokenizer_with_tools(),
-    )
+    agent = hermes_agent([hermes("add", a="two", b=3), hermes("finish", answer="5")])
     await agent.run(QUESTION)
     assert "Error calling add: argument 'a'" in prompts_of(agent)[1]
     assert [record.ok for record in agent.get_tool_calls()] == [False, True]
@@ -105,12 +116,8 @@ def test_clip(length, limit, expected):
 @pytest.mark.parametrize("parallel, most", [(1, 1), (3, 3), (9, 4)])
 async def test_calls_of_one_turn_run_at_the_same_time(parallel, most):
     turn = "".join(hermes("sleep", seconds=0.05) for _ in range(4))
-    agent = agent_of(
-        [turn, hermes("finish", answer="5")],
-        ["test_sleep", "finish"],
-        tool_format="hermes",
-        max_parallel_tool_calls=parallel,
-        tokenizer=tokenizer_with_tools(),
+    agent = hermes_agent(
+        [turn, hermes("finish", answer="5")], ["test_sleep", "finish"], max_parallel_tool_calls=parallel
     )
     assert await agent.run(QUESTION) == ("FINISH_TOOL", "5")
     assert Sleep.most == most
@@ -120,26 +127,9 @@ async def test_calls_of_one_turn_run_at_the_same_time(parallel, most):
     assert len(transitions_to_training_data(agent.get_transitions())) == 1
 
 
-def tokenizer_with_tools():
-    """The byte tokenizer with a template that renders calls as Hermes models write them."""
-    from skyrl_agent.testing import byte_tokenizer
-
-    return byte_tokenizer(
-        "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
-        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
-        "{% for call in message.tool_calls or [] %}<tool_call>\n"
-        '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
-        "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-
-
 async def test_an_unreadable_call_beside_too_many_is_told_too():
     turn = hermes("add", a=2, b=3) + hermes("add", a=1, b=1) + "<tool_call>{nonsense</tool_call>"
-    agent = agent_of(
-        [turn, hermes("finish", answer="5")],
-        tool_format="hermes",
-        tokenizer=tokenizer_with_tools(),
-    )
+    agent = hermes_agent([turn, hermes("finish", answer="5")])
     assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
     told = prompts_of(agent)[1].removeprefix(prompts_of(agent)[0] + turn)
     assert "The sum is 5." in told and "The sum is 2." not in told
@@ -154,13 +144,7 @@ async def test_a_second_call_in_one_turn_is_told_to_be_ignored():
 
 async def test_one_outage_among_parallel_calls_cancels_the_others():
     turn = hermes("sleep", seconds=60) + hermes("outage")
-    agent = agent_of(
-        [turn],
-        ["test_sleep", "test_outage", "finish"],
-        tool_format="hermes",
-        max_parallel_tool_calls=2,
-        tokenizer=tokenizer_with_tools(),
-    )
+    agent = hermes_agent([turn], ["test_sleep", "test_outage", "finish"], max_parallel_tool_calls=2)
     with pytest.raises(InfraError):
         await agent.run(QUESTION)
     assert Sleep.log == ["opened", "cancelled", "closed"]
@@ -168,13 +152,8 @@ async def test_one_outage_among_parallel_calls_cancels_the_others():
 
 async def test_calls_that_share_a_runtime_run_one_after_another():
     turn = "".join(hermes("sleep", seconds=0.01) for _ in range(3))
-    agent = agent_of(
-        [turn, hermes("finish", answer="5")],
-        ["test_sleep", "finish"],
-        tool_format="hermes",
-        max_parallel_tool_calls=3,
-        tokenizer=tokenizer_with_tools(),
-        runtime=object(),
+    agent = hermes_agent(
+        [turn, hermes("finish", answer="5")], ["test_sleep", "finish"], max_parallel_tool_calls=3, runtime=object()
     )
     await agent.run(QUESTION)
     assert Sleep.most == 1
@@ -183,14 +162,7 @@ async def test_calls_that_share_a_runtime_run_one_after_another():
 
 async def test_calls_after_the_finish_call_are_not_run():
     turn = hermes("finish", answer="5") + hermes("sleep", seconds=60)
-    agent = agent_of(
-        [turn],
-        ["test_sleep", "finish"],
-        tool_format="hermes",
-        max_parallel_tool_calls=2,
-        tokenizer=tokenizer_with_tools(),
-        runtime=object(),
-    )
+    agent = hermes_agent([turn], ["test_sleep", "finish"], max_parallel_tool_calls=2, runtime=object())
     assert await agent.run(QUESTION) == ("FINISH_TOOL", "5")
     assert [record.name for record in agent.get_tool_calls()] == ["finish"]
 

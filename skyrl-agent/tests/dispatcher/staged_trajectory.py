@@ -133,3 +133,20 @@ def dispatched(dispatch_of: Callable[[], Dispatch], trajectories: list[Staged]) 
         return ended, dispatch, asyncio.get_running_loop().time()
 
     return virtual_time.run(all_of_it())
+
+
+async def cancelled(dispatch: Dispatch, trajectories: list[Staged], *pauses: float) -> list[Staged]:
+    """Runs and is cancelled after each pause. Returns what had ended."""
+    ended: list[Staged] = []
+
+    async def consume() -> None:
+        async for trajectory in dispatch.run(trajectories):
+            ended.append(trajectory)
+
+    task = asyncio.create_task(consume())
+    for seconds in pauses:
+        await asyncio.sleep(seconds)
+        task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+    return ended

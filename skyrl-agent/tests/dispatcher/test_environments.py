@@ -8,7 +8,7 @@ from skyrl_agent.dispatcher import virtual_time
 from skyrl_agent.dispatcher.dispatch import Dispatch
 from skyrl_agent.errors import InfraError
 
-from .staged_trajectory import Staged, World, dispatched, hang, section, stubborn
+from .staged_trajectory import Staged, World, cancelled, dispatched, hang, section, stubborn
 
 
 class Machines:
@@ -134,17 +134,9 @@ def test_idle_environments_are_closed_though_the_run_is_cancelled_twice():
     machines = Machines()
     trajectories = [Staged(World(), "a"), Staged(World(), "b", generate=[hang], close=5.0)]
 
-    async def consume() -> None:
-        async for _ in pool(machines).run(trajectories):
-            pass
-
     async def story() -> None:
-        task = asyncio.create_task(consume())
-        for seconds in (10, 1, 1):
-            await asyncio.sleep(seconds)
-            task.cancel()
-        await asyncio.wait({task})
-        assert task.cancelled() and asyncio.all_tasks() == {asyncio.current_task()}
+        await cancelled(pool(machines), trajectories, 10, 1, 1)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
     virtual_time.run(story())
     assert sorted(machines.made) == sorted(machines.closed) == [(0, 0), (1, 0)]

@@ -11,7 +11,18 @@ from skyrl_agent.dispatcher.dispatch import Dispatch
 from skyrl_agent.errors import InfraError
 from skyrl_agent.finish import CANCELLED, ERROR_AGENT, ERROR_EVALUATION, ERROR_RUNTIME, FINISH, NO_GIT_PATCH
 
-from .staged_trajectory import PLANS, STAGES, Staged, World, cancelled_from_within, dispatched, hang, section, stubborn
+from .staged_trajectory import (
+    PLANS,
+    STAGES,
+    Staged,
+    World,
+    cancelled,
+    cancelled_from_within,
+    dispatched,
+    hang,
+    section,
+    stubborn,
+)
 
 EVERY_PLAN = pytest.mark.parametrize("type_name", PLANS)
 EVERY_STAGE = pytest.mark.parametrize("stage", STAGES)
@@ -163,22 +174,14 @@ def test_cancelling_the_run_closes_everything(type_name, moment):
     world = World()
     trajectories = [Staged(world, "abcdefghi"[i], close=0.2) for i in range(9)]
     dispatch = Dispatch(section(type_name, agents=3, judges=2))
-    ended: list[Staged] = []
 
-    async def consume() -> None:
-        async for trajectory in dispatch.run(trajectories):
-            ended.append(trajectory)
-
-    async def story() -> None:
-        task = asyncio.create_task(consume())
-        await asyncio.sleep(moment)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+    async def story() -> list[Staged]:
+        ended = await cancelled(dispatch, trajectories, moment)
         assert asyncio.all_tasks() == {asyncio.current_task()}
         assert asyncio.get_running_loop().time() <= moment + 0.2
+        return ended
 
-    virtual_time.run(story())
+    ended = virtual_time.run(story())
     assert world.now_in["open"] == 0
     assert all(world.closed[t.name] >= 1 for t in trajectories)
     assert {t.result.finish_reason for t in trajectories} <= {FINISH, CANCELLED}
@@ -189,17 +192,8 @@ def test_cancelling_twice_still_closes_everything():
     world = World()
     trajectories = [Staged(world, "abcdef"[i], close=5.0) for i in range(6)]
 
-    async def consume() -> None:
-        async for _ in Dispatch(section("async_pipeline")).run(trajectories):
-            pass
-
     async def story() -> None:
-        task = asyncio.create_task(consume())
-        for seconds in (1.5, 1.0, 1.0):
-            await asyncio.sleep(seconds)
-            task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancelled(Dispatch(section("async_pipeline")), trajectories, 1.5, 1.0, 1.0)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     virtual_time.run(story())
@@ -211,16 +205,8 @@ def test_cancelling_does_not_wait_for_what_heeds_no_cancellation(stage):
     world = World()
     trajectories = [Staged(world, "a", **{stage: [stubborn]}), Staged(world, "b", **{stage: [hang]})]
 
-    async def consume() -> None:
-        async for _ in Dispatch(section("async_batch", **GRACE)).run(trajectories):
-            pass
-
     async def story() -> None:
-        task = asyncio.create_task(consume())
-        await asyncio.sleep(5)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancelled(Dispatch(section("async_batch", **GRACE)), trajectories, 5)
         assert asyncio.get_running_loop().time() == 15
         assert {t.result.finish_reason for t in trajectories} == {CANCELLED}
         await asyncio.sleep(1000)

@@ -2,10 +2,8 @@
 
 import gzip
 import json
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,17 +13,6 @@ from skyrl_agent.runtimes import make_runtime
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement
 from skyrl_agent.types import Row, TrajectoryResult
 from skyrl_gym.sandbox import make_sandbox
-
-DEFAULT_TEST_DATA = Path(__file__).parents[4] / "shared" / "data"
-
-
-@pytest.fixture(scope="session")
-def test_data() -> Path:
-    """The folder of real public data; without it the test is skipped."""
-    folder = Path(os.environ.get("SKYRL_TEST_DATA", DEFAULT_TEST_DATA))
-    if not folder.is_dir():
-        pytest.skip(f"no test data at {folder}: set SKYRL_TEST_DATA")
-    return folder
 
 
 @pytest.fixture(scope="session")

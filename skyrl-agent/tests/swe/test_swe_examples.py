@@ -1,9 +1,6 @@
 """The examples of software and terminal tasks: rows that the tasks take, and a run of them."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -11,28 +8,7 @@ from skyrl_agent.tasks.base import Instance
 from skyrl_agent.tasks.local_swe import LocalSWETask
 from skyrl_agent.tasks.terminal import TerminalTask
 
-parquet = pytest.importorskip("pyarrow.parquet")
-
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "agent"
-
-
-def load(path: Path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    search_path = list(sys.path)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path[:] = search_path
-    return module
-
-
-def written(script: str, output: Path, *arguments: object) -> list[dict]:
-    load(EXAMPLES / script).main(["--output_dir", str(output), *map(str, arguments)])
-    return [
-        row for name in ("train", "validation") for row in parquet.read_table(output / f"{name}.parquet").to_pylist()
-    ]
+from ..example_scripts import EXAMPLES, load, written
 
 
 def test_made_programs_become_rows(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from skyrl_agent.errors import ConfigError, TaskRowError
 from skyrl_agent.tasks.base import Instance
 from skyrl_agent.tasks.swebench import SWEBenchTask, harness
-from skyrl_agent.tasks.swebench.patches import changed_paths, deleted_paths, files_of, without_binary
+from skyrl_agent.tasks.swebench.patches import changed_paths, files_of, without_binary
 from skyrl_agent.tasks.swebench.r2e_utils import get_reward, parse_log_by_path, parse_log_pytest, share_passed
 from skyrl_agent.tasks.swebench.sources import image_of, kind_of, source_of
 
@@ -88,7 +88,6 @@ def test_binary_files_leave_a_patch():
     assert without_binary(BINARY_PART) == ""
     assert without_binary(TEXT_PART.rstrip("\n")) == TEXT_PART
     assert changed_paths(patch) == ["a.py"]
-    assert deleted_paths(patch) == ["old.py"]
 
 
 def test_real_patches_come_apart_and_stay_whole(rows):
@@ -97,8 +96,8 @@ def test_real_patches_come_apart_and_stay_whole(rows):
     for patch in patches:
         assert "".join(files_of(patch)) == patch
         assert without_binary(patch).strip() == patch.strip()
-        with_text = [part for part in files_of(patch) if "\n@@ " in part]
-        assert len(changed_paths(patch)) + len(deleted_paths(patch)) == len(with_text)
+        kept = [part for part in files_of(patch) if "\n@@ " in part and "\n+++ /dev/null" not in part]
+        assert len(changed_paths(patch)) == len(kept)
 
 
 def test_summaries_of_pytest():

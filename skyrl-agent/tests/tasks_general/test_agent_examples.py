@@ -1,10 +1,7 @@
 """The examples of agents: their scripts write rows that their tasks take, and their task files run."""
 
 import gzip
-import importlib.util
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,12 +13,11 @@ from skyrl_agent.tasks.memory import MemoryAgentTask
 from skyrl_agent.tasks.swebench.utils import SWEBenchTask
 from skyrl_agent.tasks.web_research_task import WebResearchTask
 
+from ..example_scripts import EXAMPLES, load, written
 from ..tools_general.agent_web_server import web_server
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-EXAMPLES = REPOSITORY / "examples" / "agent"
 JUDGE = {"base_url": "http://127.0.0.1:1"}
 PARAGRAPHS = [f"Title {n}\nText {n}." for n in range(30)]
 HOTPOT = {
@@ -30,33 +26,6 @@ HOTPOT = {
     "answer": "Anna",
     "context": {"title": ["A", "B"], "sentences": [["Anna did. ", "She did."], ["Bob did not."]]},
 }
-
-
-@pytest.fixture
-def test_data() -> Path:
-    folder = Path(os.environ.get("SKYRL_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
-    if not folder.is_dir():
-        pytest.skip(f"no test data at {folder}: set SKYRL_TEST_DATA")
-    return folder
-
-
-def load(path: Path):
-    spec = importlib.util.spec_from_file_location(path.stem.replace("-", "_"), path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    search_path = list(sys.path)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path[:] = search_path
-    return module
-
-
-def written(script: str, output: Path, *arguments: object) -> list[dict]:
-    load(EXAMPLES / "data" / script).main(["--output_dir", str(output), *map(str, arguments)])
-    return [
-        row for name in ("train", "validation") for row in parquet.read_table(output / f"{name}.parquet").to_pylist()
-    ]
 
 
 def file_of(path: Path, *rows: dict) -> Path:
@@ -78,7 +47,9 @@ def test_search_rows(tmp_path):
         {"question": "what?", "answer": "it"},
         {"question": "none?", "answers": [" "]},
     )
-    rows = checked(GeneralReactTask(), written("search-r1.py", tmp_path, "--input", path, "--validation_share", 0.5))
+    rows = checked(
+        GeneralReactTask(), written("data/search-r1.py", tmp_path, "--input", path, "--validation_share", 0.5)
+    )
     assert [row["golden_answers"] for row in rows] == [["Anna", "Ann"], ["it"]]
     assert rows[0]["reward_model"]["ground_truth"]["target"] == ["Anna", "Ann"] and rows[0]["data_source"] == "nq"
 
@@ -91,20 +62,20 @@ def test_memory_rows_hide_their_paragraphs_among_others(tmp_path):
         tmp_path / "hotpot.jsonl", HOTPOT, {"question": "Which?", "answer": "3", "context_doc_ids": ["3", "4"]}
     )
     arguments = ("--input", path, "--corpus", corpus, "--num_documents", 10, "--validation_share", 0.5)
-    rows = checked(MemoryAgentTask(), written("memagent.py", tmp_path, *arguments))
+    rows = checked(MemoryAgentTask(), written("data/memagent.py", tmp_path, *arguments))
     first, second = (row["context"] for row in rows)
     assert "A\nAnna did. She did." in first and "B\nBob did not." in first and "Title 3\nText 3." in second
     for context in (first, second):
         assert [f"Document {n}:\n" in context for n in range(1, 12)] == [True] * 10 + [False]
         assert len(set(context.split("\n\n"))) == 10
-    assert written("memagent.py", tmp_path, *arguments) == rows
+    assert written("data/memagent.py", tmp_path, *arguments) == rows
 
 
 def test_memory_rows_of_real_questions(tmp_path, test_data):
     folder = test_data / "search_qa"
     path = folder / "hotpotqa_with_context.jsonl.gz"
     rows = written(
-        "memagent.py", tmp_path, "--input", path, "--corpus", folder / "corpus.jsonl.gz", "--validation_share", 0.1
+        "data/memagent.py", tmp_path, "--input", path, "--corpus", folder / "corpus.jsonl.gz", "--validation_share", 0.1
     )
     assert len(checked(MemoryAgentTask(), rows)) == 300
     yes_no = {"yes", "no"}
@@ -119,7 +90,7 @@ def test_memory_rows_of_real_questions(tmp_path, test_data):
 def test_a_paragraph_that_the_corpus_has_not_is_named(tmp_path):
     path = file_of(tmp_path / "train.jsonl", {"question": "q", "answer": "a", "context_doc_ids": ["9"]})
     with pytest.raises(SystemExit, match="--corpus has no document '9'"):
-        written("memagent.py", tmp_path, "--input", path, "--validation_share", 0.5)
+        written("data/memagent.py", tmp_path, "--input", path, "--validation_share", 0.5)
 
 
 def test_research_rows(tmp_path):
@@ -132,7 +103,7 @@ def test_research_rows(tmp_path):
             "data_source": "stem_textbook",
         },
     )
-    rows = written("deep_research.py", tmp_path, "--input", path, "--validation_share", 0.5)
+    rows = written("data/deep_research.py", tmp_path, "--input", path, "--validation_share", 0.5)
     checked(WebResearchTask(judge=JUDGE), rows)
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["42", "7"]
     assert [row["extra_info"].get("answer_type") for row in rows] == ["exactMatch", None]
@@ -164,7 +135,7 @@ def test_software_rows(tmp_path):
         "PASS_TO_PASS": "[]",
     }
     train, test = file_of(tmp_path / "train.jsonl", r2e), file_of(tmp_path / "test.jsonl", bench)
-    rows = checked(SWEBenchTask(), written("swe_data.py", tmp_path, "--input", train, test))
+    rows = checked(SWEBenchTask(), written("data/swe_data.py", tmp_path, "--input", train, test))
     assert [row["data_source"] for row in rows] == ["r2e-gym", "swe-bench"]
     assert rows[0]["instance"]["instance_id"] == r2e["docker_image"]
     assert rows[1]["instance"]["instance_id"] == bench["instance_id"]
@@ -211,7 +182,7 @@ def test_the_search_agent_runs_against_a_server(tmp_path, capsys):
     rows = file_of(
         tmp_path / "nq.jsonl", *({"question": q, "answer": a} for q, a in (("who painted it", "Anna"), ("b?", "Bob")))
     )
-    written("search-r1.py", tmp_path, "--input", rows, "--validation_share", 0.5)
+    written("data/search-r1.py", tmp_path, "--input", rows, "--validation_share", 0.5)
     documents = [{"id": "1", "title": "Painting", "text": "Anna painted it."}]
     with RetrievalServer(documents) as retriever, web_server(answer) as model:
         text = (EXAMPLES / "search" / "search.yaml").read_text()

@@ -1,6 +1,7 @@
 """Environments that talk: chat messages out, the model's text in."""
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -45,6 +46,12 @@ class Example:
     oracle: list[str]
     """What a perfect model writes, turn by turn, for the highest outcome reward."""
     env_config: Mapping[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def ruled(cls, question: str, ground_truth: object, *oracle: str, **columns: object) -> "Example":
+        """Make an example of one user message, whose reward is a rule over its ground truth."""
+        extras = {"reward_spec": {"method": "rule", "ground_truth": ground_truth}, **columns}
+        return cls([{"role": "user", "content": question}], extras, list(oracle))
 
 
 class BaseTextEnv(Env[ConversationType, str]):
@@ -141,6 +148,14 @@ def last_user_text(prompt: ConversationType) -> str:
     return next((text_of(message) for message in reversed(prompt) if message["role"] == "user"), "")
 
 
+def with_user_text(prompt: ConversationType, text: str) -> ConversationType:
+    """Return the prompt with a text added to its last message, if that is a user's text, or as a message behind it."""
+    messages = list(prompt)
+    if messages and messages[-1]["role"] == "user" and isinstance(messages[-1]["content"], str):
+        text = f"{messages.pop()['content']}\n\n{text}"
+    return [*messages, {"role": "user", "content": text}]
+
+
 def ground_truth_of(extras: dict[str, object], spec_field: str = "reward_spec") -> Any:
     """Return the expected answer of a dataset row: `reward_spec.ground_truth`. Raises TaskError if it is not there."""
     spec = required(extras, spec_field)
@@ -154,6 +169,19 @@ def required(extras: Mapping[str, object], name: str) -> Any:
     if extras.get(name) is None:
         raise TaskError(f"{name} field is required; the row has {', '.join(sorted(extras)) or 'no columns'}")
     return extras[name]
+
+
+def mapping_of(name: str, value: object) -> dict[str, Any]:
+    """Return a column that holds a mapping or its JSON text; None is an empty one. Raises TaskError."""
+    rule = f"{name} must be a mapping or its JSON text"
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as mistake:
+            raise TaskError(f"{rule}: {mistake}; got {value!r:.200}") from None
+    if value is not None and not isinstance(value, Mapping):
+        raise TaskError(f"{rule}; got {value!r:.200}")
+    return dict(value or {})
 
 
 def max_turns_of(extras: Mapping[str, object], default: int) -> int:

@@ -113,7 +113,7 @@ class Container:
         self.user = random.SystemRandom().choice(USERS)
         self._killed_for_memory = 0
         try:
-            _docker(self.run_arguments(image, limits), timeout=START_SECONDS)
+            docker(self.run_arguments(image, limits), timeout=START_SECONDS)
         except InfraError:
             with suppress(InfraError):
                 self.delete()  # it may have been made all the same
@@ -177,11 +177,11 @@ class Container:
 
     def runs(self) -> bool:
         with suppress(InfraError):
-            return _docker(["inspect", "--format", "{{.State.Running}}", self.name]).strip() == b"true"
+            return docker(["inspect", "--format", "{{.State.Running}}", self.name]).strip() == b"true"
         return False
 
     def delete(self) -> None:
-        _docker(["rm", "--force", "--volumes", self.name])
+        docker(["rm", "--force", "--volumes", self.name])
 
     def _call(self, program: str, *arguments: str, stdin: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
         command = self.exec_arguments(self.python, "-I", "-S", "-c", program, *arguments)
@@ -268,7 +268,7 @@ def _size(size: int) -> str:
     return f"size={size},nr_inodes={max(16, size // ENTRY_BYTES)}"
 
 
-def _docker(arguments: Sequence[str], timeout: float = CALL_SECONDS) -> bytes:
+def docker(arguments: Sequence[str], timeout: float = CALL_SECONDS) -> bytes:
     """Run the docker command and return its output. Raises InfraError with its error output."""
     try:
         ended = subprocess.run(

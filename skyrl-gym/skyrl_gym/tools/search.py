@@ -7,6 +7,7 @@ what the model did. `skyrl_gym.tools.retrieval` is a server that answers.
 
 import json
 import uuid
+from dataclasses import dataclass
 from typing import Any
 
 from skyrl_gym.error import InfraError
@@ -79,6 +80,25 @@ def _detail(text: str) -> str:
         return str(json.loads(text)["detail"])[:500]
     except (ValueError, KeyError, TypeError):
         return text.strip()[:500]
+
+
+@dataclass
+class SearchSettings:
+    """Settings of environments with this tool."""
+
+    log_requests: bool = False
+    """Log each request to the retrieval server."""
+    search_url: str = DEFAULT_SEARCH_URL
+    """Address of a retrieval server; `python -m skyrl_gym.tools.retrieval` is one."""
+    topk: int = 3
+    """Documents for each query."""
+    timeout: float = DEFAULT_TIMEOUT
+    """Seconds for one request to the retrieval server."""
+    retry_seconds: float = DEFAULT_RETRY_SECONDS
+    """How long a request is made again while the server fails, before the episode fails."""
+
+    def tool_group(self) -> "SearchToolGroup":
+        return SearchToolGroup(self.search_url, self.topk, self.timeout, self.log_requests, self.retry_seconds)
 
 
 class SearchToolGroup(ToolGroup):

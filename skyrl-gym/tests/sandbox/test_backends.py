@@ -9,7 +9,6 @@ import pytest
 
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import local, make_sandbox
-from skyrl_gym.sandbox.docker import DockerSandbox
 from skyrl_gym.sandbox.local import LocalSandbox
 from skyrl_gym.sandbox.process import ProcessSandbox
 from skyrl_gym.sandbox.seccomp import MACHINES, seccomp_filter
@@ -84,9 +83,3 @@ def test_the_filter_of_system_calls_is_a_program_whose_jumps_stay_inside(machine
         if code & 0x07 == 0x05:  # a jump
             assert number + 1 + max(if_true, if_false) < count
     assert program[-8] == 0x06  # it ends in a return
-
-
-def test_every_kind_has_the_protocols_methods():
-    for kind in (LocalSandbox, DockerSandbox, ProcessSandbox):
-        for name in ("start", "exec", "popen", "write", "read", "close", "__enter__", "__exit__"):
-            assert callable(getattr(kind, name))

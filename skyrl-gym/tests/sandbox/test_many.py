@@ -6,11 +6,12 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from skyrl_gym.sandbox import Limits, make_sandbox
+
+from ..sandboxed import processes_with
 
 WORK = "import sys; x = [i * i for i in range(50_000)]; print(sum(x) % 1000 + int(sys.argv[1]))"
 HOST = """
@@ -36,17 +37,6 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def processes_with(text: str) -> list[str]:
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if text in Path(f"/proc/{name}/mountinfo").read_text():
-                found.append(name)
-        except OSError:
-            continue
-    return found
-
-
 @pytest.mark.slow
 def test_two_hundred_commands_at_once_all_finish(needs_local):
     in_a_sandbox(0)
@@ -55,7 +45,7 @@ def test_two_hundred_commands_at_once_all_finish(needs_local):
     with ThreadPoolExecutor(200) as pool:
         results = list(pool.map(in_a_sandbox, range(200)))
     assert results == [("exited", f"{expected + number}\n") for number in range(200)]
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def test_a_hundred_commands_leave_no_descriptor_open(needs_local):
@@ -66,7 +56,7 @@ def test_a_hundred_commands_leave_no_descriptor_open(needs_local):
         for _ in range(20):
             sandbox.exec(["true"])
             sandbox.exec(["a\0b"])
-        assert descriptors() == before
+        assert descriptors() <= before
 
 
 @pytest.mark.parametrize(
@@ -82,13 +72,13 @@ def test_commands_end_with_the_process_that_started_them(needs_local, end):
         folder = host.stdout.readline().strip()
         assert "skyrl-sandbox" in folder
         if "sleep" in end:
-            assert len(processes_with(os.path.basename(folder))) >= 5
+            assert len(processes_with(os.path.basename(folder), "mountinfo")) >= 5
             host.send_signal(signal.SIGKILL)
         host.wait(timeout=30)
     deadline = time.monotonic() + 10
-    while processes_with(os.path.basename(folder)) and time.monotonic() < deadline:
+    while processes_with(os.path.basename(folder), "mountinfo") and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert processes_with(os.path.basename(folder)) == []
+    assert processes_with(os.path.basename(folder), "mountinfo") == []
     if "kill" in end or "sleep" in end:
         assert os.path.isdir(folder)  # nobody was left to delete it: an hour later, any other sandbox does
         subprocess.run(["rm", "-rf", folder], check=True)

@@ -1,10 +1,9 @@
 """Engines of skyrl-train as the model, and its trainers as whoever takes the rows."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
-from typing import Any
 
 from skyrl_agent.auto import AutoAgentRunner
 from skyrl_agent.errors import AgentError, BackendError, InfraError, UnavailableError
@@ -46,7 +45,7 @@ class SkyRLBackend:
     """
 
     def __init__(
-        self, infer_engine: InferenceEngineInterface | None, tokenizer: Tokenizer, cfg: Mapping[str, Any] | None = None
+        self, infer_engine: InferenceEngineInterface | None, tokenizer: Tokenizer, cfg: Row | None = None
     ) -> None:
         read_settings(BackendSettings, cfg or {})
         self.engine, self.tokenizer = infer_engine, tokenizer
@@ -152,7 +151,7 @@ class SkyRLAgentGenerator(GeneratorInterface):
         )
         return rollout_batch(await self._fail_if_engines_break(work), ids)
 
-    async def _fail_if_engines_break(self, work: Any) -> TrainingRows:
+    async def _fail_if_engines_break(self, work: Coroutine[object, None, TrainingRows]) -> TrainingRows:
         """Trajectories whose engines are gone would fail one after the other, however long their tools still take."""
         backend = self.runner.infer_engine
         broken = asyncio.get_running_loop().create_future()

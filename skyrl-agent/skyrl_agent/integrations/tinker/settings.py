@@ -1,10 +1,11 @@
 """Settings of `tinker_train`, as `key=value` on the command line."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.types import JsonObject
@@ -70,7 +71,7 @@ def read_config(arguments: Sequence[str]) -> Config:
         raise ConfigError("\n".join(_explained(item) for item in error.errors())) from None
 
 
-def _explained(item: Any) -> str:
+def _explained(item: ErrorDetails) -> str:
     key = ".".join(map(str, item["loc"]))
     if item["type"] == "missing":
         return f"{key} is missing: give {key}=..."

@@ -22,7 +22,7 @@ class SkyAgentLoopManager:
     """Takes the place of verl's `AgentLoopManager`. The batch has each instance `rollout.n` times in a row; a
     trajectory is one row, so tasks that rewrite their history need another trainer."""
 
-    def __init__(self, config: Any, llm_client: Any, *_: Any, **__: Any) -> None:
+    def __init__(self, config: Any, llm_client: Any, *_: object, **__: object) -> None:
         self.config, self.rollout = config, config.actor_rollout_ref.rollout
         self.tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
         self.runner = AutoAgentRunner.from_task(config.skyrl_agent.task_yaml, llm_client, self.tokenizer)

@@ -1,7 +1,6 @@
 """Questions with an answer that can be judged: mathematics, programs, short facts, and what a language model judges."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from skyrl_agent.runtimes.base import Runtime
 from skyrl_agent.tasks.base import Instance, Judgement, TaskRowError
@@ -43,7 +42,7 @@ class GeneralReactTask(JudgedTask):
         return with_system(messages_of(instance.row, *PROMPTS), self._kind(instance).system_prompt)
 
     async def evaluate_result(
-        self, result: Any, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
+        self, result: object, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
     ) -> Judgement:
         """0 without an answer. Raises InfraError if the judge or the sandbox does not work."""
         kind, text = self._kind(instance), final_text(result)

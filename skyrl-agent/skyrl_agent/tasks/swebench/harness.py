@@ -30,7 +30,7 @@ def make_test_spec(package: str, row: Row) -> Any:
     return module.make_test_spec(dict(row))
 
 
-def report_of(package: str, spec: Any, instance_id: str, patch: str, log: str) -> JsonObject:
+def report_of(package: str, spec: object, instance_id: str, patch: str, log: str) -> JsonObject:
     """`resolved`, `tests_status`, ...
 
     Args:

@@ -6,7 +6,6 @@ from itertools import pairwise
 FILE = re.compile(r"^diff --git ", re.MULTILINE)
 BINARY = re.compile(r"^(?:GIT binary patch|Binary files .* differ)$", re.MULTILINE)
 NEW_NAME = re.compile(r"^\+\+\+ b/(.+?)(?:\t.*)?$", re.MULTILINE)
-OLD_NAME = re.compile(r"^--- a/(.+?)(?:\t.*)?$", re.MULTILINE)
 
 
 def files_of(patch: str) -> list[str]:
@@ -24,7 +23,3 @@ def without_binary(patch: str) -> str:
 def changed_paths(patch: str) -> list[str]:
     """Files that exist after the patch and differ in text."""
     return [name[1] for part in files_of(patch) if (name := NEW_NAME.search(part))]
-
-
-def deleted_paths(patch: str) -> list[str]:
-    return [name[1] for part in files_of(patch) if not NEW_NAME.search(part) and (name := OLD_NAME.search(part))]

@@ -4,7 +4,6 @@ What needs those images cannot be tried without Docker (or a remote runtime that
 steps are tried here on small repositories, names, patches and logs on the benchmarks' real rows.
 """
 
-import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.finish import NO_GIT_PATCH, ending_of
 from skyrl_agent.runtimes.base import ExecResult, Limits, Runtime, RuntimeSpec
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
+from skyrl_agent.tasks.rows import names_of
 from skyrl_agent.tasks.swebench import harness, repository
 from skyrl_agent.tasks.swebench.patches import changed_paths
 from skyrl_agent.tasks.swebench.r2e_utils import get_reward, parse_log_by_path, parse_log_pytest, share_passed
@@ -106,11 +106,11 @@ class SWEBenchTask(BaseTask):
             if not row.get("expected_output_json"):
                 raise self._wrong(instance, "expected_output_json", "must map tests to their outcomes")
             return
-        if not names(row.get("FAIL_TO_PASS")):
+        if not names_of(row.get("FAIL_TO_PASS")):
             raise self._wrong(instance, "FAIL_TO_PASS", "must name the tests that the solution makes pass")
         if kind != "swe-smith" and not row.get("test_patch"):
             raise self._wrong(instance, "test_patch", "must be the patch that brings those tests")
-        if "::" not in names(row["FAIL_TO_PASS"])[0] and harness.harness_of(kind) is None:
+        if "::" not in names_of(row["FAIL_TO_PASS"])[0] and harness.harness_of(kind) is None:
             package = harness.PACKAGES.get(kind, "swebench")
             raise ConfigError(
                 f"row {self.row_id(instance)}: its tests do not have pytest's names, so that only the benchmark's own "
@@ -133,7 +133,7 @@ class SWEBenchTask(BaseTask):
             await repository.hide_tests(runtime)
         await self._prepare(instance, runtime)
 
-    async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> JsonObject:
+    async def complete_runtime(self, instance: Instance, runtime: Runtime, result: object) -> JsonObject:
         return {"git_patch": await repository.take_patch(runtime), "answer": result}
 
     async def evaluate_result(
@@ -205,7 +205,7 @@ class SWEBenchTask(BaseTask):
 
     async def _judge_by_pytest(self, instance: Instance, runtime: Runtime, patch: str) -> Judgement:
         row = instance.row
-        fail_to_pass, pass_to_pass = names(row["FAIL_TO_PASS"]), names(row.get("PASS_TO_PASS"))
+        fail_to_pass, pass_to_pass = names_of(row["FAIL_TO_PASS"]), names_of(row.get("PASS_TO_PASS"))
         if test_patch := row.get("test_patch"):
             files = changed_paths(test_patch)
             await repository.restore(runtime, "HEAD", files)
@@ -261,8 +261,3 @@ def _tests_not_run(done: ExecResult, command: str, outcomes: Mapping[str, str], 
         return {f"{COLLECTION}{name}": "it could not be imported" for name in broken}
     missing = {f"test {name}": "it is not in the log" for name in named if name not in outcomes}
     return obstacles_of(done, command) or missing
-
-
-def names(value: Any) -> list[str]:
-    """Read names of tests: a list, or JSON of one."""
-    return [str(name) for name in (json.loads(value) if isinstance(value, str) else value if value is not None else [])]

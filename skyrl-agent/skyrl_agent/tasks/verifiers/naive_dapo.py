@@ -1,7 +1,5 @@
 """Mathematical answers, as published."""
 
-from typing import Any
-
 from skyrl_agent.tasks.grading import final_text, grade_math
 from skyrl_agent.types import JsonObject
 from skyrl_gym.graders import Score, reward_of
@@ -9,7 +7,7 @@ from skyrl_gym.graders import Score, reward_of
 __all__ = ["compute_score"]
 
 
-def compute_score(solution_str: str, ground_truth: str, extra_info: Any = None) -> JsonObject:
+def compute_score(solution_str: str, ground_truth: str, extra_info: object = None) -> JsonObject:
     r"""1 if the last `\boxed{}` after the thoughts (else the whole text) means the same as the gold, else 0."""
     grade = grade_math(final_text(solution_str), str(ground_truth))
     reward = reward_of(grade)

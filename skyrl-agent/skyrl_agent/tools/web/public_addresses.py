@@ -6,7 +6,7 @@ import socket
 
 import httpx
 
-from skyrl_agent.tools.async_service import certificates
+from skyrl_gym.services import certificates
 
 _EMBEDS_IPV4 = [
     ipaddress.ip_network(network) for network in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")

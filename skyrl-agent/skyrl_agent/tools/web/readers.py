@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 import httpx
 
 from skyrl_agent.errors import InfraError
-from skyrl_agent.tools.async_service import AsyncService, certificates
+from skyrl_agent.tools.async_service import AsyncService
 from skyrl_agent.tools.web.html_text import html_to_text
 from skyrl_agent.tools.web.public_addresses import PrivateAddress, PublicTransport
-from skyrl_gym.services import PASSING_STATUSES, Retries
+from skyrl_gym.services import PASSING_STATUSES, Retries, certificates
 
 JINA_URL = "https://r.jina.ai"
 USER_AGENT = "Mozilla/5.0 (compatible; skyrl-agent)"

@@ -69,11 +69,8 @@ def make_examples() -> list[Example]:
 
 
 def _example(question: str, solution: str, ground_truth: dict[str, object]) -> Example:
-    return Example(
-        prompt=[{"role": "user", "content": f"{question}\n\nPut the code in a ```python block."}],
-        extras={"reward_spec": {"method": "rule", "ground_truth": ground_truth}},
-        oracle=[f"```python\n{solution}\n```"],
-    )
+    prompt = f"{question}\n\nPut the code in a ```python block."
+    return Example.ruled(prompt, ground_truth, f"```python\n{solution}\n```")
 
 
 def always_equal(example: Example) -> list[str]:

@@ -31,10 +31,6 @@ _PROBLEMS = [
 def examples() -> list[Example]:
     """Rows as of the dataset, with solutions."""
     return [
-        Example(
-            prompt=[{"role": "user", "content": f"{question} {INSTRUCTION}"}],
-            extras={"data_source": "openai/gsm8k", "reward_spec": {"method": "rule", "ground_truth": str(answer)}},
-            oracle=[f"{steps}\n#### {answer}"],
-        )
+        Example.ruled(f"{question} {INSTRUCTION}", str(answer), f"{steps}\n#### {answer}", data_source="openai/gsm8k")
         for question, steps, answer in _PROBLEMS
     ]

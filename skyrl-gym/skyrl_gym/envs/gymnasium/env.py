@@ -1,6 +1,5 @@
 """Any environment registered with Gymnasium (CartPole to MuJoCo, and other packages' own) as a text environment."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,10 +11,12 @@ from skyrl_gym.envs.base_text_env import (
     BaseTextEnvStepOutput,
     ConversationType,
     Example,
+    mapping_of,
     max_turns_of,
     required,
     typed_config,
     whole_number,
+    with_user_text,
 )
 from skyrl_gym.error import Error, TaskError
 from skyrl_gym.tags import last_tagged
@@ -77,7 +78,9 @@ class GymnasiumEnv(BaseTextEnv):
         extras = extras or {}
         self.config = _checked(typed_config(GymnasiumConfig, _settings(env_config, extras)))
         self.seed = whole_number(extras, "seed", None)
-        self.player = make_player(str(required(extras, "env_id")), _kwargs_of(extras), self.config)
+        given = mapping_of("env_kwargs", extras.get("env_kwargs") or None)
+        kwargs = {key: part for key, part in given.items() if part is not None}  # None is how parquet fills a mapping
+        self.player = make_player(str(required(extras, "env_id")), kwargs, self.config)
         self.max_turns = max_turns_of(extras, self._default_max_turns())
         self.steps = 0
         self.episode_return = 0.0
@@ -98,11 +101,7 @@ class GymnasiumEnv(BaseTextEnv):
         """
         self.player.reset(seed if self.seed is None else self.seed)
         parts = [self._task()] if self.config.describe else []
-        content = "\n\n".join([*parts, self._observation()])
-        messages = list(prompt)
-        if messages and messages[-1]["role"] == "user" and isinstance(messages[-1]["content"], str):
-            content = f"{messages.pop()['content']}\n\n{content}"
-        return [*messages, {"role": "user", "content": content}], {}
+        return with_user_text(prompt, "\n\n".join([*parts, self._observation()])), {}
 
     def _task(self) -> str:
         text = f"{self.player.task(self.config.documentation_chars)}\n\nAct by writing <action>your action</action>."
@@ -260,15 +259,3 @@ def _checked(config: GymnasiumConfig) -> GymnasiumConfig:
         if len(bounds) != 2 or not all(isinstance(bound, Real) for bound in bounds) or not bounds[0] < bounds[1]:
             raise TaskError(f"reward_range must be two numbers, the lower one first; got {config.reward_range!r}")
     return config
-
-
-def _kwargs_of(extras: Mapping[str, object]) -> dict[str, Any]:
-    value = extras.get("env_kwargs") or {}
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as mistake:
-            raise TaskError(f"env_kwargs must be a mapping or its JSON text: {mistake}; got {value!r:.200}") from None
-    if not isinstance(value, Mapping):
-        raise TaskError(f"env_kwargs must be a mapping or its JSON text; got {value!r:.200}")
-    return {key: part for key, part in value.items() if part is not None}  # parquet fills columns of mappings with None

@@ -64,8 +64,4 @@ def _method(question: str, name: str, parameters: str, body: str, cases: dict[st
 
 
 def _example(prompt: str, solution: str, tests: list[dict[str, object]]) -> Example:
-    return Example(
-        prompt=[{"role": "user", "content": prompt}],
-        extras={"reward_spec": {"method": "rule", "ground_truth": json.dumps(tests)}},
-        oracle=[f"```python\n{solution}\n```"],
-    )
+    return Example.ruled(prompt, json.dumps(tests), f"```python\n{solution}\n```")

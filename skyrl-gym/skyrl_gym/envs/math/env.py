@@ -68,14 +68,7 @@ class MathEnv(BaseTextEnv):
 
     @classmethod
     def examples(cls) -> list[Example]:
-        return [
-            Example(
-                prompt=[{"role": "user", "content": f"{problem} {INSTRUCTION}"}],
-                extras={"reward_spec": {"method": "rule", "ground_truth": answer}},
-                oracle=[solution],
-            )
-            for problem, answer, solution in _PROBLEMS
-        ]
+        return [Example.ruled(f"{problem} {INSTRUCTION}", answer, solution) for problem, answer, solution in _PROBLEMS]
 
 
 _PROBLEMS = [

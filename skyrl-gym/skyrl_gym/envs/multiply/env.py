@@ -47,12 +47,8 @@ class MultiplyEnv(BaseTextEnv):
     def examples(cls) -> list[Example]:
         instruction = r"Work it out step by step and put the product in \boxed{}."
         return [
-            Example(
-                prompt=[{"role": "user", "content": f"What is {left} * {right}? {instruction}"}],
-                extras={"reward_spec": {"method": "rule", "ground_truth": str(left * right)}},
-                oracle=[rf"{left} * {right} = \boxed{{{left * right}}}"],
-            )
-            for left, right in ((37, 48), (91, 26), (73, 59), (84, 67))
+            Example.ruled(f"What is {a} * {b}? {instruction}", str(a * b), rf"{a} * {b} = \boxed{{{a * b}}}")
+            for a, b in ((37, 48), (91, 26), (73, 59), (84, 67))
         ]
 
 

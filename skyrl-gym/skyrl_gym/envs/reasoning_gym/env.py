@@ -10,8 +10,10 @@ from skyrl_gym.envs.base_text_env import (
     BaseTextEnvStepOutput,
     ConversationType,
     Example,
+    mapping_of,
     required,
     typed_config,
+    whole_number,
 )
 from skyrl_gym.envs.reasoning_gym.grading import FULL_SCORE, grade
 from skyrl_gym.envs.reasoning_gym.library import (
@@ -23,7 +25,6 @@ from skyrl_gym.envs.reasoning_gym.library import (
     find_system_prompt,
     generate,
     oracle_answer,
-    parse_json_object,
 )
 from skyrl_gym.envs.reasoning_gym.rows import reasoning_gym_rows
 from skyrl_gym.error import TaskError
@@ -63,9 +64,9 @@ class ReasoningGymEnv(BaseTextEnv):
         if carried is not None:
             self.entry = check_entry(self.dataset, carried)
         else:
-            self._request = EntryRequest(
-                self.dataset, _integer(extras, "seed"), _integer(extras, "index", 0), self.dataset_config
-            )
+            required(extras, "seed")
+            seed, index = (whole_number(extras, name, 0) for name in ("seed", "index"))
+            self._request = EntryRequest(self.dataset, seed, index, self.dataset_config)
         self.is_ready_made = carried is not None
         self.score = 0.0
         self.answered = False
@@ -130,19 +131,7 @@ class ReasoningGymEnv(BaseTextEnv):
 
 def _dataset_name(extras: Mapping[str, object], entry: object) -> str:
     if extras.get("dataset") is None and entry is not None:
-        metadata = parse_json_object("entry", entry).get("metadata")
+        metadata = mapping_of("entry", entry).get("metadata")
         if isinstance(metadata, Mapping) and metadata.get("source_dataset"):
             return str(metadata["source_dataset"])
     return str(required(extras, "dataset"))
-
-
-def _integer(extras: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = extras.get(name)
-    if value is None and default is not None:
-        return default
-    try:
-        if value is None or isinstance(value, bool) or int(value) != value or value < 0:
-            raise ValueError
-    except (TypeError, ValueError):
-        raise TaskError(f"{name} must be a whole number from 0 on if the row carries no entry; got {value!r}") from None
-    return int(value)

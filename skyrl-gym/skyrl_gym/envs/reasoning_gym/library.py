@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_gym.deadline import outcome_of
+from skyrl_gym.envs.base_text_env import mapping_of
 from skyrl_gym.error import Error, InfraError, TaskError
 from skyrl_gym.suggestions import did_you_mean
 
@@ -88,7 +89,7 @@ def check_config(name: str, config: object) -> dict[str, object]:
     Raises:
         TaskError: not a mapping, a setting that the generator does not have, or a value that it refuses.
     """
-    config = parse_json_object("dataset_config", config)
+    config = mapping_of("dataset_config", config)
     config = {key: value for key, value in config.items() if value is not None}
     config_class = library().factory.DATASETS[check_name(name)][1]
     known = [setting.name for setting in dataclasses.fields(config_class)]
@@ -101,22 +102,6 @@ def check_config(name: str, config: object) -> dict[str, object]:
     if isinstance(refusal, Exception):
         raise TaskError(f"dataset_config of {name} is refused: {refusal}; got {config}") from refusal
     return config
-
-
-def parse_json_object(name: str, value: object) -> dict[str, object]:
-    """Return a column that holds a mapping or its JSON text; None is an empty one. Raises TaskError."""
-    if value is None:
-        return {}
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as mistake:
-            raise TaskError(
-                f"{name} must be a mapping or the JSON text of one: {mistake}; got {value!r:.200}"
-            ) from None
-    if not isinstance(value, Mapping):
-        raise TaskError(f"{name} must be a mapping or the JSON text of one; got {value!r:.200}")
-    return dict(value)
 
 
 def find_system_prompt(text_or_name: str) -> str:
@@ -201,7 +186,7 @@ def answer_requests() -> None:
 
 def check_entry(name: str, value: object) -> Entry:
     """Parse an entry in a dataset row, a mapping or its JSON text. Raises TaskError that names what is missing."""
-    entry = parse_json_object("entry", value)
+    entry = mapping_of("entry", value)
     for key in ("question", "answer", "metadata"):
         if key not in entry:
             raise TaskError(f"entry must have question, answer and metadata; {key} is missing, got {', '.join(entry)}")

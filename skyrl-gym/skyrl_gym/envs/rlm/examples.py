@@ -101,12 +101,5 @@ def _block(code: str) -> str:
 
 
 def _example(question: str, context: str, answer: str, oracle: list[str]) -> Example:
-    return Example(
-        prompt=[{"role": "user", "content": question}],
-        extras={
-            "data_source": "rlm_ledger",
-            "reward_spec": {"method": "rule", "ground_truth": answer},
-            "extra_info": {"context_text": context},
-        },
-        oracle=oracle,
-    )
+    columns = {"data_source": "rlm_ledger", "extra_info": {"context_text": context}}
+    return Example.ruled(question, answer, *oracle, **columns)

@@ -17,25 +17,14 @@ from skyrl_gym.error import TaskError
 from skyrl_gym.graders import qa
 from skyrl_gym.graders.results import reward_of
 from skyrl_gym.tags import first_tagged, has_tags
-from skyrl_gym.tools.search import DEFAULT_RETRY_SECONDS, DEFAULT_SEARCH_URL, SearchToolGroup
+from skyrl_gym.tools.search import SearchSettings
 
 DEFAULT_MAX_TURNS = 2
 
 
 @dataclass
-class SearchEnvConfig:
+class SearchEnvConfig(SearchSettings):
     """Settings of the `search` environment."""
-
-    log_requests: bool = False
-    """Log each request to the retrieval server."""
-    search_url: str = DEFAULT_SEARCH_URL
-    """Address of a retrieval server; `python -m skyrl_gym.tools.retrieval` is one."""
-    topk: int = 3
-    """Documents for each query."""
-    timeout: float = 30
-    """Seconds for one request."""
-    retry_seconds: float = DEFAULT_RETRY_SECONDS
-    """How long a request is made again while the server fails, before the episode fails."""
 
 
 class SearchEnv(BaseTextEnv):
@@ -58,13 +47,7 @@ class SearchEnv(BaseTextEnv):
         self.num_searches = 0
         self.chat_history: ConversationType = []
         """What was said in this episode, without the prompt."""
-        self.tool_group = SearchToolGroup(
-            search_url=config.search_url,
-            topk=config.topk,
-            timeout=config.timeout,
-            log_requests=config.log_requests,
-            retry_seconds=config.retry_seconds,
-        )
+        self.tool_group = config.tool_group()
         self.init_tool_groups([self.tool_group])
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

@@ -18,7 +18,7 @@ from skyrl_gym.graders.math import grade_number
 from skyrl_gym.tags import has_tags
 from skyrl_gym.tools.core import ToolGroup
 from skyrl_gym.tools.python import PythonCodeExecutorToolGroup
-from skyrl_gym.tools.search import DEFAULT_RETRY_SECONDS, DEFAULT_SEARCH_URL, DEFAULT_TIMEOUT, SearchToolGroup
+from skyrl_gym.tools.search import SearchSettings
 
 DEFAULT_MAX_TURNS = 2
 
@@ -32,19 +32,9 @@ HOW_TO_END = " Give your final answer as <solution>#### NUMBER</solution>."
 
 
 @dataclass
-class SearchCodeEnvConfig:
+class SearchCodeEnvConfig(SearchSettings):
     """Settings of the `searchcode` environment."""
 
-    log_requests: bool = False
-    """Log each request to the retrieval server."""
-    search_url: str = DEFAULT_SEARCH_URL
-    """Address of a retrieval server; `python -m skyrl_gym.tools.retrieval` is one."""
-    topk: int = 3
-    """Documents for each query."""
-    timeout: float = DEFAULT_TIMEOUT
-    """Seconds for one request to the retrieval server."""
-    retry_seconds: float = DEFAULT_RETRY_SECONDS
-    """How long a request is made again while the server fails, before the episode fails."""
     python_timeout: float = 10.0
     """Seconds for one Python program."""
     tool_call_format: CallSyntax = "xml"
@@ -78,14 +68,7 @@ class SearchCodeEnv(BaseTextEnv):
         self.num_calls = 0
         self.chat_history: ConversationType = []
         """What was said in this episode, without the prompt."""
-        search = SearchToolGroup(
-            search_url=config.search_url,
-            topk=config.topk,
-            timeout=config.timeout,
-            log_requests=config.log_requests,
-            retry_seconds=config.retry_seconds,
-        )
-        self.init_tool_groups([search, PythonCodeExecutorToolGroup(timeout=config.python_timeout)])
+        self.init_tool_groups([config.tool_group(), PythonCodeExecutorToolGroup(timeout=config.python_timeout)])
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1

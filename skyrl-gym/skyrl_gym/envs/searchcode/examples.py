@@ -39,8 +39,5 @@ print(sum(prime * prime for prime in primes))"""
 
 
 def _example(question: str, program: str, answer: int) -> Example:
-    return Example(
-        prompt=[{"role": "user", "content": question + INSTRUCTION}],
-        extras={"reward_spec": {"method": "rule", "ground_truth": str(answer)}, "max_turns": 3},
-        oracle=[f"<tool><python>{program}</python></tool>", f"<solution>#### {answer}</solution>"],
-    )
+    oracle = (f"<tool><python>{program}</python></tool>", f"<solution>#### {answer}</solution>")
+    return Example.ruled(question + INSTRUCTION, str(answer), *oracle, max_turns=3)

@@ -12,6 +12,7 @@ from skyrl_gym.envs.base_text_env import (
     max_turns_of,
     required,
     typed_config,
+    with_user_text,
 )
 from skyrl_gym.envs.textworld.game import Game, Playing, parse_game
 from skyrl_gym.envs.textworld.house import TASKS, house_game
@@ -73,11 +74,7 @@ class TextWorldEnv(BaseTextEnv):
         self._start()
         parts = [self.game.objective] if self.config.objective and self.game.objective else []
         parts += [self._instructions(), self.narrator.room() + self._admissible()]
-        content = "\n\n".join(parts)
-        messages = list(prompt)
-        if messages and messages[-1]["role"] == "user" and isinstance(messages[-1]["content"], str):
-            content = f"{messages.pop()['content']}\n\n{content}"
-        return [*messages, {"role": "user", "content": content}], {}
+        return with_user_text(prompt, "\n\n".join(parts)), {}
 
     def _instructions(self) -> str:
         return (

@@ -1,11 +1,11 @@
 """A game as its JSON file says it (facts, things, rules, quests), and one playing of it. Speaks in commands only."""
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_gym.envs.base_text_env import mapping_of
 from skyrl_gym.envs.textworld.house import HOUSE_RULES
 from skyrl_gym.envs.textworld.logic import CONSTANTS, PLAYER, Action, Atom, Logic, parse_logic
 from skyrl_gym.error import TaskError
@@ -58,22 +58,16 @@ def parse_game(value: object) -> Game:
     Raises:
         TaskError: a part is missing or not of its form.
     """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as mistake:
-            raise TaskError(f"game must be a JSON object or its text: {mistake}; got {value!r:.200}") from None
-    if not isinstance(value, Mapping):
-        raise TaskError(f"game must be a JSON object or its text; got {value!r:.200}")
+    game = mapping_of("game", value)
     for key in ("world", "quests"):
-        if not isinstance(value.get(key), Sequence):
-            raise TaskError(f"game.{key} must be a list; the game has {', '.join(value) or 'nothing'}")
-    logic = _logic((value.get("KB") or {}).get("logic") or HOUSE_RULES)
+        if not isinstance(game.get(key), Sequence):
+            raise TaskError(f"game.{key} must be a list; the game has {', '.join(game) or 'nothing'}")
+    logic = _logic((game.get("KB") or {}).get("logic") or HOUSE_RULES)
     try:
         types: dict[str, str] = dict(CONSTANTS)
-        facts = frozenset(logic.normal(_atom(fact, types)) for fact in value["world"])
-        infos = {info["id"]: info for info in (pair[1] for pair in value.get("infos") or [])}
-        quests = [_quest(quest, logic) for quest in value["quests"]]
+        facts = frozenset(logic.normal(_atom(fact, types)) for fact in game["world"])
+        infos = {info["id"]: info for info in (pair[1] for pair in game.get("infos") or [])}
+        quests = [_quest(quest, logic) for quest in game["quests"]]
     except (KeyError, TypeError, IndexError, ValueError) as fault:
         raise TaskError(f"game is not of TextWorld's format: {fault!r}") from fault
     if not any(quest.is_needed for quest in quests):
@@ -85,8 +79,8 @@ def parse_game(value: object) -> Game:
         facts=facts,
         things={name: _thing(name, kind, infos.get(name, {})) for name, kind in types.items()},
         quests=quests,
-        objective=str(value.get("objective") or ""),
-        walkthrough=list((value.get("metadata") or {}).get("walkthrough") or []),
+        objective=str(game.get("objective") or ""),
+        walkthrough=list((game.get("metadata") or {}).get("walkthrough") or []),
     )
 
 
