@@ -46,6 +46,14 @@ def server() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture
+def needs_local() -> None:
+    try:
+        make_sandbox("local")
+    except InfraError as error:
+        pytest.skip(f"no local sandbox here: {error}")
+
+
 def has_docker() -> bool:
     if shutil.which("docker") is None:
         return False
@@ -60,10 +68,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mak
         if not has_docker():
             pytest.skip("no Docker daemon answers")
     else:
-        try:
-            make_sandbox("local")
-        except InfraError as error:
-            pytest.skip(f"no local sandbox here: {error}")
+        request.getfixturevalue("needs_local")
     if request.param == "process":  # for trusted code: no kind of ours, but a choice of the gym's
         monkeypatch.setenv("SKYRL_GYM_SANDBOX", "process")
         settings["kind"] = "auto"

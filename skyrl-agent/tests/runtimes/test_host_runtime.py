@@ -17,17 +17,8 @@ from skyrl_agent.runtimes.host import make_leased_sandbox
 from skyrl_agent.runtimes.local import LeasedLocalSandbox, LeasedProcessSandbox
 from skyrl_agent.runtimes.remote import RemoteRuntime
 from skyrl_agent.runtimes.threads import in_thread
-from skyrl_gym.sandbox import make_sandbox
 
 from .runtime_places import LIMITS, long_sleep, processes_with
-
-
-@pytest.fixture
-def needs_local():
-    try:
-        make_sandbox("local")
-    except InfraError as error:
-        pytest.skip(f"no local sandbox here: {error}")
 
 
 async def use(number: int) -> str:

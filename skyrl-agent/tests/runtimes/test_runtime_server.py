@@ -15,19 +15,11 @@ import pytest
 from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.runtimes import Limits, RuntimeSpec, make_runtime, remote
 from skyrl_agent.services import runtime as service
-from skyrl_gym.sandbox import make_sandbox
 
 from .runtime_places import LIMITS, eventually, long_sleep, processes_with, serving
 
+pytestmark = pytest.mark.usefixtures("needs_local")
 WISHES = {"limits": asdict(LIMITS)}
-
-
-@pytest.fixture(autouse=True)
-def needs_local():
-    try:
-        make_sandbox("local")
-    except InfraError as error:
-        pytest.skip(f"no local sandbox here: {error}")
 
 
 class Direct:
