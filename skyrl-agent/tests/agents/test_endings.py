@@ -5,7 +5,7 @@ import pytest
 from skyrl_agent.agents.react import ReActAgent
 from skyrl_agent.chat.transitions import transitions_to_training_data
 from skyrl_agent.config.configuration_utils import TrajectoryConfig
-from skyrl_agent.errors import BackendError, ConfigError, InfraError
+from skyrl_agent.errors import BackendError, InfraError
 from skyrl_agent.testing import ScriptedModel, byte_tokenizer
 
 from .agent_cases import QUESTION, agent_of, call, finish, prompts_of
@@ -151,11 +151,6 @@ async def test_an_aborted_answer_is_an_infrastructure_failure():
     agent.model.infer_engine = Aborting(byte_tokenizer(), [finish()])
     with pytest.raises(InfraError, match="aborted"):
         await agent.run(QUESTION)
-
-
-def test_two_tools_of_one_name_are_refused():
-    with pytest.raises(ConfigError, match=r"finish and em_finish are both called 'finish'"):
-        agent_of(["x"], ["finish", "em_finish"])
 
 
 async def test_reminders_are_in_what_the_model_reads_and_never_edit_what_it_read():
