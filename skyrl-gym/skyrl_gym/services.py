@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from skyrl_gym.error import InfraError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # httpx loads it when a connection is made
     import ssl
 
 logger = logging.getLogger(__name__)
@@ -225,6 +225,7 @@ class Connections:
         self.process = os.getpid()
         # No bound on open connections: there are as many as threads that ask, and a bound would make some of them wait.
         limits = httpx.Limits(max_keepalive_connections=256, keepalive_expiry=IDLE_CONNECTION_SECONDS)
+        # A proxy that the machine sets for the internet does not know our loopback.
         trust_env = not is_loopback(urlsplit(origin).hostname)
         self.client = httpx.Client(limits=limits, follow_redirects=True, trust_env=trust_env, verify=certificates())
         # Not `__del__`: also called at the exit of the interpreter, in time for sockets to be closed.
