@@ -65,7 +65,10 @@ class Adviser:
         if trainer >= 1 - _IDLE and slots >= 1 - _IDLE:
             return text + "both sides are busy"
         if trainer >= 1 - _IDLE:
-            return text + "training is the bottleneck: engines idle; give some of their GPUs to training"
+            return text + (
+                "training is the bottleneck and engines idle: give some of their GPUs to training, or lower "
+                "trainer.fully_async.max_staleness_steps, which trains on newer tokens at the same speed"
+            )
         if slots < 1 - _IDLE:
             return text + "groups wait for slots: raise trainer.fully_async.max_staleness_steps"
         if self._limits.max_running < largest:
