@@ -22,7 +22,7 @@ from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.models.lora import ADAPTER, adapters_of, transformers_model
 from skyrl_train.types import JsonObject
-from skyrl_train.utils.io import replacing
+from skyrl_train.utils.io import replacing, write_atomically
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -67,7 +67,8 @@ def write_adapter_version(
     tensors = {name: tensor.to("cpu", copy=True) for name, tensor in adapter_tensors(model, dtype)}
     if rank != 0:
         return {}
-    _write(folder / str(version), tensors, config)
+    with replacing(folder / str(version)) as partial:
+        _write(partial, tensors, config)
     versions = sorted((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), reverse=True)
     for old in versions[2:]:
         shutil.rmtree(folder / str(old))
@@ -97,11 +98,12 @@ def _peft_config(model: nn.Module) -> LoraConfig:
 
 
 def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
-    with replacing(folder) as partial:
-        replace(config, inference_mode=True).save_pretrained(str(partial))
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        # `save_file` would make a file that only its owner may read, and an engine may be another user.
-        (partial / WEIGHTS_FILE).write_bytes(save(contiguous, metadata={"format": "pt"}))
+    """Write into a folder, whose other files stay. The weights last: a folder that has them is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / WEIGHTS_FILE).unlink(missing_ok=True)
+    replace(config, inference_mode=True).save_pretrained(str(folder))
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    write_atomically(folder / WEIGHTS_FILE, save(contiguous, metadata={"format": "pt"}))
 
 
 @dataclass(frozen=True)
