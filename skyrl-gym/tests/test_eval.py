@@ -25,6 +25,8 @@ from skyrl_gym.eval.summary import table
 
 from .chat_server import ChatServer, completion
 
+SIX_TIMES_SEVEN = {"prompt": "6*7", "reward_spec": {"ground_truth": "42"}}
+
 
 def solve(problem: str, error: int = 0) -> str:
     left, right = map(int, problem.split("+"))
@@ -52,10 +54,8 @@ class RightEveryOther:
 @pytest.fixture
 def rows(tmp_path):
     """Six different sums."""
-    path = tmp_path / "rows.jsonl"
     problems = {row["extra_info"]["problem"]: row for row in make_problems(20, seed=1, instruction="")}
-    path.write_text("".join(json.dumps(row) + "\n" for row in list(problems.values())[:6]))
-    return path
+    return write(tmp_path / "rows.jsonl", list(problems.values())[:6])
 
 
 @pytest.fixture
@@ -70,6 +70,25 @@ def settings(rows, tmp_path):
         max_retries=2,
         retry_seconds=0.01,
     )
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def started(settings, rows, server, *arguments, **options):
+    """The command as its own process."""
+    command = [sys.executable, "-m", "skyrl_gym.eval", "--env", "arithmetic", "--base-url", server.base_url]
+    command += ["--model", "adder", "--data", str(rows), "--output", str(settings.output), "--quiet"]
+    return subprocess.Popen([*command, *arguments], **options)
+
+
+def wait_for_lines(settings, number, process):
+    path, give_up = settings.output / "episodes.jsonl", time.monotonic() + 60
+    while not (path.exists() and path.read_bytes().count(b"\n") >= number):
+        assert time.monotonic() < give_up and process.poll() is None
+        time.sleep(0.02)
 
 
 def episodes(settings):
@@ -232,8 +251,7 @@ class FaultyEnv(BaseTextEnv):
 def test_faults_of_environments_are_told_from_those_of_services(settings, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "faulty", sys.modules[__name__])
     faults = ["service", "bug", "hang", "contract", "none"]
-    data = tmp_path / "faults.jsonl"
-    data.write_text("".join(json.dumps({"prompt": fault, "fault": fault}) + "\n" for fault in faults))
+    data = write(tmp_path / "faults.jsonl", [{"prompt": fault, "fault": fault} for fault in faults])
     with ChatServer(lambda messages: "hm") as server:
         summary = evaluate(
             replace(settings, env="faulty:FaultyEnv", data=data, base_url=server.base_url, episode_seconds=0.5)
@@ -249,8 +267,7 @@ def test_episode_whose_environment_hangs_is_written_as_far_as_it_came(settings, 
     monkeypatch.setitem(sys.modules, "faulty", sys.modules[__name__])
     monkeypatch.setattr("skyrl_gym.eval.runner.LEAVE_SECONDS", 0.1)
     HANGS.clear()
-    data = tmp_path / "faults.jsonl"
-    data.write_text("".join(json.dumps({"prompt": fault, "fault": fault}) + "\n" for fault in ("none", "hang")))
+    data = write(tmp_path / "faults.jsonl", [{"prompt": fault, "fault": fault} for fault in ("none", "hang")])
     path, main_thread = settings.output / "episodes.jsonl", threading.get_ident()
 
     def interrupt():
@@ -268,9 +285,7 @@ def test_episode_whose_environment_hangs_is_written_as_far_as_it_came(settings, 
 
 def test_several_turns_and_stop_strings(settings, tmp_path):
     """The server cuts the stop string off; the environment still sees the whole tag."""
-    data = tmp_path / "calculator.jsonl"
-    row = {"prompt": "6*7", "reward_spec": {"ground_truth": "42"}}
-    data.write_text(json.dumps(row))
+    data = write(tmp_path / "calculator.jsonl", [SIX_TIMES_SEVEN])
 
     def calculating(messages):
         if len(messages) == 1:
@@ -323,8 +338,7 @@ def test_a_dead_server_is_named_before_anything_is_played(settings):
 
 
 def test_a_server_that_dies_stops_the_evaluation_and_the_next_run_goes_on(settings, tmp_path):
-    data = tmp_path / "many.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in make_problems(60, num_digits=4, seed=2, instruction="")))
+    data = write(tmp_path / "many.jsonl", make_problems(60, num_digits=4, seed=2, instruction=""))
     running = replace(settings, data=data, concurrency=2, max_retries=0)
     answered = threading.Semaphore(20)
 
@@ -341,8 +355,7 @@ def test_a_server_that_dies_stops_the_evaluation_and_the_next_run_goes_on(settin
 
 
 def test_an_evaluation_in_which_nothing_works_stops_early(settings, tmp_path):
-    data = tmp_path / "many.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in make_problems(60, seed=2, instruction="")))
+    data = write(tmp_path / "many.jsonl", make_problems(60, seed=2, instruction=""))
     with ChatServer(lambda messages: (400, {"error": "unknown field max_tokens"})) as server:
         with pytest.raises(InfraError, match=r"10 episodes in a row failed; last: model, .*unknown field max_tokens"):
             evaluate(replace(settings, data=data, base_url=server.base_url))
@@ -350,8 +363,7 @@ def test_an_evaluation_in_which_nothing_works_stops_early(settings, tmp_path):
 
 
 def test_half_a_character_from_the_model_can_be_sent_back(settings, tmp_path):
-    data = tmp_path / "calculator.jsonl"
-    data.write_text(json.dumps({"prompt": "6*7", "reward_spec": {"ground_truth": "42"}}))
+    data = write(tmp_path / "calculator.jsonl", [SIX_TIMES_SEVEN])
     with ChatServer(lambda messages: "\ud83d" if len(messages) == 1 else "<answer>42</answer>") as server:
         summary = evaluate(replace(settings, env="calculator", data=data, base_url=server.base_url))
     assert summary.reward.mean == 1.0
@@ -383,18 +395,13 @@ def test_a_killed_evaluation_goes_on_where_it_was(settings, rows):
         return right(messages)
 
     with ChatServer(slow) as server:
-        command = [sys.executable, "-m", "skyrl_gym.eval", "--env", "arithmetic", "--base-url", server.base_url]
-        command += ["--model", "adder", "--data", str(rows), "--output", str(settings.output), "--concurrency", "1"]
-        process = subprocess.Popen([*command, "--num-samples", "5", "--quiet"], stdout=subprocess.DEVNULL)
-        path = settings.output / "episodes.jsonl"
-        give_up = time.monotonic() + 60
-        while not (path.exists() and path.read_bytes().count(b"\n") >= 3):
-            assert time.monotonic() < give_up and process.poll() is None
-            time.sleep(0.02)
+        limits = ("--concurrency", "1", "--num-samples", "5")
+        process = started(settings, rows, server, *limits, stdout=subprocess.DEVNULL)
+        wait_for_lines(settings, 3, process)
         process.send_signal(signal.SIGKILL)
         process.wait(10)
         finished = len(episodes(settings))
-        with path.open("a") as file:
+        with (settings.output / "episodes.jsonl").open("a") as file:
             file.write('{"task": 0, "sample": 4, "messa')  # what a kill in the middle of a write leaves
         asked = len(server.requests)
         summary = evaluate(replace(settings, base_url=server.base_url, num_samples=5))
@@ -416,13 +423,10 @@ def test_signal_ends_an_evaluation_soon_and_keeps_finished_and_unfinished_episod
         return right(messages)
 
     with ChatServer(stuck) as server:
-        command = [sys.executable, "-m", "skyrl_gym.eval", "--env", "arithmetic", "--base-url", server.base_url]
-        command += ["--model", "adder", "--data", str(rows), "--output", str(settings.output), "--concurrency", "2"]
-        process = subprocess.Popen([*command, "--quiet"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        path = settings.output / "episodes.jsonl"
-        give_up = time.monotonic() + 60
-        while not (path.exists() and path.read_bytes().count(b"\n") == 2 and len(server.requests) == 4):
-            assert time.monotonic() < give_up and process.poll() is None
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = started(settings, rows, server, "--concurrency", "2", **pipes)
+        wait_for_lines(settings, 2, process)
+        while len(server.requests) < 4:
             time.sleep(0.02)
         process.send_signal(number)
         summary, said = process.communicate(timeout=20)

@@ -24,6 +24,15 @@ def test_an_unknown_format_is_named():
         parse_tool_calls("", "yaml")  # type: ignore[arg-type]
 
 
+def check_calls(text, format, expected):
+    """Calls, or a part of why the one call is malformed."""
+    parsed = parse_tool_calls(text, format)
+    if isinstance(expected, str):
+        assert [type(call) for call in parsed] == [Invalid] and expected in parsed[0].reason
+    else:
+        assert parsed == expected
+
+
 @pytest.mark.parametrize(
     "text, calls",
     [
@@ -39,11 +48,9 @@ def test_an_unknown_format_is_named():
     ],
 )
 def test_xml(text, calls):
-    parsed = parse_tool_calls(text, "xml")
-    if isinstance(calls, str):
-        assert [type(call) for call in parsed] == [Invalid] and calls in parsed[0].reason
-    else:
-        assert parsed == [ToolCall(name, {SOLE_ARGUMENT: argument}) for name, argument in calls]
+    if isinstance(calls, list):
+        calls = [ToolCall(name, {SOLE_ARGUMENT: argument}) for name, argument in calls]
+    check_calls(text, "xml", calls)
 
 
 @pytest.mark.parametrize(
@@ -90,11 +97,7 @@ def test_xml(text, calls):
     ],
 )
 def test_hermes(text, calls):
-    parsed = parse_tool_calls(text, "hermes")
-    if isinstance(calls, str):
-        assert [type(call) for call in parsed] == [Invalid] and calls in parsed[0].reason
-    else:
-        assert parsed == calls
+    check_calls(text, "hermes", calls)
 
 
 def test_a_malformed_call_does_not_hide_the_next():
@@ -121,11 +124,7 @@ def test_a_malformed_call_does_not_hide_the_next():
     ],
 )
 def test_llama3_json(text, calls):
-    parsed = parse_tool_calls(text, "llama3_json")
-    if isinstance(calls, str):
-        assert [type(call) for call in parsed] == [Invalid] and calls in parsed[0].reason
-    else:
-        assert parsed == calls
+    check_calls(text, "llama3_json", calls)
 
 
 def test_llama_calls_need_a_semicolon_between():
@@ -166,11 +165,7 @@ def test_llama_calls_need_a_semicolon_between():
     ],
 )
 def test_gpt_oss(text, calls):
-    parsed = parse_tool_calls(text, "gpt_oss")
-    if isinstance(calls, str):
-        assert [type(call) for call in parsed] == [Invalid] and calls in parsed[0].reason
-    else:
-        assert parsed == calls
+    check_calls(text, "gpt_oss", calls)
 
 
 PIECES = st.sampled_from(
@@ -350,12 +345,7 @@ HARMONY_THOUGHT = "<|message|>Hm.<|end|>"
         ("llama3_json", '{"name": "add", "parameters": {}} and so on', None, []),
         ("xml", "Two. <tool><a>1</a></tool> Three.", "Two.  Three.", [ToolCall("a", {"": "1"})]),
         ("gpt_oss", " to=functions.f<|message|>{}<|call|>", "", [F]),
-        (
-            "gpt_oss",
-            "<|message|>Hm.<|end|><|start|>assistant to=functions.f<|message|>{}",
-            "<|message|>Hm.<|end|>",
-            [F],
-        ),
+        ("gpt_oss", f"{HARMONY_THOUGHT}<|start|>assistant to=functions.f<|message|>{{}}", HARMONY_THOUGHT, [F]),
     ],
 )
 def test_valid_calls_are_split_from_the_text_and_malformed_ones_stay(format, text, content, calls):
