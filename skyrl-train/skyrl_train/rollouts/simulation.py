@@ -132,10 +132,19 @@ class Simulation:
     Args:
         limits: of the schedule; synchronous training is `max_staleness_steps=0`, `order=exact`.
         groups: samples of each group; group i of the run is one of these, drawn with `seed`.
+        sync_every_steps: training steps between weight syncs.
     """
 
-    def __init__(self, limits: ScheduleLimits, groups: Sequence[Sequence[SampleCost]], costs: Costs, seed: int = 0):
+    def __init__(
+        self,
+        limits: ScheduleLimits,
+        groups: Sequence[Sequence[SampleCost]],
+        costs: Costs,
+        seed: int = 0,
+        sync_every_steps: int = 1,
+    ):
         self._limits, self._groups, self._costs, self._seed = limits, groups, costs, seed
+        self._sync_every_steps = sync_every_steps
         self._scheduler = GroupScheduler(limits)
         self._engines = [_Engine(costs) for _ in range(costs.num_engines)]
         self._waits: list[tuple[float, int]] = []  # (end, sequence)
@@ -173,6 +182,9 @@ class Simulation:
                 assert batch is not None
                 self._scheduler.trained(batch)
                 batch, step_end = None, float("inf")
+                if self._scheduler.num_trained_steps % self._sync_every_steps:
+                    self.run.step_ends.append(self._now)
+                    continue
                 sync_end = self._now + self._costs.sync_seconds
                 self._pause(True)
             elif self._now >= wait_end:

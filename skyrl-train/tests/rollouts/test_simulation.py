@@ -35,6 +35,13 @@ def test_synchronous_step_is_the_longest_sample_and_the_training_and_the_sync():
     assert run.ages == {0: 20}
 
 
+def test_a_sync_every_second_step_is_paid_every_second_step():
+    """Of two steps that hold the groups of two versions, the second finds its groups finished."""
+    schedule = limits(max_staleness_steps=1, max_running=4)
+    run = Simulation(schedule, [GROUP], costs(), sync_every_steps=2).simulate()
+    assert run.seconds == pytest.approx(5 * (8 * 0.5 + 3 + 3 + 1))
+
+
 def test_iteration_is_slower_with_more_sequences():
     run = Simulation(limits(), [GROUP], costs(seconds_per_sequence=0.25)).simulate()
     # four sequences for four tokens, then two for four more
