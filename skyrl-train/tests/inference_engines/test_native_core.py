@@ -14,7 +14,7 @@ from skyrl_train.inference_engines.native import packed_linear
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.packed_linear import can_pack, pack_linears, stale_copies
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, PromptScoring, Request
-from skyrl_train.weight_sync.fingerprint import Sampling
+from skyrl_train.weight_sync.fingerprint import VerificationSample
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_window"]
 CPU = torch.device("cpu")
@@ -246,7 +246,7 @@ def test_a_packed_copy_that_kept_old_weights_is_named(bias: bool, monkeypatch: p
     monkeypatch.setattr(packed_linear, "SMALLEST", 0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 24, bias=bias), torch.nn.Linear(24, 8, bias=bias))
     pack_linears(model)
-    sampling = Sampling(1, "sampled")
+    sampling = VerificationSample(1, "sampled")
     assert stale_copies(model, sampling) == []
     with torch.no_grad():
         model[1].weight.view(torch.int32)[5, 7] += 1  # a neighbour of the number in float32

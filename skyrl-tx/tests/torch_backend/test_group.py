@@ -165,7 +165,7 @@ def test_a_datum_that_is_wrong_is_named_by_its_number_in_the_request(group: Grou
     data = [Datum(datum.tokens, {"target_tokens": datum.inputs["target_tokens"]}) for datum in supervised([30, 30, 5])]
     for datum in data[:2]:
         datum.inputs.update({name: np.ones(30, np.float32) for name in ("logprobs", "advantages")})
-    with pytest.raises(ModelError, match=r"data\[2\]\.loss_fn_inputs must have 'advantages'"):
+    with pytest.raises(ModelError, match=r"data\[2\]\.loss_fn_inputs must have 'logprobs' for importance_sampling"):
         run(group, "m", data, "importance_sampling")
     group.forget("m")
     with pytest.raises(ModelError, match="not loaded"):
