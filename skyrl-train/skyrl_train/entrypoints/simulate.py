@@ -116,7 +116,13 @@ def measured(folder: Path) -> Workload:
     from skyrl_train.utils.run_folder import RunFolder
 
     run = RunFolder(folder)
-    metrics = {row["step"]: row for row in run.read_metrics() if "timing/generate" in row} if folder.is_dir() else {}
+    rows = run.read_metrics() if folder.is_dir() else []
+    if any("async/staleness_mean" in row for row in rows):
+        raise DataError(
+            f"{folder} is a run of asynchronous training, whose metrics do not tell how long a batch takes to "
+            "generate; give the folder of a synchronous run of the same data, or --lengths and --seconds-per-iteration"
+        )
+    metrics = {row["step"]: row for row in rows if "timing/generate" in row}
     files = {file.step: file.path for file in run.trajectory_files() if file.phase == "train"} if metrics else {}
     steps = sorted(metrics.keys() & files.keys())
     if not steps:
@@ -130,13 +136,13 @@ def measured(folder: Path) -> Workload:
         seconds = metrics[step]["timing/generate"]
         equations.append((max(tokens), sum(tokens) / cfg.generator.num_inference_engines, seconds))
     per_iteration, per_sequence = fit_iteration(equations)
-    rows = [metrics[step] for step in steps]
-    sync = fmean(row.get("timing/sync_weights", 0.0) for row in rows)
+    used = [metrics[step] for step in steps]
+    sync = fmean(row.get("timing/sync_weights", 0.0) for row in used)
     costs = Costs(
         num_engines=cfg.generator.num_inference_engines,
         seconds_per_iteration=per_iteration,
         seconds_per_sequence=per_sequence,
-        step_seconds=fmean(row["timing/step"] - row["timing/generate"] for row in rows) - sync,
+        step_seconds=fmean(row["timing/step"] - row["timing/generate"] for row in used) - sync,
         sync_seconds=sync,
     )
     return Workload(groups, cfg.trainer.train_batch_size, costs)

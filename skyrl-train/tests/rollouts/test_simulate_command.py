@@ -52,6 +52,12 @@ def test_folder_without_steps_is_named(tmp_path, capsys):
     assert "no_run has no finished training step" in capsys.readouterr().err
 
 
+def test_folder_of_an_asynchronous_run_is_refused(tmp_path, capsys):
+    RunFolder(tmp_path).append_metrics(1, {"async/staleness_mean": 1.0, "timing/step": 2.0})
+    assert main([str(tmp_path)]) == 2
+    assert "is a run of asynchronous training" in capsys.readouterr().err
+
+
 def test_cost_of_an_iteration_is_fitted():
     equations = [(x, y, 0.5 * x + 0.01 * y) for x, y in [(10, 100), (20, 120), (15, 300)]]
     assert fit_iteration(equations) == pytest.approx((0.5, 0.01))
