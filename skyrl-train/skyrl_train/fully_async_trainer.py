@@ -93,15 +93,21 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         )
 
     async def sync_weights(self) -> None:
-        """Sync the policy's weights, if this step's number is a multiple of `sync_every_steps` or the last."""
-        settings = self.cfg.trainer.fully_async
-        if self.global_step % settings.sync_every_steps and not self.is_last_step():
+        """Sync the policy's weights, if that is due in this step."""
+        if self.pool is not None and not self.is_sync_due():
             return
         if self.pool is not None and self.cfg.pause_at_sync == "wait":
             await self.pool.drain()
         await super().sync_weights()
         if self.pool is not None:
             self.pool.synced(self.weight_version)
+
+    def is_sync_due(self) -> bool:
+        """Return True every `sync_every_steps` steps, after the last one, and before evaluations and checkpoints: they
+        are of the weights after this step, and a resumed run begins with a sync."""
+        trainer = self.cfg.trainer
+        intervals = (trainer.fully_async.sync_every_steps, trainer.eval_interval, trainer.ckpt_interval)
+        return any(self.is_due(interval) for interval in intervals)
 
     # ---- generate
 

@@ -37,7 +37,7 @@ class FullyAsyncConfig(BaseConfig):
     the run with an error."""
 
     sync_every_steps: int = 1
-    """Training steps between weight syncs, at most S + 1."""
+    """Training steps between weight syncs, at most S + 1. Evaluations and checkpoints are preceded by one as well."""
 
     pause: Literal["keep", "abort", "wait"] | None = None
     """Treatment of running requests at a weight sync. `keep`: they stand still and go on. `abort`: they end and are

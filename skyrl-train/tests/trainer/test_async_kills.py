@@ -113,8 +113,14 @@ def killed_run(settings: Any, merged: Any, tmp_path: Path) -> Any:
 @pytest.mark.parametrize("num_kills", [3, pytest.param(10, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "schedule",
-    [dict(max_staleness_steps=0, order="exact"), dict(max_staleness_steps=1, order="exact", pause="wait")],
-    ids=["staleness 0", "one step off"],
+    [
+        dict(max_staleness_steps=0, order="exact"),
+        dict(max_staleness_steps=1, order="exact", pause="wait"),
+        pytest.param(
+            dict(max_staleness_steps=2, order="exact", pause="wait", sync_every_steps=2), marks=pytest.mark.full
+        ),
+    ],
+    ids=["staleness 0", "one step off", "a sync every second step"],
 )
 def test_a_run_that_does_not_depend_on_the_clock_goes_on_bit_for_bit(
     killed_run: Any, schedule: dict[str, Any], num_kills: int
