@@ -120,12 +120,15 @@ def _append_line(path: Path, line: bytes) -> None:
     """Writes a line under a lock, after ending one that was left unfinished; takes it back if it does not fit."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
+        # O_APPEND alone is not enough: the size read below must stay true until the write, or a failed write would
+        # truncate a line that another process appended meanwhile. Closing the descriptor releases the lock.
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         data = memoryview((b"\n" if torn else b"") + line + b"\n")
         try:
             while data:
+                # A disk that is nearly full may accept only part of the line; the next write then reports the error.
                 data = data[os.write(descriptor, data) :]
         except OSError:
             os.ftruncate(descriptor, size)

@@ -63,6 +63,8 @@ class Validator:
         except TaskRowError as error:
             return RowReport(f"row {position}", False, [str(error)])
         solution = self.task.solution(instance)
+        # Held until both judgements are done, because each of them starts a runtime: this bounds the runtimes that
+        # exist at a time. A row's runtimes follow one another, so it never holds two.
         async with self._turns:
             problems = await self._try(instance, solution)
         return RowReport(instance.instance_id, solution is not None, problems)

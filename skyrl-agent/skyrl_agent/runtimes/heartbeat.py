@@ -32,10 +32,12 @@ class Heart:
         with self._lock:
             if self._watcher is not None:
                 pid, descriptor = self._watcher
+                # A pidfd and not the bare process id, which the system may have given to another process since.
                 if not _is_readable(descriptor):
                     return
                 os.close(descriptor)
                 with suppress(ChildProcessError):
+                    # Reaps the watcher that ended, which would stay a zombie. Other code may have reaped it already.
                     os.waitpid(pid, os.WNOHANG)
             pid = start_watcher()
             self._watcher = pid, os.pidfd_open(pid)
@@ -47,6 +49,7 @@ class Heart:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="skyrl-agent-heartbeat", daemon=True)
                 self._thread.start()
+        # Wakes the thread, whose current pause may be longer than this lease lasts.
         self._changed.set()
 
     def drop(self, lease: Lease) -> None:
@@ -55,8 +58,10 @@ class Heart:
 
     def _run(self) -> None:
         while True:
+            # Cleared before the leases are read: a `hold` after the read sets it again and ends the wait below.
             self._changed.clear()
             with self._lock:
+                # Copied, so that leases are renewed without the lock: `hold` and `drop` must not wait for a slow disk.
                 held = list(self._held)
             if held:
                 self.be_watched()

@@ -107,6 +107,8 @@ class HostRuntime:
     ) -> ExecResult:
         limits = limits_for(limits or self.spec.limits, timeout)
         argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
+        # The command exists before its thread runs, so that a cancelled caller or `close` has something to cancel even
+        # while the thread still waits for its turn or for the lock.
         self._command = running = _Command()
         seconds = TURN_SECONDS + limits.wall_seconds + 2 * END_SECONDS + MARGIN_SECONDS
         try:
@@ -114,6 +116,7 @@ class HostRuntime:
                 seconds, self._run, running, argv, as_bytes(stdin), {**self.spec.env, **(env or {})}, limits
             )
         except asyncio.CancelledError:
+            # Cancelling the await does not stop the thread: it would keep the lock until the command's own time limit.
             await in_thread(2 * END_SECONDS, running.cancel)
             raise
 
@@ -149,8 +152,11 @@ class HostRuntime:
         sandbox = make_leased_sandbox(self.spec)
         heartbeat.heart.be_watched()
         self._lease = sandbox.take_lease(self.id, self.spec.lease_seconds)
+        # The lease is taken and renewed before the sandbox starts: if this process dies during the start, the lease
+        # expires and others can remove what was created.
         heartbeat.heart.hold(self._lease)
         weakref.finalize(self, _give_up, self._lease)
+        # Assigned before `start`, so that `close` also cleans up a sandbox whose start failed halfway.
         self._sandbox = sandbox
         sandbox.start()
         self.workdir, self.python = sandbox.workdir, sandbox.python
@@ -158,6 +164,7 @@ class HostRuntime:
     def _run(
         self, running: "_Command", argv: list[str], stdin: bytes, env: Mapping[str, str], limits: Limits
     ) -> ExecResult:
+        # The turn comes first: a thread that waits for it must not hold the lock, or `close` would wait as well.
         with commands.background.turn(), self._lock:
             result = running.run(self._started(), argv, stdin, env, limits)
         if result.outcome == "exited" and result.returncode != 0 and (folder := self._started().full_disk()):
@@ -166,7 +173,9 @@ class HostRuntime:
 
     def _close(self) -> None:
         if self._lease is not None:
+            # Dropped first, without the lock: if the rest of the shutdown hangs, the lease expires and others clean up.
             heartbeat.heart.drop(self._lease)
+        # Cancelled before the lock is taken, because the thread that runs the command holds the lock until it ends.
         self._command.cancel()
         with self._lock:
             if self._sandbox is not None:

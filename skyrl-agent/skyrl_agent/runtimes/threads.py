@@ -20,6 +20,8 @@ async def in_thread(seconds: float, function: Callable[..., T], *arguments: obje
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
+    # Runs on the event loop, which owns the future: futures are not thread-safe, so the thread never touches it.
+    # After a timeout or a cancellation the future is done already, and setting it would raise InvalidStateError.
     def deliver(result: Any, error: BaseException | None) -> None:
         if future.done():
             return
@@ -38,10 +40,13 @@ async def in_thread(seconds: float, function: Callable[..., T], *arguments: obje
             loop.call_soon_threadsafe(deliver, result, error)
 
     try:
+        # A daemon thread, so that a call that never returns does not keep the interpreter from exiting.
         threading.Thread(target=work, name="skyrl-agent-runtime", daemon=True).start()
     except RuntimeError as error:
         raise InfraError(f"no thread for a runtime: {error}") from error
     try:
+        # Unlike wait_for, wait does not raise at the timeout, so a TimeoutError raised by `function` itself is not
+        # mistaken for ours.
         await asyncio.wait([future], timeout=seconds)
         if not future.done():
             name = getattr(function, "__qualname__", str(function))
