@@ -62,6 +62,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, address: str):
         self._config, self._address = config, address
+        # The event loop waits for `_stop`; the training thread cannot await, so it has an event of its own.
         self._stop = asyncio.Event()
         self._stopping = threading.Event()
         self._training_thread = ThreadPoolExecutor(1, thread_name_prefix="training")

@@ -162,6 +162,7 @@ class Database:
                 f"database_url: {self} is in use by another server (process {owner or 'unknown'}); stop that one, or "
                 "give this one another --database-url and --state-dir"
             ) from error
+        # Written only with the lock held, so that the id in a refusal is never that of a server that was refused.
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         self._lock = descriptor

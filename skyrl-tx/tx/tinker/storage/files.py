@@ -109,6 +109,8 @@ def _try_lock(holder: Path) -> int | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Between open and flock, another process may have deleted the file, or made a new one at its path. A lock on
+        # the deleted file would exclude nobody.
         if os.path.samestat(os.stat(path), os.fstat(descriptor)):
             return descriptor
     except (BlockingIOError, FileNotFoundError):

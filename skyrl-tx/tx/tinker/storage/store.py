@@ -91,6 +91,7 @@ class Store:
         """
         self._check_open()
         await self._room.acquire()
+        # close() may have run during the await: the writer has then been told to end and would never see this unit.
         if self._closed:
             self._room.release()  # for the next who waits, to be told the same
             self._check_open()
@@ -118,6 +119,7 @@ class Store:
         self._closed = True
         if self._writer is not None:
             self._units.put(None)
+            # Not joined on the event loop, where callers of write() still have to receive their results.
             await asyncio.to_thread(self._writer.join)
         await asyncio.to_thread(self._readers.shutdown)
         await asyncio.to_thread(self._database.close)

@@ -55,6 +55,7 @@ def adamw(before: AdamState, gradient: torch.Tensor, step: int, params: AdamPara
             f"{norm(gradient):.3g}). Set adam_params.grad_clip_norm, or give the data smaller weights or advantages"
         )
     weights = before.weights.mul(1 - decay) if decay else before.weights.clone()
+    # `root` is not needed again, so eps is added in place.
     weights.addcdiv_(mean, root.add_(eps), value=-rate)
     # No entry of scaling * B A is larger than this, so what the layers add is finite as well.
     if not scaling * norm(weights) ** 2 <= _FLOAT32.max:

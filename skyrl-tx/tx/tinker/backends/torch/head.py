@@ -78,13 +78,17 @@ class Scored:
         """[M] float32"""
         for chunk in self._chunks:
             logits = self._logits(chunk)
+            # The largest logit of each row [C, 1] is subtracted so that exp() cannot overflow; `norm` adds it again.
             largest = logits.amax(dim=-1, keepdim=True)
             logits.sub_(largest)
+            # Read before exp_() below overwrites the logits: a second [C, V] tensor would double the peak memory.
             of_targets = logits[chunk.at, chunk.words]
             total = logits.exp_().sum(dim=-1, keepdim=True)
             log_total = total.log()
             self.log_probs[chunk.targets] = of_targets - log_total[chunk.at, 0]
             self._norms.append(log_total.add_(largest))
+            # Several chunks are computed again in backward, since all of [n, V] may not fit. A soft cap needs the
+            # logits themselves for its slope, not the probabilities.
             if len(self._chunks) == 1 and head.rule.softcap is None:
                 self._kept = logits.div_(total)
             del logits  # before the next chunk's are made
@@ -113,8 +117,10 @@ class Scored:
             p, self._kept = self._kept, None
         else:
             p = self._logits(chunk)
+            # d/dz of c tanh(z / c) is 1 - tanh^2, taken from the capped logits before they are overwritten.
             slope = None if rule.softcap is None else 1 - (p / rule.softcap).square_()
             p.sub_(norm).exp_()
+        # A row may have several targets, so both terms add up the gradients of its targets.
         of_rows = gradient.new_zeros(len(p)).index_add_(0, chunk.at, gradient)
         dz = p.mul_(-of_rows[:, None]).index_put_((chunk.at, chunk.words), gradient, accumulate=True)
         if rule.multiplier != 1.0:

@@ -57,6 +57,8 @@ class RankGroup:
         """Sum a tensor over all ranks in float32, with the same bits on each. A collective."""
         if self.size == 1:
             return tensor
+        # bfloat16 has 8 bits of precision, and each addition of the reduction would round to them. A float32 tensor is
+        # not copied here: the reduction writes into the argument.
         total = tensor.float()
         dist.all_reduce(total)
         return total
@@ -74,6 +76,7 @@ class RankGroup:
         for name, dtype in self.exchange({name: each.dtype for name, each in model.named_parameters()})[0].items():
             parameter = model.get_parameter(name)  # some stay float32 when they are loaded
             parameter.data = parameter.data.to(dtype)
+        # Taken before sharding, which replaces the parameters by shards. Only rank 0 has read the weights.
         whole = model.state_dict() if self.rank == 0 else {}
         blocks = transformer_blocks(model)
         if not blocks:
@@ -83,6 +86,8 @@ class RankGroup:
             )
         inside = {parameter for block in blocks for parameter in block.parameters()}
         outside = set(model.parameters()) - inside
+        # Every rank must shard and load in the same order, because each step is a collective: ranks that disagree wait
+        # for each other until the timeout.
         for block in blocks:
             fully_shard(block, mesh=self.mesh)
         fully_shard(model.get_decoder(), mesh=self.mesh, ignored_params=outside)
