@@ -5,9 +5,13 @@ reads). The rest, options included, is the same for all of them:
 
     --output_dir DIR            where both files go
     --input PATH ...            local .jsonl, .json (either may be gzipped) or .parquet files, or folders of them
-    --hub_train NAME[:CONFIG]@SPLIT, --hub_test ...      datasets of the Hugging Face hub instead
+    --hub_train NAME[:CONFIG]@SPLIT[#REVISION], --hub_test ...      datasets of the Hugging Face hub instead
     --validation_share SHARE    hold this share out where there is no file for validation
     --max_train_dataset_length N
+    --only_validation           write validation.parquet alone: a set to evaluate on
+
+Beside both files goes `prepared.json`: the source, and of each file the number of rows and a checksum of their content,
+which does not depend on the version of any library. Two people whose checksums agree train on the same rows.
 
 A local file belongs to the split that its name holds: train, or test / dev / validation. With --validation_share, files
 whose name holds none are read too.
@@ -15,6 +19,7 @@ whose name holds none are read too.
 
 import argparse
 import gzip
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -31,6 +36,8 @@ Problems = dict[str, Sequence[Problem]]
 """By split: `train` and `test`. Those of the hub are read while one goes through them."""
 MakeRow = Callable[[Problem, str, int], Row | None]
 """(problem, split, index) -> row, or None to leave the problem out."""
+Clean = Callable[[list[Row]], list[Row]]
+"""Choose among all rows of a split, where a row's fate depends on others."""
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 SPLIT_NAMES = {"train": "train", "test": "test", "dev": "test", "valid": "test"}
@@ -47,33 +54,38 @@ def make_parser(
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", "--local_dir", type=Path, default=Path(output_dir), help="folder to write")
     parser.add_argument("--input", type=Path, nargs="+", help="local files or folders instead of the hub")
-    parser.add_argument("--hub_train", default=hub[0], help="NAME[:CONFIG]@SPLIT on the hub; default: %(default)s")
+    parser.add_argument(
+        "--hub_train", default=hub[0], help="NAME[:CONFIG]@SPLIT[#REVISION] on the hub; default: %(default)s"
+    )
     parser.add_argument("--hub_test", default=hub[1], help="the same for validation; default: %(default)s")
     parser.add_argument(
         "--validation_share", type=float, default=validation_share, help="share to hold out if there is one set only"
     )
     parser.add_argument("--max_train_dataset_length", type=int, help="write only so many training rows")
+    parser.add_argument("--only_validation", action="store_true", help="read and write a set to evaluate on, no other")
     return parser
 
 
-def build(options: argparse.Namespace, make_row: MakeRow, columns: Sequence[str]) -> None:
-    """Reads, makes the rows, writes. Every problem needs the `columns`; "a|b" means one of them.
+def build(
+    options: argparse.Namespace, make_row: MakeRow, columns: Sequence[str], clean: Clean = lambda rows: rows
+) -> None:
+    """Reads, makes the rows, cleans them, writes. Every problem needs the `columns`; "a|b" means one of them.
 
     Raises DataError on input that cannot be used.
     """
     local = [path.expanduser() for path in options.input or []]
-    problems = (
-        read_local(local, options.validation_share is not None)
-        if local
-        else read_hub(options.hub_train, options.hub_test)
-    )
-    problems = hold_out(problems, options.validation_share)
-    rows = {split: _make_rows(found, split, make_row, columns) for split, found in problems.items()}
+    hub = (None if options.only_validation else options.hub_train, options.hub_test)
+    if options.only_validation and local:
+        problems = {"train": [], "test": [row for rows in read_local(local, any_name=True).values() for row in rows]}
+    else:
+        problems = read_local(local, options.validation_share is not None) if local else read_hub(*hub)
+        problems = hold_out(problems, options.validation_share)
+    rows = {split: clean(_make_rows(found, split, make_row, columns)) for split, found in problems.items()}
     num_left_out = sum(len(found) - len(rows[split]) for split, found in problems.items())
     if num_left_out:
         print(f"{num_left_out} problems are left out")
     rows["train"] = rows["train"][: options.max_train_dataset_length]
-    write(rows, options.output_dir)
+    write(rows, options.output_dir, [str(path) for path in local] or hub, options.only_validation)
 
 
 def _make_rows(problems: Sequence[Problem], split: str, make_row: MakeRow, columns: Sequence[str]) -> list[Row]:
@@ -89,17 +101,34 @@ def _make_rows(problems: Sequence[Problem], split: str, make_row: MakeRow, colum
     return rows
 
 
-def write(rows: dict[str, list[Row]], output_dir: Path) -> None:
-    """Writes both files. Raises DataError if there is nothing for one of them."""
+def write(
+    rows: dict[str, list[Row]],
+    output_dir: Path,
+    sources: Sequence[str | None] = (),
+    only_validation: bool = False,
+) -> None:
+    """Writes both files (or the second) and `prepared.json`. Raises DataError if there is nothing for one of them."""
     output = output_dir.expanduser()
     output.mkdir(parents=True, exist_ok=True)
-    for split in ("train", "test"):
+    files = {"test": "validation"} if only_validation else {"train": "train", "test": "validation"}
+    for split in files:
         if not rows[split]:
             raise DataError(f"there are no {split} problems, nothing is written to {output}; see --validation_share")
-    for split, name in (("train", "train"), ("test", "validation")):
+    prepared: dict[str, Any] = {"sources": [source for source in sources if source]}
+    for split, name in files.items():
         path = output / f"{name}.parquet"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[split]), path)
-        print(f"{len(rows[split])} problems: {path}")
+        prepared[path.name] = {"rows": len(rows[split]), "checksum": checksum(rows[split])}
+        print(f"{len(rows[split])} problems: {path}, checksum {prepared[path.name]['checksum']}")
+    (output / "prepared.json").write_text(json.dumps(prepared, indent=2) + "\n")
+
+
+def checksum(rows: Iterable[Row]) -> str:
+    """Hash rows (SHA-256, the first 16 hexadecimal digits) by their content as JSON with sorted keys."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode() + b"\n")
+    return digest.hexdigest()[:16]
 
 
 def hold_out(problems: Problems, share: float | None) -> Problems:
@@ -147,9 +176,11 @@ def _read_hub(name: str | None) -> Sequence[Problem]:
 
     if name is None:
         return []
+    name, _, revision = name.partition("#")
     dataset, _, split = name.partition("@")
     path, _, config = dataset.partition(":")
-    return datasets.load_dataset(path, config or None, split=split or "train")  # pyright: ignore[reportReturnType]
+    found = datasets.load_dataset(path, config or None, split=split or "train", revision=revision or None)
+    return found  # pyright: ignore[reportReturnType]
 
 
 def split_of(path: Path) -> str | None:

@@ -9,7 +9,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-import tarfile
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType
@@ -225,6 +224,27 @@ def test_aime_rows_are_solved_and_come_once(tmp_path):
         assert play(row, ["Answer: 1"]).total_reward == -1.0
 
 
+def test_aime_prompts_with_several_answers_are_dropped(tmp_path):
+    """As DAPO-Math-17k is cleaned: first exact duplicates, then every prompt whose answers differ."""
+
+    def published(problem: str, answer: str, source: str = "math_dapo") -> dict[str, Any]:
+        prompt = [{"role": "user", "content": f"{problem} End with a line Answer: n."}]
+        return {"data_source": source, "prompt": prompt, "ability": "MATH", "reward_model": {"ground_truth": answer}}
+
+    agreed, disputed = published("Find a.", "1"), [published("Find b.", "2"), published("Find b.", "3")]
+    twice = published("Find a.", "1", source="another_set")  # no exact duplicate, and the same answer
+    write_json_lines(tmp_path / "train.jsonl", [agreed, *disputed, agreed, disputed[0], twice])
+    write_json_lines(tmp_path / "test.jsonl", [published("Find b.", "2")])
+    rows = build("aime/aime_dataset.py", tmp_path / "out", "--input", tmp_path)
+    assert [(row["data_source"], row["reward_model"]["ground_truth"]) for row in rows["train"]] == [
+        ("math_dapo", "1"),
+        ("another_set", "1"),
+    ]
+    assert len(rows["validation"]) == 1  # what is disputed in one split does not leave the other
+    prepared = json.loads((tmp_path / "out" / "prepared.json").read_text())
+    assert prepared["train.parquet"]["rows"] == 2
+
+
 def test_multiply_rows_are_solved_and_validation_is_held_out(tmp_path):
     rows = build("multiply/multiply_dataset.py", tmp_path, "--num_digits", 2, "--train_size", 500, "--test_size", 50)
     assert (len(rows["train"]), len(rows["validation"])) == (500, 50)
@@ -263,16 +283,24 @@ def test_search_rows_as_published_are_kept(tmp_path):
     assert row["extra_info"]["need_tools_kwargs"] is True
 
 
-@pytest.fixture(scope="module")
-def spider(test_data, tmp_path_factory) -> Path:
-    """The databases where the environment looks for them."""
-    folder = tmp_path_factory.mktemp("sql")
-    with tarfile.open(test_data / "sql_spider" / "databases.tar.xz") as archive:
-        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has none
-        archive.extractall(folder)
-    (folder / "spider").mkdir()
-    (folder / "databases" / "spider").rename(folder / "spider" / "database")
-    return folder
+def test_search_rows_take_the_instruction_from_the_prompt_column(tmp_path):
+    """A row without a prompt (another evaluation set, say) gets the words of those that have one."""
+
+    def problem(question: str, prompt: str | None) -> dict[str, Any]:
+        row: dict[str, Any] = {"question": question, "golden_answers": ["Anna"], "data_source": "nq"}
+        return row | ({} if prompt is None else {"prompt": [{"role": "user", "content": prompt}]})
+
+    write_json_lines(tmp_path / "train.jsonl", [problem("who wrote it", "Search first. Question: who wrote it?\n")])
+    write_json_lines(tmp_path / "test.jsonl", [problem("Who sang it?", None), problem("who came", None)])
+    rows = build("search/searchr1_dataset.py", tmp_path / "out", "--input", tmp_path)
+    asked = [row["prompt"] for row in rows["train"] + rows["validation"]]
+    system = {"role": "system", "content": "You are a helpful and harmless assistant."}
+    assert all(prompt[0] == system for prompt in asked)
+    assert [prompt[1]["content"] for prompt in asked] == [
+        "Search first. Question: who wrote it?\n",
+        "Search first. Question: Who sang it?\n",
+        "Search first. Question: who came?\n",
+    ]
 
 
 def test_text2sql_rows_are_solved(tmp_path, test_data, spider):
@@ -314,6 +342,31 @@ def test_text2sql_leaves_out_what_gives_no_rows_and_keeps_what_is_ready(tmp_path
     assert play(row, [turn], {"db_path": str(tmp_path)}).total_reward == 1.0
     with pytest.raises(DataError, match=r"no database at .*--data"):
         build("text2sql/text2sql_dataset.py", tmp_path, "--input", tmp_path, "--db_path", tmp_path / "elsewhere")
+
+
+def test_text2sql_sets_to_evaluate_on_keep_every_question_and_the_published_words(tmp_path):
+    folder = tmp_path / "Spider-DK" / "database" / "zoo"
+    folder.mkdir(parents=True)
+    with closing(sqlite3.connect(folder / "zoo.sqlite")) as connection, connection:
+        connection.executescript("CREATE TABLE animal (name TEXT); INSERT INTO animal VALUES ('yak'), ('emu')")
+    words = "Task.\n\nDatabase Schema:\n{}\nThis schema describes it.\n{}\nQuestion:\n{}\n\nInstructions:\nCost: $1"
+    train = [{"prompt": [{"role": "user", "content": words.format("CREATE TABLE other (id)", "", "Another?")}]}]
+    write_json_lines(tmp_path / "train.jsonl", train)
+    problem = {"db_id": "zoo", "SpiderSynQuestion": "Which beasts?", "question": "Which?", "evidence": "Two."}
+    queries = ["SELECT name FROM animal", "SELECT name FROM animal WHERE 0"]
+    path = write_json_lines(tmp_path / "dk.jsonl", [problem | {"query": query} for query in queries])
+    arguments = ["--input", path, "--only_validation", "--keep_empty", "--data", "spider_dk", "--db_path", tmp_path]
+    arguments += ["--data_source", "dk", "--question_column", "SpiderSynQuestion", "--prompt_like"]
+    load(EXAMPLES / "text2sql/text2sql_dataset.py").main(
+        ["--output_dir", str(tmp_path / "out"), *map(str, arguments), str(tmp_path / "train.jsonl")]
+    )
+    rows = pyarrow.parquet.read_table(tmp_path / "out" / "validation.parquet").to_pylist()
+    assert not (tmp_path / "out" / "train.parquet").exists()
+    assert [(row["data_source"], row["reward_spec"]["ground_truth"]) for row in rows] == [("dk", q) for q in queries]
+    schema = "CREATE TABLE animal (name TEXT);"
+    assert rows[0]["prompt"][0]["content"] == words.format(schema, "\nNote: Two.\n", "Which beasts?")
+    with pytest.raises(DataError, match=r"the first prompt has no 'Database Schema:' before 'This schema describes'"):
+        load(EXAMPLES / "text2sql/text2sql_dataset.py").template_of("Question: which?", "rows")
 
 
 @pytest.mark.parametrize("name", ["humaneval", "mbpp"])

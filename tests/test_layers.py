@@ -15,7 +15,7 @@ PACKAGE = REPOSITORY / "skyrl-train" / "skyrl_train"
 
 LAYERS = [
     {"errors", "types", "env_vars", "config"},
-    {"training_batch", "utils"},
+    {"training_batch", "expert_routes", "utils"},
     {"algorithms"},
     {"models", "distributed"},
     {"weight_sync"},
@@ -24,7 +24,17 @@ LAYERS = [
     {"generators", "training_backends"},
     {"workers"},
     {"orchestration"},
-    {"dataset", "evaluate", "checkpoints", "provenance", "batch_preparation", "mismatch", "step_plan", "supervised"}
+    {
+        "dataset",
+        "evaluate",
+        "checkpoints",
+        "checkpoint_saver",
+        "provenance",
+        "batch_preparation",
+        "mismatch",
+        "step_plan",
+        "supervised",
+    }
     | {"trainer", "training_run", "fully_async_trainer"},
     {"entrypoints", "report"},
 ]

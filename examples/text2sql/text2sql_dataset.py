@@ -7,6 +7,15 @@ Columns: `db_id`, `question` and `query` (or `SQL`, `sql`), with `evidence` or `
 Spider, BIRD and SynSQL are published. Or rows that are ready (`prompt`, `reward_spec`, `data`), which are kept as they
 are: NovaSky-AI/SkyRL-SQL-653-data-newfmt, what is read from the hub unless told otherwise.
 
+A set to evaluate on, as the tables of SkyRL-SQL have five (all of its questions, whatever they give):
+
+    python examples/text2sql/text2sql_dataset.py --db_path DIR --input spider-realistic.json --only_validation \\
+        --keep_empty --data_source spider_realistic --prompt_like ~/data/sql/train.parquet
+
+--prompt_like takes the words of the prompt from rows that are ready, and puts schema, knowledge and question in their
+places: between "Database Schema:" and "This schema describes", after "External Knowledge:", and between "Question:" and
+"Instructions:".
+
 The databases are below --db_path where the environment looks for them, such as spider/database/ID/ID.sqlite; the
 schema in the prompt is read from there. A question is left out if its query does not run, or gives no rows: then
 whatever finds nothing would be right.
@@ -16,11 +25,13 @@ import functools
 import sqlite3
 import sys
 from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
+from string import Template
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dataset_files import Problem, Row, build, first, make_parser
+from dataset_files import Problem, Row, build, first, make_parser, read_file
 
 from skyrl_gym.envs.sql.env import DATABASE_FOLDERS
 from skyrl_gym.envs.sql.examples import INSTRUCTIONS
@@ -33,24 +44,75 @@ GOLD_SECONDS = 10.0
 """A gold query that takes longer is left out."""
 
 
-def training_row(problem: Problem, split: str, index: int, data: str, db_path: Path) -> Row | None:
+OURS = Template(f"{INSTRUCTIONS}\n\nDatabase:\n$schema\n\n${{knowledge}}Question: $question")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Choices of the command line.
+
+    Attributes:
+        data: the databases' family, a key of `DATABASE_FOLDERS`.
+        data_source: name of the set in tables.
+        question: columns "a|b" with the question.
+        keep_empty: keep questions whose query gives no rows.
+        template: prompt with places for `schema`, `knowledge` and `question`.
+    """
+
+    data: str
+    data_source: str
+    db_path: Path
+    question: str = "question"
+    keep_empty: bool = False
+    template: Template = OURS
+
+
+def training_row(problem: Problem, split: str, index: int, settings: Settings) -> Row | None:
     if isinstance(problem.get("prompt"), list):
         return dict(problem) | {"env_class": "text2sql"}
-    db_id, question, gold = problem["db_id"], problem["question"], first(problem, SQL)
-    database = db_path / DATABASE_FOLDERS[data] / db_id / f"{db_id}.sqlite"
-    if not gives_rows(gold, database):
+    db_id, question, gold = problem["db_id"], first(problem, settings.question), first(problem, SQL)
+    database = settings.db_path / DATABASE_FOLDERS[settings.data] / db_id / f"{db_id}.sqlite"
+    if not gives_rows(gold, database) and not settings.keep_empty:
         return None
-    hints = [f"Note: {problem[name]}" for name in KNOWLEDGE if problem.get(name)]
-    content = "\n\n".join([INSTRUCTIONS, f"Database:\n{schema(database)}", *hints, f"Question: {question}"])
+    hints = "".join(f"Note: {problem[name]}\n\n" for name in KNOWLEDGE if problem.get(name))
+    content = settings.template.substitute(schema=schema(database), knowledge=hints, question=question)
     return {
-        "data_source": data,
+        "data_source": settings.data_source,
         "prompt": [{"role": "user", "content": content}],
         "env_class": "text2sql",
         "db_id": db_id,
-        "data": data,
+        "data": settings.data,
         "reward_spec": {"method": "rule", "ground_truth": gold},
         "extra_info": {"split": split, "index": index, "question": question},
     }
+
+
+PLACES = (
+    ("schema", "Database Schema:\n", "\nThis schema describes"),
+    ("knowledge", "External Knowledge:\n", "\nQuestion:"),
+    ("question", "Question:\n", "\n\nInstructions:"),
+)
+"""Name, heading before and text after each part of a published prompt that differs from row to row."""
+
+
+def template_of(prompt: str, source: str) -> Template:
+    """Make a template of a prompt that is ready. Raises DataError if it has no schema or no question under the
+    published headings."""
+    parts, rest = [], prompt
+    for name, before, after in PLACES:
+        head, heading, tail = rest.partition(before)
+        _, ending, tail = tail.partition(after)
+        if not (heading and ending):
+            if name == "knowledge":  # rows without any have no heading
+                continue
+            raise DataError(
+                f"--prompt_like {source}: the first prompt has no {before.strip()!r} before {after.strip()!r}"
+            )
+        parts.append(f"{head}{heading}".replace("$", "$$") + f"${{{name}}}")
+        rest = after + tail
+    if not any("${knowledge}" in part for part in parts):
+        parts[-1] = parts[-1].replace("Question:\n", "${knowledge}Question:\n")
+    return Template("".join(parts) + rest.replace("$", "$$"))
 
 
 @functools.cache
@@ -77,9 +139,22 @@ def main(argv: list[str] | None = None) -> None:
     parser = make_parser(__doc__, "~/data/sql", (f"{source}@train", f"{source}@validation"))
     parser.add_argument("--db_path", type=Path, default=Path("~/data/sql/db_files/data"), help="default: %(default)s")
     parser.add_argument("--data", choices=sorted(DATABASE_FOLDERS), default="spider", help="default: %(default)s")
+    parser.add_argument("--data_source", help="name of the set in tables; default: that of --data")
+    parser.add_argument("--question_column", default="question", help="default: %(default)s")
+    parser.add_argument("--keep_empty", action="store_true", help="keep questions whose query gives no rows")
+    parser.add_argument("--prompt_like", type=Path, help="file of rows that are ready, whose words the prompts get")
     options = parser.parse_args(argv)
-    make_row = functools.partial(training_row, data=options.data, db_path=options.db_path.expanduser())
-    build(options, make_row, ("db_id", f"prompt|{SQL}"))
+    settings = Settings(
+        data=options.data,
+        data_source=options.data_source or options.data,
+        db_path=options.db_path.expanduser(),
+        question=options.question_column,
+        keep_empty=options.keep_empty,
+    )
+    if options.prompt_like is not None:
+        ready = read_file(options.prompt_like.expanduser())[0]["prompt"][-1]["content"]
+        settings = replace(settings, template=template_of(ready, str(options.prompt_like)))
+    build(options, functools.partial(training_row, settings=settings), ("db_id", f"prompt|{SQL}"))
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ class Evaluation:
         self.runner, self.rows, self.path = runner, rows, path
         self.size = runner.num_trajectories(val_mode=True)
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Opened to append: "w" would empty the settings of the evaluation that holds the lock.
         self._lock = path.with_name(f"{path.name}.settings.json").open("a+", encoding="utf-8")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,8 +92,10 @@ class Evaluation:
             raise
 
     def _check_settings(self, settings: Mapping[str, object]) -> None:
+        # As a file gives them back (lists for tuples, for example), or a comparison would find differences.
         settings = json.loads(json.dumps(settings))
         if not self.path.exists():
+            # Settings without any trajectory bind nobody.
             self._lock.truncate(0)
             self._lock.write(json.dumps(settings, indent=2) + "\n")
             self._lock.flush()
@@ -129,8 +132,10 @@ class Evaluation:
         if len(finished) == self.size * len(self.rows):
             return
         section = self.runner.cfg.dispatcher
+        # All that run at one moment may fail together; only failures of as many again end the evaluation.
         patience = max(10, 2 * (section.val_config.max_parallel_agents or section.max_parallel_agents))
         in_a_row: list[TrajectoryResult] = []
+        # Closed here, also at a break or a cancellation: unfinished trajectories are written while the file is held.
         async with aclosing(self.runner.results(self.rows, val_mode=True, skip=finished)) as results:
             async for _, result in results:
                 in_a_row = [] if _is_scored(result) else [*in_a_row, result]

@@ -404,7 +404,7 @@ def test_the_rule_is_a_setting(db_path):
         ({"reward_spec": {}}, "ground_truth is required in reward_spec field"),
         ({"reward_spec": {"ground_truth": 5}}, "ground_truth must be a SQL query; got 5"),
         ({"data": ["spider"]}, "data must be one of"),
-        ({"data": "wiki"}, "data must be one of synsql, spider, bird; got 'wiki'"),
+        ({"data": "wiki"}, "data must be one of synsql, spider, spider_test, spider_dk, bird; got 'wiki'"),
         ({"db_id": "../zoo"}, "db_id must be the name of a database's folder; got '../zoo'"),
     ],
 )

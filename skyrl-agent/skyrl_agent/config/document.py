@@ -19,7 +19,7 @@ This page is made from the code by `python -m skyrl_agent.config.document > docs
 How agents are written, run and trained: [agents.md](agents.md).
 
 A task file is YAML. An unknown key or a wrong value is an error that names it, with the nearest key there is, before
-anything starts.
+anything starts. `extends: FILE` takes all keys that a file does not have from another one.
 """
 
 

@@ -186,18 +186,39 @@ class TaskFile(Section):
 
 
 def load_task_file(path: str | Path) -> TaskFile:
-    """
+    """Read a task file. Its key `extends` names another (relative to it) whose keys hold where it has none.
+
     Raises:
         FileNotFoundError: there is no such file.
-        ConfigError: it is no YAML mapping, or a key or value is wrong.
+        ConfigError: it is no YAML mapping, it extends itself, or a key or value is wrong.
     """
+    return read_task(_content(Path(path), ()), str(path))
+
+
+def _content(path: Path, extended_by: tuple[Path, ...]) -> JsonObject:
+    if path.resolve() in extended_by:
+        raise ConfigError(f"{extended_by[0]}: `extends` comes back to {path}; a file must not extend itself")
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        content = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: a task file is a mapping of keys; got {type(content).__name__}")
-    return read_task(content, str(path))
+    base = content.pop("extends", None)
+    if base is None:
+        return content
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: extends must be the path of another task file; got {base!r}")
+    return _laid_over(content, _content(path.parent / base, (*extended_by, path.resolve())))
+
+
+def _laid_over(content: JsonObject, base: JsonObject) -> JsonObject:
+    """Merge two mappings: sections key by key, any other value as a whole."""
+    merged = dict(base)
+    for key, value in content.items():
+        below = merged.get(key)
+        merged[key] = _laid_over(value, below) if isinstance(value, dict) and isinstance(below, dict) else value
+    return merged
 
 
 def read_task(content: JsonObject, source: str = "task") -> TaskFile:

@@ -45,6 +45,8 @@ def remove(lease: Lease) -> bool:
             fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        # Read under the lock: if another sweep removed the lease between our open and our lock, the lock is on a
+        # deleted file and excludes nobody; the read then raises FileNotFoundError.
         lease = Lease.read(lease.path)
         if lease.why_left_behind() is None:
             return False
@@ -52,6 +54,7 @@ def remove(lease: Lease) -> bool:
             _remove_folder(lease.folder)
         if lease.kind == "docker" and (containers := containers_of(lease.id)):
             docker(["rm", "--force", "--volumes", *containers])
+        # Last: if this process dies before, the lease is still there for the next sweep.
         lease.path.unlink()
     return True
 
@@ -65,6 +68,7 @@ def _remove_folder(folder: str) -> None:
         about = os.lstat(folder)
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
             raise InfraError(f"{folder} is not a folder of ours, and stays")
+        # A sandboxed program may have taken away the rights that the deletion needs.
         for command in (["chmod", "-R", "u+rwx", "--", folder], ["rm", "-rf", "--", folder]):
             subprocess.run(command, stderr=subprocess.DEVNULL, timeout=DELETE_SECONDS, check=False)
     _end_processes(folder)  # one that was about to start: from now on none can
@@ -76,6 +80,7 @@ def _end_processes(folder: str) -> None:
     """Those that name it: as a mount, in their arguments or in their environment. (bubblewrap asks the kernel to end
     what is inside with its owner, but an owner may die before it got so far.)"""
     name, deadline = f"/{os.path.basename(folder)}/".encode(), time.monotonic() + END_SECONDS
+    # A list, not a generator: each round kills all of them. Those are looked for again until they are gone.
     while any([_kill_if(pid, name) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))]):
         if time.monotonic() > deadline:
             raise InfraError(f"processes in {folder} could not be ended within {END_SECONDS:g} s")

@@ -27,11 +27,14 @@ class WebPageCache:
             Path(cache_file).expanduser().parent.mkdir(parents=True, exist_ok=True)
         path = ":memory:" if cache_file is None else str(Path(cache_file).expanduser())
         self._lock = threading.Lock()
+        # One connection for all threads, which therefore share a lock. Each statement commits by itself: a transaction
+        # left open would block other processes.
         self._database = sqlite3.connect(path, timeout=_LOCK_SECONDS, isolation_level=None, check_same_thread=False)
         self._run("PRAGMA journal_mode=WAL")
         self._run(_SCHEMA)
 
     def get(self, url: str) -> str | None:
+        # One statement reads and marks as used: no other process can delete the page in between.
         found = self._run("UPDATE pages SET used = ? WHERE url = ? RETURNING text", time.time(), url)
         return found[0][0] if found else None
 

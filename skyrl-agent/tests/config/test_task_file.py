@@ -56,3 +56,27 @@ def test_a_file_that_is_no_mapping(tmp_path: Path, text: str, says: str):
     (tmp_path / "task.yaml").write_text(text)
     with pytest.raises(ConfigError, match=says):
         load_task_file(tmp_path / "task.yaml")
+
+
+def test_a_task_file_extends_another_key_by_key(tmp_path: Path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "all.yaml").write_text(
+        "task: module.Task\ntools: [bash]\ngenerator: {max_iterations: 3, sampling_params: {top_p: 0.9, top_k: 5}}\n"
+    )
+    (tmp_path / "middle.yaml").write_text("extends: base/all.yaml\ntools: [finish]\n")
+    path = tmp_path / "own.yaml"
+    path.write_text("extends: middle.yaml\ngenerator: {num_trajectories: 4, sampling_params: {top_k: 20}}\n")
+    task = load_task_file(path)
+    assert (task.task, task.tools) == ("module.Task", ["finish"])
+    assert (task.generator.max_iterations, task.generator.num_trajectories) == (3, 4)
+    assert task.generator.sampling_params == {"top_p": 0.9, "top_k": 20}
+
+
+def test_a_task_file_that_extends_itself_is_refused(tmp_path: Path):
+    (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("extends: a.yaml\n")
+    with pytest.raises(ConfigError, match=r"a.yaml: `extends` comes back to .*a.yaml; a file must not extend itself"):
+        load_task_file(tmp_path / "a.yaml")
+    (tmp_path / "c.yaml").write_text("extends: [a.yaml]\n")
+    with pytest.raises(ConfigError, match=r"c.yaml: extends must be the path of another task file; got \['a.yaml'\]"):
+        load_task_file(tmp_path / "c.yaml")

@@ -144,6 +144,34 @@ async def test_the_same_file_runs_on_a_server(trained: Run):
     assert output["rollout_logprobs"] is not None
 
 
+@pytest.mark.slow
+def test_an_agent_trains_asynchronously(trained: Run, tmp_path: Path):
+    """Every trajectory once an epoch, on tokens of the last two weight versions."""
+    run = Run(tmp_path)
+    run.model = trained.model
+    done = run.start(
+        "inline",
+        *("trainer.train_batch_size=3", "trainer.policy_mini_batch_size=3", "generator.n_samples_per_prompt=4"),
+        *("trainer.max_training_steps=3", "trainer.eval_before_train=false", "trainer.hf_save_interval=-1"),
+        *("trainer.placement.colocate_all=false", "trainer.fully_async.enabled=true"),
+        *("trainer.fully_async.max_staleness_steps=1", "trainer.fully_async.order=exact"),
+        "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    records = [record for record in read_records(run.trajectories) if not record["val"]]
+    assert len(records) == 9 * 4 and all(len(record["tool_calls"]) in (0, 1, 2) for record in records)
+    assert [row["async/staleness_max"] for row in run.metrics if "async/staleness_max" in row] == [0, 1, 1]
+    assert all(row["async/num_failed_groups"] == 0 for row in run.metrics if "async/num_failed_groups" in row)
+    from skyrl_train.utils.run_folder import RunFolder
+
+    steps = [RunFolder(tmp_path / "run").read_trajectories(step, "train") for step in (1, 2, 3)]
+    samples = [(row["uid"], row["sample"]) for rows in steps for row in rows]
+    assert len(samples) == len(set(samples)) == 9 * 4
+    for number, rows in enumerate(steps):
+        versions = {version for row in rows for version in row["tokens"]["weight_versions"] if version >= 0}
+        assert versions <= {number - 1, number}
+
+
 @pytest.mark.parametrize(
     "changes, text",
     [

@@ -27,6 +27,8 @@ INVALID_FORMAT_REWARD = -1.0
 DATABASE_FOLDERS = {
     "synsql": "SynSQL-2.5M/databases",
     "spider": "spider/database",
+    "spider_test": "spider/test_database",
+    "spider_dk": "Spider-DK/database",
     "bird": "bird/train/train_databases",
 }
 """Where below `db_path` the databases of each dataset are."""

@@ -1,0 +1,114 @@
+"""Scripts under examples/, run with an interpreter that only notes its arguments, and the settings that these compose.
+
+Scripts start programs through `${PYTHON:-.venv/bin/python}`, `python` or `uv run`.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+
+from skyrl_agent.config.task_file import load_task_file
+from skyrl_agent.integrations.tinker.settings import read_config
+from skyrl_train.config import (
+    SkyRLConfig,
+    config_dir,
+    register_config_store,
+    validate_cfg,
+    validate_generator_cfg,
+)
+from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig
+from skyrl_train.config.validation import validate_supervised_cfg
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+SUPERVISED: dict[str, type[SupervisedConfig]] = {
+    "skyrl_train.entrypoints.main_sft": SupervisedConfig,
+    "skyrl_train.entrypoints.main_dpo": PreferenceConfig,
+}
+TINKER, VERL = "skyrl_agent.integrations.tinker.tinker_train", "verl.trainer.main_ppo"
+AGENT_EVALUATION = "skyrl_agent.evaluate"
+EXAMPLE_ENTRY_POINTS = {path.stem: path for path in REPOSITORY.glob("examples/**/main_*.py")}
+
+STUB = """#!/usr/bin/env bash
+printf '%s\\0' "$@" > "$CAPTURED_COMMANDS/$$"
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """`-m module override ...` as a script would have started it."""
+
+    module: str
+    overrides: list[str]
+
+
+def commands_of(script: Path, scratch: Path, *arguments: str, **variables: str) -> list[Command]:
+    """Runs `script`, with further variables in its environment, and returns the modules that it would have started, in
+    any order."""
+    shims, captured = scratch / "shims", scratch / "captured"
+    shims.mkdir()
+    captured.mkdir()
+    for name in ("python", "python3", "uv"):
+        (shims / name).write_text(STUB)
+        (shims / name).chmod(0o755)
+    environment = {
+        "HOME": str(scratch),
+        "PATH": f"{shims}{os.pathsep}{os.environ['PATH']}",
+        "PYTHON": str(shims / "python"),
+        "CAPTURED_COMMANDS": str(captured),
+        "OUTPUT": str(scratch / "evaluations"),
+        "DATA_DIR": "data",
+        **(variables or {"MODEL": "tiny-model"}),
+    }
+    done = subprocess.run(
+        ["bash", str(script), *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    argument_lists = [file.read_text().split("\0")[:-1] for file in captured.iterdir()]
+    return [
+        Command(module=arguments[arguments.index("-m") + 1], overrides=arguments[arguments.index("-m") + 2 :])
+        for arguments in argument_lists
+        if "-m" in arguments
+    ]
+
+
+def _import_once(path: Path) -> None:
+    """Imports an example's entry point by its path, as Python does by its name where the script runs it."""
+    if path.stem in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+def checked_config(command: Command) -> Any:
+    """The settings of a command, composed and checked as its entry point does; of verl's, the task file alone."""
+    if command.module == TINKER:
+        config = read_config(command.overrides)
+        load_task_file(config.skyrl_agent_task_yaml)
+        return config
+    if command.module == AGENT_EVALUATION:
+        return load_task_file(command.overrides[0])
+    if command.module == VERL:
+        settings = dict(override.split("=", 1) for override in command.overrides)
+        return load_task_file(settings["+skyrl_agent.task_yaml"])
+    own_entry_point = EXAMPLE_ENTRY_POINTS.get(command.module)
+    if own_entry_point is not None:
+        _import_once(own_entry_point)  # it may register losses or estimators
+    supervised = SUPERVISED.get(command.module)
+    register_config_store(supervised or SkyRLConfig, "base_config")
+    with initialize_config_dir(config_dir, version_base=None):
+        composed = compose("base_config", overrides=command.overrides)
+    if supervised is not None:
+        return validate_supervised_cfg(composed, supervised)
+    config = validate_generator_cfg(composed) if "main_generate" in command.module else validate_cfg(composed)
+    if config.generator.task is not None:
+        load_task_file(config.generator.task)
+    return config
