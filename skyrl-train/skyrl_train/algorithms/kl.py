@@ -9,7 +9,7 @@ import torch
 
 from skyrl_train.algorithms.masking import kept
 
-KLEstimator = Literal["k1", "k2", "k3", "abs"]
+KLEstimator = Literal["k1", "k2", "k3", "k3+", "abs"]
 
 
 def compute_approx_kl(
@@ -24,8 +24,9 @@ def compute_approx_kl(
         abs = |d|
         k2 = d^2 / 2    biased; its gradient is that of the true KL
         k3 = exp(-d) - 1 + d    unbiased, never negative
+        k3+ = k3 + k2 - stop_gradient(k2), with stop_gradient(k3)    value of k3, gradient of k2 (straight-through)
 
-    For k3, d is kept within +-20 and the result within +-10, so that one odd token cannot own the batch.
+    For k3 and k3+, d is kept within +-20 and the result within +-10, so that one odd token cannot own the batch.
 
     Args:
         log_probs, log_probs_base: [B, T]
@@ -39,12 +40,17 @@ def compute_approx_kl(
         return d.abs()
     if kl_estimator_type == "k2":
         return d.square() / 2
-    if kl_estimator_type == "k3":
+    if kl_estimator_type in ("k3", "k3+"):
         # exp(20) is about 5e8, finite in float32 and bfloat16. Outside of a clamp the gradient is 0, so one odd token
         # cannot own the step.
         negative = (-d).clamp(-20, 20)
-        return (negative.exp() - negative - 1).clamp(-10, 10)
-    raise ValueError(f"kl_estimator_type must be one of k1, k2, k3, abs; got {kl_estimator_type!r}")
+        k3 = (negative.exp() - negative - 1).clamp(-10, 10)
+        if kl_estimator_type == "k3":
+            return k3
+        # The difference is exactly 0 and has the gradient d: the expected gradient of k2 is that of the KL divergence.
+        k2 = negative.square() / 2
+        return k3.detach() + (k2 - k2.detach())
+    raise ValueError(f"kl_estimator_type must be one of k1, k2, k3, k3+, abs; got {kl_estimator_type!r}")
 
 
 class FixedKLController:

@@ -46,8 +46,8 @@ def correct_off_policy(
 
     Truncated importance sampling (https://fengyao.notion.site/off-policy-rl):
 
-        tis_ratio_type=token       w_bt = min(rho_bt, token_tis_ratio_clip_high)
-        tis_ratio_type=sequence    w_bt = min(prod_t rho_bt, sequence_tis_ratio_clip_high)
+        tis_ratio_type=token       w_bt = clip(rho_bt, token_tis_ratio_clip_{low,high})
+        tis_ratio_type=sequence    w_bt = clip(prod_t rho_bt, sequence_tis_ratio_clip_{low,high})
 
     What is left out, each by its own thresholds (a ratio equal to a threshold stays):
 
@@ -134,13 +134,18 @@ def _truncated_weights(rules: _Rules, config: OffPolicyCorrectionConfig) -> torc
     if config.tis_ratio_type is None:
         return None
     if config.tis_ratio_type == "token":
-        name, ratio, cap = "tis_token", rules.ratio, config.token_tis_ratio_clip_high
+        name, ratio = "tis_token", rules.ratio
+        low, high = config.token_tis_ratio_clip_low, config.token_tis_ratio_clip_high
     else:
-        name, ratio, cap = "tis_seq", _sequence_ratio(rules, "product"), config.sequence_tis_ratio_clip_high
-    rules.metrics[f"{name}_clip_high_ratio"] = rules.share(ratio > cap)
-    # 1 outside the mask, so that a product with the loss changes nothing there. No lower bound: truncation is biased,
-    # but bounds the variance, and only large ratios raise it.
-    return torch.where(rules.tokens, ratio.clamp(max=cap), 1.0)
+        name, ratio = "tis_seq", _sequence_ratio(rules, "product")
+        low, high = config.sequence_tis_ratio_clip_low, config.sequence_tis_ratio_clip_high
+    rules.metrics[f"{name}_clip_high_ratio"] = rules.share(ratio > high)
+    # The cap bounds the variance, which only large ratios raise. A lower bound adds bias so that tokens which the
+    # trainer finds much less likely than the engine did go on training.
+    if low > 0:
+        rules.metrics[f"{name}_clip_low_ratio"] = rules.share(ratio < low)
+    # 1 outside the mask, so that a product with the loss changes nothing there.
+    return torch.where(rules.tokens, ratio.clamp(low, high), 1.0)
 
 
 def _sequences_out_of_range(rules: _Rules, config: OffPolicyCorrectionConfig) -> torch.Tensor:

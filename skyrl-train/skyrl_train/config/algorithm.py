@@ -1,6 +1,7 @@
 """Settings of the algorithm: what is optimized."""
 
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from skyrl_train.config.base import BaseConfig
@@ -38,8 +39,14 @@ class OffPolicyCorrectionConfig(BaseConfig):
     token_tis_ratio_clip_high: float = 2.0
     """Cap of a token's ratio."""
 
+    token_tis_ratio_clip_low: float = 0.0
+    """Smallest weight of a token: one of a smaller ratio counts as if it had this. 0: no lower bound."""
+
     sequence_tis_ratio_clip_high: float = 5.0
     """Cap of a sequence's ratio."""
+
+    sequence_tis_ratio_clip_low: float = 0.0
+    """Smallest weight of a sequence's tokens. 0: no lower bound."""
 
     sequence_mask_metric: Literal["product", "geometric"] | None = None
     """Leave out whole sequences by the product of their tokens' ratios, or by their geometric mean. null: no."""
@@ -99,14 +106,18 @@ class DynamicSamplingConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class OverlongBufferConfig(BaseConfig):
-    """DAPO's soft penalty on answers near the length limit L = `generator.sampling_params.max_generate_length`
-    (https://arxiv.org/abs/2503.14476, eq. 13). In a conversation of several turns the whole response counts."""
+    """DAPO's soft penalty on answers near a length limit L (https://arxiv.org/abs/2503.14476, eq. 13). In a
+    conversation of several turns the whole response counts. The step plan says at which token it begins and ends."""
 
     len: int | None = None
     """Tokens before L over which the penalty rises from 0 to `penalty_factor`. null: no penalty."""
 
     penalty_factor: float = 1.0
     """What is taken off the reward of an answer of length L."""
+
+    counts: Literal["response", "context"] = "response"
+    """`response` counts the response, up to L = `generator.sampling_params.max_generate_length` (the paper). `context`
+    counts prompt and response, up to L = that + `generator.max_input_length`: milder, as few prompts are that long."""
 
 
 def _registrations() -> list[Registration[Any, Any]]:
@@ -212,8 +223,9 @@ class _DeclaredSettings(BaseConfig):
     kl_loss_coef: float = 0.001
     """Weight of the KL divergence, in the loss or in the reward (there: the controller's first value)."""
 
-    kl_estimator_type: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """Estimate of the KL divergence from sampled tokens (http://joschu.net/blog/kl-approx.html)."""
+    kl_estimator_type: Literal["k1", "k2", "k3", "k3+", "abs"] = "k3"
+    """Estimate of the KL divergence from sampled tokens (http://joschu.net/blog/kl-approx.html). `k3+` has the value of
+    `k3` and the gradient of `k2` (straight-through), which is that of the KL divergence."""
 
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
 
@@ -233,6 +245,15 @@ class _DeclaredSettings(BaseConfig):
         for entry in _registrations():
             if entry.settings is not None and (entry.is_builtin or entry.name in used):
                 self.sections.setdefault(entry.name, entry.settings())
+
+    @property
+    def loss_reads_rollout_log_probs(self) -> bool:
+        """Whether the policy loss itself compares with the engine's log-probs."""
+        requires = PolicyLossRegistry.requirements(self.policy_loss_type)
+        if requires.rollout_log_probs_with is None:
+            return requires.rollout_log_probs
+        setting, choice = requires.rollout_log_probs_with
+        return attrgetter(setting)(self) == choice
 
     @property
     def uses_reference_model(self) -> bool:

@@ -44,6 +44,25 @@ def test_sequence_tis_gives_every_token_the_capped_product():
     assert correction.metrics["policy/loss_metrics/tis_seq_clip_high_ratio"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.parametrize(
+    ("kind", "low", "weights", "share"),
+    [
+        # Ratios 4, 1/2 | 1/2, 1/2 | 1, 1, 1, capped at 2: the smallest weight is 3/4.
+        ("token", 0.75, [[2.0, 0.75, 1.0], [0.75, 1.0, 0.75], [1.0] * 3, [1.0] * 3], 3 / 7),
+        ("token", 0.0, [[2.0, 0.5, 1.0], [0.5, 1.0, 0.5], [1.0] * 3, [1.0] * 3], None),
+        # Products 2, 1/4, 1, capped at 3/2.
+        ("sequence", 0.75, [[1.5, 1.5, 1.0], [0.75, 1.0, 0.75], [1.0] * 3, [1.0] * 3], 1 / 3),
+    ],
+)
+def test_tis_weights_have_a_lower_bound(kind, low, weights, share):
+    cap = {"token": 2.0, "sequence": 1.5}[kind]
+    bounds = {f"{kind}_tis_ratio_clip_low": low, f"{kind}_tis_ratio_clip_high": cap}
+    correction = correct(tis_ratio_type=kind, **bounds)
+    torch.testing.assert_close(correction.weights, torch.tensor(weights))
+    name = f"policy/loss_metrics/tis_{'token' if kind == 'token' else 'seq'}_clip_low_ratio"
+    assert correction.metrics.get(name) == (None if share is None else pytest.approx(share))
+
+
 def test_ratio_metrics_are_over_the_tokens_of_the_mask_alone():
     metrics = correct(tis_ratio_type="token").metrics
     ratios = [4.0, 0.5, 0.5, 0.5, 1.0, 1.0, 1.0]

@@ -75,7 +75,13 @@ def test_weights_of_a_float64_mask_are_exact_to_float64():
 
 @pytest.mark.parametrize(
     ("estimator", "expected"),
-    [("k1", 0.5), ("abs", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 1 + 0.5)],
+    [
+        ("k1", 0.5),
+        ("abs", 0.5),
+        ("k2", 0.125),
+        ("k3", math.exp(-0.5) - 1 + 0.5),
+        ("k3+", math.exp(-0.5) - 1 + 0.5),
+    ],
 )
 def test_kl_estimates_by_hand(estimator, expected):
     kl = compute_approx_kl(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), None, estimator)
@@ -90,6 +96,7 @@ def test_kl_estimates_by_hand(estimator, expected):
         ("abs", lambda d: math.copysign(1.0, d)),
         ("k2", lambda d: d),
         ("k3", lambda d: 1 - math.exp(-d)),
+        ("k3+", lambda d: d),
     ],
 )
 def test_kl_has_the_analytic_gradient(estimator, slope, drift):
@@ -98,13 +105,23 @@ def test_kl_has_the_analytic_gradient(estimator, slope, drift):
     torch.testing.assert_close(log_probs.grad, torch.tensor([[slope(drift)]]))
 
 
-@pytest.mark.parametrize(("drift", "value"), [(-3.0, 10.0), (-30.0, 10.0), (30.0, 10.0)])
-def test_one_odd_token_cannot_own_the_batch(drift, value):
+@pytest.mark.parametrize(
+    ("estimator", "drift", "value", "slope"),
+    [
+        ("k3", -3.0, 10.0, 0.0),
+        ("k3", -30.0, 10.0, 0.0),
+        ("k3", 30.0, 10.0, 0.0),
+        ("k3+", -3.0, 10.0, -3.0),  # a token that the policy has lost is still pulled back
+        ("k3+", -30.0, 10.0, 0.0),
+        ("k3+", 30.0, 10.0, 0.0),
+    ],
+)
+def test_one_odd_token_cannot_own_the_batch(estimator, drift, value, slope):
     log_probs = torch.tensor([[drift]], requires_grad=True)
-    kl = compute_approx_kl(log_probs, torch.zeros(1, 1), None, "k3")
+    kl = compute_approx_kl(log_probs, torch.zeros(1, 1), None, estimator)
     kl.sum().backward()
     assert kl.item() == value
-    assert log_probs.grad is not None and log_probs.grad.item() == 0.0
+    assert log_probs.grad is not None and log_probs.grad.item() == slope
 
 
 def two_policies() -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,7 +131,7 @@ def two_policies() -> tuple[torch.Tensor, torch.Tensor]:
     return logits[0], logits[1].log_softmax(-1)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k3", "k3+"])
 def test_the_estimates_of_all_tokens_average_to_the_kl(estimator):
     logits, reference = two_policies()
     log_probs = logits.log_softmax(-1)
@@ -123,7 +140,7 @@ def test_the_estimates_of_all_tokens_average_to_the_kl(estimator):
     torch.testing.assert_close(estimate, exact)
 
 
-def test_k2_gradient_averages_to_that_of_the_kl_and_k1_gradient_to_0():
+def test_gradients_of_k2_and_k3_plus_average_to_that_of_the_kl_and_that_of_k1_to_0():
     logits, reference = two_policies()
 
     def gradient(of_logits) -> torch.Tensor:
@@ -138,12 +155,14 @@ def test_k2_gradient_averages_to_that_of_the_kl_and_k1_gradient_to_0():
         return gradient(lambda now: (now.exp().detach() * compute_approx_kl(now, reference, None, estimator)).sum())
 
     torch.testing.assert_close(sampled("k2"), exact)
+    torch.testing.assert_close(sampled("k3+"), exact)
+    assert (sampled("k3") - exact).abs().max() > 0.001
     torch.testing.assert_close(sampled("k1"), torch.zeros_like(exact))
     assert exact.abs().max() > 0.001
 
 
 def test_an_unknown_estimator_is_told_the_known_ones():
-    with pytest.raises(ValueError, match="k1, k2, k3, abs; got 'k4'"):
+    with pytest.raises(ValueError, match=r"k1, k2, k3, k3\+, abs; got 'k4'"):
         compute_approx_kl(torch.zeros(1, 1), torch.zeros(1, 1), None, "k4")  # type: ignore[arg-type]
 
 

@@ -7,6 +7,7 @@ import torch
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.config import AlgorithmConfig
+from skyrl_train_testing.loss_checks import check_policy_loss
 
 
 def one_token(name: str, now: float, old: float, written: float, advantage: float, **settings):
@@ -78,6 +79,60 @@ def test_dppo_has_a_bound_for_each_direction(now, low, high, stopped, rises):
     delta = {"delta_low": low, "delta_high": high} if rises else {"delta_low": high, "delta_high": low}
     _, _, metrics = one_token("dppo", now if rises else 1 - now, 0.5, 0.5, 1.0 if rises else -1.0, dppo=delta)
     assert metrics["clip_ratio"] == stopped
+
+
+@pytest.mark.parametrize(
+    ("now", "advantage", "one_sided", "two_sided"),
+    [
+        # Written with probability 0.5; the region ends 0.2 below it and 0.1 above it.
+        (0.65, 1.0, True, True),  # a good token that has risen too far
+        (0.65, -1.0, False, True),  # a bad one that has: going back is refused by the two-sided mask alone
+        (0.55, -1.0, False, False),
+        (0.35, -1.0, False, False),  # within the lower bound, which is wider
+        (0.25, -1.0, True, True),
+        (0.25, 1.0, False, True),
+        (0.65, 0.0, False, True),  # no advantage: 0 either way, counted as stopped by the two-sided mask
+    ],
+)
+def test_two_sided_dppo_mask_stops_tokens_whatever_their_advantage(now, advantage, one_sided, two_sided):
+    for mask, stopped in (("one_sided", one_sided), ("two_sided", two_sided)):
+        settings = {"mask": mask, "delta_low": 0.2, "delta_high": 0.1}
+        loss, slope, metrics = one_token("dppo", now, 0.5, 0.5, advantage, dppo=settings)
+        expected = 0.0 if stopped else -now / 0.5 * advantage
+        assert (loss, slope) == (pytest.approx(expected, rel=1e-5), pytest.approx(expected, rel=1e-5))
+        assert metrics["clip_ratio"] == float(stopped)
+
+
+@pytest.mark.parametrize(
+    ("now", "old", "written", "weight"),
+    [
+        (0.4, 0.1, 0.4, 1.0),  # the policy at the start of the step does not matter
+        (0.6, 0.6, 0.4, 1.5),
+        (0.9, 0.9, 0.1, 3.0),  # 9, clipped at 1 + 2
+        (0.1, 0.4, 0.8, 0.5),  # 1/8, clipped at 1 - 0.5
+    ],
+)
+def test_cispo_anchored_at_the_rollout_weighs_against_the_policy_that_wrote(now, old, written, weight):
+    bounds = {"cispo_anchor": "rollout", "cispo_eps_clip_low": 0.5, "cispo_eps_clip_high": 2.0}
+    loss, slope, metrics = one_token("cispo", now, old, written, -2.0, cispo=bounds)
+    assert loss == pytest.approx(weight * 2.0 * math.log(now), rel=1e-5)
+    assert slope == pytest.approx(weight * 2.0, rel=1e-5)
+    clipped = float(weight in (3.0, 0.5))
+    assert metrics == {"clip_ratio": clipped, "ratio": pytest.approx(now / written, rel=1e-5)}
+
+
+def test_cispo_anchored_at_the_rollout_needs_the_engines_log_probs():
+    config = AlgorithmConfig.from_dict({"cispo": {"cispo_anchor": "rollout"}})
+    with pytest.raises(ValueError, match="'cispo with cispo_anchor=rollout' compares with the log-probs"):
+        PolicyLossRegistry.get("cispo")(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), config)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("cispo", {"cispo_anchor": "rollout"}), ("dppo", {"mask": "two_sided", "divergence": "binary_kl"})],
+)
+def test_choices_of_a_loss_keep_its_invariances(name, settings):
+    check_policy_loss(PolicyLossRegistry.get(name), AlgorithmConfig.from_dict({name: settings}), name=name)
 
 
 @pytest.mark.parametrize("divergence", ["binary_tv", "binary_kl"])

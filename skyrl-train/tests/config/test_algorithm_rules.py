@@ -58,6 +58,19 @@ def checked(algorithm: dict[str, Any], trainer: dict[str, Any] | None = None, **
             {"off_policy_correction": {"outlier_token_is_threshold_low": 2.0, "outlier_token_is_threshold_high": 1.0}},
             "nothing would lie between them",
         ),
+        (
+            {"off_policy_correction": {"token_tis_ratio_clip_low": 3.0}},
+            "token_tis_ratio_clip_low=3.0 must not be above .*token_tis_ratio_clip_high=2.0",
+        ),
+        ({"off_policy_correction": {"sequence_tis_ratio_clip_low": -1}}, "sequence_tis_ratio_clip_low must be 0 or"),
+        (
+            {
+                "off_policy_correction": {"tis_ratio_type": "token"},
+                "policy_loss_type": "cispo",
+                "cispo": {"cispo_anchor": "rollout"},
+            },
+            "tis_ratio_type=token and .*policy_loss_type=cispo would both correct",
+        ),
         ({"off_policy_correction": {"token_tis_ratio_clip_high": 0}}, "token_tis_ratio_clip_high must be greater than"),
         (
             {"off_policy_correction": {"tis_ratio_type": "token"}, "policy_loss_type": "rollout_is"},
@@ -104,6 +117,14 @@ def test_losses_that_read_rollout_log_probs_need_them(loss: str):
     with pytest.raises(ConfigError, match=f"policy_loss_type={loss} compares .*logprobs=null keeps none; set it to 0"):
         checked({"policy_loss_type": loss}, sampling_params={"logprobs": None})
     checked({"policy_loss_type": loss})
+
+
+def test_cispo_needs_rollout_log_probs_where_it_is_anchored_at_them():
+    cispo = {"policy_loss_type": "cispo", "cispo": {"cispo_anchor": "rollout"}}
+    with pytest.raises(ConfigError, match=r"policy_loss_type=cispo compares .*logprobs=null keeps none; set it to 0"):
+        checked(cispo, sampling_params={"logprobs": None})
+    checked(cispo)
+    checked({"policy_loss_type": "cispo"}, sampling_params={"logprobs": None})
 
 
 def test_the_correction_needs_rollout_log_probs():

@@ -58,11 +58,17 @@ class DPPOConfig(BaseConfig):
     divergence: Literal["binary_tv", "binary_kl"] = "binary_tv"
     """Distance of the two distributions over {this token, any other}: total variation, or KL divergence."""
 
+    mask: Literal["one_sided", "two_sided"] = "one_sided"
+    """`one_sided`: a token stops training where its advantage would push it further out of the region. `two_sided`:
+    wherever it has left it, whatever its advantage."""
+
     delta_low: Annotated[float, AtLeast(0)] = 0.2
-    """A token with negative advantage stops training when its probability has fallen by more than this distance."""
+    """A token with negative advantage (`two_sided`: with any) stops training when its probability has fallen by more
+    than this distance."""
 
     delta_high: Annotated[float, AtLeast(0)] = 0.2
-    """A token with positive advantage stops training when its probability has risen by more than this distance."""
+    """A token with positive advantage (`two_sided`: with any) stops training when its probability has risen by more
+    than this distance."""
 
 
 @register_policy_loss("dppo", settings=DPPOConfig, requires=_ROLLOUT_LOG_PROBS)
@@ -79,6 +85,7 @@ def dppo_policy_loss(
 
         loss = -p / mu * A    but 0 where the token went too far in the direction its advantage pushes it:
                               A > 0, p > mu and D > delta_high,  or  A < 0, p < mu and D > delta_low
+                              (mask=two_sided: in either direction, for any A)
 
         D = |p - mu|                                                        divergence=binary_tv
         D = mu log(mu / p) + (1 - mu) log((1 - mu) / (1 - p))               divergence=binary_kl
@@ -97,7 +104,9 @@ def dppo_policy_loss(
         divergence = _binary_divergence(log_probs, rollout_logprobs, own.divergence)
         risen = (log_probs > rollout_logprobs) & (divergence > own.delta_high)
         fallen = (log_probs < rollout_logprobs) & (divergence > own.delta_low)
-        stopped = ((advantages > 0) & risen) | ((advantages < 0) & fallen)
+        if own.mask == "one_sided":
+            risen, fallen = risen & (advantages > 0), fallen & (advantages < 0)
+        stopped = risen | fallen
     loss = torch.where(stopped, 0.0, -ratio * advantages)
     return loss, {"clip_ratio": stopped.float(), "ratio": ratio.detach()}
 

@@ -5,7 +5,7 @@ whatever stands there) and metrics [B, T].
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 
@@ -14,6 +14,7 @@ from skyrl_train.algorithms.losses.contract import (
     LossRequirements,
     importance_ratio,
     register_policy_loss,
+    required_rollout_logprobs,
 )
 from skyrl_train.algorithms.masking import kept
 from skyrl_train.config import AlgorithmConfig, BaseConfig
@@ -115,7 +116,11 @@ def gspo_policy_loss(
 
 @dataclass(kw_only=True)
 class CISPOConfig(BaseConfig):
-    """Bounds of the importance weight of the `cispo` loss."""
+    """Importance weight of the `cispo` loss: its denominator and its bounds."""
+
+    cispo_anchor: Literal["old", "rollout"] = "old"
+    """Denominator of the weight: the policy at the start of the step, or the one that wrote the tokens (the engine's
+    log-probs), which needs no further correction of stale or less precise rollouts."""
 
     cispo_eps_clip_low: Annotated[float, AtLeast(0)] = 1.0
     """The weight is at least 1 - this. 1: no lower bound, as in the paper."""
@@ -124,7 +129,11 @@ class CISPOConfig(BaseConfig):
     """The weight is at most 1 + this."""
 
 
-@register_policy_loss("cispo", settings=CISPOConfig)
+@register_policy_loss(
+    "cispo",
+    settings=CISPOConfig,
+    requires=LossRequirements(rollout_log_probs_with=("cispo.cispo_anchor", "rollout")),
+)
 def cispo_policy_loss(
     log_probs: torch.Tensor,
     old_log_probs: torch.Tensor,
@@ -135,15 +144,19 @@ def cispo_policy_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """REINFORCE with a clipped, detached importance weight (CISPO, https://arxiv.org/abs/2506.13585, eq. 4 and 5):
 
+        ratio  = pi / pi_old                    cispo_anchor=old
+        ratio  = pi / pi_rollout                cispo_anchor=rollout; `old_log_probs` are not used
         weight = stop_gradient(clip(ratio, 1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high))
         loss   = -weight * A * log pi
 
     No token loses its gradient to the clip, unlike PPO's. Metrics: `clip_ratio` is 1 where the weight was clipped.
     """
+    own = config.section(CISPOConfig)
+    if own.cispo_anchor == "rollout":
+        old_log_probs = required_rollout_logprobs(rollout_logprobs, "cispo with cispo_anchor=rollout")
     log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
     # Detached before the clip: the gradient flows through log_probs alone, as in REINFORCE.
     ratio = importance_ratio(log_probs, old_log_probs).detach()
-    own = config.section(CISPOConfig)
     weight = ratio.clamp(1 - own.cispo_eps_clip_low, 1 + own.cispo_eps_clip_high)
     return -weight * advantages * log_probs, {"clip_ratio": (weight != ratio).float(), "ratio": ratio}
 

@@ -30,11 +30,20 @@ _NOT_NEGATIVE = (
     "eps_clip_low",
     "eps_clip_high",
     "overlong_buffer.penalty_factor",
+    "off_policy_correction.token_tis_ratio_clip_low",
+    "off_policy_correction.sequence_tis_ratio_clip_low",
 )
 _SHARES = ("gamma", "lambd", "dynamic_sampling.min_replace_ratio")
 _ORDERED = tuple(
     (f"off_policy_correction.{name}_low", f"off_policy_correction.{name}_high")
-    for name in ("geo_mask", "product_mask", "token_mask_is_threshold", "outlier_token_is_threshold")
+    for name in (
+        "token_tis_ratio_clip",
+        "sequence_tis_ratio_clip",
+        "geo_mask",
+        "product_mask",
+        "token_mask_is_threshold",
+        "outlier_token_is_threshold",
+    )
 )
 
 
@@ -187,7 +196,7 @@ def _check_loss(config: SkyRLConfig) -> None:
         "policy gradient, or python -m skyrl_train.entrypoints.main_sft for demonstrations",
     )
     require(
-        not requires.rollout_log_probs or config.generator.sampling_params.logprobs is not None,
+        not algorithm.loss_reads_rollout_log_probs or config.generator.sampling_params.logprobs is not None,
         f"{chosen} compares with the engine's log-probs, and generator.sampling_params.logprobs=null keeps none; set "
         "it to 0",
     )
@@ -210,7 +219,7 @@ def _check_off_policy_correction(config: SkyRLConfig) -> None:
     if correction.tis_ratio_type is None:
         return
     require(
-        not PolicyLossRegistry.requirements(loss).rollout_log_probs,
+        not algorithm.loss_reads_rollout_log_probs,
         f"{_CORRECTION}.tis_ratio_type={correction.tis_ratio_type} and {_NAME}.policy_loss_type={loss} would both "
         "correct for the policy that wrote the tokens; set tis_ratio_type=null",
     )
