@@ -34,4 +34,4 @@ setup:
 	scripts/setup.sh --inexact
 
 setup-tests:
-	scripts/setup.sh --extra tracking --extra gym --extra tx --extra agent --extra $(VLLM)
+	scripts/setup.sh --extra tracking --extra gym --extra tx --extra agent --extra deepspeed --extra mcore --extra cloud --extra $(VLLM)

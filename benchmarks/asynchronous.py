@@ -1,11 +1,12 @@
-"""How much faster is asynchronous training where few answers take long, and does the simulator predict it?
+"""Measure the speed of asynchronous training where few answers take long, and compare it with the simulator's.
 
     python benchmarks/asynchronous.py [--steps 30] [--seconds 0.25] [--schedules finished/mask/2 exact/mask/2 …]
 
 A tiny model answers in an environment that takes `--seconds` to grade, and ten times as long for one answer in 16. The
 same run is trained synchronously and asynchronously, in turn, with one engine each and in one process
 (`launcher=inline`). The simulator is given what the synchronous run measured: the seconds of a training step and of a
-weight sync, and of an engine's iteration. Prints a markdown table.
+weight sync, of an engine's iteration, and the share of slow answers. `replayed` is a simulation with the asynchronous
+run's own durations. Prints a markdown table.
 """
 
 import argparse
@@ -39,14 +40,20 @@ SECONDS = 0.25
 SCHEDULES = ["exact/mask/1", "exact/mask/2", "finished/mask/2", "finished/regenerate/2", "finished/mask/4"]
 
 
+NUM_ANSWERS = {"all": 0, "slow": 0}
+"""Answers that were graded: short answers are often the same, so that the share of slow ones is not 1 in 16."""
+
+
 class Uneven(BaseTextEnv):
-    """Grades after `SECONDS`, or ten times as long for one answer in 16 (by the answer, so that runs agree)."""
+    """Grades after `SECONDS`, or ten times as long for about one answer in 16 (by the answer, so that runs agree)."""
 
     def __init__(self, env_config: Any = None, extras: Any = None):
         super().__init__()
 
     async def step(self, action: str) -> BaseTextEnvStepOutput:
         is_slow = hashlib.sha256(action.encode()).digest()[0] % ONE_IN == 0
+        NUM_ANSWERS["all"] += 1
+        NUM_ANSWERS["slow"] += is_slow
         await asyncio.sleep(SECONDS * (TIMES if is_slow else 1))
         reward = len(set(action)) / max(1, len(action))
         return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
@@ -106,21 +113,40 @@ def measured_costs(rows: list[dict[str, Any]]) -> Costs:
     )
 
 
-def predicted(costs: Costs, steps: int, schedule: dict[str, Any]) -> float:
-    """Return the samples per second of a simulated run."""
+def predicted(costs: Costs, steps: int, schedule: dict[str, Any], slow_share: float) -> float:
+    """Return the samples per second of a simulated run in which this share of the answers is slow."""
     draw = random.Random(0)
     groups = [
-        [SampleCost(TOKENS, SECONDS * (TIMES if draw.random() < 1 / ONE_IN else 1)) for _ in range(SAMPLES)]
+        [SampleCost(TOKENS, SECONDS * (TIMES if draw.random() < slow_share else 1)) for _ in range(SAMPLES)]
         for _ in range(2000)
     ]
-    limits = ScheduleLimits(
-        groups_per_step=GROUPS,
-        max_running=GROUPS * (schedule["max_staleness_steps"] + 1),
-        groups_per_epoch=GROUPS,
-        total_steps=10 * steps,
-        **schedule,
+    return Simulation(limits(schedule, 10 * steps), groups, costs).simulate(5 * steps).samples_per_second
+
+
+def limits(schedule: dict[str, Any], steps: int) -> ScheduleLimits:
+    running = GROUPS * (schedule["max_staleness_steps"] + 1)
+    return ScheduleLimits(
+        groups_per_step=GROUPS, max_running=running, groups_per_epoch=GROUPS, total_steps=steps, **schedule
     )
-    return Simulation(limits, groups, costs).simulate(5 * steps).samples_per_second
+
+
+def replayed(cfg: SkyRLConfig, rows: list[dict[str, Any]], schedule: dict[str, Any]) -> float:
+    """Return the samples per second of a simulation in which each group takes as long as in this run, and so do
+    training and syncs on average: what differs from the measurement is the model of the schedule."""
+    records = list(RunFolder(cfg.trainer.run_dir).read_timeline())
+    seconds = {
+        ticket: end - start
+        for record in records
+        for ticket, _, start, end, _, outcome in record["groups"]
+        if outcome == "finished"
+    }
+    mean = fmean(seconds.values())
+    groups = [[SampleCost(1, seconds.get(ticket, mean))] * SAMPLES for ticket in range(max(seconds) + 1)]
+    sync = fmean(row["timing/sync_weights"] for row in rows)
+    waited = fmean(row["timing/wait_for_generation_buffer"] for row in rows)
+    whole = (rows[-1]["time"] - rows[0]["time"]) / (len(rows) - 1)
+    costs = Costs(num_engines=1, seconds_per_iteration=1e-9, step_seconds=whole - waited - sync, sync_seconds=sync)
+    return Simulation(limits(schedule, len(records)), groups, costs, in_order=True).simulate().samples_per_second
 
 
 def main() -> None:
@@ -143,29 +169,36 @@ def main() -> None:
         load = os.getloadavg()[0]
         synchronous = train(settings(folder, "synchronous", options.steps, {}))
         base, costs = samples_per_second(synchronous), measured_costs(synchronous)
-        simulated_base = predicted(costs, options.steps, {"max_staleness_steps": 0, "order": "exact"})
-        lines = [f"| synchronous | {base:.2f} | 1.00x | 1.00x | 0 | 0 |"]
+        slow_share = NUM_ANSWERS["slow"] / NUM_ANSWERS["all"]
+        exact = {"max_staleness_steps": 0, "order": "exact"}
+        simulated_base = predicted(costs, options.steps, exact, slow_share)
+        lines = [f"| synchronous | {base:.2f} | | 1.00x | 1.00x | 0 | 0 |"]
         for number, text in enumerate(options.schedules):
             order, on_stale, staleness = text.split("/")
             schedule = {"order": order, "on_stale": on_stale, "max_staleness_steps": int(staleness)}
-            rows = train(
-                settings(folder, f"run_{number}", options.steps, {"fully_async": {"enabled": True, **schedule}})
+            cfg = settings(folder, f"run_{number}", options.steps, {"fully_async": {"enabled": True, **schedule}})
+            rows = train(cfg)
+            replay = replayed(cfg, rows, schedule)
+            speed, gain = (
+                samples_per_second(rows),
+                predicted(costs, options.steps, schedule, slow_share) / simulated_base,
             )
-            speed, gain = samples_per_second(rows), predicted(costs, options.steps, schedule) / simulated_base
             age, stale = (
                 fmean(row[f"async/{name}"] for row in rows) for name in ("staleness_mean", "stale_token_share")
             )
             lines.append(
-                f"| S = {staleness}, `{order}`, `{on_stale}` | {speed:.2f} | {speed / base:.2f}x | {gain:.2f}x "
-                f"| {age:.1f} | {stale:.0%} |"
+                f"| S = {staleness}, `{order}`, `{on_stale}` | {speed:.2f} | {replay:.2f} | {speed / base:.2f}x "
+                f"| {gain:.2f}x | {age:.1f} | {stale:.0%} |"
             )
+    machine = f"{os.cpu_count()} CPUs, Python {platform.python_version()}, torch {version('torch')}"
     print(
         f"\n{GROUPS} prompts x {SAMPLES} samples, {options.steps} steps, {SECONDS:g} s to grade and {TIMES} times as "
-        f"long for one in {ONE_IN}; a training step {costs.step_seconds:.3f} s, a sync {costs.sync_seconds:.3f} s, an "
-        f"iteration {costs.seconds_per_iteration * 1000:.1f} ms.\n{os.cpu_count()} CPUs, Python "
-        f"{platform.python_version()}, torch {version('torch')}, load {load:.1f} before and {os.getloadavg()[0]:.1f} "
-        "after.\n\n| | samples/s | measured gain | predicted gain | mean age | tokens too old |\n"
-        "|---|---:|---:|---:|---:|---:|"
+        f"long for {slow_share:.1%} of the answers.\n"
+        f"Synchronous run: a training step {costs.step_seconds:.3f} s, a sync {costs.sync_seconds:.3f} s, an iteration "
+        f"{costs.seconds_per_iteration * 1000:.1f} ms.\n"
+        f"{machine}, load {load:.1f} before and {os.getloadavg()[0]:.1f} after.\n\n"
+        "| | samples/s | replayed | measured gain | predicted gain | mean age | tokens too old |\n"
+        "|---|---:|---:|---:|---:|---:|---:|"
     )
     print("\n".join(lines))
 

@@ -29,7 +29,7 @@ import torch
 from skyrl_train.distributed.process_group import free_port
 from skyrl_train.weight_sync.base import Encoding, Transport
 from skyrl_train.weight_sync.fingerprint import Verification
-from skyrl_train.weight_sync.plan import init_infos_for
+from skyrl_train.weight_sync.plan import Route, init_infos_for
 from skyrl_train.weight_sync.sender import WeightSender, needs_staging
 from skyrl_train_testing.weight_holders import CPU, HolderInfo, HolderProcesses, WeightHolder
 
@@ -129,10 +129,8 @@ class Timings:
 def connect(
     engines: HolderProcesses, count: int, ways: tuple[Transport, Encoding], folder: str, verification: Verification
 ) -> WeightSender:
-    transport, encoding = ways
     infos = init_infos_for(
-        transport,
-        encoding,
+        [Route(*ways)] * count,
         [HolderInfo()] * count,
         master_address="127.0.0.1",
         master_port=free_port(),
@@ -168,7 +166,7 @@ def measure_strategies(shapes: Shapes, num_engines: int, turns: int, folder: str
     with HolderProcesses(num_engines, partial(BenchmarkedHolder, shapes), timeout_seconds=600) as engines:
         for name, ways in STRATEGIES.items():  # a connection is made anew for each: engines hold one
             sender = connect(engines, num_engines, ways, folder, "sampled")
-            stages = needs_staging(init_infos_for(*ways, [HolderInfo()])[0])
+            stages = needs_staging(init_infos_for([Route(*ways)], [HolderInfo()])[0])
             Timings().add(sender, policy, 1, stages)  # warms up; nobody has a base for changes yet
             for turn in range(turns):
                 policy.step()

@@ -26,7 +26,7 @@ from skyrl_train.algorithms.kl import compute_approx_kl
 from skyrl_train.algorithms.off_policy import correct_off_policy, mismatch_metrics
 from skyrl_train.algorithms.reduction import LossReduction, masked_mean, token_weights
 from skyrl_train.algorithms.sampling import overlong_penalty, zero_variance_rows
-from skyrl_train.config import AlgorithmConfig, SkyRLConfig
+from skyrl_train.config import AlgorithmConfig, GeneratorConfig, SkyRLConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.training_batch import TrainingInputBatch, shape_of
 
@@ -47,7 +47,7 @@ def prepare_training_batch(batch: TrainingInputBatch, cfg: SkyRLConfig, kl_coeff
     metrics: Metrics = {}
     # Turns are numbered before any token leaves the loss mask.
     batch = _with(batch, turns=turn_numbers(batch.tensor("loss_mask")))
-    batch, own = penalize_overlong(batch, algorithm, cfg.generator.sampling_params.max_generate_length)
+    batch, own = penalize_overlong(batch, algorithm, cfg.generator)
     metrics |= own
     scores = trajectory_scores(batch)  # without the KL penalty, which would make every group look informative
     batch, own = subtract_kl(batch, algorithm, kl_coefficient)
@@ -60,18 +60,24 @@ def prepare_training_batch(batch: TrainingInputBatch, cfg: SkyRLConfig, kl_coeff
     return batch, metrics | own
 
 
-def penalize_overlong(batch: TrainingInputBatch, algorithm: AlgorithmConfig, limit: int) -> PreparedBatch:
+def penalize_overlong(
+    batch: TrainingInputBatch, algorithm: AlgorithmConfig, generator: GeneratorConfig
+) -> PreparedBatch:
     """Add DAPO's soft penalty of long responses (`overlong_buffer`) to the reward of the last token.
 
-    The length is that of the whole response with the observations in it: in a conversation of several turns, `limit`
-    (the most tokens of one answer) is the length of the whole response that is free of the full penalty. Where every
-    turn is a row, each is penalised by its own length.
+    The length is that of the whole response with the observations in it: in a conversation of several turns, the most
+    tokens of one answer are the length of the whole response that is free of the full penalty. Where every turn is a
+    row, each is penalised by its own length. With `overlong_buffer.counts=context` the row's prompt counts as well, and
+    the limit is the longest context.
     """
     buffer = algorithm.overlong_buffer
     if buffer.len is None:
         return batch, {}
     length_B = _response_mask(batch).sum(dim=-1)
-    penalty_B = overlong_penalty(length_B, limit, buffer.len, buffer.penalty_factor)
+    counts_context = buffer.counts == "context"
+    counted_B = (batch.tensor("attention_mask") != 0).sum(dim=-1) if counts_context else length_B
+    limit = generator.longest_context if counts_context else generator.sampling_params.max_generate_length
+    penalty_B = overlong_penalty(counted_B, limit, buffer.len, buffer.penalty_factor)
     rewards = batch.tensor("rewards").clone()
     rewards[torch.arange(len(batch)), length_B.clamp(min=1) - 1] += penalty_B
     valid_B = _valid(batch)

@@ -14,7 +14,7 @@ FORWARDED_PREFIXES = (
 names."""
 
 FORWARDED_NAMES = (
-    "LOG_LEVEL", "OMP_NUM_THREADS", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS",
+    "LOG_LEVEL", "OMP_NUM_THREADS", "MKL_CBWR", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS",
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
 )  # fmt: skip
 """The same by whole names, the proxies also in lower case."""

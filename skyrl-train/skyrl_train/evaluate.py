@@ -14,12 +14,10 @@ from skyrl_train.rollouts.metrics import check_not_all_failed, concatenate, scor
 from skyrl_train.rollouts.trajectory_rows import trajectory_rows
 from skyrl_train.rollouts.types import Trajectory, TrajectoryGroup, grouped
 from skyrl_train.types import JsonObject, PromptRow
-from skyrl_train.utils.io import expand_path, write_atomically
 from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train.utils.storage import Place, location, write_whole
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PreTrainedTokenizerBase
 
     from skyrl_train.config import SkyRLConfig
@@ -70,7 +68,7 @@ async def evaluate(
     metrics |= {f"eval/all/{name}": value for name, value in rollouts.metrics.items()}
     if cfg.trainer.dump_eval_results:
         name = "eval_only" if global_step is None else f"global_step_{global_step}_evals"
-        folder = expand_path(cfg.trainer.export_path) / "dumped_evals" / name
+        folder = location(cfg.trainer.export_path) / "dumped_evals" / name
         _write_results(folder, tokenizer, requests, rollouts.trajectories, sources, metrics)
     if cfg.trainer.dump_trajectories and global_step is not None:
         rows = trajectory_rows(rollouts.groups, tokenizer)
@@ -110,7 +108,7 @@ def _extras(requests: list[GeneratorInput]) -> list[JsonObject]:
 
 
 def _write_results(
-    folder: "Path",
+    folder: Place,
     tokenizer: "PreTrainedTokenizerBase",
     requests: list[GeneratorInput],
     trajectories: list[Trajectory],
@@ -135,10 +133,9 @@ def _write_results(
                 "failure": None if failure is None else f"{failure.kind}: {failure.message}",
             }
         )
-    folder.mkdir(parents=True, exist_ok=True)
     for source, rows in rows_of.items():
-        write_atomically(folder / f"{source}.jsonl", _json_lines(rows))
-    write_atomically(folder / "aggregated_results.jsonl", _json_lines([metrics]))
+        write_whole(folder / f"{source}.jsonl", _json_lines(rows))
+    write_whole(folder / "aggregated_results.jsonl", _json_lines([metrics]))
 
 
 def _json_lines(rows: list[JsonObject]) -> str:

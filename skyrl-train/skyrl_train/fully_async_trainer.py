@@ -4,6 +4,9 @@
 keeps finished ones over a kill. The rest of a step is that of the synchronous trainer.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from loguru import logger
@@ -18,6 +21,7 @@ from skyrl_train.rollouts.journal import RolloutJournal
 from skyrl_train.rollouts.metrics import concatenate
 from skyrl_train.rollouts.pool import RolloutPool
 from skyrl_train.rollouts.schedule import ScheduleLimits, ScheduleState
+from skyrl_train.rollouts.timeline import Timeline
 from skyrl_train.rollouts.types import RolloutBatch
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.training_batch import TrainingInputBatch
@@ -39,6 +43,11 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     _schedule_state: ScheduleState | None = None
     """That of the checkpoint that the run was resumed from."""
 
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Recorder of what runs when, for the page of the run."""
+        return Timeline()
+
     # ---- the run
 
     async def train(self) -> None:
@@ -58,7 +67,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
                         batch = self.compute_advantages_and_returns(batch)
                         await self.train_critic(batch)
                         await self.train_policy(batch)
-                    pool.trained(groups)
+                    pool.trained(groups, sync_follows=self.is_sync_due())
                     if self.is_end_of_epoch():
                         await self.update_ref_with_policy()
                     with self.timed("sync_weights"):
@@ -79,7 +88,10 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             on_stale=settings.on_stale,
         )
         max_batches = algorithm.dynamic_sampling.max_sample_batches
-        journal = RolloutJournal(self.run_folder.journal_path, self.provenance.defining())
+        experiment = self.provenance.defining()
+        if self.cfg.trainer.policy.routing_replay == "R3":
+            experiment["expert_routes"] = True  # groups of a run without them cannot be trained in one with them
+        journal = RolloutJournal(self.run_folder.journal_path, experiment)
         if self.cfg.trainer.resume_mode == "none":
             journal.discard()
         return RolloutPool(
@@ -90,6 +102,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             group_timeout_seconds=settings.group_timeout_seconds,
             is_kept=is_informative if settings.sample_full_batch else lambda group: True,
             max_filtered=max_batches * groups_per_step if max_batches > 0 else None,
+            timeline=self.timeline,
         )
 
     async def sync_weights(self) -> None:
@@ -156,10 +169,18 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
 
     # ---- metrics, state in checkpoints
 
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Return a context manager that records `timing/<name>`, and when it was."""
+        with super().timed(name), self.timeline.phase(name):
+            yield
+
     def log(self) -> None:
-        """Log the step's metrics, with those of the pool."""
+        """Log the step's metrics, with those of the pool, and what ran when."""
         if self.pool is not None:
             self._record_utilisation(self.pool)
+            trained = [group.ticket for group in self._step_groups]
+            self.run_folder.append_timeline(self.global_step, self.timeline.take(trained))
         super().log()
 
     def _record_utilisation(self, pool: RolloutPool) -> None:
@@ -186,8 +207,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         else:  # a checkpoint of the synchronous trainer
             self._schedule_state = ScheduleState.after_steps(state["global_step"], self.cfg.trainer.train_batch_size)
 
-    async def save_checkpoint(self) -> None:
-        """Save a checkpoint, then drop what it made superfluous from the journal."""
+    def checkpoint_completed(self) -> None:
+        """Drop from the journal what a checkpoint that is complete made superfluous."""
         assert self.pool is not None
-        await super().save_checkpoint()
         self.pool.shorten_journal()

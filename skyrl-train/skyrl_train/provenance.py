@@ -15,6 +15,7 @@ from skyrl_train.dataset.dataloader import Dataset
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.types import JsonObject
 from skyrl_train.utils.io import write_atomically
+from skyrl_train.utils.storage import Place, read_text
 
 PROVENANCE_FILE = "provenance.json"
 TRAINING_DATA = "training data"
@@ -57,14 +58,14 @@ class Provenance:
         return {"data": self.data, **settings}
 
     @classmethod
-    def read(cls, folder: Path) -> "Provenance | None":
+    def read(cls, folder: Place) -> "Provenance | None":
         """Return the provenance of a checkpoint, None if it tells none (written before there was any).
 
         Raises:
             CheckpointError: the file is damaged.
         """
         try:
-            values = json.loads((folder / PROVENANCE_FILE).read_text())
+            values = json.loads(read_text(folder / PROVENANCE_FILE))
             return cls(dict(values["settings"]), values["data"])
         except FileNotFoundError:
             return None
@@ -100,7 +101,7 @@ def changes_between(before: Provenance, after: Provenance) -> list[Change]:
     ]
 
 
-def check_changes(changes: Sequence[Change], folder: Path, *, allowed: bool) -> None:
+def check_changes(changes: Sequence[Change], folder: Place, *, allowed: bool) -> None:
     """Refuse to resume the checkpoint in `folder` where a change makes another experiment.
 
     Args:

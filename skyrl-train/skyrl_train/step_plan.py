@@ -10,6 +10,7 @@ from typing import Any
 from skyrl_train.algorithms.losses import TokenSelectorRegistry
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.models import FSDPConfig, LoRAConfig
+from skyrl_train.config.training_backends import TrainingBackendRegistry, ranks_per_replica
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -32,7 +33,7 @@ class ModelPlan:
 
     name: str
     data_parallel_size: int
-    """Data-parallel ranks: workers / `sequence_parallel_size`."""
+    """Data-parallel ranks: workers / those that share rows."""
     num_mini_batches: int
     """Mini-batches of a step: optimizer steps of one pass over it. 0: the model is not trained."""
     optimizer_steps: int
@@ -140,17 +141,17 @@ def step_plan(
         policy = ModelShape(num_parameters)
     updates = trainer.update_epochs_per_batch
     has_critic = trainer.critic.model.path is not None
-    sp = trainer.policy.sequence_parallel_size
+    sp = ranks_per_replica(cfg, "policy")
     learner = _model_plan(cfg, "policy", trainer.policy_mini_batch_size, placement.policy_world_size, sp)
     models = [learner]
     memory = [] if policy is None else _policy_memory(cfg, policy)
     if has_critic:
-        sp = trainer.critic.sequence_parallel_size
+        sp = ranks_per_replica(cfg, "critic")
         models.append(_model_plan(cfg, "critic", trainer.critic_mini_batch_size, placement.critic_world_size, sp))
         if critic is not None:
             memory += _critic_memory(cfg, critic)
     if trainer.algorithm.uses_reference_model:
-        sp = trainer.ref.sequence_parallel_size
+        sp = ranks_per_replica(cfg, "ref")
         models.append(_model_plan(cfg, "reference", None, placement.ref_world_size, sp))
         if policy is not None:
             rows = trainer.micro_forward_batch_size_per_gpu
@@ -168,7 +169,7 @@ def step_plan(
         models=tuple(models),
         num_steps=num_steps,
         prompts_left_out=prompts_left_out,
-        memory=tuple(memory),
+        memory=tuple(memory) if _memory_is_known(cfg) else (),
         notes=_notes(cfg),
     )
 
@@ -223,11 +224,6 @@ def _adapter_parameters(model: Any, lora: LoRAConfig) -> int:
 # ---- samples
 
 
-def _longest_sample(cfg: SkyRLConfig) -> int:
-    """Return the largest number of tokens of a sample: the longest input of the last turn, and its answer."""
-    return cfg.generator.max_input_length + cfg.generator.sampling_params.max_generate_length
-
-
 def _model_plan(
     cfg: SkyRLConfig, name: str, mini_batch_prompts: int | None, workers: int, sequence_parallel_size: int
 ) -> ModelPlan:
@@ -279,7 +275,7 @@ def _divide_evenly(total: int, parts: int) -> list[int]:
 
 def _rows_a_micro_batch(cfg: SkyRLConfig, rows: int, sequence_parallel_size: int) -> int:
     budget = cfg.trainer.max_tokens_per_microbatch
-    return rows if budget is None else max(1, budget * sequence_parallel_size // _longest_sample(cfg))
+    return rows if budget is None else max(1, budget * sequence_parallel_size // cfg.generator.longest_context)
 
 
 def _lines_of(model: ModelPlan, update_epochs: int) -> list[str]:
@@ -299,12 +295,18 @@ def _lines_of(model: ModelPlan, update_epochs: int) -> list[str]:
     return lines
 
 
+def _memory_is_known(cfg: SkyRLConfig) -> bool:
+    return TrainingBackendRegistry.requirements(cfg.trainer.strategy).memory_estimates
+
+
 def _notes(cfg: SkyRLConfig) -> tuple[str, ...]:
     notes = []
+    if not _memory_is_known(cfg):
+        notes.append(f"memory is not estimated for trainer.strategy={cfg.trainer.strategy}")
     if cfg.trainer.max_tokens_per_microbatch is not None:
         notes.append(
             f"micro-batches hold at most {cfg.trainer.max_tokens_per_microbatch} tokens: their numbers are those of "
-            f"samples of {_longest_sample(cfg)} tokens each, and fewer with shorter ones"
+            f"samples of {cfg.generator.longest_context} tokens each, and fewer with shorter ones"
         )
     if cfg.generator.step_wise_trajectories:
         notes.append("every turn is a sample of its own (step-wise): the numbers of samples are for one turn each")
@@ -313,6 +315,7 @@ def _notes(cfg: SkyRLConfig) -> tuple[str, ...]:
             f"{cfg.generator.task} sets the length of trajectories; one has a row for each sequence of turns that only "
             "append, usually one: the numbers of samples are for one row each"
         )
+    notes += _overlong_note(cfg)
     sampling = cfg.trainer.algorithm.dynamic_sampling
     if sampling.type == "filter":
         limit = f"up to {sampling.max_sample_batches}" if sampling.max_sample_batches > 0 else "any number of"
@@ -320,12 +323,30 @@ def _notes(cfg: SkyRLConfig) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def _overlong_note(cfg: SkyRLConfig) -> list[str]:
+    """Say where the overlong penalty begins and ends."""
+    buffer, limit = cfg.trainer.algorithm.overlong_buffer, cfg.generator.sampling_params.max_generate_length
+    if buffer.len is None:
+        return []
+    rises = f"rises from 0 to {buffer.penalty_factor:g} between"
+    if buffer.counts == "response":
+        begins = limit - buffer.len
+        return [f"overlong penalty (overlong_buffer.counts=response): {rises} response tokens {begins} and {limit}"]
+    context, longest_prompt = cfg.generator.longest_context, cfg.generator.max_input_length
+    begins = context - buffer.len
+    return [
+        f"overlong penalty (overlong_buffer.counts=context): {rises} tokens {begins} and {context} of prompt and "
+        f"response; after a prompt of {longest_prompt} tokens it begins at response token "
+        f"{max(0, begins - longest_prompt)}, after one of 100 at response token {max(0, begins - 100)}"
+    ]
+
+
 # ---- memory
 
 
 def _policy_memory(cfg: SkyRLConfig, shape: ModelShape) -> list[MemoryEstimate]:
     trainer, workers = cfg.trainer, cfg.trainer.placement.policy_world_size
-    fsdp, sp = trainer.policy.fsdp_config, trainer.policy.sequence_parallel_size
+    fsdp, sp = trainer.policy.fsdp_config, ranks_per_replica(cfg, "policy")
     weights = shape.num_parameters * _BYTES[cfg.generator.model_dtype]
     estimates = [MemoryEstimate("generate (an engine)", {"weights": weights})]
     if needs_old_log_probs(cfg):
@@ -336,7 +357,7 @@ def _policy_memory(cfg: SkyRLConfig, shape: ModelShape) -> list[MemoryEstimate]:
 
 def _critic_memory(cfg: SkyRLConfig, shape: ModelShape) -> Sequence[MemoryEstimate]:
     critic, workers = cfg.trainer.critic, cfg.trainer.placement.critic_world_size
-    arguments = cfg, shape, critic.fsdp_config, workers, critic.sequence_parallel_size
+    arguments = cfg, shape, critic.fsdp_config, workers, ranks_per_replica(cfg, "critic")
     return [
         MemoryEstimate("critic values", _forward_memory(*arguments, cfg.trainer.micro_forward_batch_size_per_gpu)),
         MemoryEstimate("train critic", _training_memory(*arguments)),
@@ -372,7 +393,7 @@ def _compute_memory(
         parts["logits"] = (8 if with_gradient else 4) * trainer.logprobs_chunk_size * shape.vocab_size
     if shape.hidden_size and shape.num_layers:
         # A sample that is longer than the budget has a micro-batch of its own.
-        longest, budget = _longest_sample(cfg), trainer.max_tokens_per_microbatch
+        longest, budget = cfg.generator.longest_context, trainer.max_tokens_per_microbatch
         tokens = -(-(rows * longest if budget is None else max(budget * sp, longest)) // sp)
         layers = 17
         if with_gradient:

@@ -122,6 +122,7 @@ class SupervisedTrainer(TrainingRun):
 
     async def shutdown(self) -> None:
         """Flush the trackers and end the processes of this run, also after a failure."""
+        await self.saver.close()
         self.tracker.finish()
         groups = [group for group in (self.policy_model, self.ref_model) if group is not None]
         await asyncio.gather(*(group.shutdown() for group in groups))

@@ -34,7 +34,7 @@ from skyrl_train.generators.inputs import prepare_generator_input
 from skyrl_train.generators.sampling import get_sampling_params
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.orchestration.actor_group import ActorGroup
-from skyrl_train.orchestration.batch_calls import forward, train_on_batch
+from skyrl_train.orchestration.batch_calls import forward, forward_recording_routes, train_on_batch
 from skyrl_train.orchestration.colocation import Colocation
 from skyrl_train.orchestration.placement import Placement
 from skyrl_train.orchestration.schedule import Schedule
@@ -51,8 +51,8 @@ from skyrl_train.step_plan import ModelShape, model_shape, needs_old_log_probs, 
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun, num_training_steps
 from skyrl_train.types import PromptRow
-from skyrl_train.utils.io import expand_path
 from skyrl_train.utils.logging_utils import log_example
+from skyrl_train.utils.storage import location
 from skyrl_train.utils.tracking import Tracking
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.worker import CriticWorker, RefWorker
@@ -235,6 +235,7 @@ class RayPPOTrainer(TrainingRun):
 
     async def shutdown(self) -> None:
         """Flush the trackers and end the processes of this run, also after a failure."""
+        await self.saver.close()
         self.tracker.finish()
         await asyncio.gather(*(group.shutdown() for group in self._groups), self.inference_engine_client.teardown())
 
@@ -318,7 +319,8 @@ class RayPPOTrainer(TrainingRun):
 
     def convert_to_training_input(self, rollouts: RolloutBatch) -> TrainingInputBatch:
         """Collate trajectories into padded tensors (see `collate`)."""
-        return collate(rollouts, self.tokenizer, self.global_step)
+        with_routes = self.cfg.trainer.policy.routing_replay == "R3"
+        return collate(rollouts, self.tokenizer, self.global_step, with_routes=with_routes)
 
     async def fwd_logprobs_values_reward(self, batch: TrainingInputBatch) -> TrainingInputBatch:
         """Compute `base_action_log_probs` (reference model), `values` (critic) and `action_log_probs` (policy before
@@ -330,18 +332,26 @@ class RayPPOTrainer(TrainingRun):
         if self.critic_model is not None:
             async with self.colocation.swapped_in("critic"):
                 batch["values"] = await self._forward(self.critic_model, batch)
-        if needs_old_log_probs(self.cfg):
+        if needs_old_log_probs(self.cfg) and self.cfg.trainer.policy.routing_replay == "R2":
+            schedule = self._forward_schedule(self.policy_model, batch)
+            outputs = await forward_recording_routes(self.policy_model, schedule, batch)
+            batch["action_log_probs"], batch["expert_routes"] = outputs
+        elif needs_old_log_probs(self.cfg):
             batch["action_log_probs"] = await self._forward(self.policy_model, batch)
         return batch
 
     async def _forward(self, group: ActorGroup, batch: TrainingInputBatch) -> torch.Tensor:
-        """Run a forward-only pass. The policy takes its training micro-batches, so that its first ratios are exactly
+        """Run a forward-only pass."""
+        return await forward(group, self._forward_schedule(group, batch), batch)
+
+    def _forward_schedule(self, group: ActorGroup, batch: TrainingInputBatch) -> Schedule:
+        """Divide a forward-only pass. The policy takes its training micro-batches, so that its first ratios are exactly
         1."""
         trainer = self.cfg.trainer
         micro = trainer.micro_forward_batch_size_per_gpu
         if group is self.policy_model:
             micro = trainer.micro_train_batch_size_per_gpu
-        return await forward(group, self._schedule(group, batch, trainer.policy_mini_batch_size, micro), batch)
+        return self._schedule(group, batch, trainer.policy_mini_batch_size, micro)
 
     def _schedule(self, group: ActorGroup, batch: TrainingInputBatch, prompts: int, micro_batch_size: int) -> Schedule:
         """Divide `batch` into mini-batches of `prompts` prompts, and these over the group's ranks."""
@@ -403,8 +413,7 @@ class RayPPOTrainer(TrainingRun):
             noise = self.step_generator("token_noise")
             batch["token_noise"] = torch.rand(batch.tensor("loss_mask").shape, generator=noise)
         if trainer.dump_data_batch:
-            folder = expand_path(trainer.export_path) / "dumped_data"
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = location(trainer.export_path) / "dumped_data"
             batch.save(folder / f"global_step_{self.global_step}_training_input.pkl")
         schedule = self._schedule(
             self.policy_model, batch, trainer.policy_mini_batch_size, trainer.micro_train_batch_size_per_gpu

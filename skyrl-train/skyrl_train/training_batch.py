@@ -13,6 +13,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from skyrl_train.utils.storage import Place, open_to_write
+
 _NUMPY_KINDS = {torch.bfloat16: torch.int16}  # numpy has no bfloat16: its bytes travel as int16
 
 
@@ -159,8 +161,8 @@ class TensorBatch(dict[str, torch.Tensor | None]):
 
     __hash__ = None  # type: ignore[assignment]  # mutable
 
-    def save(self, path: str | Path) -> None:
-        with open(path, "wb") as file:
+    def save(self, path: str | Place) -> None:
+        with open_to_write(path) as file:
             pickle.dump(self, file, protocol=5)
 
     @staticmethod
@@ -198,7 +200,8 @@ class TrainingInputBatch(TensorBatch):
     `response_mask` [B, R]: 1 on what the model and the environment wrote. `loss_mask` [B, R]: 1 on what the model
     wrote. `rewards` [B, R]; `rollout_logprobs` [B, R] or None; `weight_versions` [B, R] int32, the version
     of the weights that generated each token, -1 on others; later `action_log_probs`, `base_action_log_probs`,
-    `advantages`, `returns`, `loss_weights` [B, R].
+    `advantages`, `returns`, `loss_weights` [B, R]. With routing replay `expert_routes` [B, T, L, k], the experts of
+    each token in the L layers that have a router (`expert_routes.py`).
     """
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,15 @@ from typing import Any
 from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
-from skyrl_train.checkpoints import CheckpointStore, check_all_seen, extract_step_from_path
+from skyrl_train.checkpoint_saver import CheckpointSaver
+from skyrl_train.checkpoints import Checkpoint, CheckpointStore, extract_step_from_path
 from skyrl_train.config import SkyRLConfig, TrainerConfig
 from skyrl_train.dataset.dataloader import Dataset
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.provenance import Change, Provenance, changes_between, check_changes, lines_of
-from skyrl_train.utils.io import expand_path, write_atomically
+from skyrl_train.utils.io import write_atomically
 from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train.utils.storage import Place, check_access, location
 from skyrl_train.utils.timer import Timer
 from skyrl_train.utils.tracking import Tracking
 
@@ -38,6 +41,9 @@ class TrainingRun(ABC):
         self.tokenizer = tokenizer
         self.run_folder = RunFolder(cfg.trainer.run_dir)
         self.checkpoints = CheckpointStore(cfg.trainer.ckpt_path, cfg.trainer.max_ckpts_to_keep)
+        self.saver = CheckpointSaver(
+            self.checkpoints, in_background=cfg.trainer.ckpt_async, timeout_seconds=cfg.trainer.worker_timeout_seconds
+        )
         self.global_step = 0
         self.total_training_steps = 0
         self.all_metrics: dict[str, float | None] = {}
@@ -74,6 +80,7 @@ class TrainingRun(ABC):
         """Evaluate, log, export and save a checkpoint, each at its interval. The checkpoint comes last: a run resumed
         from it has nothing of this step left to do."""
         trainer = self.cfg.trainer
+        await self.saver.raise_failure()
         if self.is_due(trainer.eval_interval):
             await self.evaluate()
         self.log()
@@ -81,6 +88,9 @@ class TrainingRun(ABC):
             await self.save_hf_model()
         if self.is_due(trainer.ckpt_interval):
             await self.save_checkpoint()
+        if self.is_last_step():
+            with self.timed("save_checkpoints"):
+                await self.saver.wait()
 
     def is_due(self, interval: int) -> bool:
         """Return True every `interval` steps and after the last one; never if the interval is not positive."""
@@ -90,7 +100,7 @@ class TrainingRun(ABC):
         """Return True in the last step of the run."""
         return self.global_step == self.total_training_steps
 
-    def timed(self, name: str) -> Timer:
+    def timed(self, name: str) -> AbstractContextManager[object]:
         """Return a context manager that records `timing/<name>`."""
         return Timer(name, self.all_timings)
 
@@ -109,14 +119,19 @@ class TrainingRun(ABC):
 
     async def save_checkpoint(self) -> None:
         """Save everything that the rest of the run depends on, whole or not at all."""
-        state = {"global_step": self.global_step, **self.state()}
-        with self.timed("save_checkpoints"), self.checkpoints.writing(self.global_step) as folder:
-            for group in self.trainable_groups:
-                reports = await group.call_all("save_checkpoint", str(folder / group.name))
-                await asyncio.to_thread(check_all_seen, folder / group.name, group.name, reports)
-            await self.save_more(folder)
-            self.provenance.write(folder)
-            write_atomically(folder / "trainer_state.json", json.dumps(state))
+        with self.timed("save_checkpoints"):
+            await self.saver.wait()  # before the state is taken: only then the one before is complete
+            state = {"global_step": self.global_step, **self.state()}
+
+            async def write_rest(folder: Path) -> None:
+                await self.save_more(folder)
+                self.provenance.write(folder)
+                write_atomically(folder / "trainer_state.json", json.dumps(state))
+
+            await self.saver.save(self.global_step, self.trainable_groups, write_rest, self.checkpoint_completed)
+
+    def checkpoint_completed(self) -> None:  # noqa: B027  the journal of asynchronous training follows
+        """React to a checkpoint that is complete."""
 
     async def load_checkpoint(self) -> None:
         """Resume from the checkpoint that `resume_mode` selects; start afresh if there is none.
@@ -126,16 +141,22 @@ class TrainingRun(ABC):
             CheckpointError: it is damaged.
         """
         changes = check_resumption(self.cfg.trainer, self.checkpoints, self.provenance)
-        folder = await asyncio.to_thread(self.checkpoints.find, self.cfg.trainer)
-        if folder is None:
+        found = await asyncio.to_thread(self.checkpoints.find, self.cfg.trainer)
+        if found is None:
+            self.checkpoints.rename_later(than=None)
             await self.load_more(None)
             self.run_folder.truncate_after(-1)
             return
-        with self.timed("load_checkpoints"):
-            state = json.loads((folder / "trainer_state.json").read_text())
+        folder = found.folder
+        with (
+            self.timed("load_checkpoints"),
+            found.local_copy(without=[group.name for group in self.trainable_groups]) as copy,
+        ):
+            state = json.loads((copy / "trainer_state.json").read_text())
             for group in self.trainable_groups:
-                await group.call_all("load_checkpoint", str(folder / group.name))
-            await self.load_more(folder)
+                await load_group(group, found)
+            await self.load_more(copy)
+        self.checkpoints.rename_later(than=folder)
         self.load_state(state)
         self.global_step = extract_step_from_path(folder)
         self.run_folder.truncate_after(self.global_step)
@@ -148,10 +169,23 @@ class TrainingRun(ABC):
     async def save_hf_model(self) -> None:
         """Export the trained models as `transformers` loads them, to `<export_path>/global_step_N/policy` (and
         `critic`)."""
-        folder = expand_path(self.cfg.trainer.export_path) / f"global_step_{self.global_step}"
+        folder = location(self.cfg.trainer.export_path) / f"global_step_{self.global_step}"
         with self.timed("save_hf_model"):
             for group in self.trainable_groups:
                 await group.call_all("save_hf_model", str(folder / group.name), self.tokenizer)
+
+
+async def load_group(group: ActorGroup, checkpoint: Checkpoint) -> None:
+    """Load a model and its optimizer on every rank. From an object store each machine first fetches the files, once.
+
+    Raises:
+        CheckpointError: they are damaged, or do not fit.
+    """
+    folder = checkpoint.folder / group.name
+    with checkpoint.naming_remedy():
+        if not isinstance(folder, Path):
+            await group.call_all("fetch_checkpoint", str(folder), checkpoint.records_of(group.name))
+    await group.call_all("load_checkpoint", str(folder))
 
 
 def num_training_steps(trainer: TrainerConfig, num_rows: int) -> int:
@@ -183,14 +217,23 @@ def check_resumption(trainer: TrainerConfig, checkpoints: CheckpointStore, prove
     return changes
 
 
-def check_before_start(cfg: SkyRLConfig, dataset: Dataset) -> None:
-    """Raise ConfigError, before anything starts, if the checkpoint to resume belongs to another experiment."""
+def check_before_start(cfg: SkyRLConfig, dataset: Dataset | None) -> None:
+    """Raise ConfigError, before anything starts, if an object store cannot be used or the checkpoint to resume belongs
+    to another experiment.
+
+    Args:
+        dataset: training data; None: the run only evaluates, and has no checkpoints.
+    """
+    check_access("trainer.export_path", cfg.trainer.export_path)
+    if dataset is None:
+        return
+    check_access("trainer.ckpt_path", cfg.trainer.ckpt_path)
     store = CheckpointStore(cfg.trainer.ckpt_path)
     if store.select(cfg.trainer) is not None:
         check_resumption(cfg.trainer, store, Provenance.of(cfg, dataset))
 
 
-def finished_message(folder: Path, total_steps: int) -> str:
+def finished_message(folder: Place, total_steps: int) -> str:
     """Return the message about a run whose checkpoint in `folder` is of the last step or a later one."""
     return (
         f"this run is finished: {folder} is of step {extract_step_from_path(folder)}, and these settings end after "

@@ -19,8 +19,18 @@ from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.algorithms.reduction import token_weights
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.models.build import build_model
-from skyrl_train.training_backends.base import MakeBackend, MetricSums, RankInfo, Scores, Step, TrainingBackend
+from skyrl_train.models.experts import RouterStatistics
+from skyrl_train.training_backends.base import (
+    MakeBackend,
+    MetricSums,
+    ModelName,
+    RankInfo,
+    Scores,
+    Step,
+    TrainingBackend,
+)
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
+from skyrl_train.workers.objectives.critic import CriticObjective
 from skyrl_train.workers.objectives.policy import PolicyObjective
 from skyrl_train_testing.findings import Findings
 
@@ -40,6 +50,9 @@ class StepOutcome:
     weights: dict[str, torch.Tensor]
     """After it."""
 
+    router: RouterStatistics | None
+    """Use of the experts by this rank's part."""
+
 
 def check_training_backend(
     make: MakeBackend,
@@ -53,7 +66,7 @@ def check_training_backend(
     Args:
         make: makes a backend that has neither joined nor loaded: a subclass of `TrainingBackend`, or a function.
         model_path: a small model's folder.
-        settings: of `trainer`, in addition to those of the check.
+        settings: of `trainer`, in addition to those of the check, section by section.
         exempt: invariances that are not meant to hold for this backend, each with the reason.
 
     Raises:
@@ -81,18 +94,30 @@ def _check_all(findings: Findings, backend: TrainingBackend, model_path: str) ->
         _check_files(findings, backend, Path(folder))
 
 
-def settings_of(model_path: str, settings: Mapping[str, Any]) -> SkyRLConfig:
-    """Return settings of a policy in float32 whose gradients are clipped at about a third of their norm."""
+def settings_of(model_path: str, settings: Mapping[str, Any], name: ModelName = "policy") -> SkyRLConfig:
+    """Return settings of a model in float32 whose gradients are clipped at about a third of their norm, with those
+    given in their sections."""
     optimizer = {"lr": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.05, "scheduler": "linear"}
+    model = {"model": {"path": model_path}}
     trainer = {
-        "policy": {"model": {"path": model_path}, "optimizer_config": optimizer},
+        "policy": model,
+        name: model if name == "ref" else {**model, "optimizer_config": optimizer},
         "placement": {"device": "cpu"},
         "bf16": False,
         "gradient_checkpointing": False,
         "algorithm": {"use_kl_loss": False},
-        **settings,
     }
-    return SkyRLConfig.from_dict({"trainer": trainer, "generator": {"sampling_params": {"temperature": 0.7}}})
+    sampling = {"sampling_params": {"temperature": 0.7}}
+    return SkyRLConfig.from_dict({"trainer": _merged(trainer, settings), "generator": sampling})
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge settings, section by section; those of `second` win."""
+    merged = dict(first)
+    for name, value in second.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
+        merged[name] = _merged(merged[name], value) if both else value
+    return merged
 
 
 def backend_batch(num_words: int = 64) -> TrainingInputBatch:
@@ -104,27 +129,46 @@ def backend_batch(num_words: int = 64) -> TrainingInputBatch:
     mask = (columns >= -num_prompt[:, None]) & (columns < num_response[:, None])
     loss_mask = mask[:, NUM_PROMPT:].float()
     loss_mask[0, 2] = loss_mask[3, 1] = 0
-    return TrainingInputBatch(
+    weights = token_weights(loss_mask, "token_mean")
+    batch = TrainingInputBatch(
         sequences=torch.where(mask, torch.randint(2, num_words, mask.shape, generator=draw), 0),
         attention_mask=mask.long(),
         loss_mask=loss_mask,
-        loss_weights=token_weights(loss_mask, "token_mean"),
+        loss_weights=weights,
+        critic_loss_weights=weights,
+        values=torch.zeros_like(loss_mask),
         advantages=torch.randn(loss_mask.shape, generator=draw),
         later_advantages=3 * torch.randn(loss_mask.shape, generator=draw),
         metadata={"response_length": NUM_RESPONSE},
     )
+    return with_advantages(batch, batch.tensor("advantages"))
+
+
+def with_advantages(batch: TrainingInputBatch, advantages: torch.Tensor) -> TrainingInputBatch:
+    """Return the batch with other advantages [B, R], which are the returns of a critic too."""
+    return TrainingInputBatch({**batch, "advantages": advantages, "returns": advantages}, metadata=batch.metadata)
 
 
 def take_step(
-    backend: TrainingBackend, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch] | None = None
+    backend: TrainingBackend,
+    batch: TrainingInputBatch,
+    micro_batches: Sequence[MicroBatch] | None = None,
+    *,
+    gather: bool = True,
 ) -> StepOutcome:
-    """Take one optimizer step of the plain policy gradient."""
-    objective = PolicyObjective(backend.cfg.trainer.algorithm, PolicyLossRegistry.get("regular"))
+    """Take one optimizer step of the plain policy gradient, or of the critic. Args: `gather`, False for an outcome
+    without weights."""
+    algorithm = backend.cfg.trainer.algorithm
+    is_critic = backend.name == "critic"
+    objective = (
+        CriticObjective(algorithm) if is_critic else PolicyObjective(algorithm, PolicyLossRegistry.get("regular"))
+    )
     micro_batches = micro_batches or [MicroBatch(tuple(range(len(batch))))]
     gradient = backend.forward_backward(batch, micro_batches, objective)
     step = backend.optimizer_step()
-    weights = {name: tensor.to("cpu", copy=True) for name, tensor in backend.gather_parameters()}
-    return StepOutcome(gradient.sums, step, gradient.outputs, weights)
+    parameters = backend.gather_parameters() if gather else ()
+    weights = {name: tensor.to("cpu", copy=True) for name, tensor in parameters}
+    return StepOutcome(gradient.sums, step, gradient.outputs, weights, gradient.router)
 
 
 # ---- the checks
@@ -172,8 +216,8 @@ def _check_divisions(findings: Findings, backend: TrainingBackend) -> None:
     with findings.attempt("row_order", "with the rows shuffled"):
         found = _two_steps(backend, batch.rows(order), [MicroBatch(rows)])
         _compare_outcomes(findings, "row_order", "with the rows shuffled", expected, found, order.argsort())
-    garbage = TrainingInputBatch(dict(batch), metadata=batch.metadata)
-    garbage["advantages"] = torch.where(batch.tensor("loss_mask") != 0, batch.tensor("advantages"), math.nan)
+    masked = torch.where(batch.tensor("loss_mask") != 0, batch.tensor("advantages"), math.nan)
+    garbage = with_advantages(batch, masked)
     parts = [MicroBatch(rows)]
     _compare(findings, "masked_garbage", "with NaN where the mask is 0", backend, garbage, parts, expected)
 
@@ -183,8 +227,7 @@ def _check_updates(findings: Findings, backend: TrainingBackend) -> None:
     batch = backend_batch()
     backend.load_model()
     before = take_step(backend, batch)
-    broken = TrainingInputBatch(dict(batch), metadata=batch.metadata)
-    broken["advantages"] = batch.tensor("advantages") * math.nan
+    broken = with_advantages(batch, batch.tensor("advantages") * math.nan)
     with findings.attempt("skipped_update", "with a gradient of NaN"):
         skipped = take_step(backend, broken)
         if not skipped.step.is_skipped:
@@ -225,8 +268,7 @@ def _two_steps(
     backend: TrainingBackend, batch: TrainingInputBatch, parts: Sequence[MicroBatch]
 ) -> tuple[StepOutcome, StepOutcome]:
     backend.load_model()
-    other = TrainingInputBatch(dict(batch), metadata=batch.metadata)
-    other["advantages"] = batch["later_advantages"]
+    other = with_advantages(batch, batch.tensor("later_advantages"))
     return take_step(backend, batch, parts), take_step(backend, other, parts)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<start>{{ m['role'] }}:{{ m['content'] }}<end>{% endfor %}"
@@ -30,6 +30,25 @@ def character_tokenizer(
         additional_special_tokens=[start],
         chat_template=chat_template,
     )
+
+
+def tiny_mixture(*, scale: float = 1.0, **config: Any) -> Qwen3MoeForCausalLM:
+    """Two layers of four experts, two of them for each token, with the same random weights each time.
+
+    Args:
+        scale: of all weights, as in `tiny_qwen3`.
+        config: what else `Qwen3MoeConfig` takes, and in place of its sizes here.
+    """
+    sizes: dict[str, Any] = dict(vocab_size=64, hidden_size=16, intermediate_size=32, moe_intermediate_size=8)
+    sizes |= dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64)
+    sizes |= dict(num_experts=4, num_experts_per_tok=2)
+    tokens: dict[str, Any] = dict(eos_token_id=1, pad_token_id=0, bos_token_id=None)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(sizes | tokens | config)))
+    for parameter in model.parameters():
+        parameter.data.mul_(scale)
+    return model
 
 
 def tiny_qwen3(*, hidden_size: int, scale: float = 1.0, **config: Any) -> Qwen3ForCausalLM:

@@ -4,6 +4,7 @@ For tests and benchmarks of weight sync with neither Ray nor a model.
 """
 
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
@@ -30,6 +31,8 @@ class HolderInfo:
 
     backend: str = "native"
     num_weight_processes: int = 1
+    node: str | None = None
+    gpus: Sequence[str] = ()
     unsupported: Mapping[Any, str] = field(default_factory=dict)
 
 
@@ -108,6 +111,44 @@ class HoldersInThreads:
         return self._threads[index].submit(getattr(self._holders[index], method), *args)
 
 
+class RanksInThreads:
+    """LockstepRanks of a policy, each in a thread of this process (`skyrl_train.weight_sync.lockstep.LockstepRanks`).
+
+    Args:
+        timeout_seconds: the longest that one rank waits for the others in a collective.
+    """
+
+    def __init__(self, world_size: int, timeout_seconds: float = 20.0):
+        self.world_size = world_size
+        self._meeting = threading.Barrier(world_size, timeout=timeout_seconds)
+        self._given: list[Any] = [None] * world_size
+
+    def run(self, function: Callable[["RankInThread"], object]) -> list[Any]:
+        """Call a function on every rank. Returns: what each of them returned or raised, in rank order."""
+        with ThreadPoolExecutor(self.world_size) as threads:
+            calls = [threads.submit(function, RankInThread(self, rank)) for rank in range(self.world_size)]
+            return [call.exception() or call.result() for call in calls]
+
+    def meet(self, rank: int, own: object) -> list[Any]:
+        self._given[rank] = own
+        self._meeting.wait()
+        of_ranks = list(self._given)
+        self._meeting.wait()  # nobody gives anything new before all have seen this
+        return of_ranks
+
+
+class RankInThread:
+    """One of `RanksInThreads`, as it sees them."""
+
+    def __init__(self, ranks: RanksInThreads, rank: int):
+        self._ranks = ranks
+        self.rank = rank
+        self.world_size = ranks.world_size
+
+    def all_gather(self, own: object) -> list[Any]:
+        return self._ranks.meet(self.rank, own)
+
+
 class HolderProcesses:
     """Engines in processes of their own (`skyrl_train.weight_sync.sender.EngineHandles`). A context manager: leaving
     it ends them.
@@ -161,6 +202,9 @@ class HolderProcesses:
 
     def call_each(self, method: str, args: Sequence[Any]) -> list[tuple[int, int]]:
         return [self._start(index, method, arg) for index, arg in enumerate(args)]
+
+    def call_one(self, index: int, method: str, *args: Any) -> list[tuple[int, int]]:
+        return [self._start(index, method, *args)]
 
     def wait(self, calls: list[tuple[int, int]]) -> list[Any]:
         deadline = time.monotonic() + self._timeout_seconds

@@ -10,7 +10,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two threads of on
 import pytest
 import torch
 
-torch.set_num_threads(1)
+from skyrl_train.utils.cpu_numerics import prepare_cpu
+from skyrl_train_testing.object_store import ObjectStore, object_store
+
+prepare_cpu()
 
 
 @pytest.fixture(scope="session")
@@ -49,22 +52,26 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def save_mixture() -> Callable[..., str]:
     """`save_mixture(folder, **config)` makes a Qwen3 of four experts in two layers with random weights there."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from skyrl_train_testing.tiny_models import tiny_mixture
 
-    def save(folder: str | Path, *, scale: float = 1.0, **config: Any) -> str:
-        sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=32, moe_intermediate_size=8)
-        sizes |= dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64)
-        tokens = dict(eos_token_id=1, pad_token_id=0, bos_token_id=None)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            experts = dict(num_experts=4, num_experts_per_tok=2)
-            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(sizes | tokens | experts | config)))
-        for parameter in model.parameters():
-            parameter.data.mul_(scale)
-        model.save_pretrained(folder)
+    def save(folder: str | Path, **config: Any) -> str:
+        tiny_mixture(**config).save_pretrained(folder)
         return str(folder)
 
     return save
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    """An object store that answers to `s3://bucket`, in a process of its own."""
+    with object_store(tmp_path_factory.mktemp("object_store") / "server.log") as store:
+        yield store
+
+
+@pytest.fixture
+def bucket(s3: ObjectStore, request: pytest.FixtureRequest) -> str:
+    """A URL in the object store, for one test."""
+    return f"s3://bucket/{request.node.name}-{os.urandom(4).hex()}"
 
 
 @pytest.fixture(scope="module")

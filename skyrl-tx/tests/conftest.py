@@ -16,6 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two threads of on
 
 import pytest
 
+from skyrl_train.utils.cpu_numerics import prepare_cpu
+
+prepare_cpu()
 sys.path.insert(0, str(Path(__file__).parent))  # for the helpers beside this file; importlib mode does not
 
 
@@ -23,11 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the helpers beside this fi
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 of 0.1M random weights (2 layers, context 512, its own output layer) and a tokenizer of one token a
     character (99 tokens: 0 `<pad>`, 1 `<end>` = EOS, 2 `<start>`, newline and printable ASCII), as a folder."""
-    import torch
-
     from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
 
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("models") / "tiny-qwen3"
     tokenizer = character_tokenizer()
     tokenizer.save_pretrained(folder)

@@ -14,6 +14,7 @@ import yaml
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.asynchronous import FullyAsyncConfig
 from skyrl_train.config.base import BaseConfig, plain
+from skyrl_train.config.deepspeed import DeepSpeedConfig
 from skyrl_train.config.generation import Device, GeneratorConfig
 from skyrl_train.config.models import CriticConfig, PolicyConfig, RefConfig
 from skyrl_train.config.training_backends import TrainingBackendRegistry
@@ -210,10 +211,16 @@ class TrainerConfig(BaseConfig):
     """Show one trajectory on the console every so many steps. <= 0: never."""
 
     ckpt_path: str = "${trainer.run_dir}/ckpts"
-    """Folder of the checkpoints, `global_step_N` each."""
+    """Folder of the checkpoints, `global_step_N` each, on a file system that all nodes share; or a URL of an object
+    store, `s3://bucket/folder`, `gs://…` (the extra `cloud`): each rank writes its files there itself."""
 
     ckpt_interval: int = 10
     """Write a checkpoint every so many steps, and after the last. <= 0: never."""
+
+    ckpt_async: bool = False
+    """Write checkpoints beside the training: ranks copy their share to host memory (12 bytes a parameter, divided over
+    ranks) and train on while threads write, hash and upload it. The next checkpoint and the end of the run wait for
+    it. A run that is killed meanwhile resumes from the checkpoint before."""
 
     max_ckpts_to_keep: int = -1
     """Older checkpoints are removed when there are more. -1: none is."""
@@ -223,7 +230,7 @@ class TrainerConfig(BaseConfig):
     goes on from `resume_path`; `none` (or null) starts anew."""
 
     resume_path: str | None = None
-    """The `global_step_N` folder for `resume_mode=from_path`."""
+    """The `global_step_N` folder, or its URL, for `resume_mode=from_path`."""
 
     resume_allow_changes: bool = False
     """Go on from a checkpoint of another experiment. Without it a run is refused whose training data (by content),
@@ -232,7 +239,7 @@ class TrainerConfig(BaseConfig):
     data is kept as a number of batches, whatever their size.)"""
 
     export_path: str = "${trainer.run_dir}/exports"
-    """Folder of exported models, dumped batches and evaluations."""
+    """Folder, or URL, of exported models, dumped batches and evaluations."""
 
     hf_save_interval: int = -1
     """Export the policy in Hugging Face format every so many steps. <= 0: never."""
@@ -303,6 +310,7 @@ class SkyRLConfig(BaseConfig):
 
     data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    deepspeed_config: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
 
@@ -314,9 +322,7 @@ class SkyRLConfig(BaseConfig):
     def __post_init__(self) -> None:
         resolve_references(self)
         if self.trainer.algorithm.max_seq_len is None:
-            self.trainer.algorithm.max_seq_len = (
-                self.generator.max_input_length + self.generator.sampling_params.max_generate_length
-            )
+            self.trainer.algorithm.max_seq_len = self.generator.longest_context
 
 
 def default_values(config_type: type[BaseConfig] = SkyRLConfig) -> dict[str, Any]:

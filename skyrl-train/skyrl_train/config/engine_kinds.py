@@ -54,6 +54,9 @@ class EngineTraits:
     output_layer_adapters: bool = False
     """Computes adapters of the output layer."""
 
+    expert_routes: bool = False
+    """Has a keyword `return_expert_routes`: completions of a mixture come with the experts of their tokens."""
+
     adapter_slots: tuple[str, int] = ("max_loras", 0)
     """(keyword for the number of adapters loaded at a time, slots needed beyond those in use)."""
 

@@ -238,7 +238,12 @@ class GeneratorConfig(BaseConfig):
     """Reward 0 for answers that did not end with stop reason `stop`."""
 
     apply_overlong_filtering: bool = False
-    """Do not train on answers that were cut off by a length limit."""
+    """Do not train on answers that were cut off by a length limit. Their rewards stay in the group's mean."""
+
+    overlong_filtering_by: Literal["stop_reason", "end_token"] = "stop_reason"
+    """How `apply_overlong_filtering` knows such answers. `stop_reason`: the engine or the generator reached a limit;
+    `end_token`: the last token is not the tokenizer's end-of-sequence token, so that answers which ended at another
+    stop token or text are left out as well."""
 
     max_rollout_retries: int = 2
     """How often a rollout is tried again after an infrastructure failure, before it is left out of the batch."""
@@ -250,6 +255,11 @@ class GeneratorConfig(BaseConfig):
     def has_rows_of_steps(self) -> bool:
         """Whether a row of the batch may be a part of a trajectory."""
         return self.step_wise_trajectories or self.task is not None
+
+    @property
+    def longest_context(self) -> int:
+        """The most tokens of a sample: the longest input of a turn, and its answer."""
+        return self.max_input_length + self.sampling_params.max_generate_length
 
     @property
     def engine_world_size(self) -> int:

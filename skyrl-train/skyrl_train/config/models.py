@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from skyrl_train.config.base import BaseConfig
+from skyrl_train.config.deepspeed import DeepSpeedEvalConfig, DeepSpeedTrainConfig, shared
+from skyrl_train.config.megatron import MegatronConfig, MegatronModelConfig
 from skyrl_train.config.typed import reference
 
 
@@ -108,10 +110,21 @@ class PolicyConfig(BaseConfig):
     model: TrainedModelConfig = field(default_factory=TrainedModelConfig)
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
+    deepspeed_config: DeepSpeedTrainConfig = field(
+        default_factory=lambda: shared(DeepSpeedTrainConfig, "deepspeed_config.train")
+    )
 
     sequence_parallel_size: int = 1
     """Workers that share each sequence (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509): every one holds a part of
     its tokens, and in attention a part of its heads. Must divide the number of workers and of attention heads."""
+
+    routing_replay: Literal["off", "R2", "R3"] = "off"
+    """For mixtures of experts: the experts that training sends a token to, in place of those that its routers would
+    choose now; the weights of these experts are still the routers'. `R2`: those that gave the log-probs at the start of
+    the step (where one optimizer step takes all rows they are its own). `R3`: those that the rollout engine chose when
+    it computed the token, which in other numerics are others now and then. `off`: its own choice, in every forward. The
+    reference model and the critic always choose for themselves."""
 
     use_torch_compile: bool = False
     """Compile what turns hidden states into log-probs and entropy. Slow to start, faster afterwards."""
@@ -127,6 +140,10 @@ class CriticConfig(BaseConfig):
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     optimizer_config: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=5e-6))
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
+    deepspeed_config: DeepSpeedTrainConfig = field(
+        default_factory=lambda: shared(DeepSpeedTrainConfig, "deepspeed_config.train")
+    )
 
     sequence_parallel_size: int = 1
     """Workers that share each sequence (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509): every one holds a part of
@@ -142,6 +159,10 @@ class RefConfig(BaseConfig):
 
     model: ModelConfig = field(default_factory=lambda: ModelConfig(path=reference("${trainer.policy.model.path}")))
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    megatron_config: MegatronModelConfig = field(default_factory=MegatronModelConfig)
+    deepspeed_config: DeepSpeedEvalConfig = field(
+        default_factory=lambda: shared(DeepSpeedEvalConfig, "deepspeed_config.eval")
+    )
 
     sequence_parallel_size: int = 1
     """Workers that share each sequence (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509): every one holds a part of

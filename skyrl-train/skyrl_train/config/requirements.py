@@ -18,6 +18,9 @@ class LossRequirements:
     rollout_log_probs: bool = False
     """Compares with the engine's log-probs itself: needs them, and excludes a second correction."""
 
+    rollout_log_probs_with: tuple[str, str] | None = None
+    """(setting of `trainer.algorithm`, the choice of it with which `rollout_log_probs` holds)."""
+
     advantages: bool = True
     """Reads advantages. False: rewards cannot train with it."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.base import BaseConfig, plain
 from skyrl_train.config.config import PlacementConfig, SkyRLConfig, TrainerConfig, default_values
+from skyrl_train.config.deepspeed import DeepSpeedConfig
 from skyrl_train.config.typed import build, is_among, leaves, resolve_references
 from skyrl_train.errors import ConfigError
 
@@ -59,6 +60,7 @@ class SupervisedConfig(BaseConfig):
             eval_batch_size=64,
         )
     )
+    deepspeed_config: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
 
     @classmethod
     def from_dict(cls, values: "Mapping[str, object] | DictConfig") -> "Self":
@@ -109,7 +111,7 @@ _SHARED = (
     "micro_train_batch_size_per_gpu", "max_tokens_per_microbatch",
     "use_sample_packing", "logprobs_chunk_size", "sequence_parallel_backend", "eval_batch_size", "eval_before_train",
     "eval_interval", "bf16", "flash_attn", "gradient_checkpointing", "gradient_checkpointing_use_reentrant",
-    "project_name", "run_name", "run_dir", "logger", "ckpt_path", "ckpt_interval",
+    "project_name", "run_name", "run_dir", "logger", "ckpt_path", "ckpt_interval", "ckpt_async",
     "max_ckpts_to_keep", "resume_mode", "resume_path", "resume_allow_changes", "export_path",
     "hf_save_interval", "worker_timeout_seconds", "max_consecutive_skipped_updates",
 )
@@ -121,6 +123,8 @@ _OF_PREFERENCES = (
     "placement.ref_num_gpus_per_node",
     "placement.colocate_policy_ref",
 )
+_OF_ROLLOUTS = ("trainer.policy.routing_replay",)
+"""Settings of sections that are read otherwise: they replay what an earlier forward of the same rows did."""
 
 
 def check_read(config: SupervisedConfig) -> None:
@@ -132,7 +136,7 @@ def check_read(config: SupervisedConfig) -> None:
     unchanged = type(config).from_dict(same_model)
     defaults = {name: getattr(section, leaf.name) for name, section, leaf in leaves(unchanged)}
     for name, section, leaf in leaves(config):
-        is_read = not name.startswith("trainer.") or is_among(name, read)
+        is_read = not name.startswith("trainer.") or (is_among(name, read) and name not in _OF_ROLLOUTS)
         if not is_read and getattr(section, leaf.name) != defaults[name]:
             kind = "preference" if isinstance(config, PreferenceConfig) else "supervised"
             raise ConfigError(

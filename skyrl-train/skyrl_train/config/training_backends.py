@@ -6,9 +6,20 @@ Each is declared in `training_backends/<name>/registration.py`, which imports ne
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyrl_train.config.registry import Registry
+
+if TYPE_CHECKING:
+    from skyrl_train.config.config import SkyRLConfig
+
+
+def _accept(*_args: object) -> None:
+    """Check nothing."""
+
+
+def _sequence_parallel_size(settings: Any) -> int:
+    return settings.sequence_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +31,12 @@ class TrainingBackendTraits:
 
     install_hint: str = "see INSTALL.md"
 
+    alias_of: str | None = None
+    """Present name of this backend, which replaces the name with a warning."""
+
+    section: str | None = None
+    """Section of a model's settings that this backend reads and no other does, such as `fsdp_config`."""
+
     max_ranks: int | None = None
     """Most ranks of a model; None: any number."""
 
@@ -29,18 +46,49 @@ class TrainingBackendTraits:
     adapters: bool = True
     """Trains low-rank adapters (`model.lora.rank`)."""
 
+    routing_replay: bool = False
+    """Replays and records the routes of a mixture of experts (`trainer.policy.routing_replay`)."""
+
+    ranks_per_replica: Callable[[Any], int] = _sequence_parallel_size
+    """Section of a model -> ranks that share the rows of a data-parallel rank."""
+
+    memory_estimates: bool = True
+    """The estimates of memory in the step plan, which are those of FSDP2, hold for it."""
+
+    check_settings: Callable[["SkyRLConfig"], None] = _accept
+    """Rules of its own between settings. Raises ConfigError."""
+
+    check_model_config: Callable[[Any, Any, str], None] = _accept
+    """(transformers config, section of a model, the section's name) -> nothing, if it can hold the model. Raises
+    ConfigError."""
+
     @property
     def is_installed(self) -> bool:
         """Whether its library is there."""
-        return self.library is None or find_spec(self.library) is not None
+        if self.library is None:
+            return True
+        try:
+            return find_spec(self.library) is not None
+        except ModuleNotFoundError:  # of a package inside of one that is not there
+            return False
 
 
 TrainingBackendRegistry: Registry[Callable[..., Any], TrainingBackendTraits] = Registry(
     "training backend",
     TrainingBackendTraits,
-    ("skyrl_train.training_backends.fsdp2.registration",),
+    (
+        "skyrl_train.training_backends.fsdp2.registration",
+        "skyrl_train.training_backends.megatron.registration",
+        "skyrl_train.training_backends.deepspeed.registration",
+    ),
 )
 """Name -> builder of a `TrainingBackend` from `(cfg, model name, number of optimizer steps or None)`, called on every
 rank; it imports its library there. A subclass of `TrainingBackend` is one."""
 
 register_training_backend = TrainingBackendRegistry.decorator
+
+
+def ranks_per_replica(config: "SkyRLConfig", model: str) -> int:
+    """Return how many ranks of a model ("policy", "critic", "ref") share the rows of a data-parallel rank."""
+    traits = TrainingBackendRegistry.requirements(config.trainer.strategy)
+    return traits.ranks_per_replica(getattr(config.trainer, model))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from skyrl_train.config.not_yet_supported import NOT_YET_SUPPORTED_VALUES, reason_not_supported
+from skyrl_train.config.not_yet_supported import reason_not_supported, reason_value_not_supported
 from skyrl_train.errors import ConfigError
 
 T = TypeVar("T")
@@ -51,14 +51,14 @@ def build(config_type: type[T], values: Mapping[str, object], name: str = "", ro
         raise ConfigError(f"{name} is a section of settings; got {values!r}")
     root = root or config_type
     hints = get_type_hints(config_type, include_extras=True)
-    declared = {field.name for field in dataclasses.fields(config_type) if not _is_merged(field)}  # type: ignore[arg-type]
+    declared = {field.name: field for field in dataclasses.fields(config_type) if not _is_merged(field)}  # type: ignore[arg-type]
     holder, sections = sections_of(config_type)
     rest = next((field.name for field in dataclasses.fields(config_type) if _is_rest(field)), None)  # type: ignore[arg-type]
     arguments: dict[str, Any] = {}
     for key, value in values.items():
         full_name = join(name, str(key))
         if key in declared:
-            arguments[key] = typed_value(hints[key], value, full_name, root)
+            arguments[key] = typed_value(hints[key], _with_defaults(_default(declared[key]), value), full_name, root)
         elif holder and key in sections:
             arguments.setdefault(holder, {})[key] = typed_value(sections[key], value, full_name, root)
         elif rest and isinstance(value, Mapping) and reason_not_supported(full_name) is None:
@@ -69,6 +69,23 @@ def build(config_type: type[T], values: Mapping[str, object], name: str = "", ro
         return config_type(**arguments)
     except ValueError as error:  # a rule of the dataclass's own
         raise error if isinstance(error, ConfigError) else ConfigError(f"{name}: {error}") from error
+
+
+def _with_defaults(default: Any, value: object) -> object:
+    """Return the values of a section with those of `default` that are missing: a section may have other defaults in
+    its place than its type has."""
+    if not isinstance(value, Mapping) or not dataclasses.is_dataclass(default):
+        return value
+    own = {field.name for field in dataclasses.fields(default) if not _is_merged(field)}
+    merged: dict[str, object] = {name: getattr(default, name) for name in own}
+    for key, item in value.items():
+        merged[str(key)] = _with_defaults(merged.get(str(key)), item)
+    return merged
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """Return the default of a setting or section; None where it has none."""
+    return None if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def sections_of(config_type: type) -> tuple[str | None, dict[str, type]]:
@@ -245,8 +262,9 @@ def nearest_name(name: str, valid_names: list[str]) -> str | None:
 
 
 def _wrong_value(annotation: object, value: object, name: str) -> ConfigError:
-    if isinstance(value, str) and value in NOT_YET_SUPPORTED_VALUES.get(name, {}):
-        return ConfigError(f"{name}={value} {NOT_YET_SUPPORTED_VALUES[name][value]}")
+    reason = reason_value_not_supported(name, value)
+    if reason is not None:
+        return ConfigError(f"{name}={value} {reason}")
     hint = ""
     if isinstance(value, str) and annotation in (int, float, bool) and re.fullmatch(r"[-+\d.eE]+|true|false", value):
         hint = " (text; write it without quotes)"

@@ -93,7 +93,10 @@ def engine_factory(cfg: SkyRLConfig, device: str, *, weights_follow: bool = Fals
     )
     if adapters_alone:
         settings["max_lora_rank"] = cfg.trainer.policy.model.lora.rank
-    settings |= EngineRegistry.requirements(generator.backend).keywords(cfg, device)
+    traits = EngineRegistry.requirements(generator.backend)
+    settings |= traits.keywords(cfg, device)
+    if cfg.trainer.policy.routing_replay == "R3" and traits.expert_routes:
+        settings["return_expert_routes"] = True
     return partial(EngineRegistry.get(generator.backend), **(settings | generator.engine_init_kwargs))
 
 

@@ -82,8 +82,7 @@ class BasePPOExp:
             datasets = {"data.train_data": self.train_dataset, "data.val_data": self.eval_dataset}
             rows = {setting: dataset.rows for setting, dataset in datasets.items() if dataset is not None}
             check_agent(self.cfg.generator, self.tokenizer, rows)
-        if self.train_dataset is not None:
-            check_before_start(self.cfg, self.train_dataset)
+        check_before_start(self.cfg, self.train_dataset)
 
     @cached_property
     def colocate_pg(self) -> "PlacementGroup | None":

@@ -9,6 +9,7 @@ from loguru import logger
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.training_backends import TrainingBackendRegistry
 from skyrl_train.errors import ConfigError
 
 _TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "spiece", "sentencepiece", "tekken", "merges", "encoder")
@@ -34,10 +35,12 @@ def check_models(cfg: SkyRLConfig, sampling: Sequence[str] = SAMPLING) -> None:
     """
     trainer = cfg.trainer
     policy = model_config(trainer.policy.model.path, "trainer.policy.model.path")
+    check = TrainingBackendRegistry.requirements(trainer.strategy).check_model_config
+    check(policy, trainer.policy, "trainer.policy")
     if trainer.critic.model.path is not None:
         model_config(trainer.critic.model.path, "trainer.critic.model.path")
     if trainer.algorithm.uses_reference_model and trainer.ref.model.path is not None:
-        model_config(trainer.ref.model.path, "trainer.ref.model.path")
+        check(model_config(trainer.ref.model.path, "trainer.ref.model.path"), trainer.ref, "trainer.ref")
     _check_lengths(cfg, policy, sampling)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from loguru import logger
 
 from skyrl_train.errors import RolloutError
+from skyrl_train.expert_routes import ExpertRoutes, join_routes
 from skyrl_train.generators.environment import StepResult
 from skyrl_train.generators.rewards import TurnReward, token_rewards
 from skyrl_train.generators.tokenization import ChatFormat
@@ -50,7 +51,9 @@ class ResponseTokens:
         for tokens in (self.ids, self.loss_mask, self.logprobs, self.weight_versions):
             del tokens[length:]
 
-    def as_sample(self, prompt_ids: list[int], turn_rewards: list[TurnReward]) -> TrainingSample:
+    def as_sample(
+        self, prompt_ids: list[int], turn_rewards: list[TurnReward], routes: ExpertRoutes | None = None
+    ) -> TrainingSample:
         """Return the training sample of this response to a prompt. There is at least one token."""
         return TrainingSample(
             prompt_ids=prompt_ids,
@@ -59,6 +62,7 @@ class ResponseTokens:
             rewards=token_rewards(len(self), turn_rewards),
             log_probs=self.logprobs,
             weight_versions=self.weight_versions,
+            routes=routes,
         )
 
 
@@ -109,6 +113,7 @@ class TokenDialogue(Dialogue):
         super().__init__(chat)
         self.response = ResponseTokens()
         self.turn_rewards: list[TurnReward] = []
+        self._routes: ExpertRoutes | None = None
         self._turn_start = 0
         self._turn_end = 0
 
@@ -122,16 +127,25 @@ class TokenDialogue(Dialogue):
         self._turn_start = len(self.response)
         self.response.append_generated(completion.token_ids, completion.log_probs, completion.weight_versions)
         self._turn_end = len(self.response)
+        # The turn's prompt holds all that came before: its routes are those of observations and of the last token of
+        # the turn before, which had none yet.
+        self._routes = join_routes([self._routes, completion.routes])
 
     def finish(self, stop_reason: str) -> list[TrainingSample]:
-        self.response.cut(self._turn_end)
+        self._cut(self._turn_end)
         if not self.response.ids:
             self.response.append_context([self.chat.eos_token_id])
-        return [self.response.as_sample(self.prompt_ids, self.turn_rewards)]
+        return [self.response.as_sample(self.prompt_ids, self.turn_rewards, self._routes)]
 
     def _partial_response(self) -> ResponseTokens:
-        self.response.cut(self._turn_end)
+        self._cut(self._turn_end)
         return self.response
+
+    def _cut(self, length: int) -> None:
+        """Keep the first `length` tokens of the response, and their routes."""
+        self.response.cut(length)
+        if self._routes is not None:
+            self._routes = self._routes.first(len(self.prompt_ids) + length)
 
     def _replace_answer(self, completion: Completion, text: str) -> None:
         """Replace a completion by an environment's `postprocessed_action`.
@@ -141,12 +155,9 @@ class TokenDialogue(Dialogue):
         """
         if text == completion.text:
             return
-        self.response.cut(self._turn_start)
         kept = self._tokens_of_beginning(completion, text)
-        if kept is not None:
-            logprobs = None if completion.log_probs is None else completion.log_probs[:kept]
-            self.response.append_generated(completion.token_ids[:kept], logprobs, completion.weight_versions[:kept])
-        else:
+        self._cut(self._turn_start + (kept or 0))
+        if kept is None:
             _warn_of_encoded_action()
             self.response.append_context(self.chat.encode(text))
         self._turn_end = len(self.response)
@@ -221,7 +232,7 @@ class SingleMessageDialogue(TokenDialogue):
     def _drop_eos(self) -> None:
         """Remove the end-of-sequence token: the message continues."""
         if self._turn_end > self._turn_start and self.response.ids[-1] == self.chat.eos_token_id:
-            self.response.cut(self._turn_end - 1)
+            self._cut(self._turn_end - 1)
             self._turn_end -= 1
 
 

@@ -38,7 +38,7 @@ from skyrl_train.generators.step_wise_dialogue import StepWiseDialogue
 from skyrl_train.generators.tokenization import ChatFormat, ChatTemplateError
 from skyrl_train.inference_engines.base import InferenceEngineInterface, SamplingKeywords
 from skyrl_train.rollouts.adapter import to_generator_output
-from skyrl_train.rollouts.filters import map_trajectories, mask_overlong, zero_reward_on_non_stop
+from skyrl_train.rollouts.filters import map_trajectories, mask_overlong, mask_unended, zero_reward_on_non_stop
 from skyrl_train.rollouts.joining import merge_appending_turns
 from skyrl_train.rollouts.metrics import rollout_metrics
 from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, grouped
@@ -229,10 +229,12 @@ class SkyRLGymGenerator(GeneratorInterface):
             except ChatTemplateError:  # already the trajectory's failure
                 prompt_ids = [self.chat.eos_token_id]
         has_log_probs = request.sampling_params.get("logprobs") is not None
+        is_whole = len(prompt_ids) <= self.generator_cfg.max_input_length
         return replace(
             sample,
             prompt_ids=prompt_ids[: self.generator_cfg.max_input_length],
             log_probs=sample.log_probs if has_log_probs else None,
+            routes=sample.routes if is_whole else None,  # they belong to places in the whole
         )
 
     # -- a batch
@@ -259,7 +261,10 @@ class SkyRLGymGenerator(GeneratorInterface):
         batch = RolloutBatch(grouped(trajectories), rollout_metrics(trajectories))
         if cfg.zero_reward_on_non_stop:
             batch = map_trajectories(batch, zero_reward_on_non_stop)
-        if cfg.apply_overlong_filtering:
+        if cfg.apply_overlong_filtering and cfg.overlong_filtering_by == "end_token":
+            end_token_id: Any = self.tokenizer.eos_token_id  # typed by transformers as any of its special tokens
+            batch = map_trajectories(batch, partial(mask_unended, end_token_id=end_token_id))
+        elif cfg.apply_overlong_filtering:
             batch = map_trajectories(batch, mask_overlong)
         if cfg.merge_stepwise_output:
             batch = map_trajectories(batch, merge_appending_turns)

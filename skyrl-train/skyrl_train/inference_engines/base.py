@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, TypedDict, get_args
 
+from skyrl_train.expert_routes import ExpertRoutes
 from skyrl_train.types import ConversationType
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
@@ -77,6 +78,8 @@ class EngineInfo:
     """Processes that take part in a weight broadcast: tensor- x pipeline- x data-parallel size."""
     node: str | None = None
     """The Ray node or host whose shared memory the engine sees; None: another machine, or not known."""
+    gpus: Sequence[str] = ()
+    """UUIDs of the GPUs of its weight processes; empty on a CPU, or where they are not known."""
     unsupported: Mapping[Feature, str] = field(default_factory=dict)
     """Feature that this engine does not have -> reason (an issue or a line of its source). A request for it raises
     `UnsupportedByEngine`."""
@@ -119,6 +122,9 @@ class InferenceEngineOutput(TypedDict):
     prompt_logprobs: NotRequired[list[list[float]] | None]
     """Log-prob of each prompt token but the first, if asked for; of the same distribution (log softmax(logits /
     temperature))."""
+    expert_routes: NotRequired[list[ExpertRoutes | None] | None]
+    """Experts of a mixture that each token of prompt and response went to, but for the last token of the response,
+    which no pass computed. From engines that were started to return them (`EngineTraits.expert_routes`)."""
 
 
 class InferenceEngineInterface(ABC):

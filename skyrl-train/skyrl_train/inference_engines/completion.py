@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from skyrl_train.expert_routes import ExpertRoutes
 from skyrl_train.inference_engines.base import InferenceEngineOutput
 
 if TYPE_CHECKING:
@@ -22,11 +23,15 @@ class Completion:
     text: str = ""
     prompt_log_probs: list[float] | None = None
     """Log-prob of every prompt token but the first; None if not asked for."""
+    routes: ExpertRoutes | None = None
+    """Experts of prompt and generated tokens, but for the last, which no pass computed; None if the engine returns
+    none."""
 
 
 def to_completions(output: InferenceEngineOutput) -> list[Completion]:
     """Return the completions of an engine's output, in the order of the requests."""
     log_probs, prompt_log_probs = output["response_logprobs"], output.get("prompt_logprobs")
+    routes = output.get("expert_routes")
     return [
         Completion(
             token_ids=list(token_ids),
@@ -35,6 +40,7 @@ def to_completions(output: InferenceEngineOutput) -> list[Completion]:
             log_probs=None if log_probs is None else list(log_probs[row]),
             text=output["responses"][row],
             prompt_log_probs=None if prompt_log_probs is None else prompt_log_probs[row],
+            routes=None if routes is None else routes[row],
         )
         for row, token_ids in enumerate(output["response_ids"])
     ]
@@ -53,6 +59,8 @@ def to_engine_output(completions: Sequence[Completion]) -> InferenceEngineOutput
     )
     if prompt_log_probs and len(prompt_log_probs) == len(completions):
         output["prompt_logprobs"] = prompt_log_probs
+    if any(each.routes is not None for each in completions):
+        output["expert_routes"] = [each.routes for each in completions]
     return output
 
 

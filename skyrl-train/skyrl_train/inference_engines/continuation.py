@@ -8,6 +8,7 @@ engine without interruption would have generated.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from skyrl_train.expert_routes import ExpertRoutes, join_routes
 from skyrl_train.inference_engines.base import SamplingKeywords
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.stop_strings import StopStringFinder
@@ -79,6 +80,7 @@ def join(
         log_probs=[value for part in parts for value in part.log_probs or []][:num_tokens] if with_log_probs else None,
         text=decode(token_ids),
         prompt_log_probs=_prompt_log_probs(prompt, parts),
+        routes=_routes(prompt, parts, len(token_ids)),
     )
 
 
@@ -89,6 +91,13 @@ def _prompt_log_probs(prompt: list[int], parts: Sequence[Completion]) -> list[fl
     return next(
         (values[: len(prompt) - 1] for values in given if values is not None and len(values) >= len(prompt) - 1), None
     )
+
+
+def _routes(prompt: list[int], parts: Sequence[Completion], num_tokens: int) -> ExpertRoutes | None:
+    """Return the routes of a whole completion. A later part computed all of the earlier ones again, as its prompt, and
+    maybe with other weights: tokens keep the routes that gave their log-probs."""
+    routes = join_routes([part.routes for part in parts])
+    return None if routes is None else routes.first(len(prompt) + num_tokens)
 
 
 def _end_by_straddling_stop(parts: Sequence[Completion], params: SamplingKeywords, decode: Decode) -> int | None:

@@ -51,6 +51,8 @@ TRANSITIONS: dict[Health, dict[HealthEvent, Health]] = {
     Health.HEALTHY: {
         HealthEvent.ANSWERED: Health.HEALTHY,
         HealthEvent.SILENT: Health.SUSPECT,
+        # Of a check that began before it was given weights.
+        HealthEvent.SILENT_TOO_LONG: Health.DEAD,
         HealthEvent.DIED: Health.DEAD,
     },
     Health.SUSPECT: {

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_train.errors import SkyRLError
+from skyrl_train.expert_routes import ExpertRoutes
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineInterface
 from skyrl_train.weight_sync.canary import canary_prompts
 
@@ -64,6 +65,8 @@ class Answers:
     responses: list[list[int]]
     log_probs: list[list[float]]
     """Of each token of each response, as the engine reported it."""
+    routes: list[ExpertRoutes | None] | None = None
+    """Experts that the engine sent the tokens of each row to; None if it returns none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +120,7 @@ async def _answers(engine: InferenceEngineInterface, sampling: Sampling, questio
     log_probs = output["response_logprobs"]
     if log_probs is None:
         raise ValueError("the engine gave no log-probs of its answers")
-    return _complete(questions.prompts, output["response_ids"], log_probs)
+    return _complete(questions.prompts, output["response_ids"], log_probs, output.get("expert_routes"))
 
 
 async def _canary(engine: InferenceEngineInterface, info: EngineInfo, questions: Questions) -> Answers:
@@ -134,7 +137,10 @@ async def _canary(engine: InferenceEngineInterface, info: EngineInfo, questions:
 
 
 def _complete(
-    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    log_probs: Sequence[Sequence[float]],
+    routes: Sequence[ExpertRoutes | None] | None = None,
 ) -> Answers:
     """The rows that have tokens.
 
@@ -144,11 +150,13 @@ def _complete(
     lengths = [len(row) for row in responses], [len(row) for row in log_probs]
     if lengths[0] != lengths[1]:
         raise ValueError(f"the engine gave {lengths[1]} log-probs of {lengths[0]} tokens")
-    rows = [row for row in zip(prompts, responses, log_probs, strict=True) if row[1]]
+    own_routes = [None] * len(prompts) if routes is None else routes
+    rows = [row for row in zip(prompts, responses, log_probs, own_routes, strict=True) if row[1]]
     if not rows:
         raise ValueError("every answer of the engine was empty")
     return Answers(
-        prompts=[list(prompt) for prompt, _, _ in rows],
-        responses=[list(response) for _, response, _ in rows],
-        log_probs=[list(values) for _, _, values in rows],
+        prompts=[list(prompt) for prompt, *_ in rows],
+        responses=[list(response) for _, response, *_ in rows],
+        log_probs=[list(values) for _, _, values, _ in rows],
+        routes=None if routes is None else [own for *_, own in rows],
     )

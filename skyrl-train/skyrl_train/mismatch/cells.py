@@ -58,6 +58,12 @@ class Cell:
     train: dict[TrainerDtype, torch.Tensor] = field(default_factory=dict)
     """[N] by the trainer's number format."""
 
+    replayed: dict[TrainerDtype, torch.Tensor] = field(default_factory=dict)
+    """[N]: the same over the experts that the engine chose (`routing_replay=R3`); empty if it returned none."""
+
+    differing: dict[TrainerDtype, float] = field(default_factory=dict)
+    """Share of these experts that the trainer would not choose."""
+
     @cached_property
     def rollout(self) -> torch.Tensor:
         """[N]"""
@@ -84,6 +90,12 @@ class Cell:
         if not self.finite.any():
             return None
         return gap_of(self.train[dtype][self.finite], self.rollout[self.finite], clip_low, clip_high)
+
+    def replayed_gap(self, dtype: TrainerDtype, clip_low: float, clip_high: float) -> Gap | None:
+        """Compare the log-probs over the engine's experts. Returns: None if there are none."""
+        if dtype not in self.replayed or not self.finite.any():
+            return None
+        return gap_of(self.replayed[dtype][self.finite], self.rollout[self.finite], clip_low, clip_high)
 
     def mean(self, dtype: TrainerDtype) -> float:
         """Mean difference to the trainer in that format; infinite if the engine gave something that is no number."""

@@ -288,7 +288,9 @@ def _outliers(engines: Sequence[Measured], trainer: Trainer) -> list[Finding]:
             f"{'; '.join(found)}. Try "
             "trainer.algorithm.off_policy_correction.tis_ratio_type=token, which weighs tokens by their ratio, or "
             "token_mask_is_threshold_high, which leaves the worst out; generator.model_dtype=float32 if it rounds. In "
-            "a mixture of experts a rounded router picks other experts: a few tokens are far off, the rest is not.",
+            "a mixture of experts a rounded router picks other experts: a few tokens are far off, the rest is not; "
+            "trainer.policy.routing_replay=R3 replays the engine's choice (this command then shows the gap before and "
+            "after).",
         )
     ]
 

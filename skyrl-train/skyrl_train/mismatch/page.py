@@ -25,6 +25,8 @@ def as_markdown(report: Report, decode: Decode, num_worst: int) -> str:
     ]
     if report.cells:
         parts += ["## Cells", _table(report), "## Number formats", _formats(report)]
+    if any(cell.replayed for cell in report.cells):
+        parts += ["## Routing replay", _replay(report)]
     if report.cells and num_worst:
         parts += ["## Worst tokens", _worst(report, decode, num_worst)]
     if report.not_measured:
@@ -88,6 +90,22 @@ def _formats(report: Report) -> str:
     return "\n".join(lines)
 
 
+def _replay(report: Report) -> str:
+    """Format the gap of each cell before and after replay of the engine's experts (`routing_replay=R3`)."""
+    lines = [
+        "| engine | sampling | other experts | mean | with R3 | p99 | with R3 | KL(rollout‖train) | with R3 |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for cell in report.cells:
+        before, after = report.gap(cell), report.replayed_gap(cell)
+        if before is None or after is None:
+            continue
+        pairs = ((before.mean, after.mean), (before.p99, after.p99), (before.kl, after.kl))
+        numbers = [f"{cell.differing[report.trainer.dtype]:.2%}", *(f"{one:.2e} | {two:.2e}" for one, two in pairs)]
+        lines.append("| " + " | ".join([str(cell.engine), cell.sampling.name, *numbers]) + " |")
+    return "\n".join(lines)
+
+
 def _worst(report: Report, decode: Decode, count: int) -> str:
     """Format the worst tokens of each engine's worst cell."""
     lines = [
@@ -109,11 +127,13 @@ def _worst(report: Report, decode: Decode, count: int) -> str:
 
 
 def _plain_cell(report: Report, cell: Cell, decode: Decode, num_worst: int) -> dict[str, object]:
-    gap = report.gap(cell)
+    gap, replayed = report.gap(cell), report.replayed_gap(cell)
     return {
         "engine": asdict(cell.engine),
         "sampling": {"name": cell.sampling.name, **cell.sampling.params},
         "gap": None if gap is None else asdict(gap),
+        "gap_with_routing_replay": None if replayed is None else asdict(replayed),
+        "other_experts": cell.differing.get(report.trainer.dtype),
         "without_a_number": cell.num_not_finite,
         "mean_by_trainer_dtype": {dtype: _number(cell.mean(dtype)) for dtype in cell.train},
         "rounding_explains": tolerance(cell),

@@ -7,10 +7,11 @@ import torch
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.mismatch.answers import EngineAnswers, Sampling
-from skyrl_train.mismatch.cells import Cell, EngineName
+from skyrl_train.mismatch.cells import Cell, EngineName, TrainerDtype
 from skyrl_train.mismatch.explanations import Explanation, best_explanation
 from skyrl_train.mismatch.findings import Finding, Measured, Trainer, findings_of
 from skyrl_train.mismatch.gap import Gap
+from skyrl_train.mismatch.routing_findings import routing_findings
 from skyrl_train.mismatch.scoring import Reference, TrainerModel, bfloat16_model, reference_model
 
 _FIXED_TOKENS = Sampling("fixed tokens", {"temperature": 1.0})
@@ -35,6 +36,10 @@ class Report:
     def gap(self, cell: Cell) -> Gap | None:
         """Return the gap of a cell to the trainer under its settings; None if no token has a number."""
         return cell.gap(self.trainer.dtype, self.trainer.clip_low, self.trainer.clip_high)
+
+    def replayed_gap(self, cell: Cell) -> Gap | None:
+        """Return the gap of a cell where the trainer replays the engine's routes; None if it returned none."""
+        return cell.replayed_gap(self.trainer.dtype, self.trainer.clip_low, self.trainer.clip_high)
 
     def above(self, limit: float) -> list[Cell]:
         """Return the cells whose mean difference is above `limit`, or is no number."""
@@ -91,22 +96,28 @@ def _score_and_explain(cfg: SkyRLConfig, engines: Sequence[Measured], trainer: T
         return findings_of([], trainer)
     with bfloat16_model(cfg) as model:
         for cell in cells:
-            cell.train["bfloat16"] = _scores(model, cell)
+            _add_scores(cell, "bfloat16", model)
     with reference_model(cfg) as reference:
         for cell in cells:
-            cell.train["float32"] = _scores(reference, cell)
+            _add_scores(cell, "float32", reference)
         explainer = _Explainer(reference)
         for engine in engines:
             engine.explain = explainer
-        return findings_of(engines, trainer)
+        found, of_routing = findings_of(engines, trainer), routing_findings(engines, trainer)
+        return [*(each for each in found if each.severity != "ok" or not of_routing), *of_routing]
 
 
 def _cells_of(engines: Sequence[Measured]) -> list[Cell]:
     return [cell for engine in engines for cell in [engine.canary, *engine.cells] if cell is not None]
 
 
-def _scores(model: TrainerModel, cell: Cell) -> torch.Tensor:
-    return torch.cat(model.log_probs(cell.answers, cell.sampling.temperature))
+def _add_scores(cell: Cell, dtype: TrainerDtype, model: TrainerModel) -> None:
+    """Add the trainer's log-probs in one number format, and those over the engine's experts if it returned them."""
+    temperature = cell.sampling.temperature
+    cell.train[dtype] = torch.cat(model.log_probs(cell.answers, temperature))
+    if cell.answers.routes is not None:
+        log_probs, cell.differing[dtype] = model.replayed(cell.answers, temperature)
+        cell.replayed[dtype] = torch.cat(log_probs)
 
 
 class _Explainer:

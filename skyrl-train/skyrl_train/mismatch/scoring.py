@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.expert_routes import ExpertRoutes, pad_routes
 from skyrl_train.mismatch.answers import Answers
 from skyrl_train.models.build import build_model
 from skyrl_train.models.scoring import ScoringModel, lay_out
@@ -31,19 +32,40 @@ class TrainerModel:
         self._model = model
         self._device = device
 
-    @torch.no_grad()
     def log_probs(self, answers: Answers, temperature: float) -> list[torch.Tensor]:
         """Compute the log-probs of each answer's tokens under softmax(logits / temperature): float32 [r] on the CPU."""
+        return self._scored(answers, temperature, [None] * len(answers.prompts))[0]
+
+    def replayed(self, answers: Answers, temperature: float) -> tuple[list[torch.Tensor], float]:
+        """Compute the same over the experts that the engine chose. Returns: log-probs, and the share of these experts
+        that the model would not choose itself."""
+        assert answers.routes is not None
+        return self._scored(answers, temperature, answers.routes)
+
+    @torch.no_grad()
+    def _scored(
+        self, answers: Answers, temperature: float, routes: Sequence[ExpertRoutes | None]
+    ) -> tuple[list[torch.Tensor], float]:
         rows = list(zip(answers.prompts, answers.responses, strict=True))
         found: list[torch.Tensor] = []
+        num_differing = num_choices = 0.0
         for start in range(0, len(rows), _ROWS_AT_A_TIME):
-            some = rows[start : start + _ROWS_AT_A_TIME]
-            sequences, mask, num_response = _padded(some)
-            scores = self._model(sequences.to(self._device), mask.to(self._device), num_response, temperature)
-            found += [
-                row[: len(response)].float().cpu() for row, (_, response) in zip(scores.log_probs, some, strict=True)
-            ]
-        return found
+            chunk = slice(start, start + _ROWS_AT_A_TIME)
+            sequences, mask, num_response = _padded(rows[chunk])
+            padded = pad_routes(routes[chunk], mask)
+            scores = self._model(
+                sequences.to(self._device),
+                mask.to(self._device),
+                num_response,
+                temperature,
+                routes=None if padded is None else padded.to(self._device),
+            )
+            lengths = [len(response) for _, response in rows[chunk]]
+            found += [row[:length].float().cpu() for row, length in zip(scores.log_probs, lengths, strict=True)]
+            if scores.router is not None:
+                num_differing += scores.router.num_differing
+                num_choices += float(scores.router.counts.sum())
+        return found, num_differing / max(1.0, num_choices)
 
 
 class Reference(TrainerModel):

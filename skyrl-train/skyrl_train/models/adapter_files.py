@@ -16,9 +16,8 @@ from peft import LoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from skyrl_train.distributed.sharded_tensor import gather_full_tensor
+from skyrl_train.distributed.sharded_tensor import copy_into, gather_full_tensor
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.models.lora import ADAPTER, adapters_of, transformers_model
 from skyrl_train.types import JsonObject
@@ -41,7 +40,7 @@ def adapter_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str,
     """
     for adapter in adapters_of(transformers_model(model)):
         for name, matrix in adapter.matrices.items():
-            yield name, gather_full_tensor(matrix.detach()).to(dtype)
+            yield name, gather_full_tensor(matrix, dtype)
 
 
 def write_adapter_version(
@@ -64,6 +63,8 @@ def write_adapter_version(
             f"{config.init_lora_weights!r}, which moves a part of the model's weights into the adapters: engines would "
             "keep that part in the model as well. Take init_method=kaiming, or weight_sync_strategy=auto"
         )
+    # On every rank, since each tensor is gathered by a collective. Copies: on a CPU, tensors of a model that is not
+    # sharded are the live parameters, which the next step changes, and what was sent is compared later.
     tensors = {name: tensor.to("cpu", copy=True) for name, tensor in adapter_tensors(model, dtype)}
     if rank != 0:
         return {}
@@ -133,8 +134,7 @@ def read_adapter(folder: str | Path) -> AdapterFile:
 
 
 def load_adapter(model: nn.Module, folder: str | Path) -> None:
-    """Load adapters that `save_adapter` or peft wrote into a model with adapters of the same layers and rank. A
-    collective where the model is sharded.
+    """Load adapters that `save_adapter` or peft wrote into a model with adapters of the same layers and rank.
 
     Raises:
         CheckpointError: the file has other layers or shapes.
@@ -144,6 +144,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     matrices = {
         name: matrix for adapter in adapters_of(transformers_model(model)) for name, matrix in adapter.matrices.items()
     }
+    # Compared before anything is copied: a file that does not fit leaves the model as it was.
     differing = [name for name in {**matrices, **state} if _shape(state, name) != _shape(matrices, name)]
     if differing:
         name = differing[0]
@@ -153,10 +154,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
         )
     with torch.no_grad():
         for name, matrix in matrices.items():
-            tensor = state[name].to(matrix.device, matrix.dtype)
-            if isinstance(matrix, DTensor):
-                tensor = distribute_tensor(tensor, matrix.device_mesh, matrix.placements)
-            matrix.copy_(tensor)
+            copy_into(matrix, state[name])
 
 
 def _shape(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...] | None:

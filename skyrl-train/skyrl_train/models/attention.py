@@ -60,6 +60,10 @@ def packed_attention(
     if packed_rows is None:
         raise ValueError(f"{type(module).__name__} was called without packed_rows, or does not hand it on to attention")
     packed_rows.windows.append(sliding_window)
+    if torch.is_autocast_enabled(query.device.type):
+        # Rotary embeddings leave queries and keys in float32 there, which kernels for rows of different lengths refuse.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     ranks = packed_rows.sequence_parallel
     if ranks is not None:
         query, key, value = (ranks.to_heads(x) for x in (query, key, value))

@@ -11,9 +11,10 @@ from skyrl_train.config import CriticConfig, PolicyConfig, RefConfig, SkyRLConfi
 from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.distributed.ulysses import SequenceParallel
 from skyrl_train.models.causal_lm import load_causal_lm
-from skyrl_train.models.lora import add_adapters, exported_parameters
+from skyrl_train.models.lora import adapters_of, add_adapters, begins_with_weights, exported_parameters
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel, load_value_model
+from skyrl_train.models.weight_files import placeholders
 
 
 def build_model(
@@ -32,7 +33,8 @@ def build_model(
         device: what it will compute on; its parameters are on the CPU.
         is_trained: it gets the adapters of its settings and, where these ask for it, computes activations again in the
             backward. What is not trained keeps nothing for a backward.
-        with_weights: False for parameters that have shapes only (meta device).
+        with_weights: False for a model whose weights are to be read: their parameters have shapes only (meta device).
+            Adapters and a critic's head have values, those of a model with weights.
     """
     trainer = cfg.trainer
     settings: PolicyConfig | CriticConfig | RefConfig = getattr(trainer, name)
@@ -62,7 +64,20 @@ def build_model(
     if isinstance(settings, PolicyConfig) and is_trained:
         _add_adapters(causal_lm, settings, name, with_weights=with_weights)
         compile_scores = settings.use_torch_compile
-    return ScoringModel(causal_lm, chunk_size=trainer.logprobs_chunk_size, compile=compile_scores, **layout)
+    return ScoringModel(
+        causal_lm,
+        chunk_size=trainer.logprobs_chunk_size,
+        compile=compile_scores,
+        replay_setting=replay_setting(settings),
+        **layout,
+    )
+
+
+def replay_setting(settings: PolicyConfig | CriticConfig | RefConfig) -> str | None:
+    """Return the setting that asks for replay of routes in this model, for errors; None: there is none."""
+    if not isinstance(settings, PolicyConfig) or settings.routing_replay == "off":
+        return None
+    return f"trainer.policy.routing_replay={settings.routing_replay}"
 
 
 def _add_adapters(
@@ -74,8 +89,9 @@ def _add_adapters(
     if with_weights:
         add_adapters(transformer, lora, setting=f"trainer.{name}.model.lora")
         return
-    with torch.device("meta"):  # how they begin is rank 0's business, and may need the weights
-        add_adapters(transformer, replace(lora, init_method="kaiming"))
+    with placeholders(transformer):
+        # Values that follow from the weights come from rank 0: here the shapes suffice.
+        add_adapters(transformer, replace(lora, init_method="kaiming") if begins_with_weights(lora) else lora)
 
 
 def transformer_of(model: ScoringModel | ValueModel) -> PreTrainedModel:
@@ -83,9 +99,23 @@ def transformer_of(model: ScoringModel | ValueModel) -> PreTrainedModel:
     return model.backbone if isinstance(model, ValueModel) else model.causal_lm
 
 
-def gather_parameters(model: ScoringModel | ValueModel) -> Iterator[tuple[str, torch.Tensor]]:
+def gather_parameters(
+    model: ScoringModel | ValueModel, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter whole, one at a time, adapters merged, under the names of transformers; a critic's head
     under the name that `load_value_model` reads. A collective."""
-    yield from exported_parameters(transformer_of(model))
+    yield from exported_parameters(transformer_of(model), dtype)
     if isinstance(model, ValueModel):
-        yield f"{model.head_name}.weight", gather_full_tensor(model.head.weight.detach())
+        yield f"{model.head_name}.weight", gather_full_tensor(model.head.weight, dtype)
+
+
+def trained_parameters(model: ScoringModel | ValueModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter that is trained, as this rank holds it, under its name in checkpoints: that of
+    `gather_parameters`, or of peft's files for a matrix of an adapter."""
+    transformer = transformer_of(model)
+    matrices = {id(matrix): name for adapter in adapters_of(transformer) for name, matrix in adapter.matrices.items()}
+    for name, parameter in transformer.named_parameters():
+        if parameter.requires_grad:
+            yield matrices.get(id(parameter), name.replace(".base_layer.", ".")), parameter
+    if isinstance(model, ValueModel):
+        yield f"{model.head_name}.weight", model.head.weight

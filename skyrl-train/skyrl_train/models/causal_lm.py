@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from skyrl_train.errors import ConfigError
@@ -37,7 +37,8 @@ def load_backbone(path: str, *, device: torch.device, **loading: Any) -> PreTrai
         flash_attn: False for the model's attention written out in single operations.
         config_overrides: fields of the model's config to replace, such as `rope_theta`.
         gradient_checkpointing, use_reentrant: compute activations again in the backward; by torch's older form of it.
-        with_weights: False for parameters that have shapes only (meta device): their values come from another rank.
+        with_weights: False for parameters and buffers that have shapes only (meta device): their values come from files
+            (`weight_files`) or another rank.
     """
     return _load(AutoModel, path, device=device, **loading)
 
@@ -70,6 +71,8 @@ def _load(
         else:
             with torch.device("meta"):
                 model = kind.from_config(config, **options)
+            if model.can_generate():
+                model.generation_config = _generation_config(path)  # which exports have
     except ValueError as error:
         if flash_attn and "attn_implementation" in str(error):
             raise ConfigError(f"{path} knows no attention but its own: set trainer.flash_attn=false") from error
@@ -86,6 +89,14 @@ def _load(
     if device.type == "cpu":
         use_onednn_linear(model)
     return model
+
+
+def _generation_config(path: str) -> GenerationConfig:
+    """Return the settings that `from_pretrained` gives a model."""
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)
 
 
 def _without_dropout(config: Any) -> None:

@@ -6,7 +6,7 @@ Only for the log: nothing here enters a loss. Shapes: L layers with a router, E 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,11 +25,15 @@ class RouterStatistics:
 
     num_tokens: int
 
+    num_differing: float = 0.0
+    """Replayed choices that the routers would not have made themselves, over all layers."""
+
     def __add__(self, other: "RouterStatistics") -> "RouterStatistics":
         return RouterStatistics(
             self.counts + other.counts,
             self.probability_sums + other.probability_sums,
             self.num_tokens + other.num_tokens,
+            self.num_differing + other.num_differing,
         )
 
     def zeros(self) -> "RouterStatistics":
@@ -53,15 +57,25 @@ def auxiliary_loss(statistics: RouterStatistics) -> float:
     return float(num_experts * (counts / total * (probabilities / total)).sum())
 
 
+class RoutingNotes(Protocol):
+    """Choices of the routers in one forward (`routing_replay.RoutingPass`)."""
+
+    taken: dict[int, torch.Tensor]
+    differing: dict[int, torch.Tensor]
+
+
 @dataclass
 class _Collected:
     real: torch.Tensor
     num_chosen: int
+    routing: "RoutingNotes | None" = None
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def statistics(self) -> RouterStatistics:
         counts, sums = zip(*(self.layers[layer] for layer in sorted(self.layers)), strict=True)
-        return RouterStatistics(torch.stack(counts), torch.stack(sums), int(self.real.sum()))
+        differing = {} if self.routing is None else self.routing.differing
+        num_differing = float(sum(each[self.real].sum() for each in differing.values()))
+        return RouterStatistics(torch.stack(counts), torch.stack(sums), int(self.real.sum()), num_differing)
 
 
 class Routers:
@@ -73,7 +87,7 @@ class Routers:
 
     def __init__(self, model: nn.Module):
         self._collected: _Collected | None = None
-        self.modules = list(_routers_of(model))
+        self.modules = list(routers_of(model))
         config = getattr(model, "config", None)
         self._num_chosen = int(getattr(config and config.get_text_config(), "num_experts_per_tok", None) or 1)
         for layer, (router, index) in enumerate(self.modules):
@@ -83,13 +97,14 @@ class Routers:
         return bool(self.modules)
 
     @contextmanager
-    def listen(self, real: torch.Tensor) -> Iterator[_Collected]:
+    def listen(self, real: torch.Tensor, routing: RoutingNotes | None = None) -> Iterator[_Collected]:
         """Collect statistics of the forward inside. A backward that recomputes layers later is not counted.
 
         Args:
             real: [n] bool, 0 on padding.
+            routing: of this forward, where it is replayed or recorded: the experts taken are counted then.
         """
-        self._collected = _Collected(real, self._num_chosen)
+        self._collected = _Collected(real, self._num_chosen, routing)
         try:
             yield self._collected
         finally:
@@ -106,7 +121,11 @@ class Routers:
             # float32 whatever the model computes in: a softmax over hundreds of experts in bfloat16 does not sum to
             # 1.
             probabilities = logits.detach().float().flatten(0, -2).softmax(dim=-1)[self._collected.real]
-            chosen = probabilities.topk(self._collected.num_chosen, dim=-1).indices
+            taken = None if self._collected.routing is None else self._collected.routing.taken.get(layer)
+            if taken is None:
+                chosen = probabilities.topk(self._collected.num_chosen, dim=-1).indices
+            else:
+                chosen = taken[self._collected.real]
             # minlength, since experts that nobody chose must keep their column: the sums of ranks are added.
             counts = torch.bincount(chosen.flatten(), minlength=probabilities.shape[-1]).float()
             self._collected.layers[layer] = counts, probabilities.sum(dim=0)
@@ -114,8 +133,8 @@ class Routers:
         return hear
 
 
-def _routers_of(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """Router modules in the order of layers, and which of their outputs are the logits."""
+def routers_of(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """Yield router modules in the order of layers, and which of their outputs are the logits."""
     for part in model.modules():
         recorders = getattr(part, "_can_record_outputs", None) if isinstance(part, PreTrainedModel) else None
         recorder = (recorders or {}).get("router_logits")

@@ -21,6 +21,7 @@ from skyrl_train.config import LoRAConfig
 from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.cpu_linear import OneDnnLinear, use_onednn_linear
+from skyrl_train.models.persistent_buffers import persistent_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,11 @@ ADAPTER = "default"  # peft's name for the one adapter there is; it does not app
 INIT_METHODS = ("kaiming", "gaussian", "orthogonal", "olora", "pissa")  # those that need the weights alone, no data
 PARTS_OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 """What peft takes for parts of experts where a model's experts are fused, wherever in the model they stand."""
+
+
+def begins_with_weights(config: LoRAConfig) -> bool:
+    """Return whether adapters begin as parts of the weights that they stand beside, which peft then changes."""
+    return config.rank > 0 and config.init_method.startswith(("olora", "pissa"))
 
 
 def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, setting: str = "model.lora") -> None:
@@ -139,7 +145,7 @@ class Adapter:
         """A new tensor, from the layer's whole weight. A collective."""
         # Both gathers on every rank, in this order: they are collectives, and ranks that differ in it wait for each
         # other.
-        a, b = gather_full_tensor(self.a.detach()), gather_full_tensor(self.b.detach())
+        a, b = gather_full_tensor(self.a), gather_full_tensor(self.b)
         # (B A)^T = A^T B^T: for a layer that keeps [in, out] the product is transposed without a copy.
         left, right = (a.t(), b.t()) if self.is_transposed else (b, a)
         return torch.addmm(weight, left, right, alpha=self.scaling)
@@ -158,12 +164,15 @@ def adapters_of(model: nn.Module) -> Iterator[Adapter]:
             )
 
 
-def exported_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def exported_parameters(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter whole, under the name that transformers gives it, with its adapter merged: W + (alpha /
-    rank) B A. One at a time, in the same order on every rank; tied parameters appear once. A collective.
+    rank) B A. One at a time, in the same order on every rank; tied parameters appear once. Then the buffers that
+    checkpoints hold, as they are. A collective.
 
     Args:
         model: a transformers model, or what holds one as `causal_lm`; with or without adapters, sharded or not.
+        dtype: what parameters are cast to. Each rank casts its part before it travels: the same bits for half
+            the traffic; a weight with an adapter is cast after merging.
     """
     causal_lm = transformers_model(model)
     adapters = {f"{adapter.layer}.base_layer.weight": adapter for adapter in adapters_of(causal_lm)}
@@ -172,10 +181,13 @@ def exported_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         # By identity: names of A and B differ with peft's version, and they are exported merged only.
         if id(parameter) in matrices:
             continue
-        tensor = gather_full_tensor(parameter.detach())
         if name in adapters:
-            tensor = adapters[name].merged_into(tensor)
+            tensor = adapters[name].merged_into(gather_full_tensor(parameter)).to(dtype)
+        else:
+            tensor = gather_full_tensor(parameter, dtype)
         yield name.replace(".base_layer.", "."), tensor
+    # Every rank has them whole. They keep their dtype: a routing bias in bfloat16 would choose other experts.
+    yield from persistent_buffers(causal_lm)
 
 
 def transformers_model(model: nn.Module) -> nn.Module:

@@ -48,7 +48,7 @@ class PackedRows:
 @dataclass(frozen=True)
 class Layout:
     """A micro-batch as the model sees it, and where what is computed belongs. With sequence parallelism the first four
-    are this rank's slice of the tokens."""
+    and `cells` are this rank's slice of the tokens."""
 
     input_ids: torch.Tensor
     """[b, n]: [1, N] packed, [B, T] padded."""
@@ -78,6 +78,9 @@ class Layout:
     shape: tuple[int, int]
     """B and R."""
 
+    cells: torch.Tensor
+    """[b n]: of each token its place in the batch [B T]; -1 for filler."""
+
     @cached_property
     def own(self) -> torch.Tensor | None:
         """Indices of the scored tokens that this rank computes; None for all."""
@@ -91,6 +94,32 @@ class Layout:
         """Return the arguments of a transformers model."""
         inputs = dict(input_ids=self.input_ids, position_ids=self.position_ids, attention_mask=self.attention_mask)
         return inputs if self.rows is None else inputs | dict(packed_rows=self.rows)
+
+    def take(self, values: torch.Tensor, fill: int) -> torch.Tensor:
+        """Return values [B, T, ...] of the batch in the order of this layout's tokens, [b n, ...].
+
+        Args:
+            fill: value of filler.
+        """
+        taken = values.flatten(0, 1).index_select(0, self.cells.clamp(min=0))
+        taken[self.cells < 0] = fill
+        return taken
+
+    def put(self, values: torch.Tensor, num_columns: int, fill: int) -> torch.Tensor:
+        """Arrange values [b n, ...] of this layout's tokens in the batch, [B, T, ...]. A collective with sequence
+        parallelism, where each rank gives those of its slice.
+
+        Args:
+            num_columns: T.
+            fill: value of places without a token.
+        """
+        cells, ranks = self.cells, self.rows and self.rows.sequence_parallel
+        if ranks is not None:
+            cells, values = ranks.gather(cells, 0), ranks.gather(values, 0)
+        whole = values.new_full((self.shape[0] * num_columns, *values.shape[1:]), fill)
+        is_token = cells >= 0
+        whole[cells[is_token]] = values[is_token]
+        return whole.unflatten(0, (self.shape[0], num_columns))
 
     def scored(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Select from hidden states [b, n, H] those that predict the scored tokens of this rank, and these tokens."""
@@ -122,12 +151,14 @@ def packed(
     attention_mask: torch.Tensor,
     num_response: int,
     sequence_parallel: SequenceParallel | None = None,
+    multiple_of: int = 1,
 ) -> Layout:
     """Real tokens end to end, the longest row first (rows of a length lie together, which `PackedRows.groups` uses).
     A batch without any, or a number that the ranks do not divide, gets a row of filler.
 
     Args:
         sequences, attention_mask: [B, T]; the last `num_response` columns are the response.
+        multiple_of: fill up to a multiple of this number of tokens.
     """
     mask = attention_mask.bool()
     # Stable, so that rows of one length keep their order and the same batch has the same numbers on every run.
@@ -139,6 +170,8 @@ def packed(
     # The column of each token within the response: negative in the prompt.
     columns = torch.arange(-mask.shape[1], 0, device=mask.device) + num_response
     input_ids, position_ids = sequences[mask], positions[mask]
+    width = mask.shape[1]
+    cells = (order[:, None] * width + torch.arange(width, device=mask.device))[mask]
     # A row's first token has nothing before it: it is not scored.
     scored = (mask & (positions > 0) & (columns >= 0))[mask].nonzero()[:, 0]
     # `order` maps sorted rows back to those of the batch.
@@ -146,7 +179,7 @@ def packed(
     labels = input_ids[scored]
 
     num_tokens, ranks = len(input_ids), sequence_parallel
-    unit = 1 if ranks is None else ranks.size
+    unit = multiple_of if ranks is None else ranks.size
     # Also a batch without tokens gets a row: its rank must meet the others in every forward and backward.
     filler = -num_tokens % unit if num_tokens else unit
     if filler:
@@ -154,9 +187,10 @@ def packed(
         lengths.append(filler)
         input_ids = torch.cat([input_ids, input_ids.new_zeros(filler)])
         position_ids = torch.cat([position_ids, torch.arange(filler, device=mask.device)])
+        cells = torch.cat([cells, cells.new_full((filler,), -1)])
     real = torch.arange(len(input_ids), device=mask.device) < num_tokens
     if ranks is not None:
-        input_ids, position_ids, real = (ranks.shard(x, 0) for x in (input_ids, position_ids, real))
+        input_ids, position_ids, real, cells = (ranks.shard(x, 0) for x in (input_ids, position_ids, real, cells))
     # int32 is what variable-length attention kernels take.
     boundaries = torch.tensor([0, *lengths]).cumsum(0).to(mask.device, torch.int32)
     return Layout(
@@ -169,6 +203,7 @@ def packed(
         labels=labels,
         destinations=destinations,
         shape=(mask.shape[0], num_response),
+        cells=cells,
     )
 
 
@@ -178,9 +213,11 @@ def padded(sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: 
     Args:
         sequences, attention_mask: [B, T]; the last `num_response` columns are the response.
     """
-    num_rows = len(sequences)
+    num_rows, num_columns = sequences.shape
     # What stands at padding may be anything, and embeddings only know words.
     sequences = torch.where(attention_mask.bool(), sequences, 0)
+    cells = torch.arange(num_rows * num_columns, device=sequences.device).view(num_rows, num_columns)
+    cells, _, _ = trim(cells, attention_mask, num_response)
     sequences, attention_mask, num_used = trim(sequences, attention_mask, num_response)
     mask = attention_mask.bool()
     positions = mask.cumsum(dim=1) - 1
@@ -198,6 +235,7 @@ def padded(sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: 
         labels=sequences[rows, at],
         destinations=rows * num_response + columns[at],
         shape=(num_rows, num_response),
+        cells=torch.where(mask, cells, -1).flatten(),
     )
 
 

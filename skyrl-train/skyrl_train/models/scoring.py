@@ -10,9 +10,11 @@ from torch import nn
 
 from skyrl_train.distributed.ulysses import SequenceParallel
 from skyrl_train.errors import ConfigError
+from skyrl_train.expert_routes import no_route, route_dtype
 from skyrl_train.models.attention import PACKED_ATTENTION
 from skyrl_train.models.experts import Routers, RouterStatistics
 from skyrl_train.models.packing import Layout, packed, padded
+from skyrl_train.models.routing_replay import KEYWORD, RoutingPass, RoutingReplay
 from skyrl_train.models.token_log_probs import LogitRule, token_log_probs
 
 
@@ -28,6 +30,9 @@ class TokenScores(NamedTuple):
     router: RouterStatistics | None
     """Of a mixture of experts: how its routers spread the tokens of this rank."""
 
+    routes: torch.Tensor | None = None
+    """[B, T, L, k] the experts that each token went to, "no route" at padding; None if not asked for."""
+
 
 class ScoringModel(nn.Module):
     """The root that FSDP shards, so that the output layer is whole when the log-probs are computed in its forward.
@@ -38,6 +43,7 @@ class ScoringModel(nn.Module):
         chunk_size: tokens whose logits are in memory at the same time.
         compile: compile what turns hidden states into log-probs.
         sequence_parallel: ranks that share each micro-batch. Needs `packing`.
+        replay_setting: setting that asks for routes to be replayed or recorded; None: they cannot be.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class ScoringModel(nn.Module):
         chunk_size: int = 1024,
         compile: bool = False,
         sequence_parallel: SequenceParallel | None = None,
+        replay_setting: str | None = None,
     ):
         super().__init__()
         use_attention(causal_lm, packing, sequence_parallel)
@@ -58,6 +65,7 @@ class ScoringModel(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.rule = logit_rule(self.causal_lm.config)
         self.routers = Routers(causal_lm)
+        self.routing_replay = None if replay_setting is None else RoutingReplay(causal_lm, replay_setting)
         # FSDP and the planner of devices ask the root for it; the root is this module now.
         self._no_split_modules = getattr(causal_lm, "_no_split_modules", None)
         head = self.causal_lm.get_output_embeddings()
@@ -80,17 +88,22 @@ class ScoringModel(nn.Module):
         temperature: float,
         *,
         with_entropy: bool = False,
+        routes: torch.Tensor | None = None,
+        record_routes: bool = False,
     ) -> TokenScores:
         """Log-probs of the response tokens under softmax(logits / temperature), and the entropy of it.
 
         Args:
             sequences, attention_mask: [B, T]; prompts padded on the left, responses (the last `num_response` columns)
                 on the right. What stands at padding is not read. A token without one before it gets 0.
+            routes: [B, T, L, k] experts to replay (`expert_routes.py`); None: the routers choose.
+            record_routes: return the experts that each token went to.
         """
         layout = lay_out(sequences, attention_mask, num_response, self.packing, self.sequence_parallel)
+        routing = self._routing_pass(layout, routes, record_routes)
         # Padding is routed as well: without the mask its tokens would count as load.
-        with self.routers.listen(layout.real) as heard:
-            hidden = hidden_states(self.causal_lm, layout)
+        with self.routers.listen(layout.real, routing) as heard:
+            hidden = hidden_states(self.causal_lm, layout, routing)
         # Only states that predict a response token go on: logits of prompts would be most of the work and the memory.
         hidden, labels = layout.scored(hidden)
         head = self.causal_lm.get_output_embeddings()
@@ -109,7 +122,23 @@ class ScoringModel(nn.Module):
             layout.place(log_probs),
             None if entropy is None else layout.place(entropy),
             heard.statistics() if self.routers else None,
+            self._recorded(layout, routing, sequences.shape[1]) if record_routes else None,
         )
+
+    def _routing_pass(self, layout: Layout, routes: torch.Tensor | None, record: bool) -> RoutingPass | None:
+        """Return the routes of a forward in the order of its tokens; None: the model is as it is."""
+        if routes is None and not record:
+            return None
+        assert self.routing_replay is not None, "the model was made without routing replay"
+        return RoutingPass(None if routes is None else layout.take(routes, no_route(routes.dtype)))
+
+    def _recorded(self, layout: Layout, routing: RoutingPass | None, num_columns: int) -> torch.Tensor:
+        """Return the routes of a forward [B, T, L, k]. A collective with sequence parallelism."""
+        assert self.routing_replay is not None and routing is not None
+        num_experts = self.routing_replay.shape.num_experts
+        kind = route_dtype(num_experts)
+        # int64 until they are together: process groups do not send int16.
+        return layout.put(routing.routes(), num_columns, no_route(kind)).to(kind)
 
 
 def lay_out(
@@ -125,16 +154,19 @@ def lay_out(
     return padded(sequences, attention_mask, num_response)
 
 
-def hidden_states(model: Any, layout: Layout) -> torch.Tensor:
+def hidden_states(model: Any, layout: Layout, routing: RoutingPass | None = None) -> torch.Tensor:
     """Run a transformers model up to its output layer, if it has one: [b, n, H].
 
     Raises:
-        ValueError: the model keeps that to itself.
+        ValueError: the model keeps that to itself, or its routing (`RoutingPass`) does not reach its routers.
     """
+    inputs = layout.inputs() if routing is None else layout.inputs() | {KEYWORD: routing}
     # The decoder alone: the output layer of a transformers model would make all logits at once, [b, n, V].
-    output = model.get_decoder()(**layout.inputs(), use_cache=False)
+    output = model.get_decoder()(**inputs, use_cache=False)
     if getattr(output, "last_hidden_state", None) is None:
         raise ValueError(f"{type(model).__name__} does not give the hidden states before its output layer")
+    if routing is not None and len(routing.taken) == 0:
+        raise ValueError(f"{type(model).__name__} does not pass on to its layers what replays their routing")
     return output.last_hidden_state
 
 

@@ -66,8 +66,8 @@ def token_log_probs(
 
     Args:
         hidden: [N, H], any float dtype; N may be 0.
-        weight, bias: [V, H] and [V]. The product is computed in the weight's dtype, the softmax in float32 (float64
-            for a float64 weight).
+        weight, bias: [V, H] and [V]. The product is computed in the weight's dtype (that of autocast, where it is on),
+            the softmax in float32 (float64 for a float64 weight).
         labels: [N] int64.
         chunk_size: C.
         compile: by torch.compile, one kernel each way in place of many.
@@ -75,6 +75,10 @@ def token_log_probs(
     Returns:
         log_probs [N] and, if asked for, entropy [N]. The bits of the former do not depend on the latter being asked.
     """
+    device_type = weight.device.type
+    if torch.is_autocast_enabled(device_type):
+        # Autocast ends with the forward: the backward, which makes the logits again, must make the same ones.
+        weight = weight.to(torch.get_autocast_dtype(device_type))
     settings = _Settings(rule, temperature, chunk_size, with_entropy, compile)
     log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, labels, settings)  # type: ignore[misc]
     return log_probs, entropy

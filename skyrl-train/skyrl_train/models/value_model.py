@@ -50,7 +50,8 @@ class ValueModel(nn.Module):
         weight = torch.empty(1, hidden_size).normal_(
             0, 1 / math.sqrt(hidden_size + 1), generator=torch.Generator().manual_seed(seed)
         )
-        head = nn.Linear(hidden_size, 1, bias=False, device=like.device, dtype=like.dtype)
+        device = "cpu" if like.is_meta else like.device
+        head = nn.Linear(hidden_size, 1, bias=False, device=device, dtype=like.dtype)
         head.weight.data.copy_(weight)
         self.add_module(head_name, head)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from skyrl_train.orchestration.actor_group import ActorGroup
+from skyrl_train.orchestration.actor_group import ActorGroup, DataParallelArgs
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.training_backends.base import MetricSums
 from skyrl_train.training_batch import TrainingInputBatch
@@ -22,6 +22,7 @@ INPUTS = {
         "rollout_logprobs",
         "off_policy_weights",
         "token_noise",
+        "expert_routes",
     ),
     "critic": ("sequences", "attention_mask", "loss_mask", "critic_loss_weights", "values", "returns"),
 }
@@ -43,10 +44,26 @@ class UpdateResult:
 
 
 async def forward(group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch) -> torch.Tensor:
-    """Compute log-probs (or a critic's values) of the response tokens, [B, R], without gradients."""
-    inputs = batch.select(["sequences", "attention_mask"], ["response_length"])
-    args = list(zip(schedule.split(inputs), schedule.whole(), strict=True))
+    """Compute log-probs (or a critic's values) of the response tokens, [B, R], without gradients. The policy replays
+    `expert_routes`, if the batch has them."""
+    args = _forward_args(group, schedule, batch)
     return schedule.gather(await group.call_data_parallel("forward", args), "output")
+
+
+async def forward_recording_routes(
+    group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the policy's log-probs [B, R] and the routes that gave them [B, T, L, k]."""
+    outputs = await group.call_data_parallel("forward_recording_routes", _forward_args(group, schedule, batch))
+    return schedule.gather(outputs, "output"), schedule.gather(outputs, "expert_routes")
+
+
+def _forward_args(group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch) -> DataParallelArgs:
+    names = ["sequences", "attention_mask"]
+    if group.name == "policy" and batch.get("expert_routes") is not None:
+        names.append("expert_routes")
+    inputs = batch.select(names, ["response_length"])
+    return list(zip(schedule.split(inputs), schedule.whole(), strict=True))
 
 
 async def train_on_batch(group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch, epochs: int) -> UpdateResult:

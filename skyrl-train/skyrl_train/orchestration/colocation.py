@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
+from skyrl_train.errors import WorkerError
 from skyrl_train.orchestration.colocation_protocol import (
     ALL_SHARE,
     EMPTY,
@@ -36,6 +37,8 @@ from skyrl_train.orchestration.colocation_protocol import (
 __all__ = ["Colocation", "ColocationError", "DeviceState", "Engines"]
 
 T = TypeVar("T")
+
+_RETURN_ATTEMPTS = 3
 
 
 class SleepableEngine(Protocol):
@@ -168,13 +171,18 @@ class Colocation:
         Returns: True if they were sent.
         """
         async with self._lock:
-            if self._engines_share_device:
-                # Asked under the lock: between the decision and the move no other move may come.
-                if self._state != ENGINES_ONLY:
-                    return False
+            # Asked under the lock: between the decision and the move no other move may come.
+            if self._engines_share_device and self._state != ENGINES_ONLY:
+                return False
+            try:
                 await self._sleep()
-                await self._onload("policy")
-            await self._sync(send)
+                if self._engines_share_device:
+                    await self._onload("policy")
+                await self._sync(send)
+            except BaseException:  # a cancellation too: it is how the death of this engine ends the call
+                if self._engines_share_device:
+                    await self._return_to_generation()
+                raise
             return True
 
     async def start_engine(self, start: Callable[[], Awaitable[EngineT]]) -> EngineT:
@@ -214,11 +222,7 @@ class Colocation:
         async with self._lock:
             # Not None yet: moves stay refused until the engines sleep, but `_is_free_for_engines` lets them start.
             self._inconsistent_since = "recover"
-            for worker, group in self._groups.items():
-                if f"onload {worker}" in self._events:
-                    await group.call_all("offload_to_cpu")
-            self._state = EMPTY
-            self._lock.notify_all()
+            await self._offload_all()
         # Outside of the lock: engines that it waits for take the lock in `start_engine`.
         if wait_until_healthy is not None:
             await wait_until_healthy()
@@ -227,6 +231,30 @@ class Colocation:
                 await self._engines.sleep()
             self._inconsistent_since = None
             self._lock.notify_all()
+
+    # ---- under the lock: the way back from a failed move
+
+    async def _offload_all(self) -> None:
+        for worker, group in self._groups.items():
+            if f"onload {worker}" in self._events:
+                await group.call_all("offload_to_cpu")
+        self._state = EMPTY
+        self._lock.notify_all()
+
+    async def _return_to_generation(self) -> None:
+        """Move from any state, known or not, to awake engines: those that still run have requests to answer. An engine
+        that dies meanwhile is left out by the next attempt."""
+        for attempt in reversed(range(_RETURN_ATTEMPTS)):
+            try:
+                await self._offload_all()
+                await self._existing_engines().sleep()
+                self._inconsistent_since = None
+                await self._wake_weights()
+                await self._wake_cache()
+                return
+            except WorkerError:
+                if not attempt:
+                    raise
 
     # ---- single moves, under the lock
 

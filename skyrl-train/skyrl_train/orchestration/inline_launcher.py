@@ -7,7 +7,6 @@ if it had a process. An engine generates in its own thread.
 
 import asyncio
 import functools
-import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from loguru import logger
 
@@ -24,6 +22,7 @@ from skyrl_train.inference_engines.engine_handle import EngineHost, MakeEngine
 from skyrl_train.inference_engines.inline_engine import InlineEngine
 from skyrl_train.orchestration.launcher import Calls, MakeWorker
 from skyrl_train.utils.call_errors import failure_of, timed_out
+from skyrl_train.utils.cpu_numerics import prepare_cpu
 from skyrl_train.utils.process_log import own_log
 from skyrl_train.utils.random_state import RandomState
 from skyrl_train.utils.tracebacks import log_traceback
@@ -43,9 +42,7 @@ class ModelThread:
         threading.Thread(target=self._run, name="models", daemon=True).start()
 
     def _run(self) -> None:
-        # One thread, like a process that Ray starts: several threads for each product change its bits. OpenMP counts
-        # them for each calling thread, so that a setting of the main thread says nothing here.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        prepare_cpu()  # like a process that Ray starts: several threads for each product change its bits
         while True:
             self._queue.get()()
 

@@ -21,6 +21,7 @@ from skyrl_train.orchestration.bundles import nodes_of_run
 from skyrl_train.utils.io import expand_path, sha256_of
 from skyrl_train.utils.nodes import node_name
 from skyrl_train.utils.ray_calls import Call, answers_of
+from skyrl_train.utils.storage import Place, location, names_in, read_text, size_of, write_whole
 
 Listing = dict[str, str]
 """Files by name, each described by its size, the model's config.json by its hash as well."""
@@ -39,7 +40,7 @@ class Paths:
         data: files that the driver reads, and environments may.
     """
 
-    tokens: dict[str, Path] = field(default_factory=dict)
+    tokens: dict[str, Place] = field(default_factory=dict)
     models: dict[str, Path] = field(default_factory=dict)
     data: dict[str, Path] = field(default_factory=dict)
 
@@ -73,8 +74,7 @@ async def check_nodes(cfg: SkyRLConfig, data: Sequence[str], log_folder: Path) -
     token = secrets.token_hex(8)
     paths = paths_of(cfg, data, token)
     for path in paths.tokens.values():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(token)
+        write_whole(path, token)
     try:
         calls = [
             Call(
@@ -94,8 +94,9 @@ async def check_nodes(cfg: SkyRLConfig, data: Sequence[str], log_folder: Path) -
         remarks = [remark for view in views for remark in differences(here.data, view.data, paths.data, view.node)]
     finally:
         for path in paths.tokens.values():
-            for file in path.parent.glob(f"{path.name}*"):
-                file.unlink(missing_ok=True)
+            for name in names_in(path.parent):
+                if name.startswith(path.name):
+                    (path.parent / name).unlink()
     for remark in remarks:
         logger.warning(f"{remark} (only the driver reads data, so this matters to environments alone)")
     if problems:
@@ -114,17 +115,17 @@ def _view_on(node: str) -> Any:
 def paths_of(cfg: SkyRLConfig, data: Sequence[str], token: str) -> Paths:
     """Return the paths that all nodes must see alike, with a token's file name in each folder."""
     trainer = cfg.trainer
-    folders = {
+    folders: dict[str, Place] = {
         "trainer.run_dir": expand_path(trainer.run_dir),
-        "trainer.ckpt_path": expand_path(trainer.ckpt_path),
-        "trainer.export_path": expand_path(trainer.export_path),
+        "trainer.ckpt_path": location(trainer.ckpt_path),
+        "trainer.export_path": location(trainer.export_path),
     }
     if cfg.generator.weight_sync_strategy in ("checkpoint", "adapter"):
         folders["generator.weight_sync_directory"] = expand_path(cfg.generator.weight_sync_directory)
     outer = {
         name: folder
         for name, folder in folders.items()
-        if name == "trainer.run_dir" or not folder.is_relative_to(folders["trainer.run_dir"])
+        if name == "trainer.run_dir" or not str(folder).startswith(f"{folders['trainer.run_dir']}/")
     }
     models = {"trainer.policy.model.path": trainer.policy.model.path}
     if trainer.critic.model.path is not None:
@@ -143,17 +144,18 @@ def view_of(paths: Paths, node_id: str, node: str) -> NodeView:
     tokens: dict[str, str | None] = {}
     errors: dict[str, str] = {}
     for name, path in paths.tokens.items():
-        tokens[name] = path.read_text() if path.is_file() else None
-        if tokens[name] is not None:
-            try:
-                answer_path(path, node_id).write_text("seen")
-            except OSError as error:
-                errors[name] = str(error)
+        tokens[name] = None
+        try:
+            tokens[name] = read_text(path) if size_of(path) is not None else None
+            if tokens[name] is not None:
+                write_whole(answer_path(path, node_id), "seen")
+        except (OSError, ConfigError) as error:
+            errors[name] = str(error)
     models = {name: listing(path) for name, path in paths.models.items()}
     return NodeView(node, tokens, models, {name: listing(path) for name, path in paths.data.items()}, errors)
 
 
-def answer_path(token_path: Path, node_id: str) -> Path:
+def answer_path(token_path: Place, node_id: str) -> Place:
     """Return where a node answers a token."""
     return token_path.with_name(f"{token_path.name}.{node_id}")
 
@@ -181,7 +183,7 @@ def problems_of(here: NodeView, there: NodeView, paths: Paths, node_id: str) -> 
     for name, path in paths.tokens.items():
         if name in there.write_errors:
             problems.append(f"node {there.node} cannot write into {name}={path.parent}: {there.write_errors[name]}")
-        elif there.tokens[name] != here.tokens[name] or not answer_path(path, node_id).is_file():
+        elif there.tokens[name] != here.tokens[name] or size_of(answer_path(path, node_id)) is None:
             problems.append(
                 f"node {there.node} has another folder at {name}={path.parent} than node {here.node}, or none"
             )

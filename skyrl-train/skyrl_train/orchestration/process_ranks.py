@@ -19,11 +19,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from skyrl_gym.deadline import outcome_of
 from skyrl_train.errors import WorkerError
 from skyrl_train.utils.call_errors import end_of_log, failure_of, timed_out
+from skyrl_train.utils.cpu_numerics import prepare_cpu
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.tracebacks import described, keep_where_raised, log_traceback
 
@@ -77,6 +76,7 @@ class ProcessRanks:
         self._log_files = [str(log_folder / f"{name}_{rank}.log") for rank in range(num_ranks)]
         self._processes: list[RankProcess] = []
         self._pipes: list[Connection] = []
+        self._one_at_a_time = asyncio.Lock()
         log_folder.mkdir(parents=True, exist_ok=True)
         # The ranks see one GPU each, as under Ray: every one of them computes on its `cuda:0`.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_ranks)))
@@ -105,12 +105,13 @@ class ProcessRanks:
         return [process.pid for process in self._processes]
 
     async def call(self, calls: "Sequence[Calls]", timeout_seconds: float, timeout_setting: str) -> list[list[object]]:
-        for pipe, own in zip(self._pipes, calls, strict=True):
-            try:
-                pipe.send_bytes(self.dumps(own))
-            except OSError:
-                raise self._death() from None
-        return await asyncio.to_thread(self._answers, timeout_seconds, timeout_setting)
+        async with self._one_at_a_time:  # answers come in the order of the calls
+            for pipe, own in zip(self._pipes, calls, strict=True):
+                try:
+                    pipe.send_bytes(self.dumps(own))
+                except OSError:
+                    raise self._death() from None
+            return await asyncio.to_thread(self._answers, timeout_seconds, timeout_setting)
 
     def _answers(self, timeout_seconds: float, timeout_setting: str) -> list[list[object]]:
         deadline = time.monotonic() + timeout_seconds
@@ -176,7 +177,7 @@ def serve(pipe: Connection, dumps: Dumps = pickle.dumps) -> None:
     # A thread reads, so that the driver's death is noticed while this one computes or waits in a collective.
     threading.Thread(target=_read, args=(pipe, messages), daemon=True).start()
     configure_logging()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    prepare_cpu()
     made, workers = messages.get(), []
 
     def answer(calls: bytes) -> bytes:

@@ -27,10 +27,10 @@ from skyrl_train.inference_engines.remote.handles import RemoteEngines
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.colocation import Colocation
 from skyrl_train.utils.io import expand_path
-from skyrl_train.weight_sync.base import Encoding, LoraLoadRequest, Transport
+from skyrl_train.weight_sync.base import LoraLoadRequest
 from skyrl_train.weight_sync.canary import CanaryTolerance, LogProbs, canary_prompts, check_canaries
 from skyrl_train.weight_sync.fingerprint import differences
-from skyrl_train.weight_sync.plan import choose_transport, init_infos_for
+from skyrl_train.weight_sync.plan import RankPlace, Strategy, init_infos_for, plan_routes
 from skyrl_train.weight_sync.sender import EngineHandles
 
 ADAPTER = "policy"
@@ -68,7 +68,6 @@ class WeightPublisher:
         self._version = 0
         self._num_published = 0
         self._infos: list[EngineInfo] = []
-        self._node: str | None = None
         self._expected: LogProbs | None = None
         formats = (cfg.generator.model_dtype, "bfloat16" if cfg.trainer.bf16 else "float32")
         self._tolerance = CanaryTolerance(formats, cfg.generator.weight_sync_canary_tolerance)
@@ -149,26 +148,35 @@ class WeightPublisher:
 
     async def _connect(self) -> None:
         self._infos = await self._client.infos()
-        self._node, *_ = await self._policy.call_all("node")
         if not self._adapters_alone:
-            await self._connect_to(self._client.engines, self._infos, *self._transport())
+            places = await self._policy.call_all("place")
+            strategy = self._cfg.generator.weight_sync_strategy
+            await self._connect_to(self._client.engines, self._infos, places, strategy)
         self._connected = True
 
     async def _connect_to(
         self,
         engines: Sequence[InferenceEngineInterface],
         infos: Sequence[EngineInfo],
-        transport: Transport,
-        encoding: Encoding,
+        places: Sequence[RankPlace],
+        strategy: Strategy,
     ) -> None:
-        generator = self._cfg.generator
+        generator, placement = self._cfg.generator, self._cfg.trainer.placement
         (address, port), *_ = await self._policy.call_all("rendezvous_point")
+        routes = plan_routes(
+            strategy,
+            infos,
+            places,
+            colocated=placement.colocate_all,
+            device=placement.resolved_device(),
+            remote=not generator.run_engines_locally,
+            one_process=placement.launcher == "inline" and generator.run_engines_locally,
+        )
         init_infos = init_infos_for(
-            transport,
-            encoding,
-            list(infos),
+            routes,
+            infos,
             # NCCL takes no two processes on one GPU, and here they share some.
-            backend="gloo" if self._cfg.trainer.placement.colocate_all else generator.weight_sync_backend,
+            backend="gloo" if placement.colocate_all else generator.weight_sync_backend,
             master_address=address,
             master_port=port,
             directory=str(expand_path(generator.weight_sync_directory)),
@@ -181,22 +189,6 @@ class WeightPublisher:
         if not self._cfg.generator.run_engines_locally:
             return RemoteEngines(engines)
         return LocalEngines([engine for engine in engines if isinstance(engine, EngineHandle)])
-
-    def _transport(self) -> tuple[Transport, Encoding]:
-        generator, placement = self._cfg.generator, self._cfg.trainer.placement
-        return choose_transport(
-            generator.weight_sync_strategy,
-            colocated=placement.colocate_all,
-            device=placement.resolved_device(),
-            remote=not generator.run_engines_locally,
-            same_node=self._is_on_one_node(self._infos),
-            one_device=placement.policy_world_size == 1,
-            one_process=placement.launcher == "inline" and generator.run_engines_locally,
-        )
-
-    def _is_on_one_node(self, infos: Sequence[EngineInfo]) -> bool:
-        """Check whether these engines see the shared memory of the policy's first worker."""
-        return {info.node for info in infos} == {self._node}
 
     async def _restart(
         self, start: Callable[[int], Awaitable[InferenceEngineInterface]], index: int
@@ -227,10 +219,13 @@ class WeightPublisher:
         if self._adapters_alone:
             await engine.load_lora(self._adapter())
             return
-        transport: Transport = "checkpoint"
+        places: list[RankPlace] = await self._policy.call_all("place")
+        strategy: Strategy = "checkpoint"
         if self._cfg.generator.run_engines_locally:
-            transport = "shared_memory" if self._is_on_one_node([infos[index]]) else "broadcast"
-        await self._connect_to([engine], [infos[index]], transport, "full")
+            # Not through a GPU's memory: between syncs it may belong to the engines.
+            is_near = any(place.node == infos[index].node for place in places)
+            strategy = "shared_memory" if is_near else "broadcast"
+        await self._connect_to([engine], [infos[index]], places, strategy)
         await self._policy.call_all("stage_weights", self._version)
         await self._policy.call_all("send_weights", self._version)
 

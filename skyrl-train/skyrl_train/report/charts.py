@@ -56,11 +56,9 @@ OVERVIEW: tuple[Chart, ...] = (
 )
 
 _TOTAL = "timing/step"
-_STAGES_WITHIN = {
-    "timing/policy_train": "timing/train_critic_and_policy",
-    "timing/critic_train": "timing/train_critic_and_policy",
-}
-"""Timings that another one holds already, though their names do not say so."""
+_TRAINING = ("timing/train_critic_and_policy", "timing/run_training")
+_STAGES_WITHIN = {"timing/policy_train": _TRAINING, "timing/critic_train": _TRAINING}
+"""Timings that one of these holds already, though their names do not say so."""
 
 
 def overview(names: Iterable[str]) -> list[dict]:
@@ -98,5 +96,6 @@ def timing_stages(names: Iterable[str]) -> list[str]:
     return sorted(
         name
         for name in timings
-        if _STAGES_WITHIN.get(name) not in timings and not any(name.startswith(f"{other}/") for other in timings)
+        if timings.isdisjoint(_STAGES_WITHIN.get(name, ()))
+        and not any(name.startswith(f"{other}/") for other in timings)
     )

@@ -3,13 +3,14 @@
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import yaml
 
 from skyrl_train.errors import DataError
+from skyrl_train.report.swim_lanes import swim_lanes
 from skyrl_train.types import JsonObject
 from skyrl_train.utils.run_folder import RunFolder, TrajectoryFile, read_json_lines
 
@@ -96,7 +97,7 @@ def read_trajectories(run: RunFolder, max_samples: int) -> Trajectories:
     """Read samples spread over the steps of a run and the prompts of each, and the failures of the files they are
     from."""
     files = run.trajectory_files()
-    chosen = _spread(files, min(MAX_FILES, max(1, max_samples)))
+    chosen = spread(files, min(MAX_FILES, max(1, max_samples)))
     found = Trajectories(num_files=len(files), num_files_read=len(chosen))
     for index, file in enumerate(chosen):
         share = max_samples * (index + 1) // len(chosen) - max_samples * index // len(chosen)
@@ -108,7 +109,7 @@ def _read_file(file: TrajectoryFile, num_samples: int, found: Trajectories) -> N
     rows = [row for _, row in read_json_lines(file.path)]
     found.num_read += len(rows)
     failed = [row for row in rows if row["failure"]]
-    chosen = _spread(rows, num_samples)
+    chosen = spread(rows, num_samples)
     if failed and chosen and not any(row["failure"] for row in chosen):
         chosen[-1] = failed[0]  # one of what went wrong is worth more than another of what went well
     found.samples += [_sample(file, row) for row in chosen]
@@ -145,7 +146,7 @@ def _sample(file: TrajectoryFile, row: JsonObject) -> JsonObject:
     }
 
 
-def _spread(items: list[T], count: int) -> list[T]:
+def spread(items: list[T], count: int) -> list[T]:
     """Select at most `count` items at even distances, the first and the last among them."""
     if len(items) <= count:
         return list(items)
@@ -195,4 +196,5 @@ def page_data(run: RunFolder, max_samples: int) -> dict[str, object]:
         "num_read": trajectories.num_read,
         "num_files_read": trajectories.num_files_read,
         "num_files": trajectories.num_files,
+        "lanes": [asdict(lanes) for lanes in swim_lanes(run.read_timeline(), spread)],
     }

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NotRequired, TypedDict
 
+from skyrl_train.expert_routes import ExpertRoutes
 from skyrl_train.rollouts.metrics import MetricsOutput, concatenate, scores_of_groups
 from skyrl_train.rollouts.types import (
     Failure,
@@ -36,6 +37,8 @@ class GeneratorOutput(TypedDict):
     have the same `trajectory_ids`, stop reason and failure."""
     weight_versions: NotRequired[list[list[int]] | None]
     """Version of the weights that wrote each response token; -1 on tokens the model did not write."""
+    expert_routes: NotRequired[list[ExpertRoutes | None] | None]
+    """Experts of a mixture that the tokens of prompt and response went to in the engine."""
     failures: NotRequired[list[Failure | None] | None]
     """None for a trajectory that ended as it should. A failed one has loss mask 0 and enters no baseline."""
 
@@ -77,7 +80,7 @@ def to_generator_output(batch: RolloutBatch) -> GeneratorOutput:
     log_probs = [sample.log_probs for sample in samples if sample.log_probs is not None]
     versions = [sample.weight_versions for sample in samples if sample.weight_versions is not None]
     stop_reasons = [trajectory.stop_reason for _, trajectory, _ in rows if trajectory.stop_reason is not None]
-    return GeneratorOutput(
+    output = GeneratorOutput(
         prompt_token_ids=[sample.prompt_ids for sample in samples],
         response_ids=[sample.response_ids for sample in samples],
         rewards=[sample.rewards for sample in samples],
@@ -90,11 +93,15 @@ def to_generator_output(batch: RolloutBatch) -> GeneratorOutput:
         weight_versions=versions if len(versions) == len(samples) else None,
         failures=[trajectory.failure for _, trajectory, _ in rows],
     )
+    if any(sample.routes is not None for sample in samples):
+        output["expert_routes"] = [sample.routes for sample in samples]
+    return output
 
 
 def _sample(output: GeneratorOutput, row: int) -> TrainingSample:
     response, reward = output["response_ids"][row], output["rewards"][row]
     log_probs, versions = output["rollout_logprobs"], output.get("weight_versions")
+    routes = output.get("expert_routes")
     # A single reward stands on the last token. It may be no number at all: `record_faults` finds that.
     one_a_token = reward if isinstance(reward, list) else ([0.0] * (len(response) - 1) + [reward])[: len(response)]
     return TrainingSample(
@@ -104,6 +111,7 @@ def _sample(output: GeneratorOutput, row: int) -> TrainingSample:
         rewards=one_a_token,
         log_probs=None if log_probs is None else log_probs[row],
         weight_versions=None if versions is None else versions[row],
+        routes=None if routes is None else routes[row],
     )
 
 

@@ -14,6 +14,10 @@ _SIMULATED_STEPS = 30
 _IDLE = 0.25
 """Share of the time from which a side counts as idle."""
 
+_SAMPLE_SIZE = "policy/rollout_train_ess"
+_MIN_SAMPLE_SIZE = 0.9
+"""Effective sample size below which runs with a correction learned less (docs/asynchronous.md)."""
+
 
 class Adviser:
     """Keeps what the last steps measured, and says what would make them faster.
@@ -56,8 +60,18 @@ class Adviser:
         """Return one line for the log.
 
         Args:
-            metrics: of the step (`pool_metrics`), with those of `predicted`.
+            metrics: of the step (`pool_metrics`, of the mismatch with the engines), with those of `predicted`.
         """
+        sample_size = metrics.get(_SAMPLE_SIZE)
+        if self._limits.max_staleness_steps == 0 or sample_size is None or sample_size >= _MIN_SAMPLE_SIZE:
+            return self._of_throughput(metrics)
+        return self._of_throughput(metrics) + (
+            f"; before that: {_SAMPLE_SIZE}={sample_size:.2f} says that the policy has left the one that generated, "
+            "which can cost reward: lower trainer.fully_async.max_staleness_steps, the learning rate or the updates of "
+            "a step"
+        )
+
+    def _of_throughput(self, metrics: Mapping[str, float | None]) -> str:
         names = ("trainer_utilisation", "slot_utilisation", "predicted_trainer_utilisation")
         trainer, slots, predicted = (metrics[f"async/{name}"] or 0.0 for name in names)
         text = f"trainer busy {trainer:.0%} of the step (predicted {predicted:.0%}), {slots:.0%} of the slots in use: "

@@ -4,20 +4,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from skyrl_train.expert_routes import pad_routes
 from skyrl_train.rollouts.metrics import check_not_all_failed
 from skyrl_train.rollouts.padding import convert_prompts_responses_to_batch_tensors, pad_versions
-from skyrl_train.rollouts.types import RolloutBatch
+from skyrl_train.rollouts.types import RolloutBatch, TrainingSample
 from skyrl_train.training_batch import TrainingInputBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def collate(batch: RolloutBatch, tokenizer: "PreTrainedTokenizerBase", step: int) -> TrainingInputBatch:
+def collate(
+    batch: RolloutBatch, tokenizer: "PreTrainedTokenizerBase", step: int, *, with_routes: bool = False
+) -> TrainingInputBatch:
     """Return trajectories (or their turns) as padded tensors.
 
     Args:
         step: of the run, for errors.
+        with_routes: add the engines' routes of the tokens as `expert_routes` [B, T, L, k].
 
     Returns:
         `sequences`, masks, `rewards`, `rollout_logprobs` and `weight_versions` ([B, R] int32, -1 on tokens that the
@@ -26,7 +30,8 @@ def collate(batch: RolloutBatch, tokenizer: "PreTrainedTokenizerBase", step: int
 
     Raises:
         AllRolloutsFailedError: every rollout failed.
-        ValueError: some samples have log-probs and some have none, or some trajectories are step-wise and some not.
+        ValueError: some samples have log-probs and some have none, some trajectories are step-wise and some not, or a
+            token that trains has no route although `with_routes`.
     """
     check_not_all_failed(batch.trajectories, f"step {step} failed, so there is nothing to learn from")
     rows = list(batch.rows())
@@ -61,7 +66,25 @@ def collate(batch: RolloutBatch, tokenizer: "PreTrainedTokenizerBase", step: int
             "valid": [trajectory.failure is None for _, trajectory, _ in rows],
         },
     )
+    if with_routes:
+        for group, _, sample in rows:
+            _check_routes(sample, group.uid)
+        collated["expert_routes"] = pad_routes([sample.routes for sample in samples], attention_mask)
     if True in step_wise:
         collated["is_last_step"] = torch.tensor([sample is each.samples[-1] for _, each, sample in rows])
         collated.metadata["trajectory_ids"] = [trajectory.id.to_string() for _, trajectory, _ in rows]
     return collated
+
+
+def _check_routes(sample: TrainingSample, uid: str) -> None:
+    """Raise ValueError unless every token that trains was predicted by a position with a route, and all before it."""
+    last = max((index for index, mask in enumerate(sample.loss_mask) if mask), default=None)
+    if last is None:
+        return
+    needed, known = len(sample.prompt_ids) + last, 0 if sample.routes is None else len(sample.routes)
+    if known < needed:
+        raise ValueError(
+            f"trainer.policy.routing_replay=R3: a sample of prompt {uid!r} has expert routes of {known} positions, and "
+            f"its last token that trains needs {needed}. Does the generator pass on the engine's `expert_routes`? "
+            "Otherwise use R2"
+        )

@@ -20,6 +20,11 @@ def map_samples(trajectory: Trajectory, function: Callable[[TrainingSample], Tra
 # ---- of a trajectory
 
 
+def without_loss(trajectory: Trajectory) -> Trajectory:
+    """Return the trajectory with no token to train on."""
+    return map_samples(trajectory, lambda sample: replace(sample, loss_mask=[0] * len(sample.loss_mask)))
+
+
 def without_rewards(trajectory: Trajectory) -> Trajectory:
     """Return the trajectory with reward 0 on every token."""
     return map_samples(trajectory, lambda sample: replace(sample, rewards=[0.0] * len(sample.rewards)))
@@ -37,9 +42,15 @@ def mask_overlong(trajectory: Trajectory) -> Trajectory:
     Decided by the stop reason: one that was ended by its environment without an end-of-sequence token stays, one that
     was cut off just behind such a token does not.
     """
-    if trajectory.stop_reason != "length":
-        return trajectory
-    return map_samples(trajectory, lambda sample: replace(sample, loss_mask=[0] * len(sample.loss_mask)))
+    return without_loss(trajectory) if trajectory.stop_reason == "length" else trajectory
+
+
+def mask_unended(trajectory: Trajectory, end_token_id: int | None) -> Trajectory:
+    """Take a trajectory whose last token is not the tokenizer's end token out of the loss:
+    `generator.overlong_filtering_by=end_token`."""
+    response_ids = trajectory.samples[-1].response_ids if trajectory.samples else []
+    ended = bool(response_ids) and response_ids[-1] == end_token_id
+    return trajectory if ended else without_loss(trajectory)
 
 
 def to_failed_sample(sample: TrainingSample) -> TrainingSample:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from skyrl_train.expert_routes import ExpertRoutes, join_routes
 from skyrl_train.rollouts.types import NO_VERSION, TrainingSample, Trajectory
 
 
@@ -53,7 +54,15 @@ def join_samples(samples: Sequence[TrainingSample]) -> TrainingSample:
         rewards=rewards,
         log_probs=None if any(sample.log_probs is None for sample in samples) else log_probs,
         weight_versions=None if any(sample.weight_versions is None for sample in samples) else versions,
+        routes=_joined_routes(samples),
     )
+
+
+def _joined_routes(samples: Sequence[TrainingSample]) -> ExpertRoutes | None:
+    """Return the routes of samples that were joined; of the first alone where the history was rewritten, since later
+    ones then belong to other places."""
+    is_appending = all(_tokens_between(before, sample) is not None for before, sample in pairwise(samples))
+    return join_routes([sample.routes for sample in samples]) if is_appending else samples[0].routes
 
 
 def _tokens_between(before: TrainingSample, sample: TrainingSample) -> list[int] | None:

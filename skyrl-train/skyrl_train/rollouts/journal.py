@@ -11,6 +11,7 @@ With a checkpoint of the schedule it gives the state at the last line. A checkpo
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
@@ -54,7 +55,7 @@ class RolloutJournal:
         self.path = path
         self._experiment = json.loads(json.dumps(experiment))
         self._file: FileIO | None = None
-        self._since_checkpoint: list[bytes] = []
+        self._marked: tuple[list[FinishedGroup], int] | None = None  # at a checkpoint: groups, bytes of the file
 
     # ---- writing
 
@@ -79,22 +80,35 @@ class RolloutJournal:
         once."""
         self._append({"stale": list(tickets), "deferred": deferred})
 
-    def mark_checkpoint(self) -> None:
-        """Note that the schedule's state was taken now, for a checkpoint."""
-        self._since_checkpoint = []
+    def mark_checkpoint(self, groups: Sequence[FinishedGroup]) -> None:
+        """Note that the schedule's state was taken now, for a checkpoint.
 
-    def shorten(self, groups: Sequence[FinishedGroup]) -> None:
-        """Keep these groups and what was decided since `mark_checkpoint`. All of it is on the disk when this returns.
+        Args:
+            groups: those that are finished and not trained, in their order.
+        """
+        try:
+            file = self._file or self._open()
+        except OSError as error:
+            raise self._not_writable(error) from error
+        self._marked = list(groups), file.seek(0, os.SEEK_END)
+
+    def shorten(self) -> None:
+        """Drop what the checkpoint of the last `mark_checkpoint`, which is complete now, made superfluous: keep the
+        groups of then and all lines since. All of it is on the disk when this returns.
 
         Raises:
             CheckpointError: the disk is full or refuses. The journal is as it was.
         """
-        lines = [self._first_line(), *map(_finished_line, groups), *self._since_checkpoint]
+        assert self._marked is not None, "a checkpoint is marked before the journal is shortened"
+        groups, num_bytes = self._marked
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, b"".join(lines))
+            with open(self.path, "rb") as file:
+                file.seek(num_bytes)
+                since = file.read()
+            write_atomically(self.path, b"".join([self._first_line(), *map(_finished_line, groups), since]))
         except OSError as error:
             raise self._not_writable(error) from error
+        self._marked = None
         self.close()
 
     def close(self) -> None:
@@ -103,9 +117,7 @@ class RolloutJournal:
             self._file = None
 
     def _append(self, event: Mapping[str, object]) -> None:
-        line = _json_line(event)
-        self._since_checkpoint.append(line)
-        self._write(line)
+        self._write(_json_line(event))
 
     def _write(self, line: bytes) -> None:
         """Write one line. It survives the end of this process at once, and that of the machine from the next checkpoint

@@ -21,6 +21,7 @@ from skyrl_train.errors import AllRolloutsFailedError, RolloutError, SkyRLError
 from skyrl_train.rollouts.groups import FinishedGroup
 from skyrl_train.rollouts.journal import RecoveredRollouts, RolloutJournal
 from skyrl_train.rollouts.schedule import GroupScheduler, ScheduleLimits, ScheduleState
+from skyrl_train.rollouts.timeline import Timeline
 from skyrl_train.rollouts.types import RolloutBatch, TrajectoryGroup
 from skyrl_train.utils.tracebacks import last_place
 
@@ -54,6 +55,7 @@ class RolloutPool:
         group_timeout_seconds: the longest that one group may take.
         is_kept: decides whether a finished group is trained.
         max_filtered: number of groups in a row that `is_kept` may refuse.
+        timeline: records when each group ran.
 
     Raises (from the block of the context manager, at once):
         SkyRLError: an error that ends the run (settings, a dead engine, a full disk); or as many groups as may run
@@ -70,6 +72,7 @@ class RolloutPool:
         group_timeout_seconds: float,
         is_kept: Callable[[TrajectoryGroup], bool] = lambda group: True,
         max_filtered: int | None = None,
+        timeline: Timeline | None = None,
     ):
         self.scheduler = GroupScheduler(limits, recovered.state)
         self._generate = generate
@@ -82,6 +85,7 @@ class RolloutPool:
         self._left_behind: set[asyncio.Future[RolloutBatch]] = set()
         self._task_group = asyncio.TaskGroup()
         self._changed = asyncio.Event()
+        self._timeline = timeline or Timeline()
         self._is_open = False
         self._failures_in_a_row = self._filtered_in_a_row = 0
         self._counts, self._counted_until = PoolCounts(), time.monotonic()
@@ -140,8 +144,12 @@ class RolloutPool:
         self._begun.pop(step, None)
         return self.scheduler.next_batch()
 
-    def trained(self, groups: list[FinishedGroup]) -> None:
-        """Count a training step over these groups, and restart those that have become too old by it."""
+    def trained(self, groups: list[FinishedGroup], *, sync_follows: bool = False) -> None:
+        """Count a training step over these groups, and restart those that have become too old by it.
+
+        Args:
+            sync_follows: start no group before `synced`: it would be a step older than one with the newer weights.
+        """
         # The scheduler comes first: if it refuses a ticket, nothing has left the queue.
         self.scheduler.trained([group.ticket for group in groups])
         for group in groups:
@@ -156,6 +164,8 @@ class RolloutPool:
             # Out of the table at once: `regenerate` may start the same ticket again before its old task has ended.
             if ticket in self._tasks:
                 self._tasks.pop(ticket).cancel()
+                self._timeline.group_ended(ticket, "stale")
+        self._is_open = self._is_open and not sync_follows
         self._start_groups()
 
     def synced(self, version: int) -> None:
@@ -172,12 +182,12 @@ class RolloutPool:
 
     def state(self) -> ScheduleState:
         """Return the state of the schedule for a checkpoint, and note in the journal that it was taken."""
-        self._journal.mark_checkpoint()
+        self._journal.mark_checkpoint([self._finished[ticket] for ticket in self.scheduler.finished_groups])
         return self.scheduler.state()
 
     def shorten_journal(self) -> None:
-        """Drop trained groups from the journal, after a checkpoint."""
-        self._journal.shorten([self._finished[ticket] for ticket in self.scheduler.finished_groups])
+        """Drop from the journal what the checkpoint of the last `state` has, once that is complete."""
+        self._journal.shorten()
 
     def take_counts(self) -> PoolCounts:
         """Return the counts since the last call."""
@@ -189,13 +199,14 @@ class RolloutPool:
         """Wait until a group has ended: every group has a deadline, so this has one."""
         # No await between the caller's look at the state and this: an end in between would be missed.
         self._changed.clear()
-        while True:
-            try:
-                async with asyncio.timeout(_REPORT_SECONDS):
-                    await self._changed.wait()
-                return
-            except TimeoutError:
-                logger.info(f"waiting for more than {_REPORT_SECONDS:g} s: {reason}")
+        with self._timeline.waiting(reason):
+            while True:
+                try:
+                    async with asyncio.timeout(_REPORT_SECONDS):
+                        await self._changed.wait()
+                    return
+                except TimeoutError:
+                    logger.info(f"waiting for more than {_REPORT_SECONDS:g} s: {reason}")
 
     # ---- groups
 
@@ -203,6 +214,7 @@ class RolloutPool:
         self._count_time()
         while self._is_open and self.scheduler.may_start():
             ticket = self.scheduler.start()
+            self._timeline.group_started(ticket, self.scheduler.version)
             self._tasks[ticket] = self._task_group.create_task(self._run(ticket), name=f"group {ticket}")
 
     async def _run(self, ticket: int) -> None:
@@ -264,7 +276,9 @@ class RolloutPool:
         finished = FinishedGroup(ticket=ticket, group=group, metrics=rollouts.metrics, version=version, seconds=seconds)
         self.scheduler.finished(ticket, finished.oldest_version)
         self._failures_in_a_row = 0
-        if self._is_kept(group):
+        is_kept = self._is_kept(group)
+        self._timeline.group_ended(ticket, "finished" if is_kept else "filtered")
+        if is_kept:
             self._journal.finished(finished)
             self._finished[ticket] = finished
             self._filtered_in_a_row = 0
@@ -287,6 +301,7 @@ class RolloutPool:
         Raises:
             AllRolloutsFailedError: as many groups as may run at once failed in a row.
         """
+        self._timeline.group_ended(ticket, "failed")
         self._journal.failed(ticket)
         self.scheduler.failed(ticket)
         self._counts.num_failed += 1

@@ -133,6 +133,7 @@ class Simulation:
         limits: of the schedule; synchronous training is `max_staleness_steps=0`, `order=exact`.
         groups: samples of each group; group i of the run is one of these, drawn with `seed`.
         sync_every_steps: training steps between weight syncs.
+        in_order: group i of the run is number i of `groups`, and after the last of them the first again.
     """
 
     def __init__(
@@ -142,9 +143,10 @@ class Simulation:
         costs: Costs,
         seed: int = 0,
         sync_every_steps: int = 1,
+        in_order: bool = False,
     ):
         self._limits, self._groups, self._costs, self._seed = limits, groups, costs, seed
-        self._sync_every_steps = sync_every_steps
+        self._sync_every_steps, self._in_order = sync_every_steps, in_order
         self._scheduler = GroupScheduler(limits)
         self._engines = [_Engine(costs) for _ in range(costs.num_engines)]
         self._waits: list[tuple[float, int]] = []  # (end, sequence)
@@ -198,6 +200,8 @@ class Simulation:
         return self.run
 
     def _samples(self, ticket: int) -> Sequence[SampleCost]:
+        if self._in_order:
+            return self._groups[ticket % len(self._groups)]
         return self._groups[random.Random(f"{self._seed} {ticket}").randrange(len(self._groups))]
 
     def _advance(self, now: float) -> None:

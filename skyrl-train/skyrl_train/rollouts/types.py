@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from skyrl_train.errors import FailureKind
+from skyrl_train.expert_routes import ExpertRoutes
 
 NO_VERSION = -1
 """Weight version of a token that the model did not generate."""
@@ -59,6 +60,10 @@ class TrainingSample:
 
     weight_versions: list[int] | None = None
     """Version of the weights that generated each token, `NO_VERSION` on others; None if it is not known."""
+
+    routes: ExpertRoutes | None = None
+    """Experts of a mixture that the engine sent the tokens of prompt and response to, from the first on; None if it
+    returned none. Those behind the last token that the engine computed have none."""
 
     @property
     def reward(self) -> float:

@@ -17,8 +17,12 @@ from transformers import PreTrainedModel
 from skyrl_train.config import CriticConfig, PolicyConfig, RefConfig, SkyRLConfig
 from skyrl_train.distributed.process_group import free_port, init_process_group
 from skyrl_train.distributed.ulysses import SequenceParallel, make_sequence_parallel
+from skyrl_train.expert_routes import no_route
 from skyrl_train.models.experts import RouterStatistics
+from skyrl_train.training_backends.checkpoint import BackgroundWrite, StateFiles, WrittenFiles, write_state
+from skyrl_train.training_backends.optimizer import LearningRateSchedule
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
+from skyrl_train.utils.storage import Place
 
 ModelName = Literal["policy", "critic", "ref"]
 """Models of a run, as settings and metrics name them."""
@@ -78,6 +82,9 @@ class Scores(NamedTuple):
     router: RouterStatistics | None = None
     """Use of the experts by the tokens of this rank, in a mixture of experts."""
 
+    routes: torch.Tensor | None = None
+    """[b, T, L, k] experts of every token (`expert_routes.py`); None where they were not asked for."""
+
 
 class Objective(Protocol):
     """Loss of an algorithm: a pure function of scores and of a micro-batch, without a model or a rank."""
@@ -118,19 +125,6 @@ class Step:
     """The gradient was not finite, and the weights are as before."""
 
 
-@dataclass(frozen=True)
-class WrittenFiles:
-    """Report of one rank about a folder that all ranks wrote into.
-
-    Args:
-        node: the machine's name and address.
-        sizes: bytes by file name, relative to the folder: this rank's own files, and those of its peers that it sees.
-    """
-
-    node: str
-    sizes: dict[str, int]
-
-
 class TrainingBackend(ABC):
     """Holder of one rank of a model. Every method but properties is a collective: all ranks call it, in the same order.
 
@@ -140,6 +134,9 @@ class TrainingBackend(ABC):
         num_training_steps: optimizer steps of the whole run, for the learning-rate schedule; None for a model that is
             not trained.
     """
+
+    schedule: LearningRateSchedule
+    """Learning rates of a model that is trained, from `begin_schedule` on."""
 
     def __init__(self, cfg: SkyRLConfig, name: ModelName, num_training_steps: int | None = None):
         self.cfg = cfg
@@ -178,7 +175,8 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def score(self, micro_batch: TrainingInputBatch, *, with_entropy: bool = False) -> Scores:
-        """Run the model on `sequences` and `attention_mask` [b, T]; gradients flow where they are enabled."""
+        """Run the model on `sequences` and `attention_mask` [b, T], over `expert_routes` [b, T, L, k] if there are any;
+        gradients flow where they are enabled."""
 
     @abstractmethod
     def prompt_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -195,22 +193,28 @@ class TrainingBackend(ABC):
         learning-rate schedule."""
 
     @abstractmethod
-    def gather_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def gather_parameters(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter whole, one at a time in the same order on every rank, with adapters merged, under the
-        names of transformers."""
+        names of transformers; then buffers that checkpoints hold (`models/persistent_buffers.py`), in their own dtype.
+
+        Args:
+            dtype: what parameters are cast to, before they travel where that gives the same bits.
+        """
 
     @abstractmethod
     def load_parameters(self, folder: str) -> None:
         """Replace the weights by those of a model that `Worker.save_hf_model` wrote."""
 
     @abstractmethod
-    def save(self, folder: Path) -> WrittenFiles:
-        """Write weights, optimizer, schedule and random state. Raises CheckpointError if the disk refuses."""
+    def training_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every trained weight NAME whole, in float32, and what the optimizer holds of it: `NAME/exp_avg` and
+        `NAME/exp_avg_sq` of the weight's shape, `NAME/step` (a scalar: steps taken); one at a time in the same order on
+        every rank. Names are those of transformers, of adapters those of peft's files: any backend reads them."""
 
     @abstractmethod
-    def load(self, folder: Path) -> None:
-        """Restore the state that `save` wrote, on any number of ranks. The optimizer's settings stay those of this
-        run. Raises CheckpointError if it does not fit."""
+    def load_training_state(self, files: StateFiles) -> None:
+        """Replace it by what the files hold, of which each rank reads its part. The optimizer's settings stay those of
+        this run. Raises CheckpointError if the files do not fit."""
 
     def offload(self) -> None:  # noqa: B027  a backend on a CPU has nothing to give
         """Free the device's memory until `onload`."""
@@ -218,7 +222,33 @@ class TrainingBackend(ABC):
     def onload(self) -> None:  # noqa: B027
         """Take the device again."""
 
-    # ---- shared by backends that compute one micro-batch after the other
+    # ---- shared by backends
+
+    def begin_schedule(self) -> None:
+        """Begin the learning-rate schedule of a new optimizer."""
+        assert self.num_training_steps is not None, f"the {self.name} is not trained"
+        self.schedule = LearningRateSchedule(self.trained_settings.optimizer_config, self.num_training_steps)
+
+    def save(self, folder: Place) -> WrittenFiles:
+        """Write weights, optimizer, schedule and random state. Raises CheckpointError if the disk refuses."""
+        parallel = self.parallel
+        tensors = self.training_state()
+        return write_state(folder, tensors, self.schedule.num_steps, parallel.rank, parallel.world_size)
+
+    def start_saving(self, folder: Place) -> BackgroundWrite:
+        """Copy to host memory what `save` writes, and let a thread write it."""
+        parallel = self.parallel
+        tensors = self.training_state()
+        return BackgroundWrite(folder, tensors, self.schedule.num_steps, parallel.rank, parallel.world_size)
+
+    def load(self, folder: Path) -> None:
+        """Restore the state that `save` wrote, under any backend and on any number of ranks. The optimizer's settings
+        stay those of this run. Raises CheckpointError if it does not fit."""
+        files = StateFiles(folder)
+        self.load_training_state(files)
+        files.check_all_read()
+        self.schedule.num_steps = files.num_steps
+        files.restore_random_state(self.parallel.rank)
 
     def join(self, info: RankInfo) -> None:
         """Join the process group of the model's ranks."""
@@ -230,17 +260,48 @@ class TrainingBackend(ABC):
         )
         self.sequence_parallel = make_sequence_parallel(self.settings.sequence_parallel_size, timeout)
 
+    def score_recording_routes(self, micro_batch: TrainingInputBatch) -> Scores:
+        """Run the model as `score` does, and return the routes that it took. For backends whose traits have
+        `routing_replay`."""
+        raise NotImplementedError(f"{type(self).__name__} records no routes")
+
+    def score_each(
+        self, micro_batches: Iterable[TrainingInputBatch], *, record_routes: bool = False
+    ) -> Iterable[Scores]:
+        """Score micro-batches in turn."""
+        return map(self.score_recording_routes if record_routes else self.score, micro_batches)
+
     @torch.no_grad()
     def forward(self, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         """Score all rows without gradients. Returns: `Scores.output` [B, R] on the CPU; 0 in rows that only dummy
         micro-batches hold."""
         outputs = torch.zeros(len(batch), batch.metadata["response_length"])
-        for micro_batch in micro_batches:
-            rows = torch.tensor(micro_batch.rows)
-            scores = self.score(batch.rows(rows))
+        parts = (batch.rows(torch.tensor(each.rows)) for each in micro_batches)
+        for micro_batch, scores in zip(micro_batches, self.score_each(parts), strict=True):
             if not micro_batch.is_dummy:
-                outputs[rows] = scores.output.cpu()
+                outputs[torch.tensor(micro_batch.rows)] = scores.output.cpu()
         return outputs
+
+    @torch.no_grad()
+    def forward_recording_routes(
+        self, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Score all rows like `forward`. Returns: scores [B, R], and the routes taken [B, T, L, k], on the CPU."""
+        outputs = torch.zeros(len(batch), batch.metadata["response_length"])
+        routes: torch.Tensor | None = None
+        parts = (batch.rows(torch.tensor(each.rows)) for each in micro_batches)
+        for micro_batch, scores in zip(micro_batches, self.score_each(parts, record_routes=True), strict=True):
+            assert scores.routes is not None
+            if routes is None:  # their shape is the model's; rows of dummies alone keep "no route"
+                routes = scores.routes.new_full(
+                    (len(batch), *scores.routes.shape[1:]), no_route(scores.routes.dtype), device="cpu"
+                )
+            if not micro_batch.is_dummy:
+                rows = torch.tensor(micro_batch.rows)
+                outputs[rows] = scores.output.cpu()
+                routes[rows] = scores.routes.cpu()
+        assert routes is not None, "a schedule gives every rank a micro-batch"
+        return outputs, routes
 
     def forward_backward(
         self, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch], objective: Objective

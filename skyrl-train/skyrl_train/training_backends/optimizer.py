@@ -1,49 +1,74 @@
-"""AdamW and learning-rate schedules from settings, for backends that step with torch's optimizers."""
+"""AdamW and the learning rate from settings, for every backend."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from skyrl_train.config import OptimizerConfig
 
+AdamW = TypeVar("AdamW", bound=torch.optim.AdamW)
 
-def new_optimizer(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig, num_training_steps: int
-) -> tuple[torch.optim.AdamW, LambdaLR]:
-    """Make AdamW and its schedule over `num_training_steps` optimizer steps. Weight decay spares no weight that is
-    trained (norms, biases and embeddings decay too), as in SkyRL's FSDP backend."""
+
+class LearningRateSchedule:
+    """Learning rate as a function of the number of optimizer steps (skipped ones count).
+
+    Args:
+        num_training_steps: optimizer steps of the whole run.
+    """
+
+    def __init__(self, config: OptimizerConfig, num_training_steps: int):
+        carrier = torch.optim.SGD([torch.zeros(1)], lr=config.lr)  # transformers makes schedules for optimizers alone
+        scheduler = get_scheduler(
+            config.scheduler,
+            carrier,
+            num_warmup_steps=config.num_warmup_steps,
+            num_training_steps=num_training_steps,
+        )
+        [self._factor] = scheduler.lr_lambdas  # type: ignore[attr-defined]  every schedule that can be set is a LambdaLR
+        self._highest = config.lr
+        self.num_steps = 0
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the next step."""
+        return self._highest * self._factor(self.num_steps)
+
+    def advance(self) -> None:
+        """Count a step."""
+        self.num_steps += 1
+
+
+def new_adamw(
+    parameters: Iterable[nn.Parameter], config: OptimizerConfig, kind: type[AdamW] = torch.optim.AdamW, **options: Any
+) -> AdamW:
+    """Make AdamW of the trained parameters. Weight decay spares no weight that is trained (norms, biases and embeddings
+    decay too), as in SkyRL's FSDP backend.
+
+    Args:
+        options: what else `torch.optim.AdamW` takes.
+    """
     beta1, beta2 = config.adam_betas
-    optimizer = torch.optim.AdamW(
+    return kind(
         [parameter for parameter in parameters if parameter.requires_grad],
         lr=config.lr,
         betas=(beta1, beta2),
         weight_decay=config.weight_decay,
+        **options,
     )
-    scheduler = get_scheduler(
-        config.scheduler,
-        optimizer,
-        num_warmup_steps=config.num_warmup_steps,
-        num_training_steps=num_training_steps,
-    )
-    assert isinstance(scheduler, LambdaLR), "every schedule that can be set is one"
-    return optimizer, scheduler
 
 
-def resume_schedule(
-    optimizer: torch.optim.Optimizer, scheduler: LambdaLR, state: dict[str, Any], config: OptimizerConfig
-) -> None:
-    """Continue a schedule after the step of `state` with the settings of this run: the learning rate is the
-    checkpoint's own, to the bit, if nothing has changed.
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of every group of parameters."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
 
-    Args:
-        state: `scheduler.state_dict()` of the checkpoint.
-    """
-    rates = [config.lr * factor(state["last_epoch"]) for factor in scheduler.lr_lambdas]
-    scheduler.load_state_dict(state | {"base_lrs": [config.lr] * len(rates), "_last_lr": rates})
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group |= {"lr": rate, "initial_lr": config.lr}
-        group |= {"betas": tuple(config.adam_betas), "weight_decay": config.weight_decay}
+
+def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move the state that an optimizer keeps of every parameter. Step counts stay where the optimizer wants them."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                state[name] = value.to(device)

@@ -4,16 +4,18 @@ import ctypes
 import errno
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_train.errors import ConfigError
 
-CLOUD_SCHEMES = ("s3://", "gs://", "gcs://")
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 TEMPORARY_SUFFIX = ".partial"
 """Ends the name of a file that is being written. One that is found at rest is what a killed process left."""
 
@@ -22,7 +24,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
 def is_cloud_path(path: str | Path) -> bool:
     """Check whether a path names an object store rather than a file system."""
-    return str(path).startswith(CLOUD_SCHEMES)
+    return _URL.match(str(path)) is not None
 
 
 def expand_path(path: str | Path) -> Path:
@@ -130,6 +132,14 @@ def remove_leftovers(folder: str | Path) -> None:
     writes there."""
     for leftover in Path(folder).glob(f".*{TEMPORARY_SUFFIX}"):
         leftover.unlink()
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size and SHA-256 of a file."""
+
+    bytes: int
+    sha256: str
 
 
 def sha256_of(path: str | Path) -> str:

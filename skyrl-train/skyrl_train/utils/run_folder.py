@@ -6,6 +6,7 @@
     trajectories/train_step_000012.jsonl one readable JSON object a trajectory
     trajectories/eval_step_000010.jsonl
     rollouts/journal.jsonl               finished groups that are not trained yet (asynchronous training)
+    rollouts/timeline.jsonl              when each group was generated, one JSON object a step (asynchronous training)
     logs/<process>.log                   everything a process printed
     ckpts/  exports/                     written by others
     report.html                          made by `python -m skyrl_train.report`
@@ -85,6 +86,11 @@ class RunFolder:
         return self.path / "rollouts" / "journal.jsonl"
 
     @property
+    def timeline_path(self) -> Path:
+        """File of what ran when, in asynchronous training."""
+        return self.path / "rollouts" / "timeline.jsonl"
+
+    @property
     def report_path(self) -> Path:
         return self.path / "report.html"
 
@@ -116,16 +122,16 @@ class RunFolder:
         if taken := {"step", "time"} & metrics.keys():
             raise ValueError(f"metrics cannot be named {sorted(taken)}: every line has these two of its own")
         values = {name: self._finite(name, _plain_value(name, value)) for name, value in metrics.items()}
-        line = _json_line({"step": int(step), "time": round(time.time(), 3)} | values)
-        is_new = not self.metrics_path.exists()
-        self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.metrics_path, "a+b") as file:
-            drop_torn_line(file)
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        if is_new:
-            fsync_folder(self.path)
+        _append_line(self.metrics_path, _json_line({"step": int(step), "time": round(time.time(), 3)} | values))
+
+    def append_timeline(self, step: int, record: JsonObject) -> None:
+        """Append what ran when in a step of asynchronous training, on disk when this returns."""
+        _append_line(self.timeline_path, _json_line({"step": step} | record))
+
+    def read_timeline(self) -> Iterator[JsonObject]:
+        """Yield the records of `append_timeline`, oldest first; none if there is no such file."""
+        if self.timeline_path.exists():
+            yield from (row for _, row in read_json_lines(self.timeline_path))
 
     def read_metrics(self) -> list[JsonObject]:
         """Return every line of `metrics.jsonl`, oldest first, less a torn last one (of a process killed or writing
@@ -173,10 +179,11 @@ class RunFolder:
 
         Killed in the middle of this, calling it again finishes the work.
         """
-        if self.metrics_path.exists():
-            kept = (line for line, row in read_json_lines(self.metrics_path) if row["step"] <= step)
-            write_atomically(self.metrics_path, b"".join(kept))
-            remove_leftovers(self.path)
+        for path in (self.metrics_path, self.timeline_path):
+            if path.exists():
+                kept = (line for line, row in read_json_lines(path) if row["step"] <= step)
+                write_atomically(path, b"".join(kept))
+                remove_leftovers(path.parent)
         if self.trajectories_folder.exists():
             for file in self.trajectory_files():
                 if file.step > step:
@@ -191,6 +198,19 @@ class RunFolder:
             self._warned.add(name)
             logger.warning(f"{name} is not a finite number; it is written as null (said once)")
         return found
+
+
+def _append_line(path: Path, line: bytes) -> None:
+    """Append a line, behind what a killed process left whole, and wait until it is on disk."""
+    is_new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b") as file:
+        drop_torn_line(file)
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+    if is_new:
+        fsync_folder(path.parent)
 
 
 def _json_line(row: Mapping[str, object]) -> bytes:

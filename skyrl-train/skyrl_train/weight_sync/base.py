@@ -22,6 +22,8 @@ class WeightSyncInitInfo:
 
     transport: Transport
     encoding: Encoding = "full"
+    sources: tuple[int, ...] = (0,)
+    """Policy ranks whose bytes the engine takes: those on its GPUs (`cuda_ipc`), or one."""
     backend: str = "gloo"
     """`broadcast`: gloo or nccl."""
     master_address: str = ""

@@ -43,6 +43,7 @@ class CheckpointVersion:
     """The files of one version while they are written."""
 
     def __init__(self, directory: Path, version: int):
+        self.version = version
         self._folder = directory / str(version)
         self._unfinished = directory / f"{version}{_UNFINISHED}"
         self._names: list[list[str]] = []

@@ -13,8 +13,10 @@ NUM_SLOTS = 2
 """The engines copy out of one while the trainer fills the other."""
 
 
-def gpu_uuid(device: torch.device) -> str:
-    """Return the name of a GPU that is the same in every process, whichever GPUs each of them sees."""
+def gpu_uuid(device: torch.device) -> str | None:
+    """Return the name of a GPU that is the same in every process, whichever GPUs each of them sees. None: a CPU."""
+    if device.type != "cuda":
+        return None
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -23,7 +25,7 @@ class CudaIpcWriter:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._uuid = gpu_uuid(device)
+        self._uuid = gpu_uuid(device) or ""
         self._slots = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
         self._handles: list[JsonObject] = [{} for _ in range(NUM_SLOTS)]
 
@@ -55,7 +57,7 @@ class CudaIpcReader:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._uuid = gpu_uuid(device)
+        self._uuid = gpu_uuid(device) or ""
         self._opened: dict[str, torch.Tensor] = {}
 
     def read(self, request: WeightUpdateRequest) -> torch.Tensor:
@@ -70,7 +72,7 @@ class CudaIpcReader:
         handle = request.handles.get(self._uuid)
         if handle is None:
             raise WeightSyncError(
-                f"the weights are on GPU {', '.join(request.handles)}, but this engine is on {self._uuid}; use "
+                f"the policy's ranks are on GPU {', '.join(request.handles)}, but this engine is on {self._uuid}; use "
                 "generator.weight_sync_strategy=broadcast"
             )
         key = handle["memory"] + str(handle["offset"])

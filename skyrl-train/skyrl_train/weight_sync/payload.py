@@ -1,18 +1,23 @@
-"""A bucket of parameters as bytes, and back. Knows nothing of how they travel."""
+"""Parameters in buckets, a bucket as bytes, and back. Knows nothing of how they travel."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Unpack
 
 import numpy as np
 import torch
 
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.weight_sync.base import Place, WeightUpdateRequest
+from skyrl_train.weight_sync.base import Place, WeightSyncInitInfo, WeightUpdateRequest
 
 Bucket = list[tuple[str, torch.Tensor]]
 """Named tensors that travel together."""
+
+MOST_BYTES_ON_THE_WAY = 1 << 26
+"""Of one bucket. Larger ones only delay the engines' first; smaller ones cost calls."""
+_SLOTS_IN_MEMORY = 4  # two slots besides the bucket being gathered should be little beside it
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,12 +91,43 @@ class Payload:
             **place,
         )
 
+    def name(self, version: int, index: int) -> str:
+        """Name the bucket and its tensors, for errors."""
+        return f"bucket {index} of version {version} ({self.names[0]} to {self.names[-1]})"
+
     def copy_to(self, flat: torch.Tensor) -> None:
         """Write the bytes to the beginning of `flat` (uint8, one dimension)."""
         start = 0
         for part in self.parts:
             flat[start : start + part.numel()].copy_(part)
             start += part.numel()
+
+
+def in_buckets(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:
+    """Collect consecutive tensors until a bucket would pass `max_bytes` (one larger stands alone)."""
+    bucket: Bucket = []
+    size = 0
+    for name, tensor in tensors:
+        num_bytes = tensor.numel() * tensor.itemsize
+        if bucket and size + num_bytes > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += num_bytes
+    if bucket:
+        yield bucket
+
+
+def most_bytes_of(init_info: WeightSyncInitInfo, max_bucket_bytes: int) -> int:
+    """Return the most bytes of the pieces in which buckets leave: the same on every rank."""
+    if init_info.transport == "checkpoint":
+        return max_bucket_bytes  # files take no memory
+    return min(MOST_BYTES_ON_THE_WAY, max_bucket_bytes // _SLOTS_IN_MEMORY)
+
+
+def payloads_of(buckets: Iterable[Bucket], most_bytes: int) -> Iterator[Payload]:
+    """Divide buckets into the pieces in which they leave."""
+    return map(Payload.of, in_buckets(chain.from_iterable(buckets), most_bytes))
 
 
 def check_announced(request: WeightUpdateRequest) -> None:

@@ -1,7 +1,9 @@
-"""Choice of the transport of weights to the engines, and of each side's connection. Knows settings' names, not
-engines."""
+"""Choice of the transport of weights to each engine and of the policy ranks that it takes them from. Knows settings'
+names, not engines."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from skyrl_train.errors import ConfigError
@@ -22,61 +24,102 @@ class ReceivingEngine(Protocol):
     def num_weight_processes(self) -> int: ...
 
     @property
+    def node(self) -> str | None: ...
+
+    @property
+    def gpus(self) -> Sequence[str]: ...
+
+    @property
     def unsupported(self) -> Mapping[Any, str]: ...
 
 
-def choose_transport(
+@dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """Where a rank of the policy runs."""
+
+    node: str
+    """The machine whose shared memory it sees (`EngineInfo.node`)."""
+    gpu: str | None = None
+    """UUID of its GPU; None on a CPU."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of weights to one engine."""
+
+    transport: Transport
+    encoding: Encoding = "full"
+    sources: tuple[int, ...] = (0,)
+    """As in `WeightSyncInitInfo`."""
+
+
+def plan_routes(
     strategy: Strategy,
+    engines: Sequence[ReceivingEngine],
+    ranks: Sequence[RankPlace],
     *,
     colocated: bool,
     device: Literal["cpu", "cuda"],
     remote: bool,
-    same_node: bool,
-    one_device: bool = True,
     one_process: bool = False,
-) -> tuple[Transport, Encoding]:
-    """The way that `generator.weight_sync_strategy` means here.
+) -> list[Route]:
+    """Plan the way that `generator.weight_sync_strategy` means for each engine.
 
     Args:
+        ranks: of the policy, in order.
         colocated: workers and engines share devices.
         device: of both.
         remote: the engines were started elsewhere (generator.run_engines_locally=false).
-        same_node: workers and engines are known to be on one machine.
-        one_device: what they share is one GPU; memory of one cannot be opened from another.
         one_process: workers and engines are objects of one process (trainer.placement.launcher=inline), which cannot
             open its own GPU memory by a handle, nor be two ranks of NCCL on one GPU.
 
     Raises:
         ConfigError: it cannot work here.
     """
+    near = _ranks_on_nodes(engines, ranks)
+    on_gpus = [_ranks_on_gpus(engine, ranks) for engine in engines]
+    shares_memory = (colocated or one_process) and not remote
     match strategy:
         case "adapter":
             raise ValueError("adapters are files that engines load; they take no transport")
+        case "auto" if remote:
+            return [Route("checkpoint") for _ in engines]
+        case "auto" if shares_memory:
+            by_handle = device == "cuda" and not one_process
+            return [
+                Route("cuda_ipc", sources=gpus)
+                if by_handle and gpus
+                else Route("broadcast")
+                if source is None
+                else Route("shared_memory", sources=(source,))
+                for source, gpus in zip(near, on_gpus, strict=True)
+            ]
         case "auto":
-            return _best(colocated, device, remote, same_node, one_device, one_process), "full"
+            return [Route("broadcast") for _ in engines]
         case "delta":
-            transport = _best(colocated, device, remote, same_node, one_device, one_process)
-            # The encoding is made from host memory, where the last weights are kept.
-            return ("shared_memory" if transport == "cuda_ipc" else transport), "delta"
-        case "shared_memory" if not same_node:
-            raise _impossible(strategy, "needs workers and engines on one machine", remote)
-        case "cuda_ipc" if device != "cuda":
-            raise _impossible(strategy, f"needs models on cuda; they are on {device}", remote)
-        # A handle opens memory of the same GPU only, and a server elsewhere may not even be on this machine.
-        case "cuda_ipc" if remote or not (colocated and same_node):
-            raise _impossible(strategy, "needs engines on the workers' GPUs (trainer.placement.colocate_all)", remote)
-        case "cuda_ipc" if not one_device:
-            raise ConfigError(
-                "generator.weight_sync_strategy=cuda_ipc serves one GPU, that of the policy's first worker; with "
-                "several use shared_memory, or auto"
-            )
+            # Rank 0 alone encodes: the last weights are on its disk.
+            is_near = all(engine.node == ranks[0].node for engine in engines)
+            transport = "checkpoint" if remote else "shared_memory" if shares_memory and is_near else "broadcast"
+            return [Route(transport, "delta") for _ in engines]
+        case "shared_memory":
+            if None in near:
+                raise _impossible(strategy, "needs a worker of the policy on the machine of each engine", remote)
+            return [Route(strategy, sources=(source,)) for source in near if source is not None]
+        case "cuda_ipc":
+            if device != "cuda":
+                raise _impossible(strategy, f"needs models on cuda; they are on {device}", remote)
+            # A handle opens memory of the same GPU only, and a server elsewhere may not even be on this machine.
+            if remote or not colocated or not all(on_gpus):
+                raise _impossible(
+                    strategy, "needs engines on the workers' GPUs (trainer.placement.colocate_all)", remote
+                )
+            return [Route(strategy, sources=gpus) for gpus in on_gpus]
         case _:
-            return strategy, "full"
+            return [Route(strategy) for _ in engines]
 
 
 def init_infos_for(
-    transport: Transport,
-    encoding: Encoding,
+    routes: Sequence[Route],
     engines: Sequence[ReceivingEngine],
     *,
     backend: str = "gloo",
@@ -86,48 +129,63 @@ def init_infos_for(
     verification: Verification = "sampled",
     timeout_seconds: float = 600.0,
 ) -> list[WeightSyncInitInfo]:
-    """The trainer's info and each engine's, in order. Ranks count the processes of all engines, from 1.
+    """Return each engine's connection. In the process group of those that take part in broadcasts the trainer is rank
+    0, and their processes are counted from 1.
 
     Raises:
         ConfigError: an engine cannot take part.
     """
-    for index, engine in enumerate(engines):
+    for index, (route, engine) in enumerate(zip(routes, engines, strict=True)):
         why = engine.unsupported.get("weight_update")
-        if why is None and transport == "broadcast":
+        if why is None and route.transport == "broadcast":
             why = engine.unsupported.get("broadcast")
         if why is not None:
             raise ConfigError(
                 f"generator.weight_sync_strategy: engine {index} ({engine.backend}) cannot get its weights by "
-                f"{transport}: {why}. Use generator.weight_sync_strategy=checkpoint"
+                f"{route.transport}: {why}. Use generator.weight_sync_strategy=checkpoint"
             )
-    counts = [1, *(engine.num_weight_processes for engine in engines)]
+    counts = [
+        engine.num_weight_processes if route.transport == "broadcast" else 0
+        for route, engine in zip(routes, engines, strict=True)
+    ]
     return [
         WeightSyncInitInfo(
-            transport=transport,
-            encoding=encoding,
+            transport=route.transport,
+            encoding=route.encoding,
+            sources=route.sources,
             backend=backend,
             master_address=master_address,
             master_port=master_port,
-            rank=sum(counts[:position]),
-            world_size=sum(counts),
+            rank=1 + sum(counts[:index]),
+            world_size=1 + sum(counts),
             directory=directory,
             verification=verification,
             timeout_seconds=timeout_seconds,
         )
-        for position in range(len(counts))
+        for index, route in enumerate(routes)
     ]
 
 
-def _best(
-    colocated: bool, device: Literal["cpu", "cuda"], remote: bool, same_node: bool, one_device: bool, one_process: bool
-) -> Transport:
-    if remote:
-        return "checkpoint"
-    if one_process:
-        return "shared_memory"
-    if colocated and same_node:
-        return "cuda_ipc" if device == "cuda" and one_device else "shared_memory"
-    return "broadcast"
+def _ranks_on_nodes(engines: Sequence[ReceivingEngine], ranks: Sequence[RankPlace]) -> list[int | None]:
+    """Return for each engine a rank on its machine, of which the engines there take one after the other; None: there
+    is no rank."""
+    num_engines = Counter[str | None]()
+    sources: list[int | None] = []
+    for engine in engines:
+        there = [rank for rank, place in enumerate(ranks) if place.node == engine.node]
+        sources.append(there[num_engines[engine.node] % len(there)] if there else None)
+        num_engines[engine.node] += 1
+    return sources
+
+
+def _ranks_on_gpus(engine: ReceivingEngine, ranks: Sequence[RankPlace]) -> tuple[int, ...]:
+    """Return the ranks on an engine's GPUs; none if one of its GPUs has no rank."""
+    if not engine.gpus:  # it does not say: all ranks on its machine offer a handle, each process takes that of its GPU
+        return tuple(rank for rank, place in enumerate(ranks) if place.gpu and place.node == engine.node)
+    rank_of = {place.gpu: rank for rank, place in enumerate(ranks)}
+    if not set(engine.gpus) <= set(rank_of):
+        return ()
+    return tuple(sorted({rank_of[gpu] for gpu in engine.gpus}))
 
 
 def _impossible(strategy: str, rule: str, remote: bool) -> ConfigError:

@@ -101,7 +101,7 @@ class WeightReceiver:
 def _reader(init_info: WeightSyncInitInfo, device: torch.device, process_index: int) -> Reader:
     match init_info.transport:
         case "shared_memory":
-            return SharedMemoryReader()
+            return SharedMemoryReader(init_info.sources[0])
         case "cuda_ipc":
             return CudaIpcReader(device)
         case "broadcast":

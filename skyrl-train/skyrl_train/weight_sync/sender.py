@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -16,18 +15,12 @@ import torch
 from loguru import logger
 
 from skyrl_train.errors import SkyRLError, WeightSyncError
-from skyrl_train.weight_sync.base import Place, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
-from skyrl_train.weight_sync.broadcast import BroadcastWriter
-from skyrl_train.weight_sync.checkpoint import CheckpointWriter
-from skyrl_train.weight_sync.cuda_ipc import CudaIpcWriter
+from skyrl_train.weight_sync.base import Place, WeightReport, WeightSyncInitInfo
 from skyrl_train.weight_sync.fingerprint import Verification, differences, fingerprints_of, some_of
-from skyrl_train.weight_sync.payload import Bucket, Payload, num_bytes_of
-from skyrl_train.weight_sync.shared_memory import SharedMemoryWriter
+from skyrl_train.weight_sync.lockstep import LockstepRanks, PolicyRanks, in_lockstep
+from skyrl_train.weight_sync.payload import Bucket, Payload, most_bytes_of, num_bytes_of, payloads_of
 from skyrl_train.weight_sync.staging import CheckpointStage, DeltaStage, Stage
-
-MOST_BYTES_ON_THE_WAY = 1 << 26
-"""Of one bucket. Larger ones only delay the engines' first; smaller ones cost calls."""
-_SLOTS_IN_MEMORY = 4  # two slots besides the bucket being gathered should be little beside it
+from skyrl_train.weight_sync.writer import RankWriter, place_for
 
 
 class EngineHandles(Protocol):
@@ -45,29 +38,6 @@ class EngineHandles(Protocol):
     def wait(self, calls: list[Any]) -> list[Any]: ...
 
 
-class Writer(Protocol):
-    """The beginning of a transport."""
-
-    def write(self, payload: Payload, version: int, index: int) -> Place:
-        """Put a bucket where the engines can read it, while they may still read the one before. Returns: its place, as
-        fields of a request."""
-        ...
-
-    def transmit(self, request: WeightUpdateRequest) -> None:
-        """The trainer's part while the engines receive a bucket; the next one may be written meanwhile."""
-        ...
-
-    def finish(self, version: int) -> None:
-        """Record that all engines hold `version`."""
-        ...
-
-    def abort(self) -> None:
-        """An engine failed: ends what waits for it, here and elsewhere."""
-        ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class SyncResult:
     """A sync that every engine has proven."""
@@ -76,25 +46,6 @@ class SyncResult:
     """`bytes` of the tensors, `payload_bytes` that travelled to each engine, `buckets`, and `<phase>_seconds`."""
     reports: list[WeightReport]
     """Of each engine."""
-
-
-def buckets_of(parameters: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, max_bytes: int) -> Iterator[Bucket]:
-    """Consecutive parameters in `dtype`, gathered until a bucket would pass `max_bytes` (one larger stands alone)."""
-    return _in_buckets(((name, parameter.detach().to(dtype)) for name, parameter in parameters), max_bytes)
-
-
-def _in_buckets(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    bucket: Bucket = []
-    size = 0
-    for name, tensor in tensors:
-        num_bytes = tensor.numel() * tensor.itemsize
-        if bucket and size + num_bytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += num_bytes
-    if bucket:
-        yield bucket
 
 
 def needs_staging(init_info: WeightSyncInitInfo) -> bool:
@@ -106,10 +57,13 @@ class WeightSender:
     """Sends a model to all engines and proves that it arrived. A failed `send` may be repeated as a whole; after one
     that broke a process group, or that lost an engine, by a new sender.
 
+    Lives on rank 0 of the policy. Other ranks have a `RankPart`, and make the same calls of `stage` and `send`.
+
     Args:
         engines: every engine that must hold the weights.
-        init_infos: this process's and each engine's (`skyrl_train.weight_sync.plan.init_infos_for`).
+        init_infos: of each engine (`skyrl_train.weight_sync.plan.init_infos_for`).
         device: where the parameters are.
+        ranks: of the policy.
         max_bucket_bytes: of the buckets that come. They leave in pieces of at most a quarter, so that two of those (one
             being written, one being read) are little beside the bucket being gathered.
         verification: what the engines' fingerprints read; `off`: nothing is compared.
@@ -123,32 +77,34 @@ class WeightSender:
         engines: EngineHandles,
         init_infos: Sequence[WeightSyncInitInfo],
         device: torch.device,
+        ranks: LockstepRanks | None = None,
         *,
         max_bucket_bytes: int,
         verification: Verification,
     ):
-        own_info, *engine_infos = init_infos
-        if verification != own_info.verification:
-            raise ValueError(f"verification is {verification!r} here, but {own_info.verification!r} to the engines")
-        self._most_bytes = min(MOST_BYTES_ON_THE_WAY, max_bucket_bytes // _SLOTS_IN_MEMORY)
-        if own_info.transport == "checkpoint":
-            self._most_bytes = max_bucket_bytes  # files take no memory
+        if verification != init_infos[0].verification:
+            raise ValueError(f"verification is {verification!r} here, {init_infos[0].verification!r} to the engines")
         self._engines = engines
+        self._init_infos = list(init_infos)
+        self._ranks = ranks or PolicyRanks()
+        self._most_bytes = most_bytes_of(init_infos[0], max_bucket_bytes)
         self._verification: Verification = verification
         # One thread: buckets of a process group must leave in the order in which the engines expect them.
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="weight-sync")
+        self._receiving: list[Any] = []  # the engines' calls for the bucket under way
+        self._receiving_what = ""
         self._transmission: Future[None] | None = None
         self._seconds: dict[str, float] = {}
         self._sizes: dict[str, int] = {}  # bytes of the tensors of the last sync
         self._received_only: set[str] | None = None  # what the log has said of the engines' reports
         self._held: int | None = None  # the version that every engine holds, as far as it is known
-        self._stage = _stage(own_info)
+        self._stage = _stage(init_infos[0])
         self._stage_seconds = 0.0
         self._staged_version: int | None = None
         self._staged_fingerprints: dict[str, int] = {}
-        self._writer: Writer | None = None
+        self._writer: RankWriter | None = None
         try:
-            self._meet(own_info, engine_infos, device)
+            self._meet(device)
         except WeightSyncError:
             self.close()
             raise
@@ -159,13 +115,21 @@ class WeightSender:
         Raises:
             WeightSyncError: the files cannot be written.
         """
-        if self._stage is None:
+        stage = self._stage
+        if stage is None:
             raise ValueError("this way of weights has no stage; give the buckets to `send`")
         began = perf_counter()
         self._staged_version, self._staged_fingerprints = None, {}
-        for payload in self._stage.take(_in_buckets(chain.from_iterable(buckets), self._most_bytes), version):
+
+        def prepare(payload: Payload, index: int) -> Place:
+            if index == 0:
+                stage.begin(version)  # may fail, which the other ranks learn with the first bucket
+            stage.add(payload)
             self._staged_fingerprints |= fingerprints_of(payload.bucket, version, self._verification)
-            del payload  # before the next is gathered
+            return Place()
+
+        in_lockstep(self._ranks, payloads_of(buckets, self._most_bytes), prepare)
+        stage.end(version)
         self._staged_version = version
         self._stage_seconds = perf_counter() - began
 
@@ -184,7 +148,7 @@ class WeightSender:
         held, self._held = self._held, None
         self._seconds = dict.fromkeys(("write", "wait", "fingerprint", "finish"), 0.0)
         began = perf_counter()
-        sums, expected = self._stream(self._payloads(buckets, version, held), version)
+        sums, expected = self._stream(buckets, version, held)
         with self._timed("finish"):
             finishing = self._engines.call_all("finish_weight_update", version)
             reports: list[WeightReport] = self._wait(finishing, f"at the end of version {version}")
@@ -205,28 +169,21 @@ class WeightSender:
             self._stage.close()
         self._threads.shutdown(wait=False)
 
-    def _meet(self, own_info: WeightSyncInitInfo, engine_infos: list[WeightSyncInitInfo], device: torch.device) -> None:
+    def _meet(self, device: torch.device) -> None:
         engines = self._engines
         self._wait(engines.call_all("weight_version"), "before it began")  # a group waits long for a dead engine
         # Both ends meet in a group, so neither may wait for the other before it has begun: engines first, without
         # waiting.
-        joining = engines.call_each("init_weight_update_communicator", engine_infos)
-        meeting = self._threads.submit(_writer, own_info, device)
+        joining = engines.call_each("init_weight_update_communicator", self._init_infos)
+        meeting = self._threads.submit(RankWriter, self._init_infos, self._ranks.rank, device)
         self._wait(joining, "while the engines joined")
         self._writer = meeting.result()
 
     # ---- one sync
 
-    def _payloads(self, buckets: Iterable[Bucket] | None, version: int, held: int | None) -> Iterator[Payload]:
-        if self._stage is None:
-            if buckets is None:
-                raise ValueError("nothing was staged; give the buckets to `send`")
-            return map(Payload.of, _in_buckets(chain.from_iterable(buckets), self._most_bytes))
-        if self._staged_version != version:
-            raise ValueError(f"version {version} is to be sent, but {self._staged_version} was staged")
-        return self._stage.payloads(held)
-
-    def _stream(self, payloads: Iterable[Payload], version: int) -> tuple[dict[str, float], dict[str, int]]:
+    def _stream(
+        self, buckets: Iterable[Bucket] | None, version: int, held: int | None
+    ) -> tuple[dict[str, float], dict[str, int]]:
         """Send every bucket to every engine, one at a time, since nothing promises the order of two calls. Returns:
         metrics and the fingerprints of the tensors sent."""
         writer = self._writer
@@ -234,33 +191,46 @@ class WeightSender:
         sums = {"bytes": 0.0, "payload_bytes": 0.0, "buckets": 0.0}
         self._sizes = {}
         expected: dict[str, int] = {}
-        receiving: list[object] = []
-        what = ""
-        for index, payload in enumerate(payloads):
+
+        def prepare(payload: Payload, index: int) -> Place:
             with self._timed("write"):
                 # Written while the engines still read the bucket before: two slots.
                 place = writer.write(payload, version, index)
-            self._wait_for_bucket(receiving, what)
-            request = payload.request(version=version, index=index, **place)
-            what = f"at bucket {index} of version {version} ({payload.names[0]} to {payload.names[-1]})"
-            receiving = self._engines.call_all("update_named_weights", request)
+            # After the exchange that follows, other ranks write over what was read.
+            self._wait_for_bucket()
+            return place
+
+        def announce(payload: Payload, index: int, places: list[Place]) -> None:
+            requests = [
+                payload.request(version=version, index=index, **place_for(info, places)) for info in self._init_infos
+            ]
+            self._receiving_what = f"at {payload.name(version, index)}"
+            self._receiving = self._engines.call_each("update_named_weights", requests)
             # Beside the fingerprints: broadcasting waits for the network, hashing for the processor.
-            self._transmission = self._threads.submit(_transmit, writer, request)
+            self._transmission = self._threads.submit(writer.transmit, requests[0])
             with self._timed("fingerprint"):
-                expected |= fingerprints_of(payload.bucket, version, self._verification)
+                expected.update(fingerprints_of(payload.bucket, version, self._verification))
             self._sizes |= zip(payload.names, map(num_bytes_of, payload.dtypes, payload.shapes), strict=True)
             sums["payload_bytes"] += payload.num_bytes
             sums["buckets"] += 1
-            del payload  # before the next is gathered
-        self._wait_for_bucket(receiving, what)
+
+        if self._stage is None:
+            if buckets is None:
+                raise ValueError("nothing was staged; give the buckets to `send`")
+            in_lockstep(self._ranks, payloads_of(buckets, self._most_bytes), prepare, announce)
+        else:
+            if self._staged_version != version:
+                raise ValueError(f"version {version} is to be sent, but {self._staged_version} was staged")
+            in_lockstep(PolicyRanks(), self._stage.payloads(held), prepare, announce)  # of rank 0 alone
+        self._wait_for_bucket()
         sums["bytes"] = float(sum(self._sizes.values()))
         return sums, expected
 
-    def _wait_for_bucket(self, receiving: list[object], what: str) -> None:
+    def _wait_for_bucket(self) -> None:
         if self._transmission is None:
             return
         with self._timed("wait"):
-            self._wait(receiving, what)
+            self._wait(self._receiving, self._receiving_what)
             transmission, self._transmission = self._transmission, None
             transmission.result()
 
@@ -282,7 +252,7 @@ class WeightSender:
         wrong = [
             f"engine {index} is at version {report.version}"
             if report.version != version
-            else f"engine {index}: {found}"
+            else f"engine {index}{self._source_of(index)}: {found}"
             for index, report in enumerate(reports)
             if (found := _wrong_in(report, expected)) or report.version != version
         ]
@@ -291,6 +261,12 @@ class WeightSender:
                 f"after the sync of version {version} engines hold other weights than the trainer. {'. '.join(wrong)}. "
                 "Do both load the same model, and does the engine compute in generator.model_dtype?"
             )
+
+    def _source_of(self, index: int) -> str:
+        """Name the policy ranks that an engine takes its weights from, where there are several ranks."""
+        if self._ranks.world_size == 1:
+            return ""
+        return f" (weights of policy rank {', '.join(map(str, self._init_infos[index].sources))})"
 
     def _shares_read(self, reports: Sequence[WeightReport]) -> dict[str, float]:
         """Compute the shares that the proof has read, in the engine with the least: `held_share` of the bytes lie where
@@ -336,26 +312,6 @@ def _words_on(shares: dict[str, float], received_only: set[str]) -> str:
         f"{words}. {len(received_only)} tensors ({some_of(sorted(received_only))}) are kept in a form that cannot be "
         "read: they are proven as received, and by log-probs (generator.weight_sync_canary_interval)"
     )
-
-
-def _transmit(writer: Writer, request: WeightUpdateRequest) -> None:
-    try:
-        writer.transmit(request)
-    except WeightSyncError:
-        writer.abort()  # the engines that are still waiting learn of it
-        raise
-
-
-def _writer(init_info: WeightSyncInitInfo, device: torch.device) -> Writer:
-    match init_info.transport:
-        case "shared_memory":
-            return SharedMemoryWriter()
-        case "cuda_ipc":
-            return CudaIpcWriter(device)
-        case "broadcast":
-            return BroadcastWriter(init_info, device)
-        case "checkpoint":
-            return CheckpointWriter(init_info.directory)
 
 
 def _stage(init_info: WeightSyncInitInfo) -> Stage | None:

@@ -89,9 +89,14 @@ class SharedMemoryWriter:
 
 
 class SharedMemoryReader:
-    """An engine's end. What it returns is the trainer's memory: copy it, never write to it."""
+    """An engine's end. What it returns is the trainer's memory: copy it, never write to it.
 
-    def __init__(self) -> None:
+    Args:
+        source: the policy rank whose memory it is, for errors.
+    """
+
+    def __init__(self, source: int = 0) -> None:
+        self._owner = f"policy rank {source}"
         self._mapped: dict[str, torch.Tensor] = {}
 
     def read(self, request: WeightUpdateRequest) -> torch.Tensor:
@@ -106,19 +111,19 @@ class SharedMemoryReader:
         mapped = self._mapped.get(request.location)
         if mapped is None or mapped.numel() < request.num_bytes:
             self._mapped.pop(request.location, None)
-            mapped = self._mapped[request.location] = _open(request)
+            mapped = self._mapped[request.location] = _open(request, self._owner)
         return mapped[: request.num_bytes]
 
     def close(self) -> None:
         self._mapped.clear()
 
 
-def _open(request: WeightUpdateRequest) -> torch.Tensor:
+def _open(request: WeightUpdateRequest, owner: str) -> torch.Tensor:
     try:
         fd = os.open(request.location, os.O_RDWR)
     except OSError as error:
         raise WeightSyncError(
-            f"the trainer's shared memory {request.location} cannot be opened here ({error.strerror}): the trainer has "
+            f"the shared memory of {owner}, {request.location}, cannot be opened here ({error.strerror}): it has "
             "ended, or runs on another machine, in another container or as another user "
             "(generator.weight_sync_strategy=broadcast reaches engines there)"
         ) from error
@@ -126,8 +131,8 @@ def _open(request: WeightUpdateRequest) -> torch.Tensor:
         num_bytes = os.fstat(fd).st_size
         if num_bytes < request.num_bytes:
             raise WeightSyncError(
-                f"the trainer's shared memory {request.location} has {num_bytes} bytes, but bucket {request.index} of "
-                f"version {request.version} announces {request.num_bytes}"
+                f"the shared memory of {owner}, {request.location}, has {num_bytes} bytes, but bucket "
+                f"{request.index} of version {request.version} announces {request.num_bytes}"
             )
         return map_file(fd, num_bytes)
     finally:

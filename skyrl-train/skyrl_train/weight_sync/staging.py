@@ -1,7 +1,8 @@
 """Staging: work of the trainer for a sync while the engines still generate (encoding changes, writing files)."""
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -13,14 +14,22 @@ from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.checkpoint import CheckpointVersion
 from skyrl_train.weight_sync.delta import encode
 from skyrl_train.weight_sync.last_weights import LastWeights
-from skyrl_train.weight_sync.payload import Bucket, Buffer, Payload, integers_of
+from skyrl_train.weight_sync.payload import Buffer, Payload, integers_of
 
 
 class Stage(Protocol):
     """Buckets, held ready outside of memory."""
 
-    def take(self, buckets: Iterable[Bucket], version: int) -> Iterator[Payload]:
-        """Prepare the buckets; yield each, with its tensors, when it is ready."""
+    def begin(self, version: int) -> None:
+        """Forget the buckets of the version before."""
+        ...
+
+    def add(self, payload: Payload) -> None:
+        """Prepare one bucket."""
+        ...
+
+    def end(self, version: int) -> None:
+        """All buckets are there."""
         ...
 
     def payloads(self, held: int | None) -> Iterator[Payload]:
@@ -42,18 +51,18 @@ class DeltaStage:
         self._changes = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
         self._sizes: list[int] = []
 
-    def take(self, buckets: Iterable[Bucket], version: int) -> Iterator[Payload]:
-        """Encode every tensor against its previous version."""
+    def begin(self, version: int) -> None:
         self._base_version, self._last.version = self._last.version, None
         self._buckets, self._sizes = [], []
         self._changes.seek(0)
         self._changes.truncate()
-        for bucket in buckets:
-            payload = Payload.of(bucket)
-            self._take_bucket(payload)
-            self._buckets.append(replace(payload, parts=[], bucket=[]))
-            yield payload
-            del bucket, payload  # before the next is gathered
+
+    def add(self, payload: Payload) -> None:
+        """Encode every tensor against its previous version."""
+        self._take_bucket(payload)
+        self._buckets.append(replace(payload, parts=[], bucket=[]))
+
+    def end(self, version: int) -> None:
         self._changes.flush()
         self._last.version = version
 
@@ -104,25 +113,26 @@ class CheckpointStage:
 
     def __init__(self, directory: str):
         self._directory = Path(directory)
+        self._folder: CheckpointVersion | None = None
         self._payloads: list[Payload] = []
 
-    def take(self, buckets: Iterable[Bucket], version: int) -> Iterator[Payload]:
-        """Write one file for each bucket; the folder appears when all are there."""
+    def begin(self, version: int) -> None:
         self._payloads = []
-        try:
-            folder = CheckpointVersion(self._directory, version)
-            for bucket in buckets:
-                payload = Payload.of(bucket)
-                folder.add(payload)
-                self._payloads.append(replace(payload, parts=[], bucket=[]))
-                yield payload
-                del bucket, payload  # before the next is gathered
-            files = folder.publish()
-        except OSError as error:
-            raise WeightSyncError(
-                f"the weights of version {version} cannot be written to {self._directory} "
-                f"(generator.weight_sync_directory): {error}"
-            ) from error
+        with self._naming_version(version):
+            self._folder = CheckpointVersion(self._directory, version)
+
+    def add(self, payload: Payload) -> None:
+        """Write one bucket to a file of its own."""
+        assert self._folder is not None
+        with self._naming_version(self._folder.version):
+            self._folder.add(payload)
+        self._payloads.append(replace(payload, parts=[], bucket=[]))
+
+    def end(self, version: int) -> None:
+        """Let the folder appear, complete."""
+        assert self._folder is not None
+        with self._naming_version(version):
+            files = self._folder.publish()
         self._payloads = [
             replace(payload, place={"location": str(file)}) for payload, file in zip(self._payloads, files, strict=True)
         ]
@@ -133,3 +143,13 @@ class CheckpointStage:
 
     def close(self) -> None:
         """The last version's files stay for servers that start again."""
+
+    @contextmanager
+    def _naming_version(self, version: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise WeightSyncError(
+                f"the weights of version {version} cannot be written to {self._directory} "
+                f"(generator.weight_sync_directory): {error}"
+            ) from error

@@ -15,8 +15,13 @@ from skyrl_train.training_backends.base import MakeBackend, MetricSums, Parallel
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch, TrainingOutputBatch
 from skyrl_train.utils.io import expand_path
 from skyrl_train.weight_sync.base import WeightSyncInitInfo
+from skyrl_train.weight_sync.cuda_ipc import gpu_uuid
 from skyrl_train.weight_sync.fingerprint import fingerprints_of
-from skyrl_train.weight_sync.sender import Bucket, EngineHandles, WeightSender, buckets_of, needs_staging
+from skyrl_train.weight_sync.lockstep import PolicyRanks
+from skyrl_train.weight_sync.payload import Bucket, in_buckets
+from skyrl_train.weight_sync.plan import RankPlace
+from skyrl_train.weight_sync.rank_part import RankPart
+from skyrl_train.weight_sync.sender import EngineHandles, WeightSender, needs_staging
 from skyrl_train.workers.objectives.policy import PolicyObjective
 from skyrl_train.workers.worker import Worker, create_backend
 
@@ -45,10 +50,18 @@ class PolicyWorker(Worker):
         super().__init__(create_backend(cfg, self.name, num_training_steps, make_backend), objective)
         self._token_selector = token_selector
         self._old_log_probs = torch.empty(0)
-        self._sender: WeightSender | None = None
+        self._sender: WeightSender | RankPart | None = None
         self._stages = False
 
     # ---- training
+
+    def forward_recording_routes(
+        self, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch]
+    ) -> TrainingOutputBatch:
+        """Compute log-probs as `forward` does. Returns: `output` [b, R], and `expert_routes` [b, T, L, k], the experts
+        that gave them."""
+        output, routes = self.backend.forward_recording_routes(batch, micro_batches)
+        return TrainingOutputBatch(output=output, expert_routes=routes)
 
     def load_batch(self, batch: TrainingInputBatch) -> None:
         """Keep this data-parallel rank's rows of the training batch. Without `action_log_probs` in it, each row's own
@@ -93,31 +106,38 @@ class PolicyWorker(Worker):
         return selected
 
     def _router_metrics(self, router: RouterStatistics | None) -> MetricSums:
-        """Compute the load-balancing loss of a mixture of experts over the tokens of the mini-batch: measured, not
-        trained on. Metrics of ranks add up, so the first alone reports it. A collective."""
+        """Compute the load-balancing loss of a mixture of experts over the tokens of the mini-batch (measured, not
+        trained on), and the share of replayed experts that its routers would not choose now. Metrics of ranks add up,
+        so those of the first data-parallel rank alone report them. A collective."""
         if router is None:
             return {}
         # Counts are added before the loss, which is no sum: the mean of the ranks' losses would be another number.
-        value = auxiliary_loss(sum_over_ranks(router, self.parallel))
-        return {"loss/router_auxiliary_loss": value if self.parallel.rank == 0 else 0.0}
+        whole = sum_over_ranks(router, self.parallel)
+        metrics = {"loss/router_auxiliary_loss": auxiliary_loss(whole)}
+        if self.batch.get("expert_routes") is not None:
+            metrics["loss/replayed_routes_differing"] = whole.num_differing / max(1.0, float(whole.counts.sum()))
+        is_first = self.parallel.data_parallel_rank == 0  # of whose ranks one is asked: it need not be rank 0
+        return {name: value if is_first else 0.0 for name, value in metrics.items()}
 
     # ---- weights on their way to the engines (in the order of `orchestration/weight_publisher.py`)
 
-    def node(self) -> str:
-        """Return the machine whose shared memory this rank sees (`EngineInfo.node`)."""
-        return platform.node()
+    def place(self) -> RankPlace:
+        """Return the machine and GPU of this rank."""
+        return RankPlace(node=platform.node(), gpu=gpu_uuid(self.backend.device))
 
     def connect_engines(self, engines: EngineHandles, init_infos: Sequence[WeightSyncInitInfo]) -> None:
-        """Connect rank 0 to the engines, in place of those before; tell the other ranks how weights will travel."""
+        """Connect to the engines, in place of those before. Rank 0 calls them, other ranks hand over their part."""
+        self.teardown()
         self._stages = needs_staging(init_infos[0])
-        if self.parallel.rank == 0:
-            if self._sender is not None:
-                self._sender.close()
-                self._sender = None
+        device, ranks = self.backend.device, PolicyRanks(self.parallel.rank, self.parallel.world_size)
+        if ranks.rank > 0:
+            self._sender = RankPart(init_infos, device, ranks, max_bucket_bytes=self._bucket_bytes)
+        else:
             self._sender = WeightSender(
                 engines,
                 init_infos,
-                self.backend.device,
+                device,
+                ranks,
                 max_bucket_bytes=self._bucket_bytes,
                 verification=self._verification,
             )
@@ -125,12 +145,8 @@ class PolicyWorker(Worker):
     def stage_weights(self, version: int) -> None:
         """Prepare what can be prepared while engines still generate: files, deltas. A collective: parameters are
         gathered one by one."""
-        if not self._stages:
-            return
-        if self._sender is not None:
-            self._sender.stage(self._buckets(), version)
-        else:
-            self._gather_without_sending()
+        if self._stages:
+            self._connected.stage(self._buckets(), version)
 
     def send_weights(self, version: int) -> dict[str, float]:
         """Send the weights to every engine and compare fingerprints. A collective.
@@ -138,11 +154,7 @@ class PolicyWorker(Worker):
         Returns:
             on rank 0, the metrics of doing so.
         """
-        if self._sender is not None:
-            return self._sender.send(None if self._stages else self._buckets(), version).metrics
-        if not self._stages:
-            self._gather_without_sending()
-        return {}
+        return self._connected.send(None if self._stages else self._buckets(), version).metrics
 
     def write_adapters(self, version: int) -> dict[str, int]:
         """Write the adapters alone, for engines to load, and delete older ones. A collective.
@@ -166,7 +178,7 @@ class PolicyWorker(Worker):
         return getattr(torch, self.cfg.generator.model_dtype)
 
     def teardown(self) -> None:
-        """Close the sender, which holds memory that engines read."""
+        """Close this rank's end of weight sync, which holds memory that engines read."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None
@@ -180,12 +192,13 @@ class PolicyWorker(Worker):
         return self.cfg.generator.weight_sync_verification
 
     def _buckets(self) -> Iterator[Bucket]:
-        return buckets_of(self.backend.gather_parameters(), self._engine_dtype, self._bucket_bytes)
+        return in_buckets(self.backend.gather_parameters(self._engine_dtype), self._bucket_bytes)
 
-    def _gather_without_sending(self) -> None:
-        """Take part in the gathering of what rank 0 sends."""
-        for _ in self._buckets():
-            pass
+    @property
+    def _connected(self) -> WeightSender | RankPart:
+        if self._sender is None:
+            raise ValueError("no engines are connected: connect_engines() comes first")
+        return self._sender
 
 
 def gather_rows(own: torch.Tensor, parallel: ParallelInfo) -> tuple[torch.Tensor, int]:
@@ -196,21 +209,23 @@ def gather_rows(own: torch.Tensor, parallel: ParallelInfo) -> tuple[torch.Tensor
     """
     if parallel.world_size == 1:
         return own, 0
-    of_ranks: list[torch.Tensor] = [torch.empty(0)] * parallel.world_size
+    of_ranks: list[tuple[int, torch.Tensor]] = [(0, own)] * parallel.world_size
     # Objects, since ranks may have different numbers of rows; it is once a mini-batch, and only for losses with a
     # selector.
-    dist.all_gather_object(of_ranks, own)
-    # Ranks that share a sequence have the same rows: one of each replica counts.
-    of_replicas = of_ranks[:: parallel.ranks_per_replica]
-    return torch.cat(of_replicas), sum(len(rows) for rows in of_replicas[: parallel.data_parallel_rank])
+    dist.all_gather_object(of_ranks, (parallel.data_parallel_rank, own))
+    # Ranks that share rows have the same: one of each replica counts. (Of ranks in the order of their process group,
+    # which need not be that of replicas.)
+    rows = dict(of_ranks)
+    of_replicas = [rows[replica] for replica in range(parallel.data_parallel_size)]
+    return torch.cat(of_replicas), sum(len(part) for part in of_replicas[: parallel.data_parallel_rank])
 
 
 def sum_over_ranks(statistics: RouterStatistics, parallel: ParallelInfo) -> RouterStatistics:
     """Add up the statistics of all ranks. A collective."""
     # One collective for both. float64 counts exactly and sums alike in every order of ranks.
     sums = torch.stack([statistics.counts, statistics.probability_sums]).double()
-    num_tokens = torch.tensor(statistics.num_tokens, device=sums.device)
+    numbers = torch.tensor([statistics.num_tokens, statistics.num_differing], device=sums.device, dtype=torch.float64)
     if parallel.world_size > 1:
         dist.all_reduce(sums)
-        dist.all_reduce(num_tokens)
-    return RouterStatistics(sums[0], sums[1], int(num_tokens))
+        dist.all_reduce(numbers)
+    return RouterStatistics(sums[0], sums[1], int(numbers[0]), float(numbers[1]))

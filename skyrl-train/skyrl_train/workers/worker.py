@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import CONFIG_NAME, PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.training_backends import TrainingBackendRegistry
@@ -24,11 +24,13 @@ from skyrl_train.training_backends.base import (
     ParallelInfo,
     RankInfo,
     TrainingBackend,
-    WrittenFiles,
 )
+from skyrl_train.training_backends.checkpoint import BackgroundWrite, WrittenFiles
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch, TrainingOutputBatch
-from skyrl_train.utils.io import replacing
+from skyrl_train.utils.io import FileRecord
 from skyrl_train.utils.nodes import node_address
+from skyrl_train.utils.shared_download import SharedDownload
+from skyrl_train.utils.storage import location, publishing
 from skyrl_train.workers.objectives.critic import CriticObjective
 
 
@@ -48,6 +50,8 @@ class Worker:
         self.backend = backend
         self.objective = objective
         self.batch = TrainingInputBatch()
+        self._download: SharedDownload | None = None
+        self._background_write: BackgroundWrite | None = None
 
     @property
     def cfg(self) -> SkyRLConfig:
@@ -126,12 +130,39 @@ class Worker:
 
     def save_checkpoint(self, folder: str) -> WrittenFiles:
         """Write everything that the rest of a run depends on into `folder`. A collective. Returns: the files."""
-        return self.backend.save(Path(folder))
+        return self.backend.save(location(folder))
+
+    def start_checkpoint(self, folder: str) -> None:
+        """Copy to host memory what `save_checkpoint` writes; a thread writes it while training goes on. A
+        collective."""
+        self._background_write = self.backend.start_saving(location(folder))
+
+    def checkpoint_files(self) -> WrittenFiles | None:
+        """Return the files of the last `start_checkpoint`, None while they are being written. Raises
+        CheckpointError."""
+        assert self._background_write is not None, "a checkpoint is started before its files are asked for"
+        return self._background_write.files()
+
+    def fetch_checkpoint(self, folder: str, records: dict[str, FileRecord]) -> None:
+        """Download and verify what `save_checkpoint` wrote to an object store, for the next `load_checkpoint` of that
+        folder. Ranks of one machine share the copy.
+
+        Args:
+            records: size and hash of each file.
+        """
+        self._download = SharedDownload(location(folder), records)
 
     def load_checkpoint(self, folder: str) -> None:
         """Restore what `save_checkpoint` wrote, on any number of ranks. The optimizer's settings stay those of this
         run. A collective."""
-        self.backend.load(Path(folder))
+        if self._download is None:
+            self.backend.load(Path(folder))
+            return
+        try:
+            self.backend.load(self._download.folder)
+        finally:
+            self._download.release()
+            self._download = None
 
     def load_weights(self, folder: str) -> None:
         """Replace the weights by those of the model that a worker's `save_hf_model` wrote. A collective."""
@@ -143,7 +174,8 @@ class Worker:
         settings, transformer = self.backend.trained_settings, self.backend.transformer
         state = self.full_state()
         is_writer = self.parallel.rank == 0
-        with replacing(folder) if is_writer else nullcontext(Path(folder)) as target:
+        with publishing(location(folder), seal=CONFIG_NAME) if is_writer else nullcontext() as draft:
+            target = Path() if draft is None else draft.local  # only rank 0 writes
             if settings.model.lora.rank:
                 save_adapter(transformer, target / "adapter", settings.model.path or "")
             if is_writer:

@@ -1,6 +1,7 @@
 """Aborts, pauses, sleep and health, with answers under way."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,7 +20,8 @@ async def at_work(
     """Yield two long answers (to `prompt`) that are under way, one try after another, and the seconds that undisturbed
     ones take. The caller acts at once and stops when it has seen what it wanted. After a try that came before the first
     token or after the last, the next one comes later or earlier: on a busy machine nobody knows when they are."""
-    seconds, last = await subject.long_seconds(), ""
+    seconds = await subject.long_seconds()
+    endings: Counter[str] = Counter()
     wait = 0.3 * seconds
     for _ in range(_NUM_TRIES):
         task = subject.begin_long(prompt=prompt)
@@ -35,10 +37,11 @@ async def at_work(
             wait *= 1.4
         elif "abort" not in output["stop_reasons"]:
             wait *= 0.7
-        last = f"{output['stop_reasons'][0]!r} after {num_tokens} tokens"
+        endings[f"{output['stop_reasons'][0]!r} after {num_tokens} tokens"] += 1
+    found = ", ".join(f"{count} by {ending}" for ending, count in endings.most_common())
     raise ConformanceError(
-        f"in {_NUM_TRIES} tries no answer was caught under way; the last one ended by {last}, and undisturbed ones "
-        f"take {seconds:.2f} s"
+        f"in {_NUM_TRIES} tries no answer was caught under way; of these ended {found}; undisturbed ones take "
+        f"{seconds:.2f} s"
     )
 
 

@@ -12,8 +12,9 @@ import torch
 
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.weight_sync.base import Encoding, Transport, WeightReport, WeightUpdateRequest
-from skyrl_train.weight_sync.plan import init_infos_for
-from skyrl_train.weight_sync.sender import SyncResult, WeightSender, buckets_of, needs_staging
+from skyrl_train.weight_sync.payload import in_buckets
+from skyrl_train.weight_sync.plan import Route, init_infos_for
+from skyrl_train.weight_sync.sender import SyncResult, WeightSender, needs_staging
 
 Tamper = Callable[[WeightUpdateRequest], Sequence[WeightUpdateRequest]]
 """What the engine gets in place of a bucket's request: none is a bucket lost on its way."""
@@ -34,18 +35,16 @@ class EnginesHere:
     tamper: Tamper | None = None
 
     def call_all(self, method: str, *args: Any) -> list["Future[Any]"]:
-        if method == "update_named_weights" and self.tamper is not None:
-            return [call for request in self.tamper(*args) for call in self._start_all(method, request)]
-        return self._start_all(method, *args)
+        return [self._start(engine, method, *args) for engine in self.engines]
 
     def call_each(self, method: str, args: Sequence[Any]) -> list["Future[Any]"]:
-        return [self._start(engine, method, arg) for engine, arg in zip(self.engines, args, strict=True)]
+        calls = zip(self.engines, args, strict=True)
+        if method == "update_named_weights" and self.tamper is not None:
+            return [self._start(engine, method, sent) for engine, arg in calls for sent in self.tamper(arg)]
+        return [self._start(engine, method, arg) for engine, arg in calls]
 
     def wait(self, calls: list["Future[Any]"]) -> list[Any]:
         return [call.result(self.timeout_seconds) for call in calls]
-
-    def _start_all(self, method: str, *args: Any) -> list["Future[Any]"]:
-        return [self._start(engine, method, *args) for engine in self.engines]
 
     def _start(self, engine: InferenceEngineInterface, method: str, *args: Any) -> "Future[Any]":
         call: Coroutine[Any, Any, Any] = getattr(engine, method)(*args)
@@ -96,8 +95,7 @@ class WeightPath:
         if self._sender is None:
             self._handles = EnginesHere([self._engine], asyncio.get_running_loop(), self._timeout_seconds)
             infos = init_infos_for(
-                self._transport,
-                self._encoding,
+                [Route(self._transport, self._encoding)],
                 [await self._engine.describe()],
                 backend="gloo",
                 master_address="127.0.0.1",
@@ -133,7 +131,8 @@ class WeightPath:
         )
 
     def _send(self, sender: WeightSender, weights: Mapping[str, torch.Tensor], version: int) -> SyncResult:
-        buckets = buckets_of(weights.items(), self._dtype, self._max_bucket_bytes)
+        cast = ((name, tensor.detach().to(self._dtype)) for name, tensor in weights.items())
+        buckets = in_buckets(cast, self._max_bucket_bytes)
         if not self._is_staged:
             return sender.send(buckets, version)
         sender.stage(buckets, version)

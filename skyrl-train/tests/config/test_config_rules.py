@@ -32,10 +32,10 @@ def with_settings(**settings):
 
 
 def places(section, path=()):
-    """Every setting and section: its path and the section that holds it."""
+    """Every setting and section: its path and the section that holds it. (DeepSpeed's have names of others.)"""
     for key, value in section.items():
         yield [*path, key], section
-        if isinstance(value, DictConfig):
+        if isinstance(value, DictConfig) and key != "deepspeed_config":
             yield from places(value, (*path, key))
 
 
@@ -130,7 +130,7 @@ def remote(urls: list[str], **settings) -> dict:
         (dict(max_ckpts_to_keep=0), "max_ckpts_to_keep must be -1 .* set trainer.ckpt_interval=0"),
         (dict(resume_mode="from_path"), "needs trainer.resume_path"),
         (dict(resume_path="/x"), "trainer.resume_path=/x is read only with trainer.resume_mode=from_path"),
-        (dict(ckpt_path="s3://bucket/x"), "trainer.ckpt_path=s3://bucket/x is not supported yet"),
+        (dict(run_dir="s3://bucket/x"), "trainer.run_dir=s3://bucket/x must be a folder on a file system"),
         (dict(run_dir=""), "trainer.run_dir is empty"),
         (dict(policy__model__path=""), "trainer.policy.model.path is empty"),
         (dict(model_name="other"), "generator.model_name='other' must be trainer.policy.model.path"),

@@ -169,9 +169,8 @@ def test_a_setting_that_does_nothing_yet_is_refused(name):
 @pytest.mark.parametrize(
     "name, choice, hint",
     [
-        ("trainer.strategy", "fsdp", "use fsdp2"),
-        ("trainer.strategy", "megatron", "is not supported yet"),
-        ("trainer.strategy", "deepspeed", "is not supported yet"),
+        ("deepspeed_config.train.zero_optimization.offload_param.device", "nvme", "use cpu"),
+        ("trainer.ref.deepspeed_config.zero_optimization.offload_param.device", "nvme", "use cpu"),
     ],
 )
 def test_a_choice_of_other_releases_is_refused_with_the_reason(name, choice, hint):

@@ -39,6 +39,7 @@ def test_the_defaults_are_valid():
         (SupervisedConfig, {"train_batch_size": 0}, "trainer.train_batch_size must be greater than 0"),
         (SupervisedConfig, {"max_tokens_per_microbatch": 9, "use_sample_packing": False}, "use_sample_packing"),
         (PreferenceConfig, {"policy": {"model": {"lora": {"rank": 4, "dropout": 0.1}}}}, "dropout"),
+        (SupervisedConfig, {"policy": {"routing_replay": "R2"}}, "routing_replay='R2' is not read by supervised"),
     ],
 )
 def test_a_setting_that_cannot_be_meant_is_refused(config_type, trainer, message):

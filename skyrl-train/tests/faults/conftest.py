@@ -103,8 +103,10 @@ class ScriptedTrainer(RayPPOTrainer):
 class ScriptedExperiment(BasePPOExp):
     """The real experiment, whose prompts are the trainer's script."""
 
+    trainer = ScriptedTrainer
+
     def get_trainer(self, **parts: Any) -> ScriptedTrainer:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ScriptedTrainer(**parts)
+        return self.trainer(**parts)
 
 
 def prompt(env_class: str, content: str = "1+1=") -> dict[str, Any]:

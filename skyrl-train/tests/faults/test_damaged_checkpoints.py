@@ -59,7 +59,7 @@ async def test_an_altered_checkpoint_is_refused_and_an_older_one_taken(start_run
         await trainer.train()
         root = tmp_path / "ckpts"
         older, newer = list_checkpoint_dirs(root)
-        damaged = max((newer / "policy" / "sharded").iterdir(), key=lambda path: path.stat().st_size)
+        damaged = max((newer / "policy").iterdir(), key=lambda path: path.stat().st_size)
         content = bytearray(damaged.read_bytes())
         content[len(content) // 2] ^= 1
         damaged.write_bytes(content)

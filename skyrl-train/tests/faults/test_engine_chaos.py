@@ -4,6 +4,7 @@ with an error that names what is wrong."""
 import asyncio
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ import pytest
 
 from skyrl_train.entrypoints import engines as entry
 from skyrl_train.errors import WeightSyncError, WorkerError
+from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightUpdateRequest
@@ -136,6 +138,19 @@ async def test_a_run_outlives_an_engine(
     assert trajectories(tmp_path) == trajectories(undisturbed)
 
 
+async def test_a_sync_of_two_ranks_outlives_an_engine(start_run_with_ray, scripted_experiment, prompt, tmp_path: Path):
+    """Each rank serves one engine. The rank whose engine lives gathers nothing that the other does not, and both send
+    again when the engine is back."""
+    two_ranks = LEARNS | {"placement": {"colocate_all": True, "policy_num_gpus_per_node": 2}}
+    own = {"experiment": with_slow_weights(scripted_experiment)}
+    async with start_run_with_ray(tmp_path, script(prompt), trainer=two_ranks, generator=GENERATOR, **own) as trainer:
+        at(trainer.inference_engine_client, "pause_generation", killer(trainer, 1), seconds=0.5)
+        await trainer.train()
+    metrics = RunFolder(tmp_path).read_metrics()
+    assert sum(row["engines/restarts"] for row in metrics) == 1
+    assert [row["policy/rollout_train_logprobs_abs_diff_max"] < 1e-4 for row in metrics] == [True, True]
+
+
 @pytest.mark.full
 async def test_the_run_ends_when_restarts_are_spent(start_run_with_ray, prompt, tmp_path: Path):
     once_only = GENERATOR | {"max_engine_restarts": 0}
@@ -143,6 +158,57 @@ async def test_the_run_ends_when_restarts_are_spent(start_run_with_ray, prompt, 
         at(trainer, "generate", killer(trainer, 1), seconds=0.3)
         with pytest.raises(WorkerError, match=r"(?s)engine 1 died.*generator.max_engine_restarts=0.*engine_1.log"):
             await trainer.train()
+
+
+def asynchronously(scripted: type[Any]) -> type[Any]:
+    """The same experiment, which generates groups while it trains. Its prompts are those of the first step of the
+    script."""
+
+    class Trainer(FullyAsyncRayPPOTrainer, scripted.trainer):
+        pass
+
+    class Experiment(scripted):
+        def get_trainer(self, **parts: Any) -> Any:
+            return Trainer(**parts)
+
+    return Experiment
+
+
+ASYNCHRONOUS = OWN_DEVICES | {
+    "algorithm": {"use_kl_loss": False, "off_policy_correction": {"tis_ratio_type": "token"}},
+    "fully_async": {"enabled": True, "max_staleness_steps": 2},
+    "epochs": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("max_restarts", "pause"), [(2, "keep"), pytest.param(2, "wait", marks=pytest.mark.full), (0, "keep")]
+)
+async def test_an_engine_dies_during_a_sync_of_an_asynchronous_run(
+    max_restarts, pause, start_run_with_ray, scripted_experiment, prompt, tmp_path: Path
+):
+    """Groups run meanwhile: all of them end, and the run trains each sample once, or ends with the engine's name."""
+    trainer_settings = ASYNCHRONOUS | {"fully_async": ASYNCHRONOUS["fully_async"] | {"pause": pause}}
+    generator = GENERATOR | {"max_engine_restarts": max_restarts}
+    experiment = with_slow_weights(asynchronously(scripted_experiment))
+    own_script = [script(prompt)[0]] * 4
+    changes: dict[str, Any] = {"trainer": trainer_settings, "generator": generator, "experiment": experiment}
+    async with start_run_with_ray(tmp_path, own_script, **changes) as trainer:
+        client = trainer.inference_engine_client
+        at(trainer, "train_policy", lambda: at(client, "pause_generation", killer(trainer, 1), seconds=0.3))
+        async with asyncio.timeout(200):
+            if max_restarts == 0:
+                with pytest.raises(WorkerError, match=r"(?s)engine 1 died.*generator.max_engine_restarts=0"):
+                    await trainer.train()
+                return
+            await trainer.train()
+    rows = RunFolder(tmp_path).read_metrics()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert sum(row["engines/restarts"] for row in rows) == 1
+    assert all(row["async/staleness_max"] <= 2 for row in rows)
+    steps = [RunFolder(tmp_path).read_trajectories(step, "train") for step in range(1, 5)]
+    samples = Counter((row["uid"].partition("#")[0], row["sample"]) for step in steps for row in step)
+    assert len(samples) == 16 and set(samples.values()) == {4}
 
 
 def lying(make_engine: Callable[[], Any], lie: str) -> InferenceEngineInterface:

@@ -260,6 +260,14 @@ async def test_overlong_filtering_goes_by_the_stop_reason(game, say, characters)
     assert played.output["loss_masks"] == [[1], [0, 0]]
 
 
+async def test_overlong_filtering_by_the_end_token_leaves_out_every_answer_without_it(game, say, characters):
+    # in this order: ended by itself; ended by another stop token; cut off
+    answers = [[say("a")], [say("b", eos=False)], [say("c", eos=False, stop_reason="length")]]
+    settings = {"apply_overlong_filtering": True, "overlong_filtering_by": "end_token"}
+    played = await game(characters, answers, [{"steps": [{}]}] * 3, settings=settings).play()
+    assert [sum(mask) > 0 for mask in played.output["loss_masks"]] == [True, False, False]
+
+
 async def test_log_probs_come_exactly_if_the_request_asks_for_them(game, say, characters):
     played = await game(characters, [[say("a")]], [{"steps": [{}]}], sampling={"logprobs": None}).play()
     assert played.output["rollout_logprobs"] is None

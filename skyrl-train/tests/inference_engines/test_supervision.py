@@ -21,6 +21,7 @@ healthy + silent -> suspect
 healthy + died -> dead
 suspect + answered -> healthy
 suspect + silent -> suspect
+healthy + silent too long -> dead
 suspect + silent too long -> dead
 suspect + died -> dead
 dead + restart granted -> restarting

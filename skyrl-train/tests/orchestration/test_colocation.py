@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.errors import WorkerError
 from skyrl_train.orchestration.colocation import Colocation
 from skyrl_train.orchestration.colocation_protocol import (
     ALL_SHARE,
@@ -136,12 +137,16 @@ class Diary:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.fails: set[str] = set()
+        self.fails_once: set[str] = set()
 
     async def write(self, line: str) -> None:
         self.lines.append(line)
         await asyncio.sleep(0)
         if line in self.fails:
             raise OSError(f"{line} went wrong")
+        if line in self.fails_once:
+            self.fails_once.remove(line)
+            raise WorkerError(f"{line} went wrong")
 
     def take(self) -> list[str]:
         lines, self.lines = self.lines, []
@@ -392,6 +397,45 @@ async def test_engine_started_while_others_generate_receives_weights_between_syn
         *("policy off", "engines wake kv_cache"),
         *("engines sleep", "policy on"),
     ]
+
+
+@pytest.mark.parametrize("failing_again", [None, "engines sleep", "engines wake kv_cache"])
+@pytest.mark.parametrize(
+    "failing",
+    ["engines sleep", "policy on", "engines wake weights", "weights travel", "policy off", "engines wake kv_cache"],
+)
+async def test_engines_generate_on_if_one_dies_while_it_receives_weights_between_syncs(failing, failing_again):
+    """And it may start again: no worker stays on the device."""
+    colocation, diary = await started()
+    await colocation.sync(diary.send)
+    diary.fails_once = {failing}
+
+    with pytest.raises(WorkerError, match=failing):
+        sending = asyncio.ensure_future(colocation.send_between(diary.send))
+        while diary.fails_once:
+            await asyncio.sleep(0)
+        diary.fails_once = {failing_again} - {None}
+        await sending
+    assert not diary.fails_once
+    assert colocation.state == ENGINES_ONLY
+    colocation.check("generate")
+    await colocation.start_engine(diary.start_new)
+    assert await colocation.send_between(diary.send)
+    colocation.check("generate")
+
+
+async def test_engines_generate_on_if_the_weights_of_one_are_cancelled_between_syncs():
+    colocation, diary = await started()
+    await colocation.sync(diary.send)
+    sending = asyncio.ensure_future(colocation.send_between(asyncio.Event().wait))
+    while colocation.state != SYNC:
+        await asyncio.sleep(0)
+    sending.cancel()
+    await colocation.start_engine(diary.start_new)  # waits until the device is free
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+    assert colocation.state == ENGINES_ONLY
+    colocation.check("generate")
 
 
 async def test_engine_start_timeout_names_the_worker_on_the_device():

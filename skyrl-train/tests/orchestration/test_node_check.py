@@ -5,12 +5,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.orchestration.node_check import Paths, answer_path, differences, paths_of, problems_of, view_of
+from skyrl_train.utils.storage import location, write_whole
 
 
 def node(root: Path, *, token: str | None = "token", weights: int = 10, config: str = "{}") -> Paths:
@@ -100,6 +103,24 @@ def test_paths_are_those_of_the_settings_and_of_this_machine(tmp_path: Path, tin
         "trainer.ref.model.path": Path(tiny_model),
     }
     assert list(paths.data.values()) == [data]
+
+
+def test_bucket_is_read_and_answered_by_every_node(tmp_path: Path, tiny_model: str):
+    """A node without credentials, or whose endpoint is another one, would fail in the first checkpoint."""
+    values = {"run_dir": str(tmp_path), "ckpt_path": "memory://bucket/ckpts", "policy": {"model": {"path": tiny_model}}}
+    paths = paths_of(SkyRLConfig.from_dict({"trainer": values}), [], "abc")
+    assert list(paths.tokens) == ["trainer.run_dir", "trainer.ckpt_path"]
+    for path in paths.tokens.values():
+        write_whole(path, "token")
+    try:
+        here = view_of(paths, "own", "node-a")
+        assert problems_of(here, view_of(paths, "id", "node-b"), paths, "id") == []
+        elsewhere = {"trainer.ckpt_path": location("memory://other/.node_check_abc")}
+        blind = replace(paths, tokens=paths.tokens | elsewhere)
+        [problem] = problems_of(here, view_of(blind, "blind", "node-b"), paths, "blind")
+        assert problem.startswith("node node-b has another folder at trainer.ckpt_path=memory://bucket/ckpts than node")
+    finally:
+        fsspec.filesystem("memory").rm("/bucket", recursive=True)
 
 
 SCRIPT = """

@@ -13,7 +13,9 @@ import pytest
 from skyrl_train.errors import DataError
 from skyrl_train.report import save_learning_curve_png, write_report
 from skyrl_train.report.charts import groups, overview, timing_stages
-from skyrl_train.report.collect import curves, read_trajectories, run_times
+from skyrl_train.report.collect import curves, read_trajectories, run_times, spread
+from skyrl_train.report.swim_lanes import swim_lanes
+from skyrl_train.rollouts.timeline import Timeline
 from skyrl_train.utils.run_folder import RunFolder
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=document.title='taken'><!--"
@@ -151,6 +153,59 @@ def test_stages_within_a_stage_are_not_counted_twice():
     ]
 
 
+def test_stages_of_asynchronous_training_are_not_counted_twice():
+    assert timing_stages(["timing/step", "timing/run_training", "timing/policy_train", "timing/eval"]) == [
+        "timing/eval",
+        "timing/run_training",
+    ]
+
+
+def test_swim_lanes_show_who_ran_when_and_whom_the_trainer_waited_for(run: RunFolder):
+    now = 100.0
+    timeline = Timeline(lambda: now)
+    timeline.group_started(0, 0)
+    timeline.group_started(1, 0)
+    with timeline.waiting("waits for group 1"), timeline.phase("wait_for_generation_buffer"):
+        now = 102.0
+        timeline.group_ended(1, "finished")
+    timeline.group_started(2, 0)
+    with timeline.phase("run_training"), timeline.phase("policy_train"):
+        now = 105.0
+    run.append_timeline(1, timeline.take([1]))
+    timeline.group_ended(0, "failed")
+    now = 106.0
+    timeline.group_ended(2, "finished")
+    timeline.group_started(3, 1)
+    now = 107.0
+    run.append_timeline(2, timeline.take([2]))
+    first, second = embedded(write_report(run.path).read_text())["lanes"]
+    assert (first["step"], first["seconds"], first["num_slots"]) == (1, 5.0, 2)
+    assert first["phases"] == [["waits for groups", 0.0, 2.0], ["trains", 2.0, 5.0]]
+    assert first["waits"] == [[0.0, 2.0, "waits for group 1"]]
+    names = ("ticket", "slot", "start", "end", "outcome", "trained")
+    assert [[group[name] for name in names] for group in first["groups"]] == [
+        [1, 1, 0.0, 2.0, "finished", 1],
+        [0, 0, 0.0, 5.0, "failed", None],
+        [2, 1, 2.0, 6.0, "finished", 2],
+    ]
+    assert [[group[name] for name in names] for group in second["groups"]] == [
+        [2, 1, -3.0, 1.0, "finished", 2],
+        [3, 0, 1.0, None, "running", None],
+    ]
+
+
+def test_lanes_of_a_long_run_are_bounded():
+    rows = [
+        {"step": i, "began": i, "ended": i + 1, "trained": [], "running": [], "waits": [], "phases": []}
+        | {"groups": [[100 * i + slot, slot, i, i + 1, i, "finished"] for slot in range(100)]}
+        for i in range(100)
+    ]
+    found = swim_lanes(rows, spread)
+    assert len(found) == 24 and (found[0].step, found[-1].step) == (0, 99)
+    assert {lanes.num_slots for lanes in found} == {100} and {len(lanes.groups) for lanes in found} == {64}
+    assert swim_lanes([], spread) == []
+
+
 def test_a_run_that_has_only_started_or_kept_no_trajectories_has_a_page(tmp_path: Path):
     run = RunFolder(tmp_path / "run")
     run.write_config("not: [valid")
@@ -197,6 +252,7 @@ def test_a_browser_draws_the_page_and_hostile_text_stays_text(run: RunFolder, tm
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if not browser:
         pytest.skip("needs chromium")
+    run.append_timeline(1, Timeline().take([]))
     quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
     options = ["--headless", "--no-sandbox", "--disable-gpu", *quiet, f"--user-data-dir={tmp_path / 'profile'}"]
     drawn = subprocess.run(
@@ -207,6 +263,7 @@ def test_a_browser_draws_the_page_and_hostile_text_stays_text(run: RunFolder, tm
     ).stdout
     assert "<title>adding · training run</title>" in drawn
     assert drawn.count('class="main-svg"') >= 2
+    assert ">What ran when<" in drawn
     body = drawn.split("</header>")[1].split('<script type="application/json"')[0]
     assert '<span class="token" data-index="0"' in body
     assert "&lt;img src=x" in body

@@ -51,3 +51,12 @@ def test_advice_names_the_setting_for_the_idle_side(max_running: int, trainer: f
         "async/predicted_trainer_utilisation": 0.5,
     }
     assert re.search(setting, adviser(max_running, 1.0, 1.0).advice(metrics))
+
+
+@pytest.mark.parametrize(("sample_size", "is_warned"), [(None, False), (0.95, False), (0.6, True)])
+def test_advice_warns_of_a_policy_that_has_left_the_one_that_generated(sample_size: float | None, is_warned: bool):
+    names = ("trainer_utilisation", "slot_utilisation", "predicted_trainer_utilisation")
+    metrics: dict[str, float | None] = {f"async/{name}": 1.0 for name in names}
+    metrics["policy/rollout_train_ess"] = sample_size
+    advice = adviser(6, 1.0, 1.0).advice(metrics)
+    assert ("lower trainer.fully_async.max_staleness_steps, the learning rate" in advice) == is_warned

@@ -61,6 +61,8 @@ class Run:
     checkpoint: dict[str, Any] = field(default_factory=lambda: ScheduleState().to_json())
     steps: list[list[int]] = field(default_factory=list)
     """Tickets of each step since the start of the run."""
+    checkpoint_lag: int = 0
+    """Steps from the state of a checkpoint until the checkpoint is complete; 1: it is written beside the training."""
     timeout: float = 10.0
     keep: Callable[[TrajectoryGroup], bool] = lambda group: True
     max_filtered: int | None = None
@@ -82,6 +84,7 @@ class Run:
         )
 
     async def train(self, step: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)) -> None:
+        state: dict[str, Any] | None = None
         async with self.pool() as pool:
             while len(self.steps) < self.limits.total_steps:
                 groups = await pool.next_batch()
@@ -95,7 +98,8 @@ class Run:
                 if len(self.steps) % 2 == 0:
                     state = pool.state().to_json()
                     await asyncio.sleep(0)
-                    self.checkpoint = state
+                if len(self.steps) % 2 == self.checkpoint_lag and state is not None:
+                    self.checkpoint, state = state, None
                     pool.shorten_journal()
 
     @property
@@ -114,6 +118,21 @@ async def test_every_group_is_trained_once(tmp_path: Path, order: str):
     assert run.trained == Counter(range(12))
     if order == "exact":
         assert run.steps == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+
+
+async def test_a_stale_group_starts_again_with_the_weights_of_the_sync_that_follows(tmp_path: Path):
+    async def generate(ticket: int) -> RolloutBatch:
+        await asyncio.sleep(0 if ticket else 30)
+        return group_of(ticket, version=run.version)
+
+    run = Run(tmp_path, limits(order="finished", on_stale="regenerate"), generate)
+    async with run.pool() as pool:
+        for step in (1, 2):
+            pool.trained(await pool.next_batch(), sync_follows=True)
+            assert (0 in pool.scheduler.running) == (step == 1), "it has become too old, and waits for the sync"
+            run.version = step
+            pool.synced(step)
+        assert 0 in pool.scheduler.running and pool.scheduler.age(0) == 0
 
 
 async def test_a_late_group_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -269,6 +288,7 @@ def test_any_kills_train_each_group_once(tmp_path_factory: pytest.TempPathFactor
     run = Run(
         tmp_path_factory.mktemp("run"),
         limits(order=order, on_stale=on_stale, max_staleness_steps=staleness, max_running=2 * (staleness + 1)),
+        checkpoint_lag=data.draw(st.integers(0, 1), label="lag"),
     )
     generated = Counter[int]()
 

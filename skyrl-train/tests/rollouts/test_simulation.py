@@ -35,8 +35,14 @@ def test_synchronous_step_is_the_longest_sample_and_the_training_and_the_sync():
     assert run.ages == {0: 20}
 
 
+def test_groups_in_order_are_those_of_a_run_that_was_measured():
+    groups = [[SampleCost(1, wait_seconds=float(i))] for i in range(20)]
+    run = Simulation(limits(), groups, costs(), in_order=True).simulate()
+    assert run.seconds == pytest.approx(sum(2 * step + 1 for step in range(10)) + 10 * (0.5 + 3 + 1))
+
+
 def test_a_sync_every_second_step_is_paid_every_second_step():
-    """Of two steps that hold the groups of two versions, the second finds its groups finished."""
+    """The second of two steps that hold the groups of two versions finds its groups finished."""
     schedule = limits(max_staleness_steps=1, max_running=4)
     run = Simulation(schedule, [GROUP], costs(), sync_every_steps=2).simulate()
     assert run.seconds == pytest.approx(5 * (8 * 0.5 + 3 + 3 + 1))

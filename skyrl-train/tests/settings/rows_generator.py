@@ -20,6 +20,10 @@ from skyrl_train.inference_engines.vllm.arguments import engine_arguments
 TWO_TURNS = {"generator.max_turns": 2}
 STEP_WISE = TWO_TURNS | {"generator.step_wise_trajectories": True}
 STOP = {"generator.sampling_params.stop": ["a", "b", "c", "d", "e", "f", "g", "h"]}
+FILTERING = {
+    "generator.apply_overlong_filtering": True,
+    "generator.append_eos_token_after_stop_str_in_multi_turn": False,
+}
 TEMPLATE = {
     "generator.chat_template.source": "file",
     "generator.chat_template.name_or_path": "{folder}/template.jinja",
@@ -211,6 +215,7 @@ ROWS = [
     Row("generator.merge_stepwise_output", True, of_run(lambda run: len(run.trajectories)), STEP_WISE),
     Row("generator.zero_reward_on_non_stop", True, metrics),
     Row("generator.apply_overlong_filtering", True, metrics),
+    Row("generator.overlong_filtering_by", "end_token", quiet(metrics), FILTERING | STOP),
     Row("generator.max_rollout_retries", 1, retries),
     Row("generator.request_timeout_seconds", 1e-6, error),
     Row("generator.chat_template.source", "name", error, TEMPLATE),

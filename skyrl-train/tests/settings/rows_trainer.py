@@ -186,6 +186,10 @@ def prompts(run: Run) -> Any:
     return [row["prompt"] for row in run.trajectories]
 
 
+checkpoint_calls = of_run(lambda run: [name for name, _ in run.record.calls if name.endswith("_checkpoint")])
+"""Calls of workers that save."""
+
+
 def fsdp(worker: Any) -> Any:
     group = worker.backend.model._get_fsdp_state()._fsdp_param_group
     return type(group.offload_policy).__name__, group.post_forward_mesh_info is None
@@ -206,7 +210,7 @@ def evaluations(run: Run) -> Any:
 ROWS: list[Row | OneChoice] = [
     Row("data.train_data", ["{folder}/other_prompts.jsonl"], trajectories),
     Row("data.val_data", ["{folder}/other_prompts.jsonl"], of_run(evaluated), EVALUATION),
-    OneChoice("trainer.strategy", "megatron"),
+    OneChoice("trainer.strategy", "fsdp3"),
     OneChoice("trainer.sequence_parallel_backend", "ring"),
     Row("trainer.seed", 7, of_run(prompts), {"generator.seed": 0}),
     Row(
@@ -261,6 +265,7 @@ ROWS: list[Row | OneChoice] = [
     ),
     Row("trainer.ckpt_path", "{run}/../elsewhere", files, CHECKPOINTS),
     Row("trainer.ckpt_interval", 2, files, CHECKPOINTS),
+    Row("trainer.ckpt_async", True, checkpoint_calls, CHECKPOINTS),
     Row("trainer.max_ckpts_to_keep", 1, files, CHECKPOINTS),
     Row("trainer.export_path", "{run}/../elsewhere", files, {"trainer.hf_save_interval": 1}),
     Row("trainer.hf_save_interval", 1, files),
@@ -283,6 +288,13 @@ ROWS: list[Row | OneChoice] = [
     Row("trainer.placement.critic_num_gpus_per_node", 2, num_processes, CRITIC),
     Row("trainer.placement.ref_num_nodes", 2, num_processes, KL),
     Row("trainer.placement.ref_num_gpus_per_node", 2, num_processes, KL),
+    Row(
+        "trainer.policy.routing_replay",
+        "R2",
+        weights(),
+        {"trainer.policy.model.path": "{mixture}", "trainer.update_epochs_per_batch": 4}
+        | {"trainer.policy.optimizer_config.lr": 3e-2, "generator.sampling_params.max_generate_length": 24},
+    ),
     Row("trainer.policy.use_torch_compile", True, built("policy", lambda module: module.compile_scores)),
 ]
 ROWS += [

@@ -6,18 +6,28 @@ from typing import Any
 
 import pytest
 import rows_algorithm
+import rows_deepspeed
 import rows_generator
+import rows_megatron
 import rows_trainer
 from effects import All, Bench, OneChoice, Row
 
 from skyrl_train.config.document import page
 from skyrl_train.errors import ConfigError
 
-ROWS = [*rows_trainer.ROWS, *rows_algorithm.ROWS, *rows_generator.ROWS]
+ROWS = [
+    *rows_trainer.ROWS,
+    *rows_algorithm.ROWS,
+    *rows_generator.ROWS,
+    *rows_megatron.ROWS,
+    *rows_deepspeed.ROWS,
+]
 
 
 # The critic's backend, optimizer and adapters are the policy's with other settings: one of each section is tried daily.
-REPEATED = re.compile(r"trainer\.critic\.(fsdp_config|model\.lora|optimizer_config)\.(?!cpu_offload|rank|lr)")
+REPEATED = re.compile(
+    r"trainer\.critic\.(fsdp_config|model\.lora|optimizer_config|megatron_config)\.(?!cpu_offload|rank|lr|context)"
+)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ import functools
 import multiprocessing
 import os
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -65,12 +67,25 @@ def assert_equal_runs(one: SkyRLConfig, other: SkyRLConfig) -> None:
 
 
 def trained_samples(cfg: SkyRLConfig) -> Counter[tuple[str, int]]:
+    """Number of steps that trained each sample of each prompt."""
     folder = RunFolder(cfg.trainer.run_dir)
     return Counter(
         (row["uid"].partition("#")[0], row["sample"])
         for file in folder.trajectory_files()
+        if file.phase == "train"
         for row in folder.read_trajectories(file.step, file.phase)
+        if row.get("is_last_step", True)
     )
+
+
+def trained_ages(cfg: SkyRLConfig) -> set[int]:
+    """Ages in steps of all tokens that the run trained on."""
+    folder, ages = RunFolder(cfg.trainer.run_dir), set[int]()
+    for file in folder.trajectory_files():
+        for row in folder.read_trajectories(file.step, file.phase) if file.phase == "train" else []:
+            pairs = zip(row["tokens"]["loss_mask"], row["tokens"]["weight_versions"], strict=True)
+            ages |= {file.step - 1 - version for mask, version in pairs if mask}
+    return ages
 
 
 class Uneven(BaseTextEnv):
@@ -98,12 +113,12 @@ def fork_server() -> Any:
     return context
 
 
-def train(settings: dict[str, Any], log: str) -> None:
-    """A training run, in a process of its own."""
+def train(settings: dict[str, Any], log: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+    """A training run, in a process of its own, with further environment variables: a fork has those of its server."""
     from skyrl_train.entrypoints.main_base import run_experiment
     from skyrl_train.utils.process_log import capture_output
 
     capture_output(log)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update({"OMP_NUM_THREADS": "1"} | dict(environment))
     skyrl_gym.register(id="uneven", entry_point=Uneven)
     run_experiment(SkyRLConfig.from_dict(settings))

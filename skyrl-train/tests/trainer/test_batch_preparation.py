@@ -93,11 +93,34 @@ def test_overlong_penalty_rises_linearly_over_the_buffer(length: int, penalty: f
     """DAPO, equation 13, with a limit of 10 tokens."""
     cfg = settings({"overlong_buffer": {"len": 4, "penalty_factor": 2.0}}, sampling_params={"max_generate_length": 10})
     batch = batch_of([length, 12], [1.0, 0.0], ["a", "a"])
-    prepared, metrics = batch_preparation.penalize_overlong(batch, cfg.trainer.algorithm, 10)
+    prepared, metrics = batch_preparation.penalize_overlong(batch, cfg.trainer.algorithm, cfg.generator)
     assert prepared["rewards"][0, length - 1] == 1.0 - penalty
     assert prepared["rewards"][0].sum() == 1.0 - penalty
     assert metrics["loss/overlong_share"] == (0.5 if penalty == 0 else 1.0)
     assert batch["rewards"][0].sum() == 1.0, "the input batch is unchanged"
+
+
+@pytest.mark.parametrize(
+    ("counts", "prompt", "length", "penalty"),
+    [
+        # DAPO's figures: prompts of up to 2,048 tokens, responses of up to 8,192, a buffer of 4,096.
+        ("response", 150, 4096, 0.0),
+        ("response", 150, 6144, 0.5),
+        ("response", 150, 8192, 1.0),
+        ("context", 150, 5994, 0.0),  # 10,240 - 4,096 - 150
+        ("context", 150, 5995, 1 / 4096),
+        ("context", 150, 8192, (8192 - 5994) / 4096),  # 0.54, the most that a short prompt's answer can lose
+        ("context", 2048, 8192, 1.0),
+    ],
+)
+def test_overlong_penalty_counts_the_response_or_the_whole_context(counts, prompt, length, penalty):
+    algorithm = {"overlong_buffer": {"len": 4096, "counts": counts}}
+    cfg = settings(algorithm, sampling_params={"max_generate_length": 8192}, max_input_length=2048)
+    attention_mask = torch.zeros(1, 2048 + length, dtype=torch.long)
+    attention_mask[0, 2048 - prompt :] = 1
+    batch = batch_of([length], [1.0], ["a"], attention_mask=attention_mask)
+    prepared, _ = batch_preparation.penalize_overlong(batch, cfg.trainer.algorithm, cfg.generator)
+    assert prepared["rewards"][0, length - 1].item() == pytest.approx(1.0 - penalty, abs=1e-6)
 
 
 def test_kl_in_reward_is_subtracted_per_token_of_the_loss_mask():

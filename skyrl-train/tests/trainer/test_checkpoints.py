@@ -10,22 +10,23 @@ import pytest
 from skyrl_train import checkpoints
 from skyrl_train.checkpoints import (
     CheckpointStore,
-    check_all_seen,
     extract_step_from_path,
     list_checkpoint_dirs,
     verify,
 )
 from skyrl_train.config import TrainerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, WorkerError
-from skyrl_train.training_backends.base import WrittenFiles
+from skyrl_train.training_backends.checkpoint import WrittenFiles
 from skyrl_train.utils import io
+from skyrl_train.utils.io import FileRecord, sha256_of
+from skyrl_train.utils.storage import Place
 
 
 def write(store: CheckpointStore, step: int, content: str = "weights") -> None:
-    with store.writing(step) as folder:
-        (folder / "policy").mkdir()
-        (folder / "policy" / "rank_0.pt").write_text(content)
-        (folder / "state.json").write_text(json.dumps({"step": step}))
+    with store.writing(step) as draft:
+        (draft.folder / "policy").mkdir()
+        (draft.folder / "policy" / "rank_0.pt").write_text(content)
+        (draft.folder / "state.json").write_text(json.dumps({"step": step}))
 
 
 def names(root: Path) -> list[str]:
@@ -34,6 +35,14 @@ def names(root: Path) -> list[str]:
 
 def asking(mode: str, path: Path | None = None) -> TrainerConfig:
     return TrainerConfig(resume_mode=mode, resume_path=None if path is None else str(path))  # type: ignore[arg-type]
+
+
+def resume(store: CheckpointStore, mode: str, path: Path | None = None) -> Place | None:
+    """Do with the store what a run does that resumes. Returns: the checkpoint."""
+    found = store.find(asking(mode, path))
+    folder = None if found is None else found.folder
+    store.rename_later(folder)
+    return folder
 
 
 def test_a_checkpoint_is_its_files_and_their_hashes(tmp_path: Path):
@@ -84,7 +93,7 @@ def test_failure_at_any_stage_leaves_earlier_checkpoints_intact(
         if stage in ("mkdir", "rename"):
             patch.setattr(Path, stage, fail)
         elif stage == "manifest":
-            patch.setattr(checkpoints, "_write_manifest", fail)
+            patch.setattr(checkpoints.CheckpointDraft, "write_manifest", fail)
         elif stage == "content":
             patch.setattr(Path, "write_text", fail)
         else:
@@ -120,14 +129,14 @@ def written(folder: Path, node: str, **sizes: int) -> WrittenFiles:
     folder.mkdir(parents=True, exist_ok=True)
     for name, size in sizes.items():
         (folder / name).write_bytes(b"x" * size)
-    return WrittenFiles(node, dict(sizes))
+    return WrittenFiles(node, {name: FileRecord(size, sha256_of(folder / name)) for name, size in sizes.items()})
 
 
 def test_checkpoint_is_sealed_if_the_driver_sees_the_files_of_every_rank(tmp_path: Path):
     store = CheckpointStore(tmp_path)
-    with store.writing(1) as folder:
-        reports = [written(folder / "policy", "a", rank_0=3), written(folder / "policy", "b", rank_1=4, rank_0=3)]
-        check_all_seen(folder / "policy", "policy", reports)
+    with store.writing(1) as draft:
+        folder = draft.folder / "policy"
+        draft.add("policy", [written(folder, "a", rank_0=3), written(folder, "b", rank_1=4, rank_0=3)])
     verify(tmp_path / "global_step_1")
 
 
@@ -136,12 +145,13 @@ def test_checkpoint_with_a_file_that_the_driver_does_not_see_is_not_sealed(tmp_p
     """The second node has a folder of its own under the same name: what it wrote is not there, or is another file."""
     store = CheckpointStore(tmp_path / "driver")
     write(store, 1)
-    with pytest.raises(CheckpointError) as error, store.writing(2) as folder:
-        reports = [written(folder / "policy", "node-a", rank_0=3)]
+    with pytest.raises(CheckpointError) as error, store.writing(2) as draft:
+        folder = draft.folder / "policy"
+        reports = [written(folder, "node-a", rank_0=3)]
         reports.append(written(tmp_path / "other node" / "policy", "node-b", rank_1=4))
         if seen:
-            written(folder / "policy", "node-b", rank_1=seen)
-        check_all_seen(folder / "policy", "policy", reports)
+            written(folder, "node-b", rank_1=seen)
+        draft.add("policy", reports)
     for words in ("policy rank 1 on node node-b wrote rank_1 (4 bytes)", "trainer.ckpt_path", "global_step_1"):
         assert words in str(error.value)
     assert names(tmp_path / "driver") == ["global_step_1", "latest_ckpt_global_step.txt"]
@@ -151,7 +161,7 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path):
     left = tmp_path / "global_step_1.partial"
     left.mkdir()
     (left / "half").write_text("x")
-    assert CheckpointStore(tmp_path).find(asking("latest")) is None
+    assert resume(CheckpointStore(tmp_path), "latest") is None
     write(CheckpointStore(tmp_path), 1)
     assert names(tmp_path) == ["global_step_1", "latest_ckpt_global_step.txt"]
     assert not (tmp_path / "global_step_1" / "half").exists()
@@ -167,19 +177,19 @@ def test_only_the_newest_are_kept(tmp_path: Path, max_to_keep: int, kept: list[i
 
 def test_the_newest_is_found_and_nothing_is_found_where_nothing_is(tmp_path: Path):
     store = CheckpointStore(tmp_path)
-    assert store.find(asking("latest")) is None
+    assert resume(store, "latest") is None
     write(store, 1)
     write(store, 2)
-    assert store.find(asking("latest")) == tmp_path / "global_step_2"
+    assert resume(store, "latest") == tmp_path / "global_step_2"
 
 
 def test_a_fresh_start_sets_the_old_course_aside(tmp_path: Path):
     """Else the old step 9 would count as newer than the new step 1: kept in its place, and gone on from."""
     write(CheckpointStore(tmp_path), 9, "of the first course")
     store = CheckpointStore(tmp_path, max_to_keep=1)
-    assert store.find(asking("none")) is None
+    assert resume(store, "none") is None
     write(store, 1)
-    assert store.find(asking("latest")) == tmp_path / "global_step_1"
+    assert resume(store, "latest") == tmp_path / "global_step_1"
     assert (tmp_path / "superseded_global_step_9" / "policy" / "rank_0.pt").read_text() == "of the first course"
 
 
@@ -187,8 +197,8 @@ def test_going_back_sets_what_came_after_aside(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
         write(store, step)
-    assert store.find(asking("from_path", tmp_path / "global_step_2")) == tmp_path / "global_step_2"
-    assert store.find(asking("latest")) == tmp_path / "global_step_2"
+    assert resume(store, "from_path", tmp_path / "global_step_2") == tmp_path / "global_step_2"
+    assert resume(store, "latest") == tmp_path / "global_step_2"
     assert (tmp_path / "superseded_global_step_3").is_dir()
 
 
@@ -197,7 +207,7 @@ def test_going_on_from_another_run_sets_all_of_this_one_aside(tmp_path: Path):
     store = CheckpointStore(tmp_path / "own")
     write(store, 1)
     write(store, 7)
-    assert store.find(asking("from_path", tmp_path / "other" / "global_step_5")) == tmp_path / "other" / "global_step_5"
+    assert resume(store, "from_path", tmp_path / "other" / "global_step_5") == tmp_path / "other" / "global_step_5"
     assert list_checkpoint_dirs(tmp_path / "own") == []
     assert names(tmp_path / "other") == ["global_step_5", "latest_ckpt_global_step.txt"]
 
@@ -207,7 +217,7 @@ def test_going_on_from_another_run_sets_all_of_this_one_aside(tmp_path: Path):
 )
 def test_a_path_that_is_no_checkpoint(tmp_path: Path, name: str, rule: str):
     with pytest.raises(ConfigError, match=f"trainer.resume_path.*{rule}"):
-        CheckpointStore(tmp_path).find(asking("from_path", tmp_path / name))
+        resume(CheckpointStore(tmp_path), "from_path", tmp_path / name)
 
 
 def flip_a_bit(path: Path) -> None:
@@ -233,9 +243,9 @@ def test_an_altered_checkpoint_is_refused_with_the_way_out(tmp_path: Path, damag
     damage(tmp_path / "global_step_2" / "policy" / "rank_0.pt")
     way_out = f"trainer.resume_mode=from_path trainer.resume_path={tmp_path / 'global_step_1'}"
     with pytest.raises(CheckpointError, match=f"{expected}.*{way_out}"):
-        store.find(asking("latest"))
+        resume(store, "latest")
     damage_of_the_only_one = tmp_path / "global_step_1" / "policy" / "rank_0.pt"
     flip_a_bit(damage_of_the_only_one)
     (tmp_path / "global_step_2").rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=r"trainer\.resume_mode=none\."):
-        store.find(asking("latest"))
+        resume(store, "latest")

@@ -2,12 +2,13 @@
 
 import asyncio
 import importlib.util
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from async_runs import APART, CORRECTED, assert_equal_runs, asynchronous, steps_of, trained_samples
+from async_runs import APART, CORRECTED, assert_equal_runs, asynchronous, steps_of, trained_ages, trained_samples
 
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
@@ -69,6 +70,20 @@ def test_every_prompt_is_trained_equally_often_and_none_too_old(
     if on_stale != "mask":
         assert all(row["async/staleness_violation_count"] == 0 for row in rows)
     assert max(row["async/staleness_max"] for row in rows) >= 1
+    assert_lanes_hold_every_group(cfg)
+
+
+def assert_lanes_hold_every_group(cfg: SkyRLConfig) -> None:
+    """Each trained group ran before its step, in a slot of its own at that time."""
+    records = list(RunFolder(cfg.trainer.run_dir).read_timeline())
+    assert [record["step"] for record in records] == list(range(1, 9))
+    spans = [group for record in records for group in record["groups"]]
+    ends = {ticket: end for ticket, _, _, end, _, outcome in spans if outcome == "finished"}
+    assert all(ends[ticket] <= record["ended"] for record in records for ticket in record["trained"])
+    assert sum(len(record["trained"]) for record in records) == 8 * 4
+    by_slot = sorted((slot, start, end) for _, slot, start, end, _, _ in spans)
+    assert all(one[2] <= other[1] for one, other in itertools.pairwise(by_slot) if one[0] == other[0])
+    assert {slot for slot, _, _ in by_slot} <= set(range(8)), "as many slots as groups may run"
 
 
 class SlowForOnePrompt(BaseTextEnv):
@@ -144,9 +159,46 @@ def test_other_features_train_asynchronously(
     changes = merged({"trainer": asynchronous()}, changes)
     if changes["trainer"]["algorithm"].get("advantage_estimator") == "gae":
         changes = merged(changes, {"trainer": {"critic": {"model": {"path": chat_model}}}})
-    rows = run(settings(tmp_path, merged(changes, {"trainer": {"max_training_steps": 3}})))
-    assert len(rows) == 3 and rows[-1]["async/staleness_max"] <= 2
-    assert all(row["policy/final_loss"] is not None for row in rows)
+    cfg = settings(tmp_path, merged(changes, {"trainer": {"max_training_steps": 4}}))
+    rows = run(cfg)
+    assert len(rows) == 4 and all(row["policy/final_loss"] is not None for row in rows)
+    assert len(trained_samples(cfg)) == 16 * 4 and set(trained_samples(cfg).values()) == {1}
+    ages = trained_ages(cfg)
+    assert 0 in ages and max(ages) in (1, 2), "some tokens are older than the weights they train, none too old"
+    if "critic_mini_batch_size" in changes["trainer"]:
+        assert all(row["critic/critic_loss"] is not None for row in rows)
+
+
+class SameRewards(BaseTextEnv):
+    """Rewards the samples of every other prompt all alike."""
+
+    def __init__(self, env_config: Any = None, extras: Any = None):
+        super().__init__()
+
+    def init(self, prompt: Any) -> Any:
+        self.teaches = int(prompt[-1]["content"].split()[-1]) % 2 == 1
+        return super().init(prompt)
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        reward = len(set(action)) / max(1, len(action)) + len(action) if self.teaches else 1.0
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
+
+
+def test_steps_are_filled_with_groups_that_teach_something(settings: Any, merged: Any, run: Any, tmp_path: Path):
+    changes = merged(
+        {"max_training_steps": 4, "epochs": 4}, asynchronous(sample_full_batch=True, max_staleness_steps=1)
+    )
+    changes["algorithm"] |= {"zero_variance_filter": True}
+    cfg = settings(tmp_path, {"trainer": changes, "environment": {"env_class": "same_rewards"}})
+    skyrl_gym.register(id="same_rewards", entry_point=SameRewards)
+    try:
+        rows = run(cfg)
+    finally:
+        skyrl_gym.deregister("same_rewards")
+    trained = trained_samples(cfg)
+    assert sum(trained.values()) == 4 * 4 * 4 and {int(uid) % 2 for uid, _ in trained} == {1}
+    assert sum(row["async/num_filtered_groups"] for row in rows) >= 8
+    assert trained_ages(cfg) <= {0, 1}
 
 
 class Fails(BaseTextEnv):

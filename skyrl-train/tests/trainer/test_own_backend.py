@@ -1,4 +1,4 @@
-"""A training backend of one's own (`sgd_backend.py`, 78 lines) is registered by one line and trains a run."""
+"""A training backend of one's own (`sgd_backend.py`, 75 lines) is registered by one line and trains a run."""
 
 import importlib
 from collections.abc import Iterator
@@ -40,9 +40,13 @@ def test_own_backend_trains_a_run(sgd: None, settings: Any, run: Any, tmp_path: 
 @pytest.mark.parametrize(
     ("trainer", "message"),
     [
-        ({"strategy": "sdg"}, r"trainer\.strategy must be one of fsdp2, sgd; got 'sdg'"),
+        ({"strategy": "sdg"}, r"trainer\.strategy must be one of fsdp2, fsdp, .*sgd; got 'sdg'"),
         ({"placement": {"policy_num_gpus_per_node": 2}}, "holds a model on at most 1 ranks; .*is 2"),
         ({"policy": {"model": {"lora": {"rank": 4}}}}, r"trains no adapters: trainer\.policy\.model\.lora\.rank=4"),
+        (
+            {"policy": {"routing_replay": "R2"}},
+            r"sgd replays no routes: .*R2 must be off, or use trainer\.strategy=fsdp2",
+        ),
     ],
 )
 def test_model_that_a_backend_cannot_hold_is_refused_before_start(trainer: dict[str, Any], message: str):
@@ -50,3 +54,10 @@ def test_model_that_a_backend_cannot_hold_is_refused_before_start(trainer: dict[
     values = {"strategy": "sgd", "placement": placement, "algorithm": {"use_kl_loss": False}, **trainer}
     with pytest.raises(ConfigError, match=message):
         validate_cfg(SkyRLConfig.from_dict({"trainer": values}))
+
+
+def test_fsdp_is_fsdp2_with_a_warning():
+    trainer = {"strategy": "fsdp", "placement": {"device": "cpu"}, "algorithm": {"use_kl_loss": False}}
+    with pytest.warns(FutureWarning, match=r"trainer\.strategy=fsdp means trainer\.strategy=fsdp2"):
+        cfg = validate_cfg(SkyRLConfig.from_dict({"trainer": trainer}))
+    assert cfg.trainer.strategy == "fsdp2"

@@ -40,8 +40,8 @@ def checkpointed(settings: Make, tmp_path: Path) -> Path:
 
 
 def write_checkpoint(experiment: BasePPOExp, step: int) -> None:
-    with CheckpointStore(experiment.cfg.trainer.ckpt_path).writing(step) as folder:
-        Provenance.of(experiment.cfg, experiment.train_dataset).write(folder)
+    with CheckpointStore(experiment.cfg.trainer.ckpt_path).writing(step) as draft:
+        Provenance.of(experiment.cfg, experiment.train_dataset).write(draft.folder)
 
 
 def other_prompts(folder: Path, word: str = "sing") -> str:
@@ -121,8 +121,8 @@ def test_evaluation_in_the_folder_of_a_run_is_not_compared(settings: Make, promp
 
 
 def test_checkpoint_of_an_earlier_release_is_resumed_with_a_warning(settings: Make, tmp_path: Path, lines: list[str]):
-    with CheckpointStore(tmp_path / "ckpts").writing(1) as folder:
-        (folder / "trainer_state.json").write_text("{}")
+    with CheckpointStore(tmp_path / "ckpts").writing(1) as draft:
+        (draft.folder / "trainer_state.json").write_text("{}")
     BasePPOExp(settings(tmp_path, {"trainer": {"seed": 7}}))
     assert any("does not record its settings and data" in line for line in lines)
 

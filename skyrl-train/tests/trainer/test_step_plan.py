@@ -90,6 +90,19 @@ def test_one_update_a_step_needs_no_forward_pass_before_it():
     assert model_plan(step_plan(cfg), "policy").forward_micro_batches == 24
 
 
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ("response", "from 0 to 1 between response tokens 20 and 40"),
+        ("context", "from 0 to 1 between tokens 80 and 100 of prompt and response; after a prompt of 60 tokens it"),
+    ],
+)
+def test_plan_says_where_the_overlong_penalty_begins_and_ends(counts: str, said: str):
+    buffer = {"trainer.algorithm.overlong_buffer.len": 20, "trainer.algorithm.overlong_buffer.counts": counts}
+    assert said in str(step_plan(settings(**buffer)))
+    assert "overlong" not in str(step_plan(settings()))
+
+
 def test_critic_and_reference_are_planned_if_there_are_any():
     assert [model.name for model in step_plan(settings()).models] == ["policy"]
     cfg = settings(**{"trainer.critic.model.path": "somewhere", "trainer.algorithm.use_kl_loss": True})

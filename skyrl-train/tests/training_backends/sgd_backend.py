@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from skyrl_train.models.build import build_model, gather_parameters, transformer_of
+from skyrl_train.models.build import build_model, gather_parameters, trained_parameters, transformer_of
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel
-from skyrl_train.training_backends.base import RankInfo, Scores, Step, TrainingBackend, WrittenFiles
+from skyrl_train.training_backends.base import RankInfo, Scores, Step, TrainingBackend
+from skyrl_train.training_backends.checkpoint import StateFiles
 from skyrl_train.training_batch import TrainingInputBatch
 
 
@@ -24,7 +24,9 @@ class SGDBackend(TrainingBackend):
         torch.manual_seed(self.cfg.trainer.seed)
         path = self.settings.model.path or ""
         model = build_model(self.cfg, self.name, path, device=self.device, is_trained=self.is_trained)
-        self.model, self.num_steps = model.to(self.device), 0
+        self.model = model.to(self.device)
+        if self.is_trained:
+            self.begin_schedule()
 
     @property
     def transformer(self) -> PreTrainedModel:
@@ -47,32 +49,27 @@ class SGDBackend(TrainingBackend):
         loss.backward()
 
     def optimizer_step(self) -> Step:
-        assert self.num_training_steps is not None
-        config, trained = self.trained_settings.optimizer_config, list(self.model.parameters())
-        norm = float(torch.nn.utils.clip_grad_norm_(trained, config.max_grad_norm))
-        rate = config.lr * (1 - self.num_steps / self.num_training_steps)
+        trained, rate = list(self.model.parameters()), self.schedule.rate
+        max_norm = self.trained_settings.optimizer_config.max_grad_norm
+        norm = float(torch.nn.utils.clip_grad_norm_(trained, max_norm))
         with torch.no_grad():
             for weight in trained:
                 if math.isfinite(norm) and weight.grad is not None:
                     weight -= rate * weight.grad
                 weight.grad = None
-        self.num_steps += 1
+        self.schedule.advance()
         return Step(norm, rate, is_skipped=not math.isfinite(norm))
 
-    def gather_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return gather_parameters(self.model)
+    def gather_parameters(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
+        return gather_parameters(self.model, dtype)
 
     def load_parameters(self, folder: str) -> None:
         other = build_model(self.cfg, self.name, folder, device=self.device, is_trained=False)
         self.model.load_state_dict(other.state_dict())
 
-    def save(self, folder: Path) -> WrittenFiles:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "state.pt"
-        torch.save({"model": self.model.state_dict(), "num_steps": self.num_steps}, file)
-        return WrittenFiles("this node", {file.name: file.stat().st_size})
+    def training_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, weight.detach()) for name, weight in trained_parameters(self.model))
 
-    def load(self, folder: Path) -> None:
-        state = torch.load(folder / "state.pt")
-        self.model.load_state_dict(state["model"])
-        self.num_steps = state["num_steps"]
+    def load_training_state(self, files: StateFiles) -> None:
+        for name, weight in trained_parameters(self.model):
+            weight.data.copy_(files.read(name, weight.shape))

@@ -77,7 +77,9 @@ def test_a_path_is_absolute_and_the_home_folder_is_found(monkeypatch, tmp_path: 
     assert expand_path("first") == tmp_path / "first"
 
 
-@pytest.mark.parametrize("path, expected", [("s3://b/k", True), ("gs://b", True), ("gcs://b", True), ("/s3/b", False)])
+@pytest.mark.parametrize(
+    "path, expected", [("s3://b/k", True), ("gs://b", True), ("az://b", True), ("/s3/b", False), ("s3:/b", False)]
+)
 def test_cloud_paths_are_told_by_their_scheme(path: str, expected: bool):
     assert is_cloud_path(path) is expected
 

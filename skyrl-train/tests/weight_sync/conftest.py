@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from skyrl_train.distributed.process_group import free_port
-from skyrl_train.weight_sync.plan import init_infos_for
+from skyrl_train.weight_sync.plan import Route, init_infos_for
 from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train_testing.weight_holders import CPU, HolderInfo, HoldersInThreads, WeightHolder
 
@@ -29,7 +29,7 @@ def connect(tmp_path: Path) -> Iterator[Connect]:
             timeout_seconds: float = 20.0,
         ) -> WeightSender:
             infos = init_infos_for(
-                *ways,
+                [Route(*ways)] * len(holders),
                 [HolderInfo()] * len(holders),
                 master_address="127.0.0.1",
                 master_port=free_port(),

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from skyrl_train.weight_sync.plan import init_infos_for
+from skyrl_train.weight_sync.plan import Route, init_infos_for
 from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train_testing.weight_holders import HolderInfo, HolderProcesses, WeightHolder
 
@@ -27,7 +27,7 @@ class HolderOnGpu(WeightHolder):
 def test_an_engine_on_the_same_gpu_holds_the_trainers_weights(most: int):
     """`send` compares fingerprints of every byte; two tensors a bucket, then all in one."""
     device = torch.device("cuda", 0)
-    infos = init_infos_for("cuda_ipc", "full", [HolderInfo()], verification="full")
+    infos = init_infos_for([Route("cuda_ipc")], [HolderInfo()], verification="full")
     with HolderProcesses(1, partial(HolderOnGpu)) as engines:
         engines.wait_for_start()
         sender = WeightSender(engines, infos, device, max_bucket_bytes=most, verification="full")

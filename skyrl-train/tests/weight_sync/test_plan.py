@@ -1,84 +1,143 @@
-"""Placement decides how weights travel, and each engine gets ranks of its own."""
+"""Placement decides how weights travel to each engine and from which rank, and each engine gets ranks of its own."""
 
 from typing import Any
 
 import pytest
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.weight_sync.plan import choose_transport, init_infos_for
+from skyrl_train.weight_sync.plan import RankPlace, Route, init_infos_for, plan_routes
 from skyrl_train_testing.weight_holders import HolderInfo
 
-SHARED_CPU: dict[str, Any] = {"colocated": True, "device": "cpu", "remote": False, "same_node": True}
-SHARED_GPU = SHARED_CPU | {"device": "cuda"}
-APART_CPU = SHARED_CPU | {"colocated": False}
-OTHER_NODE = SHARED_GPU | {"same_node": False}
-REMOTE: dict[str, Any] = {"colocated": False, "device": "cpu", "remote": True, "same_node": False}
-REMOTE_HERE = REMOTE | {"same_node": True}
+HERE, THERE = RankPlace(node="here"), RankPlace(node="there")
+SHARED_CPU: dict[str, Any] = {"colocated": True, "device": "cpu", "remote": False}
+SHARED_GPU: dict[str, Any] = SHARED_CPU | {"device": "cuda"}
+APART_CPU: dict[str, Any] = SHARED_CPU | {"colocated": False}
+REMOTE: dict[str, Any] = {"colocated": False, "device": "cpu", "remote": True}
+
+
+def route(strategy: Any, where: dict[str, Any], *, node: str = "here", gpu: str = "a") -> Route:
+    """The route to one engine, of a policy of one rank on `here` and GPU `a`."""
+    gpus = [gpu] if where["device"] == "cuda" else []
+    ranks = [RankPlace(node="here", gpu="a" if gpus else None)]
+    [planned] = plan_routes(strategy, [HolderInfo(node=node, gpus=gpus)], ranks, **where)
+    return planned
 
 
 @pytest.mark.parametrize(
     "strategy, where, expected",
     [
-        ("auto", SHARED_CPU, ("shared_memory", "full")),
-        ("auto", SHARED_GPU, ("cuda_ipc", "full")),
-        ("auto", SHARED_GPU | {"one_device": False}, ("shared_memory", "full")),
-        ("auto", APART_CPU, ("broadcast", "full")),
-        ("auto", APART_CPU | {"device": "cuda"}, ("broadcast", "full")),
-        ("auto", OTHER_NODE, ("broadcast", "full")),  # engines of a shared cluster that landed elsewhere
-        ("auto", REMOTE, ("checkpoint", "full")),
-        ("auto", REMOTE_HERE, ("checkpoint", "full")),
-        ("delta", SHARED_CPU, ("shared_memory", "delta")),
-        ("delta", SHARED_GPU, ("shared_memory", "delta")),
-        ("delta", APART_CPU, ("broadcast", "delta")),
-        ("delta", REMOTE, ("checkpoint", "delta")),
-        ("shared_memory", APART_CPU, ("shared_memory", "full")),
-        ("shared_memory", REMOTE_HERE, ("shared_memory", "full")),
-        ("cuda_ipc", SHARED_GPU, ("cuda_ipc", "full")),
-        ("broadcast", SHARED_CPU, ("broadcast", "full")),
-        ("broadcast", REMOTE, ("broadcast", "full")),
-        ("checkpoint", SHARED_CPU, ("checkpoint", "full")),
+        ("auto", SHARED_CPU, Route("shared_memory")),
+        ("auto", SHARED_GPU, Route("cuda_ipc")),
+        ("auto", APART_CPU, Route("broadcast")),
+        ("auto", APART_CPU | {"device": "cuda"}, Route("broadcast")),
+        ("auto", REMOTE, Route("checkpoint")),
+        ("delta", SHARED_CPU, Route("shared_memory", "delta")),
+        ("delta", SHARED_GPU, Route("shared_memory", "delta")),
+        ("delta", APART_CPU, Route("broadcast", "delta")),
+        ("delta", REMOTE, Route("checkpoint", "delta")),
+        ("shared_memory", APART_CPU, Route("shared_memory")),
+        ("shared_memory", REMOTE, Route("shared_memory")),
+        ("cuda_ipc", SHARED_GPU, Route("cuda_ipc")),
+        ("broadcast", SHARED_CPU, Route("broadcast")),
+        ("broadcast", REMOTE, Route("broadcast")),
+        ("checkpoint", SHARED_CPU, Route("checkpoint")),
     ],
 )
-def test_the_way_of_each_strategy(strategy, where: dict[str, Any], expected: tuple[str, str]):
-    assert choose_transport(strategy, **where) == expected
+def test_the_way_of_each_strategy(strategy, where: dict[str, Any], expected: Route):
+    assert route(strategy, where) == expected
+
+
+@pytest.mark.parametrize(
+    "strategy, where, expected",
+    [
+        ("auto", SHARED_CPU, "broadcast"),  # engines of a shared cluster that landed elsewhere
+        ("auto", SHARED_GPU, "broadcast"),
+        ("auto", REMOTE, "checkpoint"),
+        ("delta", SHARED_CPU, "broadcast"),
+    ],
+)
+def test_an_engine_on_a_machine_without_ranks_gets_no_memory(strategy, where: dict[str, Any], expected: str):
+    assert route(strategy, where, node="there", gpu="b").transport == expected
 
 
 @pytest.mark.parametrize(
     "strategy, where, why",
     [
-        ("shared_memory", OTHER_NODE, "on one machine. Use generator.weight_sync_strategy=broadcast"),
-        ("shared_memory", REMOTE, "on one machine. Use generator.weight_sync_strategy=checkpoint"),
+        ("shared_memory", SHARED_CPU, "the machine of each engine. Use generator.weight_sync_strategy=broadcast"),
+        ("shared_memory", REMOTE, "the machine of each engine. Use generator.weight_sync_strategy=checkpoint"),
         ("cuda_ipc", SHARED_CPU, "needs models on cuda; they are on cpu"),
+        ("cuda_ipc", SHARED_GPU, "on the workers' GPUs"),
         ("cuda_ipc", SHARED_GPU | {"colocated": False}, "on the workers' GPUs"),
-        ("cuda_ipc", REMOTE_HERE | {"device": "cuda"}, "on the workers' GPUs"),
-        ("cuda_ipc", SHARED_GPU | {"one_device": False}, "serves one GPU"),
+        ("cuda_ipc", REMOTE | {"device": "cuda"}, "on the workers' GPUs"),
     ],
 )
 def test_a_way_that_cannot_work_is_refused_with_one_that_does(strategy, where: dict[str, Any], why: str):
     with pytest.raises(ConfigError) as raised:
-        choose_transport(strategy, **where)
+        route(strategy, where, node="there", gpu="b")
     assert f"generator.weight_sync_strategy={strategy}" in str(raised.value) and why in str(raised.value)
 
 
 def test_adapters_take_no_transport():
     with pytest.raises(ValueError, match="adapters are files"):
-        choose_transport("adapter", **SHARED_CPU)
+        route("adapter", SHARED_CPU)
 
 
-def test_ranks_count_the_processes_of_all_engines():
-    engines = [HolderInfo(num_weight_processes=count) for count in (2, 1, 4)]
-    infos = init_infos_for("broadcast", "full", engines, master_address="127.0.0.1", master_port=7, backend="gloo")
-    assert [info.rank for info in infos] == [0, 1, 3, 4]  # engine 0: ranks 1 and 2
+# ---- several ranks
+
+
+def test_ranks_of_a_machine_serve_its_engines_in_turn():
+    """Two ranks on each of two machines; the fourth engine is the second one there, and the fifth has no rank."""
+    engines = [HolderInfo(node=node) for node in ("here", "here", "there", "there", "elsewhere", "here")]
+    routes = plan_routes("auto", engines, [HERE, HERE, THERE, THERE], **SHARED_CPU)
+    assert [route.sources for route in routes] == [(0,), (1,), (2,), (3,), (0,), (0,)]
+    assert [route.transport for route in routes] == [*["shared_memory"] * 4, "broadcast", "shared_memory"]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "cuda_ipc"])
+def test_each_gpu_is_served_by_the_rank_on_it(strategy):
+    """Ranks are numbered otherwise than GPUs, and the second engine spreads over two of them."""
+    ranks = [RankPlace(node="here", gpu=gpu) for gpu in "dbac"]
+    engines = [HolderInfo(node="here", gpus=gpus) for gpus in (["a"], ["b", "c"], ["d"])]
+    routes = plan_routes(strategy, engines, ranks, **SHARED_GPU)
+    assert routes == [Route("cuda_ipc", sources=sources) for sources in ((2,), (1, 3), (0,))]
+
+
+def test_engine_that_does_not_tell_its_gpus_may_take_any_handle_of_its_machine():
+    ranks = [RankPlace(node=node, gpu=gpu) for node, gpu in (("here", "a"), ("there", "b"), ("here", "c"))]
+    assert plan_routes("auto", [HolderInfo(node="here")], ranks, **SHARED_GPU) == [Route("cuda_ipc", sources=(0, 2))]
+
+
+def test_engine_with_a_gpu_that_no_rank_has_is_served_through_the_host():
+    ranks = [RankPlace(node="here", gpu="a")]
+    engines = [HolderInfo(node="here", gpus=["a", "b"])]
+    assert plan_routes("auto", engines, ranks, **SHARED_GPU) == [Route("shared_memory")]
+
+
+@pytest.mark.parametrize("node, transport", [("here", "shared_memory"), ("there", "broadcast")])
+def test_changes_come_from_rank_0_alone(node: str, transport: str):
+    engines = [HolderInfo(node="here"), HolderInfo(node=node)]
+    routes = plan_routes("delta", engines, [HERE, RankPlace(node="there")], **SHARED_CPU)
+    assert routes == [Route(transport, "delta")] * 2  # type: ignore[arg-type]
+
+
+# ---- init infos
+
+
+def test_ranks_of_a_group_count_the_processes_of_the_engines_in_it():
+    engines = [HolderInfo(num_weight_processes=count) for count in (2, 1, 8, 4)]
+    routes = [Route("broadcast"), Route("broadcast"), Route("shared_memory", sources=(3,)), Route("broadcast")]
+    infos = init_infos_for(routes, engines, master_address="127.0.0.1", master_port=7, backend="gloo")
+    assert [info.rank for info in infos if info.transport == "broadcast"] == [1, 3, 4]  # engine 0: ranks 1 and 2
     assert {(info.world_size, info.master_port) for info in infos} == {(8, 7)}
+    assert [info.sources for info in infos] == [(0,), (0,), (3,), (0,)]
 
 
-def test_init_info_has_the_address_and_ranks_of_each_side():
-    infos = init_infos_for(
-        "shared_memory", "delta", [HolderInfo()], directory="/d", verification="full", timeout_seconds=3.0
+def test_init_info_has_the_way_and_the_settings():
+    [info] = init_infos_for(
+        [Route("shared_memory", "delta")], [HolderInfo()], directory="/d", verification="full", timeout_seconds=3.0
     )
-    assert {(i.transport, i.encoding, i.directory, i.verification, i.timeout_seconds) for i in infos} == {
-        ("shared_memory", "delta", "/d", "full", 3.0)
-    }
+    assert (info.transport, info.encoding, info.directory) == ("shared_memory", "delta", "/d")
+    assert (info.verification, info.timeout_seconds) == ("full", 3.0)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +150,9 @@ def test_init_info_has_the_address_and_ranks_of_each_side():
 )
 def test_an_engine_that_cannot_take_part_is_named_with_its_reason(transport, lacks: dict[str, str], refused: bool):
     engines = [HolderInfo(), HolderInfo(backend="sglang", unsupported=lacks)]
+    routes = [Route(transport)] * 2
     if not refused:
-        assert len(init_infos_for(transport, "full", engines)) == 3
+        assert len(init_infos_for(routes, engines)) == 2
         return
     with pytest.raises(ConfigError, match=r"weight_sync_strategy: engine 1 \(sglang\) .*: (no route|read-only)"):
-        init_infos_for(transport, "full", engines)
+        init_infos_for(routes, engines)

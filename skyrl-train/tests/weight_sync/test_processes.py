@@ -17,7 +17,7 @@ from skyrl_train.distributed.process_group import free_port
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.base import WeightSyncInitInfo
 from skyrl_train.weight_sync.payload import Payload
-from skyrl_train.weight_sync.plan import init_infos_for
+from skyrl_train.weight_sync.plan import Route, init_infos_for
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.sender import Bucket, WeightSender
 from skyrl_train_testing.weight_holders import CPU, HolderInfo, HolderProcesses, WeightHolder
@@ -35,7 +35,7 @@ def weights(version: int) -> list[tuple[str, torch.Tensor]]:
 
 def sender_to(engines: HolderProcesses, count: int, ways: tuple[Any, Any], folder: Path, most: int) -> WeightSender:
     infos = init_infos_for(
-        *ways,
+        [Route(*ways)] * count,
         [HolderInfo()] * count,
         master_address="127.0.0.1",
         master_port=free_port(),
@@ -116,7 +116,9 @@ from skyrl_train.weight_sync.shared_memory import SharedMemoryWriter
 from skyrl_train.weight_sync.staging import DeltaStage
 bucket = [("a", torch.ones(1000, 1000))]
 stage, writer = DeltaStage(sys.argv[1]), SharedMemoryWriter()
-list(stage.take([bucket], 1))
+stage.begin(1)
+stage.add(Payload.of(bucket))
+stage.end(1)
 print(writer.write(Payload.of(bucket), 1, 0)["location"], flush=True)
 time.sleep(60)
 """

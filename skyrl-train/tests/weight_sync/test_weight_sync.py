@@ -15,10 +15,10 @@ from skyrl_train.distributed.process_group import free_port
 from skyrl_train.errors import WeightSyncError, WorkerError
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.broadcast import BroadcastGroup
-from skyrl_train.weight_sync.payload import Payload, split_bytes
-from skyrl_train.weight_sync.plan import init_infos_for
+from skyrl_train.weight_sync.payload import Payload, in_buckets, split_bytes
+from skyrl_train.weight_sync.plan import Route, init_infos_for
 from skyrl_train.weight_sync.receiver import WeightReceiver
-from skyrl_train.weight_sync.sender import buckets_of, needs_staging
+from skyrl_train.weight_sync.sender import needs_staging
 from skyrl_train.weight_sync.shared_memory import Segment, SharedMemoryWriter
 from skyrl_train_testing.weight_holders import CPU, HolderInfo, WeightHolder
 
@@ -59,14 +59,8 @@ def at_version(version: int) -> list[tuple[str, torch.Tensor]]:
     ],
 )
 def test_buckets_are_filled_up_to_the_limit(max_bytes: int, expected: list[list[str]]):
-    buckets = list(buckets_of(parameters(), torch.float32, max_bytes))
+    buckets = list(in_buckets(parameters(), max_bytes))
     assert [[name for name, _ in bucket] for bucket in buckets] == expected
-
-
-def test_buckets_are_in_the_engines_number_format():
-    [bucket] = buckets_of(parameters(), torch.bfloat16, 1000)
-    assert {tensor.dtype for _, tensor in bucket} == {torch.bfloat16}
-    assert Payload.of(bucket).num_bytes == 2 * (10 + 1 + 6)
 
 
 def test_only_one_bucket_is_in_memory_at_a_time():
@@ -77,7 +71,7 @@ def test_only_one_bucket_is_in_memory_at_a_time():
             taken.append(name)
             yield name, tensor
 
-    next(buckets_of(parameters_one_by_one(), torch.float32, 1))
+    next(in_buckets(parameters_one_by_one(), 1))
     assert taken == ["first", "scalar"]  # the second had to be seen to know that the first bucket is full
 
 
@@ -117,7 +111,7 @@ class Bench:
     """The writer and the receiver of shared memory, with nobody between them."""
 
     def __init__(self) -> None:
-        [self.info, _] = init_infos_for("shared_memory", "full", [HolderInfo()])
+        [self.info] = init_infos_for([Route("shared_memory")], [HolderInfo()])
         self.writer, self.receiver = SharedMemoryWriter(), WeightReceiver(self.info, CPU)
 
     def receive(self, name: str, version: int, index: int) -> None:
@@ -172,7 +166,10 @@ def test_an_update_with_fewer_tensors_than_the_one_before_is_not_finished():
 def test_memory_of_a_trainer_that_has_ended_is_named():
     bench = Bench()
     request = Payload.of(parameters()).request(version=1, index=0, location="/proc/self/fd/987654")
-    with pytest.raises(WeightSyncError, match=r"shared memory /proc/self/fd/987654 cannot be opened here .*broadcast"):
+    with pytest.raises(
+        WeightSyncError,
+        match=r"shared memory of policy rank 0, /proc/self/fd/987654, cannot be opened here .*broadcast",
+    ):
         bench.receiver.receive(request)
 
 
@@ -194,7 +191,7 @@ def test_two_engines_hold_the_trainers_weights(ways, max_bucket_bytes: int, num_
     sender = connect(ways, *engines, max_bucket_bytes=max_bucket_bytes)
     for version in (1, 2, 4):
         weights = at_version(version)
-        result = sender.send(buckets_of(weights, torch.float32, max_bucket_bytes), version)
+        result = sender.send(in_buckets(weights, max_bucket_bytes), version)
         assert result.metrics["bytes"] == 68
         if ways[0] != "checkpoint":  # a file a bucket, as they come
             assert result.metrics["buckets"] == num_buckets
@@ -225,7 +222,7 @@ def test_staged_weights_are_sent(ways, connect):
 
 
 def test_transports_with_staging(connect):
-    stages = [needs_staging(init_infos_for(*ways, [HolderInfo()])[0]) for ways in WAYS]  # type: ignore[misc]
+    stages = [needs_staging(init_infos_for([Route(*ways)], [HolderInfo()])[0]) for ways in WAYS]  # type: ignore[arg-type]
     assert stages == [False, False, True, True, True, True]
 
 
@@ -278,9 +275,8 @@ def test_engine_that_can_read_nothing_has_no_read_share(connect):
 
 def test_an_engine_of_several_processes_takes_several_ranks(tmp_path):
     """Each process of an engine makes a receiver of its own."""
-    infos = init_infos_for(
-        "broadcast",
-        "full",
+    [info] = init_infos_for(
+        [Route("broadcast")],
         [HolderInfo(num_weight_processes=2)],
         master_address="127.0.0.1",
         master_port=free_port(),
@@ -289,7 +285,7 @@ def test_an_engine_of_several_processes_takes_several_ranks(tmp_path):
     received: dict[int, Any] = {}
 
     def process(index: int) -> None:
-        receiver = WeightReceiver(infos[1], CPU, process_index=index)
+        receiver = WeightReceiver(info, CPU, process_index=index)
         request = Payload.of(parameters()).request(version=1, index=0)
         received[index] = [tensor.clone() for _, tensor in receiver.receive(request)]
         receiver.close()
@@ -297,7 +293,7 @@ def test_an_engine_of_several_processes_takes_several_ranks(tmp_path):
     threads = [threading.Thread(target=process, args=(index,)) for index in (0, 1)]
     for thread in threads:
         thread.start()
-    group = BroadcastGroup(infos[0], CPU, rank=0)
+    group = BroadcastGroup(info, CPU, rank=0)
     flat = torch.empty(68, dtype=torch.uint8)
     Payload.of(parameters()).copy_to(flat)
     group.broadcast(torch.tensor([1, 0, 68]))
@@ -361,7 +357,8 @@ def test_a_tensor_that_was_not_sent_before_makes_a_whole_send(connect):
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
-    [_, info] = init_infos_for("shared_memory", "delta", [HolderInfo()], directory=str(tmp_path / "file" / "below"))
+    route = Route("shared_memory", "delta")
+    [info] = init_infos_for([route], [HolderInfo()], directory=str(tmp_path / "file" / "below"))
     with pytest.raises(WeightSyncError, match=r"cannot be kept in .*below \(generator.weight_sync_directory\)"):
         WeightReceiver(info, CPU)
 
@@ -380,7 +377,7 @@ def test_python_keeps_no_second_model(ways, connect):
     tracemalloc.start()
     for _, tensor in weights:
         tensor[::7] += 1
-    sender.send(buckets_of(weights, torch.bfloat16, 4_000_000), 2)
+    sender.send(in_buckets(weights, 4_000_000), 2)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 8_000_000

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ import numpy as np
 import psutil
 import pytest
 import ray
+import torch
+from safetensors.torch import load_file
 
 from skyrl_train.orchestration.launcher import Ranks
 from skyrl_train.orchestration.process_ranks import ProcessRanks
@@ -245,6 +248,30 @@ def test_processes_of_ray_do_the_same(
     with pytest.raises(BackendLost, match="training worker 1 died"):
         run(group, "m", supervised([20, 20]))
     group.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "dtype"), [("qwen2", "float32"), ("qwen3_moe", "bfloat16")])
+def test_processes_that_read_their_parts_compute_the_bits_of_a_whole_model(
+    model_folder: Callable[[str], Path], supervised: Data, tmp_path: Path, architecture: str, dtype: str
+) -> None:
+    """Pickled weights cannot be read in parts: rank 0 loads all of them for the other."""
+    parts, pickled = model_folder(architecture), tmp_path / "pickled"
+    pickled.mkdir()
+    shutil.copy(parts / "config.json", pickled)
+    torch.save(load_file(parts / "model.safetensors"), pickled / "pytorch_model.bin")
+    results, logs = [], []
+    for folder in (parts, pickled):
+        logs.append(tmp_path / f"logs of {folder.name}")
+        group, _, _ = start(ProcessRanks, folder, logs[-1], dtype=dtype)
+        group.create("m", LoraSpec(rank=4, seed=1))
+        results.append((run(group, "m", supervised(LENGTHS)), group.optim_step("m", ADAM)))
+        group.close()
+    (ours, step), (expected, expected_step) = results
+    assert step == expected_step
+    assert all(np.array_equal(a, b) for a, b in zip(ours.logprobs, expected.logprobs, strict=True))
+    warned = ["rank 0 loads all weights" in "".join(path.read_text() for path in folder.iterdir()) for folder in logs]
+    assert warned == [False, True]
 
 
 def test_data_are_shared_evenly_and_one_after_the_other() -> None:

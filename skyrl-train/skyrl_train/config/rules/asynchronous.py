@@ -102,9 +102,12 @@ def _check_correction(config: SkyRLConfig) -> None:
     settings, algorithm = config.trainer.fully_async, config.trainer.algorithm
     registrations = PolicyLossRegistry.registrations()
     losses = sorted(name for name, each in registrations.items() if each.requires.rollout_log_probs)
+    for name, each in sorted(registrations.items()):
+        if each.requires.rollout_log_probs_with is not None:
+            losses.append(f"{name} (with {'='.join(each.requires.rollout_log_probs_with)})")
     require(
         settings.max_staleness_steps == 0
-        or algorithm.policy_loss_type in losses
+        or algorithm.loss_reads_rollout_log_probs
         or algorithm.off_policy_correction.is_on,
         f"{_NAME}.max_staleness_steps={settings.max_staleness_steps} trains on tokens of older weights, and "
         f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type} does not correct for that: its ratio starts "

@@ -18,6 +18,7 @@ _SAID_BY_THE_TASK_FILE = (
     "merge_stepwise_output",
     "zero_reward_on_non_stop",
     "apply_overlong_filtering",
+    "overlong_filtering_by",
     "max_rollout_retries",
 )
 

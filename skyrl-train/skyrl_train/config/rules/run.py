@@ -16,10 +16,12 @@ def check_paths(config: SkyRLConfig) -> None:
         if path is None:
             continue
         require(path != "", f"{name} is empty; give a folder, or leave the setting out")
-        require(
-            not path.startswith(("s3://", "gs://", "gcs://")),
-            f"{name}={path} is not supported yet: cloud storage; give a folder that every machine of the run can see",
-        )
+    require(
+        "://" not in config.trainer.run_dir,
+        f"trainer.run_dir={config.trainer.run_dir} must be a folder on a file system: metrics, logs and the journal of "
+        "asynchronous training are appended to line by line, which an object store cannot do. Set trainer.ckpt_path "
+        "and trainer.export_path to URLs instead",
+    )
     for name in _MODELS:
         require(value_of(config, name) != "", f"{name} is empty; give a folder or a name on the Hugging Face hub")
 

@@ -1,17 +1,35 @@
 """Rules of the training backend: its declared traits against what the run asks of it."""
 
-from skyrl_train.config.config import SkyRLConfig
+import warnings
+
+from skyrl_train.config.config import SkyRLConfig, TrainerConfig
 from skyrl_train.config.models import CriticConfig, PolicyConfig
 from skyrl_train.config.rules.checks import require
 from skyrl_train.config.training_backends import TrainingBackendRegistry
+from skyrl_train.config.typed import leaves
+
+
+def replace_old_name(trainer: TrainerConfig) -> None:
+    """Replace a backend's name in other releases by the present one, with a warning."""
+    present = TrainingBackendRegistry.requirements(trainer.strategy).alias_of
+    if present is not None:
+        warnings.warn(
+            f"trainer.strategy={trainer.strategy} means trainer.strategy={present} here, which takes the same settings",
+            FutureWarning,
+            stacklevel=4,
+        )
+        trainer.strategy = present
 
 
 def check_training_backend(config: SkyRLConfig) -> None:
     """The backend of `trainer.strategy` is installed and can hold every model of the run."""
     trainer, placement = config.trainer, config.trainer.placement
+    replace_old_name(trainer)
     strategy = f"trainer.strategy={trainer.strategy}"
     traits = TrainingBackendRegistry.requirements(trainer.strategy)
     require(traits.is_installed, f"{strategy} needs the package {traits.library}: {traits.install_hint}")
+    _check_sections(config)
+    traits.check_settings(config)
     trained: dict[str, PolicyConfig | CriticConfig] = {"policy": trainer.policy}
     if trainer.critic.model.path is not None:
         trained["critic"] = trainer.critic
@@ -34,5 +52,23 @@ def check_training_backend(config: SkyRLConfig) -> None:
         require(
             size == 1 or traits.sequence_parallel,
             f"{strategy} does not divide sequences: trainer.{name}.sequence_parallel_size={size} must be 1, or use "
+            "another strategy",
+        )
+
+
+def _check_sections(config: SkyRLConfig) -> None:
+    """Check that settings which only another backend reads are at their defaults."""
+    strategy = config.trainer.strategy
+    names = TrainingBackendRegistry.registrations()
+    others = {TrainingBackendRegistry.requirements(name).section for name in names if name != strategy} - {None}
+    unchanged = SkyRLConfig().trainer
+    defaults = {name: getattr(section, field.name) for name, section, field in leaves(unchanged, "trainer")}
+    for name, section, field in leaves(config.trainer, "trainer"):
+        if others.isdisjoint(name.split(".")):
+            continue
+        value = getattr(section, field.name)
+        require(
+            value == defaults[name],
+            f"{name}={value!r} is not read by trainer.strategy={strategy}; leave it at {defaults[name]!r}, or use "
             "another strategy",
         )

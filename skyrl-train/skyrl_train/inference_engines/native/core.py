@@ -7,16 +7,19 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from skyrl_train.expert_routes import ExpertRoutes
 from skyrl_train.inference_engines.base import StopReason
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.attention import KEY_BLOCK, round_up
 from skyrl_train.inference_engines.native.prompt_scores import score_prompts
 from skyrl_train.inference_engines.native.requests import Request
+from skyrl_train.inference_engines.native.route_table import route_table
 from skyrl_train.inference_engines.native.rows import RowTable
 from skyrl_train.inference_engines.native.runner import ModelRunner
 from skyrl_train.inference_engines.native.sampling import sample, uniforms
 from skyrl_train.inference_engines.native.stop_strings import Decode
 from skyrl_train.inference_engines.native.waiting import Waiting
+from skyrl_train.models.routing_replay import RoutingReplay
 
 MAX_PREFILL_TOKENS = 4096
 
@@ -44,6 +47,7 @@ class NativeEngineCore:
         max_loras: adapters that may be loaded at the same time
         max_cache_tokens: places in the cache (rows x longest); requests wait for room to be written to their end. One
             that needs more runs alone. None: no limit
+        routing: of a mixture whose completions come with the experts of their tokens; None: without
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class NativeEngineCore:
         max_prefill_tokens: int = MAX_PREFILL_TOKENS,
         max_loras: int = 8,
         max_cache_tokens: int | None = None,
+        routing: RoutingReplay | None = None,
     ):
         self._runner = ModelRunner(
             model,
@@ -64,7 +69,9 @@ class NativeEngineCore:
             max_length=max_model_len,
             max_cache_tokens=max_cache_tokens,
             max_loras=max_loras,
+            routing=routing,
         )
+        self._routes = None if routing is None else route_table(routing)
         self.model, self.loras = model, self._runner.loras
         self.weight_version = 0
         self.max_num_seqs = max_num_seqs
@@ -148,6 +155,8 @@ class NativeEngineCore:
             slots = self._rows.lora_slot[rows]
             hidden, logits = self._runner.prefill(rows, [request.prompt for request in requests], slots)
             self.num_prompt_tokens_computed += sum(len(request.prompt) for request in requests)
+            if self._routes is not None:
+                self._routes.put_prompts(rows, [len(request.prompt) for request in requests], self._runner.routes)
             self._score_prompts(requests, slots, hidden)
             known.update(zip(rows, logits, strict=True))
             del hidden  # its memory is needed for decoding
@@ -163,6 +172,8 @@ class NativeEngineCore:
         """Free the memory of the cache. Only while nothing runs."""
         assert not self._rows, "the cache is in use"
         self._cache.release()
+        if self._routes is not None:
+            self._routes.release()
 
     def _admit(self) -> tuple[list[int], dict[int, int]]:
         """Move waiting requests into free rows.
@@ -203,6 +214,8 @@ class NativeEngineCore:
         for row, source in copies.items():
             prompt = self._rows.requests[row].prompt
             self._cache.copy_row(source, row, len(prompt))
+            if self._routes is not None:  # where the last tokens differ, decoding writes that of this one
+                self._routes.copy(source, row, len(prompt))
             if source in known and self._rows.requests[source].prompt[-1] == prompt[-1]:
                 known[row] = known[source]
 
@@ -229,6 +242,8 @@ class NativeEngineCore:
             decode=self._decode_text,
         )
         self._cache.reserve(row + 1, int(self._rows.length[: row + 1].max()))
+        if self._routes is not None:
+            self._routes.reserve(row + 1, int(self._rows.max_length[row]))
         return row
 
     def _prefill_batches(self, rows: list[int]) -> Iterable[list[int]]:
@@ -282,7 +297,10 @@ class NativeEngineCore:
         last = self._rows.length[:count] - 1
         self._cache.reserve(self._runner.filled(count), int(self._rows.length[: len(self._rows)].max()))
         ids = self._rows.tokens[np.arange(count), last]
-        return self._runner.decode(ids, last, self._rows.lora_slot[:count])
+        logits = self._runner.decode(ids, last, self._rows.lora_slot[:count])
+        if self._routes is not None:
+            self._routes.put_tokens(last, self._runner.routes)
+        return logits
 
     def _sample(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         rows, count = self._rows, len(self._rows)
@@ -319,19 +337,28 @@ class NativeEngineCore:
             request, generated = rows.requests[row], slice(int(rows.prompt_length[row]), int(rows.length[row]))
             tokens, log_probs = rows.tokens[row, generated].tolist(), rows.log_probs[row, generated].tolist()
             versions = rows.versions[row, generated].tolist()
-            outcomes[request] = _completion(request, tokens, log_probs, versions, reason(row))
+            # The last token was drawn and not yet computed.
+            routes = None if self._routes is None else self._routes.of_row(row, int(rows.length[row]) - 1)
+            outcomes[request] = _completion(request, tokens, log_probs, versions, reason(row), routes)
         for row in reversed(ended):
             last = len(rows) - 1
             self._waiting.give_back(rows.requests[row])
             if row != last:
                 self._cache.copy_row(last, row, int(rows.length[last]) - 1)
+                if self._routes is not None:
+                    self._routes.copy(last, row, int(rows.length[last]) - 1)
                 rows.move(last, row)
             rows.remove_last()
         return outcomes
 
 
 def _completion(
-    request: Request, token_ids: list[int], log_probs: list[float], versions: list[int], reason: StopReason
+    request: Request,
+    token_ids: list[int],
+    log_probs: list[float],
+    versions: list[int],
+    reason: StopReason,
+    routes: ExpertRoutes | None = None,
 ) -> Completion:
     scores = [] if request.prompt_scores is None else request.prompt_scores.log_probs.tolist()
     return Completion(
@@ -340,6 +367,7 @@ def _completion(
         weight_versions=versions,
         log_probs=log_probs,
         prompt_log_probs=None if request.scoring is None else scores,
+        routes=routes,
     )
 
 

@@ -43,7 +43,10 @@ from skyrl_train.inference_engines.native.mailbox import Mailbox
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request, SeedPair, split_seeds
 from skyrl_train.inference_engines.native.trial import check_generation
 from skyrl_train.inference_engines.native.weights import EngineWeights
+from skyrl_train.models.routing_replay import RoutingReplay
+from skyrl_train.utils.cpu_numerics import use_strict_kernels, warn_if_rows_depend_on_their_number
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.cuda_ipc import gpu_uuid
 
 T = TypeVar("T")
 
@@ -113,6 +116,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         shared_weights: parameters and buffers of the same model that is loaded in this process already, by their names
             in transformers. The engine uses their memory where device and dtype are its own (its packed copies of
             linear layers come beside, on a CPU), and nobody may change them
+        return_expert_routes: completions come with the experts that each token of prompt and answer went to
     """
 
     def __init__(
@@ -134,10 +138,14 @@ class NativeInferenceEngine(InferenceEngineInterface):
         max_prefill_tokens: int = MAX_PREFILL_TOKENS,
         max_cache_gib: float | None = None,
         shared_weights: Mapping[str, torch.Tensor] | None = None,
+        return_expert_routes: bool = False,
     ):
         if max_num_seqs < 1:
             raise ConfigError(f"max_num_seqs must be at least 1; got {max_num_seqs}")
         self._device = torch.device(device)
+        if self._device.type == "cpu" and dtype == "float32":
+            use_strict_kernels()
+            warn_if_rows_depend_on_their_number()
         model = load_model(
             model_path,
             device=self._device,
@@ -148,6 +156,8 @@ class NativeInferenceEngine(InferenceEngineInterface):
             shared_weights=shared_weights,
         )
         self._model_path, self._dtype = model_path, dtype
+        gpu = gpu_uuid(self._device)
+        self._gpus = [] if gpu is None else [gpu]
         self._tokenizer = load_tokenizer(model_path, trust_remote_code)
         self._core = NativeEngineCore(
             model,
@@ -160,6 +170,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
             max_cache_tokens=None
             if max_cache_gib is None
             else int(max_cache_gib * 2**30 / cache_bytes_of_token(model)),
+            routing=RoutingReplay(model, "trainer.policy.routing_replay=R3") if return_expert_routes else None,
         )
         check_generation(self._core, model_path)
         self._max_lora_rank = max_lora_rank
@@ -190,6 +201,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
             max_model_len=self._core.max_model_len,
             dtype=self._dtype,
             node=platform.node(),
+            gpus=self._gpus,
             unsupported={} if self._max_lora_rank else {"lora": _NO_LORA},
         )
 

@@ -85,11 +85,13 @@ def groups_of(slots: np.ndarray, device: torch.device, *, apart: bool) -> Groups
         return Groups(len(slots), torch.from_numpy(slots[rows]).to(device), 1, indices, indices, places)
     order = np.argsort(group_of_row, kind="stable")
     starts = np.cumsum(sizes) - sizes
+    # Smaller groups would take another matrix kernel, so a row's bits would depend on how many share its adapter.
     size = max(int(sizes.max()), MIN_ROWS)
     places = np.empty(len(rows), np.int64)
     places[order] = group_of_row[order] * size + np.arange(len(rows)) - starts[group_of_row[order]]
     gathered = np.repeat(rows[order[starts]], size)
     gathered[places] = rows
+    # A slice of the stacks is a view; indices would copy A and B of every layer in each pass.
     all_before = bool((used == np.arange(len(used))).all())
     return Groups(
         len(slots),
@@ -161,6 +163,7 @@ class _AdaptedLayer:
         x = x.reshape(len(a), groups.size * num_tokens, -1)
         added = torch.bmm(torch.bmm(x, a.transpose(1, 2)).mul_(scaling), b.transpose(1, 2))
         added = added.view(len(a) * groups.size, num_tokens, -1)
+        # view, because reshape may copy, and the sum would then go into the copy.
         whole = output.view(groups.num_rows, num_tokens, -1)
         if groups.gathered is None:
             whole.add_(added)
@@ -267,7 +270,9 @@ class Loras:
         self._serials += 1
         lora.version, lora.serial = request.version, self._serials
         self._versions[lora.slot], self._ranks[lora.slot] = request.version, rank
+        # The next pass groups its rows anew: the slot may have another rank now.
         self._key = b""
+        # The version before may have adapted layers that this one leaves alone.
         for name in [name for name in self._layers if name not in layers]:
             self._clear(name, lora.slot)
         for name, matrices in layers.items():
@@ -296,6 +301,7 @@ class Loras:
             self._clear(name, lora.slot)
         if not self._slots:
             self._versions, self._ranks, self._rank = np.zeros(0, np.int64), np.zeros(0, np.int64), RANK_BLOCK
+            # No pass calls `begin` while there are no adapters, so what the last one set would stay.
             for adapters in self._experts.values():
                 adapters.slots = None
 

@@ -42,6 +42,7 @@ def _check_model(generator: GeneratorConfig) -> None:
         ),
         is_in_process=True,
         output_layer_adapters=True,
+        expert_routes=True,
         check_model=_check_model,
     ),
 )

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from skyrl_train.expert_routes import route_dtype
 from skyrl_train.inference_engines.native.attention import KEY_BLOCK, MIN_ROWS, VECTOR, AttentionStep, round_up
 from skyrl_train.inference_engines.native.cache import SlotCache
 from skyrl_train.inference_engines.native.lora import Loras
 from skyrl_train.inference_engines.native.prompt_scores import Head, ruled
+from skyrl_train.models.routing_replay import KEYWORD, RoutingPass, RoutingReplay
 from skyrl_train.models.scoring import logit_rule
 
 
@@ -32,6 +34,7 @@ class ModelRunner:
         max_length: of a row
         max_cache_tokens: places in the cache; None: no limit
         max_loras: adapters that may be loaded at the same time
+        routing: of a mixture whose routes are recorded; None: they are not
     """
 
     def __init__(
@@ -42,8 +45,12 @@ class ModelRunner:
         max_length: int,
         max_cache_tokens: int | None,
         max_loras: int,
+        routing: RoutingReplay | None = None,
     ):
         self.model = model
+        self.routes = np.zeros((0, 0, 0), np.uint8)
+        """[tokens, L, k] experts of the last pass, row after row; of an engine that records them."""
+        self._routing = routing
         self.num_forwards = 0
         self.device = next(model.parameters()).device
         self.loras = Loras(model, max_loras=max_loras)
@@ -121,14 +128,18 @@ class ModelRunner:
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[rows, V] float32 logits of each row's last token that reaches the output layer."""
+        inputs: dict[str, Any] = {} if self._routing is None else {KEYWORD: RoutingPass()}
         output = self.model(
             input_ids=ids.to(self.device),
             position_ids=positions,
             past_key_values=self.cache,
             use_cache=True,
             native_step=AttentionStep(positions),
+            **inputs,
         )
         self.num_forwards += 1
+        if self._routing is not None:
+            self.routes = _taken(inputs[KEYWORD], self._routing)
         return output.logits[:, -1].float()
 
     def _last_tokens_alone(self, _module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> object:
@@ -143,6 +154,11 @@ class ModelRunner:
             self.loras.begin(filled_up(self._slots, num_rows), apart=False)
         last = self._hidden[torch.arange(count, device=ends.device), ends]
         return F.pad(last, (0, 0, 0, num_rows - count))[:, None]
+
+
+def _taken(routing: RoutingPass, replay: RoutingReplay) -> np.ndarray:
+    """Return the routes of a pass, [tokens, L, k] in their compact type."""
+    return routing.routes().to(route_dtype(replay.shape.num_experts)).cpu().numpy()
 
 
 def filled_up(slots: np.ndarray, num_rows: int) -> np.ndarray:

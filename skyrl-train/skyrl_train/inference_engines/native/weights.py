@@ -6,6 +6,7 @@ import torch
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.inference_engines.native.packed_linear import drop_packed, pack_linears, stale_copies
+from skyrl_train.models.persistent_buffers import persistent_buffers
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.fingerprint import Verification, VerificationSample, fingerprints_of, num_bytes_read
 from skyrl_train.weight_sync.receiver import WeightReceiver
@@ -13,6 +14,7 @@ from skyrl_train.weight_sync.receiver import WeightReceiver
 
 class EngineWeights:
     """A model's named parameters and their way in. Tied parameters have one name, as `named_parameters` gives it.
+    Buffers that checkpoints hold, such as routing biases, are parameters here.
 
     Buckets are written in place, so an update that fails after its first bucket leaves half of the weights new. Nothing
     is generated then until an update has brought those parameters again.
@@ -24,7 +26,10 @@ class EngineWeights:
 
     def __init__(self, model: torch.nn.Module, device: torch.device, update_timeout_seconds: float):
         self._model = model
-        self._parameters = dict(model.named_parameters())
+        self._parameters: dict[str, torch.Tensor] = {
+            **dict(model.named_parameters()),
+            **dict(persistent_buffers(model)),
+        }
         self._device = device
         self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         self._receiver: WeightReceiver | None = None

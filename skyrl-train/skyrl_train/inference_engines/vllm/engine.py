@@ -101,7 +101,8 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         # `vllm/lora/ops/torch_ops/lora_ops.py`): it stays empty, as slots are given out from the first.
         self._adapters = LoadedAdapters(self._processes, arguments.max_loras - 1 if self._on_cpu else None)
         try:
-            self._processes.run_from_thread(self._processes.rpc("skyrl_prepare", not start.dummy_weights))
+            gpus = self._processes.run_from_thread(self._processes.rpc("skyrl_prepare", not start.dummy_weights))
+            self._gpus = [gpu for gpu in gpus if gpu is not None]
         except BaseException:
             self.close()
             raise
@@ -126,6 +127,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
             dtype=str(model.dtype).removeprefix("torch."),
             num_weight_processes=self._sizes[0] * self._sizes[1] * self._sizes[2],
             node=platform.node(),
+            gpus=self._gpus,
             unsupported=self._unsupported(),
         )
 

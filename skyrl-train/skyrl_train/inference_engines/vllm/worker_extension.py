@@ -13,6 +13,7 @@ from skyrl_train.errors import WeightSyncError
 from skyrl_train.inference_engines.vllm.orphan_watch import watch_owner
 from skyrl_train.types import JsonObject
 from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.cuda_ipc import gpu_uuid
 from skyrl_train.weight_sync.fingerprint import Verification
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ class WeightExtension:
     _skyrl_weights_valid: bool = True
     _skyrl_prepared: bool = False
 
-    def skyrl_prepare(self, weights_valid: bool = True) -> None:
-        """Make log-probs those of logits / temperature. May be called again.
+    def skyrl_prepare(self, weights_valid: bool = True) -> str | None:
+        """Make log-probs those of logits / temperature. May be called again. Returns the UUID of this worker's GPU.
 
         Args:
             weights_valid: False: the present weights are random, so the first update must be full.
@@ -49,14 +50,16 @@ class WeightExtension:
         from skyrl_train.inference_engines.vllm.tempered_sampler import temper
 
         self._skyrl_weights_valid = self._skyrl_weights_valid and weights_valid
+        gpu = gpu_uuid(self.device)
         if self._skyrl_prepared:
-            return
+            return gpu
         if self.device.type == "cpu":
             spare_generators_of_partial_prompts(self.model_runner)
         temper(self.model_runner)
         if self.vllm_config.lora_config is not None:
             leave_head_alone(self.model_runner.get_model())
         self._skyrl_prepared = True
+        return gpu
 
     def skyrl_connect(self, info: JsonObject) -> None:
         """Meet the trainer. `info`: the fields of `WeightSyncInitInfo`."""

@@ -216,6 +216,76 @@ function timingSection() {
   return section("Where the time goes", null, el("div", { class: "card timing" }, plot, el("table", {}, el("thead", {}, head), el("tbody", {}, rows))));
 }
 
+// --- what ran when, in asynchronous training
+
+/** The bars of a step's lanes, by what they say: [name, colour, bars], a bar being {lane, start, end, text}. */
+function laneBars(lanes) {
+  const [blue, orange, green, violet, red] = palette();
+  const kinds = new Map([
+    ["trainer waits for groups", [colour("--line"), []]],
+    ["trainer trains", [blue, []]],
+    ["trainer syncs weights", [violet, []]],
+    ["trainer evaluates, saves", [colour("--quiet"), []]],
+    ["group that this step trained", [green, []]],
+    ["group of a later step", [orange, []]],
+    ["group of an earlier step", [green + "66", []]],
+    ["group that was not trained", [red, []]],
+  ]);
+  for (const [name, start, end] of lanes.phases) {
+    const kind = kinds.get(`trainer ${name}`) || kinds.get("trainer evaluates, saves");
+    kind[1].push({ lane: "trainer", start, end, text: `trainer ${name}, ${duration(end - start)}` });
+  }
+  for (const group of lanes.groups) {
+    const lost = group.outcome !== "finished" && group.outcome !== "running";
+    const name = lost ? "group that was not trained" : group.trained === lanes.step ? "group that this step trained" : group.trained !== null && group.trained < lanes.step ? "group of an earlier step" : "group of a later step";
+    const end = group.end === null ? lanes.seconds : group.end;
+    const fate = group.trained !== null ? `trained in step ${group.trained}` : group.outcome === "finished" ? "not trained yet" : group.outcome;
+    const text = `group ${group.ticket}: ${duration(end - group.start)}${group.end === null ? " so far" : ""}, started with weights of version ${group.version}, ${fate}`;
+    kinds.get(name)[1].push({ lane: `slot ${group.slot}`, start: group.start, end, text });
+  }
+  return [...kinds].map(([name, [shade, bars]]) => [name, shade, bars]);
+}
+
+function laneTraces(lanes) {
+  return laneBars(lanes).filter(([, , bars]) => bars.length).map(([name, shade, bars]) => {
+    // Bars are cut at the edges of the step: what lies outside belongs to its neighbours.
+    const cut = bars.map(({ start, end }) => [Math.max(0, start), Math.min(lanes.seconds, end)]);
+    return {
+      type: "bar", orientation: "h", name,
+      y: bars.map(({ lane }) => lane), base: cut.map(([start]) => start), x: cut.map(([start, end]) => Math.max(0, end - start)),
+      hovertext: bars.map(({ text }) => text), hoverinfo: "text", marker: { color: shade, line: { color: colour("--card"), width: 1 } },
+    };
+  });
+}
+
+function lanesSection() {
+  if (!data.lanes.length) return null;
+  const choice = el("select", { "aria-label": "Step of the lanes", onchange: () => draw() }, data.lanes.map((lanes, index) => el("option", { value: index, selected: index === data.lanes.length >> 1 }, `step ${lanes.step}`)));
+  const plot = el("div", { class: "plot" });
+  const note = el("p", { class: "quiet small" });
+  const body = el("tbody");
+  const draw = () => {
+    const lanes = data.lanes[choice.value];
+    const slots = Math.max(0, ...lanes.groups.map((group) => group.slot + 1));
+    const names = ["trainer", ...Array.from({ length: slots }, (_, slot) => `slot ${slot}`)];
+    const shapes = lanes.phases.filter(([name]) => name === "syncs weights").map(([, x0, x1]) => ({ type: "rect", xref: "x", yref: "paper", x0, x1, y0: 0, y1: 1, line: { width: 0 }, fillcolor: palette()[3] + "33" }));
+    plot.style.height = `${110 + 17 * names.length}px`;
+    const yaxis = { categoryorder: "array", categoryarray: [...names].reverse(), range: [-0.6, names.length - 0.4], dtick: slots > 32 ? 4 : 1, showgrid: false };
+    Plotly.react(plot, laneTraces(lanes), layout({ barmode: "overlay", bargap: 0.25, hovermode: "closest", shapes, xaxis: { range: [0, lanes.seconds], tickformat: "", dtick: null, ticksuffix: " s" }, yaxis }), plotOptions);
+    const waited = lanes.phases.filter(([name]) => name === "waits for groups").reduce((sum, [, start, end]) => sum + end - start, 0);
+    const hidden = lanes.num_slots > slots ? ` Slots 0 to ${slots - 1} of ${lanes.num_slots} are shown.` : "";
+    note.textContent = `Step ${lanes.step}, from the end of the one before: ${duration(lanes.seconds)}, of which the trainer waited ${duration(waited)} for groups.${hidden}`;
+    body.replaceChildren(...lanes.waits.map(([start, end, reason]) => el("tr", {}, el("td", { class: "number" }, `${start.toFixed(2)} s`), el("td", { class: "number" }, duration(end - start)), el("td", {}, reason))));
+  };
+  plot.draw = draw;
+  nearby.observe(plot);
+  const head = el("tr", {}, el("th", { class: "number" }, "At"), el("th", { class: "number" }, "For"), el("th", {}, "The trainer waited because"));
+  const table = el("div", { style: "max-height: 260px; overflow: auto" }, el("table", {}, el("thead", {}, head), body));
+  const made = section("What ran when", choice, el("div", { class: "card" }, note, plot, table));
+  made.id = "lanes";
+  return made;
+}
+
 // --- failures
 
 function failuresSection() {
@@ -395,6 +465,6 @@ function showStep(step) {
 
 header();
 document.getElementById("main").append(
-  ...[curvesSection(), timingSection(), failuresSection(), samplesSection()].filter(Boolean),
+  ...[curvesSection(), timingSection(), lanesSection(), failuresSection(), samplesSection()].filter(Boolean),
 );
 if (data.samples.length) listSamples();

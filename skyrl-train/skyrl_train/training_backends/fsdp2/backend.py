@@ -2,100 +2,54 @@
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import closing
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel
 
 from skyrl_train.distributed.process_group import make_mesh
-from skyrl_train.models.build import build_model, gather_parameters, transformer_of
-from skyrl_train.models.scoring import ScoringModel
-from skyrl_train.models.scoring_check import check_scoring
-from skyrl_train.models.value_model import ValueModel
-from skyrl_train.training_backends.base import Scores, Step, TrainingBackend, WrittenFiles
-from skyrl_train.training_backends.fsdp2.checkpoint import read_state, write_state
+from skyrl_train.models.weight_files import WeightFiles
+from skyrl_train.training_backends.base import Step
+from skyrl_train.training_backends.checkpoint import StateFiles
 from skyrl_train.training_backends.fsdp2.sharding import (
     clip_grad_norm,
+    load_from_files,
     load_whole_state,
-    move_optimizer_state,
     shard_model,
+    values_beside_files,
 )
-from skyrl_train.training_backends.optimizer import new_optimizer, resume_schedule
-from skyrl_train.training_batch import TrainingInputBatch
+from skyrl_train.training_backends.fsdp2.training_state import gather_training_state, load_training_state
+from skyrl_train.training_backends.optimizer import move_optimizer_state, new_adamw, set_learning_rate
+from skyrl_train.training_backends.transformers_backend import TransformersBackend
 
 
-class FSDP2Backend(TrainingBackend):
+class FSDP2Backend(TransformersBackend):
     """A model sharded by FSDP2, with AdamW."""
 
-    model: ScoringModel | ValueModel
-    """The sharded root module."""
-
     optimizer: torch.optim.Optimizer
-    scheduler: LambdaLR
 
     def load_model(self) -> None:
-        """Load the model, whole on rank 0 alone, and divide it over the ranks."""
+        """Load the model and divide it over the ranks."""
         torch.manual_seed(self.cfg.trainer.seed)
-        path = self.settings.model.path or ""
-        is_first = self.parallel.rank == 0
-        model = self.build(path, with_weights=is_first)
-        whole = {}
-        if is_first:
-            check_scoring(model, path)
-            whole = model.state_dict()
+        model, files = self.open_model(self.settings.model.path or "", check=True)
+        if self.parallel.rank:  # the values that a model begins with are drawn: dropout of adapters differs by rank
+            torch.manual_seed(self.cfg.trainer.seed + self.parallel.rank)
+        values = self._values(model, files)
         fsdp_config = self.settings.fsdp_config
         mesh = make_mesh(self.device, fsdp_config.fsdp_size)
         shard_model(model, mesh, fsdp_config, bf16=self.cfg.trainer.bf16)
         self.model = model
-        if self.parallel.world_size > 1:
-            load_whole_state(self.model, whole, fsdp_config, self.device)
+        if files is not None or self.parallel.world_size > 1:
+            self._fill(files, values)
         if self.is_trained:
             self.begin_optimizer()
 
     def begin_optimizer(self) -> None:
         """Make a new optimizer and learning-rate schedule."""
-        assert self.num_training_steps is not None
-        config = self.trained_settings.optimizer_config
-        self.optimizer, self.scheduler = new_optimizer(self.model.parameters(), config, self.num_training_steps)
-
-    def build(self, path: str, *, with_weights: bool) -> ScoringModel | ValueModel:
-        """Make the model whole, on the CPU; without weights its parameters have shapes only (meta device)."""
-        return build_model(
-            self.cfg,
-            self.name,
-            path,
-            device=self.device,
-            is_trained=self.is_trained,
-            with_weights=with_weights,
-            sequence_parallel=self.sequence_parallel,
-        )
-
-    @property
-    def transformer(self) -> PreTrainedModel:
-        return transformer_of(self.model)
+        self.optimizer = new_adamw(self.model.parameters(), self.trained_settings.optimizer_config)
+        self.begin_schedule()
 
     # ---- one step
-
-    def score(self, micro_batch: TrainingInputBatch, *, with_entropy: bool = False) -> Scores:
-        inputs = (
-            micro_batch.tensor("sequences").to(self.device),
-            micro_batch.tensor("attention_mask").to(self.device),
-            micro_batch.metadata["response_length"],
-        )
-        if isinstance(self.model, ValueModel):
-            return Scores(self.model(*inputs))
-        # The policy's temperature, whichever model this is.
-        temperature = self.cfg.generator.sampling_params.temperature
-        scores = self.model(*inputs, temperature, with_entropy=with_entropy)
-        return Scores(scores.log_probs, scores.entropy, scores.router)
-
-    def prompt_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
-        assert isinstance(self.model, ScoringModel), "a critic gives no log-probs"
-        tokens = tokens.to(self.device)
-        scores = self.model(tokens, torch.ones_like(tokens), tokens.shape[1] - 1, 1.0, with_entropy=False)
-        return scores.log_probs.float()
 
     def backward(self, loss: torch.Tensor) -> None:
         # Ranks hold disjoint parts of one weighted sum, and FSDP averages gradients over ranks. (Ranks of one replica
@@ -105,11 +59,12 @@ class FSDP2Backend(TrainingBackend):
     def optimizer_step(self) -> Step:
         max_norm = self.trained_settings.optimizer_config.max_grad_norm
         grad_norm = clip_grad_norm(self._trained_parameters(), max_norm)
-        learning_rate = float(self.scheduler.get_last_lr()[0])
+        learning_rate = self.schedule.rate
         is_finite = math.isfinite(grad_norm)
         if is_finite:
+            set_learning_rate(self.optimizer, learning_rate)
             self.optimizer.step()
-        self.scheduler.step()
+        self.schedule.advance()
         self.optimizer.zero_grad()
         return Step(grad_norm, learning_rate, is_skipped=not is_finite)
 
@@ -118,19 +73,30 @@ class FSDP2Backend(TrainingBackend):
 
     # ---- whole parameters, files
 
-    def gather_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return gather_parameters(self.model)
-
     def load_parameters(self, folder: str) -> None:
-        whole = self.build(folder, with_weights=True).state_dict() if self.parallel.rank == 0 else {}
-        load_whole_state(self.model, whole, self.settings.fsdp_config, self.device)
+        other, files = self.open_model(folder, check=False)
+        self._fill(files, self._values(other, files))
 
-    def save(self, folder: Path) -> WrittenFiles:
-        return write_state(folder, self.model, self.optimizer, self.scheduler.state_dict(), self.parallel.rank)
+    def _values(self, model: nn.Module, files: WeightFiles | None) -> dict[str, torch.Tensor]:
+        """Return the values that do not come from files, before the model is sharded. Without files: all, of rank 0,
+        which keeps its copy in float32 while it is scattered."""
+        if files is not None:
+            return values_beside_files(model)
+        return model.state_dict() if self.parallel.rank == 0 else {}
 
-    def load(self, folder: Path) -> None:
-        state = read_state(folder, self.model, self.optimizer, self.parallel.rank)
-        resume_schedule(self.optimizer, self.scheduler, state, self.trained_settings.optimizer_config)
+    def _fill(self, files: WeightFiles | None, values: dict[str, torch.Tensor]) -> None:
+        """Give the model the weights of files, or of a state dict of rank 0. A collective."""
+        if files is None:
+            load_whole_state(self.model, values, self.settings.fsdp_config, self.device)
+            return
+        with closing(files):
+            load_from_files(self.model, self.transformer, files, values, self.settings.fsdp_config, self.device)
+
+    def training_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return gather_training_state(self.model, self.optimizer)
+
+    def load_training_state(self, files: StateFiles) -> None:
+        load_training_state(self.model, self.optimizer, files)
 
     # ---- device memory
 

@@ -1,14 +1,15 @@
-"""Registration of FSDP2 as `trainer.strategy=fsdp2`."""
+"""Registration of FSDP2 as `trainer.strategy=fsdp2`, and as `fsdp` for scripts of other releases."""
 
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.config.training_backends import register_training_backend
+from skyrl_train.config.training_backends import TrainingBackendTraits, register_training_backend
 
 if TYPE_CHECKING:
     from skyrl_train.training_backends.fsdp2.backend import FSDP2Backend
 
 
-@register_training_backend("fsdp2")
+@register_training_backend("fsdp", requires=TrainingBackendTraits(alias_of="fsdp2", routing_replay=True))
+@register_training_backend("fsdp2", requires=TrainingBackendTraits(section="fsdp_config", routing_replay=True))
 def fsdp2(*args: Any) -> "FSDP2Backend":
     """Make this rank's backend. Arguments: those of `TrainingBackend`."""
     from skyrl_train.training_backends.fsdp2.backend import FSDP2Backend

@@ -1,8 +1,9 @@
 """Sharding of a model over ranks by FSDP2 (`fully_shard`), and the operations that depend on it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,9 +12,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from skyrl_train.config import FSDPConfig
-from skyrl_train.distributed.sharded_tensor import gather_full_tensor
+from skyrl_train.distributed.broadcast import broadcast_buffers
+from skyrl_train.distributed.sharded_tensor import copy_into, gather_full_tensor, rows_of
+from skyrl_train.models.weight_files import WeightFiles, transformer_blocks
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, *, bf16: bool) -> nn.Module:
@@ -22,7 +26,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, *, bf16:
 
     Args:
         model: float32 parameters, on the CPU or the mesh's device, the same on every rank; or (on some ranks) on the
-            meta device, for `load_whole_state`.
+            meta device, for `load_from_files` or `load_whole_state`.
     """
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if config.cpu_offload else OffloadPolicy()
@@ -39,12 +43,6 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, *, bf16:
     return model
 
 
-def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that transformers says must not be split over devices."""
-    names = set(getattr(model, "_no_split_modules", None) or [])
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
 def load_whole_state(model: nn.Module, whole: dict[str, Any], config: FSDPConfig, device: torch.device) -> None:
     """Scatter a model that rank 0 holds whole to all ranks, parameter by parameter. A collective.
 
@@ -57,23 +55,51 @@ def load_whole_state(model: nn.Module, whole: dict[str, Any], config: FSDPConfig
         model.to_empty(device="cpu" if config.cpu_offload else device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, whole, options=options)
-    # A state dict lacks the buffers that are computed from the config (rotary frequencies): these come from rank 0 too.
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            on_device = buffer.to(device)
-            dist.broadcast(on_device, src=0)
-            setattr(module, name, on_device)
+    broadcast_buffers(model, device)
+
+
+def values_beside_files(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return by name what is not on the meta device, for `load_from_files`: buffers, adapters, a critic's head. Before
+    sharding."""
+    named = chain(model.named_parameters(), model.named_buffers())
+    return {name: tensor.detach() for name, tensor in named if not tensor.is_meta}
+
+
+@torch.no_grad()
+def load_from_files(
+    model: nn.Module,
+    transformer: nn.Module,
+    files: WeightFiles,
+    values: Mapping[str, torch.Tensor],
+    config: FSDPConfig,
+    device: torch.device,
+) -> None:
+    """Read this rank's part of each parameter from files. A collective, for what is in no file.
+
+    Args:
+        model: sharded; it may still be on the meta device.
+        transformer: the model inside that the files are of.
+        values: of `values_beside_files`: those of rank 0 are taken.
+        device: what the model computes on.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device="cpu" if config.cpu_offload else device)
+    names = {id(parameter): name for name, parameter in transformer.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if name in values:
+            whole = values[name].to(device, copy=True)  # one of a CPU may be the shard itself
+            dist.broadcast(whole, src=0)
+            copy_into(parameter, whole)
+        else:
+            shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            shard.copy_(files.read(names[id(parameter)], *rows_of(parameter)))
+    for name in [name for name, _ in model.named_buffers()]:
+        module_name, _, buffer_name = name.rpartition(".")
+        setattr(model.get_submodule(module_name), buffer_name, values[name])
+    broadcast_buffers(model, device)
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
     """Scale the gradients to a global norm of at most `max_norm`. Returns: the norm before."""
     norm = torch.nn.utils.clip_grad_norm_(list(parameters), max_norm, foreach=True)
     return float(gather_full_tensor(norm))
-
-
-def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move the state that an optimizer keeps of every parameter. Step counts stay where the optimizer wants them."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                state[name] = value.to(device)

@@ -19,8 +19,9 @@ from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.remote.check import check_server
 from skyrl_train.inference_engines.remote.handles import RemoteEngines
 from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
-from skyrl_train.weight_sync.plan import init_infos_for
-from skyrl_train.weight_sync.sender import WeightSender, buckets_of
+from skyrl_train.weight_sync.payload import in_buckets
+from skyrl_train.weight_sync.plan import Route, init_infos_for
+from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train_testing.engine_conformance import CHECKS, Check, EngineUnderTest, Reference, make_tiny_model, run_check
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
@@ -93,7 +94,7 @@ async def test_weights_arrive_through_handles_that_travelled_to_another_process(
     """Sent from a thread with an event loop of its own, between two requests of this one; and back again."""
     reference = Reference(served_model, torch.float32)
     handles = pickle.loads(pickle.dumps(RemoteEngines([engine])))
-    infos = init_infos_for("shared_memory", "full", [await engine.describe()])
+    infos = init_infos_for([Route("shared_memory")], [await engine.describe()])
     sender = await asyncio.to_thread(
         WeightSender, handles, infos, torch.device("cpu"), max_bucket_bytes=1 << 16, verification="sampled"
     )
@@ -108,7 +109,7 @@ async def test_weights_arrive_through_handles_that_travelled_to_another_process(
                 )
             )
         )
-        buckets = buckets_of(weights.items(), torch.float32, 1 << 16)
+        buckets = in_buckets(weights.items(), 1 << 16)
         result = await asyncio.to_thread(sender.send, buckets, version)
         assert result.reports[0].version == version
         assert not asked.done()

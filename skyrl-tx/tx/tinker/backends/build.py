@@ -58,8 +58,10 @@ def import_backend(config: EngineConfig) -> None:
 
 
 def _torch_backend(settings: dict[str, Any], facts: "BaseModelFacts", log_folder: Path) -> Backend:
+    from skyrl_train.utils.cpu_numerics import prepare_cpu
     from tx.tinker.backends.torch.settings import TrainingSettings
 
+    prepare_cpu()
     check_setting_names(settings, [*(field.name for field in fields(TrainingSettings)), *SAMPLING_SETTINGS])
     for_sampling = {name: settings.pop(name) for name in SAMPLING_SETTINGS if name in settings}
     for name, value in for_sampling.items():

@@ -64,14 +64,11 @@ def when_gone(parent: int, then: Callable[[], None]) -> None:
 
 
 def _wait_until_gone(parent: int) -> None:
-    if os.getppid() == parent and hasattr(os, "pidfd_open"):
-        try:
-            descriptor = os.pidfd_open(parent)
-        except OSError:  # gone just now, or the kernel will not: asked below
-            pass
-        else:
-            with os.fdopen(descriptor) as ended:
-                select.select([ended], [], [])
-            return
+    # Left where the process is gone, the kernel refuses or there is no pidfd_open (macOS): the loop below then asks.
+    with suppress(OSError, AttributeError), os.fdopen(os.pidfd_open(parent)) as ended:
+        # Asked after the open: the number of a process that is still the parent cannot have passed to another one.
+        if os.getppid() == parent:
+            select.select([ended], [], [])
+        return
     while os.getppid() == parent:
         time.sleep(_POLL_SECONDS)

@@ -78,6 +78,7 @@ class Intake:
 
     def begin(self, tenant: str, path: str) -> "Share":
         """Count a request. Raises Busy for a tenant whose requests leave the others too little room."""
+        # No await between check and count, here and in `hold`: two requests of the loop cannot both get the last place.
         room, total = FULL * self.max_requests, self.num_requests.total()
         share = room / len(self.num_requests.keys() | {tenant})
         if path not in CONTROL_PATHS and total >= room and self.num_requests[tenant] >= share:
@@ -97,6 +98,7 @@ class Share:
         """Raise Busy if there is no room for so many bytes now."""
         intake, more = self.intake, num_bytes - self.num_bytes
         total, own = intake.num_bytes.total() + more, intake.num_bytes[self.tenant] + more
+        # `total > num_bytes`: a body that would be alone is let in, or one above half of the limit could never be sent.
         if num_bytes > SMALL_BYTES and total > num_bytes and own > intake.max_bytes - total:
             intake.refuse(
                 self.tenant,
@@ -133,6 +135,7 @@ class Counted:
             share = scope[_SHARE] = self.intake.begin(tenant or "", scope["path"])
         except Busy as error:
             if tenant:
+                # The client is alive, but its session's id is in what is not read.
                 scope["app"].state.service.sessions.keep_all(tenant)
             return await busy(error)(scope, receive, send)
         try:
@@ -161,17 +164,20 @@ async def read_body(request: Request, max_bytes: int | None = None) -> bytes:
     if announced.isdecimal() and int(announced) > max_bytes:
         raise BodyTooLarge(max_bytes)
     share: Share = request.scope[_SHARE]
+    # Only checked, to refuse early. Counting announced bytes would let a client take room without sending anything.
     share.check(int(announced) if announced.isdecimal() else 0)
     clock = asyncio.get_running_loop().time
     pieces: list[bytes] = []
     size = 0
     try:
+        # Each piece renews one limit; the other ends clients that send a byte now and then.
         async with asyncio.timeout(BODY_SECONDS), asyncio.timeout(IDLE_SECONDS) as idle:
             async for piece in request.stream():
                 idle.reschedule(clock() + IDLE_SECONDS)
                 size += len(piece)
                 if size > max_bytes:
                     raise BodyTooLarge(max_bytes)
+                # At each piece: bodies that are all still incomplete must not exceed the memory limit together.
                 share.hold(size)
                 pieces.append(piece)
     except TimeoutError:
@@ -179,7 +185,7 @@ async def read_body(request: Request, max_bytes: int | None = None) -> bytes:
         raise RequestError(f"the request's body did not arrive: {late}", 408) from None
     except ClientDisconnect:
         raise RequestError("the client went away while it sent", 400) from None
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    return b"".join(pieces)
 
 
 async def in_thread_if_large(request: Request, size: int, parse: Callable[[], Result]) -> Result:

@@ -119,6 +119,7 @@ class EngineLink:
         if self._supervision is None:
             return
         supervision, self._supervision = self._supervision, None
+        # Before the engine ends: the supervision would start another one.
         self._closing = True
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -134,15 +135,13 @@ class EngineLink:
 
     async def _supervise(self) -> None:
         while True:
+            # Before the start: requests sent to earlier engines then differ from it, so callers send them again.
             self.engine_generation += 1
             why = "it could not be started"
             try:
                 why = await self._run_engine()
             except OSError as error:
                 why = f"{why}: {error}"
-            finally:
-                self.ready = False
-                self._signal(signal.SIGKILL)
             if self._closing:
                 return
             self.deaths, self.last_death = self.deaths + 1, why
@@ -157,6 +156,7 @@ class EngineLink:
                 self.trouble = f"the engine cannot be started: {why}"
                 self.fatal_config_error.set()
                 return
+            # Bounded, because a float times 2**1024 is an OverflowError.
             exponent = min(self._deaths_in_a_row - 1, 10)
             await asyncio.sleep(min(self._timeouts.first_delay * 2**exponent, self._timeouts.longest_delay))
 
@@ -175,10 +175,13 @@ class EngineLink:
                 asyncio.create_task(self._watch()),
             ]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            # After `kill` the process ends by SIGKILL; the reason given there says more than the signal.
             return self._kill_reason or next(iter(done)).result()
         finally:
             self.ready = False
+            # From here on `send` drops messages: this engine will not read them.
             self._channel = None
+            # No result of this engine may be taken once its death is reported, which counts the unfinished requests.
             for task in tasks:
                 task.cancel()
             self._signal(signal.SIGKILL)
@@ -210,6 +213,7 @@ class EngineLink:
                     self._informed.set()
                     log.info("engine %d is ready", self.engine_generation)
                     self._on_ready()
+                    # Not before: the imports of the next engine would slow down the start of this one.
                     if self._standby is not None:
                         self._standby.prepare()
                 case EngineStats():
@@ -230,6 +234,7 @@ class EngineLink:
     async def _watch(self) -> str:
         while True:
             await asyncio.sleep(min(1.0, self._timeouts.silence / 4))
+            # Sees an event loop that hangs. An engine whose training thread hangs still sends statistics: see `_stuck`.
             timeouts = self._timeouts.silence if self.ready else self._timeouts.start
             if time.monotonic() - self._heard_at > timeouts:
                 return f"it said nothing for {timeouts:g} s" + ("" if self.ready else " after its start")
@@ -237,8 +242,10 @@ class EngineLink:
     async def _read_log(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
         rest = ""
+        # Read whatever happens: once the pipe is full, the engine blocks in its next line of log.
         while data := await process.stdout.read(1 << 16):
             *lines, rest = (rest + data.decode(errors="replace")).split("\n")
+            # A line that never ends must not grow without bound.
             rest = rest[-(1 << 16) :]
             for line in lines:
                 self.log_tail.append(line)

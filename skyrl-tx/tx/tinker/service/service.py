@@ -94,17 +94,20 @@ class TinkerService:
             )
         await self._store.start()
         try:
+            # Before requests are taken in: a blob without a row is then a leftover, not one that is being written.
             await self._cleanup.clean_up()
             await self._dispatch.restore(await restore(self._store, self._state, self._limits))
             await self.sessions.finish_endings()
         except BaseException:
             await self._store.close()
             raise
+        # After the restore: the engine is sent what that has found as soon as it is ready.
         self._link.start(self._dispatch.on_ready, self._dispatch.on_message, self._after_death)
         self._cleanup.start()
 
     async def close(self) -> None:
         """Stop the engine and all background tasks. Accepted, unfinished requests stay in the database."""
+        # The engine first: what it finishes while it stops is still recorded. The store last: all others write to it.
         await self._link.close()
         await self._dispatch.close()
         await self._cleanup.close()
@@ -112,6 +115,7 @@ class TinkerService:
 
     async def _after_death(self, why: str) -> None:
         await self._dispatch.on_death(why)
+        # The next engine starts after this, so no snapshot is being written; some may still be recorded.
         await self._cleanup.remove_unused_snapshots(frozenset(self._dispatch.recording))
 
     @property

@@ -85,6 +85,7 @@ class Adapter:
         self.scaling = LORA_ALPHA / lora.rank
         self._shapes = [shape for site in sites for shape in site.shapes(lora.rank)]
         self._sizes = [math.prod(shape) for shape in self._shapes]
+        # float32 even where products are bfloat16, which would round away any update below 1/512 of a weight.
         self.weights = torch.zeros(sum(self._sizes), device=device)
         self.gradient: torch.Tensor | None = None
         """[P], None where nothing is accumulated."""
@@ -98,6 +99,7 @@ class Adapter:
         every device."""
         self.weights.zero_()
         for site, (a, _) in zip(self.sites, self.matrices_of(self.weights), strict=True):
+            # A generator for each layer: its numbers do not depend on which other layers the model adapts.
             digest = hashlib.blake2b(f"{self.lora.seed}:{site.name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
             bound = 1 / math.sqrt(site.num_in)
@@ -135,6 +137,7 @@ class Adapter:
         Args:
             gradient: [P] in `dtype`, which the backward adds to.
         """
+        # Cast once for each optimizer step, not for each pass. In float32 nothing is copied: these are the weights.
         if self._computed_with is None:
             self._computed_with = self.by_site(self.weights.to(self.dtype))
         gradients = {} if gradient is None else self.by_site(gradient)
@@ -179,6 +182,7 @@ class FrozenLinear(FrozenProduct):
 
     def __init__(self, module: Any):
         self._module, self._transposed = module, not isinstance(module, nn.Linear)
+        # numel() of a sharded weight (DTensor) counts the parts of all ranks, so sharding does not change the kernel.
         self._onednn = _is_for_onednn(module.weight)
 
     @property
@@ -205,6 +209,7 @@ class Adaptable:
         Raises:
             ValueError: these are not the rows of the pass.
         """
+        # Parts are ranges of rows: among other rows, an adapter would be added to tokens of another model.
         if self.parts and len(rows) != self.num_rows:
             raise ValueError(f"a layer with adapters was given {len(rows)} rows, and the pass has {self.num_rows}")
 
@@ -273,6 +278,7 @@ class _Adapted(torch.autograd.Function):
         for part, low in zip(ctx.parts, inner, strict=True):
             rows = slice(part.start, part.end)
             add_gradient(part, x[rows], low, dy[rows, part.columns], None if dx is None else dx[rows])
+        # `root` needs no gradient: it makes autograd call this function in layers whose input has no history.
         return dx, None, None, None
 
 
@@ -285,6 +291,7 @@ def add_gradient(part: Part, x: torch.Tensor, low: torch.Tensor, dy: torch.Tenso
         x, dy, dx: [n, in], [n, out], [n, in]
         low: [n, r], scaling A x
     """
+    # Through the rank: `back` is [n, r], and dx never needs the [out, in] matrix B A.
     back = torch.mm(dy, part.matrices.b.t()).mul_(part.scaling)
     if part.gradient is not None:
         part.gradient.a.addmm_(back.t(), x)
@@ -301,5 +308,6 @@ def set_parts(layers: Mapping[str, Adaptable], parts: Sequence[dict[str, Part]],
         root: as in `Adaptable`.
     """
     for name, layer in layers.items():
+        # Models come in the same order in every layer: experts find a model's `up` and `down` by its index in `gate`.
         layer.parts = [of_model[name] for of_model in parts if name in of_model]
         layer.num_rows, layer.root = num_rows, root

@@ -71,8 +71,11 @@ class AdaptedExperts:
         Returns: [N, D]
         """
         gate, up, down = self.projections.values()
+        # A CPU takes the blocks below even if no model of the pass has an adapter here: the layer's own kernel gives
+        # other bits, so a model's results would depend on whether another one has adapted its experts.
         if not gate.parts and not self._on_cpu:
             return self._whole(hidden_states, top_k_index, top_k_weights)
+        # Only here: the three products get slots, of which there are more than rows of the pass.
         gate.check(hidden_states)
         slots = _slots(top_k_index, gate.parts, BLOCK)
         num_chosen = top_k_index.shape[1]
@@ -90,7 +93,9 @@ class AdaptedExperts:
         gated = self._module._apply_gate(adapted_product(x, product, of_gate_and_up, gate.root))
         product = _ExpertsProduct(lambda: self._module.down_proj, slots.rows)
         y: Any = adapted_product(gated, product, list(_parts(slots.rows, down.parts)), down.root)
+        # In the backward, filler slots get the gradient 0 here: their copies add nothing to the adapters' gradients.
         of_pairs: Any = Exchange.apply(y, slots.slot_of_pair, slots.pair_of_slot, slots.filler)
+        # Some routers give float32 weights: then the sum over experts is float32, and only the result is rounded.
         weighted = of_pairs.unflatten(0, (-1, num_chosen)) * top_k_weights[:, :, None]
         return weighted.sum(dim=1).to(hidden_states.dtype)
 
@@ -122,11 +127,14 @@ def has_experts_in_lists(model: nn.Module) -> bool:
 
 
 def _slots(top_k_index: torch.Tensor, parts: Sequence[Part], block: int) -> _Slots:
+    # On the host: the numbers of rows are the shapes of the products, so a GPU has to be waited for in any case.
     chosen = top_k_index.cpu().numpy()
     part_of_token = np.full(len(chosen), -1)
     for index, part in enumerate(parts):
         part_of_token[part.start : part.end] = index
+    # Expert and model in one key, so that one sort brings a model's rows of an expert together; + 1 makes -1 a key too.
     keys = (chosen * (len(parts) + 1) + part_of_token[:, None] + 1).ravel()
+    # Stable: gradients sum over these rows in the order of the model's tokens, whatever other models were routed here.
     order = np.argsort(keys, kind="stable")
     counts = np.bincount(keys)
     rows, pair_of_slot, filler, slot_of_pair = [], [], [], np.empty(len(order), np.int64)
@@ -136,6 +144,7 @@ def _slots(top_k_index: torch.Tensor, parts: Sequence[Part], block: int) -> _Slo
         end = at + -(-count // block) * block
         pairs = order[taken : taken + count]
         slot_of_pair[pairs] = np.arange(at, at + count)
+        # Filler copies a row of the same model: a number that is not finite must not reach another model.
         pair_of_slot += [pairs, np.full(end - at - count, pairs[0])]
         filler.append(np.arange(at + count, end))
         expert, part = divmod(key, len(parts) + 1)
@@ -165,6 +174,8 @@ class _ExpertsProduct:
     def __init__(self, weights: Callable[[], torch.Tensor], rows: Sequence[_Rows]):
         self._weights = weights
         spans: dict[int, tuple[int, int]] = {}
+        # Rows lie by expert, so all models share one product with an expert's weight. With whole blocks, a row's bits
+        # do not depend on the number of rows in it.
         for expert, _, start, end in rows:
             spans[expert] = spans.get(expert, (start, end))[0], end
         self._spans = [(expert, slice(*span)) for expert, span in spans.items()]

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Mapping
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.models.cpu_linear import use_onednn_linear
 from skyrl_train.models.lora import PARTS_OF_EXPERTS
 from skyrl_train.models.scoring import logit_rule
+from skyrl_train.models.weight_files import WeightFiles, apply_dtype_plan, fill_buffers, open_on_all_ranks
 from tx.tinker.backends.torch.adapters import Adaptable, AdaptedLinear, FrozenLinear, Site
 from tx.tinker.backends.torch.experts import adapt_experts, has_experts_in_lists, have_names_in_files
 from tx.tinker.backends.torch.head import Head, Targets
@@ -75,6 +77,7 @@ class FrozenModel:
         self.sites.append(Site(head_name, "unembed", head.in_features, head.out_features))
         self.head_name = head_name
         self.head = Head(FrozenLinear(head), logit_rule(model.config), settings.chunk_size)
+        # Of the layers above, this changes only the class: the object's own `forward` still takes precedence.
         if self.device.type == "cpu":
             use_onednn_linear(model)
             self.one_model_a_pass |= has_experts_in_lists(model) or (_has_fused_experts(model) and not experts)
@@ -86,6 +89,7 @@ class FrozenModel:
 
     def hidden_states(self, layout: PassLayout) -> torch.Tensor:
         """[N, H], before the output layer."""
+        # Without the output layer: logits of all rows [N, V] may not fit in memory; `Head` makes them chunk by chunk.
         output = self.model.get_decoder()(
             input_ids=layout.input_ids,
             position_ids=layout.position_ids,
@@ -106,25 +110,40 @@ def _load(folder: Path, settings: TrainingSettings, ranks: RankGroup) -> Any:
     options = dict(
         dtype=settings.torch_dtype, attn_implementation=ATTENTION, trust_remote_code=settings.trust_remote_code
     )
+    files = None
     try:
-        if ranks.rank == 0:
-            model = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
-        else:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, **options)
+        if ranks.size > 1:
+            model, files = _without_weights(config, folder, options)
+        if files is None and ranks.rank == 0:
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
     except ValueError as error:
         raise ConfigError(f"{folder} cannot be trained here: {error}") from error
+    # Frozen before it is sharded: FSDP2 then reduces no gradients of it, so ranks meet only to gather weights.
     model.eval().requires_grad_(False)
     if ranks.size > 1:
-        ranks.shard(model, folder, settings.torch_device)
+        with closing(files) if files is not None else nullcontext():
+            ranks.shard(model, files, folder, settings.torch_device)
     else:
         model.to(settings.torch_device)  # pyright: ignore[reportArgumentType]
     if settings.gradient_checkpointing:
+        # The reentrant kind makes no gradient where no input requires one, as in the first layer of a frozen model.
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = True  # the layer alone, whose activations are thrown away; what is in it drops none
     return model
+
+
+def _without_weights(config: Any, folder: Path, options: dict[str, Any]) -> tuple[Any, WeightFiles | None]:
+    """Make the model on the meta device, and open the files that each rank reads its part from; None where a rank
+    cannot: rank 0 then loads all of it for the others. A collective."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, **options)
+    files = open_on_all_ranks(model, str(folder))
+    if files is not None:
+        apply_dtype_plan(model, options["dtype"])
+        fill_buffers(model, files)
+    return model, files
 
 
 def _max_context(config: Any) -> int:
@@ -170,6 +189,7 @@ def _check(base: FrozenModel, folder: Path) -> None:
         ConfigError: it does not.
     """
     generator = np.random.default_rng(0)
+    # Several lengths end to end: attention that looks into a neighbouring row gives other numbers than each row alone.
     rows = [generator.integers(base.vocab_size, size=length) for length in (7, 3, 1)]
     data = [Datum(tokens, {"target_tokens": np.roll(tokens, -1)}) for tokens in rows]
     layout = lay_out([data], base.device)
@@ -183,6 +203,7 @@ def _check(base: FrozenModel, folder: Path) -> None:
     finally:
         base.model.set_attn_implementation(ATTENTION)
     difference = (scored.log_probs - expected).abs().max().item()
+    # Not `>`, which NaN would pass.
     if not difference <= _TOLERANCE[base.dtype]:
         raise ConfigError(
             f"{folder} cannot be trained here: log-probs of random tokens differ from those of the model's own forward "

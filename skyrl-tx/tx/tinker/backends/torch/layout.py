@@ -67,6 +67,7 @@ class Rows(PackedRows):
     def to_slots(self, x: torch.Tensor) -> torch.Tensor:
         """[N, heads, D] -> [S, heads, D]"""
         if self.token_of_slot is None:
+            # With the strides that index_select gives below: which kernel attention takes may depend on them.
             return x.contiguous()
         return Exchange.apply(x, self.token_of_slot, self.slot_of_token, self.filler)  # type: ignore[return-value]
 
@@ -92,6 +93,7 @@ class PassLayout:
 def padded_length(length: int) -> int:
     """Return the length that attention pads a datum to: at most an eighth more, or the next multiple of `BLOCK`."""
     unit = BLOCK
+    # Coarser steps for longer data: there are few distinct lengths, and data of one length share a call.
     while unit * 16 <= length:
         unit *= 2
     return -(-length // unit) * unit
@@ -118,7 +120,7 @@ def micro_batches(data: Sequence[Datum], num_tokens: int, num_ranks: int = 1) ->
 
 def lay_out(data_of_models: Sequence[Sequence[Datum]], device: torch.device) -> PassLayout:
     """One after the other, in the order given."""
-    ids, positions, lengths, segments, starts = [], [], [], [], []
+    ids, lengths, segments, starts = [], [], [], []
     at = 0
     for data in data_of_models:
         start = at
@@ -129,6 +131,7 @@ def lay_out(data_of_models: Sequence[Sequence[Datum]], device: torch.device) -> 
             at += len(datum.tokens)
         filler = -(at - start) % BLOCK
         segments.append(Segment(start, at + filler, at - start))
+        # A datum of its own, with positions from 0: attention on a GPU takes filler as a row that no other row sees.
         if filler:
             lengths.append(filler)
             starts.append(at)
@@ -147,10 +150,12 @@ def _rows(starts: list[int], lengths: list[int], segments: list[Segment], total:
     boundaries = torch.tensor([*starts, total], dtype=torch.int32, device=device)
     if device.type != "cpu":
         return Rows(tuple(lengths), boundaries)
+    # On a CPU filler takes no part in attention: it reads the answer at its model's first token, and its gradient is 0.
     filler_of = {segment.start + segment.num_tokens: segment for segment in segments if segment.num_tokens % BLOCK}
     by_length: dict[int, list[tuple[int, int]]] = {}
     for start, length in zip(starts, lengths, strict=True):
         if start not in filler_of:
+            # Across models: attention gives a datum the same bits in any batch, if its padded length is the same.
             by_length.setdefault(padded_length(length), []).append((start, length))
     groups, tokens, padding = [], [], []
     slot_of_token = np.zeros(total, np.int64)
@@ -158,6 +163,7 @@ def _rows(starts: list[int], lengths: list[int], segments: list[Segment], total:
     for padded, ranks in by_length.items():
         groups.append(Group(at, len(ranks), padded))
         for start, length in ranks:
+            # Padding stands behind the datum, where its tokens never look (attention is causal).
             slots = np.full(padded, start)
             slots[:length] = np.arange(start, start + length)
             tokens.append(slots)
@@ -165,6 +171,7 @@ def _rows(starts: list[int], lengths: list[int], segments: list[Segment], total:
             padding.append(np.arange(at + length, at + padded))
             at += padded
     token_of_slot = np.concatenate(tokens)
+    # Nothing to move, as in a pass of one datum without filler: each layer saves the copies to slots and back.
     if not filler_of and np.array_equal(token_of_slot, np.arange(total)):
         return Rows(tuple(lengths), boundaries, groups_of_slots=groups)
     filler = []
@@ -187,6 +194,7 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         back, copies = ctx.saved_tensors
+        # Overwritten and not multiplied by 0, which would leave NaN where the gradient is not finite.
         return gradient.index_select(0, back).index_fill_(0, copies, 0.0), None, None, None
 
 
@@ -221,6 +229,7 @@ def rows_attention(
             **others,
         )
     check_arguments(module, attention_mask, **others)
+    # Read by the check at loading, which compares the windows that the layers ask for with the config's.
     packed_rows.windows.append(sliding_window)
     in_slots = [packed_rows.to_slots(x[0].transpose(0, 1)) for x in (query, key, value)]
     answers = []

@@ -36,7 +36,8 @@ class LossInputs:
     def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Between what a ratio is kept: of each target if the request says so, else one for all. They are ratios, not
         distances from 1."""
-        low, high = (self.tensors.get(name, torch.tensor(self.config[name])) for name in BOUNDS)
+        device = self.tensors["logprobs"].device
+        low, high = (self.tensors.get(n, torch.tensor(self.config[n], device=device)) for n in BOUNDS)
         return low, high
 
 
@@ -89,6 +90,8 @@ def gspo(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
     """
     log_ratios = log_probs.detach() - inputs.tensors["logprobs"]
     counted = inputs.tensors["sequence_ratio_mask"] != 0
+    # Selected by the mask and not multiplied with it: 0 times a ratio that is not finite would be NaN. A datum without
+    # any counted target has the mean 0, so the ratio 1.
     of_datum = [
         (ratios[mask].sum() / mask.sum().clamp(min=1)).expand(len(ratios))
         for ratios, mask in zip(log_ratios.split(inputs.lengths), counted.split(inputs.lengths), strict=True)
@@ -129,6 +132,8 @@ def _ratio(log_probs: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
 
 
 def _clipped_surrogate(ratio: torch.Tensor, inputs: LossInputs) -> LossResult:
+    # Inside the bounds both products are equal, and torch.minimum gives each half of the gradient. clamp passes its
+    # half on to the ratio, so the gradient is whole there; outside, the clipped product has none.
     clipped, advantages = ratio.clamp(*inputs.bounds()), inputs.tensors["advantages"]
     return -torch.minimum(ratio * advantages, clipped * advantages), _ratio_metrics(ratio, inputs, clipped)
 
@@ -137,6 +142,7 @@ def _ratio_metrics(ratio: torch.Tensor, inputs: LossInputs, clipped: torch.Tenso
     """Compute metrics of the ratio over targets with an advantage: prompts have none."""
     counted = inputs.tensors["advantages"] != 0
     ratio = ratio.detach()
+    # min() of an empty tensor is an error: without any advantage the ratio counts as 1.
     among = ratio[counted] if bool(counted.any()) else torch.ones(1)
     metrics = {"ratio:mean": float(among.mean()), "ratio:min": float(among.min()), "ratio:max": float(among.max())}
     if clipped is not None:

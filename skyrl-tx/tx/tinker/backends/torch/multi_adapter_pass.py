@@ -49,7 +49,10 @@ def run_together(
     mine = [_share(each, of_data, rank_group.rank) for each, of_data in zip(passes, owners, strict=True)]
     here = [i for i, each in enumerate(mine) if each.data]
     layout = lay_out([mine[i].data for i in here] or [_NOBODYS], base.device)
+    # Not strict: the dummy data of a rank without data have a segment, but no model.
     segments = dict(zip(here, layout.segments, strict=False))
+    # Vectors of their own: if the pass fails, what was accumulated before is unchanged. Models without data on this
+    # rank have one as well, because all ranks must take part in each sum below.
     gradients = [torch.zeros_like(adapter.weights, dtype=base.dtype) if with_gradient else None for adapter in adapters]
     parts = {i: adapters[i].parts(segments[i].start, segments[i].end, gradients[i]) for i in here}
     root = torch.zeros((), device=base.device, requires_grad=True) if with_gradient else None
@@ -57,6 +60,7 @@ def run_together(
     try:
         with torch.set_grad_enabled(with_gradient):
             hidden = base.hidden_states(layout)
+        # Rows of a model whose loss fails stay 0: it does not disturb the one backward of all models.
         of_hidden = torch.zeros_like(hidden) if with_gradient else None
         outcomes = {
             i: _score(mine[i], base, segments[i], parts[i].get(base.head_name), hidden, of_hidden) for i in here
@@ -64,12 +68,16 @@ def run_together(
         if of_hidden is not None and hidden.requires_grad:
             hidden.backward(of_hidden)
     finally:
+        # After the backward, not before: with gradient checkpointing it runs the layers' forward again.
         set_parts(base.layers, (), 0, None)
     results = _put_together(rank_group, passes, owners, outcomes)
+    # Every rank has put together the same results, so all agree on which gradients to sum, and in which order. One that
+    # skipped a sum would leave the others waiting until the timeout.
     for adapter, gradient, result in zip(adapters, gradients, results, strict=True):
         if gradient is not None and isinstance(result, PassOutput):
             if adapter.gradient is None:
                 adapter.gradient = torch.zeros_like(adapter.weights)
+            # float32, although the pass computes in the base model's dtype: bfloat16 would round at each micro-batch.
             adapter.gradient.add_(rank_group.sum_of(gradient))
     return results
 
@@ -110,6 +118,7 @@ def _score(
     inputs = loss_inputs(each.loss_fn, each.data, each.loss_config, base.device)
     rows = slice(segment.start, segment.end)
     scored = base.head.score(hidden.detach()[rows], Targets.of(each.data), part)
+    # A leaf: autograd ends here and `scored.backward` goes on by chunks, so logits of all rows never exist at once.
     log_probs = scored.log_probs.requires_grad_(of_hidden is not None)
     with torch.set_grad_enabled(of_hidden is not None):
         loss = LOSSES[each.loss_fn](log_probs, inputs)
@@ -144,7 +153,9 @@ def _joined(each: TrainingPass, owners: list[int], shares: dict[int, Outcome]) -
         if isinstance(share, Failure):
             return share
         pieces[rank] = iter(share.logprobs)
+    # Each rank holds its data in the order of the request, so the next piece of a datum's owner is that datum's.
     log_probs = torch.from_numpy(np.concatenate([next(pieces[owner]).reshape(-1) for owner in owners]))
+    # The loss once more, over all log-probs: metrics of shares, as means, cannot be combined without their counts.
     return _output(each, log_probs, LOSSES[each.loss_fn](log_probs, inputs))
 
 
@@ -154,6 +165,7 @@ def _output(each: TrainingPass, log_probs: torch.Tensor, loss: LossResult) -> Pa
         log_probs: [M], of all targets one after the other.
     """
     losses, metrics = loss
+    # float64: float32 keeps 7 digits, few for a sum over thousands of targets.
     total = float(losses.detach().sum(dtype=torch.float64))
     flat = log_probs.detach().cpu().numpy()
     cuts = np.cumsum([datum.inputs["target_tokens"].size for datum in each.data])[:-1]

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 
 from skyrl_train.config import FSDPConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.training_backends.fsdp2.sharding import load_whole_state, transformer_blocks
+from skyrl_train.models.weight_files import WeightFiles, transformer_blocks
+from skyrl_train.training_backends.fsdp2.sharding import load_from_files, load_whole_state, values_beside_files
 from tx.tinker.backends.torch.layout import cut
 from tx.tinker.types import Datum
 
@@ -63,12 +64,13 @@ class RankGroup:
         dist.all_reduce(total)
         return total
 
-    def shard(self, model: Any, folder: Path, device: torch.device) -> None:
+    def shard(self, model: Any, files: WeightFiles | None, folder: Path, device: torch.device) -> None:
         """Shard the model's blocks in place, and replicate the rest (the output layer is called separately from the
         decoder, and may be tied to the embeddings). A collective.
 
         Args:
-            model: on rank 0 whole and on the CPU; elsewhere on the meta device, for its shapes.
+            model: on the meta device for its shapes; without files whole and on the CPU of rank 0.
+            files: that each rank reads its part from; None: from rank 0.
 
         Raises:
             ConfigError: nobody knows what its blocks are.
@@ -76,8 +78,8 @@ class RankGroup:
         for name, dtype in self.exchange({name: each.dtype for name, each in model.named_parameters()})[0].items():
             parameter = model.get_parameter(name)  # some stay float32 when they are loaded
             parameter.data = parameter.data.to(dtype)
-        # Taken before sharding, which replaces the parameters by shards. Only rank 0 has read the weights.
-        whole = model.state_dict() if self.rank == 0 else {}
+        # Taken before sharding, which replaces the parameters by shards.
+        values = values_beside_files(model) if files is not None else model.state_dict() if self.rank == 0 else {}
         blocks = transformer_blocks(model)
         if not blocks:
             raise ConfigError(
@@ -91,9 +93,12 @@ class RankGroup:
         for block in blocks:
             fully_shard(block, mesh=self.mesh)
         fully_shard(model.get_decoder(), mesh=self.mesh, ignored_params=outside)
-        if self.rank == 0:
-            model.to(device)
-        load_whole_state(model, whole, FSDPConfig(), device)
+        if files is not None:
+            load_from_files(model, model, files, values, FSDPConfig(), device)
+        else:
+            if self.rank == 0:
+                model.to(device)
+            load_whole_state(model, values, FSDPConfig(), device)
         model.tie_weights()
 
 

@@ -121,6 +121,7 @@ class NativeSampling(SamplingBackend):
 
     async def close(self) -> None:
         if self._engine is not None and self._slots is not None:
+            # In this order: the engine's end also ends loads of adapters, which `_slots.close` waits for.
             await self._engine.teardown()
             await self._slots.close()
 
@@ -128,6 +129,7 @@ class NativeSampling(SamplingBackend):
     async def _loaded(self, adapter: Path | None) -> AsyncIterator[str | None]:
         assert self._slots is not None, "start() comes first"
         async with contextlib.AsyncExitStack() as stack:
+            # Only around the start of the block: a ValueError raised inside it is not one of loading the adapter.
             try:
                 name = await stack.enter_async_context(self._slots.use(adapter))
             except ValueError as error:
@@ -157,6 +159,7 @@ class NativeSampling(SamplingBackend):
             Request(
                 prompt,
                 settings,
+                # A random stream for each sample: a request's samples differ, and depend on nothing beside them.
                 (params.seed, index),
                 scoring=scoring if index == 0 else None,
                 group=tenant or None,
@@ -187,6 +190,7 @@ def _output(spec: SampleSpec, completions: list[Completion], scores: PromptScore
         sequences.append(Sequence(completion.token_ids, completion.log_probs or [], reason))
     return SampleOutput(
         sequences=sequences,
+        # Nothing predicts the first token of a prompt.
         prompt_logprobs=[None, *_log_probs(scores)] if spec.prompt_logprobs else None,
         topk_prompt_logprobs=[None, *_top(scores)] if spec.topk_prompt_logprobs else None,
     )

@@ -86,6 +86,7 @@ class TorchTraining(TrainingBackend):
     def restore(self, model_id: str, lora: LoraSpec, folder: Path) -> None:
         adapter = self._empty(lora)
         files.read_into(adapter, folder, optimizer=True, gradient=True)
+        # Known only once it is read: a damaged folder leaves no half-restored model.
         self._adapters[model_id] = adapter
 
     def close(self) -> None:
@@ -105,6 +106,7 @@ class TorchTraining(TrainingBackend):
 
     def copy_gradient(self, model_id: str) -> torch.Tensor | None:
         gradient = self._adapter(model_id).gradient
+        # A copy, because later passes add to the vector in place.
         return None if gradient is None else gradient.clone()
 
     def put_gradient(self, model_id: str, gradient: torch.Tensor | None) -> None:
@@ -112,6 +114,7 @@ class TorchTraining(TrainingBackend):
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         adapter = self._adapter(model_id)
+        # No step at all: Adam with a gradient of 0 would still move the weights by their momentum.
         if adapter.gradient is None:
             return {"grad_norm:mean": 0.0, "learning_rate:mean": adam.learning_rate, "step:max": float(adapter.step)}
         gradient, norm = clipped(adapter.gradient, adam.grad_clip_norm)
@@ -171,6 +174,7 @@ class TorchTraining(TrainingBackend):
         pass on every rank."""
         for forward_only in (True, False):
             together: list[int] = []
+            # One limit for each rank, since the ranks' shares of the data differ. A pass above the limit runs alone.
             room = np.zeros(self._rank_group.size)
             for i in indices:
                 if passes[i].forward_only != forward_only:
@@ -199,6 +203,7 @@ class TorchTraining(TrainingBackend):
             if len(passes) == 1:
                 return [failure(passes[0], error)]
             logger.warning("a pass of %d models failed, each is tried alone: %s", len(passes), error)
+        # Outside the handler: inside it, the error's traceback would still hold the tensors of the failed pass.
         if self._base.device.type == "cuda":
             torch.cuda.empty_cache()
         return [result for each in passes for result in self._run_safely([each])]

@@ -1,0 +1,56 @@
+"""Rules of routing replay: training and engines can carry the routes of a mixture of experts."""
+
+from skyrl_train.config.config import SkyRLConfig
+from skyrl_train.config.engine_kinds import EngineRegistry
+from skyrl_train.config.rules.checks import require
+from skyrl_train.config.training_backends import TrainingBackendRegistry
+
+
+def check_routing_replay(config: SkyRLConfig) -> None:
+    """`trainer.policy.routing_replay` fits the training backend, the engines and the dialogues. After `auto` is
+    answered. (That the model is a mixture is seen where it is loaded.)"""
+    replay = config.trainer.policy.routing_replay
+    if replay == "off":
+        return
+    setting = f"trainer.policy.routing_replay={replay}"
+    strategies = TrainingBackendRegistry.registrations()
+    names = [name for name, entry in strategies.items() if entry.requires.routing_replay]
+    require(
+        config.trainer.strategy in names,
+        f"trainer.strategy={config.trainer.strategy} replays no routes: {setting} must be off, or use "
+        f"{_choices('trainer.strategy', names)}",
+    )
+    if replay == "R3":
+        _check_engines(config, setting)
+
+
+def _check_engines(config: SkyRLConfig, setting: str) -> None:
+    """R3 needs the routes of every token, from the engine that wrote it."""
+    generator = config.generator
+    names = [name for name, entry in EngineRegistry.registrations().items() if entry.requires.expert_routes]
+    require(
+        generator.run_engines_locally,
+        f"{setting} needs engines that return the experts they chose; servers started elsewhere "
+        "(generator.run_engines_locally=false) do not. Use engines of this run "
+        f"({_choices('generator.backend', names)}), or R2",
+    )
+    require(
+        generator.backend in names,
+        f"{setting} needs an engine that returns the experts it chose, and generator.backend={generator.backend} does "
+        f"not; use {_choices('generator.backend', names)}, or R2",
+    )
+    is_rendered_anew = (
+        generator.chat_template.name_or_path is not None
+        and generator.use_conversation_multi_turn
+        and not generator.step_wise_trajectories
+    )
+    require(
+        not is_rendered_anew,
+        f"{setting} cannot go with generator.chat_template.name_or_path={generator.chat_template.name_or_path!r}: the "
+        "conversation is tokenized anew each turn, so the routes would belong to other tokens. Set "
+        "generator.step_wise_trajectories=true, or use R2",
+    )
+
+
+def _choices(setting: str, names: list[str]) -> str:
+    return " or ".join(f"{setting}={name}" for name in names)

@@ -1,0 +1,25 @@
+"""Parameters that DeepSpeed divides over ranks (ZeRO, stage 3). Outside of a forward such a parameter is empty: its
+shape is `ds_shape`."""
+
+import torch
+
+
+def is_zero_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether a parameter is divided over ranks by DeepSpeed."""
+    return hasattr(tensor, "ds_id")
+
+
+def whole_shape(tensor: torch.Tensor) -> torch.Size:
+    """Return the shape of the whole parameter."""
+    return getattr(tensor, "ds_shape", tensor.shape)
+
+
+def gather_zero_parameter(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the whole parameter. A collective: every rank must call it, in the same order."""
+    from deepspeed.runtime.zero import GatheredParameters  # optional and heavy
+
+    # A forward without a backward leaves its modules among the users of a parameter, which the end of the gather
+    # asserts to be none. No module computes now.
+    getattr(parameter, "ds_active_sub_modules", set()).clear()
+    with GatheredParameters([parameter]):
+        return parameter.detach().clone()

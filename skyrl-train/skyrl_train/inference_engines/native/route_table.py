@@ -1,0 +1,81 @@
+"""Routes of the running requests: the experts that each of their tokens went to, in step with the rows of the cache.
+
+Shapes: n rows of a pass, T tokens of each, L layers with a router, k experts of each token.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from skyrl_train.expert_routes import ExpertRoutes, route_dtype
+from skyrl_train.models.routing_replay import RoutingReplay
+
+
+class RouteTable:
+    """Routes by row and position. A row knows those of all its tokens but the last, which no pass has computed yet.
+
+    Args:
+        shape: L and k.
+        dtype: uint8 or int16.
+    """
+
+    def __init__(self, shape: tuple[int, int], dtype: np.dtype):
+        self._shape = shape
+        self._routes = np.zeros((0, 0, *shape), dtype)
+
+    def reserve(self, num_rows: int, length: int) -> None:
+        """Make the table large enough. It grows in powers of two, so that few passes copy it."""
+        rows, columns = self._routes.shape[:2]
+        if num_rows <= rows and length <= columns:
+            return
+        size = (
+            (_power_of_two(num_rows) if num_rows > rows else rows),
+            (_power_of_two(length) if length > columns else columns),
+        )
+        grown = np.zeros((*size, *self._shape), self._routes.dtype)
+        grown[:rows, :columns] = self._routes
+        self._routes = grown
+
+    def put_prompts(self, rows: Sequence[int], lengths: Sequence[int], routes: np.ndarray) -> None:
+        """Store the routes of prompts.
+
+        Args:
+            routes: [n T, L, k] of a pass over rows of equal length; of row i the first `lengths[i]` count, and there
+                may be rows behind that only fill up.
+        """
+        by_row = routes.reshape(len(rows), -1, *self._shape)
+        for row, length, own in zip(rows, lengths, by_row, strict=True):
+            self._routes[row, :length] = own[:length]
+
+    def put_tokens(self, positions: np.ndarray, routes: np.ndarray) -> None:
+        """Store the routes of one token of each of the first rows.
+
+        Args:
+            positions: [n]
+            routes: [n or more, L, k]
+        """
+        count = len(positions)
+        self._routes[np.arange(count), positions] = routes[:count]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the routes of the first positions of a row to another row."""
+        self._routes[target, :length] = self._routes[source, :length]
+
+    def of_row(self, row: int, length: int) -> ExpertRoutes:
+        """Return the routes of the first positions of a row."""
+        return ExpertRoutes(self._routes[row, :length].copy())
+
+    def release(self) -> None:
+        """Free the memory. Only while nothing runs."""
+        self._routes = np.zeros((0, 0, *self._shape), self._routes.dtype)
+
+
+def route_table(routing: RoutingReplay) -> RouteTable:
+    """Make an empty table for a mixture's routes."""
+    dtype = torch.empty(0, dtype=route_dtype(routing.shape.num_experts)).numpy().dtype
+    return RouteTable((routing.shape.num_layers, routing.shape.num_chosen), dtype)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()

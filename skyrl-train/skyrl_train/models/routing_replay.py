@@ -1,0 +1,213 @@
+"""Recording and replay of the experts that the routers of a mixture choose.
+
+A router chooses by one call of `topk` over its experts. That call is intercepted and answered with other experts, so
+the model's own formula makes their weights from its own scores (a softmax before or after the choice, a sigmoid, biases
+that only choose), and gradients flow to the router through them.
+
+Shapes: n tokens of a forward, L layers with a router, E experts, k chosen of them for each token.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.expert_routes import no_route, route_dtype
+from skyrl_train.models.experts import routers_of
+
+KEYWORD = "expert_routing"
+"""Argument of a transformers model that carries a `RoutingPass` to its layers."""
+
+
+class RoutingShape(NamedTuple):
+    """Size of a mixture's routes."""
+
+    num_layers: int
+    num_chosen: int
+    num_experts: int
+
+    def check(self, routes: torch.Tensor) -> None:
+        """Raise ValueError unless these are routes [..., L, k] of such a model."""
+        expected = (self.num_layers, self.num_chosen)
+        if tuple(routes.shape[-2:]) != expected or routes.dtype != route_dtype(self.num_experts):
+            raise ValueError(
+                f"expert routes must have {self.num_layers} layers and {self.num_chosen} experts of "
+                f"{route_dtype(self.num_experts)}, as the model has {self.num_experts}; got {tuple(routes.shape[-2:])} "
+                f"of {routes.dtype}"
+            )
+        outside = (routes >= self.num_experts) & (routes != no_route(routes.dtype)) | (routes < 0)
+        if outside.any():
+            raise ValueError(
+                f"expert routes must be from 0 to {self.num_experts - 1}; got {int(routes[outside][0])}: are they of "
+                "this model?"
+            )
+
+
+class RoutingPass:
+    """One forward of a model: routes that it replays, and those that it takes.
+
+    No dataclass: FSDP with mixed precision copies dataclasses among the arguments of a forward, and what layers note in
+    a copy is lost.
+
+    Args:
+        replayed: [n, L, k]; where a position has no route its router chooses. None: everywhere.
+    """
+
+    def __init__(self, replayed: torch.Tensor | None = None):
+        self.replayed = replayed
+        self.taken: dict[int, torch.Tensor] = {}
+        """Layer -> [n, k] int64."""
+        self.differing: dict[int, torch.Tensor] = {}
+        """Layer -> [n] number of replayed experts that the router would not have chosen."""
+
+    def routes(self) -> torch.Tensor:
+        """Return the routes taken, [n, L, k] int64."""
+        return torch.stack([self.taken[layer] for layer in sorted(self.taken)], dim=1)
+
+
+class RoutingReplay:
+    """Replay of routes in a transformers model. A forward without a `RoutingPass` is the model's own.
+
+    Args:
+        model: with parameters or their shapes alone (meta device); before it is sharded.
+        setting: that asks for replay, for errors.
+
+    Raises:
+        ConfigError: the model is no mixture, or its routers choose in a way that is not known here.
+    """
+
+    def __init__(self, model: nn.Module, setting: str):
+        routers = [router for router, _ in routers_of(model)]
+        name = type(model).__name__
+        if not routers:
+            raise ConfigError(f"{setting} needs a mixture of experts, and {name} has no router; leave it out")
+        shapes = {_shape_of(router, model) for router in routers}
+        layers = {parent for router in routers if (parent := _layer_around(router, model)) is not None}
+        if len(shapes) != 1 or None in shapes or not layers:
+            raise ConfigError(f"{setting}: the choice of the routers of {name} is not known here; leave it out")
+        [found] = shapes
+        assert found is not None
+        self.shape = RoutingShape(len(routers), found.num_chosen, found.num_experts)
+        # The pass of the layer that runs now. A layer hands it on itself, by its own keyword arguments, so that a
+        # backward that computes the layer again (gradient checkpointing) replays what its forward replayed.
+        self._active: RoutingPass | None = None
+        kinds = tuple({type(layer) for layer in layers})
+        for module in model.modules():
+            if isinstance(module, kinds):
+                module.register_forward_pre_hook(self._enter_layer, with_kwargs=True)
+                module.register_forward_hook(self._leave_layer, always_call=True)
+        for number, router in enumerate(routers):
+            router.forward = self._routed(number, router.forward)
+
+    def _enter_layer(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        # Taken out of the arguments: attention functions need not know it.
+        self._active = kwargs.get(KEYWORD)
+        return args, {name: value for name, value in kwargs.items() if name != KEYWORD}
+
+    def _leave_layer(self, *_: Any) -> None:
+        self._active = None
+
+    def _routed(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def routed(*args: Any, **kwargs: Any) -> Any:
+            routing = self._active
+            if routing is None:
+                return forward(*args, **kwargs)
+            with RouterChoice(routing, layer, self.shape):
+                return forward(*args, **kwargs)
+
+        return routed
+
+
+class RouterChoice(TorchFunctionMode):
+    """Answers the choice of one router with the routes of a pass, and notes what was taken.
+
+    Args:
+        layer: number of the router among those of the model.
+    """
+
+    def __init__(self, routing: RoutingPass, layer: int, shape: RoutingShape):
+        super().__init__()
+        self._routing, self._layer, self._shape = routing, layer, shape
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        scores = _scores_of_choice(func, args, kwargs or {}, result)
+        if scores is None or _size_of(scores, result) != self._shape[1:]:
+            return result
+        routing, chosen = self._routing, result.indices
+        is_first = self._layer not in routing.taken  # not so where a backward computes the layer again
+        if routing.replayed is not None:
+            replayed = routing.replayed[:, self._layer]
+            is_known = replayed != no_route(replayed.dtype)
+            replayed = torch.where(is_known, replayed.long(), chosen)
+            if is_first:
+                own = (replayed[:, :, None] == chosen[:, None, :]).any(dim=-1)
+                routing.differing[self._layer] = (~own).sum(dim=-1)
+            chosen = replayed
+            # Differentiable like topk itself: the gradient goes to the scores of the experts taken.
+            result = torch.return_types.topk((scores.gather(-1, chosen), chosen))  # type: ignore[attr-defined]
+        if is_first:
+            routing.taken[self._layer] = chosen
+        return result
+
+
+class _ChoiceFinder(TorchFunctionMode):
+    """Notes the sizes (k, E) of all choices of a forward that could be a router's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, int]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        scores = _scores_of_choice(func, args, kwargs or {}, result)
+        if scores is not None:
+            self.found.append(_size_of(scores, result))
+        return result
+
+
+def _scores_of_choice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> torch.Tensor | None:
+    """Return the scores [n, E] of a call of `topk` over the last of two dimensions; None for any other call."""
+    if func not in (torch.topk, torch.Tensor.topk):
+        return None
+    scores = args[0] if args else kwargs["input"]
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+    return scores if scores.dim() == 2 and dim in (-1, 1) else None
+
+
+def _size_of(scores: torch.Tensor, result: Any) -> tuple[int, int]:
+    return result.indices.shape[-1], scores.shape[-1]
+
+
+def _shape_of(router: nn.Module, model: Any) -> RoutingShape | None:
+    """Ask a router for two tokens, and return k and E of its choice; None if it is not found. A choice among groups of
+    experts may come before: that of the experts has as many scores as the router has logits."""
+    like = next(router.parameters(), None)
+    if like is None:
+        return None
+    hidden = torch.zeros(2, model.config.get_text_config().hidden_size, dtype=like.dtype, device=like.device)
+    index = next(index for each, index in routers_of(model) if each is router)
+    with torch.no_grad(), _ChoiceFinder() as finder:
+        try:
+            output = router(hidden)
+        except Exception:  # whatever its code raises at two tokens without the rest of its layer
+            return None
+    logits = output[index] if isinstance(output, tuple) else output
+    found = [size for size in finder.found if size[1] == logits.shape[-1]]
+    return RoutingShape(1, *found[-1]) if found else None
+
+
+def _layer_around(router: nn.Module, model: nn.Module) -> nn.Module | None:
+    """Return the decoder layer that holds a router."""
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and any(each is router for each in module.modules()):
+            return module
+    return None

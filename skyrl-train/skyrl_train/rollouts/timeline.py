@@ -1,0 +1,89 @@
+"""Timeline of asynchronous training: which slot generated which group when, and what the trainer did meanwhile.
+
+One record a training step, in `rollouts/timeline.jsonl` of the run folder; the page of the run draws it. Times are Unix
+seconds.
+"""
+
+import heapq
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+from skyrl_train.types import JsonObject
+
+Outcome = Literal["finished", "filtered", "failed", "stale"]
+
+
+class Timeline:
+    """Recorder of spans. A group has the lowest slot that is free when it starts, for as long as it runs.
+
+    Args:
+        clock: gives the present time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time):
+        self._clock = clock
+        self._free: list[int] = []
+        self._num_slots = 0
+        self._running: dict[int, tuple[int, int, float]] = {}  # ticket: slot, weight version, start
+        self._groups: list[list[object]] = []
+        self._waits: list[list[object]] = []
+        self._phases: list[list[object]] = []
+        self._began = self._now()
+
+    def _now(self) -> float:
+        return round(self._clock(), 4)
+
+    def group_started(self, ticket: int, version: int) -> None:
+        if not self._free:
+            self._free.append(self._num_slots)
+            self._num_slots += 1
+        self._running[ticket] = heapq.heappop(self._free), version, self._now()
+
+    def group_ended(self, ticket: int, outcome: Outcome) -> None:
+        slot, version, start = self._running.pop(ticket)
+        heapq.heappush(self._free, slot)
+        self._groups.append([ticket, slot, start, self._now(), version, outcome])
+
+    @contextmanager
+    def waiting(self, reason: str) -> Iterator[None]:
+        """Record that the trainer waits for groups in this block."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._waits.append([start, self._now(), reason])
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Record a phase of the trainer."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._phases.append([name, start, self._now()])
+
+    def take(self, trained: Sequence[int]) -> JsonObject:
+        """Return what was recorded since the last call: that of a training step.
+
+        Args:
+            trained: tickets of the groups that the step trained.
+
+        Returns:
+            `began`, `ended`; `trained`; `groups`, those that ended: [ticket, slot, start, end, weight version at the
+            start, outcome]; `running`, those that go on: [ticket, slot, start, weight version]; `waits`: [start, end,
+            reason]; `phases`: [name, start, end].
+        """
+        now = self._now()
+        record: JsonObject = {
+            "began": self._began,
+            "ended": now,
+            "trained": list(trained),
+            "groups": self._groups,
+            "running": [[ticket, slot, start, version] for ticket, (slot, version, start) in self._running.items()],
+            "waits": self._waits,
+            "phases": self._phases,
+        }
+        self._groups, self._waits, self._phases, self._began = [], [], [], now
+        return record

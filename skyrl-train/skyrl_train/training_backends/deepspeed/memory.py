@@ -1,0 +1,107 @@
+"""Memory of a DeepSpeed engine: what lies where, and its way to host memory and back.
+
+Models that take turns on a GPU leave it between their phases.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from torch import nn
+
+from skyrl_train.training_backends.deepspeed.partitions import (
+    Engine,
+    flat_weights_of,
+    free_gathered_parameters,
+    held_by_rank,
+    learns,
+)
+from skyrl_train.training_backends.optimizer import move_optimizer_state
+
+_CPU = torch.device("cpu")
+_OF_ENGINE = {
+    2: (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads),
+    3: (
+        OffloadStateTypeEnum.lp_params,
+        OffloadStateTypeEnum.lp_grads,
+        OffloadStateTypeEnum.contiguous_grad_buffer,
+    ),
+}
+"""Kinds of state that the engine moves itself, by stage."""
+
+
+def memory_report(engine: Engine, model: nn.Module, stage: int) -> str:
+    """Describe the bytes of this rank by kind and device. Gradients and moments count before there are any."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad] if learns(engine) else []
+    world_size = 1 if engine is None else engine.world_size
+    sizes: dict[str, int] = {}
+
+    def add(kind: str, device: torch.device, num_bytes: int) -> None:
+        place = f"{kind} on {device.type}"
+        sizes[place] = sizes.get(place, 0) + num_bytes
+
+    for parameter in model.parameters():
+        held = held_by_rank(parameter)
+        add("parameters", held.device, held.nbytes)
+    for flat in {id(flat): flat for flat in (flat_weights_of(engine, parameter) for parameter in trained)}.values():
+        if stage > 0:
+            add("float32 weights", flat.device, flat.nbytes)
+        add("moments", flat.device, 2 * flat.nbytes)
+        num_gradients = flat.numel() * (world_size if stage == 1 else 1)
+        add("gradients", flat.device, num_gradients * flat.element_size())
+    return ", ".join(f"{kind} {num_bytes / 1e6:,.1f} MB" for kind, num_bytes in sizes.items())
+
+
+def offload_model(engine: Engine, model: nn.Module, *, with_optimizer: bool) -> None:
+    """Move a model, and the state of its optimizer, to host memory."""
+    free_gathered_parameters(engine)
+    stage = _stage(engine)
+    has_optimizer = learns(engine)
+    if has_optimizer and stage > 0 and not _offloads_parameters(engine):
+        kinds = _OF_ENGINE[max(stage, 2)]
+        engine.offload_states(include=list(kinds), device=OffloadDeviceEnum.cpu, pin_memory=False)
+    _move_rest(model, _CPU)
+    if has_optimizer and with_optimizer and not engine.zero_use_cpu_optimizer():
+        for flat in _flat_weights(engine, model):
+            flat.data = flat.data.to(_CPU)
+        move_optimizer_state(engine.basic_optimizer, _CPU)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def onload_model(engine: Engine, model: nn.Module, device: torch.device) -> None:
+    """Move back what `offload_model` moved."""
+    stage = _stage(engine)
+    has_optimizer = learns(engine)
+    if has_optimizer and stage > 0 and not _offloads_parameters(engine):
+        engine.reload_states()
+    if not _offloads_parameters(engine):
+        _move_rest(model, device)
+    if has_optimizer and not engine.zero_use_cpu_optimizer():
+        for flat in _flat_weights(engine, model):
+            flat.data = flat.data.to(device)
+        move_optimizer_state(engine.basic_optimizer, device)
+
+
+def _move_rest(model: nn.Module, device: torch.device) -> None:
+    """Move parameters that the engine does not: without an optimizer none of them, frozen ones of stages 1 and 2."""
+    for parameter in model.parameters():
+        held = held_by_rank(parameter)
+        held.data = held.data.to(device)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+def _flat_weights(engine: Engine, model: nn.Module) -> Iterator[torch.Tensor]:
+    flats = (flat_weights_of(engine, parameter) for parameter in model.parameters() if parameter.requires_grad)
+    yield from {id(flat): flat for flat in flats}.values()
+
+
+def _stage(engine: Engine) -> int:
+    return 0 if engine is None else engine.zero_optimization_stage()
+
+
+def _offloads_parameters(engine: Engine) -> bool:
+    """Return whether parameters rest in host memory anyway."""
+    offload = None if engine is None else engine.zero_offload_param()
+    return offload is not None and offload.device != OffloadDeviceEnum.none

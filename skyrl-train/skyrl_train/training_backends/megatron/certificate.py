@@ -1,0 +1,159 @@
+"""Certificate that a divided model is the transformers model: its weights, gathered again, are equal to the bit, and
+its scores (log-probs, or a critic's values) agree.
+
+Computed once, when a model is loaded, and printed in one line of the log. A wrong one is an error that names the
+weight.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.models.build import transformer_of
+from skyrl_train.models.value_model import ValueModel
+from skyrl_train.training_backends.megatron.loading import WholeModel, whole_weights
+from skyrl_train.training_batch import TrainingInputBatch
+
+LENGTHS = ((4, 6), (1, 3), (5, 1))
+"""Prompt and response tokens of the rows whose scores are compared: ragged, so that a row that sees its neighbour
+shows."""
+
+TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 0.3}
+"""Largest difference of scores by the dtype that the divided model computes in: absolute up to 1, relative above."""
+
+
+def certify(
+    path: str,
+    whole: WholeModel | None,
+    gathered: Iterable[tuple[str, torch.Tensor]],
+    score: Callable[[TrainingInputBatch], torch.Tensor],
+    num_words: int,
+    *,
+    held: torch.dtype,
+    computed: torch.dtype,
+) -> str:
+    """Compare a divided model with the whole one of rank 0. A collective.
+
+    Args:
+        path: of the model, for errors.
+        whole: on rank 0; None elsewhere.
+        gathered: weights of the divided model.
+        score: scores of the response tokens of a micro-batch.
+        held, computed: dtypes in which weights are held, and in which the model computes.
+
+    Returns:
+        a line for the log.
+
+    Raises:
+        ConfigError: the models differ; the same error on every rank.
+    """
+    number, problem = check_weights(gathered, None if whole is None else whole_weights(whole), held)
+    sequences, mask, num_response = trial(num_words)
+    batch = TrainingInputBatch(sequences=sequences, attention_mask=mask, metadata={"response_length": num_response})
+    got = score(batch)
+    difference = 0.0
+    if whole is not None:
+        expected = expected_scores(whole)
+        difference = float(((got - expected).abs() / expected.abs().clamp(min=1)).max())
+    # Rank 0 has compared: the others learn what it found, or they would train on while it stops.
+    found = [(number, problem, difference, "values" if isinstance(whole, ValueModel) else "log-probs")]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(found, 0)
+    return verdict(*found[0], computed, path)
+
+
+def check_weights(
+    gathered: Iterable[tuple[str, torch.Tensor]], original: Mapping[str, torch.Tensor] | None, dtype: torch.dtype
+) -> tuple[int, str | None]:
+    """Compare gathered weights with those of the transformers model. Walks over all, as gathering is a collective.
+
+    Args:
+        original: on rank 0; None elsewhere, where nothing is compared.
+        dtype: in which weights are held.
+
+    Returns:
+        number of weights, and the first that differs, in words.
+    """
+    problem = None
+    names = set()
+    for name, tensor in gathered:
+        names.add(name)
+        if original is None or problem is not None:
+            continue
+        if name not in original:
+            problem = f"{name} is no weight of the transformers model"
+            continue
+        expected = original[name].to(dtype).float()
+        problem = _difference(name, expected, tensor.cpu().float())
+    if original is not None and problem is None:
+        lost = [name for name in original if name not in names]
+        if lost:
+            problem = f"{lost[0]} is lost"
+    return len(names), problem
+
+
+def _difference(name: str, expected: torch.Tensor, got: torch.Tensor) -> str | None:
+    if expected.shape != got.shape:
+        return f"{name} has the shape {tuple(got.shape)}, not {tuple(expected.shape)}"
+    wrong = int((expected != got).sum())
+    if wrong:
+        return f"{name} differs in {wrong} of {expected.numel()} numbers"
+    return None
+
+
+def trial(num_words: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Make random sequences [B, T] and their mask, padded like a training batch, and R."""
+    num_prompt, num_response = (max(lengths) for lengths in zip(*LENGTHS, strict=True))
+    draw = torch.Generator().manual_seed(0)
+    sequences = torch.randint(num_words, (len(LENGTHS), num_prompt + num_response), generator=draw)
+    columns, lengths = torch.arange(num_prompt + num_response), torch.tensor(LENGTHS)
+    mask = (columns >= num_prompt - lengths[:, :1]) & (columns < num_prompt + lengths[:, 1:])
+    return sequences, mask.long(), num_response
+
+
+@torch.no_grad()
+def expected_scores(model: WholeModel) -> torch.Tensor:
+    """Score the trial by a transformers model's own forward with attention written out, each row alone: [B, R], 0 at
+    padding."""
+    transformer: Any = transformer_of(model)
+    transformer.set_attn_implementation("eager")
+    sequences, mask, num_response = trial(transformer.config.vocab_size)
+    expected = torch.zeros(len(sequences), num_response)
+    for row, (num_prompt, length) in enumerate(LENGTHS):
+        ids = sequences[row][mask[row].bool()]
+        output = transformer(input_ids=ids[None], use_cache=False)
+        # The state before a token gives its score.
+        if isinstance(model, ValueModel):
+            scores = output.last_hidden_state[0, :-1].float() @ model.head.weight[0].float()
+        else:
+            scores = output.logits[0, :-1].float().log_softmax(dim=-1).gather(1, ids[1:, None])[:, 0]
+        expected[row, :length] = scores[num_prompt - 1 :]
+    return expected
+
+
+def verdict(
+    num_weights: int, problem: str | None, difference: float, scores: str, dtype: torch.dtype, path: str
+) -> str:
+    """Return the line of the log, or raise ConfigError.
+
+    Args:
+        problem: of the weights; None: they are equal.
+        difference: largest of the scores.
+        scores: their name.
+    """
+    tolerance = TOLERANCE[dtype]
+    if problem is not None:
+        raise ConfigError(f"{path}: the map between transformers and megatron-core is wrong for this model: {problem}")
+    if not difference <= tolerance:
+        raise ConfigError(
+            f"{path}: its weights are mapped to megatron-core and back to the bit, but {scores} differ from "
+            f"those of transformers by {difference:.3g} (> {tolerance}): a part of the model is computed in another "
+            "way. Use trainer.strategy=fsdp2"
+        )
+    return (
+        f"Certificate of {path} in megatron-core: {num_weights} weights equal to the bit there and back, {scores} "
+        f"within {difference:.1e} of transformers"
+    )

@@ -1,0 +1,135 @@
+"""Stand-in for `torch.cuda` inside of megatron-core, so that its parallel layers, schedules and optimizer run on a CPU.
+
+Imported on a CPU only. It changes the modules of megatron-core and nothing else: each gets, in place of its global
+`torch`, a view of torch whose `cuda` answers for the CPU and whose factories make tensors there. Optimizers compare
+names of tensor types: these are translated while models and optimizers are built (`tensors_as_on_a_gpu`).
+"""
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import random as parallel_random
+from megatron.core.transformer.moe import token_dispatcher
+
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "ones_like", "empty_like", "linspace")
+
+
+class _Stream:
+    """Stream of a device that computes in order."""
+
+    def __init__(self, *_args: object, **_options: object):
+        pass
+
+    def wait_stream(self, _stream: object) -> None:
+        pass
+
+    def wait_event(self, _event: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self, _event: object = None) -> "_Stream":
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class _Cuda(types.ModuleType):
+    """View of `torch.cuda` on a machine whose device is the CPU."""
+
+    Stream = Event = _Stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    def current_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def current_stream(self, _device: object = None) -> _Stream:
+        return _Stream()
+
+    default_stream = current_stream
+
+    def stream(self, _stream: object) -> Any:
+        return nullcontext()
+
+    def synchronize(self, _device: object = None) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+
+class _Torch(types.ModuleType):
+    """View of torch whose factories take the device "cuda" for the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name)
+        return _on_cpu(found) if name in _FACTORIES else found
+
+
+@cache
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(factory)
+    def make(*args: Any, **options: Any) -> Any:
+        if str(options.get("device")).startswith("cuda"):
+            options["device"] = "cpu"
+        options.pop("pin_memory", None)
+        return factory(*args, **options)
+
+    return make
+
+
+@cache
+def install() -> None:
+    """Give every loaded module of megatron-core the stand-in. Modules that are imported later do not have it."""
+    view = _Torch("torch")
+    vars(view)["cuda"] = _Cuda("torch.cuda")
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("megatron.") or module is None:
+            continue
+        if getattr(module, "torch", None) is torch:
+            vars(module)["torch"] = view
+        for key, value in list(vars(module).items()):
+            # Functions that torch.compile would fuse: on a CPU compiling them takes longer than a small run.
+            plain = getattr(value, "_torchdynamo_orig_callable", None)
+            if plain is not None:
+                setattr(module, key, plain)
+    # Numbers of tokens that experts are sent are copied from the device to lists of the host; here they are on the
+    # host.
+    token_dispatcher.maybe_move_tensor_to_cpu = _as_on_the_host
+    # Recomputation saves and restores the device's random state; nothing here draws from one.
+    parallel_random._get_cuda_rng_state = lambda *_args, **_options: torch.empty(0, dtype=torch.uint8)
+    parallel_random._set_cuda_rng_state = lambda *_args, **_options: None
+
+
+def _as_on_the_host(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return value.numpy() if as_numpy and torch.is_tensor(value) else value
+
+
+@contextmanager
+def tensors_as_on_a_gpu() -> Iterator[None]:
+    """Let tensors of the CPU name their types as those of a GPU ("torch.cuda.FloatTensor"), and be moved to one in
+    vain."""
+    type_of, cuda = torch.Tensor.type, torch.Tensor.cuda
+
+    def named(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        answer = type_of(tensor, *args, **options)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    torch.Tensor.type = named  # type: ignore[method-assign]
+    torch.Tensor.cuda = lambda tensor, *_args, **_options: tensor  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.type, torch.Tensor.cuda = type_of, cuda  # type: ignore[method-assign]

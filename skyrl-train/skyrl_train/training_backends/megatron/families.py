@@ -1,0 +1,55 @@
+"""Model families whose weights are mapped, and the properties of a model that the Megatron backend does not compute.
+
+Imports neither torch nor megatron-core: a model is refused before any process starts.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_train.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Family:
+    """Parts that models of a `model_type` have."""
+
+    qkv_bias: bool = False
+    """Biases of the products that make queries, keys and values."""
+
+    qk_norms: bool = False
+    """Norms of queries and keys."""
+
+    is_mixture: bool = False
+
+
+FAMILIES = {
+    "llama": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norms=True),
+    "qwen3_moe": Family(qk_norms=True, is_mixture=True),
+}
+
+
+def family_of(config: Any) -> Family:
+    """Return the family of a transformers config.
+
+    Raises:
+        ConfigError: its weights are not mapped, or it has a part that would be left out.
+    """
+    kind = getattr(config, "model_type", None)
+    advice = "use trainer.strategy=fsdp2"
+    if kind not in FAMILIES:
+        raise ConfigError(
+            f"trainer.strategy=megatron has no map of the weights of model_type={kind!r}; it has those of "
+            f"{', '.join(FAMILIES)}: {advice}"
+        )
+    for name in ("attention_bias", "mlp_bias"):
+        if getattr(config, name, False):
+            raise ConfigError(f"trainer.strategy=megatron does not map the biases of {name}=true: {advice}")
+    if getattr(config, "use_sliding_window", False) or "sliding_attention" in (
+        getattr(config, "layer_types", None) or ()
+    ):
+        raise ConfigError(f"trainer.strategy=megatron has no attention in sliding windows: {advice}")
+    if getattr(config, "hidden_act", "silu") != "silu":
+        raise ConfigError(f"trainer.strategy=megatron knows hidden_act=silu, not {config.hidden_act}: {advice}")
+    return FAMILIES[kind]

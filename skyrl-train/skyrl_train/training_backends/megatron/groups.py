@@ -1,0 +1,66 @@
+"""Process groups of a layout, as megatron-core makes them: they are global to a process."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from skyrl_train.training_backends.megatron.layout import ParallelSizes
+
+_groups: tuple[object, ParallelSizes] | None = None
+"""The default process group and the layout that megatron-core's groups were made for: they are global to a process."""
+
+
+def make_groups(layout: ParallelSizes, timeout_minutes: float, seed: int) -> None:
+    """Make the process groups of a layout. A collective. Models of one process share them, so they share a layout.
+
+    Raises:
+        RuntimeError: this process holds a model with another layout.
+    """
+    global _groups
+    default = dist.distributed_c10d._get_default_group()
+    if parallel_state.model_parallel_is_initialized():
+        if _groups == (default, layout):
+            return
+        if _groups is not None and _groups[0] is default:
+            raise RuntimeError(
+                f"models of one process have one layout: this one has {_groups[1]}, another asks for {layout}"
+            )
+        parallel_state.destroy_model_parallel()  # the groups of a default group that is gone
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=max(1, round(timeout_minutes)),
+    )
+    _groups = (default, layout)
+    # No weight is drawn and nothing is dropped at random; layers ask for the generators nevertheless.
+    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    if torch.cuda.is_available():
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def tensor_group() -> dist.ProcessGroup:
+    """Return the ranks that divide the dense layers of a stage."""
+    return _group(parallel_state.get_tensor_model_parallel_group())
+
+
+def expert_group() -> dist.ProcessGroup:
+    """Return the ranks that divide the experts of a stage: in the order of experts, inside of it that of an expert's
+    parts."""
+    return _group(parallel_state.get_expert_tensor_and_model_parallel_group())
+
+
+def stage_group() -> dist.ProcessGroup:
+    """Return the ranks of a replica that hold the stages, one of each."""
+    return _group(parallel_state.get_pipeline_model_parallel_group())
+
+
+def _group(group: Any) -> dist.ProcessGroup:
+    """Narrow the type: megatron-core allows for lists of groups and for none."""
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -1,0 +1,100 @@
+"""One rank's part of a model: the layers of its pipeline stage, on its device."""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import nn
+
+from skyrl_train.training_backends.megatron.groups import tensor_group
+from skyrl_train.training_backends.megatron.layers import block_spec
+from skyrl_train.training_backends.megatron.layout import ParallelSizes, padded_vocabulary
+from skyrl_train.training_backends.megatron.vocabulary_parallel import WordShard
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # Routers ask for this kernel of Transformer Engine by a name that only exists where that is installed.
+    moe_utils.te_general_gemm = None
+
+
+class HiddenStatesModel(GPTModel):
+    """Decoder that ends before its output layer: the loss needs the logits of few tokens, in chunks, or the values of a
+    critic."""
+
+    value_head: nn.Linear | None
+    """Layer of a critic's last stage in place of the output layer, whole on each tensor-parallel rank."""
+
+    def _postprocess(self, hidden_states: torch.Tensor, *_args: object, **_options: object) -> torch.Tensor:
+        return hidden_states
+
+    def output_weight(self) -> torch.Tensor:
+        """Return this rank's rows of the output layer, on the last stage."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        weight = self.output_layer.weight
+        assert weight is not None, "untied heads have their own"
+        return weight
+
+
+def build_stage(
+    config: TransformerConfig, model: Any, layout: ParallelSizes, device: torch.device, *, is_critic: bool
+) -> HiddenStatesModel:
+    """Make the layers of this rank's pipeline stage, with weights of any value.
+
+    Args:
+        model: config of the transformers model.
+        is_critic: the last stage ends with a layer of values.
+    """
+    first_layer, num_layers = stage_layers(config)
+    stage = HiddenStatesModel(
+        config,
+        block_spec(config, first_layer, num_layers),  # type: ignore[arg-type]
+        vocab_size=padded_vocabulary(model.vocab_size, layout.tensor),
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=model.tie_word_embeddings and not is_critic,
+        position_embedding_type="none",  # the attention applies the rotary embedding of the transformers model
+    )
+    stage.value_head = None
+    if is_critic and stage.post_process:
+        stage.output_layer = None  # type: ignore[assignment]
+        # Every tensor-parallel rank computes all values from all tokens, so its gradient is whole on each: unlike
+        # norms it is not marked for sequence parallelism, whose marks are summed over these ranks.
+        stage.value_head = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+    _mark_shards(stage)
+    return stage.to(device)
+
+
+def _mark_shards(stage: nn.Module) -> None:
+    """Mark weights of which each tensor-parallel rank has another part. megatron-core does so where it initializes
+    them, which it does not do here; unmarked, they would count in the gradient's norm on one rank only."""
+    for module in stage.modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)):
+            dimension = int(isinstance(module, RowParallelLinear))
+            if module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(module.weight, True, dimension, 1)
+
+
+def stage_layers(config: TransformerConfig, stage: int | None = None) -> tuple[int, int]:
+    """Return the number of the first layer of a pipeline stage (None: this rank's), and how many it has, as
+    megatron-core counts them."""
+    return get_transformer_layer_offset(config, pp_rank=stage), get_num_layers_to_build(config, pp_rank=stage)
+
+
+def word_shard(model: Any, layout: ParallelSizes) -> WordShard:
+    """Return the words of this rank."""
+    size = padded_vocabulary(model.vocab_size, layout.tensor) // layout.tensor
+    first = parallel_state.get_tensor_model_parallel_rank() * size
+    group = tensor_group()
+    return WordShard(group, first, max(0, min(size, model.vocab_size - first)))

@@ -1,0 +1,122 @@
+"""Gradients and AdamW of one pipeline stage: reduction over data-parallel ranks, and one optimizer step."""
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from skyrl_train.config import OptimizerConfig
+from skyrl_train.config.megatron import MegatronConfig
+from skyrl_train.training_backends.megatron.optimizer_shards import OptimizerShards, parts_of
+
+
+class StageOptimizer:
+    """AdamW of megatron-core, whose state and float32 weights are divided over data-parallel ranks. Making one is a
+    collective.
+
+    Args:
+        stage: its parameters get their gradients from `model`, which wraps it.
+        bf16: the model computes in bfloat16.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        stage: nn.Module,
+        settings: MegatronConfig,
+        optimizer_config: OptimizerConfig,
+        device: torch.device,
+        *,
+        bf16: bool,
+    ):
+        if settings.freeze_moe_router:  # before the wrapper, which reduces what needs a gradient then
+            for name, parameter in stage.named_parameters():
+                if name.endswith("mlp.router.weight"):
+                    parameter.requires_grad = False
+        self.model = DistributedDataParallel(config, ddp_config(settings.ddp_config, device), stage)
+        self._optimizer = _new_adamw(self.model, optimizer_config, bf16=bf16)
+        self._max_norm = optimizer_config.max_grad_norm
+        self.shards = OptimizerShards(self.model, self._optimizer)
+
+    def step(self, learning_rate: float) -> float:
+        """Take one step on the gradient added so far, unless it is not finite, and forget it. A collective. Returns:
+        the gradient's global norm before clipping."""
+        # Once per optimizer step, however many forward-backward calls made its gradient: it is not idempotent.
+        finalize_model_grads([self.model])
+        self._optimizer.prepare_grads()
+        # Reduced over all ranks: every one skips the step, or none.
+        norm = float(self._optimizer.get_grad_norm())
+        if math.isfinite(norm):
+            self._clip(norm)
+            for part in self._optimizer.chained_optimizers:
+                for group in part.param_groups:
+                    group["lr"] = learning_rate
+            self._optimizer.step_with_ready_grads()
+        # Both: the buffer that the backward adds to, and the shards of it that the optimizer has made.
+        self.model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        return norm
+
+    def _clip(self, norm: float) -> None:
+        """Scale the gradients that the step will take to the largest norm, as torch's `clip_grad_norm_` does."""
+        factor = self._max_norm / (norm + 1e-6)
+        if factor < 1:
+            for part in parts_of(self._optimizer):
+                for group in part.param_groups:
+                    for shard in group["params"]:
+                        if shard.grad is not None:
+                            shard.grad.mul_(factor)
+
+    def offload(self, *, with_state: bool) -> None:
+        """Free the device's memory. Args: `with_state`, moments and float32 weights leave it too."""
+        if with_state:
+            self.shards.move(torch.device("cpu"))
+        for buffer in self._buffers:
+            buffer.offload_to_cpu()  # gradients, which are zero between steps, are freed and not copied
+
+    def onload(self, device: torch.device) -> None:
+        """Take the device again."""
+        for buffer in self._buffers:
+            buffer.reload_from_cpu()
+        self.shards.move(device)
+
+    @property
+    def _buffers(self) -> list[Any]:
+        """Flat memory of weights and gradients, which these are views of."""
+        return [*self.model.buffers, *self.model.expert_parallel_buffers]  # type: ignore[misc]
+
+
+def _new_adamw(model: DistributedDataParallel, config: OptimizerConfig, *, bf16: bool) -> ChainedOptimizer:
+    # Weight decay spares no weight that is trained, as with FSDP2.
+    beta1, beta2 = config.adam_betas
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=beta1,
+        adam_beta2=beta2,
+        adam_eps=1e-8,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=True,
+        clip_grad=0.0,  # `_clip` is called between the norm and the step
+    )
+    # Overrides that are empty: the default spares norms and biases from weight decay.
+    optimizer = get_megatron_optimizer(settings, [model], config_overrides={}, use_gloo_process_groups=False)
+    assert isinstance(optimizer, ChainedOptimizer)
+    return optimizer
+
+
+def ddp_config(settings: Any, device: torch.device) -> DistributedDataParallelConfig:
+    """Return how gradients are reduced, from `megatron_config.ddp_config`."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=settings.grad_reduce_in_fp32,
+        # gloo has no averaging: gradients are divided before the sum, which is the same.
+        average_in_collective=settings.average_in_collective and device.type == "cuda",
+        use_distributed_optimizer=True,
+    )

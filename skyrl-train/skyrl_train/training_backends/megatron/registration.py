@@ -1,0 +1,37 @@
+"""Registration of Megatron-Core as `trainer.strategy=megatron`."""
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from skyrl_train.config.training_backends import TrainingBackendTraits, register_training_backend
+from skyrl_train.training_backends.megatron.settings import check_model_config, check_settings
+
+if TYPE_CHECKING:
+    from skyrl_train.training_backends.megatron.backend import MegatronBackend
+
+_TRAITS = TrainingBackendTraits(
+    library="megatron.core",
+    install_hint="scripts/setup.sh --extra mcore",
+    sequence_parallel=False,
+    adapters=False,
+    routing_replay=True,
+    ranks_per_replica=lambda settings: settings.megatron_config.ranks_per_replica,
+    memory_estimates=False,
+    check_settings=check_settings,
+    check_model_config=check_model_config,
+)
+
+
+@register_training_backend("megatron", requires=_TRAITS)
+def megatron(*args: Any) -> "MegatronBackend":
+    """Make this rank's backend. Arguments: those of `TrainingBackend`."""
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # it prints what it finds, and buckets of each model
+    with warnings.catch_warnings():
+        # megatron-core warns of each library that is not there, and uses what torch has deprecated, as it is imported.
+        warnings.simplefilter("ignore")
+        from skyrl_train.training_backends.megatron.backend import MegatronBackend
+    # Later it warns of its own defaults, and calls collectives by names that newer releases of torch have replaced.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
+    return MegatronBackend(*args)

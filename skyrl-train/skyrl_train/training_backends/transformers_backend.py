@@ -1,0 +1,115 @@
+"""Base of backends that hold a model of transformers and compute whole micro-batches with it."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from skyrl_train.config import RefConfig
+from skyrl_train.models.build import build_model, gather_parameters, transformer_of
+from skyrl_train.models.lora import begins_with_weights
+from skyrl_train.models.scoring import ScoringModel
+from skyrl_train.models.scoring_check import check_scoring
+from skyrl_train.models.value_model import ValueModel
+from skyrl_train.models.weight_files import WeightFiles, fill_buffers, open_on_all_ranks, values_in_forward
+from skyrl_train.training_backends.base import Scores, TrainingBackend
+from skyrl_train.training_batch import TrainingInputBatch
+
+
+class TransformersBackend(TrainingBackend):
+    """Holder of a `ScoringModel` or `ValueModel`."""
+
+    model: ScoringModel | ValueModel
+    """The root module, whose parameters may be divided over the ranks."""
+
+    def build(self, path: str, *, with_weights: bool) -> ScoringModel | ValueModel:
+        """Make the model whole, on the CPU; without weights its parameters have shapes only (meta device)."""
+        return build_model(
+            self.cfg,
+            self.name,
+            path,
+            device=self.device,
+            is_trained=self.is_trained,
+            with_weights=with_weights,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    def open_model(self, path: str, *, check: bool) -> tuple[ScoringModel | ValueModel, WeightFiles | None]:
+        """Make the model on the CPU, with no more memory than its parts need. A collective.
+
+        Args:
+            check: compare its scores with transformers' own, on rank 0.
+
+        Returns:
+            The model on the meta device but for buffers and what no file has (adapters, a critic's head), and the files
+            that each rank reads its part from. Where they cannot be read in parts: the model with its weights on rank
+            0, with shapes alone on others, and None.
+        """
+        random_state = torch.get_rng_state()
+        model = self.build(path, with_weights=False)
+        lora = None if isinstance(self.settings, RefConfig) else self.settings.model.lora
+        refusal = None
+        if lora is not None and self.is_trained and begins_with_weights(lora):
+            refusal = (
+                f"trainer.{self.name}.model.lora.init_method={lora.init_method} computes adapters from the weights"
+            )
+        files = open_on_all_ranks(transformer_of(model), path, refusal)
+        is_first = self.parallel.rank == 0
+        if files is not None:
+            fill_buffers(transformer_of(model), files)
+        elif is_first:
+            torch.set_rng_state(random_state)
+            model = self.build(path, with_weights=True)
+        if check and is_first:
+            # No more in memory than this rank's part where all ranks divide the model.
+            part = sum(parameter.numel() for parameter in model.parameters()) // self.parallel.world_size
+            with nullcontext() if files is None else values_in_forward(transformer_of(model), files, part):
+                check_scoring(model, path)
+        return model, files
+
+    @property
+    def transformer(self) -> PreTrainedModel:
+        return transformer_of(self.model)
+
+    def compute(self, *args: object, **kwargs: object) -> Any:
+        """Call the root module."""
+        return self.model(*args, **kwargs)
+
+    def score(self, micro_batch: TrainingInputBatch, *, with_entropy: bool = False) -> Scores:
+        inputs = self._inputs(micro_batch)
+        if isinstance(self.model, ValueModel):
+            return Scores(self.compute(*inputs))
+        routes = micro_batch.get("expert_routes")
+        if routes is not None:
+            assert self.model.routing_replay is not None, f"the {self.name} was loaded without routing replay"
+            self.model.routing_replay.shape.check(routes)
+            routes = routes.to(self.device)
+        scores = self.compute(*inputs, self._temperature, with_entropy=with_entropy, routes=routes)
+        return Scores(scores.log_probs, scores.entropy, scores.router)
+
+    def score_recording_routes(self, micro_batch: TrainingInputBatch) -> Scores:
+        scores = self.compute(*self._inputs(micro_batch), self._temperature, record_routes=True)
+        return Scores(scores.log_probs, routes=scores.routes)
+
+    def _inputs(self, micro_batch: TrainingInputBatch) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return (
+            micro_batch.tensor("sequences").to(self.device),
+            micro_batch.tensor("attention_mask").to(self.device),
+            micro_batch.metadata["response_length"],
+        )
+
+    @property
+    def _temperature(self) -> float:
+        """Temperature of the policy's sampling, whichever model this is."""
+        return self.cfg.generator.sampling_params.temperature
+
+    def prompt_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.model, ScoringModel), "a critic gives no log-probs"
+        tokens = tokens.to(self.device)
+        scores = self.compute(tokens, torch.ones_like(tokens), tokens.shape[1] - 1, 1.0, with_entropy=False)
+        return scores.log_probs.float()
+
+    def gather_parameters(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
+        return gather_parameters(self.model, dtype)

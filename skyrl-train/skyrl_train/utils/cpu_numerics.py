@@ -1,0 +1,49 @@
+"""Arithmetic of this process on a CPU: one thread, and matrix products that give a row the same bits in any company."""
+
+import os
+
+import torch
+import torch.nn.functional as F
+from loguru import logger
+
+_STRICT = {"AVX512": "AVX512,STRICT", "AVX2": "AVX2,STRICT"}
+_PROBED = (4, 5, 8, 17, 64)
+
+
+def prepare_cpu() -> None:
+    """Compute on one thread unless OMP_NUM_THREADS says otherwise, and with strict kernels. Call it in each thread that
+    computes: OpenMP counts threads for each."""
+    # Two threads of one process fight over two cores; two processes of one thread do not.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    use_strict_kernels()
+
+
+def use_strict_kernels() -> None:
+    """Let MKL compute with its strict kernels unless MKL_CBWR says otherwise. Call it before the first matrix product
+    of the process: MKL reads its variable then.
+
+    Without them MKL chooses a kernel by the number of rows, on some processors already among small numbers (seen on
+    Intel's with AVX-512): the same row then has other last bits beside others. A variable that names what a processor
+    lacks has no effect.
+    """
+    strict = _STRICT.get(torch.backends.cpu.get_cpu_capability())
+    if strict and torch.backends.mkl.is_available():
+        os.environ.setdefault("MKL_CBWR", strict)
+
+
+def warn_if_rows_depend_on_their_number() -> bool:
+    """Compare rows of float32 products of several sizes, and log a warning if their bits depend on the number of rows.
+    Returns: whether they do."""
+    draw, strict = torch.Generator().manual_seed(0), _STRICT.get(torch.backends.cpu.get_cpu_capability(), "AUTO,STRICT")
+    for width in (128, 512):
+        x = torch.randn(max(_PROBED), width, generator=draw)
+        weight = torch.randn(width, width, generator=draw)
+        first, *others = (F.linear(x[:rows], weight)[: _PROBED[0]] for rows in _PROBED)
+        if not all(torch.equal(first, other) for other in others):
+            logger.warning(
+                "the last bits of float32 numbers depend on the size of the batch in this process, so that a resumed "
+                "run may differ from an uninterrupted one: MKL was in use before it could be set to strict kernels. "
+                f"Set MKL_CBWR={strict} before Python starts"
+            )
+            return True
+    return False

@@ -1,0 +1,137 @@
+"""Copy of a folder of an object store on this machine's disk, made once for all of its processes. Knows no models."""
+
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from skyrl_train.errors import CheckpointError
+from skyrl_train.utils.io import FileRecord, sha256_of
+from skyrl_train.utils.storage import Place, download
+
+_LOCK, _COMPLETE = ".lock", ".complete"
+_NUM_DOWNLOADS = 4  # at the same time
+
+
+class SharedDownload:
+    """Copy of some files of a folder, verified, in the folder of temporary files (`TMPDIR`). The first process to ask
+    downloads, others wait for it; the last one to release it deletes it.
+
+    Args:
+        source: the folder.
+        records: size and hash of each file, by relative name.
+
+    Raises:
+        CheckpointError: a file is missing or not what was written.
+        OSError: the store, or the disk, refuses.
+    """
+
+    def __init__(self, source: Place, records: Mapping[str, FileRecord]):
+        root = Path(tempfile.gettempdir()) / f"skyrl-downloads-{os.getuid()}"
+        root.mkdir(mode=0o700, exist_ok=True)
+        described = f"{source} {sorted((name, record.sha256) for name, record in records.items())}"
+        self.folder = root / hashlib.sha256(described.encode()).hexdigest()[:32]
+        _remove_unused(root)
+        self._lock = self._try_to_fill(source, records)
+        while self._lock is None:
+            self._lock = self._try_to_fill(source, records)
+
+    def _try_to_fill(self, source: Place, records: Mapping[str, FileRecord]) -> int | None:
+        """Download, or wait for the process that does. Returns: a shared lock on the whole copy, None if there is none
+        (another process failed, or has just deleted it)."""
+        lock = _locked(self.folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if lock is None:  # another process downloads or reads
+            lock = _locked(self.folder, fcntl.LOCK_SH)
+        elif not (self.folder / _COMPLETE).exists():
+            try:
+                fetch_files(source, records, self.folder)
+                (self.folder / _COMPLETE).touch()
+            except BaseException:  # of a KeyboardInterrupt nothing may stay, either
+                _remove_if_unused(self.folder, lock)
+                raise
+        assert lock is not None, "only a lock that is not waited for may be taken"
+        # Changing the kind of a lock lets it go for a moment, in which another process may delete the folder.
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if (self.folder / _COMPLETE).exists() and _is_of(self.folder, lock):
+            return lock
+        os.close(lock)
+        return None
+
+    def release(self) -> None:
+        """Give the copy up. Files that are mapped into memory stay readable."""
+        if self._lock is not None:
+            _remove_if_unused(self.folder, self._lock)
+            self._lock = None
+
+
+def fetch_files(source: Place, records: Mapping[str, FileRecord], target: Path) -> None:
+    """Download files and compare them with what was written.
+
+    Raises:
+        CheckpointError: one is missing or differs.
+        OSError: the store, or the disk, refuses.
+    """
+
+    def fetch(item: tuple[str, FileRecord]) -> str | None:
+        name, expected = item
+        try:
+            download(source / name, target / name)
+        except FileNotFoundError:
+            return f"{source / name} is missing"
+        found = FileRecord((target / name).stat().st_size, sha256_of(target / name))
+        return None if found == expected else f"{source / name} is not what was written (its hash differs)"
+
+    with ThreadPoolExecutor(_NUM_DOWNLOADS) as threads:
+        for damage in threads.map(fetch, records.items()):
+            if damage:
+                raise CheckpointError(damage)
+
+
+def _locked(folder: Path, kind: int) -> int | None:
+    """Make a folder and lock it. Returns: the lock; None if it is taken and `kind` says not to wait."""
+    while True:
+        folder.mkdir(exist_ok=True)
+        try:
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        except FileNotFoundError:  # another process has just deleted the folder
+            continue
+        try:
+            fcntl.flock(lock, kind)
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        if _is_of(folder, lock):
+            return lock
+        os.close(lock)  # the folder was deleted while this process waited
+
+
+def _is_of(folder: Path, lock: int) -> bool:
+    """Check that a lock is of the folder that has this name now."""
+    try:
+        return os.path.samestat(os.fstat(lock), os.stat(folder / _LOCK))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_if_unused(folder: Path, lock: int) -> None:
+    """Delete a folder unless other processes hold it, and close the lock."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Under another name first: a process that comes now makes a folder of its own.
+        unused = folder.rename(folder.with_name(f"unused_{secrets.token_hex(8)}"))
+        shutil.rmtree(unused, ignore_errors=True)
+    except BlockingIOError:
+        pass
+    os.close(lock)
+
+
+def _remove_unused(root: Path) -> None:
+    """Delete what processes left that were killed."""
+    for folder in root.iterdir():
+        if (folder / _LOCK).exists() and (lock := _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)) is not None:
+            _remove_if_unused(folder, lock)

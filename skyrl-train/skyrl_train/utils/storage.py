@@ -1,0 +1,251 @@
+"""Folders and files on a file system or in an object store (`s3://`, `gs://`, any fsspec URL). The only place that
+knows the difference; knows no checkpoints.
+
+An object is whole or absent, and there are no renames: a folder there is what one file, written last, makes of it.
+"""
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, Union
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.utils.io import expand_path, is_cloud_path, replacing, write_atomically
+
+if TYPE_CHECKING:
+    from upath import UPath
+
+Place: TypeAlias = Union[Path, "UPath"]  # at run time UPath is a name: its package is optional
+"""A folder or file, local or in an object store."""
+
+_LOCAL_SCHEMES = ("file://", "local://")
+
+
+def location(path: str | Place) -> Place:
+    """Return the place that a path or URL names; `~/x` or `x` as an absolute path. Touches nothing.
+
+    Raises:
+        ConfigError: the URL's scheme is unknown, or the package for it is not installed.
+    """
+    text = str(path)
+    for scheme in _LOCAL_SCHEMES:
+        text = text.removeprefix(scheme)
+    if not is_cloud_path(text):
+        return expand_path(text)
+    try:
+        from upath import UPath  # of the extra `cloud`
+
+        place = UPath(text.rstrip("/"))
+        _ = place.fs
+    except ImportError as error:
+        raise ConfigError(f"{path} needs a package that is missing ({error}): install skyrl-train[cloud]") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no folder and no URL that fsspec knows: {error}") from error
+    return place
+
+
+def check_access(setting: str, path: str) -> None:
+    """Raise ConfigError unless objects can be written to the URL of a setting. Does nothing for a local folder."""
+    try:
+        place = location(path)
+        if not isinstance(place, Path):
+            probe = place / f".write_check_{secrets.token_hex(4)}"
+            write_whole(probe, b"checked")
+            with _os_errors(probe):
+                probe.fs.rm_file(probe.path)
+    except (ConfigError, OSError) as error:
+        remedy = (
+            ""
+            if isinstance(error, ConfigError)
+            else (". Does the bucket exist, and does the environment hold credentials that may write to it?")
+        )
+        raise ConfigError(f"{setting}={path} cannot be used: {error}{remedy}") from error
+
+
+# ---- files
+
+
+def read_text(file: Place) -> str:
+    """Return the content of a file. Raises FileNotFoundError, OSError."""
+    if isinstance(file, Path):
+        return file.read_text()
+    with _os_errors(file):
+        return file.read_text()
+
+
+def write_whole(file: Place, content: bytes | str) -> None:
+    """Write a file that is there whole or not at all; one of that name is replaced. Raises OSError."""
+    if isinstance(file, Path):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, content)
+        return
+    with _os_errors(file):
+        file.fs.pipe_file(file.path, content.encode() if isinstance(content, str) else content)
+
+
+def write_durably(file: Place, content: bytes) -> None:
+    """Write a file of a folder that nobody reads yet; it is on the disk, or in the store, when this returns. Raises
+    OSError."""
+    if not isinstance(file, Path):
+        write_whole(file, content)
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "wb") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+@contextmanager
+def open_to_write(path: str | Place) -> Iterator[BinaryIO]:
+    """Open a file, local or in an object store, for content of any length; its folder is made. Raises OSError."""
+    file = location(path)
+    if isinstance(file, Path):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    with _os_errors(file), file.open("wb") as opened:
+        yield opened
+
+
+def download(file: Place, target: Path) -> None:
+    """Copy a file to a local one, whose folder is made. Raises FileNotFoundError, OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(file, Path):
+        shutil.copyfile(file, target)
+        return
+    with _os_errors(file):
+        file.fs.get_file(file.path, str(target))
+
+
+def size_of(file: Place) -> int | None:
+    """Return the bytes of a file as other processes see it now, None if it is not there. Raises OSError."""
+    if isinstance(file, Path):
+        return file.stat().st_size if file.is_file() else None
+    with _os_errors(file), suppress(FileNotFoundError):
+        file.fs.invalidate_cache()
+        return int(file.fs.info(file.path)["size"])
+    return None
+
+
+# ---- folders
+
+
+def names_in(folder: Place) -> list[str]:
+    """Return the names of files and folders in a folder as other processes see it now; none if it is absent. Raises
+    OSError."""
+    if isinstance(folder, Path):
+        return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    with _os_errors(folder), suppress(FileNotFoundError):
+        folder.fs.invalidate_cache()
+        return sorted(entry.rstrip("/").rpartition("/")[2] for entry in folder.fs.ls(folder.path, detail=False))
+    return []
+
+
+def sizes_in(folder: Place) -> dict[str, int]:
+    """Return the bytes of all files below a folder, by relative name. Raises OSError."""
+    if isinstance(folder, Path):
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    with _os_errors(folder):
+        return {name: int(entry["size"]) for name, entry in _objects(folder).items()}
+
+
+def remove_folder(folder: Place, seal: str) -> None:
+    """Delete a folder, in an object store its file `seal` first: after a kill in between it is absent."""
+    if isinstance(folder, Path):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    with _os_errors(folder), suppress(FileNotFoundError):
+        objects = _objects(folder)
+        if seal in objects:
+            folder.fs.rm_file(objects[seal]["name"])
+        folder.fs.invalidate_cache()
+        folder.fs.rm(folder.path, recursive=True)
+
+
+def move_folder(folder: Place, target: Place, seal: str) -> None:
+    """Rename a folder to `target`, which is replaced. In an object store: copy it, `seal` last, then delete it."""
+    remove_folder(target, seal)
+    if isinstance(folder, Path):
+        folder.rename(str(target))
+        return
+    assert not isinstance(target, Path)
+    with _os_errors(folder):
+        objects = _objects(folder)
+        for name in sorted(objects, key=lambda name: name == seal):
+            folder.fs.cp_file(objects[name]["name"], (target / name).path)
+    remove_folder(folder, seal)
+
+
+@dataclass(frozen=True)
+class DraftFolder:
+    """Folder that is being written.
+
+    Args:
+        local: for the files of this process.
+        shared: for files of other processes and machines; the same folder on a file system.
+    """
+
+    local: Path
+    shared: Place
+
+
+@contextmanager
+def publishing(place: Place, seal: str) -> Iterator[DraftFolder]:
+    """Yield a folder to write into, which replaces `place` when the block ends well.
+
+    On a file system nobody sees it before (`io.replacing`). In an object store files of other processes are there as
+    they write them; when the block ends, those of this one follow, `seal` as the last. A folder that is to be replaced
+    is deleted at the start.
+
+    Args:
+        seal: name of the file without which readers take the folder for absent; the block writes it.
+    """
+    if isinstance(place, Path):
+        with replacing(place) as partial:
+            yield DraftFolder(partial, partial)
+        return
+    remove_folder(place, seal)  # also what a killed process left
+    with tempfile.TemporaryDirectory(prefix="skyrl-upload-") as scratch:
+        try:
+            yield DraftFolder(Path(scratch), place)
+            _upload(Path(scratch), place, seal)
+        except BaseException:  # a KeyboardInterrupt must not leave the half folder either
+            with suppress(OSError):
+                remove_folder(place, seal)
+            raise
+
+
+def _upload(folder: Path, target: "UPath", seal: str) -> None:
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    with _os_errors(target):
+        for name in sorted(files, key=lambda name: name == seal):
+            target.fs.put_file(str(files[name]), (target / name).path)
+
+
+# ---- fsspec
+
+
+def _objects(folder: "UPath") -> dict[str, Any]:
+    """Return fsspec's entry of every object below a folder by its relative name, as it is now."""
+    folder.fs.invalidate_cache()
+    prefix = folder.path.rstrip("/") + "/"
+    found: Any = folder.fs.find(folder.path, detail=True)
+    return {key.removeprefix(prefix): entry for key, entry in found.items()}
+
+
+@contextmanager
+def _os_errors(place: Place) -> Iterator[None]:
+    """Turn what an object store's library raises into an OSError that names the place."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{place}: {error}") from error
+    except PermissionError as error:
+        raise PermissionError(f"{place}: {error}") from error
+    except Exception as error:  # each library has errors of its own: no credentials, no connection, a refusal
+        raise OSError(f"{place}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,55 @@
+"""The part of a policy rank other than 0 in weight sync."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from skyrl_train.weight_sync.base import Place, WeightSyncInitInfo
+from skyrl_train.weight_sync.lockstep import LockstepRanks, in_lockstep
+from skyrl_train.weight_sync.payload import Bucket, most_bytes_of, payloads_of
+from skyrl_train.weight_sync.sender import SyncResult
+from skyrl_train.weight_sync.writer import RankWriter
+
+
+class RankPart:
+    """Gathers every bucket with the other ranks, and puts it where the engines that share this rank's device read it.
+    Rank 0 has a `WeightSender`, which calls the engines and verifies them.
+
+    Args:
+        init_infos: of every engine (`skyrl_train.weight_sync.plan.init_infos_for`).
+        device: where the parameters are.
+        max_bucket_bytes: as rank 0 has it.
+    """
+
+    def __init__(
+        self,
+        init_infos: Sequence[WeightSyncInitInfo],
+        device: torch.device,
+        ranks: LockstepRanks,
+        *,
+        max_bucket_bytes: int,
+    ):
+        self._ranks = ranks
+        self._most_bytes = most_bytes_of(init_infos[0], max_bucket_bytes)
+        self._writer = RankWriter(init_infos, ranks.rank, device)
+
+    def stage(self, buckets: Iterable[Bucket], version: int) -> None:
+        """Gather what rank 0 stages."""
+        in_lockstep(self._ranks, payloads_of(buckets, self._most_bytes), lambda payload, index: Place())
+
+    def send(self, buckets: Iterable[Bucket] | None, version: int) -> SyncResult:
+        """Hand over every bucket. Returns: nothing of its own, since rank 0 reports.
+
+        Args:
+            buckets: None: they were staged.
+
+        Raises:
+            WeightSyncError: this rank or another one failed; names the rank.
+        """
+        if buckets is not None:
+            payloads = payloads_of(buckets, self._most_bytes)
+            in_lockstep(self._ranks, payloads, lambda payload, index: self._writer.write(payload, version, index))
+        return SyncResult(metrics={}, reports=[])
+
+    def close(self) -> None:
+        self._writer.close()

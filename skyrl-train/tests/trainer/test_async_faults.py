@@ -1,0 +1,185 @@
+"""Faults planted at each await of an asynchronous run: it ends at once with the fault's name, nothing of it goes on,
+and the same command trains every sample that is left, once."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from async_runs import Uneven, asynchronous, steps_of, trained_samples
+
+import skyrl_gym
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.entrypoints.main_base import BasePPOExp
+from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
+from skyrl_train.rollouts.types import RolloutBatch
+from skyrl_train.utils.run_folder import RunFolder
+
+Place = tuple[tuple[str, int], ...]
+"""Functions of this package and their lines, from a coroutine down to what it waits for."""
+
+
+class Planted(Exception):
+    """A fault of the test."""
+
+
+def raise_at_await() -> Exception:
+    return Planted("planted")
+
+
+def cancel_at_await() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+
+
+Fault = Callable[[], Exception | None]
+FAULTS: list[Fault] = [raise_at_await, cancel_at_await]
+
+
+class Disturbed(Awaitable[Any]):
+    """A coroutine in which a fault happens at the first await for which `is_due` says so.
+
+    Args:
+        fault: returns an exception for the coroutine, or cancels the task.
+    """
+
+    def __init__(self, coroutine: Any, is_due: Callable[[Place], bool] = lambda place: False, fault: Fault = Exception):
+        self._coroutine, self._is_due, self._fault = coroutine, is_due, fault
+        self.places: list[Place] = []
+        self.has_happened = False
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        error: BaseException | None = None
+        while True:
+            try:
+                waited_for = self._coroutine.throw(error) if error else self._coroutine.send(None)
+            except StopIteration as end:
+                return end.value
+            self.places.append(place_of(self._coroutine))
+            error = None
+            if not self.has_happened and self._is_due(self.places[-1]):
+                self.has_happened = True
+                error = self._fault()
+                if error is not None:
+                    continue
+            try:
+                yield waited_for
+            except BaseException as raised:  # for the coroutine, whatever it is
+                error = raised
+
+
+def place_of(coroutine: Any) -> Place:
+    place = []
+    while getattr(coroutine, "cr_frame", None) is not None:
+        code = coroutine.cr_frame.f_code
+        if "skyrl_train" in code.co_filename:
+            place.append((code.co_qualname, coroutine.cr_frame.f_lineno))
+        coroutine = coroutine.cr_await
+    return tuple(place)
+
+
+async def train(cfg: SkyRLConfig, **disturbance: Any) -> tuple[Disturbed, BaseException | None]:
+    """Run to the end, or to the fault. Returns: the error with which it ended."""
+    trainer = await BasePPOExp(cfg)._setup_trainer()
+    disturbed, error = Disturbed(trainer.train(), **disturbance), None
+
+    async def run() -> None:
+        await disturbed
+
+    try:
+        [done], _ = await asyncio.wait([asyncio.create_task(run())], timeout=90)
+        error = asyncio.CancelledError() if done.cancelled() else done.exception()
+    finally:
+        async with asyncio.timeout(90):
+            await trainer.shutdown()
+    await asyncio.sleep(0)  # callbacks of what has just ended
+    left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    assert not left, f"tasks go on after the end: {left}"
+    return disturbed, error
+
+
+@pytest.fixture
+def uneven() -> Any:
+    skyrl_gym.register(id="uneven", entry_point=Uneven)
+    yield
+    skyrl_gym.deregister("uneven")
+
+
+@pytest.fixture
+def make_settings(settings: Any, merged: Any, prompts: str, tmp_path: Path, uneven: None) -> Any:
+    """Settings of a run that evaluates, exports and saves a checkpoint after each step, with a sync that waits."""
+
+    def make(name: str, num_steps: int) -> SkyRLConfig:
+        changes = {"max_training_steps": num_steps, "epochs": -(-num_steps // 4)}
+        changes |= {"ckpt_interval": 1, "hf_save_interval": 1, "eval_interval": 1, "max_ckpts_to_keep": 1}
+        changes = merged(changes, asynchronous(max_staleness_steps=1, order="exact", pause="wait"))
+        data = {"data": {"val_data": [prompts]}, "environment": {"env_class": "uneven"}}
+        return settings(tmp_path / name, {"trainer": changes, **data})
+
+    return make
+
+
+NUM_STEPS = 4
+
+
+async def disturb_each_place(make_settings: Any, fault: Fault, every: int) -> None:
+    """Train one run, which is disturbed at each place in turn (or every so many) and started again each time."""
+    cfg = make_settings("undisturbed", 2)
+    disturbed, error = await train(cfg)
+    assert error is None
+    places = list(dict.fromkeys(disturbed.places))[::every]
+    cfg = make_settings("disturbed", NUM_STEPS)
+    num_faults = 0
+    for place in places:
+        disturbed, error = await train(cfg, is_due=place.__eq__, fault=fault)
+        num_faults += disturbed.has_happened
+        if not disturbed.has_happened:  # an await that was over at once, this time
+            assert error is None
+        elif fault is cancel_at_await:
+            assert isinstance(error, asyncio.CancelledError), (place, error)
+        else:
+            assert "planted" in str(error), (place, error)
+    assert num_faults >= 0.8 * len(places), "most of them happened before the run was at its end"
+    _, error = await train(cfg)
+    assert error is None
+    assert [row["step"] for row in steps_of(cfg) if row["step"]] == list(range(1, NUM_STEPS + 1))
+    trained = trained_samples(cfg)
+    assert len(trained) == 16 * 4 and set(trained.values()) == {1}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("every", [12, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
+async def test_a_fault_at_an_await_ends_the_run_and_loses_nothing(make_settings: Any, fault: Fault, every: int):
+    await disturb_each_place(make_settings, fault, every)
+
+
+async def test_a_fault_at_an_await_of_a_group_replaces_the_group(make_settings: Any, monkeypatch: pytest.MonkeyPatch):
+    """One group after the other, at each place that any of them waits at."""
+    happened: list[Place] = []
+    original = FullyAsyncRayPPOTrainer.generate_group
+
+    async def disturbed_group(self: FullyAsyncRayPPOTrainer, ticket: int) -> RolloutBatch:
+        fault = FAULTS[ticket % 2]
+
+        def is_due(place: Place) -> bool:
+            if (place, fault) in seen:
+                return False
+            seen.add((place, fault))
+            return True
+
+        disturbed = Disturbed(original(self, ticket), is_due, fault)
+        try:
+            return await disturbed
+        finally:
+            happened.extend([disturbed.places[-1]] if disturbed.has_happened else [])
+
+    seen: set[tuple[Place, Fault]] = set()
+    monkeypatch.setattr(FullyAsyncRayPPOTrainer, "generate_group", disturbed_group)
+    cfg = make_settings("run", NUM_STEPS)
+    _, error = await train(cfg)
+    assert error is None
+    failed = sum(row["async/num_failed_groups"] for row in RunFolder(cfg.trainer.run_dir).read_metrics()[1:])
+    assert failed == len(happened) >= 2
+    assert sum(trained_samples(cfg).values()) == NUM_STEPS * 4 * 4

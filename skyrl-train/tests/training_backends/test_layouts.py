@@ -1,0 +1,198 @@
+"""Every layout of a training backend equals one FSDP2 rank, and the check names the faults that are planted."""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from ray import cloudpickle
+
+from skyrl_train.expert_routes import no_route
+from skyrl_train.training_backends.base import RankInfo, Step, TrainingBackend
+from skyrl_train.training_backends.checkpoint import StateFiles
+from skyrl_train.training_backends.fsdp2 import backend
+from skyrl_train.training_backends.fsdp2.backend import FSDP2Backend
+from skyrl_train_testing.backend_checks import backend_batch, take_step
+from skyrl_train_testing.backend_layouts import BFLOAT16, BackendRanks, Layout, check_layout, check_resuming
+from skyrl_train_testing.findings import InvarianceError
+from skyrl_train_testing.tiny_models import tiny_qwen3
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BackendRanks]:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import a test
+    yield BackendRanks(tmp_path_factory.mktemp("ranks"))
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+FSDP2 = {
+    "two ranks, sequence parallel": Layout(2, {"policy": {"sequence_parallel_size": 2}}),
+    "two replicas of two ranks": Layout(4, {"policy": {"fsdp_config": {"fsdp_size": 2}}}),
+    "two replicas, sequence parallel": Layout(
+        4, {"policy": {"fsdp_config": {"fsdp_size": 2}, "sequence_parallel_size": 2}}
+    ),
+    "parameters in host memory": Layout(2, {"policy": {"fsdp_config": {"cpu_offload": True}}}),
+    "padded rows": Layout(2, {"use_sample_packing": False}),
+    "a critic": Layout(2, model="critic", micro_batch_size=1),
+    "adapters": Layout(2, {"policy": {"model": {"lora": {"rank": 4}}}}, micro_batch_size=4, num_dummies=0),
+    "a reference": Layout(2, model="ref"),
+}
+
+
+def test_two_fsdp2_ranks_equal_one(ranks: BackendRanks, tiny_model: str):
+    check_layout(ranks, tiny_model, Layout(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FSDP2)
+def test_fsdp2_layout_equals_one_rank(ranks: BackendRanks, tiny_model: str, name: str):
+    check_layout(ranks, tiny_model, FSDP2[name])
+
+
+# ---- another backend
+
+
+BACKENDS = {
+    "fsdp2": Layout(2),
+    "deepspeed": Layout(2, {"strategy": "deepspeed"}),
+    "megatron": Layout(2, {"strategy": "megatron", "policy": {"megatron_config": {"tensor_model_parallel_size": 2}}}),
+}
+
+
+@pytest.fixture(scope="module")
+def larger_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Qwen3 whose heads every layout divides."""
+    folder = tmp_path_factory.mktemp("models") / "larger"
+    tiny_qwen3(hidden_size=32, scale=2.0, vocab_size=64, max_position_embeddings=128).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.slow
+def test_training_goes_on_under_every_other_backend(ranks: BackendRanks, larger_model: str):
+    check_resuming(ranks, larger_model, BACKENDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BACKENDS)
+def test_bfloat16_stays_within_its_tolerance(ranks: BackendRanks, larger_model: str, name: str):
+    layout = BACKENDS[name]
+    check_layout(ranks, larger_model, replace(layout, trainer={**layout.trainer, "bf16": True}), tolerance=BFLOAT16)
+
+
+# ---- routing replay
+
+
+class Replayed(NamedTuple):
+    """Routes of this rank's rows, and a step that takes other ones."""
+
+    rows: torch.Tensor
+    routes: torch.Tensor
+    log_probs: torch.Tensor
+    grad_norm: float
+    counts: torch.Tensor
+    num_differing: float
+
+
+def replay_other_routes(backend: TrainingBackend, layout: Layout) -> Replayed:
+    rows, micro_batches = layout.divide(backend)
+    own = backend_batch().rows(rows)
+    _, routes = backend.forward_recording_routes(own, micro_batches)
+    own["expert_routes"] = torch.where(routes == no_route(routes.dtype), routes, (routes + 1) % 4)
+    outcome = take_step(backend, own, micro_batches)
+    assert outcome.router is not None
+    use = outcome.router.counts, outcome.router.num_differing
+    return Replayed(rows, routes, outcome.outputs, outcome.step.grad_norm, *use)
+
+
+def replaying(strategy: str, section: dict[str, object]) -> Layout:
+    policy = {"routing_replay": "R2", f"{strategy}_config": section}
+    # Layers are computed again in the backward, when other micro-batches are under way.
+    return Layout(2, {"strategy": strategy, "gradient_checkpointing": True, "policy": policy})
+
+
+REPLAYING = {
+    **{
+        f"deepspeed, stage {stage}": replaying("deepspeed", {"zero_optimization": {"stage": stage}}) for stage in (0, 3)
+    },
+    "megatron, tensor and sequence parallel": replaying("megatron", {"tensor_model_parallel_size": 2}),
+    "megatron, two stages": replaying("megatron", {"pipeline_model_parallel_size": 2}),
+    "megatron, experts dealt": replaying(
+        "megatron", {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REPLAYING)
+def test_routes_are_replayed_as_under_fsdp2(ranks: BackendRanks, mixture: str, name: str):
+    whole = Layout(1, {"policy": {"routing_replay": "R2"}})
+    [expected] = ranks.run(whole, mixture, replay_other_routes, whole)
+    outcomes = ranks.run(REPLAYING[name], mixture, replay_other_routes, REPLAYING[name])
+    for outcome in outcomes:
+        assert torch.equal(outcome.routes, expected.routes[outcome.rows])
+        torch.testing.assert_close(outcome.log_probs, expected.log_probs[outcome.rows], atol=1e-5, rtol=1e-5)
+        assert outcome.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    assert torch.equal(torch.stack([outcome.counts for outcome in outcomes]).sum(dim=0), expected.counts)
+    assert sum(outcome.num_differing for outcome in outcomes) == expected.num_differing > 0
+
+
+@pytest.fixture(scope="module")
+def mixture(save_mixture: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "mixture"
+    return save_mixture(folder, scale=3.0, num_attention_heads=4, num_key_value_heads=2)
+
+
+# ---- planted faults
+
+
+class GradientOfOneRank(FSDP2Backend):
+    """Averages over ranks what is to be added."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+
+class LastMicroBatchOnly(FSDP2Backend):
+    def backward(self, loss: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        super().backward(loss)
+
+
+class StepsWithNan(FSDP2Backend):
+    def optimizer_step(self) -> Step:
+        with patch.object(backend.math, "isfinite", lambda _: True):
+            return super().optimizer_step()
+
+
+class ForgottenMoments(FSDP2Backend):
+    def load_training_state(self, files: StateFiles) -> None:
+        super().load_training_state(files)
+        for state in self.optimizer.state.values():
+            state["exp_avg_sq"].fill_(1.0)
+
+
+class HalfOfTheRows(FSDP2Backend):
+    """Divides the rows otherwise than it says: both ranks compute the first part."""
+
+    def join(self, info: RankInfo) -> None:
+        super().join(info)
+        self.parallel = replace(self.parallel, rank=0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "invariance"),
+    [
+        (GradientOfOneRank, "agreement"),
+        pytest.param(LastMicroBatchOnly, "agreement", marks=pytest.mark.slow),
+        pytest.param(StepsWithNan, "skipped_update", marks=pytest.mark.slow),
+        pytest.param(ForgottenMoments, "deterministic", marks=pytest.mark.slow),
+        pytest.param(HalfOfTheRows, "agreement", marks=pytest.mark.slow),
+    ],
+)
+def test_check_names_a_planted_fault(ranks: BackendRanks, tiny_model: str, fault: type[FSDP2Backend], invariance: str):
+    with pytest.raises(InvarianceError) as caught:
+        check_layout(ranks, tiny_model, Layout(2, make_backend=fault))
+    assert invariance in caught.value.names

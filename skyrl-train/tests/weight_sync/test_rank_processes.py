@@ -1,0 +1,88 @@
+"""Four gloo ranks of a sharded policy and four engines, each a process: whatever is slow or dies, no rank hangs."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from skyrl_train.errors import WorkerError
+from skyrl_train.weight_sync.plan import Route
+from skyrl_train_testing.sync_ranks import SyncRanks
+
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
+OWN_RANK = [Route("shared_memory", sources=(rank,)) for rank in range(4)]
+MIXED = [*OWN_RANK[:2], Route("broadcast"), Route("broadcast")]
+SHAPES: list[tuple[str, tuple[int, ...]]] = [(f"layer.{index}", (96 + index, 50)) for index in range(12)]
+MOST = 4 * 25_000
+"""Two or three tensors a bucket."""
+DEADLINE_SECONDS = 6.0
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncRanks]:
+    with SyncRanks(4, 4, SHAPES, tmp_path_factory.mktemp("logs"), DEADLINE_SECONDS) as ranks:
+        yield ranks
+
+
+def sync(policy: SyncRanks, version: int) -> None:
+    policy.call("load", version)
+    policy.call("send", version, 0.02)
+    assert policy.call("num_different", version)[0] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("routes", [OWN_RANK, MIXED, [Route("broadcast")] * 4], ids=["own", "mixed", "broadcast"])
+def test_random_delays_and_a_slow_engine_change_no_bit(policy, routes):
+    policy.connect(routes, MOST)
+    policy.call("be_slow", 1, 0.05)
+    for version in (1, 2, 3):
+        sync(policy, version)
+    policy.call("be_slow", 1, 0.0)
+
+
+@pytest.mark.parametrize("routes", [OWN_RANK, MIXED], ids=["own", "mixed"])
+def test_engine_that_dies_is_named_on_every_rank_and_the_next_sync_works(policy, routes):
+    policy.connect(routes, MOST)
+    sync(policy, 1)
+    policy.call("load", 2)
+    began = time.monotonic()
+    first, *others = policy.call("outcome_of_send", 2, 0.02, 2)
+    assert time.monotonic() - began < 4 * DEADLINE_SECONDS
+    assert "weight sync failed at bucket" in first and "of version 2" in first
+    assert "engine 2 died (exit code -9)" in first or "weight-sync group died" in first
+    assert others == [f"policy rank 0 failed: {first}"] * 3
+    policy.call("restart", 2)
+    policy.connect(routes, MOST)
+    sync(policy, 3)
+
+
+def test_engine_that_hangs_is_named_after_its_deadline(policy):
+    policy.connect(OWN_RANK, MOST)
+    policy.call("load", 2)
+    policy.call("be_slow", 3, 60.0)
+    began = time.monotonic()
+    first, *others = policy.call("outcome_of_send", 2, 0.02)
+    assert DEADLINE_SECONDS <= time.monotonic() - began < 3 * DEADLINE_SECONDS
+    assert "at bucket 0 of version 2 (layer.0 to layer.1): engines [3] did not answer within 6 s" in first
+    assert others == [f"policy rank 0 failed: {first}"] * 3
+    policy.call("restart", 3)
+
+
+def test_rank_that_dies_ends_the_call_by_name(policy):
+    """The last test: the group is gone with it."""
+    policy.connect(OWN_RANK, MOST)
+    policy.call("load", 4)
+
+    async def kill_in_mid_send() -> None:
+        sending = asyncio.ensure_future(policy.ranks.call([[("send", (4, 0.3))]] * 4, 60, "the test's deadline"))
+        await asyncio.sleep(1.0)
+        os.kill(policy.ranks.pids()[3], signal.SIGKILL)
+        await sending
+
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match=r"policy worker 3 died: ended by signal 9|Connection closed by peer"):
+        asyncio.run(kill_in_mid_send())
+    assert time.monotonic() - began < 15
