@@ -21,63 +21,64 @@ class KLCtrlConfig(BaseConfig):
     """`adaptive` steers towards `kl_target` (https://arxiv.org/abs/1909.08593, section 2.2); `fixed` stays."""
 
     kl_target: float = 0.1
-    """KL divergence that the adaptive controller aims at."""
+    """KL divergence that the adaptive controller steers towards."""
 
     horizon: int = 10000
-    """Samples over which the adaptive controller corrects an error; larger is slower."""
+    """Number of samples over which the adaptive controller corrects an error; larger is slower."""
 
 
 @dataclass(kw_only=True)
 class OffPolicyCorrectionConfig(BaseConfig):
-    """Correction of rollouts whose log-probs are not the trainer's: an engine of lower precision, or older weights. rho
-    is the ratio pi_trainer / pi_engine of a token at the start of the step."""
+    """Correction for rollouts whose log-probs differ from the trainer's, because of an engine of lower precision or of
+    older weights. rho is the ratio pi_trainer / pi_engine of a token at the start of the step.
+    """
 
     tis_ratio_type: Literal["token", "sequence"] | None = None
-    """Truncated importance sampling: multiply the loss of a token by its own rho, or by the product of its sequence's,
-    at most the cap below. null: no."""
+    """Truncated importance sampling: multiply the loss of a token by its own rho, or by the product of rho over its
+    sequence, truncated at the upper bound below. null: off."""
 
     token_tis_ratio_clip_high: float = 2.0
-    """Cap of a token's ratio."""
+    """Upper bound of a token's ratio."""
 
     token_tis_ratio_clip_low: float = 0.0
-    """Smallest weight of a token: one of a smaller ratio counts as if it had this. 0: no lower bound."""
+    """Lower bound of a token's ratio; smaller ratios are raised to it. 0: no lower bound."""
 
     sequence_tis_ratio_clip_high: float = 5.0
-    """Cap of a sequence's ratio."""
+    """Upper bound of a sequence's ratio."""
 
     sequence_tis_ratio_clip_low: float = 0.0
-    """Smallest weight of a sequence's tokens. 0: no lower bound."""
+    """Lower bound of a sequence's ratio; smaller ratios are raised to it. 0: no lower bound."""
 
     sequence_mask_metric: Literal["product", "geometric"] | None = None
-    """Leave out whole sequences by the product of their tokens' ratios, or by their geometric mean. null: no."""
+    """Mask out whole sequences by the product of their tokens' ratios, or by the geometric mean. null: off."""
 
     geo_mask_high: float = 1.01
-    """Sequences with a larger geometric mean are left out."""
+    """Sequences with a larger geometric mean are masked out."""
 
     geo_mask_low: float = 0.99
-    """Sequences with a smaller geometric mean are left out."""
+    """Sequences with a smaller geometric mean are masked out."""
 
     product_mask_high: float = 2.0
-    """Sequences with a larger product are left out."""
+    """Sequences with a larger product are masked out."""
 
     product_mask_low: float = 0.5
-    """Sequences with a smaller product are left out."""
+    """Sequences with a smaller product are masked out."""
 
     token_mask_is_threshold_low: float | None = None
-    """Tokens with a smaller ratio are left out (the rest of their sequence stays). null: no lower bound."""
+    """Tokens with a smaller ratio are masked out (the rest of their sequence stays). null: no lower bound."""
 
     token_mask_is_threshold_high: float | None = None
-    """Tokens with a larger ratio are left out. null: no upper bound."""
+    """Tokens with a larger ratio are masked out. null: no upper bound."""
 
     outlier_token_is_threshold_low: float | None = None
-    """Sequences in which any token has a smaller ratio (1e-4, say) are left out. null: no lower bound."""
+    """Sequences in which any token has a smaller ratio (1e-4, say) are masked out. null: no lower bound."""
 
     outlier_token_is_threshold_high: float | None = None
-    """Sequences in which any token has a larger ratio (100, say) are left out. null: no upper bound."""
+    """Sequences in which any token has a larger ratio (100, say) are masked out. null: no upper bound."""
 
     @property
     def is_on(self) -> bool:
-        """Whether any of it is asked for."""
+        """Whether any correction or mask is enabled."""
         thresholds = (
             self.tis_ratio_type,
             self.sequence_mask_metric,
@@ -94,30 +95,34 @@ class DynamicSamplingConfig(BaseConfig):
     """Treatment of prompts whose answers all have the same reward (DAPO, https://arxiv.org/abs/2503.14476)."""
 
     type: Literal["filter", "replace"] | None = None
-    """`filter` drops such prompts and samples further ones until the batch is full; `replace` puts copies of others in
-    their place. null: they stay (and have advantage 0)."""
+    """`filter` drops such prompts and samples further prompts until the batch is full. `replace` substitutes copies of
+    other prompts of the batch. null: they stay in the batch (with advantage 0)."""
 
     max_sample_batches: int = 30
-    """The run ends with an error if this many batches of prompts do not fill one. <= 0: no limit."""
+    """Maximum number of batches sampled to fill one training batch; the run ends with an error beyond it. <= 0: no
+    limit."""
 
     min_replace_ratio: float = 0.3
-    """`replace` samples the batch anew if not more than this share of its prompts can be kept."""
+    """`replace` samples the whole batch again if this share of its prompts or fewer can be kept."""
 
 
 @dataclass(kw_only=True)
 class OverlongBufferConfig(BaseConfig):
-    """DAPO's soft penalty on answers near a length limit L (https://arxiv.org/abs/2503.14476, eq. 13). In a
-    conversation of several turns the whole response counts. The step plan says at which token it begins and ends."""
+    """Soft penalty of DAPO on responses near a length limit L (https://arxiv.org/abs/2503.14476, eq. 13). In a
+    conversation of several turns the whole response counts. The step plan logs the token counts at which the penalty
+    begins and ends.
+    """
 
     len: int | None = None
     """Tokens before L over which the penalty rises from 0 to `penalty_factor`. null: no penalty."""
 
     penalty_factor: float = 1.0
-    """What is taken off the reward of an answer of length L."""
+    """Amount subtracted from the reward of a response of length L."""
 
     counts: Literal["response", "context"] = "response"
-    """`response` counts the response, up to L = `generator.sampling_params.max_generate_length` (the paper). `context`
-    counts prompt and response, up to L = that + `generator.max_input_length`: milder, as few prompts are that long."""
+    """Length that is compared with L. `response`: tokens of the response, with L =
+    `generator.sampling_params.max_generate_length` (as in the paper). `context`: tokens of prompt and response, with L
+    = `max_generate_length` + `generator.max_input_length`; milder, because few prompts reach their limit."""
 
 
 def _registrations() -> list[Registration[Any, Any]]:
@@ -159,35 +164,38 @@ class _DeclaredSettings(BaseConfig):
     preference pairs), or one of your own."""
 
     loss_reduction: Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"] = "token_mean"
-    """How the losses of a mini-batch's tokens become one number: the mean over tokens; the mean over sequences of each
-    one's token mean; the mean over sequences of each one's token sum divided by `max_seq_len` (Dr. GRPO); or the mean
-    over prompts of the token mean over all answers to one. Always
-    over the whole mini-batch, so neither micro-batches nor workers change it."""
+    """Reduction of the token losses of a mini-batch to a scalar. `token_mean`: mean over all tokens. `sequence_mean`:
+    mean over sequences of the token mean of each. `seq_mean_token_sum_norm`: mean over sequences of the token sum of
+    each, divided by `max_seq_len` (Dr. GRPO). `prompt_mean`: mean over prompts of the token mean over all responses to
+    each. The reduction always spans the whole mini-batch, so the result depends neither on micro-batches nor on the
+    number of workers."""
 
     max_seq_len: int | None = None
     """Divisor of `seq_mean_token_sum_norm`, in tokens.
     null: `generator.max_input_length` + `generator.sampling_params.max_generate_length`."""
 
     grpo_norm_by_std: bool = True
-    """Divide GRPO's advantages by the standard deviation of their group."""
+    """Divide GRPO advantages by the standard deviation of the rewards of their group."""
 
     advantage_batch_normalize: bool = False
-    """Shift and scale the advantages of a batch to mean 0 and standard deviation 1, over response tokens."""
+    """Normalize the advantages of a batch to mean 0 and standard deviation 1, over response tokens."""
 
     gamma: float = 1.0
-    """Discount of a reward for each later token (`reinforce++`, `gae`) or turn (`turn_grpo`)."""
+    """Discount factor per token (`reinforce++`, `gae`) or per turn (`turn_grpo`)."""
 
     lambd: float = 1.0
-    """Lambda of `gae`: 1 trusts returns alone, 0 the critic alone."""
+    """Lambda of `gae`: 1 uses the returns alone, 0 the critic alone."""
 
     value_clip: float = 0.2
-    """The critic's loss lets a value move at most this far from where it was at the start of the step."""
+    """Clipping range of the critic's loss: a value moves at most this far from its prediction at the start of the
+    step.
+    """
 
     value_head_prefix: str = "value_head"
     """Name of the critic's output layer in its checkpoints."""
 
     zero_variance_filter: bool = False
-    """Do not train on prompts whose answers all have the same reward."""
+    """Exclude prompts from training if all their responses have the same reward."""
 
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
 
@@ -200,7 +208,8 @@ class _DeclaredSettings(BaseConfig):
     """The probability ratio is clipped at 1 + this."""
 
     clip_ratio_c: float = 3.0
-    """With `policy_loss_type=dual_clip`: the loss of a token with negative advantage A is at most -this * A."""
+    """Upper bound of the loss of tokens with negative advantage A, as a multiple of |A| (`policy_loss_type=dual_clip`):
+    the loss is at most -clip_ratio_c * A."""
 
     off_policy_correction: OffPolicyCorrectionConfig = field(default_factory=OffPolicyCorrectionConfig)
 
@@ -208,11 +217,11 @@ class _DeclaredSettings(BaseConfig):
     """Old form of `off_policy_correction.tis_ratio_type=token` with the cap `tis_imp_ratio_cap`."""
 
     tis_imp_ratio_cap: float = -1.0
-    """Cap of a token's ratio, with `use_tis`."""
+    """Upper bound of a token's ratio, with `use_tis`."""
 
     first_ratio_tolerance: float | None = None
-    """Before the first optimizer step of a training step the probability ratio of every token is 1; an alarm is raised
-    where it is off by more than this. null: 1e-4 in float32, 0.2 with `trainer.bf16`."""
+    """Tolerance of the check that the probability ratio of every token is 1 before the first optimizer step of a
+    training step; a larger deviation raises an alarm. null: 1e-4 in float32, 0.2 with `trainer.bf16`."""
 
     use_kl_loss: bool = True
     """Add the KL divergence to the reference model to the loss. Excludes `use_kl_in_reward`."""
@@ -221,7 +230,7 @@ class _DeclaredSettings(BaseConfig):
     """Subtract the KL divergence to the reference model from the rewards. Excludes `use_kl_loss`."""
 
     kl_loss_coef: float = 0.001
-    """Weight of the KL divergence, in the loss or in the reward (there: the controller's first value)."""
+    """Weight of the KL divergence, in the loss or in the reward (there the initial value of the controller)."""
 
     kl_estimator_type: Literal["k1", "k2", "k3", "k3+", "abs"] = "k3"
     """Estimate of the KL divergence from sampled tokens (http://joschu.net/blog/kl-approx.html). `k3+` has the value of
@@ -230,13 +239,13 @@ class _DeclaredSettings(BaseConfig):
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
 
     use_entropy_loss: bool = False
-    """Reward entropy: subtract it from the loss."""
+    """Add an entropy bonus: subtract the entropy, times `entropy_loss_coef`, from the loss."""
 
     entropy_loss_coef: float = 0.01
-    """Weight of the entropy."""
+    """Weight of the entropy bonus."""
 
     sections: dict[str, Any] = field(default_factory=dict, metadata={SECTIONS: registered_sections})
-    """Settings of losses and estimators, by the names under which these are registered."""
+    """Settings of registered losses and advantage estimators, by registered name."""
 
     def __post_init__(self) -> None:
         # This package's own sections are always there: they belong to the fingerprint of every run. One of a user's own
@@ -248,7 +257,7 @@ class _DeclaredSettings(BaseConfig):
 
     @property
     def loss_reads_rollout_log_probs(self) -> bool:
-        """Whether the policy loss itself compares with the engine's log-probs."""
+        """Whether the policy loss itself uses the log-probs reported by the rollout engine."""
         requires = PolicyLossRegistry.requirements(self.policy_loss_type)
         if requires.rollout_log_probs_with is None:
             return requires.rollout_log_probs

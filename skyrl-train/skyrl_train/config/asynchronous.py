@@ -9,7 +9,8 @@ from skyrl_train.config.base import BaseConfig
 @dataclass(kw_only=True)
 class FullyAsyncConfig(BaseConfig):
     """Asynchronous training: groups of later steps are generated while the trainer computes. M stands for
-    `train_batch_size`, the groups of a step."""
+    `train_batch_size`, the number of groups per step.
+    """
 
     enabled: bool = False
     """Train asynchronously. Engines and workers must not share devices (`placement.colocate_all=false`)."""
@@ -19,7 +20,7 @@ class FullyAsyncConfig(BaseConfig):
     train on it, time in the queue included. 0 with `order=exact` equals synchronous training bit for bit."""
 
     num_parallel_generation_workers: int | None = None
-    """K, the number of groups that are generated at once, from M to M (S + 1). null: 768, or M (S + 1) if that is
+    """K, the number of groups that are generated concurrently, from M to M (S + 1). null: 768, or M (S + 1) if that is
     fewer."""
 
     order: Literal["finished", "oldest", "exact"] = "finished"
@@ -54,8 +55,8 @@ class FullyAsyncConfig(BaseConfig):
     """Old form of `kv_after_sync=clear`."""
 
     group_timeout_seconds: float = 3600.0
-    """The longest that the generation of a group may take, syncs included. Another group takes the place of one that
-    took longer."""
+    """Timeout of the generation of a group, in seconds, weight syncs included. Another group replaces one that exceeds
+    it."""
 
     def max_running(self, groups_per_step: int) -> int:
         """Return K."""

@@ -1,4 +1,4 @@
-"""Prints the reference page of all settings, made from the dataclasses.
+"""Print the reference page of all settings, generated from the dataclasses.
 
 `python -m skyrl_train.config.document > docs/configuration.md`
 """
@@ -39,13 +39,13 @@ Every setting of a run. This page is made from `skyrl_train/config` and the regi
 
 
 def page() -> str:
-    """The page's text."""
+    """Return the text of the page."""
     parts = [_INTRODUCTION, *_sections(SkyRLConfig, "", default_values()), *_environments(), _not_yet_supported()]
     return "\n".join(parts)
 
 
 def _environments() -> list[str]:
-    """The sections of the environments that skyrl_gym ships."""
+    """Return the sections of the environments that skyrl_gym ships."""
     sections = []
     for env_id, env_spec in sorted(registry.items()):
         config_class = getattr(env_class_of(env_spec), "config_class", None)
@@ -55,7 +55,7 @@ def _environments() -> list[str]:
 
 
 def _sections(config_type: type, name: str, defaults: dict[str, Any]) -> list[str]:
-    """The tables of one dataclass and of those inside of it."""
+    """Return the tables of one dataclass and of those nested in it."""
     own, inner = [], []
     hints = get_type_hints(config_type, include_extras=True)
     meanings = field_meanings(config_type)

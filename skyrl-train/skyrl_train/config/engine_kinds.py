@@ -35,11 +35,11 @@ class EngineTraits:
     """Addition to "scripts/setup.sh --extra <name>" in the error where it is not installed."""
 
     automatic: Mapping[str, int] = field(default_factory=dict)
-    """Device -> rank with which `generator.backend=auto` takes this kind there, the highest of those installed. A
-    device that is missing: never."""
+    """Device -> priority with which `generator.backend=auto` chooses this kind there: the highest of those installed.
+    Missing device: never."""
 
     unread_settings: tuple[str, ...] = ()
-    """Settings of `generator.*` that it does not read: they may not be changed."""
+    """Settings of `generator.*` that this kind of engine does not read: they may not be changed."""
 
     is_in_process: bool = False
     """Runs in the process that builds it, and starts none: it fits `trainer.placement.launcher=inline`."""
@@ -49,13 +49,14 @@ class EngineTraits:
     None: such an engine runs inside of a run alone."""
 
     attention_choice: bool = False
-    """Has a keyword `attention_backend`."""
+    """The builder takes a keyword `attention_backend`."""
 
     output_layer_adapters: bool = False
-    """Computes adapters of the output layer."""
+    """The engine computes adapters of the output layer."""
 
     expert_routes: bool = False
-    """Has a keyword `return_expert_routes`: completions of a mixture come with the experts of their tokens."""
+    """The builder takes a keyword `return_expert_routes`: completions of a mixture come with the experts of their
+    tokens."""
 
     adapter_slots: tuple[str, int] = ("max_loras", 0)
     """(keyword for the number of adapters loaded at a time, slots needed beyond those in use)."""
@@ -64,14 +65,14 @@ class EngineTraits:
     """(settings, device) -> keywords of the builder beyond those that every kind takes."""
 
     check_settings: Callable[["GeneratorConfig"], None] = _accept
-    """Rules of its own between settings. Raises ConfigError."""
+    """Check rules between settings of this kind. Raises ConfigError."""
 
     check_model: Callable[["GeneratorConfig"], None] = _accept
-    """Whether it can run the model, from the model's configuration file. Raises ConfigError."""
+    """Check from the model's configuration file that this kind can run the model. Raises ConfigError."""
 
     @property
     def is_installed(self) -> bool:
-        """Whether its library is there."""
+        """Whether the required library is installed."""
         return self.library is None or find_spec(self.library) is not None
 
 
@@ -91,12 +92,12 @@ register_engine = EngineRegistry.decorator
 
 
 def backend_choices() -> list[str]:
-    """Return what `generator.backend` may be."""
+    """Return the values that `generator.backend` may have."""
     return ["auto", *EngineRegistry.registrations()]
 
 
 def automatic_backend(device: str) -> str:
-    """Return the kind that `generator.backend=auto` means on `device`."""
+    """Return the kind that `generator.backend=auto` stands for on `device`."""
     ranks = {
         name: registration.requires.automatic[device]
         for name, registration in EngineRegistry.registrations().items()

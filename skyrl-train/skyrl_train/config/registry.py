@@ -32,7 +32,7 @@ class Registration(Generic[Entry, Requirements]):
     """Dataclass of the entry's own settings, every field with a default; None: it has none."""
 
     is_builtin: bool = False
-    """Whether this package registered it."""
+    """True for registrations of this package."""
 
 
 class Registry(Generic[Entry, Requirements]):

@@ -27,24 +27,24 @@ class SupervisedDataConfig(BaseConfig):
 
     train_data: list[str] = field(default_factory=list)
     """Training sets: paths of .parquet, .json or .jsonl files, or names on the Hugging Face hub as `name[:split]`.
-    Several are joined."""
+    Several are concatenated."""
 
     val_data: list[str] = field(default_factory=list)
-    """Evaluation sets, in the same forms. Empty means no evaluation."""
+    """Evaluation sets, in the same forms. Empty: no evaluation."""
 
     format: Literal["auto", "chat", "alpaca", "preference"] = "auto"
-    """Columns of a row. `chat`: `messages` (and maybe `tools`). `alpaca`: `instruction`, `input`, `output`.
-    `preference`: `prompt`, `chosen`, `rejected`, each a text or messages. `auto` tells by the columns."""
+    """Columns of a row. `chat`: `messages` (and optionally `tools`). `alpaca`: `instruction`, `input`, `output`.
+    `preference`: `prompt`, `chosen`, `rejected`, each text or messages. `auto`: inferred from the columns."""
 
     train_on: Literal["all_assistant", "last_assistant", "all"] = "all_assistant"
-    """Which tokens are learnt: every assistant message, the last one, or everything. Of an assistant message its text
-    and the token that ends it, not the header."""
+    """Tokens in the loss: those of every assistant message, of the last assistant message, or all. An assistant message
+    contributes its text and its end token, not its header."""
 
     max_length: int = 4096
-    """The most tokens of an example."""
+    """Maximum number of tokens of an example."""
 
     too_long: Literal["drop", "truncate"] = "drop"
-    """What becomes of longer examples. How many is logged either way."""
+    """Treatment of longer examples. Their number is logged."""
 
 
 @dataclass(kw_only=True)
@@ -71,8 +71,9 @@ class SupervisedConfig(BaseConfig):
         resolve_references(self)
 
     def as_training_config(self) -> SkyRLConfig:
-        """The same as the settings that workers take. The divisor of `seq_mean_token_sum_norm` is `data.max_length` if
-        it is not set: no answers of some other length are generated here."""
+        """Convert to the settings that workers take. The divisor of `seq_mean_token_sum_norm` is `data.max_length` if
+        not set: no responses of another length are generated here.
+        """
         algorithm = self.trainer.algorithm
         if algorithm.max_seq_len is None:
             algorithm.max_seq_len = self.data.max_length
@@ -95,7 +96,7 @@ class PreferenceConfig(SupervisedConfig):
 
 
 def _merged(base: dict[str, object], changes: Mapping[str, object]) -> dict[str, object]:
-    """`base` with the values of `changes` in their places."""
+    """Return `base` with the values of `changes` merged in."""
     merged = dict(base)
     for name, value in changes.items():
         known = merged.get(name)
@@ -124,7 +125,7 @@ _OF_PREFERENCES = (
     "placement.colocate_policy_ref",
 )
 _OF_ROLLOUTS = ("trainer.policy.routing_replay",)
-"""Settings of sections that are read otherwise: they replay what an earlier forward of the same rows did."""
+"""Settings of shared sections that supervised training refuses: they replay an earlier forward of the same rows."""
 
 
 def check_read(config: SupervisedConfig) -> None:

@@ -110,7 +110,7 @@ def _check_evaluation_samples(config: SkyRLConfig) -> None:
 
 
 def _check_chat_template(config: SkyRLConfig) -> None:
-    from skyrl_train.generators.chat_templates import get_custom_chat_template
+    from skyrl_train.utils.chat_templates import get_custom_chat_template
 
     generator = config.generator
     require(
