@@ -3,13 +3,13 @@
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet
 from loguru import logger
 
+from skyrl_gym.chat.template import ChatTemplate, ChatTemplateError
 from skyrl_train.errors import DataError
 from skyrl_train.types import ConversationType, MessageType, PromptRow
 
@@ -32,12 +32,14 @@ class PromptDataset:
 
     Args:
         datasets: `.parquet`, `.json` or `.jsonl` files, or datasets of the hub: `name` (split `train`) or `name:split`.
-        tokenizer: its chat template, with generation prompt, decides how long a prompt is.
+        tokenizer: decides, with the chat template and its generation prompt, how long a prompt is.
         max_prompt_length: the most tokens of a prompt.
         num_workers: threads that tokenize. (No processes: forking beside Ray's or a tokenizer's threads may deadlock.)
+        chat_template: the one that the run generates with (`configured_chat_template`); None: the tokenizer's own.
 
     Raises:
-        DataError: a source that cannot be read, a missing column, a prompt that is not a list of messages, no row left.
+        DataError: a source that cannot be read, a missing column, a prompt that is not a list of messages or that the
+            template cannot render, no row left.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class PromptDataset:
         num_workers: int = 8,
         prompt_key: str = "prompt",
         env_class_key: str = "env_class",
+        chat_template: ChatTemplate | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.chat_template = chat_template or ChatTemplate(tokenizer)
         self.max_prompt_length = max_prompt_length
         self.num_workers = max(1, num_workers)
         self.prompt_key = prompt_key
@@ -103,8 +107,10 @@ class PromptDataset:
         return kept
 
     def _prompt_lengths(self, rows: list[Row]) -> list[int]:
-        render = partial(self.tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
-        texts: list[str] = [render(row[self.prompt_key]) for row in rows]  # pyright: ignore[reportAssignmentType]
+        try:
+            texts = [self.chat_template.text(row[self.prompt_key], add_generation_prompt=True) for row in rows]
+        except ChatTemplateError as error:
+            raise DataError(f"a prompt of {', '.join(self.sources)}: {error}") from error
         ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         return [len(prompt_ids) for prompt_ids in ids]  # pyright: ignore[reportArgumentType]
 

@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.env_vars import endpoint_api_key
-from skyrl_train.generators.chat_templates import get_custom_chat_template
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
 from skyrl_train.inference_engines.openai_api.server import EndpointServer
+from skyrl_train.utils.chat_templates import get_custom_chat_template
 
 
 def endpoint_of(

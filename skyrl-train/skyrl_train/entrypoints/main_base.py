@@ -41,6 +41,7 @@ from skyrl_train.orchestration.placement import make_shared_placement_group
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.training_run import check_before_start, says_finished
 from skyrl_train.utils import initialize_ray, shutdown_ray
+from skyrl_train.utils.chat_templates import configured_chat_template
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.tracebacks import described, log_traceback
@@ -107,7 +108,7 @@ class BasePPOExp:
 
     def get_train_dataset(self) -> PromptDataset | None:
         """The prompts of `data.train_data`. Raises DataError if they do not fill one batch."""
-        dataset = PromptDataset(self.cfg.data.train_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
+        dataset = self.read_prompts(self.cfg.data.train_data)
         if len(dataset) < self.cfg.trainer.train_batch_size:
             raise DataError(
                 f"data.train_data has {len(dataset)} usable prompts, fewer than trainer.train_batch_size="
@@ -118,7 +119,16 @@ class BasePPOExp:
     def get_eval_dataset(self) -> PromptDataset | None:
         if self.cfg.trainer.eval_interval <= 0 or not self.cfg.data.val_data:
             return None
-        return PromptDataset(self.cfg.data.val_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
+        return self.read_prompts(self.cfg.data.val_data)
+
+    def read_prompts(self, sources: list[str]) -> PromptDataset:
+        """Read prompts, dropping those over `trainer.max_prompt_length` under the template that answers follow."""
+        return PromptDataset(
+            sources,
+            self.tokenizer,
+            self.cfg.trainer.max_prompt_length,
+            chat_template=configured_chat_template(self.tokenizer, self.cfg.generator),
+        )
 
     def get_colocate_pg(self, timeout: float | None = None) -> "PlacementGroup | None":
         return make_shared_placement_group(self.cfg, timeout)

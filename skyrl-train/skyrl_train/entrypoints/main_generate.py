@@ -33,7 +33,7 @@ class EvalOnlyEntrypoint(BasePPOExp):
         """The prompts of `data.val_data`, whatever `eval_interval` says."""
         if not self.cfg.data.val_data:
             raise ConfigError("data.val_data is empty: there is nothing to evaluate on")
-        return PromptDataset(self.cfg.data.val_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
+        return self.read_prompts(self.cfg.data.val_data)
 
     def get_inference_client(self) -> InferenceEngineClient:
         """The engines, with the model's own weights."""

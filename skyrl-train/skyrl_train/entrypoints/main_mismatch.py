@@ -27,6 +27,7 @@ from loguru import logger
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.chat.template import ChatTemplate
 from skyrl_train.config import SkyRLConfig, config_dir, register_config_store
 from skyrl_train.config.base import BaseConfig
 from skyrl_train.config.config import DataConfig, get_config_as_dict
@@ -46,6 +47,7 @@ from skyrl_train.mismatch.page import as_markdown, as_plain
 from skyrl_train.mismatch.process import MakeEngine, ask_in_a_process
 from skyrl_train.mismatch.report import Report, make_report
 from skyrl_train.types import ConversationType
+from skyrl_train.utils.chat_templates import configured_chat_template
 from skyrl_train.utils.io import expand_path, write_atomically
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import RunFolder
@@ -78,30 +80,32 @@ class MismatchConfig(BaseConfig):
     """Engines to start. null: those that are installed."""
 
     dtypes: list[Dtype] = field(default_factory=lambda: ["float32", "bfloat16", "float16"])
-    """Number formats of the engines. What an engine cannot do is listed as not measured. (Of a server: its own.)"""
+    """Number formats of the engines. Formats that an engine does not support are listed as not measured. (A server
+    keeps its own.)"""
 
     attention: list[str] = field(default_factory=lambda: ["default"])
-    """Attention implementations, by the names that `attention_backend` of vllm or sglang takes. `default`: the engine's
-    own choice, and the only one of native. (The trainer's: trainer.flash_attn, trainer.use_sample_packing.)"""
+    """Attention implementations, by the names that `attention_backend` of vllm or sglang accepts. `default`: the
+    engine's own choice, the only one for native. (The trainer's is set by trainer.flash_attn and
+    trainer.use_sample_packing.)"""
 
     samplings: list[str] = field(default_factory=lambda: [OWN_SAMPLING, *SAMPLINGS])
-    """Ways of sampling, by the names that the table has."""
+    """Sampling settings to measure, by their names in the table of the report."""
 
     num_prompts: int = 16
-    """Prompts: of `data.train_data`, or built-in ones and random tokens."""
+    """Number of prompts, taken from `data.train_data`, or built-in ones and random tokens."""
 
     max_tokens: int = 64
-    """The most tokens of an answer."""
+    """Maximum number of tokens of a response."""
 
     num_worst_tokens: int = 5
-    """Tokens to show of each engine."""
+    """Number of tokens with the largest difference to show for each engine."""
 
     max_mean_difference: float | None = None
-    """The command ends with exit code 1 if a mean difference is above this, or if nothing could be measured. null:
-    never."""
+    """Largest accepted mean difference [nats]: the command ends with exit code 1 above it, or if nothing could be
+    measured. null: no limit."""
 
     output: str = reference("${trainer.run_dir}/mismatch.json")
-    """Where the report goes as JSON."""
+    """Path of the report in JSON."""
 
 
 @dataclass(kw_only=True)
@@ -195,12 +199,13 @@ def prompts_of(cfg: MismatchRunConfig, tokenizer: PreTrainedTokenizerBase) -> li
     """Return prompts of the training data, or the built-in ones; random tokens where there are too few."""
     count = cfg.mismatch.num_prompts
     longest = cfg.trainer.max_prompt_length
+    chat_template = configured_chat_template(tokenizer, cfg.generator)
     if cfg.data.train_data:
-        data = PromptDataset(cfg.data.train_data, tokenizer, longest)
+        data = PromptDataset(cfg.data.train_data, tokenizer, longest, chat_template=chat_template)
         messages = [data[index][0] for index in range(min(count, len(data)))]
     else:
         messages = [[{"role": "user", "content": text}] for text in _BUILT_IN_PROMPTS[:count]]
-    prompts = [_prompt_ids(tokenizer, conversation)[-longest:] for conversation in messages]
+    prompts = [_prompt_ids(chat_template, conversation)[-longest:] for conversation in messages]
     context = getattr(_text_config(cfg), "max_position_embeddings", None) or longest + cfg.mismatch.max_tokens
     room = context - cfg.mismatch.max_tokens
     if room < 1:
@@ -258,12 +263,11 @@ def _remote(cfg: MismatchRunConfig, url: str) -> InferenceEngineInterface:
     return remote_engine(generator, url, load_tokenizer(cfg.trainer.policy.model.path), generator.backend)
 
 
-def _prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: ConversationType) -> list[int]:
-    if tokenizer.chat_template is None:
+def _prompt_ids(chat: ChatTemplate, messages: ConversationType) -> list[int]:
+    if not (chat.chat_template or chat.tokenizer.chat_template):  # a base model: plain text, special tokens around it
         text = "\n".join(str(message["content"]) for message in messages)
-        return list(tokenizer(text)["input_ids"])  # pyright: ignore[reportArgumentType]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore[reportArgumentType]
+        return list(chat.tokenizer(text, add_special_tokens=True)["input_ids"])
+    return chat.encode(chat.text(messages, add_generation_prompt=True))
 
 
 def _text_config(cfg: MismatchRunConfig) -> Any:

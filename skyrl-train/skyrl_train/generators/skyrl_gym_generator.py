@@ -25,7 +25,6 @@ from skyrl_train.generators.base import (
     TrajectoryID,
     trajectory_ids_of,
 )
-from skyrl_train.generators.chat_templates import get_custom_chat_template
 from skyrl_train.generators.dialogue import (
     ConversationDialogue,
     Dialogue,
@@ -43,6 +42,7 @@ from skyrl_train.rollouts.joining import merge_appending_turns
 from skyrl_train.rollouts.metrics import rollout_metrics
 from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, grouped
 from skyrl_train.types import ConversationType
+from skyrl_train.utils.chat_templates import get_custom_chat_template
 from skyrl_train.utils.tracebacks import last_place, log_traceback
 
 if TYPE_CHECKING:

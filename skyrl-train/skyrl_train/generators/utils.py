@@ -1,6 +1,5 @@
 """A door to what lives beside it, under the name that users' code imports."""
 
-from skyrl_train.generators.chat_templates import CUSTOM_CHAT_TEMPLATES, get_custom_chat_template
 from skyrl_train.generators.inputs import prepare_generator_input
 from skyrl_train.generators.rewards import apply_overlong_filtering
 from skyrl_train.generators.sampling import get_sampling_params
@@ -15,6 +14,7 @@ from skyrl_train.rollouts.adapter import (
     validate_generator_output,
 )
 from skyrl_train.rollouts.metrics import get_rollout_metrics
+from skyrl_train.utils.chat_templates import CUSTOM_CHAT_TEMPLATES, get_custom_chat_template
 
 __all__ = [
     "CUSTOM_CHAT_TEMPLATES",

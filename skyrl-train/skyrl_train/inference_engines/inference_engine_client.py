@@ -8,7 +8,6 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -28,7 +27,7 @@ from skyrl_train.inference_engines.health import ROUTED, Health
 from skyrl_train.inference_engines.request_runner import ClientRequest, RequestRunner
 from skyrl_train.inference_engines.routing import Router, Session, SlotRequest
 from skyrl_train.inference_engines.supervision import EngineFailure, Restart, Supervisor
-from skyrl_train.types import ConversationType
+from skyrl_train.utils.chat_templates import configured_chat_template
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.fingerprint import differences
 
@@ -68,7 +67,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         self.give_weights: Callable[[int], Awaitable[None]] | None = None
         """Sends the present weights to engine i, just started again. None: it started with them."""
         settings = full_config.generator
-        self._chat_template_kwargs = settings.chat_template_kwargs
+        self._chat_template = configured_chat_template(tokenizer, settings)
         self._request_timeout = settings.request_timeout_seconds
         self._router = Router(len(engines), settings.max_requests_per_engine)
         self._supervisor = Supervisor(engines, settings, restart, self._engines_changed)
@@ -145,13 +144,8 @@ class InferenceEngineClient(InferenceEngineInterface):
         if token_ids is not None:
             return token_ids
         assert conversations is not None
-        return [self._templated(conversation) for conversation in conversations]
-
-    def _templated(self, conversation: ConversationType) -> list[int]:
-        encoded: Any = self.tokenizer.apply_chat_template(
-            conversation, add_generation_prompt=True, tokenize=True, return_dict=True, **self._chat_template_kwargs
-        )
-        return encoded["input_ids"]
+        texts = [self._chat_template.text(each, add_generation_prompt=True) for each in conversations]
+        return [self._chat_template.encode(text) for text in texts]
 
     # ---- engines
 

@@ -9,8 +9,13 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from skyrl_gym.chat.template import ChatTemplate
+from skyrl_train.config import SkyRLConfig
 from skyrl_train.dataset import PromptDataset
+from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.errors import DataError
+from skyrl_train.generators.tokenization import ChatFormat
+from skyrl_train.utils.chat_templates import get_custom_chat_template
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +69,49 @@ def test_prompts_over_the_limit_are_dropped_and_uids_count_what_is_left(tmp_path
     # with the generation prompt's word the prompts have 5, 4, 4 and 21 tokens
     dataset = PromptDataset([first, second], words, max_prompt_length=4, num_workers=2)
     assert [(item[0][0]["content"], item[3]) for item in dataset] == [("a b c", "0"), ("x y z", "1")]
+
+
+def test_configured_template_decides_which_prompts_are_short_enough(tmp_path, words):
+    """Rows of 3 and 5 tokens under the tokenizer's template, 53 and 55 under one that writes 50 more."""
+    rows = write(tmp_path / "rows.jsonl", [row("a b"), row("a b c d")])
+    longer = ChatTemplate(words, "x " * 50 + words.chat_template)
+
+    def kept(limit: int, chat_template: ChatTemplate | None = None) -> list[str]:
+        return [item[0][0]["content"] for item in PromptDataset([rows], words, limit, chat_template=chat_template)]
+
+    assert kept(5) == ["a b", "a b c d"]
+    assert kept(54, longer) == ["a b"]
+    assert kept(55, longer) == ["a b", "a b c d"]
+    with pytest.raises(DataError, match=r"all 2 prompts have more than trainer\.max_prompt_length=5"):
+        kept(5, longer)
+
+
+def test_experiment_filters_prompts_by_generator_chat_template(tmp_path, words):
+    """What an experiment keeps is no longer than the limit as its generator encodes it, variables included."""
+    (tmp_path / "template.jinja").write_text("{{ greeting }} " * 10 + words.chat_template)
+    generator = {
+        "chat_template": {"source": "file", "name_or_path": str(tmp_path / "template.jinja")},
+        "chat_template_kwargs": {"greeting": "good day"},
+    }
+    rows = write(tmp_path / "rows.jsonl", [row("a b"), row("a b c d")])
+    experiment = BasePPOExp.__new__(BasePPOExp)  # settings and tokenizer suffice to read prompts: no engine starts
+    experiment.tokenizer = words
+    experiment.cfg = SkyRLConfig.from_dict({"trainer": {"max_prompt_length": 23}, "generator": generator})
+    dataset = experiment.read_prompts([rows])
+    kept = [dataset[index] for index in range(len(dataset))]
+    assert [item[0][0]["content"] for item in kept] == ["a b"]
+    chat = ChatFormat(words, get_custom_chat_template(experiment.cfg.generator.chat_template), {"greeting": "good day"})
+    assert [len(chat.ids(item[0], add_generation_prompt=True)) for item in kept] == [23]
+
+
+def test_prompt_that_the_template_cannot_render_is_named(tmp_path, words):
+    with pytest.raises(DataError, match=r"a prompt of .*rows\.jsonl: the chat template cannot render .*no weather"):
+        PromptDataset(
+            [write(tmp_path / "rows.jsonl", [row("a")])],
+            words,
+            max_prompt_length=9,
+            chat_template=ChatTemplate(words, "{{ raise_exception('no weather') }}"),
+        )
 
 
 def test_a_key_that_parquet_filled_with_none_is_absent_again(tmp_path, words):

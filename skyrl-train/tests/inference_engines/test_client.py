@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,6 +134,16 @@ async def test_conversations_are_templated_and_other_requests_refused(client):
         await client.generate(batch([[5], [6]], PARAMS | {"seed": [[1, 2]]}))
     with pytest.raises(ValueError, match="at least one engine"):
         InferenceEngineClient([], client.tokenizer, SkyRLConfig())
+
+
+async def test_conversations_follow_the_configured_template(make_client: MakeClient, tmp_path: Path):
+    (tmp_path / "template.jinja").write_text("{{ note }}{{ messages[0].content }}")
+    template = {"source": "file", "name_or_path": str(tmp_path / "template.jinja")}
+    client = make_client(chat_template=template, chat_template_kwargs={"note": "abc"})
+    conversation = [{"role": "user", "content": "hi"}]
+    by_text = await client.generate(InferenceEngineInput(prompts=[conversation], sampling_params=PARAMS))
+    ids = client.tokenizer("abchi", add_special_tokens=False)["input_ids"]
+    assert by_text == await client.generate(batch([ids]))
 
 
 async def test_a_bad_request_is_refused_at_once_and_costs_no_engine(client, engines):

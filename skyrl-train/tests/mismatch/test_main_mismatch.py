@@ -126,6 +126,17 @@ def test_prompts_leave_room_for_answers_and_are_filled_up_with_random_tokens(sha
         prompts_of(cfg, AutoTokenizer.from_pretrained(sharp_model))
 
 
+def test_prompts_follow_the_configured_template(sharp_model: str, tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    (tmp_path / "template.jinja").write_text("{{ note }}{{ messages[0].content[:4] }}")
+    template = {"source": "file", "name_or_path": str(tmp_path / "template.jinja")}
+    generator = {"chat_template": template, "chat_template_kwargs": {"note": "abc"}}
+    tokenizer = AutoTokenizer.from_pretrained(sharp_model)
+    prompts = prompts_of(settings(sharp_model, mismatch={"num_prompts": 2}, generator=generator), tokenizer)
+    assert [tokenizer.decode(prompt) for prompt in prompts] == ["abcWhat", "abcWrit"]
+
+
 def test_the_help_names_every_setting_with_its_meaning():
     text = help_text()
     for name in vars(MismatchConfig()):

@@ -4,8 +4,8 @@ tool calls, and white space of its own."""
 import pytest
 from transformers import AutoTokenizer
 
-from skyrl_train.generators.chat_templates import CUSTOM_CHAT_TEMPLATES
 from skyrl_train.inference_engines.openai_api.prompts import ChatOptions, ConversationMemory, EndpointTemplate, Said
+from skyrl_train.utils.chat_templates import CUSTOM_CHAT_TEMPLATES
 
 from .conftest import ADD
 

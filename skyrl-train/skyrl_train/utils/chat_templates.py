@@ -1,12 +1,12 @@
-"""Chat template of the setting `generator.chat_template`. Knows no tokenizer."""
+"""Chat template of the settings `generator.chat_template` and `generator.chat_template_kwargs`."""
 
 from typing import TYPE_CHECKING
 
-from skyrl_gym.chat.template import ChatTemplateError, bundled_template, read_template_file
+from skyrl_gym.chat.template import ChatTemplate, ChatTemplateError, ChatTokenizer, bundled_template, read_template_file
 from skyrl_train.errors import ConfigError
 
 if TYPE_CHECKING:
-    from skyrl_train.config import ChatTemplateConfig
+    from skyrl_train.config import ChatTemplateConfig, GeneratorConfig
 
 CUSTOM_CHAT_TEMPLATES: dict[str, str] = {
     name: bundled_template(name) for name in ("qwen3_with_thinking", "qwen3_without_thinking")
@@ -36,3 +36,12 @@ def get_custom_chat_template(config: "ChatTemplateConfig") -> str | None:
         return read_template_file("generator.chat_template.name_or_path", name)
     except ChatTemplateError as error:
         raise ConfigError(str(error)) from error
+
+
+def configured_chat_template(tokenizer: ChatTokenizer, generator: "GeneratorConfig") -> ChatTemplate:
+    """Return the template that prompts are rendered with, wherever a run measures, encodes or continues them.
+
+    Raises:
+        ConfigError: as `get_custom_chat_template`.
+    """
+    return ChatTemplate(tokenizer, get_custom_chat_template(generator.chat_template), generator.chat_template_kwargs)
