@@ -41,7 +41,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     """Groups of the step."""
 
     _schedule_state: ScheduleState | None = None
-    """That of the checkpoint that the run was resumed from."""
+    """State of the schedule in the checkpoint that the run was resumed from."""
 
     @cached_property
     def timeline(self) -> Timeline:

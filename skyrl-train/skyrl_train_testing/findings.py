@@ -156,7 +156,7 @@ class InvarianceError(SkyRLError, AssertionError):
 
 
 class Findings:
-    """Collects what one check finds; `finish` raises it all at once.
+    """Collector of the violations that one check finds; `finish` raises them together.
 
     Args:
         subject: what is checked, for the error.

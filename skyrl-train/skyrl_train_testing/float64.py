@@ -17,7 +17,7 @@ def in_float64(function: Callable[[], Result]) -> Result:
 
 
 class _Float64(TorchDispatchMode):
-    """Answers every request for another floating-point type by float64."""
+    """Dispatch mode that replaces every requested floating-point type by float64."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

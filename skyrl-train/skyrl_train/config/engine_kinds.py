@@ -29,7 +29,7 @@ class EngineTraits:
     """Static facts of a kind of engine, known before one is started."""
 
     library: str | None = None
-    """Package that must be installed; None: no other than the trainer's own."""
+    """Package that must be installed. None: nothing beyond the trainer's own dependencies."""
 
     install_hint: str = "see INSTALL.md"
     """Addition to "scripts/setup.sh --extra <name>" in the error where it is not installed."""
@@ -45,8 +45,8 @@ class EngineTraits:
     """Runs in the process that builds it, and starts none: it fits `trainer.placement.launcher=inline`."""
 
     server_protocol: Callable[[], Any] | None = None
-    """Returns the `ServerProtocol` of servers of this kind started elsewhere (`generator.run_engines_locally=false`);
-    None: such an engine runs inside of a run alone."""
+    """Factory of the `ServerProtocol` for servers of this kind started elsewhere
+    (`generator.run_engines_locally=false`). None: such engines run only within a run."""
 
     attention_choice: bool = False
     """The builder takes a keyword `attention_backend`."""

@@ -42,20 +42,22 @@ class EstimatorRequirements:
     """Requirements of an advantage estimator."""
 
     critic: bool | None = None
-    """True: needs the critic's `values`. False: does not read them, so that a critic would train in vain. None: works
-    with and without."""
+    """True: needs the critic's `values`. False: does not read them, so that a critic would be trained in vain. None:
+    works with and without."""
 
     groups: bool = False
-    """Compares the samples of a prompt: one sample a prompt teaches nothing (or has no baseline)."""
+    """True if it compares the samples of a prompt: with one sample per prompt there is no baseline or no advantage."""
 
     whole_trajectories: bool = False
-    """Goes from each token to the rewards after it: a row must be a whole trajectory, not one of its steps."""
+    """True if the advantage of a token depends on later rewards: a row must be a whole trajectory, not one of its
+    steps."""
 
     single_turns: bool = False
-    """Compares turn with turn: a row may not join several."""
+    """True if it compares turns with turns: a row may not join several."""
 
     single_tokens: bool = False
-    """Reads of a token its own reward alone: neither the rest of a trajectory nor other trajectories matter."""
+    """True if the advantage of a token depends on its own reward only, not on the rest of its trajectory or on other
+    trajectories."""
 
     nonnegative_scores: bool = False
     """Divides by the mean score of a prompt: nothing may make scores negative. Groups with a negative mean are counted

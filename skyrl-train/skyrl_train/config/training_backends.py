@@ -64,7 +64,7 @@ class TrainingBackendTraits:
 
     @property
     def is_installed(self) -> bool:
-        """Whether its library is there."""
+        """Whether the required library is installed."""
         if self.library is None:
             return True
         try:

@@ -1,4 +1,4 @@
-"""Deals a dataset out in batches, epoch after epoch, from a position that can be saved and taken up again."""
+"""Data loader: batches of a dataset, epoch after epoch, with a position that can be saved and restored."""
 
 import hashlib
 from collections.abc import Iterator

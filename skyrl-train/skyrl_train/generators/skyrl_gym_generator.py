@@ -67,7 +67,7 @@ class RolloutRequest:
 
 
 class SkyRLGymGenerator(GeneratorInterface):
-    """Runs the agent loop for every prompt of a batch, all at the same time.
+    """Agent loop of all prompts of a batch, run concurrently.
 
     Args:
         generator_cfg: `generator`.

@@ -65,7 +65,7 @@ class InferenceEngineClient(InferenceEngineInterface):
         self.lora_name: str | None = None
         """Adapter of requests that name none."""
         self.give_weights: Callable[[int], Awaitable[None]] | None = None
-        """Sends the present weights to engine i, just started again. None: it started with them."""
+        """Callback that sends the current weights to engine i after a restart. None: engines start with them."""
         settings = full_config.generator
         self._chat_template = configured_chat_template(tokenizer, settings)
         self._request_timeout = settings.request_timeout_seconds

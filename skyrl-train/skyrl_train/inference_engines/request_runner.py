@@ -29,7 +29,7 @@ class ClientRequest:
     prompt: list[int]
     params: SamplingKeywords | None
     seed: object
-    """Its [seed, index], if it has one."""
+    """Seed of the prompt as [seed, index]; None if sampling is not seeded."""
     slot: SlotRequest
     lora_name: str | None
     num_aborts_before: int

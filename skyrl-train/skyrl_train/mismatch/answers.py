@@ -50,7 +50,7 @@ class Questions:
     prompts: list[list[int]]
     samplings: list[Sampling]
     max_tokens: int
-    """Of an answer."""
+    """Maximum number of tokens of a response."""
 
     seed: int = 0
     timeout_seconds: float = 3600.0
@@ -64,7 +64,7 @@ class Answers:
     prompts: list[list[int]]
     responses: list[list[int]]
     log_probs: list[list[float]]
-    """Of each token of each response, as the engine reported it."""
+    """Log-prob of each token of each response, as reported by the engine."""
     routes: list[ExpertRoutes | None] | None = None
     """Experts that the engine sent the tokens of each row to; None if it returns none."""
 
@@ -75,7 +75,7 @@ class EngineAnswers:
 
     info: EngineInfo
     answers: dict[str, Answers]
-    """By the name of the sampling setting."""
+    """Responses by the name of the sampling setting."""
 
     canary: Answers | None
     """The engine's log-probs of fixed tokens at temperature 1 (each row's first token is its `prompt`); None if it

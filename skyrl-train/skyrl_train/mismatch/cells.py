@@ -28,7 +28,7 @@ class EngineName:
     """The attention that it was told to use; `default`: its own choice."""
 
     url: str = ""
-    """Of a server that was started elsewhere."""
+    """Address of a server that was started elsewhere; empty for an engine started here."""
 
     def __str__(self) -> str:
         attention = "" if self.attention == "default" else f" {self.attention}"
@@ -41,7 +41,7 @@ class TokenGap:
 
     answer: int
     position: int
-    """In prompt and answer together, from 0."""
+    """Position in prompt and response together, from 0."""
 
     token_id: int
     rollout: float

@@ -16,7 +16,7 @@ class Gap:
 
     num_tokens: int
     mean: float
-    """Of |trainer - engine| [nats], as all differences here."""
+    """Mean of |trainer - engine| [nats]; `p99` and `max` are of the same difference."""
 
     p99: float
     max: float

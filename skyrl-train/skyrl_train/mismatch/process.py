@@ -21,7 +21,7 @@ from skyrl_train.utils.process_log import capture_output, log_tail
 MakeEngine = Callable[[], InferenceEngineInterface]
 
 _END_SECONDS = 30.0
-"""What a process that has answered is given to end by itself."""
+"""Time in which a process that has answered must end by itself, before it is killed."""
 
 
 def ask_in_a_process(

@@ -26,7 +26,7 @@ class Report:
     engines: list[Measured]
     findings: list[Finding]
     not_measured: list[tuple[str, str]]
-    """What, and why not."""
+    """Combinations that were not measured, each with the reason."""
 
     @property
     def cells(self) -> list[Cell]:

@@ -113,7 +113,7 @@ class AdapterFile:
 
     config: JsonObject
     tensors: dict[str, torch.Tensor]
-    """By peft's names, on the CPU."""
+    """Adapter weights on the CPU, by peft's names."""
 
 
 def read_adapter(folder: str | Path) -> AdapterFile:

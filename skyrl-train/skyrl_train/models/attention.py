@@ -19,7 +19,8 @@ from transformers import AttentionInterface
 from skyrl_train.models.packing import PackedRows, RowGroup
 
 PACKED_ATTENTION = "skyrl_packed"
-"""Its name among transformers' attention implementations. It has no mask function, so transformers makes no mask."""
+"""Name under which the attention function is registered with transformers. No mask function is registered for it, so
+transformers makes no mask."""
 
 _WITHOUT_EFFECT = frozenset(
     [

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 ADAPTER = "default"  # peft's name for the one adapter there is; it does not appear in files
 INIT_METHODS = ("kaiming", "gaussian", "orthogonal", "olora", "pissa")  # those that need the weights alone, no data
 PARTS_OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-"""What peft takes for parts of experts where a model's experts are fused, wherever in the model they stand."""
+"""Module names that peft treats as parts of experts, anywhere in a model, if the model's experts are fused."""
 
 
 def begins_with_weights(config: LoRAConfig) -> bool:
@@ -133,7 +133,7 @@ class Adapter:
     b: nn.Parameter
     scaling: float
     is_transposed: bool
-    """Whether the layer keeps its weight as [in, out] (GPT-2 does)."""
+    """True if the layer stores its weight as [in, out] (GPT-2 does)."""
 
     @property
     def matrices(self) -> dict[str, nn.Parameter]:

@@ -123,7 +123,7 @@ class RoutingReplay:
 
 
 class RouterChoice(TorchFunctionMode):
-    """Answers the choice of one router with the routes of a pass, and notes what was taken.
+    """Override of one router's choice of experts by the recorded routes of a pass. Records the experts taken.
 
     Args:
         layer: number of the router among those of the model.
@@ -158,7 +158,7 @@ class RouterChoice(TorchFunctionMode):
 
 
 class _ChoiceFinder(TorchFunctionMode):
-    """Notes the sizes (k, E) of all choices of a forward that could be a router's."""
+    """Recorder of the sizes (k, E) of all choices in a forward that could be a router's."""
 
     def __init__(self) -> None:
         super().__init__()

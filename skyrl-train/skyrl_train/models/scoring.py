@@ -28,7 +28,7 @@ class TokenScores(NamedTuple):
     """[B, R] float32, in nats, of the same distribution; None if not asked for."""
 
     router: RouterStatistics | None
-    """Of a mixture of experts: how its routers spread the tokens of this rank."""
+    """Routing statistics of this rank's tokens, for a mixture of experts."""
 
     routes: torch.Tensor | None = None
     """[B, T, L, k] the experts that each token went to, "no route" at padding; None if not asked for."""

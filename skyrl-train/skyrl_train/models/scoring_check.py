@@ -26,7 +26,8 @@ _LENGTHS = ((4, 6), (1, 3), (5, 1))
 _TEMPERATURE = 1.3
 
 _TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
-"""In nats. Wrong numbers differ by a tenth and more; kernels of one number by less than this, over many layers."""
+"""Largest accepted difference of log-probs [nats], by number format. A wrong computation differs by a tenth and more;
+different kernels of one number format differ by less than this over many layers."""
 
 _ATTENTION_OF_SETTINGS = {
     "trainer.use_sample_packing=false": "sdpa",

@@ -52,7 +52,7 @@ class _Source:
     """Names in the files, by the pattern of the converter that they match."""
 
     one_row_each: bool = False
-    """Whether row i is made of the i-th tensor of each pattern alone (experts)."""
+    """True if row i is made of the i-th tensor of each pattern alone (experts)."""
 
 
 class WeightFiles:

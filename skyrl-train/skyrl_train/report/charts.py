@@ -16,7 +16,7 @@ class Chart:
     """Two metrics between which the picture is shaded."""
     note: str = ""
     labels: dict[str, str] = field(default_factory=dict)
-    """What a metric is called in the legend, where the last part of its name does not say it."""
+    """Names of metrics in the legend, where the last part of a metric's name is not clear enough."""
 
 
 OVERVIEW: tuple[Chart, ...] = (

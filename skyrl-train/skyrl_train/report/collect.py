@@ -19,7 +19,7 @@ T = TypeVar("T")
 MAX_FILES = 60
 """Trajectory files that are read, spread over the run: those of a long run are gigabytes."""
 MAX_TOKENS_OF_A_SAMPLE = 4000
-"""What is longer loses its middle."""
+"""Maximum number of tokens shown of a sample; the middle of a longer one is left out."""
 MAX_FAILURES = 200
 
 _SUMMARY = (
@@ -46,9 +46,9 @@ class Trajectories:
 
     samples: list[JsonObject] = field(default_factory=list)
     failures: list[dict[str, object]] = field(default_factory=list)
-    """At most `MAX_FAILURES` of those found, oldest first."""
+    """Failed trajectories, at most `MAX_FAILURES`, oldest first."""
     failure_counts: Counter[str] = field(default_factory=Counter)
-    """By kind, over the files that were read."""
+    """Number of failures by kind, over the files that were read."""
     num_read: int = 0
     num_files_read: int = 0
     num_files: int = 0

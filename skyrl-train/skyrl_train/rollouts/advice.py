@@ -20,7 +20,7 @@ _MIN_SAMPLE_SIZE = 0.9
 
 
 class Adviser:
-    """Keeps what the last steps measured, and says what would make them faster.
+    """Throughput statistics of recent steps, and advice on settings that would make them faster.
 
     Args:
         limits: of the schedule.

@@ -12,7 +12,7 @@ class FinishedGroup:
     """A group that waits for training."""
 
     ticket: int
-    """Its place in the order of the data over all epochs."""
+    """Position of the group in the order of the data over all epochs."""
 
     group: TrajectoryGroup
 

@@ -26,7 +26,7 @@ from skyrl_train.rollouts.types import RolloutBatch, TrajectoryGroup
 from skyrl_train.utils.tracebacks import last_place
 
 _GRACE_SECONDS = 30.0
-"""For which a cancelled group may clean up."""
+"""Time that a cancelled group has to clean up."""
 
 _REPORT_SECONDS = 60.0
 """Time between log lines that say whom the trainer waits for."""

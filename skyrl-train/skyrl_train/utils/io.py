@@ -17,7 +17,7 @@ from skyrl_train.errors import ConfigError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 TEMPORARY_SUFFIX = ".partial"
-"""Ends the name of a file that is being written. One that is found at rest is what a killed process left."""
+"""Suffix of files that are being written. Such a file without a writer was left by a killed process."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 

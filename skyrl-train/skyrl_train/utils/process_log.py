@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _LEVELS = ("TRACE", "DEBUG", "INFO", "SUCCESS", "WARNING", "ERROR", "CRITICAL")
 _FORMAT = "<dim>{time:HH:mm:ss}</dim> <level>{level: <7}</level> {message}"
 _CHATTY_LIBRARIES = ("httpx", "httpcore", "urllib3", "filelock", "fsspec", "matplotlib")
-"""They tell about every request or file at INFO: heard from WARNING on, unless the level asks for more than INFO."""
+"""Libraries that log every request or file at INFO: shown from WARNING on, unless the level is below INFO."""
 _TAIL_BYTES = 256 * 1024
 
 _own_log = "its standard error"
@@ -101,7 +101,7 @@ def _is_for_the_console(record: "Record") -> bool:
 
 
 class _ToLoguru(logging.Handler):
-    """Hands a record of the standard library's logging to loguru, as from where it was logged."""
+    """Handler that forwards log records of the standard library to loguru, with their original location."""
 
     def emit(self, record: logging.LogRecord) -> None:
         level = record.levelname if record.levelname in _LEVELS else record.levelno

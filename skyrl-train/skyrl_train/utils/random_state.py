@@ -32,8 +32,9 @@ class RandomState:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Within, the global generators go on from this state; afterwards from where they were before. The generators
-        are the process's: no other thread may draw from them meanwhile."""
+        """Run the block with this state of the global generators and restore their previous state afterwards. The
+        generators belong to the process: no other thread may draw from them meanwhile.
+        """
         outside = self._get()
         self._set(self._own)
         try:

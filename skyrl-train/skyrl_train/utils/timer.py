@@ -8,7 +8,9 @@ from loguru import logger
 
 
 class Timer:
-    """Adds the seconds of a `with` (or `async with`) block to `update_dict[name]`, also when the block raises."""
+    """Context manager that adds the seconds of its (async) `with` block to `update_dict[name]`, also if the block
+    raises.
+    """
 
     def __init__(self, name: str, update_dict: dict[str, float] | None = None):
         self.name = name

@@ -8,12 +8,12 @@ from skyrl_train.errors import WeightSyncError
 from skyrl_train.types import JsonObject
 
 Transport = Literal["shared_memory", "cuda_ipc", "broadcast", "checkpoint"]
-"""How bytes get to an engine. `shared_memory`: a segment that both processes map (one machine). `cuda_ipc`: the same
-with memory of a GPU. `broadcast`: a process group of trainer rank 0 and every process of every engine. `checkpoint`:
-files."""
+"""Transport of bytes to an engine. `shared_memory`: a memory segment mapped by both processes (one machine).
+`cuda_ipc`: the same with GPU memory. `broadcast`: a process group of trainer rank 0 and all processes of all engines.
+`checkpoint`: files."""
 
 Encoding = Literal["full", "delta"]
-"""What the bytes are. `full`: the tensors. `delta`: what changed since the version before, compressed."""
+"""Content of the bytes. `full`: whole tensors. `delta`: values that changed since the previous version, compressed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class WeightSyncInitInfo:
     directory: str = ""
     """`delta`: where an engine may keep the last weights that it was sent (files of its own below it)."""
     verification: Literal["sampled", "full", "off"] = "sampled"
-    """How much of a tensor its fingerprint reads."""
+    """Part of each tensor that its fingerprint reads."""
     timeout_seconds: float = 600.0
 
 
@@ -102,7 +102,7 @@ class ProcessReport:
     """Weights of one process of an engine after an update. Can be sent as JSON."""
 
     process: str
-    """Its name."""
+    """Name of the process."""
     fingerprints: dict[str, int]
     """Fingerprints of all tensors as received."""
     read: list[str] = field(default_factory=list)
@@ -125,7 +125,7 @@ class WeightReport:
     engine holds it or, for those in `received_only` and of engines that divide or pack their weights, as it came. Empty
     with verification off."""
     wrong: dict[str, list[str]] = field(default_factory=dict)
-    """A tensor that the engine computes otherwise with, by what was read from its layers -> the processes that do."""
+    """Tensors whose values in the engine's layers differ from those received -> the processes in which they do."""
     received_only: list[str] = field(default_factory=list)
     """Tensors that nothing was read of once they had been handed to the engine."""
     held_bytes: int = 0

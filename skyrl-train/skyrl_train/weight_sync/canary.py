@@ -21,7 +21,7 @@ _NUM_MEASURED = 5
 _MARGIN = 10.0
 
 LogProbs = Sequence[Sequence[float]]
-"""Of each canary's tokens but its first."""
+"""Log-probs of each canary's tokens but the first."""
 
 
 def canary_prompts(vocab_size: int, max_length: int) -> list[list[int]]:

@@ -14,13 +14,14 @@ from skyrl_train.weight_sync.last_weights import LastWeights
 from skyrl_train.weight_sync.payload import Bucket, Buffer, bytes_of, integers_of, split_bytes
 
 DIGEST_BYTES = 8
-"""At the end of a bucket of changes: the hash of all before it. A wrong bit here would stay wrong in later versions."""
+"""Size of the hash of all preceding bytes at the end of a bucket of changes. An undetected wrong bit would stay wrong
+in all later versions."""
 
 _ALIGNMENT = 16
 
 
 class DeltaDecoder:
-    """Keeps the last weights in a file of `directory`."""
+    """Decoder of delta updates. Stores the last weights in a file of `directory`."""
 
     def __init__(self, directory: str):
         self._last = LastWeights(directory)

@@ -20,7 +20,8 @@ WHOLE_BYTES = 1 << 16
 """Tensors up to this size are always read whole."""
 BLOCK_BYTES = 1 << 12
 MOST_TURNS = 128
-"""Of a large tensor one block in so many is read, another one at each version."""
+"""Upper bound of `num_turns`: at each version, at least one block in this many of a large tensor is read, others each
+time."""
 _LEAST_BLOCKS = 8  # of a tensor just over the limit
 _HOST_CHUNK_BYTES = 1 << 26
 _MOST_NAMED = 3

@@ -26,7 +26,7 @@ class LastWeights:
 
     def __init__(self, directory: str):
         self.version: int | None = None
-        """What all tensors together are; None while some are newer than others."""
+        """Version of all tensors; None while some are newer than others."""
         self._directory = directory
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)

@@ -35,6 +35,6 @@ def columns_by_products(
 
 
 def as_computed(values: torch.Tensor) -> torch.Tensor:
-    """Without what a product does not keep: the sign of zero, and numbers that are too small to be normal."""
+    """Return the values as a product yields them: without the sign of zero and without subnormal numbers."""
     # GPU kernels may flush subnormal numbers to zero, and -0 + 0 is 0: both are no fault of the weights.
     return values.masked_fill(values.abs() < torch.finfo(values.dtype).tiny, 0.0)

@@ -16,7 +16,8 @@ Bucket = list[tuple[str, torch.Tensor]]
 """Named tensors that travel together."""
 
 MOST_BYTES_ON_THE_WAY = 1 << 26
-"""Of one bucket. Larger ones only delay the engines' first; smaller ones cost calls."""
+"""Maximum size of one bucket on its way. Larger buckets only delay the engines' first one; smaller ones cost more
+calls."""
 _SLOTS_IN_MEMORY = 4  # two slots besides the bucket being gathered should be little beside it
 
 
@@ -61,13 +62,13 @@ class Payload:
     bucket: Bucket = field(default_factory=list)
     """The tensors, if their fingerprints are still to be taken."""
     base_version: int | None = None
-    """As in `WeightUpdateRequest`."""
+    """Base version of a delta, as in `WeightUpdateRequest`."""
     place: Place = field(default_factory=Place)
-    """Where the bytes lie already, as fields of a request; then there are no parts."""
+    """Location of bytes that are already in place, as fields of a request; `parts` is then empty."""
 
     @classmethod
     def of(cls, bucket: Bucket) -> "Payload":
-        """Whole tensors."""
+        """Make a payload of whole tensors."""
         parts = [bytes_of(tensor) for _, tensor in bucket]
         return cls(
             names=[name for name, _ in bucket],

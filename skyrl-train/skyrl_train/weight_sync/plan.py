@@ -35,7 +35,7 @@ class ReceivingEngine(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Where a rank of the policy runs."""
+    """Node and device of a policy rank."""
 
     node: str
     """The machine whose shared memory it sees (`EngineInfo.node`)."""
@@ -50,7 +50,7 @@ class Route:
     transport: Transport
     encoding: Encoding = "full"
     sources: tuple[int, ...] = (0,)
-    """As in `WeightSyncInitInfo`."""
+    """Policy ranks whose bytes the engine takes, as in `WeightSyncInitInfo`."""
 
 
 def plan_routes(

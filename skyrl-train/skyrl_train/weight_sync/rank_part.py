@@ -12,8 +12,8 @@ from skyrl_train.weight_sync.writer import RankWriter
 
 
 class RankPart:
-    """Gathers every bucket with the other ranks, and puts it where the engines that share this rank's device read it.
-    Rank 0 has a `WeightSender`, which calls the engines and verifies them.
+    """Weight sync of a policy rank other than 0: takes part in gathering every bucket and puts it where the engines on
+    this rank's device read it. Rank 0 has a `WeightSender`, which calls the engines and verifies them.
 
     Args:
         init_infos: of every engine (`skyrl_train.weight_sync.plan.init_infos_for`).

@@ -25,7 +25,7 @@ class Reader(Protocol):
 
 
 class WeightReceiver:
-    """Turns the requests of one connection into named tensors.
+    """Decoder of the update requests of one connection into named tensors.
 
     Args:
         init_info: as the trainer made it for this engine.

@@ -45,7 +45,7 @@ class SyncResult:
     metrics: dict[str, float]
     """`bytes` of the tensors, `payload_bytes` that travelled to each engine, `buckets`, and `<phase>_seconds`."""
     reports: list[WeightReport]
-    """Of each engine."""
+    """Report of each engine about its weights."""
 
 
 def needs_staging(init_info: WeightSyncInitInfo) -> bool:
@@ -54,8 +54,8 @@ def needs_staging(init_info: WeightSyncInitInfo) -> bool:
 
 
 class WeightSender:
-    """Sends a model to all engines and proves that it arrived. A failed `send` may be repeated as a whole; after one
-    that broke a process group, or that lost an engine, by a new sender.
+    """Sender of a model's weights to all engines, with verification. A failed `send` may be repeated as a whole; after
+    a failure that broke a process group or lost an engine, by a new sender.
 
     Lives on rank 0 of the policy. Other ranks have a `RankPart`, and make the same calls of `stage` and `send`.
 

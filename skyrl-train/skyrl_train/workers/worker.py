@@ -44,7 +44,7 @@ class Worker:
     """
 
     name: ClassVar[ModelName]
-    """In metrics and settings."""
+    """Name of the model in metrics and settings."""
 
     def __init__(self, backend: TrainingBackend, objective: Objective | None = None):
         self.backend = backend

@@ -17,7 +17,7 @@ _ROWS_HINT = 64
 
 
 class PackedForward:
-    """Takes the place of one linear layer's `forward`."""
+    """Replacement of one linear layer's `forward` that uses packed weights."""
 
     def __init__(self, linear: torch.nn.Linear):
         self._linear = linear

@@ -66,7 +66,9 @@ class ModelRunner:
         output_layer.register_forward_pre_hook(self._last_tokens_alone)
 
     def filled(self, num_rows: int) -> int:
-        """Rows that are computed for so many, so that company changes no bit."""
+        """Return the number of rows that are computed for `num_rows` sequences: rounded up, so that the numbers of a
+        row do not depend on co-batched ones.
+        """
         return round_up(max(num_rows, MIN_ROWS), self._row_multiple)
 
     def prefill(

@@ -43,7 +43,7 @@ from skyrl_train.types import JsonObject
 
 
 class OpenAIFrontend:
-    """Answers the requests of the OpenAI API.
+    """Request handlers of the OpenAI API.
 
     Args:
         engine: one engine, or a client over many.

@@ -1,4 +1,4 @@
-"""Asks an engine for answers: whole ones, or piece by piece for clients that want to see them grow.
+"""Generation for requests of the OpenAI API: complete responses, or streams of chunks.
 
 Knows tokens, sampling keywords and deadlines; nothing of OpenAI, messages or HTTP.
 """

@@ -1,5 +1,5 @@
-"""Keeps what an agent's requests were answered with, in tokens, so that a run can train on an agent that knows nothing
-of it. Knows sessions and turns; what becomes of them for training is `generators/recorded.py`'s.
+"""Recorder of the requests of agents and their responses, as tokens, so that a run can train on an agent that does not
+know about training. Knows sessions and turns; `generators/recorded.py` turns them into training samples.
 """
 
 import threading

@@ -192,7 +192,7 @@ class EndpointServer:
 
 
 class _Server(uvicorn.Server):
-    """Leaves the process's signals to the program that it runs in."""
+    """Server that leaves the process's signal handlers to the program it runs in."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

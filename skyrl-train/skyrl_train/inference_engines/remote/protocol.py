@@ -74,7 +74,7 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     async def tokenize(self, text: str) -> list[int]:
-        """Without special tokens around it."""
+        """Tokenize a text without adding special tokens."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:

@@ -171,7 +171,9 @@ class VLLMProtocol(ServerProtocol):
         )
 
     def _check_log_probs(self, params: EngineSamplingParams) -> None:
-        """Without the worker extension vLLM knows log-probs of the logits, or of what penalties and truncation left."""
+        """Refuse a log-prob mode that the server lacks: without the worker extension, vLLM reports log-probs of the raw
+        logits, or of those after penalties and truncation.
+        """
         if self._extended:
             return
         plain = params.is_greedy or params.temperature == 1.0

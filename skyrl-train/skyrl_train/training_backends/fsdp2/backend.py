@@ -115,5 +115,5 @@ class FSDP2Backend(TransformersBackend):
 
     @property
     def _is_on_device(self) -> bool:
-        """Whether there is a device's memory to free: not on a CPU, nor where the model rests in host memory anyway."""
+        """Whether there is device memory to free: not on a CPU, nor with parameters offloaded to host memory."""
         return self.device.type == "cuda" and not self.settings.fsdp_config.cpu_offload

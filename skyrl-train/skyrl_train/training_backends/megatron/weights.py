@@ -20,7 +20,7 @@ Gather = Callable[[nn.Parameter], torch.Tensor]
 """Tensor of a weight of this rank, shaped like it; maybe a collective of its data-parallel ranks."""
 
 Write = Callable[[Entry, nn.Parameter, torch.Tensor], None]
-"""Replaces a tensor of a weight of this rank, which belongs to an entry of the map."""
+"""Function that replaces a tensor of one of this rank's weights, which belongs to an entry of the map."""
 
 
 class StageWeights:
