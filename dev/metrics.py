@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Table of figures about the shape and the language of the source, for each runtime package and in all.
 
     python dev/metrics.py                     the table

@@ -1,3 +1,4 @@
+#!/usr/bin/env -S uv run --no-sync --with mutmut==3.8.1 python
 """Compute mutation scores: the share of small faults, planted into the source one at a time, that fast tests detect.
 
     uv run --no-sync --with mutmut==3.8.1 python dev/mutation.py algorithms weight_sync --count 40
