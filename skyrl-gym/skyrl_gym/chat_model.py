@@ -15,7 +15,7 @@ class ModelError(Error):
     def __init__(self, status: int, text: str) -> None:
         super().__init__(status, text)
         self.status = status
-        """Of the answer; with 200, its text is no chat completion."""
+        """HTTP status of the response; 200 if its body is not a chat completion."""
         self.text = text
 
     def __str__(self) -> str:
@@ -39,13 +39,13 @@ class Reply:
 
 @dataclass(frozen=True)
 class ChatModel:
-    """Asks one model, from any number of threads."""
+    """Client of one chat model. Thread-safe."""
 
     service: Service
-    """At the server's base URL, which ends in `/v1`."""
+    """Service at the server's base URL, which ends in `/v1`."""
     model: str
     fields: Mapping[str, object] = field(default_factory=dict)
-    """Of each request, beside `model` and `messages`."""
+    """Fields of each request other than `model` and `messages`."""
 
     def complete(self, messages: Sequence[Mapping[str, object]], **fields: object) -> Reply:
         """Return the model's next turn. `fields` are further ones of this request.

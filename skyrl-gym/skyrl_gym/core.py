@@ -27,7 +27,7 @@ class Env(Generic[ObsType, ActType]):
     """
 
     spec: "EnvSpec | None" = None
-    """How this instance was made; set by `skyrl_gym.make`."""
+    """Registration that this instance was made from; set by `skyrl_gym.make`."""
 
     def init(self, *args: Any, **kwargs: Any) -> tuple[ObsType, dict[str, object]]:
         """Start an episode. Returns the first observation and a dict of information."""

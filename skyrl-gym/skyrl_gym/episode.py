@@ -18,7 +18,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
 T = TypeVar("T")
 
 Policy = Callable[[ConversationType], str]
-"""What answers: the conversation so far in, the text of one turn out."""
+"""Function from the conversation so far to the text of one turn."""
 
 
 class ContractError(Exception):
@@ -32,7 +32,7 @@ class EpisodeResult:
     messages: ConversationType
     """Prompt, turns and observations."""
     rewards: list[float] = field(default_factory=list)
-    """Of each step."""
+    """Reward of each step."""
     done: bool = False
     truncated: bool = False
     metrics: dict[str, object] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class EpisodeResult:
 
 
 class Episode:
-    """Drives an environment, whether its methods are `def` or `async def`, and checks what they give.
+    """One episode of an environment with `def` or `async def` methods, whose return values are checked.
 
     Not for use on a running event loop: drive it from a thread there.
     """

@@ -19,11 +19,10 @@ from typing import Any
 from skyrl_gym.graders.results import InfraError, Invalid, Score, Timeout, reward_of
 
 ARGUMENTS = ("completion", "answer", "ground_truth", "prompt", "messages", "extras")
-"""What a reward function may ask for by the name of its parameter.
+"""Parameter names by which a reward function requests its inputs.
 
-`completion` is what the model wrote, `answer` what was found in it (the completion, if the caller gives none),
-`messages` the whole conversation, `extras` the dataset row's other columns.
-"""
+`completion` is the model's text, `answer` the answer extracted from it (the completion, if the caller gives none),
+`messages` the whole conversation, `extras` the dataset row's other columns."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class RubricResult:
     outcome: float | None = None
     """Weight times value of the part that is for success; None if the rubric names none."""
     grades: Mapping[str, object] = field(default_factory=dict)
-    """What each function returned, for whoever asks why. Parts behind a closed gate are not called."""
+    """Return value of each function, for explanations. Parts behind a closed gate are not called."""
 
     def metrics(self) -> dict[str, float]:
         """Return the entries for `get_metrics`: `reward/<name>` of every part, and `outcome_reward`."""

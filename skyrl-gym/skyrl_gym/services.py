@@ -33,11 +33,12 @@ PASSING_STATUSES = frozenset({408, 409, 425, 429, *range(500, 600)})
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 
 MAX_BODY_BYTES = 64 << 20
-"""A longer answer is a failure."""
+"""Maximum size of a response; a longer one is a failure."""
 CONNECT_SECONDS = 10.0
-"""At most: an address that swallows everything is noticed long before a slow answer is given up."""
+"""Maximum time to connect: an unreachable address is noticed long before a slow response times out."""
 IDLE_CONNECTION_SECONDS = 4.0
-"""Below the 5 s after which common servers close an idle connection, so that few requests meet a closed one."""
+"""Time after which an idle connection is closed: below the 5 s of common servers, so that few requests meet a
+connection that the server has closed."""
 
 
 class Cancelled(Exception):
@@ -81,7 +82,7 @@ class Response:
 
 
 class Service:
-    """Asks one service, from any number of threads.
+    """Client of one HTTP service. Thread-safe.
 
     Args:
         url: where it is.

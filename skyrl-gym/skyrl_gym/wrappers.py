@@ -97,8 +97,8 @@ def _then(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 class TimeLimit(Wrapper):
-    """Ends the episode (`done` and `truncated`) after a number of turns or seconds. What the model wrote by then is
-    still judged; the observation that nobody will read is dropped.
+    """Wrapper that ends the episode (`done` and `truncated`) after a number of turns or seconds. The model's text so
+    far is still graded; the observation that nobody will read is dropped.
 
     Args:
         turns: steps of one episode.
@@ -135,7 +135,7 @@ class TimeLimit(Wrapper):
 
 
 class ToolBudget(Wrapper):
-    """Lets an episode use its tools `max_calls` times. Further calls are answered by a text and do nothing.
+    """Wrapper that limits an episode to `max_calls` tool calls. Further calls are answered by a text and do nothing.
 
     Counts calls of the environment's tool groups, whoever makes them, and reports them as `tool_calls` and
     `refused_tool_calls`.
@@ -175,8 +175,8 @@ class ToolBudget(Wrapper):
 
 
 class ObservationCut(Wrapper):
-    """Shortens the text of every observation to `max_characters`, of which the first and the last part stay, with a
-    note between them (on top of the count) that says how much is missing. The prompt is not touched.
+    """Wrapper that truncates the text of every observation to `max_characters`: the first and the last part stay, with
+    a note between them (not counted) on how much is missing. The prompt is not changed.
 
     Raises:
         ValueError: `max_characters` is not positive.

@@ -12,10 +12,10 @@ from skyrl_gym.audit import disguise, programs
 from skyrl_gym.envs.base_text_env import Example
 
 Turns = list[str]
-"""What is written, turn by turn. The last one is repeated for as long as the episode goes on."""
+"""Texts of a policy, one per turn. The last one is repeated until the episode ends."""
 
 LONGEST = 200_000
-"""Characters. More than a context of 32,768 tokens holds."""
+"""Number of characters of an overlong answer, more than a context of 32,768 tokens holds."""
 
 _ENUMERATION = range(201)
 _NOTHING_TO_SAY = "That is all."

@@ -11,7 +11,7 @@ _FORMS = [
     re.compile(r"(?P<open>####[ \t]*)(?P<inside>[^\n]*)(?P<close>)"),
     re.compile(r"(?P<open>\banswer(?: is)?:[ \t]*)(?P<inside>[^\n<]*)(?P<close>)", re.IGNORECASE),
 ]
-"""How solutions are marked. The tags are the innermost ones."""
+"""Ways of marking a solution. Tags are the innermost ones."""
 
 _SHIFTED = str.maketrans(
     string.ascii_lowercase + string.ascii_uppercase + string.digits,

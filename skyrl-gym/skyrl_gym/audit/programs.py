@@ -60,7 +60,8 @@ CHEATING_PROGRAMS = {
     "says that it passed": _SAYS_PASSED,
     "repeats its input": "import sys\nprint(sys.stdin.read())\ndef answer(*args): return args[-1] if args else None",
 }
-"""By what they do. `answer` is called whatever the solution's functions are called."""
+"""Programs that try to pass without solving the task, by what they do. `answer` is replaced by the name of the
+solution's function."""
 
 
 def program_in(text: str) -> str | None:

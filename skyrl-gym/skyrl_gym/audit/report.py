@@ -4,10 +4,10 @@ import statistics
 from dataclasses import dataclass
 
 ORACLE_AT_LEAST = 0.98
-"""Of the highest outcome reward, which is 1."""
+"""Smallest accepted mean outcome reward of the oracle; the highest possible is 1."""
 
 CHEATER_AT_MOST = 0.05
-"""Of the oracle's outcome reward."""
+"""Largest accepted mean outcome reward of a cheating policy, as a fraction of the oracle's."""
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,9 @@ class PolicyOutcome:
 
     name: str
     outcomes: list[float]
-    """For success."""
+    """Outcome reward of each example: success alone."""
     totals: list[float]
-    """With shaping rewards: a format bonus, a penalty."""
+    """Total reward of each example, including shaping (a format bonus, a penalty)."""
 
     @property
     def outcome(self) -> float:

@@ -1,4 +1,4 @@
-"""Plays an environment's examples with each policy."""
+"""Trial runs of an environment's examples with each policy."""
 
 import copy
 import itertools
@@ -15,7 +15,7 @@ from skyrl_gym.envs.registration import EnvSpec, env_class_of, make
 from skyrl_gym.episode import EpisodeResult, run_episode
 
 MAX_STEPS = 50
-"""For an environment that does not end by itself; a longer solution gets its own length."""
+"""Maximum number of turns in an environment that does not end by itself; a longer solution gets its own length."""
 
 NUM_THREADS = 4
 """Episodes at the same time: most wait for a sandbox or a server."""

@@ -29,7 +29,7 @@ class ToolCall:
 
     name: str
     arguments: dict[str, object] = field(default_factory=dict)
-    """By name; `SOLE_ARGUMENT` where the format has one argument without a name."""
+    """Arguments by name; the name is `SOLE_ARGUMENT` in formats with one unnamed argument."""
     id: str | None = None
 
 

@@ -1,4 +1,4 @@
-"""Does an environment keep its promises? `check_env` tries it as a trainer, a hostile model and a bad dataset would.
+"""Conformance check of environments: `check_env` tries one as a trainer, a hostile model and a bad dataset would.
 
 From a shell: `python -m skyrl_gym.check ENV`.
 """

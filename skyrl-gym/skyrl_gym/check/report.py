@@ -27,7 +27,7 @@ class CheckReport:
     findings: list[Finding]
     num_tasks: int
     slowest_call: str
-    """Which call took longest, and how long."""
+    """Slowest call, with its duration."""
 
     @property
     def errors(self) -> list[Finding]:

@@ -44,7 +44,7 @@ class Example:
     extras: dict[str, Any]
     """The dataset row's other columns."""
     oracle: list[str]
-    """What a perfect model writes, turn by turn, for the highest outcome reward."""
+    """Texts of a perfect model, one per turn, which earn the highest outcome reward."""
     env_config: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod

@@ -25,7 +25,7 @@ class EpisodeRecord:
     messages: list[dict[str, object]] = field(default_factory=list)
     """Prompt, turns and observations; as far as it came, in an episode that failed."""
     rewards: list[float] = field(default_factory=list)
-    """Of each turn."""
+    """Reward of each turn."""
     reward: float | None = None
     """Sum of the turns'. None if the episode failed: a failure is not a 0."""
     outcome_reward: float | None = None

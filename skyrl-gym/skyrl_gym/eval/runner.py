@@ -1,4 +1,4 @@
-"""Plays the episodes of an evaluation, many at a time, and writes each down as it ends."""
+"""Runner of an evaluation: plays episodes concurrently and records each one as it ends."""
 
 import copy
 import json
@@ -27,7 +27,7 @@ from skyrl_gym.eval.settings import EvalSettings, SettingsError
 from skyrl_gym.eval.summary import Summary, summarize
 
 LEAVE_SECONDS = 5.0
-"""How long episodes may take to end when an evaluation is stopped."""
+"""Time that episodes have to end when an evaluation is stopped."""
 
 
 class Stopped(KeyboardInterrupt):

@@ -14,43 +14,44 @@ class SettingsError(Error):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings:
-    """One evaluation."""
+    """Settings of one evaluation."""
 
     env: str
     """Registered id, or package.module:Class."""
     base_url: str
-    """Of an OpenAI-compatible server, up to and with `/v1`."""
+    """Base URL of an OpenAI-compatible server, including `/v1`."""
     model: str
     data: Path | None = None
-    """Rows with a column `prompt`: .parquet, .jsonl or .json. The environment's own examples if not given."""
+    """File of rows with a column `prompt`: .parquet, .jsonl or .json. None: the environment's own examples."""
     output: Path = Path("eval")
-    """Folder for episodes.jsonl, settings.json and summary.json. A finished episode in it is not played again."""
+    """Folder of episodes.jsonl, settings.json and summary.json. Episodes that are already recorded there are not
+    repeated."""
     num_samples: int = 1
-    """Episodes of each task."""
+    """Episodes per task."""
     pass_k: tuple[int, ...] = (1,)
     limit: int | None = None
-    """Only the first tasks."""
+    """Number of tasks to evaluate, from the first; None: all."""
     max_turns: int | None = None
-    """Turn limit given to the environment in place of the row's."""
+    """Maximum number of turns passed to the environment, in place of the row's."""
     env_config: Mapping[str, object] = field(default_factory=dict)
     success_at: float = 1.0
     """Outcome reward from which an episode counts as a success in pass@k."""
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
-    """Of one turn."""
+    """Maximum number of tokens per turn."""
     stop: tuple[str, ...] = ()
-    """Strings that end a turn. They are part of what the environment sees."""
+    """Stop strings, which end a turn. They remain in the text that the environment sees."""
     seed: int | None = None
-    """Makes environments, and requests to servers that know `seed`, repeatable."""
+    """Random seed of environments, and of requests to servers that accept `seed`."""
     extra_body: Mapping[str, object] = field(default_factory=dict)
     """Further fields of each request."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key; no key is sent if it is not set."""
     concurrency: int = 16
-    """Episodes at the same time."""
+    """Number of concurrent episodes."""
     max_retries: int = 5
-    """Of one request that failed because of the server or the network."""
+    """Maximum number of retries of a request that failed because of the server or the network."""
     retry_seconds: float = 1.0
     """Wait before the first retry; it doubles each time, up to a minute."""
     request_seconds: float = 600.0

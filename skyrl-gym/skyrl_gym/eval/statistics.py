@@ -18,8 +18,8 @@ class Estimate:
     low: float
     high: float
     method: str
-    """How the interval was made: `Clopper-Pearson` (exact) where each task gives 0 or 1, `bootstrap` over the tasks
-    otherwise."""
+    """Method of the confidence interval: `Clopper-Pearson` (exact) if each task gives 0 or 1, else `bootstrap` over the
+    tasks."""
     num_tasks: int
     level: float = 0.95
 

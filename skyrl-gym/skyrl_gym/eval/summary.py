@@ -24,7 +24,7 @@ class Summary:
     num_scored: int
     """Episodes that ended with a reward."""
     pass_at: dict[int, Estimate | None]
-    """By k, over the tasks that have at least k scored episodes."""
+    """pass@k by k, over the tasks with at least k scored episodes."""
     reward: Estimate | None
     """Mean over tasks of the mean over their episodes."""
     outcome_reward: Estimate | None
@@ -33,7 +33,7 @@ class Summary:
     errors: dict[str, str]
     """One text for each kind of failure."""
     means: dict[str, float]
-    """Of an episode: turns, tokens, seconds, how many were truncated or had a turn cut at its token limit."""
+    """Means per episode: turns, tokens, seconds, share truncated, share with a turn cut at its token limit."""
     environment: dict[str, object]
     """The environment's own metrics."""
 

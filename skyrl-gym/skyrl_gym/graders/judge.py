@@ -41,7 +41,7 @@ or several different ones, is wrong. Explain in at most three sentences, then en
 """`{question}`, `{reference}` and `{answer}` are filled in; the answer comes with its marks."""
 
 MAX_ANSWER_CHARACTERS = 20_000
-"""Of an answer, its end is what the judge reads."""
+"""Number of characters at the end of an answer that the judge reads."""
 
 
 @dataclass(frozen=True)
@@ -49,32 +49,32 @@ class JudgeSettings:
     """Settings of the judge: its endpoint, model and requests."""
 
     model: str = "gpt-4o-mini"
-    """Name of the judge, as its server knows it."""
+    """Name of the judge model at its server."""
 
     base_url: str | None = None
-    """Such as http://127.0.0.1:8000/v1; None is the public service of OpenAI."""
+    """Base URL, such as http://127.0.0.1:8000/v1. null: OpenAI's public service."""
 
     api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable that holds the key. Only the public service cannot do without."""
+    """Environment variable that holds the API key. Required by the public service only."""
 
     timeout: float = 60.0
-    """Seconds for one reply, from sending the request to its last byte."""
+    """Timeout of one reply in seconds, from sending the request to the last byte."""
 
     max_retries: int = 4
-    """Further tries after a time-out, a lost connection, or a status of 408, 409, 425, 429 or 5xx."""
+    """Maximum number of retries after a timeout, a lost connection, or a status of 408, 409, 425, 429 or 5xx."""
 
     retry_wait: float = 0.5
-    """Seconds before the first further try, at most; doubled each time, up to 30."""
+    """Maximum wait before the first retry, in seconds; doubled for each further one, up to 30."""
 
     prompt_template: str | None = None
-    """With `{answer}` and, as needed, `{question}` and `{reference}`; None is `DEFAULT_PROMPT`."""
+    """Prompt template with `{answer}` and optionally `{question}` and `{reference}`. null: `DEFAULT_PROMPT`."""
 
     request_fields: Mapping[str, object] = field(default_factory=lambda: {"temperature": 0.0})
-    """Further fields of the request, such as `max_tokens`; empty for models that take none."""
+    """Further fields of the request, such as `max_tokens`; empty for models that accept none."""
 
 
 class Judge:
-    """Asks a judge whether an answer means the same as a reference.
+    """Client of an LLM judge, which decides whether an answer means the same as a reference.
 
     From any number of threads; close it after use. Raises ValueError for settings that cannot work.
     """

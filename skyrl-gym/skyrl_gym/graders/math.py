@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 MAX_ANSWER_CHARACTERS = 1000
-"""Of one answer; the longest of MATH has about 150."""
+"""Maximum length of an answer; the longest in MATH has about 150 characters."""
 
 
 def grade_number(response: str, gold: str, *, strict: bool = True) -> Score | Invalid:

@@ -15,7 +15,9 @@ NO_ANSWER = "[INVALID]"
 """The prediction of a response that has none."""
 
 ANSWER_PATTERN = r"(?i)Answer\s*:\s*([^\n<]+)"
-"""What follows the word, up to the line's end or to `<`, where an end-of-text mark may begin."""
+"""Pattern of an answer: the text after "Answer:" up to the line's end or to `<`, where an end-of-text token may
+begin.
+"""
 
 STRICT_BOX_CHARACTERS = 100
 """A strict box is looked for in the last so many characters."""

@@ -22,14 +22,14 @@ from skyrl_gym.graders.results import Grade, Invalid, Score, Timeout
 __all__ = ["EquivalencePool", "default_pool"]
 
 CPU_SECONDS = 3.0
-"""Of one comparison; ordinary ones take milliseconds."""
+"""CPU time limit of one comparison; ordinary ones take milliseconds."""
 
 WALL_SECONDS = 60.0
 """A process that is neither done nor out of CPU time by then is not getting any: that is the machine's fault."""
 
 START_SECONDS = 120.0
 QUEUE_SECONDS = 600.0
-"""How long a comparison waits for its turn."""
+"""Maximum time that a comparison waits in the queue."""
 
 MAX_PROCESSES = 4
 """Each has about 90 MB."""

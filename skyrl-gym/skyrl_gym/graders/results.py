@@ -17,7 +17,7 @@ class Score:
     prediction: str | None = None
     """The answer found in the text, as it was compared."""
     details: Mapping[str, object] = field(default_factory=dict)
-    """What a person would ask next: which test failed, what came out."""
+    """Explanation of the score for people: which test failed, what the output was."""
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,21 @@ class Limits:
 
     wall_seconds: float = 10.0
     cpu_seconds: float = 10.0
-    """Of one process."""
+    """CPU time of one process."""
     memory_bytes: int = 1024 * MEBIBYTE
     """Address space of one process, and resident memory of all of the command's processes together."""
     output_bytes: int = MEBIBYTE
-    """Of standard output, and of standard error: more is thrown away and ends the command."""
+    """Size of standard output, and of standard error: further output is discarded and ends the command."""
     file_bytes: int = 64 * MEBIBYTE
-    """Of one file."""
+    """Size of one file."""
     workspace_bytes: int = 256 * MEBIBYTE
-    """Of all files in the workspace together."""
+    """Total size of the files in the workspace."""
     processes: int = 64
-    """Processes and threads at one time."""
+    """Maximum number of processes and threads at one time."""
 
 
 Outcome = Literal["exited", "wall_time", "cpu_time", "memory", "output", "workspace"]
-"""How a command ended: by itself, or which limit ended it."""
+"""End of a command: by itself, or by the limit that it reached."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class ExecResult:
 
     outcome: Outcome
     returncode: int
-    """As of `subprocess`: negative is the signal that ended it."""
+    """Return code as of `subprocess`: a negative one is the signal that ended the command."""
     stdout: str
     stderr: str
     wall_seconds: float
 
     @property
     def ok(self) -> bool:
-        """Whether the command ended by itself, with success."""
+        """True if the command ended by itself with exit status 0."""
         return self.outcome == "exited" and self.returncode == 0
 
 

@@ -24,12 +24,12 @@ from skyrl_gym.sandbox.rlimits import default_signals
 
 CHUNK = 1 << 16
 END_SECONDS = 30.0
-"""How long a killed command may take to be gone, on a machine that is busy."""
+"""Time that a killed command has to disappear, on a busy machine."""
 CHECK_SECONDS = 0.05
 CHECK_SHARE = 0.1
-"""Of one core, for checking the limits of all commands: with many of them the checks become rarer,"""
+"""Share of one core spent on checking the limits of all commands: the more commands, the rarer the checks."""
 LONGEST_PAUSE_SECONDS = 0.5
-"""but not more than this."""
+"""Maximum time between two checks of a command."""
 COMMANDS_PER_PROCESSOR = 3
 TURN_SECONDS = 3600.0
 
@@ -70,7 +70,7 @@ class Launch:
     argv: Sequence[str | bytes]
     containment: Containment
     env: Mapping[str, str] | None = field(default_factory=dict)
-    """Of the process we start; None for ours."""
+    """Environment variables of the started process; None: those of this process."""
     cwd: str = "/"
     descriptors: Sequence[int] = ()
     owner: int | None = None

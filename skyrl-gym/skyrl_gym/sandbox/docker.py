@@ -60,7 +60,8 @@ kill -9 -1
 cat /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control 2>/dev/null
 stat --file-system --format "free %a %d" /workspace /tmp /dev/shm
 """
-"""Ends what is left, and says what ran out. (In a shell `kill` spares the shell itself.)"""
+"""Script that kills the remaining processes and reports the limit that was reached. (In a shell `kill` spares the shell
+itself.)"""
 OUT_OF_MEMORY = re.compile(r"^oom_kill (\d+)", re.MULTILINE)
 FULL = re.compile(r"^free (0 \d+|\d+ 0)$", re.MULTILINE)
 READ = """

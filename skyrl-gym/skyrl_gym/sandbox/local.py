@@ -31,15 +31,17 @@ from skyrl_gym.sandbox.usage import ProcFolder
 from skyrl_gym.sandbox.workspace import Workspace
 
 START_SECONDS = 5.0
-"""How long bubblewrap may take to say which process it made."""
+"""Time that bubblewrap has to report the process it started."""
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives")
 DEVICES = ("null", "random", "urandom")
-"""Without zero: a shared mapping of it is memory that nobody counts (see `seccomp`)."""
+"""Devices in the sandbox. /dev/zero is missing: a shared mapping of it is memory that no limit counts (see
+`seccomp`).
+"""
 INIT = 'exec 3>&2 2>/dev/null; echo 1000 >/proc/self/oom_score_adj; cd /workspace && (exec "$@" 2>&3 3>&-); exit $?'
 """Process 1: first to be chosen if the machine runs out of memory; its own standard error is not the command's."""
 USER = 1000
-"""Who a command thinks it is, where that is ours to choose."""
+"""User id of commands, where it can be chosen."""
 FREE_USERS = range(0x70000000, 0x7F000000)
 """User ids that nobody hands out (https://systemd.io/UIDS-GIDS/)."""
 FIRST_PROCESS = re.compile(rb'"child-pid": (\d+)')

@@ -47,7 +47,8 @@ REFUSED = {
     "fallocate": (errno.EOPNOTSUPP, 285, 47),  # blocks that nobody wrote; the C library falls back to writing
 }
 SHARED, ANONYMOUS = 0x01, 0x20
-"""Of mmap: together, memory that stays when all but a page of it is unmapped, and then is in no resident set."""
+"""Flags of mmap. Together they give memory that remains after all but a page of it is unmapped, and that then counts in
+no resident set."""
 SOCKET_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)  # 16: AF_NETLINK, to list interfaces
 
 MACHINES = {

@@ -36,11 +36,11 @@ class QueryLimits:
 
     wall_seconds: float = 30.0
     value_bytes: int = MEBIBYTE
-    """Of one text, blob or row. Also bounds what a single function call can cost, which nothing can interrupt."""
+    """Size of one text, blob or row. Also bounds the cost of a single function call, which cannot be interrupted."""
     result_bytes: int = 256 * MEBIBYTE
-    """Of all texts and blobs in the result together."""
+    """Total size of texts and blobs in the result."""
     temporary_bytes: int = 512 * MEBIBYTE
-    """Written to temporary files, for sorting and grouping. Holds where the kernel counts it (Linux)."""
+    """Size of temporary files, for sorting and grouping. Enforced where the kernel counts it (Linux)."""
 
 
 DEFAULT_LIMITS = QueryLimits()
@@ -50,7 +50,7 @@ ONLY_SELECT = "only SELECT may be run here: no PRAGMA, no ATTACH, nothing that w
 MAX_SQL_LENGTH = 100_000
 MAX_TABLE_EXPRESSIONS = 100
 MAX_EXPANSIONS = 4096
-"""Of common table expressions into each other; see `_expansions`."""
+"""Maximum number of expansions of common table expressions into each other; see `_expansions`."""
 
 _ALLOWED_ACTIONS = {
     sqlite3.SQLITE_SELECT,
@@ -164,7 +164,7 @@ def _meaning(failure: Exception, watch: "_Watch", db_file: str) -> Exception:
 
 
 class _Watch:
-    """Stops a query that takes too long or fills the disk.
+    """Watchdog of a query that takes too long or fills the disk.
 
     A thread, not a progress handler: that would need the interpreter lock every few thousand instructions, and so crawl
     in a busy process. It interrupts again and again, because SQLite forgets an interrupt that comes between two steps.

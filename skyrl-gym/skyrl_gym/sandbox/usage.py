@@ -9,7 +9,8 @@ from skyrl_gym.sandbox.base import Limits, Outcome
 from skyrl_gym.sandbox.workspace import Workspace
 
 WRITTEN_SHARE = 16
-"""How many times `workspace_bytes` a command may write in all: bounds files that are held without a name."""
+"""Maximum total of bytes written by a command, as a multiple of `workspace_bytes`: bounds files that are open but have
+no name."""
 PROPORTIONAL = re.compile(r"^Pss: +(\d+) kB", re.MULTILINE)
 WRITTEN = re.compile(r"^write_bytes: (\d+)", re.MULTILINE)
 

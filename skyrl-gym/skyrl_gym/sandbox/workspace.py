@@ -14,11 +14,11 @@ from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox.deletion import CLOSE_SECONDS, FOLDER, delete_locked, open_folder
 
 ENTRY_BYTES = 4096
-"""What a file counts for beside its blocks, so that many empty ones are not free."""
+"""Size that a file counts in addition to its blocks, so that empty files are not free."""
 MAX_DEPTH = 64
 PREFIX = "skyrl-sandbox-"
 SWEEP_SECONDS = 3600
-"""How old a folder must be to be taken for left behind."""
+"""Age from which a folder without an owner counts as abandoned."""
 
 
 class Workspace:

@@ -15,11 +15,11 @@ from skyrl_gym.suggestions import did_you_mean
 from skyrl_gym.tools.signature import ArgumentError, Schema, Signature, parse_docstring
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""What inference servers accept as a function's name."""
+"""Function names that inference servers accept."""
 
 
 class tool:
-    """Marks a method of a `ToolGroup` as a tool: `@tool`, or `@tool(name=..., description=...)`.
+    """Mark a method of a `ToolGroup` as a tool: `@tool`, or `@tool(name=..., description=...)`.
 
     The method may be `async def`. Through an instance it is the bound method; through the class, this mark.
 
@@ -63,7 +63,9 @@ class ToolGroup:
     """Tools that share state, under one name. Tools of base classes are tools too."""
 
     async_timeout: ClassVar[float] = 300.0
-    """Seconds an `async def` tool may take. One that is `def` keeps its own time: a thread cannot be stopped."""
+    """Time limit of an `async def` tool, in seconds. A `def` tool must limit its own time: a thread cannot be
+    stopped.
+    """
 
     def __init__(self, name: str):
         """Raises ValueError if two of the tools have one name."""

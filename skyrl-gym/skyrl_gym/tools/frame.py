@@ -11,7 +11,7 @@ from typing import Any
 EMPTY = "Empty DataFrame\nColumns: []\nIndex: []"
 
 DIGITS = 6
-"""After the decimal point of a float."""
+"""Number of digits shown after the decimal point of a float."""
 
 _DECIMAL = re.compile(r"[+-]?[0-9]+\.[0-9]*")
 _ESCAPES = str.maketrans({"\t": r"\t", "\n": r"\n", "\r": r"\r"})

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult, Tool
 
 PROBE_SECONDS = 5.0
-"""For a server to show that it is alive, after a call that it did not answer."""
+"""Time that a server has to show that it is alive, after a call that it did not answer."""
 CLOSE_SECONDS = 15.0
-"""For a server to end: it is asked, then told, then killed."""
+"""Time that a server has to end: it is asked, then sent a signal, then killed."""
 MAX_PAGES = 100
 MAX_STDERR = 2000
 

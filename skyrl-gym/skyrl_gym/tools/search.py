@@ -39,7 +39,7 @@ def call_search_api(
     max_retries: int = MAX_RETRIES,
     retry_seconds: float = DEFAULT_RETRY_SECONDS,
 ) -> tuple[Any | None, str | None]:
-    """Asks a retrieval server for the documents that answer a query.
+    """Query a retrieval server for documents.
 
     A request that meets no server, a time-out, a broken connection or a server in trouble is made again after a
     growing, random delay: at most `max_retries` requests, none later than `retry_seconds` after the first.
@@ -84,18 +84,18 @@ def _detail(text: str) -> str:
 
 @dataclass
 class SearchSettings:
-    """Settings of environments with this tool."""
+    """Settings of environments with the search tool."""
 
     log_requests: bool = False
     """Log each request to the retrieval server."""
     search_url: str = DEFAULT_SEARCH_URL
     """Address of a retrieval server; `python -m skyrl_gym.tools.retrieval` is one."""
     topk: int = 3
-    """Documents for each query."""
+    """Documents returned per query."""
     timeout: float = DEFAULT_TIMEOUT
-    """Seconds for one request to the retrieval server."""
+    """Timeout of one request to the retrieval server, in seconds."""
     retry_seconds: float = DEFAULT_RETRY_SECONDS
-    """How long a request is made again while the server fails, before the episode fails."""
+    """Time in seconds for which a request is retried while the server fails; then the episode fails."""
 
     def tool_group(self) -> "SearchToolGroup":
         return SearchToolGroup(self.search_url, self.topk, self.timeout, self.log_requests, self.retry_seconds)

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 MAX_CHARACTERS = 300
-"""Of the end of a solution: what comes before is not looked at."""
+"""Number of characters at the end of a solution that are searched for the answer."""
 
 
 def compute_score(

@@ -10,7 +10,7 @@ from skyrl_gym.metrics import default_aggregate_metrics
 
 DEFAULT_MAX_TURNS = 5
 FORMAT_SCORE = 0.2
-"""What well-formed wrong answers earn together, if every turn has one."""
+"""Total reward of an episode of wrong but well-formed answers."""
 
 TRY_AGAIN = "That is not the answer yet. Check your reasoning, then give your tentative answer as `#### ANSWER`."
 LAST_TURN = "This is your last turn. Give only the final number, as `#### ANSWER`."

@@ -25,39 +25,40 @@ if TYPE_CHECKING:
     from skyrl_gym.envs.gymnasium.player import Played, Player
 
 DEFAULT_MAX_TURNS = 100
-"""Of environments that have no time limit of their own."""
+"""Maximum number of turns in environments without a time limit of their own."""
 
 
 @dataclass
 class GymnasiumConfig:
-    """Settings of `environment.skyrl_gym.gymnasium`. A dataset row may have the same names, which win."""
+    """Settings of `environment.skyrl_gym.gymnasium`. Values of the same names in a dataset row take precedence."""
 
     actions_per_turn: int = 1
-    """How many actions a model may give in one turn, as a JSON list."""
+    """Maximum number of actions that a model may give in one turn, as a JSON list."""
 
     frame_skip: int = 1
-    """How many steps of the environment each action is taken for."""
+    """Number of environment steps for which each action is repeated."""
 
     ansi: bool = False
-    """Observations are followed by the environment's own text rendering (FrozenLake, Taxi, CliffWalking have one)."""
+    """Add the environment's own text rendering to observations (FrozenLake, Taxi, CliffWalking have one)."""
 
     describe: bool = True
-    """The first message says what the task, the observations and the actions are."""
+    """Describe the task, the observations and the actions in the first message."""
 
     documentation_chars: int = 1500
-    """Length to which each section of the environment's own documentation is cut in that message. 0: none of it."""
+    """Number of characters to which each section of the environment's own documentation is truncated in that message.
+    0: no documentation."""
 
     digits: int = 4
     """Significant digits of numbers in observations."""
 
     max_numbers: int = 128
-    """Observations of more numbers are cut, with a note."""
+    """Maximum number of numbers in an observation; longer ones are truncated, with a note."""
 
     reward_scale: float = 1.0
-    """The environment's rewards times this are the rewards of the steps."""
+    """Factor applied to the environment's rewards."""
 
     reward_range: tuple[float, float] | None = None
-    """Returns that count as 0 and as 1 in `outcome_reward`, before `reward_scale`."""
+    """Returns that map to 0 and to 1 in `outcome_reward`, before `reward_scale`."""
 
 
 class GymnasiumEnv(BaseTextEnv):
@@ -173,7 +174,9 @@ class GymnasiumEnv(BaseTextEnv):
 
     @property
     def reaches_threshold(self) -> bool:
-        """Whether the return is what the environment counts as solved. Of costs, fewer are no merit if cut short."""
+        """Whether the return reaches the environment's reward threshold of a solved task. With a threshold of at most 0
+        (rewards are costs), an episode that was cut short does not count.
+        """
         threshold = self.player.threshold
         if threshold is None or self.episode_return < threshold:
             return False

@@ -65,7 +65,7 @@ class Played:
     terminated: bool = False
     truncated: bool = False
     success: bool | None = None
-    """What the environment says about it, if it does."""
+    """Success as reported by the environment; None if it reports none."""
 
 
 class Player:

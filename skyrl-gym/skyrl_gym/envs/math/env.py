@@ -16,7 +16,7 @@ from skyrl_gym.graders import Invalid, Score, Timeout, reward_of
 from skyrl_gym.graders.math import grade_last_box
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
-"""What the prompts of datasets for this environment end with."""
+"""Instruction at the end of the prompts of datasets for this environment."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class MathEnvConfig:
     """Settings of the `math` environment."""
 
     format_score: float = 0.0
-    """What an answer in a box earns that is not right. Kept out of `outcome_reward`."""
+    """Reward of a wrong answer that is in a box. Not part of `outcome_reward`."""
 
 
 class MathEnv(BaseTextEnv):

@@ -6,7 +6,7 @@ from skyrl_gym.graders.math import grade_first_box
 
 DEFAULT_MAX_TURNS = 5
 BOXED_WRONG_SCORE = 0.5
-"""What a wrong boxed answer earns in the last turn."""
+"""Reward of a wrong boxed answer in the last turn."""
 
 _QUOTED_CHARACTERS = 100
 

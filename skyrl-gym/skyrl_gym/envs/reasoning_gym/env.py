@@ -36,11 +36,11 @@ class ReasoningGymConfig:
     """Settings of `environment.skyrl_gym.reasoning_gym`."""
 
     strict: bool = False
-    """Reward 1 for a solved task and 0 for everything else. Otherwise the reward is the generator's score, and many
-    generators give between 0.01 and 0.5 to an answer of the right form."""
+    """Give reward 1 to a solved task and 0 to all else. Otherwise the reward is the generator's score, and many
+    generators give between 0.01 and 0.5 to a well-formed wrong answer."""
 
     system_prompt: str | None = None
-    """A system message for prompts that have none: a text, or the name of one of reasoning-gym's own (`default`,
+    """System message for prompts that have none: a text, or the name of one of reasoning-gym's own (`default`,
     `DeepSeekZero`, `simple`, `direct`, `chain_of_draft`)."""
 
 

@@ -14,7 +14,7 @@ FUNCTIONS = frozenset(
 CONSTANTS = frozenset({"pi", "E", "C"})
 
 MAX_DIGITS = 60
-"""Of one number."""
+"""Maximum number of digits of a number."""
 
 _NODES = (
     *(ast.Expression, ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Constant, ast.Load),

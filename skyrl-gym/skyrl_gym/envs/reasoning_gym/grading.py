@@ -1,4 +1,4 @@
-"""Judges an answer to a reasoning-gym entry by its generator's own `score_answer`, called so that it can be trusted.
+"""Grading of answers to reasoning-gym entries by their generators' `score_answer`, guarded against hostile answers.
 
 Some of those functions evaluate the answer as code, give full marks to answers that are not right, or raise on an
 answer of an unexpected form. What a model wrote is only handed to them where that is safe.
@@ -20,12 +20,13 @@ FULL_SCORE = 1 - 1e-6
 """A score of at least this is a solved task. Answers that are only near get up to 0.99999 from some generators."""
 
 MAX_ANSWER_CHARS = 5000
-"""Or four times the length of a right answer, if that is more."""
+"""Maximum length of an answer; if larger, four times the length of a correct answer."""
 
 MAX_CHARS_WITHOUT_ORACLE = 20_000
 
 MAX_FORMULA_CHARS = {"propositional_logic": 1000}
-"""Its parser takes time that grows with the cube of the length: half a minute for 20,000 characters."""
+"""Maximum length of a formula, by generator: the parser takes time proportional to the cube of the length, half a
+minute for 20,000 characters."""
 
 EVALUATED_AS_LITERAL = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Their `score_answer` gives the answer to `eval`."""
@@ -123,4 +124,4 @@ OWN_RULES: dict[str, Callable[[str, Entry], bool]] = {
     "game_of_life_halting": _same_word,  # its own gives 1 to any text
     "puzzle24": _uses_the_given_numbers,  # its own takes any four numbers that make 24
 }
-"""What an answer must fulfil besides, where `score_answer` is too kind."""
+"""Additional conditions on an answer, for generators whose `score_answer` accepts too much."""

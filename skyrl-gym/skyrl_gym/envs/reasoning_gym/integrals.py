@@ -21,10 +21,11 @@ POINTS = tuple(sign * 0.1317 * 1.3**step for step in range(20) for sign in (1, -
 """Between 0.13 and 20 on both sides of zero."""
 
 MIN_POINTS = 4
-"""At fewer points than this where both can be evaluated, nothing is said to agree."""
+"""Minimum number of points at which both functions can be evaluated; with fewer they do not count as equal."""
 
 MAX_ARGUMENT = 1e6
-"""Of functions, and of the logarithm of a power: more is not evaluated, as exponents grow without bound."""
+"""Maximum argument of functions, and of the logarithm of a power: larger ones are not evaluated, because exponents grow
+without bound."""
 
 _OPERATORS: dict[type, Callable[..., Mp]] = {
     ast.Add: operator.add,

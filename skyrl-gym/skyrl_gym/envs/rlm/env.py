@@ -37,40 +37,40 @@ class RLMEnvConfig:
     """Settings of the `rlm` environment."""
 
     repl_timeout: float = 180.0
-    """Seconds for the code of one turn, its questions to models included. The row's `repl_timeout` goes first."""
+    """Time limit of the code of one turn in seconds, including its queries to models. A dataset row's `repl_timeout`
+    takes precedence."""
 
     allow_imports: bool = True
-    """Whether that code may import modules. The sandbox holds it either way."""
+    """Let that code import modules. It is confined by the sandbox in both cases."""
 
     memory_bytes: int = 1 << 30
-    """What that code may use, context and variables included."""
+    """Memory limit of that code in bytes, including context and variables."""
 
     base_url: str | None = None
-    """Of an OpenAI-compatible server, with `/v1`: its `model` answers `llm_query`, unless an `lm_callback` is given.
-    With neither, there is no `llm_query`."""
+    """Base URL, ending in `/v1`, of an OpenAI-compatible server whose `model` answers `llm_query`, unless an
+    `lm_callback` is given. With neither, `llm_query` does not exist."""
 
     model: str | None = None
-    """As that server calls it."""
+    """Name of the model at that server."""
 
     api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable that holds its key; no key is sent if it is not set."""
+    """Environment variable that holds the server's API key; no key is sent if it is not set."""
 
     max_tokens: int | None = 4096
-    """Of one of its answers; None leaves it to the server."""
+    """Maximum number of tokens of that model's response. null: the server's default."""
 
     request_timeout: float = 120.0
-    """Seconds for one answer."""
+    """Timeout of one response, in seconds."""
 
     retry_seconds: float = 60.0
-    """How long a query is made again while the server fails, before the episode fails."""
+    """Time in seconds for which a query is retried while the server fails; then the episode fails."""
 
     ephemeral_turn_prompt: bool = False
-    """Take each turn's prompt out of the history again when the model has answered it.
+    """Remove each turn's prompt from the history once the model has responded to it.
 
-    It is done in the list that `init` returned, so it needs a driver that goes on with that very list and makes each
-    turn's input of it anew; since the history is then not append-only, each turn must be trained on as a sample of its
-    own (`generator.step_wise_trajectories`). A driver that does not use the list is found out in the second turn.
-    """
+    The list that `init` returned is changed in place, so the driver must keep using that very list and build the input
+    of each turn from it. Since the history is then not append-only, each turn must be a training sample of its own
+    (`generator.step_wise_trajectories`). A driver that copies the list is detected in the second turn."""
 
 
 class BaseRLMEnv(BaseTextEnv):

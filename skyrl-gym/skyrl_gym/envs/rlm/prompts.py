@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 TOOLS_PLACE = "{custom_tools_section}"
-"""Where a system prompt takes the description of the custom tools; a template of one's own may hold it too."""
+"""Placeholder for the description of custom tools in a system prompt; custom templates may contain it."""
 
 SYSTEM_PROMPT = """\
 You answer a question about a text, or other data, that is too long to read. It is the variable `context` of a Python \

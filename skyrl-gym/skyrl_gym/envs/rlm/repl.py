@@ -32,7 +32,7 @@ RESERVED_TOOL_NAMES = frozenset(
 
 START_SECONDS = 60.0
 GRACE_SECONDS = 3.0
-"""How long interrupted code may take to end before the process does."""
+"""Time that interrupted code has to end before its process is ended."""
 LIFETIME_SECONDS = 6 * 3600.0
 CPU_SECONDS_PER_TIMEOUT = 20
 """The process may use this many times the time-out of one execution: as long as a long episode, with some to spare."""
@@ -144,7 +144,7 @@ class PersistentREPL:
         self._process: SandboxProcess | None = None
         self._pipe: Pipe | None = None
         self.deadline = float("inf")
-        """On the clock `time.monotonic`: when the time of the code that runs now is up."""
+        """Deadline of the running code, on the clock `time.monotonic`."""
         self._closed = False
 
     def _add_tool(self, name: str, tool: object) -> None:

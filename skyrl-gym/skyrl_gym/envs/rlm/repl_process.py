@@ -27,13 +27,13 @@ import traceback
 from typing import Any
 
 MAX_FRAME_BYTES = 8 << 20
-"""Of one line that leaves the sandbox. JSON lists can grow by a factor of 30 in the reader's memory."""
+"""Maximum size of one line that leaves the sandbox. JSON lists can grow by a factor of 30 in the reader's memory."""
 
 MAX_LOCAL_BYTES = 64 << 10
 """A variable that is longer as JSON is reported by its type only."""
 
 MAX_LOCALS_BYTES = 1 << 20
-"""Of all variables that are reported by value."""
+"""Maximum total size of the variables that are reported by value."""
 
 MAX_ANSWER_CHARACTERS = 100_000
 
@@ -161,7 +161,7 @@ class Repl:
         self.restore()
 
     def serve(self) -> None:
-        """Does what the host says until it hangs up."""
+        """Process the host's requests until the connection closes."""
         for line in self.pipe_in:
             kind, content = json.loads(line)
             if kind == "bind":

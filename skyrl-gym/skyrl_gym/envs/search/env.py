@@ -46,7 +46,7 @@ class SearchEnv(BaseTextEnv):
         self.max_turns = max_turns_of(extras, DEFAULT_MAX_TURNS)
         self.num_searches = 0
         self.chat_history: ConversationType = []
-        """What was said in this episode, without the prompt."""
+        """Messages of this episode after the prompt."""
         self.tool_group = config.tool_group()
         self.init_tool_groups([self.tool_group])
 

@@ -36,10 +36,10 @@ class SearchCodeEnvConfig(SearchSettings):
     """Settings of the `searchcode` environment."""
 
     python_timeout: float = 10.0
-    """Seconds for one Python program."""
+    """Time limit of one Python program, in seconds."""
     tool_call_format: CallSyntax = "xml"
-    """How the model writes a call: `xml` is `<tool><name>argument</name></tool>`, one in a turn; the others are the
-    models' own formats, in which every call of a turn is answered, by a message of the role `tool`."""
+    """Format of tool calls. `xml`: `<tool><name>argument</name></tool>`, one per turn. The others are the models'
+    native formats, in which every call of a turn is answered by a message of the role `tool`."""
 
     def __post_init__(self) -> None:
         if self.tool_call_format not in get_args(CallSyntax):
@@ -67,7 +67,7 @@ class SearchCodeEnv(BaseTextEnv):
         self.format: CallSyntax = config.tool_call_format
         self.num_calls = 0
         self.chat_history: ConversationType = []
-        """What was said in this episode, without the prompt."""
+        """Messages of this episode after the prompt."""
         self.init_tool_groups([config.tool_group(), PythonCodeExecutorToolGroup(timeout=config.python_timeout)])
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

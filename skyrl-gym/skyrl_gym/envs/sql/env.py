@@ -31,7 +31,7 @@ DATABASE_FOLDERS = {
     "spider_dk": "Spider-DK/database",
     "bird": "bird/train/train_databases",
 }
-"""Where below `db_path` the databases of each dataset are."""
+"""Folder of the databases of each dataset, below `db_path`."""
 
 
 @dataclass
@@ -41,10 +41,10 @@ class Text2SQLEnvConfig:
     db_path: str = "/home/ray/default/sql_data"
     """Folder with the databases: `spider/database/<db_id>/<db_id>.sqlite` and so on."""
     rule: Rule = "skyrl"
-    """Rule by which two results are equal. skyrl: the same set of rows; the order of columns counts. spider: the same
-    rows as often, in any order of columns; in the gold query's order of rows if it has an ORDER BY."""
+    """Rule for the equality of two results. `skyrl`: the same set of rows; the order of columns counts. `spider`: the
+    same multiset of rows, with columns in any order, and in the gold query's row order if it has an ORDER BY."""
     compare_order: bool = False
-    """Require the gold query's order of rows, and their number, if that query has an ORDER BY. Only with rule=skyrl."""
+    """Require the gold query's order and number of rows if that query has an ORDER BY. Only with rule=skyrl."""
 
     def __post_init__(self) -> None:
         if self.rule not in get_args(Rule):
@@ -87,7 +87,7 @@ class SQLEnv(BaseTextEnv):
         self.solved = False
         self.valid_format = False
         self.chat_history: ConversationType = []
-        """What was said in this episode, without the prompt."""
+        """Messages of this episode after the prompt."""
         self.tool_group = SQLCodeExecutorToolGroup(db_file_path=folder)
         self.init_tool_groups([self.tool_group])
 

@@ -34,13 +34,13 @@ class TextWorldConfig:
     """Settings of `environment.skyrl_gym.textworld`."""
 
     admissible_commands: bool = False
-    """Each observation lists all commands that can be given now."""
+    """List all commands that are possible now in each observation."""
 
     objective: bool = True
-    """The first message says what is to be done, if the game does."""
+    """State the objective in the first message, if the game has one."""
 
     dense: bool = True
-    """Each step is rewarded with its share of the game's score. Otherwise the winning step is rewarded with 1."""
+    """Reward each step with its share of the game's score. False: only the winning step is rewarded, with 1."""
 
 
 class TextWorldEnv(BaseTextEnv):

@@ -19,7 +19,7 @@ from skyrl_gym.error import TaskError
 PLAYER, INVENTORY = "P", "I"
 
 CONSTANTS = {PLAYER: PLAYER, INVENTORY: INVENTORY}
-"""What is a thing and no variable in rules."""
+"""Names that are things, not variables, in rules."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Logic:
 
     parents: dict[str, list[str]] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
-    """What a type is called: "container" for `c`."""
+    """Names of types: "container" for `c`."""
     rules: list[Rule] = field(default_factory=list)
     commands: dict[str, str] = field(default_factory=dict)
     """Rule name to template, "open {c}"."""

@@ -1,4 +1,4 @@
-"""Says what a player of a game sees. Reads a playing, changes nothing."""
+"""Narrator: text of what a player of a game sees. Reads the state of a game and never changes it."""
 
 import re
 from collections.abc import Mapping

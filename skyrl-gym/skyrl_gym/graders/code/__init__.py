@@ -44,20 +44,20 @@ SHOWN = 500
 
 @dataclass(frozen=True, kw_only=True)
 class CodeSettings:
-    """Settings of running an answer and of scoring its cases."""
+    """Settings of running a program and of scoring its test cases."""
 
     case_seconds: float = 6.0
-    """For one case; also for loading the answer."""
+    """Time limit of one test case, in seconds; also of loading the program."""
 
     total_seconds: float = 120.0
-    """For all cases of one answer together."""
+    """Time limit of all test cases of one program together, in seconds."""
 
     memory_bytes: int = 1 << 30
-    """For the answer's process."""
+    """Memory limit of the program's process, in bytes."""
 
     partial_credit: bool = False
-    """False: 1 if every case passes, else 0, and the first that fails is the last that is run. True: every case is run,
-    and the score is the share that passes."""
+    """False: score 1 if every case passes, else 0, and stop at the first failure. True: run every case; the score is
+    the fraction that passes."""
 
     def __post_init__(self) -> None:
         for name in ("case_seconds", "total_seconds", "memory_bytes"):

@@ -14,7 +14,7 @@ from skyrl_gym.graders.code.compare import same_json, same_output
 from skyrl_gym.sandbox.base import Limits, Sandbox
 
 START_SECONDS = 30.0
-"""How long Python may take to start on a busy machine; longer is the machine's fault."""
+"""Time that Python has to start on a busy machine; a longer start counts as an infrastructure failure."""
 
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",  # the order of a set of text is the same in every run

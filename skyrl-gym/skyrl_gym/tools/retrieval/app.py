@@ -28,7 +28,7 @@ class RetrieveRequest(BaseModel):
     topk: int | None = Field(default=None, ge=1)
     """Documents for each query. None: as many as the server was started with."""
     return_scores: bool = False
-    """Whether each document comes with its score: `{"document": ..., "score": ...}`."""
+    """Return each document with its score: `{"document": ..., "score": ...}`."""
 
 
 def create_app(retriever: Retriever, settings: RetrievalSettings | None = None) -> FastAPI:
@@ -73,7 +73,7 @@ def create_app(retriever: Retriever, settings: RetrievalSettings | None = None) 
 
 
 class BodyLimit:
-    """Refuses a request whose body is too long, before all of it is read."""
+    """Middleware that refuses a request whose body is too long before all of it is read."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app

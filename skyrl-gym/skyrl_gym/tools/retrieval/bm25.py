@@ -19,7 +19,7 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 class Analyzer:
-    """Makes the words of a text comparable: lower case, stemmed, without stop words and without accents."""
+    """Normalization of words: lower case, stemmed, without stop words and accents."""
 
     def __init__(self, language: str) -> None:
         """Raises ValueError if nothing is known of the language."""

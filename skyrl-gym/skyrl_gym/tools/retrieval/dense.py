@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 VECTORS_FILE = "vectors.faiss"
 _CHUNK = 4096
 _TRAINING_DOCUMENTS = 100_000
-"""What an index that has to be trained learns from; more brings little."""
+"""Maximum number of documents that a trainable index is trained on; more bring little."""
 
 
 class Encoder:

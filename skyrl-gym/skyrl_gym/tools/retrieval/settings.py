@@ -12,56 +12,58 @@ DEFAULT_MODEL = "intfloat/e5-base-v2"
 
 @dataclass(frozen=True, kw_only=True)
 class BM25Settings:
-    """Words count by rarity, saturate with repetition, and count less in long documents (Robertson and Zaragoza,
-    "The Probabilistic Relevance Framework: BM25 and Beyond", 2009). Defaults are those of Lucene."""
+    """BM25 ranking: words weigh by rarity, saturate with repetition, and weigh less in long documents (Robertson and
+    Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009). Defaults are those of Lucene.
+    """
 
     k1: float = 1.2
-    """How slowly a repeated word saturates."""
+    """Saturation of repeated words; larger values saturate more slowly."""
     b: float = 0.75
-    """How much the length of a document counts, 0 to 1."""
+    """Weight of document length, from 0 to 1."""
     language: str = "english"
-    """Whose words are stemmed, and whose stop words are left out; "none" for neither."""
+    """Language of stemming and stop words; "none" for neither."""
     title_weight: int = 2
-    """How often the words of a title count."""
+    """Number of times that the words of a title count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseSettings:
-    """Vectors of a sentence-transformers model, compared by the cosine of their angle."""
+    """Embeddings of a sentence-transformers model, compared by cosine similarity."""
 
     model: str = DEFAULT_MODEL
-    """Name or folder."""
+    """Name on the Hugging Face hub, or folder."""
     query_prefix: str | None = None
-    """Before each query. None: "query: " for models named e5, else the model's own prompt, if it has one."""
+    """Prefix of each query. None: "query: " for models named e5, else the model's own prompt, if it has one."""
     passage_prefix: str | None = None
-    """Before each document. None: "passage: " for models named e5, else the model's own prompt, if it has one."""
+    """Prefix of each document. None: "passage: " for models named e5, else the model's own prompt, if it has one."""
     factory: str = "Flat"
-    """What faiss builds, in the words of its index factory: "Flat" is exact, "HNSW32" faster and approximate."""
+    """Description of the index in the language of faiss's index factory: "Flat" is exact, "HNSW32" faster and
+    approximate."""
     batch_size: int = 64
-    """Texts that the model reads at a time."""
+    """Number of texts that the model encodes at a time."""
     device: str | None = None
-    """Where the model runs, as torch names it. None: a GPU if there is one."""
+    """Device of the model, as torch names it. None: a GPU if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalSettings:
-    """A retrieval server."""
+    """Settings of a retrieval server."""
 
     corpus: Path | None = None
-    """A .jsonl, .jsonl.gz or .parquet file. None: the one that the index was made from."""
+    """Corpus file: .jsonl, .jsonl.gz or .parquet. None: the one that the index was built from."""
     index: IndexKind = "bm25"
     index_path: Path | None = None
-    """Folder of the index, made if there is none; or the file of a faiss index that was made elsewhere from the same
-    corpus. None: beside the corpus."""
+    """Folder of the index, which is built if there is none; or a faiss index file built elsewhere from the same corpus.
+    None: beside the corpus."""
     rebuild: bool = False
-    """Make the index anew if it is there."""
+    """Rebuild an existing index."""
     bm25: BM25Settings = BM25Settings()
     dense: DenseSettings = DenseSettings()
     topk: int = 3
-    """Documents for each query that does not ask for a number."""
+    """Documents per query, for requests that do not set it."""
     max_topk: int = 100
     max_queries: int = 512
-    """In one request."""
+    """Maximum number of queries per request."""
     max_query_characters: int = 8192
     max_body_bytes: int = 4 << 20
 

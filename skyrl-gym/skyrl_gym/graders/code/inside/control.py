@@ -12,7 +12,9 @@ if TYPE_CHECKING:  # importing typing takes long
 
 
 class Control:
-    """Leaves the null device as standard input and output, so that what the code prints is not taken for an answer."""
+    """Channel to the host. Redirects standard input and output to the null device, so that prints of the code are not
+    taken for an answer.
+    """
 
     def __init__(self) -> None:
         self._requests = os.fdopen(os.dup(0), "rb")

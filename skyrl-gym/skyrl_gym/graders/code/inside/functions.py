@@ -1,4 +1,4 @@
-"""Runs an answer that defines functions: gets their arguments and gives back what they return.
+"""Execution of answers that define functions: receives arguments and sends return values.
 
 What they should return never comes here, nor does test code: there is nothing here for an answer to find or to forge.
 """

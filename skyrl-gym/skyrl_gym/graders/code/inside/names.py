@@ -20,7 +20,7 @@ STAR_MODULES = (
     "functools", "operator", "io", "sys", "json", "typing",
 )
 # fmt: on
-"""Where a missing name is looked for, in this order."""
+"""Modules that are searched for a missing name, in this order."""
 
 MODULES = (*STAR_MODULES, "os", "time", "decimal", "fractions", "enum", "dataclasses", "abc")
 """Known by their own names."""
@@ -35,8 +35,8 @@ MISSING = object()
 
 
 class InstalledPackages:
-    """Finds them from the first time that one is asked for: looking up where they are takes Python longer than starting
-    does, and few answers need it.
+    """Finder of installed packages, set up on first use: locating them takes Python longer than starting does, and few
+    answers need them.
     """
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:

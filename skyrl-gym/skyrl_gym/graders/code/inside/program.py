@@ -1,4 +1,4 @@
-"""Runs an answer that is a program, on one standard input after the other, and gives back what it prints.
+"""Execution of answers that are programs: runs them on one standard input after the other and returns their output.
 
 What it should print never comes here, so there is nothing here for an answer to find or to forge.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # importing typing takes long
 
 MAX_OUTPUT_BYTES = 4 << 20
 ERROR_BYTES = 4000
-"""How much of the end of standard error is kept."""
+"""Number of bytes kept from the end of standard error."""
 
 SIGKILL = 9
 

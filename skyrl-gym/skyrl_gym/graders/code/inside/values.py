@@ -32,10 +32,10 @@ if TYPE_CHECKING:  # importing typing takes long
 
 MAX_DEPTH = 200
 MAX_ITERATOR_ITEMS = 100_000
-"""Of an iterator that crosses; an endless one is cut there."""
+"""Maximum number of items of a transferred iterator; an infinite one is cut there."""
 
 FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, tuple, set, dict)}
-"""Of a defaultdict that crosses; with any other factory it crosses without one."""
+"""Default factories of transferred defaultdicts; one with any other factory is transferred without it."""
 
 
 class NotPlain(ValueError):
@@ -145,7 +145,7 @@ _WRITERS: list[tuple[type, Callable[[Any, Each], Any]]] = [
     (ValuesView, _sequence("values")),
     (Iterator, lambda value, each: ["iterator", [each(item) for item in itertools.islice(value, MAX_ITERATOR_ITEMS)]]),
 ]
-"""In this order: a subclass before its base."""
+"""Writers by type, a subclass before its base."""
 
 
 def _read_pairs(make: Callable[[dict[object, object]], object]) -> Any:
