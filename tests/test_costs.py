@@ -11,10 +11,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MARKERS = {"process", "slow", "full", "gpu", "network"}
 STARTERS = {"ServerProcess", "EngineProcess", "ProcessRanks", "RayRanks", "initialize_ray", "RayWorkerGroup"}
+STARTERS |= {"ray_cpu", "ask_in_a_process"}
 """Names that start processes which import torch: a test that reaches one of them needs a marker."""
 TEST_FILES = sorted(
     file
-    for folder in ("tests", "skyrl-gym/tests", "skyrl-agent/tests", "skyrl-tx/tests")
+    for folder in ("tests", "skyrl-gym/tests", "skyrl-train/tests", "skyrl-agent/tests", "skyrl-tx/tests")
     for file in (ROOT / folder).rglob("*.py")
 )
 
