@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class AutoAgentRunner:
-    """Picks the runner that a task file's `agent_cls` is registered with."""
+    """Factory of the runner that a task file's `agent_cls` is registered with."""
 
     @classmethod
     def from_task(

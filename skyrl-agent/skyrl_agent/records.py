@@ -28,7 +28,7 @@ class TrajectoryFile:
         self.path, self.tokenizer = Path(path).expanduser(), tokenizer
 
     def append(self, result: TrajectoryResult, val_mode: bool = False, position: int | None = None) -> None:
-        """Adds a line. A disk that is full or away is logged; the trajectory itself is not lost by it."""
+        """Append a row. A disk that is full or unavailable is logged; the trajectory itself is not lost."""
         line = json.dumps(record_of(result, self.tokenizer, val_mode, position), ensure_ascii=False, default=str)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,9 @@ def _spans(ids: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer) -> lis
 
 
 def _append_line(path: Path, line: bytes) -> None:
-    """Writes a line under a lock, after ending one that was left unfinished; takes it back if it does not fit."""
+    """Append a line under a lock, after terminating a last line that is incomplete. Undone if the line does not fit on
+    the disk.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         # O_APPEND alone is not enough: the size read below must stay true until the write, or a failed write would

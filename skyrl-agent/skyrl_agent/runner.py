@@ -27,7 +27,7 @@ class Group:
     """The trajectories of one instance, all of them ended, in the order of their ids."""
 
     position: int
-    """Of the instance in its batch."""
+    """Position of the instance in its batch."""
     results: list[TrajectoryResult]
 
 

@@ -41,7 +41,7 @@ class Pending:
                 await asyncio.wait({task}, timeout=GRACE_SECONDS)
 
     def cancel(self) -> None:
-        """Ends all waits: each raises CancelledError."""
+        """Cancel all waits: each raises CancelledError."""
         self._ended = True
         for task in self._tasks:
             task.cancel()

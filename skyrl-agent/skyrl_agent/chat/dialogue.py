@@ -32,7 +32,7 @@ class _Prompt:
 
     ids: list[int]
     text: str
-    """Its text from the begin of the last answer on; after a break, its whole text."""
+    """Text of `ids` from the beginning of the last answer on; after a break, of all `ids`."""
     broken: Break | None = None
 
 

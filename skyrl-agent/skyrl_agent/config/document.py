@@ -1,4 +1,4 @@
-"""Prints the reference page of task files, made from the classes that hold their keys.
+"""Print the reference page of task files, generated from the classes that hold their keys.
 
 `python -m skyrl_agent.config.document > docs/agent-settings.md`
 """

@@ -22,92 +22,98 @@ class DataSection(Section):
     """Dotted paths of the fields of a dataset row."""
 
     instance_key: str | None = None
-    """The part of the row handed to the task; none: the whole row."""
+    """Part of the row passed to the task. None: the whole row."""
     instance_id_key: str | None = None
-    """None: the row's position in the batch."""
+    """Unique name of the instance. None: the row's position in the batch."""
     data_source_key: str | None = None
-    """None: `default`."""
+    """Name of the data set, by which tasks choose the kind of a row and metrics are grouped. None: `default`."""
 
 
 class GeneratorValSection(Section):
     """Settings of evaluation batches; missing ones are as in training."""
 
     num_trajectories: int | None = Field(default=None, ge=1)
-    """Of each instance."""
+    """Trajectories per instance."""
     sampling_params: JsonObject | None = None
-    """Laid over `generator.sampling_params`."""
+    """Values that override those of `generator.sampling_params`."""
 
 
 class GeneratorSection(Section):
     """Settings of the model and of the agent loop."""
 
     infer_backend: str = "skyrl-train"
-    """`skyrl-train`, `tinker`, `openai_server`, `verl`, or what `register_backend` was told. Trainers take their own
-    whatever stands here."""
+    """Model backend: `skyrl-train`, `tinker`, `openai_server`, `verl`, or a name registered with `register_backend`.
+    Trainers use their own, whatever is set here."""
     backend_config: JsonObject = Field(default_factory=dict)
-    """Keywords of that backend."""
+    """Arguments of that backend."""
     num_trajectories: int = Field(default=1, ge=1)
-    """Of each instance: a group. The trainer's `n_samples_per_prompt` must be the same."""
+    """Trajectories per instance: the group size. Must equal the trainer's `n_samples_per_prompt`."""
     max_iterations: int = Field(default=5, ge=1)
-    """Steps of an agent: one answer of the model and the tools it called."""
+    """Maximum number of steps of an agent. A step is one response of the model and the tool calls in it."""
     max_prompt_length: int = Field(default=1024, ge=1)
-    """Tokens after the initial prompt, the model's and the tools' together. (The name is historical.)"""
+    """Maximum number of tokens after the initial prompt, the model's and the tools' together. (The name is
+    historical.)
+    """
     max_context_length: int | None = Field(default=None, ge=2)
-    """Tokens that the model reads and writes in one turn, the prompt included; none: not limited here."""
+    """Maximum number of tokens that the model reads and generates in one turn, including the prompt. None: not limited
+    here."""
     sampling_params: JsonObject = Field(default_factory=dict)
-    """Handed to the backend. `max_tokens` bounds one turn (and is cut to what the budget has left)."""
+    """Sampling parameters passed to the backend. `max_tokens` limits one turn (and is reduced to the remaining
+    budget).
+    """
     val_config: GeneratorValSection = GeneratorValSection()
     remove_think_tokens: bool = False
-    """Drops the thoughts of earlier turns from what the model reads. Each turn is then a training row of its own."""
+    """Remove the reasoning of earlier turns from the model's input. Each turn is then a training row of its own."""
     vision_is_active: Literal[False] = False
-    """Images are not read yet."""
+    """Images are not supported yet."""
     qwen3_enable_thinking: bool = True
-    """The chat template's `enable_thinking`."""
+    """Value of `enable_thinking` for the chat template."""
     qwen3_acc_thinking: bool = False
-    """Keeps the thoughts of earlier turns, by the template `qwen3_acc_thinking`."""
+    """Keep the reasoning of earlier turns in the model's input, with the template `qwen3_acc_thinking`."""
     chat_template: str | None = None
     """Path of a Jinja template to use in place of the tokenizer's."""
     tool_format: Literal["function_xml", "hermes", "llama3_json", "gpt_oss"] = "function_xml"
-    """How the model writes calls. `function_xml`: `<function=name>`, explained in the system message; the others are
-    native to models: the chat template is given the schemas."""
+    """Format of tool calls. `function_xml`: `<function=name>`, explained in the system message. The others are native
+    formats of models, whose chat template is given the tools' schemas."""
     max_parallel_tool_calls: int = Field(default=1, ge=1)
-    """Calls of one turn that are run: at the same time, or one after another on a runtime. `function_xml` has one."""
+    """Maximum number of tool calls per turn; they run concurrently, or one after another if they use the runtime.
+    `function_xml` allows one."""
     tool_timeout_seconds: float = Field(default=600.0, gt=0)
-    """Of one call; the model is told, and goes on."""
+    """Timeout of one tool call, in seconds; the model is told, and the trajectory continues."""
     max_tool_output_chars: int = Field(default=10_000, ge=200)
-    """Longer output is cut in the middle, with a note."""
+    """Maximum number of characters of a tool's output; a longer one is truncated in the middle, with a note."""
     request_timeout_seconds: float = Field(default=600.0, gt=0)
-    """Of one answer of the model."""
+    """Timeout of one request to the model, in seconds."""
     profile_tools: bool = False
-    """Adds counts of tool calls to `rollout_metrics`."""
+    """Add counts of tool calls to `rollout_metrics`."""
     debug_log: bool = False
-    """Logs tool calls and the beginning of their outputs."""
+    """Log tool calls and the beginning of their outputs."""
     early_step_threshold: int = Field(default=0, ge=0)
-    """Reminders ask for at least so many steps."""
+    """Minimum number of steps that turn reminders ask for."""
     enable_turn_reminder: bool = False
-    """Tells the model before each turn how many steps are left."""
+    """Tell the model before each turn how many steps remain."""
 
 
 class DispatcherValSection(Section):
     """Limits of evaluation batches; missing ones are as in training."""
 
     max_parallel_agents: int | None = Field(default=None, ge=1)
-    """As above, of evaluation batches."""
+    """`dispatcher.max_parallel_agents` for evaluation batches."""
     max_eval_parallel_agents: int | None = Field(default=None, ge=1)
-    """As above, of evaluation batches."""
+    """`dispatcher.max_eval_parallel_agents` for evaluation batches."""
 
 
 class StageLimits(Section):
-    """Limits of one stage; missing ones follow from the dispatcher's type."""
+    """Limits of one stage; missing ones are set by the dispatcher's type."""
 
     parallel: int | None = Field(default=None, ge=1)
-    """Trajectories in the stage at a time."""
+    """Maximum number of trajectories in the stage at a time."""
     queue: int | None = Field(default=None, ge=0)
-    """Trajectories that may wait before the stage, having passed the one before it."""
+    """Maximum number of trajectories that wait for the stage after completing the previous one."""
     timeout_seconds: float | None = Field(default=None, gt=0)
-    """Of one attempt."""
+    """Timeout of one attempt, in seconds."""
     retries: int | None = Field(default=None, ge=0)
-    """After infrastructure failures."""
+    """Maximum number of retries after infrastructure failures."""
 
 
 class DispatcherSection(Section):
@@ -116,68 +122,70 @@ class DispatcherSection(Section):
     type: str = "async_pipeline"
     """`async_pipeline`, `async_batch`, `async_batch_bounded`, `async_fix_pool`, or a registered one."""
     max_parallel_agents: int = Field(default=32, ge=1)
-    """`async_pipeline`: trajectories that are initialized at a time, and as many that generate. `async_batch_bounded`:
-    those alive. `async_batch` takes all."""
+    """`async_pipeline`: maximum number of trajectories that initialize at a time, and of those that generate.
+    `async_batch_bounded`: maximum number of unfinished trajectories. Not read by `async_batch`, which runs all."""
     max_eval_parallel_agents: int = Field(default=32, ge=1)
-    """`async_pipeline`: trajectories that are evaluated at a time."""
+    """`async_pipeline`: maximum number of trajectories that are evaluated at a time."""
     val_config: DispatcherValSection = DispatcherValSection()
     initialize: StageLimits = StageLimits()
     generate: StageLimits = StageLimits()
     evaluate: StageLimits = StageLimits()
     order: Literal["trajectories", "instances"] = "trajectories"
-    """Who goes first: the first trajectory of every instance, then the second of each; or all of the first instance, so
-    that groups complete early (streaming)."""
+    """Order of trajectories. `trajectories`: the first of every instance, then the second of each. `instances`: all of
+    the first instance, then all of the second, so that groups complete early (streaming)."""
     num_environments: int | None = Field(default=None, ge=1)
-    """Of `async_fix_pool`: environments made once and lent to one trajectory at a time."""
+    """Number of environments of `async_fix_pool`, which are created once and used by one trajectory at a time."""
     close_timeout_seconds: float = Field(default=30.0, gt=0)
-    """Of closing a trajectory's runtime."""
+    """Timeout of closing a trajectory's runtime, in seconds."""
     progress: bool = False
-    """A live progress bar on standard error."""
+    """Show a live progress bar on standard error."""
     scheduler: str | None = None
-    """Read by nothing; task files of other releases have it."""
+    """Not read; accepted because task files of other releases contain it."""
 
 
 class RuntimeSection(Section):
-    """Laid over the task's own wishes for its runtime."""
+    """Settings that override those of the task's runtime."""
 
     kind: Literal["auto", "local", "docker", "remote"] | None = None
-    """`local` is bubblewrap on this machine, `remote` a server of `python -m skyrl_agent.services.runtime`."""
+    """`local`: bubblewrap on this machine. `docker`: a container. `remote`: a server of `python -m
+    skyrl_agent.services.runtime`. `auto`: the first possible one of remote (with `url`), docker (with `image`) and
+    local."""
     image: str | None = None
-    """Of containers."""
+    """Image of containers."""
     url: str | None = None
-    """Of the remote server."""
+    """URL of the remote server."""
     token_env: str | None = None
-    """Environment variable with the remote server's token."""
+    """Environment variable that holds the remote server's token."""
     lease_seconds: float | None = Field(default=None, gt=0)
-    """A runtime whose owner has not been heard of for so long is removed."""
+    """Time in seconds without a sign of life of its owner after which a runtime is removed."""
     command_timeout_seconds: float | None = Field(default=None, gt=0)
-    """Of one command, unless the tool that runs it says otherwise."""
+    """Timeout of one command in seconds, unless the tool that runs it sets another."""
     memory_bytes: int | None = Field(default=None, gt=0)
-    """Of one command."""
+    """Memory limit of one command, in bytes."""
 
 
 class OutputSection(Section):
     """Files that a run writes."""
 
     trajectories: str | None = None
-    """JSONL file; a row is added as each trajectory ends."""
+    """JSONL file to which a row is appended as each trajectory ends."""
 
 
 class TaskFile(Section):
     """Contents of a task file (`AutoAgentRunner.from_task`)."""
 
     agent_cls: str = "skyrl_agent.agents.react.ReActAgent"
-    """Dotted path, as in `AGENT_TRAJECTORY_REGISTRY`."""
+    """Dotted path of the agent class, as in `AGENT_TRAJECTORY_REGISTRY`."""
     agent_config: JsonObject = Field(default_factory=dict)
-    """Keywords of the agent: `max_depth` (of sub-agents), `sub_agent_steps` (of all of them together), `max_repeats`
-    (equal turns that are a loop)."""
+    """Arguments of the agent: `max_depth` (of sub-agents), `sub_agent_steps` (of all of them together), `max_repeats`
+    (number of equal turns that count as a loop)."""
     task: str
-    """Dotted path of a `BaseTask`."""
+    """Dotted path of a `BaseTask` subclass."""
     task_config: JsonObject = Field(default_factory=dict)
-    """Keywords of the task."""
+    """Arguments of the task."""
     tools: list[str | dict[str, JsonObject]] | JsonObject | None = None
-    """Registry names, or `{name: {keywords of the tool}}`; a map of flags (`enable_bash: true`) for agents that take
-    flags; none: the task's own."""
+    """Tools by registry name, or as `{name: {arguments of the tool}}`; a map of flags (`enable_bash: true`) for agents
+    that take flags. None: the task's own."""
     data: DataSection = DataSection()
     generator: GeneratorSection = GeneratorSection()
     dispatcher: DispatcherSection = DispatcherSection()

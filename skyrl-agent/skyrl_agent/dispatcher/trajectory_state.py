@@ -28,7 +28,7 @@ class TrajectoryState:
 
     trajectory: Trajectory
     priority: int
-    """Its position in the order of the run."""
+    """Position of the trajectory in the order of the run."""
     waiting_since: float
     """Time at which it began to wait for the next stage."""
     stage: Stage = "initialize"

@@ -32,22 +32,23 @@ _EXTENSIONS = {
     "include_stop_str_in_output": True,
     "skip_special_tokens": False,
 }
-"""What vLLM and our own endpoint know beyond OpenAI's fields."""
+"""Request fields beyond OpenAI's that vLLM and this project's own endpoint accept."""
 
 
 class OpenAISettings(BackendSettings):
-    """`generator.backend_config`."""
+    """Settings in `generator.backend_config`."""
 
     model_name: str
-    """As the server calls it."""
+    """Name of the model at the server."""
     api_url: str = "http://127.0.0.1:8000"
-    """With or without `/v1`."""
+    """Address of the server, with or without `/v1`."""
     model_max_len: int | None = Field(default=None, ge=1)
-    """Tokens that the model reads and writes together; none: the server's own limit is met as an error of it."""
+    """Maximum number of tokens that the model reads and generates together. None: only the server's own limit applies,
+    which it reports as an error."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable with the key; not set: no key is sent."""
+    """Environment variable that holds the API key; if unset, no key is sent."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """Of one attempt at one answer."""
+    """Timeout of one attempt of a request, in seconds."""
 
 
 class OpenAIBackend:

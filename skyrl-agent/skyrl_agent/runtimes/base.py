@@ -25,14 +25,14 @@ class RuntimeSpec:
     """Working directory: a folder that the image brings, writable (docker, and remote servers that use it). None: an
     empty one of the runtime's own."""
     files: Mapping[str, str | bytes] = field(default_factory=dict)
-    """Written into the working directory at the start."""
+    """Files written into the working directory at the start."""
     setup: tuple[str, ...] = ()
     """Shell commands run after that, in order; one that fails is an InfraError with its output."""
     env: Mapping[str, str] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
-    """Of each command, unless `exec` is given others."""
+    """Limits of each command, unless `exec` is given others."""
     lease_seconds: float = 60.0
-    """A runtime whose owner has not been heard of for so long is removed, whoever made it."""
+    """Time without a sign of life of its owner after which a runtime is removed, whoever made it."""
     url: str | None = None
     token: str | None = None
     """Bearer token of a remote server."""
@@ -79,9 +79,10 @@ class Runtime(Protocol):
         env: Mapping[str, str] | None = None,
         limits: Limits | None = None,
     ) -> ExecResult:
-        """Runs a command to its end in the working directory; a string is run by `bash -c`. `timeout` stands in for
-        `limits.wall_seconds` (and for a smaller `limits.cpu_seconds`); reaching it is the result's outcome `wall_time`.
-        Cancelling the caller ends the command, with all that it started."""
+        """Run a command in the working directory until it ends; a string is run by `bash -c`. `timeout` replaces
+        `limits.wall_seconds` (and a smaller `limits.cpu_seconds`); the outcome of a timeout is `wall_time`. Cancelling
+        the caller ends the command with all its child processes.
+        """
         ...
 
     async def write(self, path: str, data: str | bytes) -> None:
@@ -95,5 +96,5 @@ class Runtime(Protocol):
     async def snapshot(self) -> Snapshot: ...
 
     async def close(self) -> None:
-        """Ends what runs and removes everything. May be called more than once; never raises."""
+        """End all processes and remove everything. May be called more than once; never raises."""
         ...

@@ -22,7 +22,7 @@ from skyrl_gym.sandbox.workspace import path_parts
 LABEL = "skyrl-agent-lease"
 LEASE_FILE = "/run/skyrl-lease"
 FOLDER = "/workspace"
-"""Where commands work if the image does not say."""
+"""Working directory of commands, unless the image sets one."""
 KEEPER = """
 trap '' HUP INT QUIT USR1 USR2 PIPE ALRM TERM
 while [ $(($(date +%s) - $(stat -c %Y "$1"))) -le "$2" ]; do sleep 1; done

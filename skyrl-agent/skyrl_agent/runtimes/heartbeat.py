@@ -25,7 +25,7 @@ class Heart:
         self._changed = threading.Event()
         self._thread: threading.Thread | None = None
         self._watcher: tuple[int, int] | None = None
-        """Its process id, and a descriptor that becomes readable when it ends."""
+        """Process id of the watcher, and a descriptor that becomes readable when it ends."""
 
     def be_watched(self) -> None:
         """Start the watcher process, unless it runs. Call it before a resource that needs cleanup exists."""
@@ -43,7 +43,7 @@ class Heart:
             self._watcher = pid, os.pidfd_open(pid)
 
     def hold(self, lease: Lease) -> None:
-        """Renews the lease until it is dropped, or this process is gone."""
+        """Renew the lease until it is dropped or this process ends."""
         with self._lock:
             self._held.add(lease)
             if self._thread is None:

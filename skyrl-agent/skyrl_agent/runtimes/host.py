@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 PROBE_SECONDS = 60.0
 CALL_SECONDS = 120.0
-"""Of reading, writing and closing."""
+"""Timeout of reading, writing and closing."""
 MARGIN_SECONDS = 60.0
 SNAPSHOT_SECONDS = 600.0
 PACK = """
@@ -39,10 +39,11 @@ chmod -R u+rX . 2>/dev/null
 entries=(./*)
 tar -czf - "${entries[@]:--T/dev/null}" | base64
 """
-"""Without the folder itself, whose mode those who measure it set meanwhile: tar would call it changed."""
+"""Script that archives the content of the working directory. The folder itself is excluded: size checks change its mode
+meanwhile, which tar would report as a change."""
 UNPACK = ("tar", "-xpozf", "-")
 SHOWN_CHARACTERS = 2000
-"""Of the output of a setup command that failed."""
+"""Number of characters shown of the output of a setup command that failed."""
 
 
 def make_leased_sandbox(spec: RuntimeSpec) -> LeasedSandbox[Any]:

@@ -14,7 +14,7 @@ from skyrl_agent.errors import InfraError
 
 FOLDER_VARIABLE = "SKYRL_AGENT_LEASES"
 UNREADABLE_SECONDS = 60.0
-"""After this, a record that cannot be read is no longer one that is being written."""
+"""Age from which an unreadable record no longer counts as one that is being written."""
 
 
 def lease_folder() -> Path:

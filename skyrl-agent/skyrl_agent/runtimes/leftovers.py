@@ -23,7 +23,7 @@ DELETE_SECONDS = 120
 
 
 def sweep() -> tuple[list[Lease], dict[str, str]]:
-    """Removes all that is left behind: what was removed, and why the rest (by lease id) could not be."""
+    """Remove all abandoned runtimes. Returns: those removed, and the reasons why others could not be (by lease id)."""
     removed, failed = [], {}
     for lease in leases():
         try:
@@ -38,8 +38,10 @@ def sweep() -> tuple[list[Lease], dict[str, str]]:
 
 
 def remove(lease: Lease) -> bool:
-    """Removes the runtime of a lease if it is left behind, and then the lease. False if it is in use or someone else is
-    at it. Raises InfraError, OSError, subprocess.TimeoutExpired; FileNotFoundError if it is gone already."""
+    """Remove the runtime of a lease if it is abandoned, and then the lease. Returns False if it is in use or another
+    process is removing it. Raises InfraError, OSError, subprocess.TimeoutExpired; FileNotFoundError if it is already
+    gone.
+    """
     with open(lease.path) as record:
         try:
             fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,7 +20,7 @@ from skyrl_gym.sandbox.workspace import PREFIX, Workspace
 SPARE_BYTES = 1 << 20
 """A disk with less room than this is full."""
 ROOM_BYTES = 1 << 16
-"""What a command may add to a workspace that is over its limit already."""
+"""Number of bytes that a command may add to a workspace that is already over its limit."""
 
 
 class LeasedSandbox(HostSandbox[FilesType]):
@@ -29,7 +29,7 @@ class LeasedSandbox(HostSandbox[FilesType]):
     kind: str
     workdir: str
     lease: Lease
-    """There before it is started."""
+    """Lease, taken before the sandbox is started."""
 
     def take_lease(self, id: str, seconds: float) -> Lease:
         """Raises InfraError."""

@@ -30,11 +30,11 @@ from skyrl_gym.services import certificates, is_loopback, origin_of
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 1800.0
-"""Room on the server, an image, setup commands."""
+"""Timeout of a start: until the server has capacity, for the image and for setup commands."""
 REQUEST_SECONDS = 60.0
-"""Of one attempt, beside what it waits on purpose."""
+"""Timeout of one attempt, in addition to the time that the server waits on purpose."""
 RETRY_SECONDS = 60.0
-"""How long a server may be away."""
+"""Time for which a server may be unreachable."""
 REFUSED_SECONDS = 5.0
 """Longest time without a connection to a server that has never answered."""
 FIRST_PAUSE_SECONDS = 0.2

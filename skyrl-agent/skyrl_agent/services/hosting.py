@@ -47,7 +47,7 @@ class Hosted:
     lease_seconds: float
     deadline: float
     commands: OrderedDict[str, asyncio.Task[ExecResult] | None] = field(default_factory=OrderedDict)
-    """By id; None for one whose result is not kept any more."""
+    """Commands by id; None for one whose result is no longer kept."""
 
 
 class Host:
@@ -62,11 +62,11 @@ class Host:
 
     @property
     def num_runtimes(self) -> int:
-        """Those that are being closed included."""
+        """Number of runtimes, including those that are being closed."""
         return len(self._hosted) + len(self._closing)
 
     def make(self, id: str, wishes: NewRuntime) -> Hosted:
-        """Begins to start a runtime, or finds the one that there is. Raises Full, Gone."""
+        """Start a runtime, or find the existing one of that id. Raises Full, Gone."""
         if id in self._ended:
             raise Gone(self._ended[id])
         if id not in self._hosted:
@@ -90,7 +90,7 @@ class Host:
         return self.find(id)
 
     def find(self, id: str) -> Hosted:
-        """Renews its lease. Raises Gone."""
+        """Find a runtime and renew its lease. Raises Gone."""
         hosted = self._hosted.get(id)
         if hosted is None:
             raise Gone(self._ended.get(id, "no runtime of that id: this server was started anew, or never had it"))
@@ -98,7 +98,7 @@ class Host:
         return hosted
 
     def ready(self, id: str) -> Runtime:
-        """One that is started. Raises Gone, InfraError."""
+        """Return a runtime that has started. Raises Gone, InfraError."""
         hosted = self.find(id)
         if not hosted.starting.done():
             raise InfraError("the runtime is not started yet")
@@ -106,7 +106,7 @@ class Host:
         return hosted.runtime
 
     def run(self, id: str, command_id: str, wishes: NewCommand) -> asyncio.Task[ExecResult]:
-        """Begins a command, or finds the one of that id. Raises Gone, InfraError."""
+        """Start a command, or find the one of that id. Raises Gone, InfraError."""
         runtime, known = self.ready(id), self.find(id).commands
         if command_id not in known:
             if any(task is not None and not task.done() for task in known.values()):
@@ -121,7 +121,7 @@ class Host:
         return self.command(id, command_id)
 
     def command(self, id: str, command_id: str) -> asyncio.Task[ExecResult]:
-        """Raises Gone, InfraError."""
+        """Return a command by id. Raises Gone, InfraError."""
         known = self.find(id).commands
         task = known.get(command_id)
         if task is None:
@@ -130,19 +130,19 @@ class Host:
         return task
 
     async def cancel(self, id: str, command_id: str) -> None:
-        """Ends a command, which may not have been heard of, so that a late request does not begin it."""
+        """End a command. If it is unknown, record its id so that a late request does not start it."""
         task = self.find(id).commands.setdefault(command_id, None)
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
 
     async def close(self, id: str, why: str = "the runtime was closed") -> None:
-        """May be called for any id."""
+        """Close a runtime. May be called for any id."""
         if (closing := self._begin_to_close(id, why)) is not None:
             await asyncio.shield(closing)
 
     async def keep(self) -> None:
-        """Closes what nobody asks for any more. Runs as long as the server."""
+        """Close runtimes whose lease has expired, for as long as the server runs."""
         while True:
             await asyncio.sleep(JANITOR_SECONDS)
             now = time.monotonic()

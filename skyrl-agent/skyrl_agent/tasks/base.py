@@ -15,7 +15,7 @@ class Instance:
     """One problem, as a task reads it."""
 
     row: Row
-    """What `data.instance_key` names, or the whole row."""
+    """Dataset row, or its part named by `data.instance_key`."""
     instance_id: str
     data_source: str = "default"
 
@@ -27,7 +27,7 @@ class Judgement:
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
     finish_reason: str | None = None
-    """Where judging finds another ending than the agent saw: `no_git_patch`."""
+    """Finish reason that replaces the agent's, such as `no_git_patch`. None: the agent's holds."""
     not_run: Mapping[str, str] = field(default_factory=dict)
     """Obstacles for which tests were not run -> details. The reward then holds only if the agent's changes are to blame
     (`BaseTask.recheck`)."""
@@ -44,7 +44,7 @@ class BaseTask:
     """(place) -> an environment that `async_fix_pool` lends to one trajectory at a time; none: the task has none."""
     close_environment: Callable[[Any], Awaitable[None]] | None = None
     tools: Sequence[str] = ()
-    """What an agent gets where the task file names no tools."""
+    """Tools of an agent if the task file names none."""
 
     def check_row(self, instance: Instance) -> None:
         """Raises TaskRowError before anything starts."""
@@ -68,7 +68,7 @@ class BaseTask:
         return None
 
     async def initialize_runtime(self, instance: Instance, runtime: Runtime) -> None:
-        """Makes a started runtime ready for the agent."""
+        """Prepare a started runtime for the agent."""
 
     async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> Any:
         """Collect the result to evaluate (a patch, files) before the runtime closes. Replaces the agent's answer."""

@@ -97,7 +97,7 @@ class BrowserPage:
         await self._do(self._element(number).click(timeout=1000 * ACTION_SECONDS / 2))
 
     async def type(self, number: int, text: str, enter: bool = False) -> None:
-        """Replaces what a field holds, or chooses the option of that name."""
+        """Replace the content of a field, or choose the option of that name."""
         element = self._element(number)
         if await self._do(element.evaluate("e => e.tagName")) == "SELECT":
             await self._do(element.select_option(label=text, timeout=1000 * ACTION_SECONDS / 2))

@@ -12,7 +12,7 @@ from skyrl_agent.runtimes.base import Runtime
 from skyrl_agent.types import JsonObject
 
 MAX_BYTES = 1 << 20
-"""Of all changed files together; the rest is left out."""
+"""Maximum total size of the changed files; further ones are left out."""
 SECONDS = 60.0
 
 # Runs inside. In: {"known": {path: sha256}, "budget": bytes}. Out: the fields of `Changes` but the patch.
@@ -66,7 +66,7 @@ class Changes:
 
 
 async def read_changes(runtime: Runtime, original: Mapping[str, str]) -> Changes:
-    """Compares the working directory with the files it began with.
+    """Compare the working directory with the files it started with.
 
     Raises:
         InfraError: they could not be read.

@@ -13,7 +13,7 @@ from skyrl_gym.suggestions import did_you_mean
 
 URL_VARIABLE = "STEM_LLM_JUDGE_URL"
 MODEL_OF_URL = "openai/gpt-oss-20b"
-"""What a server is expected to serve that only the environment names."""
+"""Model that is assumed to be served at the URL of the environment variable, if the settings name none."""
 
 
 def make_judge(settings: Row | None, where: str = "task_config.judge") -> Judge:

@@ -96,7 +96,7 @@ class CollectionError:
     """Exception for which pytest could not collect a test file."""
 
     error: str
-    """Its class."""
+    """Class name of the exception."""
     text: str
     file: str | None = None
     """File of the project in which it arose; None: outside of the project."""
@@ -111,15 +111,15 @@ class TestRun:
     __test__ = False  # its name is no test's
 
     passed: bool
-    """It ended by itself, with success, and at least one test passed."""
+    """True if the command ended by itself with exit status 0 and at least one test passed."""
     tests: dict[str, str] = field(default_factory=dict)
     """pytest's name of each test -> passed, failed, skipped. Empty if the command is not pytest's, or left early."""
     timed_out: bool = False
     output: str = ""
-    """Its last part, for people."""
+    """Last part of the output, for people."""
     obstacles: dict[str, str] = field(default_factory=dict)
-    """Why tests were not run (`exit status 127`, `collection of test_a.py`, ...) -> details. The working directory may
-    be to blame or the task: only a run without the agent's changes can tell."""
+    """Obstacles for which tests were not run (`exit status 127`, `collection of test_a.py`, ...) -> details. The cause
+    may be the working directory or the task: only a run without the agent's changes can tell."""
     not_collected: dict[str, CollectionError] = field(default_factory=dict)
     """Name of a test file -> why. Each is among `tests` (failed) and `obstacles` too."""
 

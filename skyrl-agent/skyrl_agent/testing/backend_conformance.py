@@ -21,7 +21,7 @@ __all__ = ["CHECKS", "NOT_ASKED", "Subject", "run_check"]
 
 NOT_ASKED = "not asked"
 SECONDS = 60.0
-"""Of a check."""
+"""Timeout of one check."""
 GREEDY = {"temperature": 0.0, "max_tokens": 24}
 _TOLERANCE = 2e-3
 

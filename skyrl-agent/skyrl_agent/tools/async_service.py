@@ -36,7 +36,7 @@ class RefusedRequest(ValueError):
 
 
 class AsyncService:
-    """Asks one server, from one event loop.
+    """Client of one server, for use within one event loop.
 
     Args:
         headers: of each request, keys among them.

@@ -37,9 +37,10 @@ class ToolContext:
     """The instance's."""
     runtime: Runtime | None = None
     ask: Callable[[list[Message]], Awaitable[str]] | None = None
-    """Asks the agent's own model something beside the conversation. Not trained on."""
+    """Function that asks the agent's own model a question outside the conversation. Not trained on."""
     run_agent: Callable[..., Awaitable[str]] | None = None
-    """Runs a sub-agent, whose turns are the trajectory's: (instruction, tools=None, max_iterations=None) -> answer."""
+    """Function that runs a sub-agent, whose turns belong to the trajectory: (instruction, tools=None,
+    max_iterations=None) -> answer."""
     messages: list[Message] = field(default_factory=list)
     """A copy of the conversation so far."""
     memory: JsonObject = field(default_factory=dict)
@@ -51,13 +52,13 @@ class ToolOutput:
     """Result of a call. A plain string is the text alone."""
 
     text: str
-    """For the model; the agent clips it."""
+    """Output shown to the model, truncated by the agent."""
     ends: bool = False
     """The agent is done and `text` is its answer (a `finish` tool)."""
     new_context: list[Message] | None = None
     """The conversation starts over from these messages; `text` is not shown."""
     failed: bool = False
-    """For the records: the text says what went wrong."""
+    """True if the call failed, for the records; `text` says what went wrong."""
 
 
 class BaseTool:
@@ -68,9 +69,9 @@ class BaseTool:
     """
 
     name: ClassVar[str]
-    """What the model calls it by."""
+    """Name by which the model calls the tool."""
     timeout_seconds: float | None = None
-    """Of one call, in place of `generator.tool_timeout_seconds`."""
+    """Timeout of one call, in place of `generator.tool_timeout_seconds`."""
 
     async def run(self, context: ToolContext, *args: Any, **kwargs: Any) -> str | ToolOutput:
         """Raises InfraError if what it stands on did not work; any other exception's text is for the model."""

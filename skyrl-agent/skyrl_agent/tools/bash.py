@@ -11,7 +11,7 @@ from skyrl_agent.tools.base import ToolContext, ToolOutput
 from skyrl_agent.tools.in_runtime import ABOVE_COMMAND_SECONDS, RuntimeTool, within
 
 NO_QUESTIONS = {"PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0", "PIP_NO_INPUT": "1"}
-"""For programs that would wait for somebody at a keyboard. A command may set them otherwise."""
+"""Environment variables that keep programs from waiting for keyboard input. A command may set them otherwise."""
 SHELL = 'eval "$2"; eval "$__agent_command"; { __agent_end "$?"; } 2>/dev/null'
 MEBIBYTE = 1 << 20
 BINARY_SHARE = 0.1

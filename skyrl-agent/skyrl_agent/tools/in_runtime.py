@@ -7,7 +7,7 @@ from skyrl_agent.runtimes.base import Limits, Runtime
 from skyrl_agent.tools.base import BaseTool, ToolContext
 
 ABOVE_COMMAND_SECONDS = 30.0
-"""What a call may take beside its command before the agent gives it up."""
+"""Time that a call may take in addition to its command before the agent gives it up."""
 
 
 class RuntimeTool(BaseTool):

@@ -1,4 +1,5 @@
-"""Runs the program on standard input as a prompt would: if its last statement is an expression, its value is printed.
+"""Run the program on standard input like an interactive prompt: if its last statement is an expression, print its
+value.
 
 Runs inside a sandbox, by any Python 3: standard library only.
 """

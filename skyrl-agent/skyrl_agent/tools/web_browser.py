@@ -16,7 +16,7 @@ from skyrl_agent.tools.web.summary import ChatSummarizer, OwnSummarizer, Summari
 from skyrl_agent.tools.web.urls import parse_urls, variants
 
 MAX_URLS = 5
-"""Of one call."""
+"""Maximum number of URLs per call."""
 FORGET_FAILURE_SECONDS = 10.0
 BLOCKED = "This page is blocked: do without it."
 

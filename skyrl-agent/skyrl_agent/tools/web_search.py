@@ -11,7 +11,7 @@ from skyrl_agent.tools.web.blocklist import Blocklist
 from skyrl_gym.tools.signature import parse_text
 
 MAX_QUERIES = 5
-"""Of one call."""
+"""Maximum number of queries per call."""
 
 
 class SearchEngine(BaseTool):

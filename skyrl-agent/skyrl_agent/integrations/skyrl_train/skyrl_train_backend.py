@@ -50,7 +50,7 @@ class SkyRLBackend:
         read_settings(BackendSettings, cfg or {})
         self.engine, self.tokenizer = infer_engine, tokenizer
         self.broken: asyncio.Future[WorkerError] | None = None
-        """Gets the error of engines that will not come back."""
+        """Future that receives the error of engines that cannot be restarted."""
 
     async def async_generate_ids(
         self, *, input_ids: list[int], sampling_params: SamplingParams, request_id: str

@@ -17,18 +17,18 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
     skyrl_agent_task_yaml: str
-    """Task file, whatever backend it names."""
+    """Path of the task file, whatever backend it names."""
     dataset_file: str
-    """Rows: `.jsonl` or `.parquet`."""
+    """Dataset file: `.jsonl` or `.parquet`."""
     eval_dataset_file: str | None = None
     model_name: str = "Qwen/Qwen3-32B"
     base_url: str | None = None
-    """Of the server; none: what the SDK's environment says."""
+    """URL of the server. None: set by the SDK's environment variables."""
     batch_size: int = Field(default=64, ge=1)
-    """Instances of a step."""
+    """Instances per training step."""
     eval_batch_size: int = Field(default=1024, ge=1)
     group_size: int | None = Field(default=None, ge=1)
-    """Trajectories of an instance; none: the task file's."""
+    """Trajectories per instance. None: as the task file says."""
     learning_rate: float = Field(default=4e-5, gt=0)
     lora_rank: int = Field(default=16, ge=1)
     seed: int = 0
@@ -38,15 +38,15 @@ class Config(BaseModel):
     eval_every: int = Field(default=10, ge=0)
     """Steps between evaluations; 0: none."""
     resume_exp_name: str | None = None
-    """`wandb_name` of the run to go on with."""
+    """`wandb_name` of the run to resume."""
     loss_fn: Literal["ppo", "importance_sampling"] = "ppo"
     loss_fn_config: dict[str, float] = Field(default_factory=dict)
-    """Such as `{clip_high_threshold: 1.28}`, in place of a loss of one's own."""
+    """Arguments of the loss, such as `{clip_high_threshold: 1.28}`."""
     normalize_advantages: bool = True
-    """Divides advantages by their standard deviation over the batch."""
+    """Divide advantages by their standard deviation over the batch."""
     wandb_project: str | None = None
     wandb_name: str = "skyrl-agent"
-    """Of the run, and of its folder under `log_dir`."""
+    """Name of the run, and of its folder under `log_dir`."""
     log_dir: str = "./tinker_output"
 
 

@@ -19,8 +19,9 @@ __all__ = ["SkyAgentLoopManager"]
 
 
 class SkyAgentLoopManager:
-    """Takes the place of verl's `AgentLoopManager`. The batch has each instance `rollout.n` times in a row; a
-    trajectory is one row, so tasks that rewrite their history need another trainer."""
+    """Replacement of verl's `AgentLoopManager`. The batch has each instance `rollout.n` times in a row; a trajectory is
+    one row, so tasks that rewrite their history need another trainer.
+    """
 
     def __init__(self, config: Any, llm_client: Any, *_: object, **__: object) -> None:
         self.config, self.rollout = config, config.actor_rollout_ref.rollout

@@ -13,9 +13,9 @@ from skyrl_agent.tasks.swebench.patches import without_binary
 SECONDS = 600.0
 MAX_PATCH_BYTES = 16 << 20
 BASE = "refs/agent/base"
-"""What the agent's changes are compared with, whatever it commits."""
+"""Git reference that the agent's changes are compared with, whatever it commits."""
 HIDDEN = ("r2e_tests", "/r2e_tests", "/root/r2e_tests", "run_tests.sh", "/root/run_tests.sh")
-"""Where R2E-Gym's images have the tests that judge."""
+"""Paths of the grading tests in R2E-Gym's images."""
 GIT = """
 set -e
 git() {{ command git -c safe.directory='*' -c user.name=agent -c user.email=agent@localhost -c core.pager=cat "$@"; }}
@@ -54,7 +54,7 @@ async def run(runtime: Runtime, script: str, stdin: str = "") -> str:
 
 
 async def prepare(runtime: Runtime, *, checkout: str | None = None, clean: bool = True) -> None:
-    """Puts the repository into its first state, and remembers it.
+    """Reset the repository to its initial state and record that state.
 
     Args:
         checkout: a branch to go to first.
@@ -65,7 +65,7 @@ async def prepare(runtime: Runtime, *, checkout: str | None = None, clean: bool 
 
 
 async def hide_tests(runtime: Runtime) -> None:
-    """Removes the tests that judge; the runtime that evaluates has its own."""
+    """Remove the grading tests; the runtime that evaluates has its own."""
     await runtime.exec(["rm", "-rf", "--", *HIDDEN])
 
 

@@ -8,7 +8,7 @@ from skyrl_agent.types import Row
 Kind = Literal["r2e-gym", "swe-smith", "swe-gym", "swt-ci", "multimodal", "swe-bench"]
 KINDS: tuple[Kind, ...] = ("r2e-gym", "swe-smith", "swe-gym", "swt-ci", "multimodal")
 REPOSITORY = "/testbed"
-"""Where all of these images have it."""
+"""Folder of the repository in all of these images."""
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 DEFAULT_PREFIX = "xingyaoww/"
 

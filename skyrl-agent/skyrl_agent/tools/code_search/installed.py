@@ -34,7 +34,7 @@ def engine_files() -> dict[str, str]:
 
 
 async def install_search(runtime: Runtime, command: str | None = None, limits: Limits | None = None) -> str:
-    """Puts the engine into a runtime's folder for temporary files, and returns that folder.
+    """Copy the search engine into a runtime's folder for temporary files, and return that folder.
 
     Args:
         command: where the command `search` is put, say /usr/local/bin/search; none: nowhere.

@@ -73,7 +73,7 @@ class CodeSearch(RuntimeTool):
         return ToolOutput(f"Error: the search did not work: {why}", failed=True)
 
     async def _asked(self, runtime: Runtime, options: list[str], limits: Limits) -> ExecResult:
-        """Installs the engine where it is not, or not any more."""
+        """Run a search, after installing the engine if it is missing."""
         if self._folder is not None:
             result = await self._ask(runtime, self._folder, options, limits)
             if result.ok or result.outcome != "exited" or result.returncode == REFUSED:

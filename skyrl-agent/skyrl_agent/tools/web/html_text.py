@@ -10,12 +10,12 @@ import time
 from urllib.parse import urljoin
 
 MAX_SECONDS = 5.0
-"""What is read of a page by then is the page."""
+"""Time limit of parsing a page; the text found so far is returned then."""
 
 _TAG = re.compile(r"<(/?)([A-Za-z][A-Za-z0-9]{0,30})")
 _TAG_END = re.compile(r"""[^>"']*+(?:"[^"]*+"[^>"']*+|'[^']*+'[^>"']*+)*+>""")
 _TAG_CHARACTERS = 4096
-"""In which quotes are looked for; a longer tag ends at its first `>`."""
+"""Maximum length of a tag in which quotes are respected; a longer tag ends at its first `>`."""
 _HREF = re.compile(r"""\bhref\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""", re.IGNORECASE)
 _RAW_END = {name: re.compile(f"</{name}", re.IGNORECASE) for name in ("script", "style", "title", "textarea")}
 
@@ -62,7 +62,7 @@ class _Reader:
         self._end_link()
 
     def _markup(self, start: int) -> int:
-        """Reads what begins with `<`. Returns where it ends."""
+        """Parse markup that begins with `<`. Returns the position of its end."""
         tag = _TAG.match(self.page, start)
         if tag is None:
             if self.page.startswith("<!--", start):

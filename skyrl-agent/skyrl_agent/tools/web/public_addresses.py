@@ -18,7 +18,7 @@ class PrivateAddress(httpx.UnsupportedProtocol):
 
 
 class PublicTransport(httpx.AsyncHTTPTransport):
-    """Resolves each request's host itself and connects to the very address that it has checked."""
+    """HTTP transport that resolves each request's host itself and connects to the very address it has checked."""
 
     def __init__(self) -> None:
         # A connection is known by its address: one kept open would serve another name at the same address.

@@ -44,7 +44,7 @@ class WebPage:
     """Text of a page and its final address."""
 
     url: str
-    """Where it was found in the end."""
+    """Final URL of the page, after redirects."""
     text: str
 
 
@@ -63,7 +63,7 @@ class PageReader(Protocol):
 
 
 class DirectReader:
-    """Fetches a page itself. Scripts are not run.
+    """Reader that fetches a page itself. Scripts are not run.
 
     Args:
         timeout: seconds, from connecting to the last byte.

@@ -16,7 +16,7 @@ REFUSED = 3
 
 
 def main(argv=None) -> int:
-    """Prints the answer, or on standard error why there is none."""
+    """Print the result to standard output, or the reason of a failure to standard error."""
     options = _parser().parse_args(argv)
     try:
         search = RepositorySearch(options.root, options.cache)

@@ -13,17 +13,17 @@ class Entity(NamedTuple):
     kind: str
     """class, function, method."""
     start: int
-    """Of its first decorator."""
+    """Line of its first decorator."""
     line: int
-    """Of `def` or `class`."""
+    """Line of `def` or `class`."""
     body: int
-    """Of its first statement."""
+    """Line of its first statement."""
     end: int
     signature: str
     doc: str
     """First line of the docstring."""
     bases: tuple
-    """Of a class, as they are written: `module.Base`."""
+    """Base classes of a class, as written: `module.Base`."""
 
 
 class Import(NamedTuple):
@@ -32,9 +32,9 @@ class Import(NamedTuple):
     alias: str
     """`a.b` for `import a.b`."""
     module: str
-    """With its leading dots."""
+    """Module name with its leading dots."""
     name: str
-    """Of what is taken from the module; empty: the module itself; `*`: everything."""
+    """Imported name; empty: the module itself; `*`: all names."""
     line: int
 
 
@@ -42,5 +42,6 @@ class Call(NamedTuple):
     scope: str
     """Qualified name of what makes the call; empty at the level of the module."""
     target: str
-    """As written: `self.run`, `module.function`. `?.run` is a call on something without a name, `super().run`."""
+    """Called expression as written: `self.run`, `module.function`. `?.run` is a call on an expression without a name,
+    such as `super().run`."""
     line: int

@@ -89,7 +89,7 @@ class CodeIndex:
             self._load(cache)
 
     def refresh(self) -> int:
-        """Reads what is new or changed, forgets what is gone. Returns how many files were parsed.
+        """Read new and changed files and forget removed ones. Returns the number of files parsed.
 
         Raises:
             NotADirectoryError: there is no folder at the root.

@@ -68,7 +68,7 @@ def _dotted(index: CodeIndex, term: str, paths: list) -> list:
 class Occurrences(NamedTuple):
     count: int
     lines: list
-    """On which it begins, each once; of a file with many, the first ones."""
+    """Lines on which it begins, each once; of a file with many, the first ones."""
 
 
 def text(term: str, texts: dict) -> dict:

@@ -19,7 +19,7 @@ class Outline(NamedTuple):
     imports: list
     calls: list
     error: str = ""
-    """Why the file could not be parsed; the rest is empty then."""
+    """Reason why the file could not be parsed; the other fields are then empty."""
 
 
 def outline(text: str) -> Outline:

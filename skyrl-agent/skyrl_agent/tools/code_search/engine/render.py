@@ -7,7 +7,7 @@ from .index import SourceFile
 from .names import Place
 
 FORMATS = ("complete", "preview", "fold")
-"""From the longest: the whole source; its first lines; signatures."""
+"""Formats of an entity, longest first: the whole source; its first lines; signatures."""
 PREVIEW_LINES = 10
 MIN_BUDGET = 200
 

@@ -13,7 +13,7 @@ CONTEXT_LINES = 20
 """Shown before and after a line that is asked for."""
 MAX_SHOWN_FILES = 20
 FEW = 3
-"""So many entities are shown whole, if there is room; more as signatures."""
+"""Number of matches up to which they are shown in full, if there is room; more are shown as signatures."""
 
 
 class RepositorySearch:
