@@ -1,4 +1,4 @@
-"""Trajectory of one agent on one instance: runtime, dialogue, evaluation."""
+"""Trajectory of one agent on one instance: runtime, conversation, evaluation."""
 
 import inspect
 import uuid

@@ -12,7 +12,7 @@ from skyrl_agent.agents.pending import Pending
 from skyrl_agent.agents.prompt_builder import PromptBuilder
 from skyrl_agent.agents.repetition import Repetition
 from skyrl_agent.agents.toolbox import Toolbox
-from skyrl_agent.chat.dialogue import Dialogue
+from skyrl_agent.chat.conversation import Conversation
 from skyrl_agent.chat.transitions import Transition
 from skyrl_agent.config.task_file import GeneratorSection
 from skyrl_agent.errors import ConfigError
@@ -51,7 +51,7 @@ class StepBudget:
 
 
 class Agent:
-    """Model, tools, and the dialogue between them. One per attempt at an instance.
+    """Model, tools, and the conversation between them. One per attempt at an instance.
 
     It ends
 
@@ -116,7 +116,7 @@ class Agent:
         )
         self.prompt_builder = PromptBuilder(self.settings, self.toolbox, tokenizer)
         self.model = Model(infer_engine, self.settings, self.pending, self.prompt_builder.sampling_params)
-        self.dialogue: Dialogue | None = None
+        self.conversation: Conversation | None = None
         self.sub_agents: list[Agent] = []
         self.outcome: Outcome | None = None
         self.num_steps = 0
@@ -156,10 +156,10 @@ class Agent:
         opening = self.prompt_builder.with_reminder(
             self.prompt_builder.opening(instruction), 1, self.settings.max_prompt_length
         )
-        self.dialogue = dialogue = Dialogue(self.prompt_builder.encoder(), opening)
+        self.conversation = conversation = Conversation(self.prompt_builder.encoder(), opening)
         while self._can_step():
-            input_ids = dialogue.input_ids()
-            room = self._room(dialogue, input_ids)
+            input_ids = conversation.input_ids()
+            room = self._room(conversation, input_ids)
             if room <= 0:
                 return Outcome(CONTEXT_WINDOW_EXCEEDED)
             text, meta = await self.model.answer(input_ids, room, self.agent_id)
@@ -167,52 +167,52 @@ class Agent:
             is_whole = meta["finish_reason"] != "length"
             calls = self.prompt_builder.calls(text) if is_whole else []
             message = self.prompt_builder.answer(text, calls)
-            dialogue.add_answer(text, meta, self.prompt_builder.for_later_turns(message))
+            conversation.add_answer(text, meta, self.prompt_builder.for_later_turns(message))
             if not is_whole:
                 return Outcome(CONTEXT_WINDOW_EXCEEDED)
             if not calls and not message["content"].strip():
                 return Outcome(BAD_LLM_RESPONSE)
             if not calls and not self.toolbox.has_finish:
                 return Outcome(FINISH, message["content"])
-            outputs = await self.toolbox.run(calls, self._current_context(dialogue), self.num_steps)
+            outputs = await self.toolbox.run(calls, self._current_context(conversation), self.num_steps)
             if ending := next((output for output in outputs if output.ends), None):
                 return Outcome(FINISH_TOOL, ending.text)
             if self._repetition.add(_turn_key(text, calls, outputs)):
                 return Outcome(STUCK_IN_A_LOOP)
-            self._append_results(dialogue, calls, outputs)
+            self._append_results(conversation, calls, outputs)
         return Outcome(MAX_ITERATIONS_REACHED)
 
     def _can_step(self) -> bool:
         return self.num_steps < self.settings.max_iterations and (self.depth == 0 or self.step_budget.take())
 
-    def _room(self, dialogue: Dialogue, input_ids: list[int]) -> int:
+    def _room(self, conversation: Conversation, input_ids: list[int]) -> int:
         """Return the tokens left for an answer."""
-        room, most = self._tokens_left(dialogue), self.settings.max_context_length
+        room, most = self._tokens_left(conversation), self.settings.max_context_length
         return room if most is None else min(room, most - len(input_ids))
 
-    def _tokens_left(self, dialogue: Dialogue) -> int:
-        return self.settings.max_prompt_length - dialogue.num_response_tokens
+    def _tokens_left(self, conversation: Conversation) -> int:
+        return self.settings.max_prompt_length - conversation.num_response_tokens
 
     def _append_results(
-        self, dialogue: Dialogue, calls: Sequence[ToolCall | Invalid], outputs: Sequence[ToolOutput]
+        self, conversation: Conversation, calls: Sequence[ToolCall | Invalid], outputs: Sequence[ToolOutput]
     ) -> None:
-        """Append the results of calls to the dialogue, or restart it from the context that a tool returned."""
+        """Append the results of calls to the conversation, or restart it from the context that a tool returned."""
         step = self.num_steps + 1
         fresh = next((output.new_context for output in outputs if output.new_context is not None), None)
         if fresh is None:
             results = self.prompt_builder.results(calls, [output.text for output in outputs])
-            dialogue.add(*self.prompt_builder.with_reminder(results, step, self._tokens_left(dialogue)))
+            conversation.add(*self.prompt_builder.with_reminder(results, step, self._tokens_left(conversation)))
         else:
             self._repetition.clear()
             opening = self.prompt_builder.restarted_opening(fresh)
-            dialogue.restart(self.prompt_builder.with_reminder(opening, step, self.settings.max_prompt_length))
+            conversation.restart(self.prompt_builder.with_reminder(opening, step, self.settings.max_prompt_length))
 
-    def _current_context(self, dialogue: Dialogue) -> ToolContext:
-        return replace(self._context, messages=prompts.without_reminders(dialogue.messages))
+    def _current_context(self, conversation: Conversation) -> ToolContext:
+        return replace(self._context, messages=prompts.without_reminders(conversation.messages))
 
     async def ask(self, messages: list[Message]) -> str:
         """Return the model's answer to messages outside the conversation, which are not trained on."""
-        input_ids = Dialogue(self.prompt_builder.encoder(with_tools=False), messages).input_ids()
+        input_ids = Conversation(self.prompt_builder.encoder(with_tools=False), messages).input_ids()
         room, most = self.settings.max_prompt_length, self.settings.max_context_length
         room = room if most is None else min(room, most - len(input_ids))
         if room <= 0:
@@ -223,7 +223,7 @@ class Agent:
     async def run_agent(
         self, instruction: str, tools: Sequence[ToolEntry] | None = None, max_iterations: int | None = None
     ) -> str:
-        """Run a sub-agent with a dialogue of its own on the same runtime.
+        """Run a sub-agent with a conversation of its own on the same runtime.
 
         Args:
             tools: tools of the sub-agent; None: those of this agent.
@@ -260,11 +260,11 @@ class Agent:
         self.pending.cancel()
 
     def get_messages(self) -> list[Message]:
-        return list(self.dialogue.messages) if self.dialogue else []
+        return list(self.conversation.messages) if self.conversation else []
 
     def get_transitions(self) -> list[Transition]:
         """Return all transitions: those of each sub-agent, which make rows of their own, then its own."""
-        own = self.dialogue.transitions if self.dialogue else []
+        own = self.conversation.transitions if self.conversation else []
         return [*(turn for agent in self.sub_agents for turn in agent.get_transitions()), *own]
 
     def get_tool_calls(self) -> list[ToolCallRecord]:

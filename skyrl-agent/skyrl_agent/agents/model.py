@@ -1,4 +1,4 @@
-"""Requests to the model, with a deadline. Knows no dialogue."""
+"""Requests to the model, with a deadline. Knows no conversation."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Tools of one agent: open_all, called within limits, closed. Knows no model and no dialogue."""
+"""Tools of one agent: open_all, called within limits, closed. Knows no model and no conversation."""
 
 import asyncio
 import logging

@@ -52,7 +52,7 @@ class MessageEncoder(ChatTemplate):
         source = tokenizer.get_chat_template(chat_template, tool_list)
         super().__init__(tokenizer, source, {"tools": tool_list, **(template_kwargs or {})})
         self.trusted: set[Hashable] = set()
-        """Kinds of steps that `dialogue.Dialogue` has verified with this template."""
+        """Kinds of steps that `conversation.Conversation` has verified with this template."""
 
     def text(self, messages: Sequence[Message], add_generation_prompt: bool = False, **options: object) -> str:
         """Render a conversation.

@@ -117,7 +117,7 @@ def _checked_ids(action: TokensWithLogprobs, index: int) -> list[int]:
     if ids is None:
         raise ValueError(
             f"transition {index} has no token ids, so it cannot be trained on: encode its text "
-            f"(chat.dialogue.Dialogue does), or ask a server that returns ids"
+            f"(chat.conversation.Conversation does), or ask a server that returns ids"
         )
     for what, values in (("logprobs", action.logprobs), ("weight_versions", action.weight_versions)):
         if values is not None and len(values) != len(ids):

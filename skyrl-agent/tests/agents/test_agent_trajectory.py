@@ -1,4 +1,4 @@
-"""The life of an agent at an instance: runtime, dialogue, judgement; what is given back, whatever happens."""
+"""The life of an agent at an instance: runtime, conversation, judgement; what is given back, whatever happens."""
 
 import asyncio
 from typing import Any

@@ -21,7 +21,7 @@ class Break:
     """Point at which the chat template changed earlier text, so that a new training row begins."""
 
     message_index: int
-    """Index of the changed message in `Dialogue.messages`."""
+    """Index of the changed message in `Conversation.messages`."""
     role: str
     why: str
 
@@ -36,7 +36,7 @@ class _Prompt:
     broken: Break | None = None
 
 
-class Dialogue:
+class Conversation:
     """Conversation that maps messages to ids: call `input_ids()`, `add_answer`, `add` with the results, and repeat.
 
     The ids of a turn are those of the turn before, what the model wrote, and the ids of what the template puts between

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from skyrl_agent.chat.dialogue import Dialogue
+from skyrl_agent.chat.conversation import Conversation
 from skyrl_agent.chat.encoding import MessageEncoder
 from skyrl_agent.types import Message, MetaInfo
 
@@ -24,19 +24,19 @@ def spelling(encoder: MessageEncoder, script: Sequence[Message], index: int, end
     return whole[len(header) : whole.index(end, len(header)) + len(end)]
 
 
-def play(encoder: MessageEncoder, script: Sequence[Message], end: str, end_of_call: str | None = None) -> Dialogue:
+def play(encoder: MessageEncoder, script: Sequence[Message], end: str, end_of_call: str | None = None) -> Conversation:
     """The whole script. What the model reads is at each turn what the template renders for all messages so far."""
     first = [message["role"] for message in script].index("assistant")
-    dialogue = Dialogue(encoder, script[:first])
+    conversation = Conversation(encoder, script[:first])
     for index, message in enumerate(script):
         if index < first:
             continue
         if message["role"] != "assistant":
-            dialogue.add(message)
+            conversation.add(message)
             continue
-        assert encoder.decode(dialogue.input_ids()) == encoder.text(script[:index], add_generation_prompt=True)
-        assert dialogue.input_ids() == encoder.ids(script[:index])
+        assert encoder.decode(conversation.input_ids()) == encoder.text(script[:index], add_generation_prompt=True)
+        assert conversation.input_ids() == encoder.ids(script[:index])
         text = spelling(encoder, script, index, end_of_call if end_of_call and message.get("tool_calls") else end)
-        dialogue.add_answer(text, told(encoder.encode(text)), message)
-    assert dialogue.messages == list(script)
-    return dialogue
+        conversation.add_answer(text, told(encoder.encode(text)), message)
+    assert conversation.messages == list(script)
+    return conversation

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_agent.chat import dialogue as dialogue_module
+from skyrl_agent.chat import conversation as conversation_module
 from skyrl_agent.chat.chat_template import configured_chat_template
-from skyrl_agent.chat.dialogue import Dialogue
+from skyrl_agent.chat.conversation import Conversation
 from skyrl_agent.chat.encoding import MessageEncoder
 from skyrl_agent.chat.transitions import transitions_to_training_data
 from skyrl_agent.errors import BackendError, ConfigError
@@ -16,7 +16,7 @@ from skyrl_agent.testing.tokenizer import CHATML
 from skyrl_gym.chat.template import bundled_template
 from skyrl_gym.chat.tool_formats import TOOL_FORMATS
 
-from .dialogue_play import told
+from .conversation_play import told
 
 SYSTEM, QUESTION = {"role": "system", "content": "S"}, {"role": "user", "content": "Q"}
 AGAIN = {"role": "user", "content": "R"}
@@ -27,102 +27,102 @@ def encoder():
     return MessageEncoder(byte_tokenizer())
 
 
-def answer(dialogue, text, end="<|im_end|>", **kinds):
-    encoder = dialogue.encoder
-    dialogue.input_ids()
-    return dialogue.add_answer(text, told(encoder.encode(text + end), **kinds))
+def answer(conversation, text, end="<|im_end|>", **kinds):
+    encoder = conversation.encoder
+    conversation.input_ids()
+    return conversation.add_answer(text, told(encoder.encode(text + end), **kinds))
 
 
-def read(dialogue):
-    return dialogue.encoder.decode(dialogue.input_ids())
+def read(conversation):
+    return conversation.encoder.decode(conversation.input_ids())
 
 
 def test_generated_tokens_are_input_unchanged(encoder):
-    dialogue = Dialogue(encoder, [SYSTEM, QUESTION])
-    assert dialogue.input_ids() == encoder.ids([SYSTEM, QUESTION])
+    conversation = Conversation(encoder, [SYSTEM, QUESTION])
+    assert conversation.input_ids() == encoder.ids([SYSTEM, QUESTION])
     odd = [*encoder.encode("A"), 200, 255, *encoder.encode("B<|im_end|>")]  # bytes that are no text
     assert encoder.encode(encoder.decode(odd)) != odd
-    dialogue.add_answer(encoder.decode(odd[:-1]), told(odd))
-    before = dialogue.transitions[0].ob.input_ids
-    dialogue.add(AGAIN)
+    conversation.add_answer(encoder.decode(odd[:-1]), told(odd))
+    before = conversation.transitions[0].ob.input_ids
+    conversation.add(AGAIN)
     after = "\n<|im_start|>user\nR<|im_end|>\n<|im_start|>assistant\n"
-    assert dialogue.input_ids() == [*before, *odd, *encoder.encode(after)]
-    assert dialogue.breaks == []
+    assert conversation.input_ids() == [*before, *odd, *encoder.encode(after)]
+    assert conversation.breaks == []
 
 
 def test_all_messages_since_the_last_answer_are_read(encoder):
-    dialogue = Dialogue(encoder, [QUESTION])
-    answer(dialogue, "A")
-    dialogue.add({"role": "tool", "content": "error"}, AGAIN)
-    dialogue.input_ids()
-    dialogue.add({"role": "user", "content": "one more"})
-    assert dialogue.input_ids() == encoder.ids(dialogue.messages)
-    answer(dialogue, "B")
-    assert dialogue.input_ids() == encoder.ids(dialogue.messages)  # nothing was added
-    assert len(transitions_to_training_data(dialogue.transitions)) == 1
+    conversation = Conversation(encoder, [QUESTION])
+    answer(conversation, "A")
+    conversation.add({"role": "tool", "content": "error"}, AGAIN)
+    conversation.input_ids()
+    conversation.add({"role": "user", "content": "one more"})
+    assert conversation.input_ids() == encoder.ids(conversation.messages)
+    answer(conversation, "B")
+    assert conversation.input_ids() == encoder.ids(conversation.messages)  # nothing was added
+    assert len(transitions_to_training_data(conversation.transitions)) == 1
 
 
 @pytest.mark.parametrize("end", ["", "<|im_end|>"])
 def test_an_answer_that_was_cut_short_is_closed_by_us(encoder, end):
-    dialogue = Dialogue(encoder, [QUESTION])
-    answer(dialogue, "A", end)
-    dialogue.add(AGAIN)
-    assert dialogue.input_ids() == encoder.ids(dialogue.messages)
-    answer(dialogue, "B")
-    (row,) = transitions_to_training_data(dialogue.transitions)
+    conversation = Conversation(encoder, [QUESTION])
+    answer(conversation, "A", end)
+    conversation.add(AGAIN)
+    assert conversation.input_ids() == encoder.ids(conversation.messages)
+    answer(conversation, "B")
+    (row,) = transitions_to_training_data(conversation.transitions)
     written = [t for t, m in zip(row.response_tokens, row.response_mask, strict=True) if m]
     assert encoder.decode(written) == f"A{end}B<|im_end|>"
 
 
 def test_an_answer_without_ids_is_encoded_and_has_no_log_probs(encoder):
-    dialogue = Dialogue(encoder, [QUESTION])
-    dialogue.input_ids()
-    written = dialogue.add_answer("A", told(None)).ac
+    conversation = Conversation(encoder, [QUESTION])
+    conversation.input_ids()
+    written = conversation.add_answer("A", told(None)).ac
     assert written.token_ids == encoder.encode("A") and written.logprobs is None
-    dialogue.add(AGAIN)
-    assert dialogue.input_ids() == encoder.ids(dialogue.messages)
+    conversation.add(AGAIN)
+    assert conversation.input_ids() == encoder.ids(conversation.messages)
 
 
 def test_an_empty_answer_is_closed(encoder):
-    dialogue = Dialogue(encoder, [QUESTION])
-    dialogue.add_answer("", told([]))
-    dialogue.add(AGAIN)
-    assert dialogue.input_ids() == encoder.ids(dialogue.messages)
+    conversation = Conversation(encoder, [QUESTION])
+    conversation.add_answer("", told([]))
+    conversation.add(AGAIN)
+    assert conversation.input_ids() == encoder.ids(conversation.messages)
 
 
 def test_the_end_of_turn_in_an_answer_s_text_is_no_part_of_the_message(encoder):
-    dialogue = Dialogue(encoder, [QUESTION])
-    dialogue.add_answer("A<|im_end|>", told(encoder.encode("A<|im_end|>")))
-    assert dialogue.messages[-1] == {"role": "assistant", "content": "A"}
+    conversation = Conversation(encoder, [QUESTION])
+    conversation.add_answer("A<|im_end|>", told(encoder.encode("A<|im_end|>")))
+    assert conversation.messages[-1] == {"role": "assistant", "content": "A"}
 
 
 def test_the_tokens_after_the_prompt_are_counted(encoder):
-    dialogue = Dialogue(encoder, [SYSTEM, QUESTION])
-    assert dialogue.num_response_tokens == 0
-    prompt = len(dialogue.input_ids())
-    answer(dialogue, "ABC")
-    assert dialogue.num_response_tokens == 4
-    dialogue.add(AGAIN)
-    assert dialogue.num_response_tokens == len(dialogue.input_ids()) - prompt > 4
+    conversation = Conversation(encoder, [SYSTEM, QUESTION])
+    assert conversation.num_response_tokens == 0
+    prompt = len(conversation.input_ids())
+    answer(conversation, "ABC")
+    assert conversation.num_response_tokens == 4
+    conversation.add(AGAIN)
+    assert conversation.num_response_tokens == len(conversation.input_ids()) - prompt > 4
 
 
 def test_a_restart_forgets_messages_and_keeps_turns(encoder):
-    dialogue = Dialogue(encoder, [QUESTION])
-    answer(dialogue, "A")
-    dialogue.restart([SYSTEM, AGAIN])
-    assert dialogue.input_ids() == encoder.ids([SYSTEM, AGAIN]) and dialogue.num_response_tokens == 0
-    answer(dialogue, "B")
-    assert [row.input_tokens for row in transitions_to_training_data(dialogue.transitions)] == [
+    conversation = Conversation(encoder, [QUESTION])
+    answer(conversation, "A")
+    conversation.restart([SYSTEM, AGAIN])
+    assert conversation.input_ids() == encoder.ids([SYSTEM, AGAIN]) and conversation.num_response_tokens == 0
+    answer(conversation, "B")
+    assert [row.input_tokens for row in transitions_to_training_data(conversation.transitions)] == [
         encoder.ids([QUESTION]),
         encoder.ids([SYSTEM, AGAIN]),
     ]
 
 
 def test_log_probs_that_are_not_one_a_token_are_refused(encoder):
-    dialogue = Dialogue(encoder, [QUESTION])
+    conversation = Conversation(encoder, [QUESTION])
     with pytest.raises(BackendError, match="reported 1 log-probs for 2 tokens"):
-        dialogue.add_answer("AB", {"output_tokens": [1, 2], "finish_reason": "stop", "logprobs": [-1.0]})
-    assert dialogue.transitions == [] and dialogue.messages == [QUESTION]
+        conversation.add_answer("AB", {"output_tokens": [1, 2], "finish_reason": "stop", "logprobs": [-1.0]})
+    assert conversation.transitions == [] and conversation.messages == [QUESTION]
 
 
 # What a template writes otherwise than the model did
@@ -139,54 +139,56 @@ FORGETS_AT_QUESTIONS = FORGETFUL.replace(
 
 def test_white_space_that_the_template_trims_is_no_break():
     encoder = MessageEncoder(byte_tokenizer(TRIMMING))
-    dialogue = Dialogue(encoder, [QUESTION])
-    answer(dialogue, " A \n")
-    dialogue.add(AGAIN)
-    assert " A \n<|im_end|>\n<|im_start|>user\nR" in read(dialogue) and dialogue.transitions[0].ac.text == " A \n"
-    answer(dialogue, " cut \n", "")
-    dialogue.add(AGAIN)
-    assert read(dialogue).endswith(" cut \n<|im_end|>\n<|im_start|>user\nR<|im_end|>\n<|im_start|>assistant\n")
-    answer(dialogue, "C")
-    assert dialogue.breaks == [] and len(transitions_to_training_data(dialogue.transitions)) == 1
+    conversation = Conversation(encoder, [QUESTION])
+    answer(conversation, " A \n")
+    conversation.add(AGAIN)
+    assert (
+        " A \n<|im_end|>\n<|im_start|>user\nR" in read(conversation) and conversation.transitions[0].ac.text == " A \n"
+    )
+    answer(conversation, " cut \n", "")
+    conversation.add(AGAIN)
+    assert read(conversation).endswith(" cut \n<|im_end|>\n<|im_start|>user\nR<|im_end|>\n<|im_start|>assistant\n")
+    answer(conversation, "C")
+    assert conversation.breaks == [] and len(transitions_to_training_data(conversation.transitions)) == 1
 
 
 def test_a_thought_that_the_template_drops_is_a_break_said_once(caplog):
-    dialogue_module._warned.clear()
-    dialogue = Dialogue(MessageEncoder(byte_tokenizer(FORGETFUL)), [SYSTEM, QUESTION])
+    conversation_module._warned.clear()
+    conversation = Conversation(MessageEncoder(byte_tokenizer(FORGETFUL)), [SYSTEM, QUESTION])
     with caplog.at_level(logging.WARNING):
         for text in ("A", "<think>hm</think>B", "<think>so</think>C", "D"):
-            assert dialogue.input_ids() == dialogue.encoder.ids(dialogue.messages)
-            answer(dialogue, text)
-            dialogue.add(AGAIN)
-    assert [(found.message_index, found.role) for found in dialogue.breaks] == [(4, "assistant"), (6, "assistant")]
-    assert "the model wrote '<think>hm</think>B' and the template writes 'B<|im_end|>" in dialogue.breaks[0].why
-    assert len(transitions_to_training_data(dialogue.transitions)) == 3
+            assert conversation.input_ids() == conversation.encoder.ids(conversation.messages)
+            answer(conversation, text)
+            conversation.add(AGAIN)
+    assert [(found.message_index, found.role) for found in conversation.breaks] == [(4, "assistant"), (6, "assistant")]
+    assert "the model wrote '<think>hm</think>B' and the template writes 'B<|im_end|>" in conversation.breaks[0].why
+    assert len(transitions_to_training_data(conversation.transitions)) == 3
     (warning,) = caplog.records
     assert "message 4 (assistant)" in warning.message and "qwen3_acc_thinking" in warning.message
 
 
 def test_an_answer_that_ends_with_another_token_than_the_template_s_is_a_break(encoder):
-    dialogue = Dialogue(encoder, [QUESTION])
-    answer(dialogue, "A", "<|endoftext|>")
-    dialogue.add(AGAIN)
-    assert dialogue.input_ids() == encoder.ids([QUESTION, {"role": "assistant", "content": "A"}, AGAIN])
-    answer(dialogue, "B")
-    assert dialogue.breaks[0].why == "the model ended it with <|endoftext|>, the template with <|im_end|>"
+    conversation = Conversation(encoder, [QUESTION])
+    answer(conversation, "A", "<|endoftext|>")
+    conversation.add(AGAIN)
+    assert conversation.input_ids() == encoder.ids([QUESTION, {"role": "assistant", "content": "A"}, AGAIN])
+    answer(conversation, "B")
+    assert conversation.breaks[0].why == "the model ended it with <|endoftext|>, the template with <|im_end|>"
 
 
 def test_a_message_that_is_another_than_the_model_s_text_is_a_break(encoder):
     """As where an agent drops thoughts by itself."""
-    dialogue = Dialogue(encoder, [QUESTION])
-    dialogue.add_answer("hm A", told(encoder.encode("hm A<|im_end|>")), {"role": "assistant", "content": "A"})
-    dialogue.add(AGAIN)
-    assert dialogue.input_ids() == encoder.ids([QUESTION, {"role": "assistant", "content": "A"}, AGAIN])
+    conversation = Conversation(encoder, [QUESTION])
+    conversation.add_answer("hm A", told(encoder.encode("hm A<|im_end|>")), {"role": "assistant", "content": "A"})
+    conversation.add(AGAIN)
+    assert conversation.input_ids() == encoder.ids([QUESTION, {"role": "assistant", "content": "A"}, AGAIN])
 
 
 def test_messages_that_cannot_be_rendered_are_a_config_error():
     strict = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
-    dialogue = Dialogue(MessageEncoder(byte_tokenizer(strict)), [{"role": "tool", "content": "x"}])
+    conversation = Conversation(MessageEncoder(byte_tokenizer(strict)), [{"role": "tool", "content": "x"}])
     with pytest.raises(ConfigError, match=r"no tools .*ends in tool\); check generator\.chat_template"):
-        dialogue.input_ids()
+        conversation.input_ids()
 
 
 # What is verified when
@@ -202,49 +204,51 @@ class CountingEncoder(MessageEncoder):
 
 def test_the_cost_of_many_turns_is_that_of_their_steps():
     encoder = CountingEncoder(byte_tokenizer())
-    dialogue = Dialogue(encoder, [SYSTEM, QUESTION])
+    conversation = Conversation(encoder, [SYSTEM, QUESTION])
     turns = 200
     for turn in range(turns):
-        answer(dialogue, f"A{turn}")
-        dialogue.add({"role": "user", "content": f"R{turn}"})
-    assert dialogue.input_ids() == encoder.ids(dialogue.messages)
+        answer(conversation, f"A{turn}")
+        conversation.add({"role": "user", "content": f"R{turn}"})
+    assert conversation.input_ids() == encoder.ids(conversation.messages)
     assert encoder.rendered < 12 * turns  # anew in each turn: 200 a turn
 
 
 def test_another_kind_of_step_is_verified_when_it_comes():
     """A question makes this template forget the thoughts before; results of tools do not."""
-    dialogue = Dialogue(MessageEncoder(byte_tokenizer(FORGETS_AT_QUESTIONS)), [QUESTION])
+    conversation = Conversation(MessageEncoder(byte_tokenizer(FORGETS_AT_QUESTIONS)), [QUESTION])
     for turn in range(20):
-        answer(dialogue, f"<think>{turn}</think>A")
-        dialogue.add({"role": "tool", "content": "T"})
-    answer(dialogue, "B")
-    assert dialogue.breaks == []
-    dialogue.add(AGAIN)
-    assert dialogue.input_ids() == dialogue.encoder.ids(dialogue.messages)
-    answer(dialogue, "C")
-    assert [(found.message_index, found.role) for found in dialogue.breaks] == [(1, "assistant")]
+        answer(conversation, f"<think>{turn}</think>A")
+        conversation.add({"role": "tool", "content": "T"})
+    answer(conversation, "B")
+    assert conversation.breaks == []
+    conversation.add(AGAIN)
+    assert conversation.input_ids() == conversation.encoder.ids(conversation.messages)
+    answer(conversation, "C")
+    assert [(found.message_index, found.role) for found in conversation.breaks] == [(1, "assistant")]
 
 
 def test_a_template_that_counts_is_noticed_when_the_messages_have_doubled():
     template = CHATML.replace("{% for", "{% if messages | length > 21 %}long{% endif %}{% for", 1)
-    dialogue = Dialogue(MessageEncoder(byte_tokenizer(template)), [QUESTION])
+    conversation = Conversation(MessageEncoder(byte_tokenizer(template)), [QUESTION])
     for _ in range(30):
-        answer(dialogue, "A")
-        dialogue.add(AGAIN)
-    (found,) = dialogue.breaks
+        answer(conversation, "A")
+        conversation.add(AGAIN)
+    (found,) = conversation.breaks
     assert found.message_index == 0 and "became 'long" in found.why
-    assert read(dialogue).startswith("long") and dialogue.input_ids() == dialogue.encoder.ids(dialogue.messages)
+    assert read(conversation).startswith("long") and conversation.input_ids() == conversation.encoder.ids(
+        conversation.messages
+    )
 
 
 def test_a_thought_is_dropped_again_after_a_break():
     """The same step as after the first break, but now there is a thought to drop."""
-    dialogue = Dialogue(MessageEncoder(byte_tokenizer(FORGETS_AT_QUESTIONS)), [QUESTION])
+    conversation = Conversation(MessageEncoder(byte_tokenizer(FORGETS_AT_QUESTIONS)), [QUESTION])
     tool = {"role": "tool", "content": "T"}
     for text, added in [("<think>a</think>", tool), ("A", AGAIN), ("A", AGAIN)] * 3 + [("A", AGAIN)]:
-        answer(dialogue, text)
-        dialogue.add(added)
-        assert dialogue.input_ids() == dialogue.encoder.ids(dialogue.messages)
-    assert [found.message_index for found in dialogue.breaks] == [1, 7, 13]
+        answer(conversation, text)
+        conversation.add(added)
+        assert conversation.input_ids() == conversation.encoder.ids(conversation.messages)
+    assert [found.message_index for found in conversation.breaks] == [1, 7, 13]
 
 
 texts = st.text(max_size=6) | st.sampled_from(["<think>a</think>b", " x ", "<tool_response>", "</think>"])
@@ -257,14 +261,14 @@ steps = st.lists(
 @settings(deadline=None, max_examples=50)
 def test_any_conversation_is_read_as_it_is_rendered(script, template):
     """Real text, so the model's tokens are the rendering's: break or not, the model reads what the template renders."""
-    dialogue = Dialogue(MessageEncoder(byte_tokenizer(template)), [QUESTION])
+    conversation = Conversation(MessageEncoder(byte_tokenizer(template)), [QUESTION])
     for text, is_cut_short, added in script:
-        assert dialogue.input_ids() == dialogue.encoder.ids(dialogue.messages)
-        answer(dialogue, text, "" if is_cut_short else "<|im_end|>")
-        dialogue.add(*({"role": role, "content": content} for role, content in added))
-    assert dialogue.input_ids() == dialogue.encoder.ids(dialogue.messages)
-    written = itertools.chain.from_iterable(turn.ac.token_ids for turn in dialogue.transitions)
-    rows = transitions_to_training_data(dialogue.transitions)
+        assert conversation.input_ids() == conversation.encoder.ids(conversation.messages)
+        answer(conversation, text, "" if is_cut_short else "<|im_end|>")
+        conversation.add(*({"role": role, "content": content} for role, content in added))
+    assert conversation.input_ids() == conversation.encoder.ids(conversation.messages)
+    written = itertools.chain.from_iterable(turn.ac.token_ids for turn in conversation.transitions)
+    rows = transitions_to_training_data(conversation.transitions)
     trained = [t for row in rows for t, m in zip(row.response_tokens, row.response_mask, strict=True) if m]
     assert trained == list(written)
 
@@ -277,22 +281,22 @@ def test_answers_of_harmony(qwen):
     encoder = MessageEncoder(qwen("openai-gpt-oss-120b", "<|return|>"))
     harmony = TOOL_FORMATS["gpt_oss"]
     call = '<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"n":1}<|call|>'
-    dialogue = Dialogue(encoder, [QUESTION])
+    conversation = Conversation(encoder, [QUESTION])
     for _ in range(3):
         text = f"<|channel|>analysis<|message|>Hm.<|end|>{call}"
         (found,) = harmony.parse(text, [])
-        dialogue.input_ids()
-        dialogue.add_answer(text, told(encoder.encode(text)), harmony.answer_message(text, [found]))
-        dialogue.add(*harmony.result_messages([(found, "1")]))
-    assert read(dialogue).count(text) == 3  # in the model's own spelling, not the template's
+        conversation.input_ids()
+        conversation.add_answer(text, told(encoder.encode(text)), harmony.answer_message(text, [found]))
+        conversation.add(*harmony.result_messages([(found, "1")]))
+    assert read(conversation).count(text) == 3  # in the model's own spelling, not the template's
     final = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>1<|return|>"
-    dialogue.add_answer(final, told(encoder.encode(final)), harmony.answer_message(final, []))
-    assert dialogue.breaks == []
-    dialogue.add(AGAIN)
-    assert dialogue.input_ids() == encoder.ids(dialogue.messages)
-    answer(dialogue, "<|channel|>final<|message|>2", "<|return|>")
-    assert [found.role for found in dialogue.breaks] == ["assistant"]
-    assert "Hm." not in encoder.decode(dialogue.transitions[-1].ob.input_ids)
+    conversation.add_answer(final, told(encoder.encode(final)), harmony.answer_message(final, []))
+    assert conversation.breaks == []
+    conversation.add(AGAIN)
+    assert conversation.input_ids() == encoder.ids(conversation.messages)
+    answer(conversation, "<|channel|>final<|message|>2", "<|return|>")
+    assert [found.role for found in conversation.breaks] == ["assistant"]
+    assert "Hm." not in encoder.decode(conversation.transitions[-1].ob.input_ids)
 
 
 @pytest.mark.parametrize("thinking", [True, False])
@@ -305,13 +309,13 @@ def test_our_template_keeps_the_thoughts_of_all_turns(qwen, thinking, tools):
         template_kwargs={"enable_thinking": thinking},
     )
     thought = "<think>\nhm\n</think>\n\n" if thinking else ""
-    dialogue = Dialogue(encoder, [SYSTEM, QUESTION])
+    conversation = Conversation(encoder, [SYSTEM, QUESTION])
     for text in ("A", '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>', "C"):
-        assert dialogue.input_ids() == encoder.ids(dialogue.messages)
-        answer(dialogue, thought + text)
-        dialogue.add({"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}, AGAIN)
-    assert dialogue.input_ids() == encoder.ids(dialogue.messages)
-    assert dialogue.breaks == [] and read(dialogue).count("</think>") == (3 if thinking else 4)
+        assert conversation.input_ids() == encoder.ids(conversation.messages)
+        answer(conversation, thought + text)
+        conversation.add({"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}, AGAIN)
+    assert conversation.input_ids() == encoder.ids(conversation.messages)
+    assert conversation.breaks == [] and read(conversation).count("</think>") == (3 if thinking else 4)
 
 
 def test_our_template_writes_what_qwen3_s_does(qwen):
@@ -370,7 +374,7 @@ def test_a_tokenizer_that_treats_the_beginning_of_a_text_differently():
     )
     encoder = MessageEncoder(tokenizer)
     assert encoder.encode("a") != encoder.ids_after("a")
-    dialogue = Dialogue(encoder, [{"role": "user", "content": "a"}])
-    dialogue.add_answer("b", told([*encoder.ids_after("b"), tokenizer.eos_token_id]))
-    dialogue.add({"role": "user", "content": "a"})
-    assert dialogue.input_ids() == encoder.ids(dialogue.messages)
+    conversation = Conversation(encoder, [{"role": "user", "content": "a"}])
+    conversation.add_answer("b", told([*encoder.ids_after("b"), tokenizer.eos_token_id]))
+    conversation.add({"role": "user", "content": "a"})
+    assert conversation.input_ids() == encoder.ids(conversation.messages)

@@ -10,7 +10,7 @@ from skyrl_agent.chat.encoding import MessageEncoder
 from skyrl_agent.chat.transitions import transitions_to_training_data
 from skyrl_agent.errors import ConfigError
 
-from .dialogue_play import play
+from .conversation_play import play
 
 SEARCH = {
     "type": "function",
@@ -120,9 +120,9 @@ def test_input_ids_equal_the_rendered_template(qwen, name, script):
         with pytest.raises(ConfigError, match=r"does not render tool calls.*function_xml"):
             encoder.text(messages)
         return
-    dialogue = play(encoder, messages, facts.end, facts.end_of_call)
-    assert [found.message_index for found in dialogue.breaks] == [*written_anew]
-    assert [found.role for found in dialogue.breaks] == [messages[index]["role"] for index in written_anew]
-    rows = transitions_to_training_data(dialogue.transitions)
+    conversation = play(encoder, messages, facts.end, facts.end_of_call)
+    assert [found.message_index for found in conversation.breaks] == [*written_anew]
+    assert [found.role for found in conversation.breaks] == [messages[index]["role"] for index in written_anew]
+    rows = transitions_to_training_data(conversation.transitions)
     assert len(rows) == 1 + len(written_anew)
     assert all(row.response_logprobs is not None for row in rows)
