@@ -29,7 +29,7 @@ def chosen(only: list[str]) -> list[Check]:
 
 
 def judge(check: Check, server: ServerUnderTest, limit_seconds: float) -> Verdict:
-    """Runs one check. One that does not end is left behind in its thread."""
+    """Run one check. A check that does not end is left behind in its thread."""
     found: list[tuple[str, str]] = []
 
     def run() -> None:
@@ -61,7 +61,7 @@ def judge(check: Check, server: ServerUnderTest, limit_seconds: float) -> Verdic
 def run_checks(
     server: ServerUnderTest, only: list[str], limit_seconds: float, out: TextIO, exit_first: bool = False
 ) -> list[Verdict]:
-    """Runs the chosen checks, or those up to the first that fails, and prints a row as each ends."""
+    """Run the chosen checks, or those up to the first failure, and print a row as each ends."""
     verdicts = []
     for check in chosen(only):
         verdict = judge(check, server, limit_seconds)

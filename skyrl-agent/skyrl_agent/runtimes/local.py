@@ -41,7 +41,7 @@ class LeasedSandbox(HostSandbox[FilesType]):
         return ""
 
     def begin(self, command: Sequence[str], env: Mapping[str, str] | None, limits: Limits) -> Command:
-        """Starts a command. Raises InfraError, and ValueError for what no system can start."""
+        """Start a command. Raises InfraError, and ValueError for arguments that no system can start."""
         return Command(self._launch(command, env, limits), limits)
 
     def full_disk(self) -> str | None:
@@ -54,7 +54,7 @@ class LeasedWorkspaceSandbox(LeasedSandbox[Workspace]):
         return os.path.join(tempfile.gettempdir(), PREFIX + id)
 
     def begin(self, command: Sequence[str], env: Mapping[str, str] | None, limits: Limits) -> Command:
-        """One that finds more in the workspace than its limit is not ended for that: it may be here to remove it."""
+        """Start a command, even if the workspace is over its limit: the command may be there to clean it up."""
         workspace = self._started()
         if workspace.usage(limits.workspace_bytes) > limits.workspace_bytes:
             limits = replace(limits, workspace_bytes=workspace.usage(sys.maxsize) + ROOM_BYTES)

@@ -26,7 +26,7 @@ from tx.tinker.storage.store import Store
 
 Verdict = Literal["ok", "note", "wrong"]
 SDK_VERSIONS = ((0, 16, 1), (0, 38, 0))
-"""Of tinker: oldest and newest that the server is tested with."""
+"""Oldest and newest version of the tinker SDK that the server is tested with."""
 LITTLE_DISK_GB = 2
 
 
@@ -35,11 +35,11 @@ class Finding:
     subject: str
     verdict: Verdict
     text: str
-    """What was found; unless all is well, what to do."""
+    """Finding and, unless all is well, the remedy."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table. Returns 1 if a server would not start, 2 for options that are wrong."""
+    """Print the table. Returns 1 if a server would not start, 2 for invalid options."""
     try:
         # Without a model everything else can be looked at all the same.
         named = "TX_BASE_MODEL" in os.environ or any(word.split("=")[0] == "--base-model" for word in argv)

@@ -1,4 +1,4 @@
-"""Prints the reference page of the server's settings, made from the classes that hold them.
+"""Print the reference page of the server's settings, generated from the classes that hold them.
 
 `python -m tx.run.document > docs/tinker-settings.md`
 """

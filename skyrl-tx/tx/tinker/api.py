@@ -28,7 +28,7 @@ from tx.tinker.storage.store import Store
 logger = logging.getLogger(__name__)
 
 LAST_ANSWERS_SECONDS = 3
-"""For requests under way when the server is told to stop."""
+"""Time that pending requests have when the server is told to stop."""
 BACKLOG = 4096
 
 

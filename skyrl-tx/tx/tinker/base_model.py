@@ -8,7 +8,7 @@ from typing import Any
 from tx.errors import ConfigError
 
 FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-"""What is fetched from the hub: weights, settings, tokenizer."""
+"""Files that are downloaded from the hub: weights, settings, tokenizer."""
 _CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 
 
@@ -17,7 +17,7 @@ class BaseModelFacts:
     """Facts about the base model that need no weights."""
 
     name: str
-    """As requests say it."""
+    """Name of the model in requests."""
     folder: Path
     vocab_size: int
     """Rows of the embedding: token ids are below."""
@@ -26,13 +26,13 @@ class BaseModelFacts:
     architecture: str
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
-    """What ends an answer when a request says nothing of stops."""
+    """Tokens that end a response if a request names no stops."""
     tokenizer_id: str | None
-    """What clients give to `AutoTokenizer.from_pretrained`: the hub's name or the folder; None without a tokenizer."""
+    """Argument of `AutoTokenizer.from_pretrained` for clients: a hub name or folder; None without a tokenizer."""
 
 
 def read_base_model(name_or_dir: str) -> BaseModelFacts:
-    """Reads a local folder, or fetches a model of the hub and reads that.
+    """Read a local folder, or download a model from the hub and read it.
 
     Raises:
         ConfigError: no such model, or its files do not say what is needed.

@@ -218,7 +218,7 @@ class StoredCommand(msgspec.Struct, frozen=True, kw_only=True, rename={"command"
     """The command column of a request's row."""
 
     command: "CreateModel | Train | Optimize | Save | Load | Unload | Sample"
-    """Without its payload, if that is a blob."""
+    """Command without its payload, if that is a blob."""
     answer: bytes | None = None
     """Result as JSON, where it does not depend on the engine."""
     save: SaveEffect | None = None

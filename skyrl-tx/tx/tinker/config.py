@@ -12,51 +12,54 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     base_model: str = Field(min_length=1)
-    """A local folder or a hub name. Requests name the model by it."""
+    """Local folder, or name on the Hugging Face hub. Requests name the model by it."""
     served_model_name: list[str] = Field(default_factory=list)
-    """A further name for the same weights; repeatable."""
+    """Further name of the same weights; repeatable."""
     host: str = "127.0.0.1"
-    """The address to listen on. Others than loopback need API keys."""
+    """Address to listen on. Addresses other than loopback require API keys."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """0: any free one."""
+    """Port to listen on. 0: any free port."""
     backend: Literal["torch", "skyrl_train"] = "torch"
-    """What computes."""
+    """Backend that trains and samples."""
     backend_config: dict[str, Any] = Field(default_factory=dict)
-    """JSON; the backend's own settings."""
+    """Settings of the backend, as JSON."""
     checkpoints_base: str = "/tmp/tx_checkpoints"
-    """A folder, or an fsspec URL such as s3://bucket/folder."""
+    """Location of checkpoints: a folder, or an fsspec URL such as s3://bucket/folder."""
     state_dir: Path | None = None
-    """Local folder of database, payloads and snapshots; default `~/.local/state/tx`."""
+    """Local folder of the database, payloads and snapshots. Default: `~/.local/state/tx`."""
     database_url: str | None = None
-    """sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME; default sqlite in the state folder."""
+    """Database: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME. Default: sqlite in the state folder."""
     api_keys_file: Path | None = None
-    """Lines `NAME KEY`, or `NAME KEY admin` for a key that sees all tenants in `/metrics`; requests
-    without one of the keys are answered 401. Without a file TX_API_KEYS (`name=key,…`, `name:admin=key`) counts, and
-    without both no keys are needed, which is allowed on loopback only."""
+    """File of API keys, with lines `NAME KEY`, or `NAME KEY admin` for a key that sees all tenants in `/metrics`;
+    requests without one of the keys get status 401. Without a file, TX_API_KEYS (`name=key,…`, `name:admin=key`) is
+    read. Without both, no keys are needed, which is allowed on loopback only."""
     session_timeout_sec: int = Field(default=300, ge=-1)
-    """A session without heartbeat for so long ends, and its models are unloaded; -1: never."""
+    """Time without a heartbeat after which a session ends and its models are unloaded, in seconds. -1: never."""
     session_cleanup_interval_sec: int = Field(default=60, ge=-1)
-    """How often such sessions are looked for; -1: never."""
+    """Interval of the search for such sessions, in seconds. -1: never."""
     result_ttl_sec: int = Field(default=3600, ge=0)
-    """A result may be fetched again for so long after it was first."""
+    """Time for which a result can be fetched again after the first time, in seconds."""
     max_body_mb: int = Field(default=64, ge=1)
-    """Larger requests are refused (413) before they are read."""
+    """Maximum size of a request's body, in MB; larger requests are refused (413) before they are read."""
     max_bodies_mb: int = Field(default=1024, ge=1)
-    """Most bytes of request bodies being read or parsed, of all clients, counted as they arrive. A tenant may have as
-    many as are still free, so one alone half of it; above, 429. Bodies up to 64 KiB are always let in."""
+    """Maximum total size of request bodies being read or parsed, of all clients, in MB, counted as they arrive. A
+    tenant may use as much as is still free, so one alone at most half of it; beyond that, status 429. Bodies up to 64
+    KiB are always admitted."""
     max_pending_per_tenant: int = Field(default=4096, ge=1)
-    """Requests accepted and not done; above, 429."""
+    """Maximum number of unfinished requests per tenant; beyond that, status 429."""
     max_sample_tokens_pending: int = Field(default=4_000_000, ge=1)
-    """Prompt and answer tokens of samples under way, of all tenants; above, 429 for those above their share."""
+    """Maximum number of prompt and response tokens of pending sampling requests, of all tenants; beyond that, tenants
+    above their share get status 429."""
     seq_gap_timeout_sec: int = Field(default=300, ge=1)
-    """A request whose predecessor never arrives fails after this."""
+    """Time after which a request fails whose predecessor has not arrived, in seconds."""
 
     pass_timeout_seconds: int = Field(default=1800, ge=1)
-    """An engine that is at one training pass, or one step of sampling, for longer hangs: it is ended, and the next one
-    does again what was under way. A request that is there whenever this happens fails."""
+    """Maximum duration of one training pass or one sampling step, in seconds. An engine that takes longer counts as
+    hung: it is ended, and a new one repeats the pending requests. A request that is present at every such timeout
+    fails."""
     standby_engine: bool = True
-    """Keep a second process that has done the engine's imports, but holds no model: when the engine dies, the next one
-    starts seconds sooner. It costs the memory of the imports, about 0.6 GB."""
+    """Keep a second process that has imported the engine's modules but holds no model: after a crash of the engine, the
+    next one starts seconds sooner. Costs the memory of the imports, about 0.6 GB."""
 
     @property
     def state_folder(self) -> Path:

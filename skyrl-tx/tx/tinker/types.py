@@ -77,7 +77,7 @@ class Datum:
     tokens: np.ndarray
     """[N] int64"""
     inputs: dict[str, np.ndarray]
-    """What the loss needs, by name: `target_tokens` int64 [N] or [N, K]; `weights`, `logprobs`, `advantages`, … float32
+    """Inputs of the loss by name: `target_tokens` int64 [N] or [N, K]; `weights`, `logprobs`, `advantages`, … float32
     of the shape of the targets."""
 
 
@@ -164,7 +164,7 @@ class TinkerPath(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, setting: str = "path") -> "TinkerPath":
-        """Reads one.
+        """Parse a path.
 
         Raises:
             RequestError: it is none.

@@ -65,7 +65,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def forget(self, model_id: str) -> None:
-        """Gives its memory back. An unknown id is nothing to do."""
+        """Free the memory of a model. Unknown ids are ignored."""
 
     @abstractmethod
     def micro_batches(self, data: Sequence[Datum]) -> list[list[Datum]]:
@@ -85,7 +85,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def put_gradient(self, model_id: str, gradient: Any) -> None:
-        """Makes the accumulated gradient what it was, bit for bit. The copy is not used again."""
+        """Restore the accumulated gradient, bit for bit. The copy is not used again."""
 
     @abstractmethod
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
@@ -100,8 +100,9 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def save(self, model_id: str, folder: Path, *, state: bool) -> None:
-        """Writes the adapter as peft reads it (`adapter_config.json`, `adapter_model.safetensors`, float32) into an
-        existing empty local folder; with `state` also optimizer, step count and accumulated gradient, bit for bit."""
+        """Write the adapter as peft reads it (`adapter_config.json`, `adapter_model.safetensors`, float32) into an
+        existing empty local folder; with `state` also optimizer, step count and accumulated gradient, bit for bit.
+        """
 
     @abstractmethod
     def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
@@ -114,7 +115,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def restore(self, model_id: str, lora: LoraSpec, folder: Path) -> None:
-        """Makes a model exactly as `save(…, state=True)` left it, gradient included."""
+        """Restore a model exactly as `save(…, state=True)` wrote it, gradient included."""
 
     @abstractmethod
     def close(self) -> None:

@@ -17,12 +17,12 @@ SAMPLING_SETTINGS: dict[str, type] = {
     "max_prefill_tokens": int,
     "max_cache_gib": float,
 }
-"""Of `--backend-config`, what is for sampling alone (documented at `NativeSampling`); the rest is `TrainingSettings`,
-whose device, dtype and largest rank hold for sampling too."""
+"""Settings of `--backend-config` for sampling only (documented at `NativeSampling`). The others are `TrainingSettings`,
+whose device, dtype and maximum rank apply to sampling as well."""
 
 
 def build_backend(config: EngineConfig, facts: "BaseModelFacts") -> Backend:
-    """Loads the base model.
+    """Load the base model.
 
     Raises:
         ConfigError: a setting of `backend_config` is unknown or impossible, or the model cannot be used here.

@@ -46,11 +46,11 @@ from tx.tinker.storage.folders import Folders
 
 STATS_SECONDS = 1.0
 FINISH_SECONDS = 4.0
-"""For the pass that runs when the engine is asked to stop."""
+"""Time that the running pass has when the engine is asked to stop."""
 SNAPSHOT_SECONDS = 2.0
-"""For putting models to disk then."""
+"""Time for writing snapshots of models at that point."""
 CLOSE_SECONDS = 3.0
-"""For the end of what samples, then; what is left of it ends with this process."""
+"""Time for closing the sampling backend at that point; the rest ends with this process."""
 
 
 class Engine:

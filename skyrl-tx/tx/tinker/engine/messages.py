@@ -14,8 +14,9 @@ from tx.tinker.types import LoraSpec
 
 
 class Restore(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Restores a model from its snapshot, or from its creation if it has none. The commands after it follow, first
-    those with `replay`."""
+    """Restoration of a model from its snapshot, or as created if it has none. The commands after it follow, first those
+    with `replay`.
+    """
 
     model_id: str
     tenant: str
@@ -42,7 +43,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Reports the result of a command."""
+    """Result of a command."""
 
     request_id: str
     result: bytes
@@ -52,7 +53,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Reports the failure of a command."""
+    """Failure of a command."""
 
     request_id: str
     error: str
@@ -90,7 +91,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     running_samples: int
     resident_models: int
     train_tokens: dict[str, int]
-    """By tenant, since the start."""
+    """Number of trained tokens by tenant, since the start."""
     sample_tokens: dict[str, int]
     busy_seconds: float
     """Busy time of the training thread since the start."""

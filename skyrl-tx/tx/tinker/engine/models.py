@@ -47,11 +47,12 @@ def run_here(steps: Steps) -> object:
 
 
 REPLAY_SECONDS = 2.0
-"""Of compute that a crash may cost a model."""
+"""Maximum compute time of a model, in seconds, that a crash may make necessary to repeat."""
 COST_RATIO = 10
-"""Compute seconds for each second that the last snapshot of this model took: at most a tenth goes to snapshots."""
+"""Minimum compute time between snapshots of a model, as a multiple of the duration of its last one: snapshots take at
+most a tenth of the time."""
 REPLAY_BYTES = 64 << 20
-"""Of requests kept for doing them again."""
+"""Maximum total size of requests kept for replay."""
 REST_SECONDS = 5.0
 """Idle time after which a model is snapshotted, so that it needs no replay."""
 
@@ -69,16 +70,16 @@ class Model:
     """Folder; None: it is as it was created, if it is unchanged."""
     in_memory: bool = False
     changed: bool = False
-    """Since the snapshot."""
+    """True if the model changed since its snapshot."""
     being_written: bool = False
-    """Its snapshot is copied from memory, and on its way to the disk."""
+    """True while its snapshot, already copied from memory, is being written to disk."""
     damaged: str | None = None
     """Reason why it cannot continue."""
     seconds: float = 0.0
-    """Of compute since the snapshot."""
+    """Compute time since the snapshot."""
     request_bytes: int = 0
     snapshot_seconds: float = 0.0
-    """What the last snapshot took of the training thread."""
+    """Time of the training thread that the last snapshot took."""
     last_used: float = 0.0
 
 
@@ -106,7 +107,7 @@ class Models:
         return self._models.get(model_id)
 
     def forget(self, model_id: str) -> None:
-        """Unloads it for good."""
+        """Unload a model for good."""
         if self._models.pop(model_id, None) is not None:
             self._training.forget(model_id)
 

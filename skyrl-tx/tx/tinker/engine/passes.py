@@ -21,7 +21,7 @@ class RunningPass:
     """Copy of the gradient before the first part, for commands of several parts that add to it."""
     outputs: list[PassOutput] = field(default_factory=list)
     seconds: float = 0.0
-    """Its part of the passes so far."""
+    """Compute time of this command in the passes so far."""
 
     def __post_init__(self) -> None:
         if not self.parts:

@@ -16,12 +16,14 @@ from pathlib import Path
 from tx.tinker.config import EngineConfig
 
 WRONG_SETTINGS = 78
-"""Exit status (EX_CONFIG): no new start will help."""
+"""Exit status (EX_CONFIG) for settings with which no restart can succeed."""
 ORPHANED = 3
 FROM_STDIN = "-"
-"""In place of a channel's address: the engine does its imports and then waits for a line with the address."""
+"""Argument in place of a channel's address: the engine imports its modules and then waits for a line with the
+address.
+"""
 STANDING_BY = "standing by"
-"""What it says then."""
+"""Line that the engine prints when it waits for the address."""
 
 _SECRETS = {"database_url", "api_keys_file"}
 """Settings that the engine has no use for, and that a command line would show to everybody on the machine."""
@@ -42,8 +44,9 @@ def name_process(name: str) -> None:
 
 
 def at_low_priority(work: Callable[[], None]) -> None:
-    """Runs it in a thread that gives way to all other work of the machine, where threads have priorities of their own
-    (Linux): what a process has given away it gets back with a privilege only."""
+    """Run in a thread of the lowest priority, where threads have priorities of their own (Linux). The priority cannot
+    be raised again without a privilege.
+    """
 
     def give_way() -> None:
         if sys.platform == "linux":

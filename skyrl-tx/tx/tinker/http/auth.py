@@ -11,7 +11,7 @@ from tx.tinker.http.scope import IS_ADMIN, TENANT
 DOWNLOADS = "/api/v1/downloads/"
 """Open to whoever has the signed address: users hand it to programs that know no key."""
 OPEN_PATHS = ("/healthz", "/api/v1/healthz")
-"""They say that the server is there, and nothing else."""
+"""Paths that need no key: they report only that the server is up."""
 
 
 class Door:

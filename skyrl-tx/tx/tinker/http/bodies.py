@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 THREAD_FROM_BYTES = 64 * 1024
 """Parsing so much takes about a millisecond; a smaller body is sooner parsed than handed to a thread."""
 BODY_SECONDS = 120.0
-"""For all of a body to arrive."""
+"""Time in which the whole body must arrive."""
 IDLE_SECONDS = 30.0
 """Longest time between two parts of a body."""
 SMALL_BYTES = 64 * 1024

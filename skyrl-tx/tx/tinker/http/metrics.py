@@ -87,7 +87,9 @@ class _Numbers(Collector):
 
 
 class Measured:
-    """Counts every request by its route's pattern: addresses hold ids, which would make a series each. Pure ASGI."""
+    """Middleware that counts requests by their route's pattern: addresses contain ids, each of which would be a time
+    series. Pure ASGI.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
         self.app = app

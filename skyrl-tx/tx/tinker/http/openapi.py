@@ -66,7 +66,7 @@ def with_protobuf(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def install(app: FastAPI, *, needs_keys: bool, open_paths: Collection[str]) -> None:
-    """Gives the app its description, which is made once, when first asked for.
+    """Set the app's OpenAPI description, which is generated on first use.
 
     Args:
         open_paths: need no key all the same

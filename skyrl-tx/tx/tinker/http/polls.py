@@ -33,7 +33,7 @@ class OpenPolls:
             self._tasks.discard(task)
 
     def release(self) -> None:
-        """Ends the waiting of all."""
+        """End all waits."""
         self._released = True
         for task in self._tasks:
             task.cancel()

@@ -30,7 +30,7 @@ POLL_PAUSE_SECONDS = 5
 
 
 def install(app: FastAPI) -> None:
-    """Makes the app answer exceptions so."""
+    """Register the exception handlers of the app."""
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(Busy, _busy)
     app.add_exception_handler(RequestValidationError, _wrong_parameters)

@@ -170,7 +170,7 @@ class TrainingRuns(ResponseBody):
 
 class FileAddresses(ResponseBody):
     urls: dict[str, str]
-    """By the file's path in the checkpoint."""
+    """URLs by the file's path in the checkpoint."""
     expires: datetime
 
 

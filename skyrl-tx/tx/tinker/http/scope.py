@@ -5,7 +5,7 @@ from starlette.requests import Request
 from tx.tinker.service.service import TinkerService
 
 TENANT = "tx.tenant"
-"""Where the tenant's name is in a request's scope; `auth` puts it there."""
+"""Key of the tenant's name in a request's scope, set by `auth`."""
 IS_ADMIN = "tx.is_admin"
 """Beside it, whether the key sees what concerns all tenants."""
 

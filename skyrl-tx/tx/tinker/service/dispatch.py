@@ -40,7 +40,7 @@ class Dispatch:
         self._store, self._blobs, self._state, self._link, self._recorder = store, blobs, state, link, recording_result
         self._bisector = CrashBisector[PendingRequest]()
         self._samples: dict[str, PendingRequest] = {}
-        """Of the pending ones."""
+        """Pending sampling requests."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_culprit_requests = 0
         self.recording: set[str] = set()

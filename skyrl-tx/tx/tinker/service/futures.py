@@ -19,7 +19,8 @@ from tx.tinker.storage.db_models import ModelRow, RequestRow, SamplerRow
 from tx.tinker.storage.store import Store
 
 CACHE_BYTES = 32 << 20
-"""Of results that nobody has fetched yet. One that was fetched is asked for again only where an answer was lost."""
+"""Maximum total size of cached results that have not been fetched. A fetched result is requested again only if its
+response was lost."""
 
 
 class Futures:

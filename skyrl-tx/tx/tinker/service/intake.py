@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 Insert = Callable[[Database, PendingRequest], None]
-"""Inserts a request's rows."""
+"""Function that inserts a request's rows."""
 
 R = TypeVar("R", bound="Sequenced", contravariant=True)
 

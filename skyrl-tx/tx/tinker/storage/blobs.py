@@ -20,8 +20,8 @@ from tx.tinker.storage.files import PARTIAL, sync_folder
 _ID = re.compile(r"[0-9a-f]{32}")
 _OWNER = "owner"
 _LONGEST_PUT_SECONDS = 600
-"""What has not been touched for longer was left by a killed process. Other processes' files are told by age alone, so
-that a second server, refused by the database a moment later, does no harm."""
+"""Age without a change from which a partial file counts as left by a killed process. Files of other processes are
+judged by age alone, so that a second server that the database refuses a moment later does no harm."""
 
 
 class Blobs:

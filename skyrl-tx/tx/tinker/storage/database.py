@@ -90,7 +90,7 @@ class Database:
         return self.url.set(drivername=self.url.get_backend_name()).render_as_string(hide_password=True)
 
     def open(self) -> str:
-        """Takes the database for this process, makes missing tables and checks that they are ours.
+        """Lock the database for this process, create missing tables and check their version.
 
         Returns:
             the database's id

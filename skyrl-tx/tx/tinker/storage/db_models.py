@@ -10,8 +10,8 @@ from sqlmodel import Field, SQLModel
 from tx.tinker.types import LoraSpec
 
 SCHEMA_VERSION = 1
-"""Of the tables below. A database of another version is refused at the start, never guessed at; a test notices a change
-of the tables that left this as it was."""
+"""Version of the tables below. A database of another version is refused at the start; a test detects a change of the
+tables without a new version."""
 
 
 class Row(SQLModel):
@@ -62,7 +62,7 @@ class ModelRow(Row, table=True):
     session_id: str = Field(foreign_key="sessions.session_id", index=True)
     model_seq_id: int = Field(sa_type=BigInteger)
     base_model: str
-    """As the user named it."""
+    """Name of the base model as the user gave it."""
     lora_rank: int
     lora_seed: int = Field(sa_type=BigInteger)
     train_attn: bool
@@ -116,7 +116,7 @@ class RequestRow(Row, table=True):
     sampler_id: str | None = None
     sampler_seq: int | None = Field(default=None, sa_type=BigInteger)
     order: bytes | None = Field(default=None, sa_column=Column(LargeBinary))
-    """What the engine is told (msgpack of `engine.messages`), without the payload; None once it is needed no more."""
+    """Command for the engine (msgpack of `engine.messages`), without the payload; None once it is no longer needed."""
     payload: str | None = None
     """Blob of the payload; goes with the order."""
     status: str = Field(index=True)
@@ -126,7 +126,7 @@ class RequestRow(Row, table=True):
     error: str | None = None
     category: str | None = None
     http_status: int | None = None
-    """Of a refusal."""
+    """HTTP status of a refusal."""
     num_deaths: int = Field(default=0, sa_column_kwargs={"server_default": "0"})
     """Engine crashes while this was running (`service.crash_bisector`)."""
     created_at: float

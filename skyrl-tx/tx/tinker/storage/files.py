@@ -21,13 +21,13 @@ _AT_FDCWD = -100
 
 
 def sync_file(path: Path) -> None:
-    """Puts a file's bytes on the disk, against a power cut."""
+    """Flush a file's bytes to disk, as protection against a power failure."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Puts a folder's names on the disk, where the file system can do that."""
+    """Flush a folder's entries to disk, where the file system supports it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -39,7 +39,7 @@ def sync_folder(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Puts a folder with all that is in it on the disk."""
+    """Flush a folder and all its contents to disk."""
     for parent, _, names in os.walk(folder):
         for name in names:
             sync_file(Path(parent) / name)
@@ -47,7 +47,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swaps the names of two folders in one step of the file system.
+    """Swap the names of two folders atomically.
 
     Returns:
         False where the system or the file system (NFS, say) cannot do that.
@@ -85,13 +85,15 @@ def scratch_folder(partials: Path) -> Iterator[Path]:
 
 
 def remove_tree(folder: Path, partials: Path) -> None:
-    """Removes a folder so that it is whole under its name or not there. Nothing to do if it is gone."""
+    """Remove a folder so that it is at any time either complete under its name or absent. Does nothing if it is
+    absent.
+    """
     with scratch_folder(partials) as scratch, suppress(FileNotFoundError):
         folder.rename(scratch / folder.name)
 
 
 def sweep(partials: Path) -> None:
-    """Removes what dead processes left in `partials`; what a living one holds stays."""
+    """Remove files of dead processes in `partials`; files of a living process stay."""
     for holder in partials.iterdir() if partials.is_dir() else ():
         lock = _try_lock(holder)
         if lock is not None:

@@ -40,7 +40,7 @@ _checkpoints, _sessions, _scheduled_deletions = (
 )
 
 MOST_AT_ONCE = 250
-"""Rows a call, a few hundredths of a second: other units wait for it."""
+"""Maximum number of rows per call, a few hundredths of a second: other units wait for it."""
 ABANDONED_SECONDS = 24 * 3600.0
 """A result that nobody fetched is kept for so long, or for the ttl if that is longer."""
 
@@ -51,7 +51,7 @@ class Forgotten(NamedTuple):
     num_requests: int
     """0: there is no more to do for now."""
     blobs: list[str]
-    """They may go from the disk after the commit."""
+    """Blobs that may be deleted from disk after the commit."""
 
 
 def unreferenced_blobs(session: Session, blobs: Blobs, min_age_seconds: float = 3600.0) -> set[str]:

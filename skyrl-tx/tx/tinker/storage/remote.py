@@ -58,8 +58,9 @@ class RemoteFolders:
             yield folder
 
     def upload(self, source: Path, folder: str) -> None:
-        """Makes the remote folder equal to the local one: files, then the manifest, then removes what the manifest
-        before named."""
+        """Make the remote folder equal to the local one: upload files, then the manifest, then remove files that only
+        the previous manifest names.
+        """
         before = self._manifest(folder)
         prefix = f"{secrets.token_hex(8)}/" if before else ""  # plain names as long as nothing is replaced
         files = {}
@@ -125,7 +126,7 @@ class RemoteFolders:
             raise OSError(f"{url} is not what its manifest says: damaged, or written over by someone else")
 
     def _touch(self, copy: Path) -> bool:
-        """Marks a copy as used now. False if there is none."""
+        """Mark a copy as used now. Returns False if there is none."""
         try:
             os.utime(copy)
         except FileNotFoundError:

@@ -13,7 +13,7 @@ def table_of(row_type: type[Row]) -> Table:
 
 
 def add_row(session: Session, row_type: type[Row], **values: object) -> None:
-    """Inserts a row; what is not given has its default. Raises sqlalchemy's IntegrityError if the key is taken."""
+    """Insert a row, with defaults for missing columns. Raises sqlalchemy's IntegrityError if the key is taken."""
     session.connection().execute(insert(table_of(row_type)), values)
 
 

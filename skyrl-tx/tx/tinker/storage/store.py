@@ -69,7 +69,7 @@ class Store:
         """Drawn when the database was made; known once started."""
 
     async def start(self) -> None:
-        """Takes the database for this process and makes what tables are missing.
+        """Lock the database for this process and create missing tables.
 
         Raises:
             ConfigError: it cannot be reached or written, another server has it, or another release made it.
@@ -79,9 +79,9 @@ class Store:
         self._writer.start()
 
     async def write(self, unit: Callable[[Session], T]) -> T:
-        """Runs a unit in a transaction and returns after the commit. The unit runs in another thread; it may run again
-        (another one of its transaction failed, the connection was lost), so it must change nothing but the session.
-        What it returns may be rows: they keep their values.
+        """Run a unit of work in a transaction and return after the commit. The unit runs in another thread and may run
+        again (another unit of its transaction failed, the connection was lost), so it must change nothing but the
+        session. It may return rows: they keep their values.
 
         Once there was room for the unit it is applied whole, even if the caller is cancelled.
 
@@ -101,8 +101,8 @@ class Store:
         return await work.done  # the caller may go; its unit does not, and its room is free when the writer is done
 
     async def read(self, unit: Callable[[Session], T]) -> T:
-        """Runs a unit that changes nothing, without waiting for writes; sees what was committed before the call, all of
-        one moment.
+        """Run a read-only unit of work without waiting for writes. It sees a consistent state that includes all commits
+        before the call.
 
         Raises:
             StoreError: the database cannot be reached, or the store is closed.
@@ -112,8 +112,7 @@ class Store:
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, unit)
 
     async def close(self) -> None:
-        """Finishes the units that had room, refuses those that wait for it and all that come, and gives the database
-        back."""
+        """Finish the accepted units, refuse waiting and new ones, and release the database."""
         if self._closed:
             return
         self._closed = True
@@ -210,7 +209,7 @@ class Store:
         return True
 
     def _join(self, group: list["_Unit"], until: float) -> bool:
-        """Adds a unit that waits, if there is one and time."""
+        """Add a waiting unit to the transaction, if there is one and time remains."""
         if time.monotonic() >= until:
             return False
         try:

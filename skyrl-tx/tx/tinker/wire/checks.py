@@ -13,7 +13,7 @@ MAX_SAMPLES = 1024
 MAX_STOPS = 64
 MAX_TOPK = 1000
 MAX_TOPK_NUMBERS = 2**22
-"""Of prompt positions times k: what one answer may hold."""
+"""Maximum of prompt positions times k in one response."""
 TEMPERATURES = (1e-3, 100.0)
 
 
@@ -118,7 +118,7 @@ def _check_input(array: np.ndarray, key: str, name: str, shape: tuple[int, ...],
 
 
 def _check_bounds(datum: Datum, name: str) -> None:
-    """Bounds a token, where both are given."""
+    """Check that no token's lower bound is above its upper bound, where both are given."""
     low, high = datum.inputs.get("clip_low_threshold"), datum.inputs.get("clip_high_threshold")
     if low is not None and high is not None and (low > high).any():
         place = int(np.argmax(low > high))

@@ -170,7 +170,7 @@ def encode_pass_output(output: PassOutput) -> bytes:
 
 
 def decode_pass_output(data: bytes) -> PassOutput:
-    """Reads what `encode_pass_output` wrote."""
+    """Decode the output of `encode_pass_output`."""
     message = parsed(pb.ForwardBackwardOutput, data)
     logprobs = []
     for record in message.loss_fn_outputs:
@@ -215,7 +215,7 @@ def encode_sample_output(output: SampleOutput) -> bytes:
 
 
 def decode_sample_output(data: bytes) -> SampleOutput:
-    """Reads what `encode_sample_output` wrote; log-probs are those of float32."""
+    """Decode the output of `encode_sample_output`; log-probs have the precision of float32."""
     message = parsed(pb.SampleResponse, data)
     return SampleOutput(
         sequences=[

@@ -21,7 +21,7 @@ class LossRule:
     config: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """Settings with their defaults."""
     many_targets: bool = False
-    """Whether targets may be [N, K]."""
+    """True if targets may be [N, K]."""
 
     @property
     def inputs(self) -> tuple[str, ...]:

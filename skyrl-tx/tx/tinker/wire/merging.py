@@ -12,7 +12,7 @@ REDUCTIONS: dict[str, Callable[[Sequence[float], Sequence[float]], float]] = {
     "min": lambda values, weights: min(values),
     "max": lambda values, weights: max(values),
 }
-"""What follows the `:` of a metric's name: values and weights of the parts -> one number."""
+"""Reductions by the suffix of a metric's name after `:`: values and weights of the parts -> one number."""
 
 
 def merge_outputs(outputs: Sequence[PassOutput], weights: Sequence[float] | None = None) -> PassOutput:

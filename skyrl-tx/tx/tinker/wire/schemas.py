@@ -369,7 +369,7 @@ class AsampleRequest(Body):
     num_samples: Index = 1
     sampling_session_id: Name | None = None
     seq_id: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
-    """Of its sampling session, or of nothing; copies of a client count from multiples of 1e9."""
+    """Sequence number within the sampling session, or of none; copies of a client count from multiples of 1e9."""
     base_model: Name | None = None
     model_path: Name | None = None
     prompt_logprobs: bool | None = None

@@ -14,7 +14,7 @@ from tx.errors import RequestError
 from tx.tinker.wire import tinker_wire_pb2 as pb
 
 MAX_DENSE_ELEMENTS = 2**25
-"""Of a request's sparse tensors once they are dense: a small body must not become gigabytes."""
+"""Maximum number of elements of a request's sparse tensors in dense form: a small body must not become gigabytes."""
 
 _NAMES = {pb.DTYPE_FLOAT32: "<f4", pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4", pb.DTYPE_BFLOAT16: "<u2"}
 
@@ -30,7 +30,7 @@ class JsonTensor(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TensorReader:
-    """Reads the tensors of one request, which together may not become too large.
+    """Decoder of the tensors of one request, with a limit on their total size.
 
     What it gives are writable arrays of int64 or float32: the narrower types of the wire are widened, sparse tensors
     made dense. Everything raises RequestError where bytes, shape and type do not belong together.
@@ -94,7 +94,7 @@ class TensorReader:
 
 
 def write_tensor(array: np.ndarray, tensor: pb.Tensor) -> None:
-    """Writes an int64 or float32 array of any shape, densely."""
+    """Encode an int64 or float32 array of any shape as a dense tensor."""
     tensor.dtype = pb.DTYPE_INT64 if array.dtype.kind == "i" else pb.DTYPE_FLOAT32
     tensor.dense = np.ascontiguousarray(array, "<i8" if array.dtype.kind == "i" else "<f4").tobytes()
     tensor.shape.extend(array.shape)

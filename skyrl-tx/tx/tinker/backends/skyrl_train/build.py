@@ -25,7 +25,7 @@ from tx.tinker.types import LoraSpec
 
 
 def build(config: EngineConfig, facts: BaseModelFacts) -> Backend:
-    """Starts all processes, and waits for those that train; `start()` of the sampling waits for the engines.
+    """Start all processes and wait for those that train; `start()` of the sampling waits for the engines.
 
     Raises:
         ConfigError: (ours or skyrl_train's) a setting is unknown or impossible, or there are too few GPUs.

@@ -74,7 +74,7 @@ class EngineSampling(SamplingBackend):
             self._num_running -= spec.num_samples
 
     async def close(self) -> None:
-        """Ends the engines at once: they hold nothing that is not known elsewhere."""
+        """End the engines at once: they hold no state that is not stored elsewhere."""
         engines = [engine for engine in self._client.engines if isinstance(engine, Process)]
         await asyncio.gather(self._client.teardown(), *(asyncio.to_thread(engine.kill) for engine in engines))
         await self._slots.close()

@@ -32,7 +32,9 @@ GENERATOR_SETTINGS = (
     "engine_health_interval_seconds",
     "request_timeout_seconds",
 )
-"""Of skyrl_train's `generator.*`, what is for engines that serve; with that prefix here too, and that meaning."""
+"""Settings of skyrl_train's `generator.*` that apply to serving engines. They have that prefix and meaning here,
+too.
+"""
 TRAINING_SETTINGS = (
     "tokens_per_micro_batch",
     "chunk_size",
@@ -40,41 +42,41 @@ TRAINING_SETTINGS = (
     "max_resident_models",
     "trust_remote_code",
 )
-"""Of the `torch` backend's `TrainingSettings`, what training here has too, with that meaning."""
+"""Settings of the `torch` backend's `TrainingSettings` that training here has as well, with the same meaning."""
 _PREFIX = "generator."
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkyRLTrainSettings:
-    """The home of what is this backend's own."""
+    """Settings of the `skyrl_train` backend that other backends do not have."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What training processes and engines compute on; Ray says on which GPUs. `auto`: GPUs if this machine has one."""
+    """Device of training processes and engines; Ray assigns the GPUs. `auto`: GPUs if this machine has one."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the base model, in training and (unless `generator.model_dtype` says otherwise) in engines. None: float32 on a
-    CPU, else bfloat16."""
+    """Number format of the base model, in training and (unless `generator.model_dtype` is set) in engines. None:
+    float32 on a CPU, else bfloat16."""
     num_processes: int = 1
-    """Ray processes that train together, the base model divided over them (FSDP2), on a GPU each. Engines have GPUs of
-    their own."""
+    """Number of Ray processes that train together, with the base model sharded over them (FSDP2), on one GPU each.
+    Engines have GPUs of their own."""
     process_timeout_seconds: float = 600.0
-    """A training process that does not answer for so long is given up, and the engine process starts anew."""
+    """Timeout of a training process, in seconds: if one does not answer, the engine process is restarted."""
     max_lora_rank: int = 32
-    """An adapter of a larger rank is refused. vLLM reserves memory for `max_loaded_adapters` of this rank."""
+    """Maximum rank of adapters; larger ones are refused. vLLM reserves memory for `max_loaded_adapters` adapters of
+    this rank."""
     max_loaded_adapters: int = 8
-    """In each engine at a time; requests that need more take turns."""
+    """Maximum number of adapters loaded in each engine; requests for further ones wait."""
     freeze_unembed: bool = False
-    """Adapters leave the output layer alone, whatever a request's `train_unembed` says: for programs that cannot say
-    false to engines other than `native`, which compute that layer without adapters. False: such requests are refused.
-    """
+    """Do not adapt the output layer, whatever a request's `train_unembed` says. For client programs that cannot set it
+    to false, with engines that cannot adapt that layer (all but `native`). False: such requests are refused."""
     ray_address: str | None = None
-    """`HOST:PORT` of a Ray cluster to join. None: that of RAY_ADDRESS, or one of this machine, which ends with the
-    server."""
+    """Address `HOST:PORT` of a Ray cluster to join. None: that of RAY_ADDRESS, or a cluster on this machine that ends
+    with the server."""
     training: Mapping[str, Any] = field(default_factory=dict)
     generator: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SkyRLTrainSettings":
-        """Reads and checks what can be known without torch.
+        """Read and check the settings, as far as possible without torch.
 
         Raises:
             ConfigError: an unknown name (with the nearest), a value that is impossible, engines that are not installed.

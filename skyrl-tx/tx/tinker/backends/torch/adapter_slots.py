@@ -144,7 +144,7 @@ class AdapterSlots:
         await self._engine.load_lora(LoraLoadRequest(name=str(folder), path=str(folder), version=0))
 
     async def close(self) -> None:
-        """Fails those who wait for a slot. After the engine's end, which ends what is being loaded."""
+        """Fail the requests that wait for a slot. Call it after the end of the engine, which ends running loads."""
         for turn in [turn for turns in self._waiting.values() for turn in turns if not turn.done()]:
             turn.set_exception(WorkerError("the engine is closed"))
         self._waiting.clear()

@@ -29,7 +29,7 @@ class Site(NamedTuple):
     """A linear layer that can have adapters, or the same one of all experts of a layer, each with its own."""
 
     name: str
-    """In the transformers model; of experts the layer's name and that of the projection."""
+    """Name in the transformers model; for experts, the layer's name and that of the projection."""
     kind: str
     """`attn`, `mlp` or `unembed`."""
     num_in: int
@@ -69,7 +69,7 @@ class Part(NamedTuple):
     gradient: Matrices | None
     """Added to in the backward. None: nothing is wanted."""
     columns: slice = slice(None)
-    """Of what the layer gives, those that the adapter adds to."""
+    """Columns of the layer's output that the adapter adds to."""
 
 
 class Adapter:
@@ -215,7 +215,7 @@ class Adaptable:
 
 
 class AdaptedLinear(Adaptable):
-    """Takes the place of the `forward` of a linear layer of the base model."""
+    """Replacement of a base-model linear layer's `forward` that adds adapters."""
 
     def __init__(self, product: FrozenProduct):
         super().__init__()
@@ -301,7 +301,7 @@ def add_gradient(part: Part, x: torch.Tensor, low: torch.Tensor, dy: torch.Tenso
 
 
 def set_parts(layers: Mapping[str, Adaptable], parts: Sequence[dict[str, Part]], num_rows: int, root: Any) -> None:
-    """Tells every layer of the base model what it shall do in the next pass.
+    """Set what every layer of the base model computes in the next pass.
 
     Args:
         parts: of each model, by the layers' names.

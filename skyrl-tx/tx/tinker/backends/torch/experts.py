@@ -23,14 +23,14 @@ class _Rows(NamedTuple):
 
     expert: int
     part: int
-    """Which of the pass's models with adapters here; -1: one that has none."""
+    """Index of the model among those with adapters here; -1: a model without one."""
     start: int
     end: int
 
 
 class _Slots(NamedTuple):
     rows: list[_Rows]
-    """By expert, then by model; only of those that are used."""
+    """Rows by expert, then by model; used experts only."""
     pair_of_slot: torch.Tensor
     """[S]; some pair at filler"""
     filler: torch.Tensor
@@ -39,7 +39,7 @@ class _Slots(NamedTuple):
 
 
 class AdaptedExperts:
-    """Takes the place of the `forward` of a layer of fused experts.
+    """Replacement of the `forward` of a layer of fused experts that adds adapters.
 
     Args:
         module: holds `gate_up_proj` [E, 2I, D], `down_proj` [E, D, I] and `_apply_gate`
@@ -101,8 +101,9 @@ class AdaptedExperts:
 
 
 def adapt_experts(model: Any) -> dict[str, AdaptedExperts]:
-    """Gives a model's layers of fused experts a forward that knows adapters, in place. By the layers' names; those of a
-    kind that is not known here stay as they are."""
+    """Replace the forward of a model's layers of fused experts by one that adds adapters, in place. Returns them by
+    name. Layers of an unknown kind are unchanged.
+    """
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")}
     if not all(map(is_plain, layers.values())):
         return {}

@@ -33,7 +33,8 @@ _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 _LENGTH_DEPENDENT_ROTARY = frozenset({"dynamic", "longrope"})
 _TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 0.3}
-"""In nats: wrong numbers differ by a tenth and more, kernels of one number by less."""
+"""Largest accepted difference of log-probs [nats]: a wrong computation differs by a tenth and more, different kernels
+by less."""
 
 
 class FrozenModel:
@@ -63,7 +64,7 @@ class FrozenModel:
         experts = adapt_experts(model)
         self.sites: list[Site] = []
         self.layers: dict[str, Adaptable] = {}
-        """What a pass tells each site."""
+        """Adaptable layers by name of their site."""
         for name, module in modules.items():
             if _can_be_adapted(name, module, others):
                 self.sites.append(_site(name, module))

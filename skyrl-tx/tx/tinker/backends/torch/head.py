@@ -41,7 +41,7 @@ class _Chunk(NamedTuple):
     rows: slice
     targets: slice
     at: torch.Tensor
-    """Of each target of the chunk, its row in it."""
+    """Row in the chunk of each of its targets."""
     words: torch.Tensor
 
 

@@ -29,7 +29,8 @@ from tx.tinker.types import Datum
 
 BLOCK = 32
 ATTENTION = "tx_rows"
-"""Its name among transformers' attention implementations. It has no mask function, so transformers makes no mask."""
+"""Name under which the attention function is registered with transformers. No mask function is registered for it, so
+transformers makes no mask."""
 
 
 class Segment(NamedTuple):
@@ -37,9 +38,9 @@ class Segment(NamedTuple):
 
     start: int
     end: int
-    """Of its filler."""
+    """End of the rows, filler included."""
     num_tokens: int
-    """Without filler."""
+    """Number of tokens without filler."""
 
 
 class Group(NamedTuple):

@@ -28,7 +28,7 @@ class LossInputs:
     """Inputs of a loss."""
 
     tensors: Mapping[str, torch.Tensor]
-    """By name, each [M] float32."""
+    """Tensors by name, each [M] float32."""
     config: Mapping[str, float]
     lengths: tuple[int, ...]
     """Targets of each datum; they sum to M."""

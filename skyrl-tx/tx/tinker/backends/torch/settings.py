@@ -14,34 +14,36 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """The home of these defaults. None is filled in by `resolved`."""
+    """Settings of training in the `torch` backend. None is replaced in `resolved`."""
 
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:1`, …; `auto`: a GPU if there is one."""
+    """Device: `cpu`, `cuda`, `cuda:1`, …; `auto`: a GPU if there is one."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the base model and of what is computed with it; adapters, gradients and optimizer are float32 always. None:
+    """Number format of the base model and its activations; adapters, gradients and optimizer are always float32. None:
     float32 on a CPU, else bfloat16."""
     tokens_per_micro_batch: int | None = None
-    """Tokens in memory at a time. A longer datum is a micro-batch of its own. None: 2048 on a CPU, else 16384."""
+    """Maximum number of tokens in memory at a time. A longer datum is a micro-batch of its own. None: 2048 on a CPU,
+    else 16384."""
     chunk_size: int = 1024
-    """Tokens whose logits are in memory at a time; a multiple of 32."""
+    """Number of tokens whose logits are in memory at a time; a multiple of 32."""
     max_lora_rank: int = 128
-    """An adapter of a larger rank is refused."""
+    """Maximum rank of adapters; larger ones are refused."""
     gradient_checkpointing: bool = False
-    """Computes activations again in the backward: less memory, a third more time."""
+    """Recompute activations in the backward: less memory, a third more time."""
     max_resident_models: int = 64
-    """Adapters in memory at a time."""
+    """Maximum number of adapters in memory at a time."""
     trust_remote_code: bool = False
-    """Runs the model's own code, if its folder has some."""
+    """Run the model's own code, if its folder contains some."""
     num_processes: int = 1
-    """Processes of this machine that train together, the base model divided over them (FSDP2); on CUDA, each with a GPU
-    of its own. Sampling has another copy of the model, whole."""
+    """Number of processes on this machine that train together, with the base model sharded over them (FSDP2); on CUDA,
+    each on its own GPU. Sampling uses another, whole copy of the model."""
     process_timeout_seconds: float = 600.0
-    """Above 1 process: one that does not answer for so long is given up, and training starts anew."""
+    """Timeout of a training process, in seconds (with more than one process): if one does not answer, training is
+    restarted."""
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainingSettings":
-        """Reads and checks them, and fills in what depends on the device.
+        """Read and check settings, and resolve those that depend on the device.
 
         Raises:
             ConfigError: an unknown name, or a value that is impossible.

@@ -38,7 +38,7 @@ class RankTraining(TorchTraining):
             super().save(model_id, folder, state=state)
 
     def copy_gradient(self, model_id: str) -> None:
-        """Keeps the copy here, instead of an earlier one."""
+        """Copy the gradient on this rank, in place of an earlier copy."""
         self._kept[model_id] = super().copy_gradient(model_id)
 
     def put_gradient(self, model_id: str, gradient: None) -> None:
@@ -71,7 +71,7 @@ class TrainingRank:
         return node_address(), free_port()
 
     def init_model(self, info: RankInfo) -> ParallelInfo:
-        """Joins the group and loads the model. A collective.
+        """Join the process group and load the model. A collective.
 
         Raises:
             ConfigError: a wrong setting, a model that cannot be trained here.

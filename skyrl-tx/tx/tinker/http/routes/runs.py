@@ -58,7 +58,7 @@ async def set_ttl(request: Request, run_id: RunId, kind: Kind, name: Name) -> Re
 
 @router.post(f"{CHECKPOINT}/publish", **described(responses.Nothing, **_DONE, response_model=None))
 async def publish(request: Request, run_id: RunId, kind: Kind, name: Name) -> Response:
-    """Lets every key of this server read it."""
+    """Make a checkpoint readable for all keys of this server."""
     await service_of(request).checkpoints.publish(tenant_of(request), run_id, kind, name, True)
     return Response(status_code=204)
 
