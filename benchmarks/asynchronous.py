@@ -6,7 +6,7 @@ A tiny model answers in an environment that takes `--seconds` to grade, and ten 
 same run is trained synchronously and asynchronously, in turn, with one engine each and in one process
 (`launcher=inline`). The simulator is given what the synchronous run measured: the seconds of a training step and of a
 weight sync, of an engine's iteration, and the share of slow answers. `replayed` is a simulation with the asynchronous
-run's own durations. Prints a markdown table.
+run's own durations. Only samples of groups within the bound on staleness count. Prints a markdown table.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.validation import validate_cfg
 from skyrl_train.entrypoints.main_base import BasePPOExp
+from skyrl_train.entrypoints.simulate import replayed
 from skyrl_train.rollouts.schedule import ScheduleLimits
 from skyrl_train.rollouts.simulation import Costs, SampleCost, Simulation
 from skyrl_train.utils.run_folder import RunFolder
@@ -130,25 +131,6 @@ def limits(schedule: dict[str, Any], steps: int) -> ScheduleLimits:
     )
 
 
-def replayed(cfg: SkyRLConfig, rows: list[dict[str, Any]], schedule: dict[str, Any]) -> float:
-    """Return the samples per second of a simulation in which each group takes as long as in this run, and so do
-    training and syncs on average: what differs from the measurement is the model of the schedule."""
-    records = list(RunFolder(cfg.trainer.run_dir).read_timeline())
-    seconds = {
-        ticket: end - start
-        for record in records
-        for ticket, _, start, end, _, outcome in record["groups"]
-        if outcome == "finished"
-    }
-    mean = fmean(seconds.values())
-    groups = [[SampleCost(1, seconds.get(ticket, mean))] * SAMPLES for ticket in range(max(seconds) + 1)]
-    sync = fmean(row["timing/sync_weights"] for row in rows)
-    waited = fmean(row["timing/wait_for_generation_buffer"] for row in rows)
-    whole = (rows[-1]["time"] - rows[0]["time"]) / (len(rows) - 1)
-    costs = Costs(num_engines=1, seconds_per_iteration=1e-9, step_seconds=whole - waited - sync, sync_seconds=sync)
-    return Simulation(limits(schedule, len(records)), groups, costs, in_order=True).simulate().samples_per_second
-
-
 def main() -> None:
     global SECONDS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -178,11 +160,8 @@ def main() -> None:
             schedule = {"order": order, "on_stale": on_stale, "max_staleness_steps": int(staleness)}
             cfg = settings(folder, f"run_{number}", options.steps, {"fully_async": {"enabled": True, **schedule}})
             rows = train(cfg)
-            replay = replayed(cfg, rows, schedule)
-            speed, gain = (
-                samples_per_second(rows),
-                predicted(costs, options.steps, schedule, slow_share) / simulated_base,
-            )
+            speed, replay = replayed(Path(cfg.trainer.run_dir))
+            gain = predicted(costs, options.steps, schedule, slow_share) / simulated_base
             age, stale = (
                 fmean(row[f"async/{name}"] for row in rows) for name in ("staleness_mean", "stale_token_share")
             )

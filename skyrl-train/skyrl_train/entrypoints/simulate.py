@@ -1,8 +1,9 @@
 """`python -m skyrl_train.entrypoints.simulate RUN`: what asynchronous training would gain, and with which settings.
 
-Takes the lengths of trajectories and the durations of phases from a run folder (or from options), simulates training
-in virtual time on the scheduler that asynchronous runs use, and prints throughput against synchronous training,
-utilisation of both sides and ages for several bounds on staleness and numbers of groups under way.
+Takes the lengths of trajectories and the durations of phases from the folder of a synchronous run, the durations of
+groups from that of an asynchronous one, or both from options; simulates training in virtual time on the scheduler that
+asynchronous runs use, and prints throughput against synchronous training, utilisation of both sides, waits and ages for
+several bounds on staleness and orders of training. Only groups within the bound count as throughput.
 
     python -m skyrl_train.entrypoints.simulate runs/my_run
     python -m skyrl_train.entrypoints.simulate --lengths 1000:15,10000:1 --groups 32 --samples 8 --engines 4 \\
@@ -16,19 +17,32 @@ import argparse
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from skyrl_train.errors import ConfigError, DataError, SkyRLError
-from skyrl_train.rollouts.schedule import ScheduleLimits
+from skyrl_train.rollouts.schedule import OnStale, Order, ScheduleLimits
 from skyrl_train.rollouts.simulation import Costs, SampleCost, SimulatedRun, Simulation
+from skyrl_train.utils.run_folder import RunFolder
 
-NUM_STEPS = 60
-"""Simulated training steps of each choice."""
+if TYPE_CHECKING:
+    from skyrl_train.config import SkyRLConfig
 
 STALENESS = (1, 2, 4, 8)
+SCHEDULES: tuple[tuple[Order, OnStale], ...] = (
+    ("exact", "regenerate"),
+    ("finished", "regenerate"),
+    ("finished", "mask"),
+)
+
+_NEAR = 0.97
+"""Share of the highest throughput from which a choice is as good."""
+
+_MAX_MASKED = 0.05
+"""Share of masked groups up to which a choice is recommended: they are mostly those with long answers."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +52,24 @@ class Workload:
     groups: Sequence[Sequence[SampleCost]]
     groups_per_step: int
     costs: Costs
+    is_corrected: bool = False
+    """The run's loss already knows the policy that generated."""
+
+    has_engines: bool = True
+    """False: groups take as long as they took in an asynchronous run, however many are generated at once."""
 
     def describe(self) -> str:
         samples = [sample for group in self.groups for sample in group]
         lengths = [sample.num_tokens for sample in samples]
-        costs = self.costs
-        return (
-            f"{self.groups_per_step} groups of {len(self.groups[0])} samples a step; {fmean(lengths):.0f} tokens a "
-            f"sample (at most {max(lengths)}), {fmean(sample.wait_seconds for sample in samples):.3g} s of waiting\n"
+        seconds = [sample.wait_seconds for sample in samples]
+        costs, head = self.costs, f"{self.groups_per_step} groups of {len(self.groups[0])} samples a step; "
+        tail = f"training {costs.step_seconds:.3g} s a step, weight sync {costs.sync_seconds:.3g} s"
+        if not self.has_engines:
+            return head + f"{fmean(seconds):.3g} s a group (at most {max(seconds):.3g}); {tail}"
+        return head + (
+            f"{fmean(lengths):.0f} tokens a sample (at most {max(lengths)}), {fmean(seconds):.3g} s of waiting\n"
             f"{costs.num_engines} engines, an iteration {costs.seconds_per_iteration:.4g} s and "
-            f"{costs.seconds_per_sequence:.4g} s a sequence; training {costs.step_seconds:.3g} s a step, weight sync "
-            f"{costs.sync_seconds:.3g} s"
+            f"{costs.seconds_per_sequence:.4g} s a sequence; {tail}"
         )
 
 
@@ -62,36 +83,80 @@ class Choice:
 
 
 def simulate(workload: Workload, limits: ScheduleLimits, costs: Costs, seed: int = 0) -> Choice:
-    return Choice(limits, costs.num_engines, Simulation(limits, workload.groups, costs, seed).simulate(NUM_STEPS))
+    return Choice(limits, costs.num_engines, Simulation(limits, workload.groups, costs, seed).simulate())
 
 
-def limits_of(workload: Workload, max_staleness_steps: int, max_running: int) -> ScheduleLimits:
-    num, order = workload.groups_per_step, "finished" if max_staleness_steps else "exact"
+def limits_of(
+    workload: Workload, max_staleness_steps: int, max_running: int, order: Order, on_stale: OnStale
+) -> ScheduleLimits:
+    """Return the limits of a simulated run: of 60 steps, or fewer large ones, but at least thrice those until a group
+    that was started at once is too old."""
+    num = workload.groups_per_step
+    num_steps = max(3 * (max_staleness_steps + 2), min(60, 12_000 // (num * len(workload.groups[0]))))
     return ScheduleLimits(
         groups_per_step=num, max_staleness_steps=max_staleness_steps, max_running=max_running,
-        groups_per_epoch=num * NUM_STEPS, total_steps=10 * NUM_STEPS, order=order,
+        groups_per_epoch=num * num_steps, total_steps=num_steps, order=order, on_stale=on_stale,
     )  # fmt: skip
 
 
 def synchronous(workload: Workload) -> Choice:
     """Simulate generating and training in turns."""
-    return simulate(workload, limits_of(workload, 0, workload.groups_per_step), workload.costs)
+    return simulate(workload, limits_of(workload, 0, workload.groups_per_step, "exact", "regenerate"), workload.costs)
 
 
-def choices(workload: Workload, num_gpus: int | None) -> Iterator[Choice]:
-    """Simulate asynchronous training for each bound, number of groups under way and split of the GPUs."""
-    num = workload.groups_per_step
-    for costs in splits(workload.costs, num_gpus):
-        for staleness in STALENESS:
-            for running in sorted({num, num * (staleness + 1) // 2, num * (staleness + 1)} - set(range(num))):
-                yield simulate(workload, limits_of(workload, staleness, running), costs)
+def choices(workload: Workload, num_gpus: int | None) -> list[Choice]:
+    """Simulate asynchronous training for each bound and schedule, with the best split of the GPUs for the bound, and
+    for the best of them with fewer groups under way."""
+    found: list[Choice] = []
+    possible = splits(workload, num_gpus)
+    split, step = len(possible) // 2, max(1, len(possible) // 4)
+    for staleness in STALENESS:
+        most = workload.groups_per_step * (staleness + 1)
+        order, on_stale = SCHEDULES[0]
+        limits = limits_of(workload, staleness, most, order, on_stale)
+        by_split: dict[int, Choice] = {}
+
+        def throughput(split: int, limits: ScheduleLimits = limits, known: dict[int, Choice] = by_split) -> float:
+            if split not in known:
+                known[split] = simulate(workload, limits, possible[split])
+            return known[split].run.samples_per_second
+
+        split, step = maximum(throughput, len(possible), split, step), 1
+        throughput(split)
+        found.append(by_split[split])
+        found += [
+            simulate(workload, limits_of(workload, staleness, most, order, on_stale), possible[split])
+            for order, on_stale in SCHEDULES[1:]
+        ]
+    chosen, num = best(found), workload.groups_per_step
+    costs = next(costs for costs in possible if costs.num_engines == chosen.num_engines)
+    for running in sorted({chosen.limits.max_running * part // 4 for part in (1, 2, 3)} - set(range(num))):
+        found.append(simulate(workload, replace(chosen.limits, max_running=running), costs))
+    return found
 
 
-def splits(costs: Costs, num_gpus: int | None) -> list[Costs]:
+def maximum(function: Callable[[int], float], num: int, place: int, step: int) -> int:
+    """Return where in range(num) a function with one maximum has it, from `place` by steps that become smaller."""
+    while step:
+        better = [each for each in (place - step, place + step) if 0 <= each < num and function(each) > function(place)]
+        if better:
+            place = max(better, key=function)
+        else:
+            step //= 2
+    return place
+
+
+def splits(workload: Workload, num_gpus: int | None) -> list[Costs]:
     """Return the costs for each number of engines, which leaves the other GPUs to training: its duration is taken to be
     inverse to their number."""
+    costs = workload.costs
     if num_gpus is None:
         return [costs]
+    if not workload.has_engines:
+        raise ConfigError(
+            "--gpus needs lengths of answers and the speed of an engine, and the folder of an asynchronous run tells "
+            "durations of groups alone: give that of a synchronous run, or --lengths and --seconds-per-iteration"
+        )
     if num_gpus % costs.num_engines:
         raise ConfigError(f"--gpus {num_gpus} must be a multiple of the number of engines, {costs.num_engines}")
     gpus_per_engine = num_gpus // costs.num_engines
@@ -105,29 +170,21 @@ def splits(costs: Costs, num_gpus: int | None) -> list[Costs]:
 
 
 def measured(folder: Path) -> Workload:
-    """Read lengths and durations of a run.
+    """Read lengths and durations of a synchronous run, or durations of an asynchronous one.
 
     Raises:
         DataError: the folder holds no finished training step with trajectories.
     """
-    import yaml
-
-    from skyrl_train.config import SkyRLConfig
-    from skyrl_train.utils.run_folder import RunFolder
-
     run = RunFolder(folder)
     rows = run.read_metrics() if folder.is_dir() else []
     if any("async/staleness_mean" in row for row in rows):
-        raise DataError(
-            f"{folder} is a run of asynchronous training, whose metrics do not tell how long a batch takes to "
-            "generate; give the folder of a synchronous run of the same data, or --lengths and --seconds-per-iteration"
-        )
+        return measured_asynchronous(run)
     metrics = {row["step"]: row for row in rows if "timing/generate" in row}
     files = {file.step: file.path for file in run.trajectory_files() if file.phase == "train"} if metrics else {}
     steps = sorted(metrics.keys() & files.keys())
     if not steps:
         raise DataError(f"{folder} has no finished training step with trajectories (trainer.dump_trajectories=true)")
-    cfg = SkyRLConfig.from_dict(yaml.safe_load(run.config_path.read_text()))
+    cfg = config_of(run)
     groups, equations = [], []
     for step in steps:
         lengths = _lengths(run.read_trajectories(step, "train"))
@@ -145,7 +202,83 @@ def measured(folder: Path) -> Workload:
         step_seconds=fmean(row["timing/step"] - row["timing/generate"] for row in used) - sync,
         sync_seconds=sync,
     )
-    return Workload(groups, cfg.trainer.train_batch_size, costs)
+    return Workload(groups, cfg.trainer.train_batch_size, costs, _is_corrected(cfg))
+
+
+def config_of(run: RunFolder) -> "SkyRLConfig":
+    import yaml
+
+    from skyrl_train.config import SkyRLConfig
+
+    return SkyRLConfig.from_dict(yaml.safe_load(run.config_path.read_text()))
+
+
+def _is_corrected(cfg: "SkyRLConfig") -> bool:
+    return cfg.trainer.algorithm.loss_reads_rollout_log_probs or cfg.trainer.algorithm.off_policy_correction.is_on
+
+
+def later_steps(run: RunFolder) -> list[dict[str, Any]]:
+    """Return the metrics of the later two thirds of the training steps, in which the queue has filled.
+
+    Raises:
+        DataError: there are fewer than two.
+    """
+    rows = [row for row in run.read_metrics() if "async/staleness_mean" in row]
+    rows = rows[len(rows) // 3 :]
+    if len(rows) < 2:
+        raise DataError(f"{run.path} is an asynchronous run of fewer than 2 steps: too few to measure a step")
+    return rows
+
+
+def measured_asynchronous(run: RunFolder) -> Workload:
+    """Read how long the groups of an asynchronous run and the parts of its steps took."""
+    rows, cfg = later_steps(run), config_of(run)
+    every = cfg.trainer.fully_async.sync_every_steps
+    seconds = {
+        ticket: end - start
+        for record in run.read_timeline()
+        for ticket, _, start, end, _, outcome in record["groups"]
+        if outcome == "finished"
+    }
+    mean = fmean(seconds.values())
+    groups = [
+        [SampleCost(1, seconds.get(ticket, mean))] * cfg.generator.n_samples_per_prompt
+        for ticket in range(max(seconds) + 1)
+    ]
+    sync = fmean(row["timing/sync_weights"] for row in rows)
+    waited = fmean(row["timing/wait_for_generation_buffer"] for row in rows)
+    whole = (rows[-1]["time"] - rows[0]["time"]) / (len(rows) - 1)
+    costs = Costs(
+        num_engines=1,
+        seconds_per_iteration=1e-9,
+        max_sequences=10**9,
+        step_seconds=max(0.0, whole - waited - sync),
+        sync_seconds=sync * every,
+    )
+    return Workload(groups, cfg.trainer.train_batch_size, costs, _is_corrected(cfg), has_engines=False)
+
+
+def replayed(folder: Path) -> tuple[float, float]:
+    """Return the samples per second that an asynchronous run trained, and those of a simulation in which each group
+    takes as long as it did, and so do training and syncs on average. Where they differ, the schedule is modelled
+    wrong. Groups older than the bound do not count."""
+    run = RunFolder(folder)
+    rows, cfg, workload = later_steps(run), config_of(run), measured_asynchronous(run)
+    settings, num = cfg.trainer.fully_async, cfg.trainer.train_batch_size
+    num_steps = sum(1 for _ in run.read_timeline())
+    limits = ScheduleLimits(
+        groups_per_step=num,
+        max_staleness_steps=settings.max_staleness_steps,
+        max_running=settings.max_running(num),
+        groups_per_epoch=num * num_steps,
+        total_steps=num_steps,
+        order=settings.order,
+        on_stale=settings.on_stale,
+    )
+    every = settings.sync_every_steps
+    simulated = Simulation(limits, workload.groups, workload.costs, sync_every_steps=every, in_order=True).simulate()
+    trained = sum(num - row["async/staleness_violation_count"] for row in rows[1:]) * len(workload.groups[0])
+    return trained / (rows[-1]["time"] - rows[0]["time"]), simulated.samples_per_second
 
 
 def _lengths(rows: list[dict]) -> list[list[int]]:
@@ -219,26 +352,57 @@ def _histogram(text: str) -> tuple[list[int], list[float]]:
 # ---- output
 
 
-def table(baseline: Choice, found: Sequence[Choice]) -> str:
+def table(workload: Workload, baseline: Choice, found: Sequence[Choice]) -> str:
+    """Return a line for each choice. Waits: seconds a step for which the trainer waits for groups, and seconds that a
+    finished group waits for its step."""
     lines = [
-        f"{'S':>3} {'K':>5} {'engines':>7} {'samples/s':>10} {'gain':>6} {'trainer':>8} {'engines':>8}  age mean, max"
+        f"{'order':8} {'stale':10} {'S':>2} {'K':>5} {'engines':>7} {'samples/s':>9} {'gain':>6} {'trainer':>7} "
+        f"{'engines':>7} {'wait':>6} {'queue':>6} {'masked':>6} {'anew':>5}  ages 0, 1, …, above S in %"
     ]
     for choice in [baseline, *found]:
-        run = choice.run
-        ages = [age for age, count in run.ages.items() for _ in range(count)]
+        run, limits = choice.run, choice.limits
+        bound, num = limits.max_staleness_steps, run.ages.total()
+        shares = [f"{100 * run.ages[age] / num:.0f}" for age in range(bound + 1)]
+        above = [f"{run.masked_share:.0%}".rstrip("%")] if limits.on_stale == "mask" else []
+        on_stale = "" if limits.order == "exact" else limits.on_stale
+        gain = run.samples_per_second / baseline.run.samples_per_second
+        num_engines, busy = choice.num_engines, f"{run.engine_utilisation:.0%}"
+        if not workload.has_engines:
+            num_engines = busy = ""
         lines.append(
-            f"{choice.limits.max_staleness_steps:3} {choice.limits.max_running:5} {choice.num_engines:7} "
-            f"{run.samples_per_second:10.3g} {run.samples_per_second / baseline.run.samples_per_second:5.2f}x "
-            f"{run.trainer_utilisation:8.0%} {run.engine_utilisation:8.0%}  {fmean(ages):.1f}, {max(ages)}"
+            f"{limits.order if bound else 'synchron':8} {on_stale:10} {bound:2} {limits.max_running:5} "
+            f"{num_engines:7} {run.samples_per_second:9.3g} {gain:5.2f}x {run.trainer_utilisation:7.0%} {busy:>7} "
+            f"{run.trainer_wait_seconds:6.3g} {run.queue_seconds:6.3g} {run.masked_share:6.0%} "
+            f"{run.restarted_share:5.0%}  {' '.join([*shares, *above])}"
         )
     return "\n".join(lines)
 
 
 def best(found: Sequence[Choice]) -> Choice:
-    """Return the choice of lowest staleness, and fewest groups under way, within 3 % of the highest throughput."""
-    most = max(choice.run.samples_per_second for choice in found)
-    good = [choice for choice in found if choice.run.samples_per_second >= 0.97 * most]
+    """Return the choice of lowest staleness, and fewest groups under way, within 3 % of the highest throughput of those
+    that mask few groups."""
+    honest = [choice for choice in found if choice.run.masked_share <= _MAX_MASKED]
+    most = max(choice.run.samples_per_second for choice in honest)
+    good = [choice for choice in honest if choice.run.samples_per_second >= _NEAR * most]
     return min(good, key=lambda choice: (choice.limits.max_staleness_steps, choice.limits.max_running))
+
+
+def overrides(workload: Workload, choice: Choice, num_gpus: int | None) -> str:
+    """Return a choice as settings to append to the command of a run."""
+    limits, name = choice.limits, "trainer.fully_async"
+    settings = [
+        f"{name}.enabled=true",
+        "trainer.placement.colocate_all=false",
+        f"{name}.max_staleness_steps={limits.max_staleness_steps}",
+        f"{name}.num_parallel_generation_workers={limits.max_running}",
+        f"{name}.order={limits.order}",
+        f"{name}.on_stale={limits.on_stale}",
+    ]
+    if not workload.is_corrected:
+        settings.append("trainer.algorithm.off_policy_correction.tis_ratio_type=token")
+    if num_gpus is not None:
+        settings.append(f"generator.num_inference_engines={choice.num_engines}")
+    return " ".join(settings)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -262,19 +426,20 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         workload = described(options) if options.run is None else measured(options.run)
-        baseline, found = synchronous(workload), list(choices(workload, options.gpus))
+        baseline, found = synchronous(workload), choices(workload, options.gpus)
+        if options.run is not None and not workload.has_engines:
+            print("this run: {:.3g} samples/s; {:.3g} in a simulation of its schedule".format(*replayed(options.run)))
     except (SkyRLError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     chosen = best(found)
     print(workload.describe())
-    print(table(baseline, found))
-    print(
-        "best: trainer.fully_async.enabled=true trainer.placement.colocate_all=false "
-        f"trainer.fully_async.max_staleness_steps={chosen.limits.max_staleness_steps} "
-        f"trainer.fully_async.num_parallel_generation_workers={chosen.limits.max_running}"
-        + (f", {chosen.num_engines} engines" if options.gpus else "")
-    )
+    print(table(workload, baseline, found))
+    print("best (lowest S and K within 3 % of the highest throughput; at most 5 % masked), to append to a command:")
+    print(overrides(workload, chosen, options.gpus))
+    if options.gpus:
+        num = chosen.num_engines * options.gpus // workload.costs.num_engines
+        print(f"# {num} GPUs for {chosen.num_engines} engines, {options.gpus - num} for training")
     return 0
 
 

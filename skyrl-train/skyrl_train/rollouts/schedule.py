@@ -9,6 +9,7 @@ that are older. Every group is named by a ticket, its place in the order of the 
 """
 
 from bisect import insort
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Literal
@@ -39,7 +40,7 @@ class ScheduleLimits:
     """Training steps of the run, those before a resume included."""
 
     order: Order = "finished"
-    on_stale: OnStale = "mask"
+    on_stale: OnStale = "regenerate"
 
 
 @dataclass
@@ -63,7 +64,7 @@ class ScheduleState:
     """Tickets to be started at the end of their epoch."""
 
     restarted: set[int] = field(default_factory=set)
-    """Tickets that were stale once: the trainer waits for these rather than let them become stale again."""
+    """Tickets that were stale once: the trainer waits for these in time, so that they do not become stale again."""
 
     @classmethod
     def after_steps(cls, num_steps: int, groups_per_step: int) -> "ScheduleState":
@@ -95,6 +96,8 @@ class GroupScheduler:
         self.limits = limits
         self._state = state or ScheduleState()
         self._running: dict[int, int] = {}
+        self._awaited: set[int] = set()
+        """Running groups of which one must end before there is a batch, as the last `next_batch` found."""
 
     # ---- state
 
@@ -184,7 +187,7 @@ class GroupScheduler:
     def take_stale(self) -> list[int]:
         """Give back the slots of groups that have become too old, running or finished, and put their tickets in line
         again: at once (`regenerate`) or at the end of their epoch (`drop`). The caller aborts those that run. This
-        happens to a group once; the second time the trainer waits for it.
+        happens to a group once: after that, the trainer waits for it in time (`_urgent`).
         """
         if self.limits.on_stale == "mask" or self.limits.order == "exact":
             return []
@@ -205,25 +208,54 @@ class GroupScheduler:
         """Return the tickets of the next training step, without changing anything; None: some of them still run (or no
         M groups are there)."""
         num, finished = self.limits.groups_per_step, self._state.finished
+        # Asked after each end of a group: while those run that it waited for, the answer is the same.
+        if len(finished) < num or (self._awaited and self._awaited <= self._running.keys()):
+            return None
+        self._awaited = set()
         if self.limits.order == "exact":
             first = sorted([*self._running, *finished, *self._state.waiting])[:num]
-            return first if len(first) == num and all(ticket in finished for ticket in first) else None
-        due = [ticket for ticket in self._state.restarted if self._is_due(ticket)]
-        if any(ticket not in finished for ticket in due):
+            self._awaited.update([ticket for ticket in first if ticket in self._running][:1])
+            return first if all(ticket in finished for ticket in first) else None
+        urgent = self._urgent()
+        if urgent is None:
             return None
+        taken = set(urgent)
         # After a resume, weights may be older than those that wrote a group of the journal: it waits for its step.
-        rest = [t for t in finished if t not in due and not self._exceeds(t) and self.age(t) >= 0]
+        first, last = self._oldest_version(), self.num_trained_steps
+        rest = [ticket for ticket, version in finished.items() if first <= version <= last and ticket not in taken]
         if self.limits.order == "oldest":
             rest.sort()
-        return [*due, *rest][:num] if len(due) + len(rest) >= num else None
+        return [*urgent, *rest][:num] if len(urgent) + len(rest) >= num else None
 
-    def _is_due(self, ticket: int) -> bool:
-        """Return True for a running or finished group that the step after the next one would find too old."""
-        is_there = ticket in self._running or ticket in self._state.finished
-        return is_there and self.age(ticket) >= self.limits.max_staleness_steps
+    def _urgent(self) -> list[int] | None:
+        """Return the restarted groups that this step must take for all of them to be taken in time; None: it must take
+        more than are finished.
 
-    def _exceeds(self, ticket: int) -> bool:
-        return self.limits.on_stale != "mask" and self._is_stale(ticket)
+        The i oldest of them, whose steps are due at version + S at the latest, can all be taken later if the steps
+        from the next one to that have i places. Each step that takes what is missing to that leaves a problem of the
+        same kind that can be solved, as no more groups are started on a version than its steps up to S have slots.
+        """
+        num, finished, first = self.limits.groups_per_step, self._state.finished, self._oldest_version()
+        present = self._running | finished if self._state.restarted else {}
+        oldest = sorted(
+            (version, ticket) for ticket in self._state.restarted if (version := present.get(ticket, -1)) >= first
+        )
+        urgent: list[int] = []
+        ready = deque[int]()
+        for count, (version, ticket) in enumerate(oldest, 1):
+            if ticket in finished:
+                ready.append(ticket)
+            num_later_places = num * (version - first)
+            while len(urgent) < min(num, count - num_later_places):
+                if not ready:
+                    self._awaited.update(ticket for _, ticket in oldest[:count] if ticket in self._running)
+                    return None
+                urgent.append(ready.popleft())
+        return urgent
+
+    def _oldest_version(self) -> int:
+        """Return the lowest version that the next step takes."""
+        return 0 if self.limits.on_stale == "mask" else max(0, self.num_trained_steps - self.limits.max_staleness_steps)
 
     def trained(self, tickets: Iterable[int], version: int | None = None) -> None:
         """Count a training step over these groups.
@@ -234,6 +266,7 @@ class GroupScheduler:
         for ticket in tickets:
             del self._state.finished[ticket]
             self._state.restarted.discard(ticket)
+        self._awaited = set()
         self._state.num_trained_steps += 1
         if version is not None:
             self.synced(version)
@@ -259,6 +292,6 @@ class GroupScheduler:
     def why_no_batch(self) -> str:
         """Return whom the next training step waits for."""
         finished, num = len(self._state.finished), self.limits.groups_per_step
-        waits = [ticket for ticket in self._running if self.limits.order == "exact" or self._is_due(ticket)]
-        names = ", ".join(map(str, sorted(waits)[:num])) or "any"
+        awaited = self._awaited or (self._running if self.limits.order == "exact" else ())
+        names = ", ".join(map(str, sorted(awaited)[:num])) or "any"
         return f"{finished} of {num} groups are finished, {len(self._running)} run; waits for group {names}"

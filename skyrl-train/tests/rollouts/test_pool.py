@@ -28,7 +28,7 @@ EXPERIMENT = {"trainer.seed": 0}
 
 def limits(**changes: Any) -> ScheduleLimits:
     given: dict[str, Any] = dict(
-        groups_per_step=2, max_staleness_steps=1, max_running=4, groups_per_epoch=6, total_steps=6
+        groups_per_step=2, max_staleness_steps=1, max_running=4, groups_per_epoch=6, total_steps=6, on_stale="mask"
     )
     return ScheduleLimits(**given | changes)
 

@@ -146,6 +146,37 @@ def test_restarted_group_is_waited_for():
     assert scheduler.next_batch()[0] == 0
 
 
+def test_groups_restarted_together_are_waited_for_in_time_and_restarted_once():
+    """Eight groups begin anew on version 3 and must be trained at the latest by the step after five others: that step
+    has four places, so the one before takes the other four."""
+    scheduler = GroupScheduler(limits(on_stale="regenerate", max_running=12))
+    slow = set(range(8))
+
+    def train(*, slow_that_finish: int) -> list[int] | None:
+        start_all(scheduler)
+        for ticket in scheduler.running:
+            if ticket not in slow:
+                scheduler.finished(ticket)
+        for ticket in sorted(slow & set(scheduler.running))[:slow_that_finish]:
+            scheduler.finished(ticket)
+        batch = scheduler.next_batch()
+        if batch is not None:
+            scheduler.trained(batch, version=scheduler.num_trained_steps + 1)
+        return batch
+
+    for _ in range(3):
+        assert set(train(slow_that_finish=0) or slow).isdisjoint(slow)
+    assert scheduler.take_stale() == list(range(8))
+    assert set(train(slow_that_finish=0) or slow).isdisjoint(slow)
+    assert train(slow_that_finish=3) is None
+    assert "waits for group 3, 4, 5, 6" in scheduler.why_no_batch()
+    assert train(slow_that_finish=1) == [0, 1, 2, 3]
+    assert scheduler.take_stale() == []
+    assert train(slow_that_finish=3) is None
+    assert train(slow_that_finish=1) == [4, 5, 6, 7]
+    assert scheduler.take_stale() == [] and max(map(scheduler.age, scheduler.finished_groups), default=0) <= 2
+
+
 def test_state_of_a_checkpoint_starts_running_groups_again():
     scheduler = GroupScheduler(limits())
     start_all(scheduler)
@@ -164,10 +195,12 @@ def simulate(limits: ScheduleLimits, seed: int, *, p_fail: float = 0.0, p_filter
     promises at every event. Returns: how often each ticket was trained, and the ages of trained groups."""
     draw, scheduler = random.Random(seed), GroupScheduler(limits)
     now, trainer_free, ends, generation = 0.0, 0.0, [], Counter()
-    trained, ages, most_slots = Counter(), [], 0
+    trained, restarts, ages, most_slots = Counter(), Counter(), [], 0
     while scheduler.num_trained_steps < limits.total_steps:
         for ticket in scheduler.take_stale():
             generation[ticket] += 1  # what still runs of it is aborted
+            restarts[ticket] += 1
+            assert restarts[ticket] == 1, "a group is restarted once"
         while scheduler.may_start():
             ticket = scheduler.start()
             heapq.heappush(ends, (now + draw.paretovariate(1.2), ticket, generation[ticket]))

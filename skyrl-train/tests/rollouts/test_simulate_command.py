@@ -1,12 +1,18 @@
 """`python -m skyrl_train.entrypoints.simulate`: from options and from a run folder."""
 
+import json
 import re
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.asynchronous import FullyAsyncConfig
 from skyrl_train.config.config import get_config_as_yaml_str
-from skyrl_train.entrypoints.simulate import fit_iteration, main, measured
+from skyrl_train.config.validation import validate_cfg
+from skyrl_train.entrypoints.simulate import STALENESS, fit_iteration, main, maximum, measured, replayed
 from skyrl_train.utils.run_folder import RunFolder
 
 OPTIONS = {
@@ -20,18 +26,58 @@ def arguments(**changes: str) -> list[str]:
     return [text for name, value in options.items() if value for text in (name, value)]
 
 
-def test_table_of_choices_and_the_best_of_them(capsys):
+def settings_of(line: str) -> SkyRLConfig:
+    """Parse a line of overrides as a run with a batch of four prompts would."""
+    settings: dict[str, Any] = {
+        "data": {"train_data": ["train.jsonl"], "val_data": []},
+        "environment": {"env_class": "gsm8k"},
+        "trainer": {"train_batch_size": 4, "policy_mini_batch_size": 4, "placement": {"device": "cpu"}},
+    }
+    for override in line.split():
+        name, _, value = override.partition("=")
+        *sections, key = name.split(".")
+        section = settings
+        for each in sections:
+            section = section.setdefault(each, {})
+        section[key] = json.loads(value) if value.isdigit() or value in ("true", "false") else value
+    return validate_cfg(settings)
+
+
+@pytest.mark.parametrize("changes", [{}, {"gpus": "4", "engines": "4"}, {"lengths": "10:1"}])
+def test_printed_line_of_the_best_choice_is_a_valid_configuration(changes: dict[str, str], capsys: Any):
+    assert main(arguments(**changes)) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("trainer.fully_async")]
+    settings = settings_of(line).trainer.fully_async
+    assert settings.enabled and settings.max_staleness_steps in STALENESS
+    assert "order=" in line and "on_stale=" in line and "tis_ratio_type=token" in line
+
+
+def test_table_has_all_schedules_and_counts_no_masked_group(capsys: Any):
+    started = time.process_time()
     assert main(arguments()) == 0
+    assert time.process_time() - started < 5
     out = capsys.readouterr().out
     gains = [float(gain) for gain in re.findall(r" ([0-9.]+)x ", out)]
     assert gains[0] == 1.0 and max(gains) > 1.5
-    staleness, running = map(int, re.search(r"best: .*max_staleness_steps=(\d+) .*workers=(\d+)", out).groups())
-    assert 4 <= running <= 4 * (staleness + 1)
+    for schedule in ("exact", "finished regenerate", "finished mask"):
+        assert len(re.findall(rf"^{schedule} +[1248] ", out, re.MULTILINE)) >= 4
+    masked = [int(share) for share in re.findall(r"^finished mask .*? (\d+)% +0%  ", out, re.MULTILINE)]
+    assert len(masked) == 4 and min(masked) > 5
+    assert "best" in out and "on_stale=mask" not in out, "what masks most of the long answers is not recommended"
 
 
-def test_gpus_are_split_between_engines_and_training(capsys):
+def test_gpus_are_split_between_engines_and_training(capsys: Any):
     assert main(arguments(gpus="4", engines="4")) == 0
-    assert re.search(r"best: .*, [123] engines", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    [(engines, training)] = re.findall(r"^# (\d) GPUs for \d engines, (\d) for training", out, re.MULTILINE)
+    assert int(engines) + int(training) == 4 and f"generator.num_inference_engines={engines}" in out
+
+
+def test_maximum_of_a_function_with_one_peak():
+    for peak in range(16):
+        asked: set[int] = set()
+        assert maximum(lambda x, peak=peak, asked=asked: asked.add(x) or -abs(x - peak), 16, 8, 4) == peak
+        assert len(asked) <= 10
 
 
 @pytest.mark.parametrize(
@@ -52,10 +98,37 @@ def test_folder_without_steps_is_named(tmp_path, capsys):
     assert "no_run has no finished training step" in capsys.readouterr().err
 
 
-def test_folder_of_an_asynchronous_run_is_refused(tmp_path, capsys):
-    RunFolder(tmp_path).append_metrics(1, {"async/staleness_mean": 1.0, "timing/step": 2.0})
-    assert main([str(tmp_path)]) == 2
-    assert "is a run of asynchronous training" in capsys.readouterr().err
+@pytest.fixture
+def asynchronous_run(tmp_path: Path) -> Path:
+    """A run of 6 steps of 6 s: two groups of a sample are generated in 2 s, trained in 3 s, and synced in 1 s. One of
+    each step is too old for the bound."""
+    cfg = SkyRLConfig()
+    cfg.trainer.train_batch_size, cfg.generator.n_samples_per_prompt = 2, 1
+    cfg.trainer.fully_async = FullyAsyncConfig(enabled=True, max_staleness_steps=0, order="exact", on_stale="mask")
+    run = RunFolder(tmp_path)
+    run.write_config(get_config_as_yaml_str(cfg))
+    for step in range(1, 7):
+        metrics = {"async/staleness_mean": 0.0, "async/staleness_violation_count": 1.0, "time": 6.0 * step}
+        timings = {"timing/wait_for_generation_buffer": 2.0, "timing/sync_weights": 1.0, "timing/step": 6.0}
+        began = 6.0 * (step - 1)
+        groups = [[2 * step - 2 + slot, slot, began, began + 2, step - 1, "finished"] for slot in range(2)]
+        with run.metrics_path.open("a") as file:
+            file.write(json.dumps({"step": step} | metrics | timings) + "\n")
+        run.append_timeline(step, {"groups": groups})
+    return tmp_path
+
+
+def test_folder_of_an_asynchronous_run_is_replayed(asynchronous_run: Path, capsys: Any):
+    assert replayed(asynchronous_run) == pytest.approx((1 / 6, 2 / 6))
+    assert main([str(asynchronous_run)]) == 0
+    out = capsys.readouterr().out
+    assert "this run: 0.167 samples/s; 0.333 in a simulation of its schedule" in out
+    assert "2 s a group (at most 2); training 3 s a step, weight sync 1 s" in out
+
+
+def test_gpus_cannot_be_split_by_durations_of_groups(asynchronous_run: Path, capsys: Any):
+    assert main([str(asynchronous_run), "--gpus", "4"]) == 2
+    assert "durations of groups alone" in capsys.readouterr().err
 
 
 def test_cost_of_an_iteration_is_fitted():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from skyrl_train.rollouts.schedule import ScheduleLimits
-from skyrl_train.rollouts.simulation import Costs, SampleCost, Simulation
+from skyrl_train.rollouts.schedule import OnStale, ScheduleLimits
+from skyrl_train.rollouts.simulation import Costs, SampleCost, SimulatedRun, Simulation
 
 
 def limits(**changes) -> ScheduleLimits:
@@ -33,6 +33,7 @@ def test_synchronous_step_is_the_longest_sample_and_the_training_and_the_sync():
     assert run.samples_per_second == pytest.approx(4 / 8)
     assert (run.trainer_utilisation, run.engine_utilisation) == pytest.approx((3 / 8, 4 / 8))
     assert run.ages == {0: 20}
+    assert (run.trainer_wait_seconds, run.queue_seconds) == pytest.approx((8 * 0.5, 0))
 
 
 def test_groups_in_order_are_those_of_a_run_that_was_measured():
@@ -70,6 +71,35 @@ def test_generating_ahead_hides_the_shorter_side():
     run = Simulation(limits(max_staleness_steps=1, max_running=2, total_steps=200), [GROUP], costs()).simulate()
     assert run.seconds / 200 == pytest.approx(4 + 1, rel=0.05)
     assert run.ages[1] > 0 and max(run.ages) == 1
+
+
+ONE_SLOW = [[SampleCost(100)], *[[SampleCost(1)]] * 7]
+"""Group 0 takes 50 s, the others 0.5 s. The first four start at once; steps begin at 0.5, 5 and 9.5 s."""
+
+
+def of_one_slow_group(on_stale: OnStale) -> SimulatedRun:
+    schedule = limits(max_staleness_steps=1, max_running=4, total_steps=4, order="finished", on_stale=on_stale)
+    return Simulation(schedule, ONE_SLOW, costs(), in_order=True).simulate()
+
+
+def test_masked_group_does_not_count_as_throughput():
+    """Three syncs stop the slow group for 3 s: the last step begins at 53 s with it, which is 3 steps old."""
+    run = of_one_slow_group("mask")
+    assert run.step_ends == pytest.approx([4.5, 9, 13.5, 57])
+    assert run.num_samples == [2, 2, 2, 1]
+    assert run.ages == {0: 4, 1: 3, 3: 1}
+    assert (run.num_masked, run.masked_share, run.num_restarted) == (1, 1 / 8, 0)
+    assert run.trainer_wait_seconds == pytest.approx((0.5 + 0.5 + 0.5 + 39.5) / 4)
+    assert run.queue_seconds == pytest.approx((4.5 + 4.5 + 43.5) / 8)
+
+
+def test_stale_group_is_generated_again_and_waited_for():
+    """It starts anew at 9 s, with the weights of two steps, and is waited for until 60 s (a sync stops it for 1 s)."""
+    run = of_one_slow_group("regenerate")
+    assert run.step_ends == pytest.approx([4.5, 9, 13.5, 64])
+    assert run.num_samples == [2, 2, 2, 2]
+    assert run.ages == {0: 4, 1: 4}
+    assert (run.num_masked, run.num_restarted, run.restarted_share) == (0, 1, 1 / 9)
 
 
 @pytest.mark.parametrize("on_stale", ["drop", "regenerate", "mask"])
