@@ -15,6 +15,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.asynchronous import FullyAsyncConfig
 from skyrl_train.config.base import BaseConfig, plain
 from skyrl_train.config.deepspeed import DeepSpeedConfig
+from skyrl_train.config.distillation import DistillationConfig
 from skyrl_train.config.generation import Device, GeneratorConfig
 from skyrl_train.config.models import CriticConfig, PolicyConfig, RefConfig
 from skyrl_train.config.training_backends import TrainingBackendRegistry
@@ -212,6 +213,11 @@ class TrainerConfig(BaseConfig):
     print_example_interval: int = 10
     """Training steps between trajectories printed on the console. <= 0: never."""
 
+    curve_bands: str | None = None
+    """File of the curves that are expected of this run (YAML: metric, step, lowest and highest value; see
+    docs/recipes.md). A metric that leaves its band is logged as a warning and as `expected/<metric>/outside`. null: no
+    comparison."""
+
     ckpt_path: str = "${trainer.run_dir}/ckpts"
     """Folder of the checkpoints, `global_step_N` each, on a file system that all nodes share; or a URL of an object
     store, `s3://bucket/folder`, `gs://…` (the extra `cloud`): each rank writes its files there itself."""
@@ -247,6 +253,7 @@ class TrainerConfig(BaseConfig):
     """Training steps between exports of the policy in Hugging Face format. <= 0: never."""
 
     fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
 
     dump_data_batch: bool = False
     """Write every training batch to `export_path`/dumped_data."""

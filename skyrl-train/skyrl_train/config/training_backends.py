@@ -49,6 +49,9 @@ class TrainingBackendTraits:
     routing_replay: bool = False
     """Replays and records the routes of a mixture of experts (`trainer.policy.routing_replay`)."""
 
+    candidates: bool = False
+    """Scores words that were not sampled (`trainer.distillation.tokens=top_k` and `full`)."""
+
     ranks_per_replica: Callable[[Any], int] = _sequence_parallel_size
     """Section of a model -> ranks that share the rows of a data-parallel rank."""
 

@@ -129,13 +129,19 @@ class Layout:
         # `predictors` count places over all ranks; the remainder is the place in this rank's slice.
         return hidden.index_select(0, self.predictors[self.own] % len(hidden)), self.labels[self.own]
 
+    def scored_columns(self, columns: torch.Tensor) -> torch.Tensor:
+        """Select from response columns [B, R, ...] those of the scored tokens of this rank, in their order."""
+        selected = columns.flatten(0, 1).index_select(0, self.destinations)
+        return selected if self.own is None else selected[self.own]
+
     def place(self, values: torch.Tensor) -> torch.Tensor:
-        """Arrange values of `scored` tokens in [B, R], 0 at padding. A collective with sequence parallelism."""
+        """Arrange values [M, ...] of `scored` tokens in [B, R, ...], 0 at padding. A collective with sequence
+        parallelism."""
         if self.own is not None:
             assert self.rows is not None and self.rows.sequence_parallel is not None
             # Ranks own different numbers of scored tokens, and a gather wants equal shapes: values go back to their
             # places first.
-            slots = values.new_zeros(self.input_ids.numel())
+            slots = values.new_zeros(self.input_ids.numel(), *values.shape[1:])
             slots = slots.index_copy(0, self.predictors[self.own] % len(slots), values)
             # Every rank gets all values and computes the same loss; the gather's backward hands each its own
             # gradients.
@@ -143,7 +149,7 @@ class Layout:
         # No view of a flat tensor: FSDP hooks into what a model returns, and warns of views.
         # index_put out of place: its backward reaches `values`, and what nobody writes stays an exact 0.
         rows, columns = self.destinations // self.shape[1], self.destinations % self.shape[1]
-        return values.new_zeros(self.shape).index_put((rows, columns), values)
+        return values.new_zeros(*self.shape, *values.shape[1:]).index_put((rows, columns), values)
 
 
 def packed(

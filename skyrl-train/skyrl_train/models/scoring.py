@@ -15,7 +15,7 @@ from skyrl_train.models.attention import PACKED_ATTENTION
 from skyrl_train.models.experts import Routers, RouterStatistics
 from skyrl_train.models.packing import Layout, packed, padded
 from skyrl_train.models.routing_replay import KEYWORD, RoutingPass, RoutingReplay
-from skyrl_train.models.token_log_probs import LogitRule, token_log_probs
+from skyrl_train.models.token_log_probs import LogitRule, candidate_log_probs, top_log_probs
 
 
 class TokenScores(NamedTuple):
@@ -32,6 +32,12 @@ class TokenScores(NamedTuple):
 
     routes: torch.Tensor | None = None
     """[B, T, L, k] the experts that each token went to, "no route" at padding; None if not asked for."""
+
+    candidates: torch.Tensor | None = None
+    """[B, R, K] log-probs of the words that were asked about, of the same distribution."""
+
+    top: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Ids and log-probs [B, R, K] of the likeliest words, likeliest first; None if not asked for."""
 
 
 class ScoringModel(nn.Module):
@@ -90,6 +96,8 @@ class ScoringModel(nn.Module):
         with_entropy: bool = False,
         routes: torch.Tensor | None = None,
         record_routes: bool = False,
+        candidates: torch.Tensor | None = None,
+        num_top: int = 0,
     ) -> TokenScores:
         """Log-probs of the response tokens under softmax(logits / temperature), and the entropy of it.
 
@@ -98,6 +106,8 @@ class ScoringModel(nn.Module):
                 on the right. What stands at padding is not read. A token without one before it gets 0.
             routes: [B, T, L, k] experts to replay (`expert_routes.py`); None: the routers choose.
             record_routes: return the experts that each token went to.
+            candidates: [B, R, K] ids whose log-probs in place of each response token are returned as well.
+            num_top: number of likeliest words to return for each response token.
         """
         layout = lay_out(sequences, attention_mask, num_response, self.packing, self.sequence_parallel)
         routing = self._routing_pass(layout, routes, record_routes)
@@ -107,22 +117,26 @@ class ScoringModel(nn.Module):
         # Only states that predict a response token go on: logits of prompts would be most of the work and the memory.
         hidden, labels = layout.scored(hidden)
         head = self.causal_lm.get_output_embeddings()
-        log_probs, entropy = token_log_probs(
+        distribution: dict[str, Any] = dict(
+            bias=head.bias, temperature=temperature, rule=self.rule, chunk_size=self.chunk_size
+        )
+        log_probs, entropy, of_candidates = candidate_log_probs(
             hidden,
             head.weight,
             labels,
-            bias=head.bias,
-            temperature=temperature,
-            rule=self.rule,
-            chunk_size=self.chunk_size,
+            None if candidates is None else layout.scored_columns(candidates),
             with_entropy=with_entropy,
             compile=self.compile_scores,
+            **distribution,
         )
+        top = top_log_probs(hidden, head.weight, num_top, **distribution) if num_top else None
         return TokenScores(
             layout.place(log_probs),
             None if entropy is None else layout.place(entropy),
             heard.statistics() if self.routers else None,
             self._recorded(layout, routing, sequences.shape[1]) if record_routes else None,
+            None if of_candidates is None else layout.place(of_candidates),
+            None if top is None else (layout.place(top[0]), layout.place(top[1])),
         )
 
     def _routing_pass(self, layout: Layout, routes: torch.Tensor | None, record: bool) -> RoutingPass | None:

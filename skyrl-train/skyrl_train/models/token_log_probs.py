@@ -4,7 +4,7 @@ Logits are made for `chunk_size` tokens at a time and thrown away; the backward 
 chunk of logits in float32 (two where entropy is asked for) and the gradient of the output layer, whatever the number of
 tokens. Knows no model: only hidden states and the weight that turns them into logits.
 
-Shapes: N tokens, C tokens of a chunk, H hidden size, V words of the vocabulary.
+Shapes: N tokens, C tokens of a chunk, H hidden size, V words of the vocabulary, K candidates of a token.
 """
 
 from collections.abc import Callable, Iterator
@@ -75,13 +75,75 @@ def token_log_probs(
     Returns:
         log_probs [N] and, if asked for, entropy [N]. The bits of the former do not depend on the latter being asked.
     """
+    log_probs, entropy, _ = candidate_log_probs(
+        hidden,
+        weight,
+        labels,
+        None,
+        bias=bias,
+        temperature=temperature,
+        rule=rule,
+        chunk_size=chunk_size,
+        with_entropy=with_entropy,
+        compile=compile,
+    )
+    return log_probs, entropy
+
+
+def candidate_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    candidates: torch.Tensor | None,
+    *,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    rule: LogitRule = LogitRule(),
+    chunk_size: int = 1024,
+    with_entropy: bool = False,
+    compile: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Compute what `token_log_probs` does, and in the same pass the log-probs of further words in place of each label.
+
+    Args:
+        candidates: [N, K] ids, of any integer dtype; None: no further words.
+
+    Returns:
+        log_probs [N], entropy [N] or None, log-probs of the candidates [N, K] or None; all differentiable.
+    """
     device_type = weight.device.type
     if torch.is_autocast_enabled(device_type):
         # Autocast ends with the forward: the backward, which makes the logits again, must make the same ones.
         weight = weight.to(torch.get_autocast_dtype(device_type))
     settings = _Settings(rule, temperature, chunk_size, with_entropy, compile)
-    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, labels, settings)  # type: ignore[misc]
-    return log_probs, entropy
+    return _TokenLogProbs.apply(hidden, weight, bias, labels, candidates, settings)  # type: ignore[misc]
+
+
+@torch.no_grad()
+def top_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    num_top: int,
+    *,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    rule: LogitRule = LogitRule(),
+    chunk_size: int = 1024,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids [N, K] int64 and log-probs [N, K] of the K = `num_top` likeliest words at each token, likeliest first,
+    under the distribution of `token_log_probs`. Without gradients."""
+    settings = _Settings(rule, temperature, chunk_size, with_entropy=False, compile=False)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    ids = torch.zeros(len(hidden), num_top, dtype=torch.long, device=hidden.device)
+    log_probs = torch.zeros(len(hidden), num_top, dtype=dtype, device=hidden.device)
+    if torch.is_autocast_enabled(weight.device.type):
+        weight = weight.to(torch.get_autocast_dtype(weight.device.type))
+    for chunk in _chunks(len(hidden), chunk_size):
+        logits = _scaled_logits(times_transposed(hidden[chunk].to(weight.dtype), weight), bias, settings)
+        log_norm = logits.logsumexp(dim=-1, keepdim=True)
+        largest, ids[chunk] = logits.topk(num_top, dim=-1)
+        log_probs[chunk] = largest - log_norm
+    return ids, log_probs
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -92,28 +154,36 @@ class _TokenLogProbs(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         labels: torch.Tensor,
+        candidates: torch.Tensor | None,
         settings: _Settings,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         # Numbers of tokens are all that is kept: the backward computes the logits again instead of storing [N, V].
         log_probs, log_norm, entropy = (torch.zeros(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
+        of_candidates = None if candidates is None else log_probs.new_zeros(candidates.shape)
         scores = _compiled(_scores_of_chunk) if settings.compile else _scores_of_chunk
         for chunk in _chunks(len(hidden), settings.chunk_size):
             # No name for the product: it would live on beside the next chunk's.
-            log_probs[chunk], log_norm[chunk], entropy[chunk] = scores(
-                times_transposed(hidden[chunk].to(weight.dtype), weight), bias, labels[chunk], settings
+            ids = None if candidates is None else candidates[chunk].long()
+            log_probs[chunk], log_norm[chunk], entropy[chunk], own = scores(
+                times_transposed(hidden[chunk].to(weight.dtype), weight), bias, labels[chunk], ids, settings
             )
+            if of_candidates is not None and own is not None:
+                of_candidates[chunk] = own
         ctx.settings = settings
-        ctx.save_for_backward(hidden, weight, bias, labels, log_norm, entropy)
+        ctx.save_for_backward(hidden, weight, bias, labels, candidates, log_norm, entropy)
         # A gradient that nobody asked for stays None, and the entropy's part of the backward is skipped.
         ctx.set_materialize_grads(False)
-        return log_probs, entropy if settings.with_entropy else None
+        return log_probs, entropy if settings.with_entropy else None, of_candidates
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None
+        ctx: Any,
+        grad_log_probs: torch.Tensor | None,
+        grad_entropy: torch.Tensor | None,
+        grad_candidates: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, labels, log_norm, entropy = ctx.saved_tensors
+        hidden, weight, bias, labels, candidates, log_norm, entropy = ctx.saved_tensors
         settings: _Settings = ctx.settings
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         if grad_log_probs is None:
@@ -133,6 +203,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 entropy[chunk],
                 grad_log_probs[chunk],
                 None if grad_entropy is None else grad_entropy[chunk],
+                None if grad_candidates is None else (candidates[chunk].long(), grad_candidates[chunk]),
                 settings,
             )
             if sum_bias is not None:
@@ -143,7 +214,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if sum_weight is not None:
                 sum_weight.add(times_transposed(grad_product.t(), states.t()))
             del grad_product  # before the next chunk's is made
-        return grad_hidden, sum_weight and sum_weight.result(), sum_bias and sum_bias.result(), None, None
+        return grad_hidden, sum_weight and sum_weight.result(), sum_bias and sum_bias.result(), None, None, None
 
 
 class _Sum:
@@ -179,14 +250,20 @@ def _scaled_logits(product: torch.Tensor, bias: torch.Tensor | None, settings: _
 
 
 def _scores_of_chunk(
-    product: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, settings: _Settings
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """log_probs, logsumexp(z) and entropy of a chunk, each [C]; entropy is 0 if not asked for."""
+    product: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    candidates: torch.Tensor | None,
+    settings: _Settings,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """log_probs, logsumexp(z) and entropy of a chunk, each [C] (entropy is 0 if not asked for), and the log-probs of
+    its candidates [C, K], if there are any."""
     logits = _scaled_logits(product, bias, settings)
     largest = logits.amax(dim=-1)
     # exp of the differences cannot overflow; `largest` is added back to the logarithm of their sum.
     logits -= largest[:, None]
     of_labels = logits.gather(1, labels[:, None])[:, 0]
+    of_candidates = None if candidates is None else logits.gather(1, candidates)
     if settings.with_entropy:
         powers = logits.exp()
         total = powers.sum(dim=-1)
@@ -195,7 +272,9 @@ def _scores_of_chunk(
         total = logits.exp_().sum(dim=-1)
         entropy = torch.zeros_like(total)
     log_total = total.log()
-    return of_labels - log_total, log_total + largest, entropy
+    if of_candidates is not None:
+        of_candidates -= log_total[:, None]
+    return of_labels - log_total, log_total + largest, entropy, of_candidates
 
 
 def _grad_of_chunk(
@@ -206,9 +285,11 @@ def _grad_of_chunk(
     entropy: torch.Tensor,
     grad_log_probs: torch.Tensor,
     grad_entropy: torch.Tensor | None,
+    grad_candidates: tuple[torch.Tensor, torch.Tensor] | None,
     settings: _Settings,
 ) -> torch.Tensor:
-    """The gradient [C, V] of the product hidden W^T + b, from those of the log-probs (g) and the entropy (e), [C]:
+    """The gradient [C, V] of the product hidden W^T + b, from those of the log-probs (g) and the entropy (e), [C], and
+    from ids and gradients [C, K] of candidates, which are labels as well:
 
     d log p(label) / dz_v = [v = label] - p_v          dH / dz_v = -p_v (log p_v + H)
     """
@@ -218,12 +299,16 @@ def _grad_of_chunk(
     # d/dx cap tanh(x / cap) = 1 - tanh^2; `log_p` still holds the capped logits, divided by the temperature.
     slope_of_cap = None if rule.softcap is None else 1 - (log_p * (temperature / rule.softcap)).square_()
     log_p -= log_norm[:, None]
+    # Every log-prob subtracts the same normalizer: their gradients meet in one factor of -p.
+    of_norm = grad_log_probs if grad_candidates is None else grad_log_probs + grad_candidates[1].sum(dim=-1)
     if grad_entropy is None:
-        grad = log_p.exp_().mul_(-grad_log_probs[:, None])
+        grad = log_p.exp_().mul_(-of_norm[:, None])
     else:
         p = log_p.exp()
-        grad = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_log_probs[:, None]).mul_(p)
+        grad = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(of_norm[:, None]).mul_(p)
     grad.scatter_add_(1, labels[:, None], grad_log_probs[:, None])
+    if grad_candidates is not None:
+        grad.scatter_add_(1, *grad_candidates)
     if slope != 1.0:
         grad *= slope
     return grad if slope_of_cap is None else grad.mul_(slope_of_cap)

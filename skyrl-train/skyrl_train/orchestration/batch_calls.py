@@ -23,6 +23,8 @@ INPUTS = {
         "off_policy_weights",
         "token_noise",
         "expert_routes",
+        "teacher_ids",
+        "teacher_log_probs",
     ),
     "critic": ("sequences", "attention_mask", "loss_mask", "critic_loss_weights", "values", "returns"),
 }
@@ -56,6 +58,15 @@ async def forward_recording_routes(
     """Compute the policy's log-probs [B, R] and the routes that gave them [B, T, L, k]."""
     outputs = await group.call_data_parallel("forward_recording_routes", _forward_args(group, schedule, batch))
     return schedule.gather(outputs, "output"), schedule.gather(outputs, "expert_routes")
+
+
+async def forward_top(
+    group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ids and log-probs [B, R, K] of a reference model's likeliest words at each response token."""
+    args = [(*own, num_top) for own in _forward_args(group, schedule, batch)]
+    outputs = await group.call_data_parallel("forward_top", args)
+    return schedule.gather(outputs, "teacher_ids"), schedule.gather(outputs, "teacher_log_probs")
 
 
 def _forward_args(group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch) -> DataParallelArgs:

@@ -85,6 +85,9 @@ class Scores(NamedTuple):
     routes: torch.Tensor | None = None
     """[b, T, L, k] experts of every token (`expert_routes.py`); None where they were not asked for."""
 
+    candidates: torch.Tensor | None = None
+    """[b, R, K] float32: log-probs of the words `teacher_ids` of the micro-batch; None where it has none."""
+
 
 class Objective(Protocol):
     """Loss of an algorithm: a pure function of scores and of a micro-batch, without a model or a rank."""
@@ -176,7 +179,8 @@ class TrainingBackend(ABC):
     @abstractmethod
     def score(self, micro_batch: TrainingInputBatch, *, with_entropy: bool = False) -> Scores:
         """Run the model on `sequences` and `attention_mask` [b, T], over `expert_routes` [b, T, L, k] if there are any;
-        gradients flow where they are enabled."""
+        gradients flow where they are enabled. With `teacher_ids` [b, R, K] (backends whose traits have `candidates`)
+        the scores of these words are computed, too."""
 
     @abstractmethod
     def prompt_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -264,6 +268,26 @@ class TrainingBackend(ABC):
         """Run the model as `score` does, and return the routes that it took. For backends whose traits have
         `routing_replay`."""
         raise NotImplementedError(f"{type(self).__name__} records no routes")
+
+    def score_top(self, micro_batch: TrainingInputBatch, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids and log-probs [b, R, K] of the likeliest words at each response token, likeliest first. For
+        backends whose traits have `candidates`."""
+        raise NotImplementedError(f"{type(self).__name__} returns no words but those of the response")
+
+    @torch.no_grad()
+    def forward_top(
+        self, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch], num_top: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Score all rows by `score_top`. Returns: ids [B, R, K] int32 and log-probs [B, R, K] float32, on the CPU; 0 in
+        rows that only dummy micro-batches hold."""
+        shape = (len(batch), batch.metadata["response_length"], num_top)
+        ids, log_probs = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape)
+        for micro_batch in micro_batches:
+            rows = torch.tensor(micro_batch.rows)
+            top_ids, top = self.score_top(batch.rows(rows), num_top)  # also of dummies: ranks meet in every forward
+            if not micro_batch.is_dummy:
+                ids[rows], log_probs[rows] = top_ids.cpu().int(), top.cpu()
+        return ids, log_probs
 
     def score_each(
         self, micro_batches: Iterable[TrainingInputBatch], *, record_routes: bool = False

@@ -86,8 +86,15 @@ class TransformersBackend(TrainingBackend):
             assert self.model.routing_replay is not None, f"the {self.name} was loaded without routing replay"
             self.model.routing_replay.shape.check(routes)
             routes = routes.to(self.device)
-        scores = self.compute(*inputs, self._temperature, with_entropy=with_entropy, routes=routes)
-        return Scores(scores.log_probs, scores.entropy, scores.router)
+        words = micro_batch.get("teacher_ids")
+        candidates = None if words is None else words.to(self.device)
+        scores = self.compute(
+            *inputs, self._temperature, with_entropy=with_entropy, routes=routes, candidates=candidates
+        )
+        return Scores(scores.log_probs, scores.entropy, scores.router, candidates=scores.candidates)
+
+    def score_top(self, micro_batch: TrainingInputBatch, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.compute(*self._inputs(micro_batch), self._temperature, num_top=num_top).top
 
     def score_recording_routes(self, micro_batch: TrainingInputBatch) -> Scores:
         scores = self.compute(*self._inputs(micro_batch), self._temperature, record_routes=True)

@@ -46,7 +46,7 @@ class PolicyWorker(Worker):
         token_selector: TokenSelector | None = None,
         make_backend: MakeBackend | None = None,
     ):
-        objective = PolicyObjective(cfg.trainer.algorithm, loss_fn)
+        objective = PolicyObjective(cfg.trainer.algorithm, loss_fn, cfg.trainer.distillation)
         super().__init__(create_backend(cfg, self.name, num_training_steps, make_backend), objective)
         self._token_selector = token_selector
         self._old_log_probs = torch.empty(0)

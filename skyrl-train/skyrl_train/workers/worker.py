@@ -214,6 +214,13 @@ class RefWorker(Worker):
     def __init__(self, cfg: SkyRLConfig, make_backend: MakeBackend | None = None):
         super().__init__(create_backend(cfg, self.name, None, make_backend))
 
+    def forward_top(
+        self, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch], num_top: int
+    ) -> TrainingOutputBatch:
+        """Compute the likeliest words at each response token: `teacher_ids` and `teacher_log_probs` [b, R, K]."""
+        ids, log_probs = self.backend.forward_top(batch, micro_batches, num_top)
+        return TrainingOutputBatch(teacher_ids=ids, teacher_log_probs=log_probs)
+
 
 def create_backend(
     cfg: SkyRLConfig, name: ModelName, num_training_steps: int | None, make_backend: MakeBackend | None

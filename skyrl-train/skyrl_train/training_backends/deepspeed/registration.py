@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         install_hint="scripts/setup.sh --extra deepspeed",
         section="deepspeed_config",
         routing_replay=True,
+        candidates=True,
         check_settings=check_deepspeed,
     ),
 )

@@ -8,8 +8,12 @@ if TYPE_CHECKING:
     from skyrl_train.training_backends.fsdp2.backend import FSDP2Backend
 
 
-@register_training_backend("fsdp", requires=TrainingBackendTraits(alias_of="fsdp2", routing_replay=True))
-@register_training_backend("fsdp2", requires=TrainingBackendTraits(section="fsdp_config", routing_replay=True))
+@register_training_backend(
+    "fsdp", requires=TrainingBackendTraits(alias_of="fsdp2", routing_replay=True, candidates=True)
+)
+@register_training_backend(
+    "fsdp2", requires=TrainingBackendTraits(section="fsdp_config", routing_replay=True, candidates=True)
+)
 def fsdp2(*args: Any) -> "FSDP2Backend":
     """Make this rank's backend. Arguments: those of `TrainingBackend`."""
     from skyrl_train.training_backends.fsdp2.backend import FSDP2Backend

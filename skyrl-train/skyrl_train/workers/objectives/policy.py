@@ -4,10 +4,12 @@ from collections.abc import Mapping
 
 import torch
 
+from skyrl_train.algorithms.distillation import candidate_kl
 from skyrl_train.algorithms.kl import compute_approx_kl
 from skyrl_train.algorithms.losses import PolicyLoss, importance_ratio
 from skyrl_train.algorithms.reduction import weighted_sum
 from skyrl_train.config import AlgorithmConfig
+from skyrl_train.config.distillation import DistillationConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.training_backends.base import MetricSums, Scores
 from skyrl_train.training_batch import TrainingInputBatch, shape_of
@@ -19,13 +21,16 @@ class PolicyObjective:
     Args:
         algorithm: `trainer.algorithm`.
         loss_fn: the loss of every token.
+        distillation: `trainer.distillation`, whose divergence is added where the batch has a teacher's log-probs of
+            several words; None: it never has.
     """
 
     needs_entropy = True
 
-    def __init__(self, algorithm: AlgorithmConfig, loss_fn: PolicyLoss):
+    def __init__(self, algorithm: AlgorithmConfig, loss_fn: PolicyLoss, distillation: DistillationConfig | None = None):
         self.algorithm = algorithm
         self.loss_fn = loss_fn
+        self.distillation = distillation
 
     def __call__(self, scores: Scores, micro_batch: TrainingInputBatch) -> tuple[torch.Tensor, MetricSums]:
         """Compute the weighted sum of the tokens' losses, and metrics.
@@ -33,7 +38,8 @@ class PolicyObjective:
         Args:
             micro_batch: `loss_mask`, `loss_weights` [b, R]; where the algorithm uses them `action_log_probs` (without
                 it the scores themselves stand for the old log-probs: right if one optimizer step takes all rows),
-                `advantages`, `rollout_logprobs`, `base_action_log_probs`, `off_policy_weights`, `selected_tokens`.
+                `advantages`, `rollout_logprobs`, `base_action_log_probs`, `off_policy_weights`, `selected_tokens`,
+                `teacher_log_probs` [b, R, K].
         """
         algorithm = self.algorithm
         mask, weights = micro_batch.tensor("loss_mask"), micro_batch.tensor("loss_weights")
@@ -67,6 +73,12 @@ class PolicyObjective:
             kl = compute_approx_kl(log_probs, base_log_probs, mask, algorithm.kl_estimator_type)
             parts["kl_loss"] = kl * algorithm.kl_loss_coef
             loss_metrics = {**loss_metrics, "policy_kl": kl}
+        if self.distillation is not None and scores.candidates is not None:
+            divergence = _divergence(
+                scores.candidates, micro_batch.tensor("teacher_log_probs"), mask, self.distillation
+            )
+            parts["distillation_loss"] = divergence * self.distillation.coef
+            loss_metrics = {**loss_metrics, "teacher_kl": divergence}
         if algorithm.use_entropy_loss:
             parts["entropy_loss"] = -entropy * algorithm.entropy_loss_coef
         reduced = {name: weighted_sum(part, weights) for name, part in parts.items()}
@@ -77,6 +89,17 @@ class PolicyObjective:
         deviation = (importance_ratio(log_probs.detach(), old_log_probs) - 1).abs()
         sums["max/ratio_deviation"] = float(masked(deviation).max())
         return loss, sums | {"num_tokens": float(mask.sum())}
+
+
+def _divergence(
+    student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor, settings: DistillationConfig
+) -> torch.Tensor:
+    """Compute the divergence of student and teacher [b, R] from log-probs [b, R, K]; 0 outside the mask."""
+    trains = mask != 0
+    with_tail = settings.tokens == "top_k"
+    # Rows of padding hold no distribution: only tokens that train are computed.
+    own = candidate_kl(student[trains], teacher[trains], settings.kl, with_tail=with_tail)
+    return torch.zeros_like(mask, dtype=own.dtype).masked_scatter(trains, own)
 
 
 def checked_loss(returned: object, name: str, shape: torch.Size) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:

@@ -1,0 +1,73 @@
+"""Settings of on-policy distillation (`python -m skyrl_train.entrypoints.main_distill`)."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from skyrl_train.config.base import BaseConfig
+from skyrl_train.config.bounds import Above, AtLeast
+
+
+@dataclass(kw_only=True)
+class TeacherConfig(BaseConfig):
+    """One teacher. Its model runs in training workers as a reference model does, unless `engines` or `urls` says
+    otherwise."""
+
+    model: str = ""
+    """Folder or hub name of the model."""
+
+    data_sources: list[str] | None = None
+    """Values of `data_source` of the rows that it teaches. null: those that no other teacher names."""
+
+    engines: int = 0
+    """Rollout engines that are started for it, of `generator.backend`. 0: training workers."""
+
+    urls: list[str] = field(default_factory=list)
+    """Servers that serve it, started elsewhere, in place of workers and engines."""
+
+
+@dataclass(kw_only=True)
+class DistillationConfig(BaseConfig):
+    """On-policy distillation: the policy (student) generates, and a teacher scores each of its tokens. Read by
+    `main_distill`; docs/distillation.md has the formulas."""
+
+    teachers: dict[str, TeacherConfig] = field(default_factory=dict)
+    """Teachers by a name of your choice, each with `model`, and where needed `data_sources` (rows that it teaches, by
+    their `data_source`; null: those that no other teacher names), `engines` (rollout engines started for it; 0: it
+    computes in training workers, placed like the reference model) or `urls` (servers started elsewhere). All have the
+    student's vocabulary."""
+
+    tokens: Literal["sampled", "top_k", "full"] = "sampled"
+    """Words that are compared at each token. `sampled`: the one that was generated; its log-ratio is its advantage.
+    `top_k`: the teacher's `top_k` likeliest, and all others as one outcome; `full`: the vocabulary. The last two add
+    the KL divergence to the loss."""
+
+    kl: Literal["reverse", "forward"] = "reverse"
+    """`reverse`: KL(student || teacher), which avoids what the teacher finds unlikely. `forward`: KL(teacher ||
+    student), which covers all that the teacher might write; not with `tokens=sampled`."""
+
+    top_k: Annotated[int, AtLeast(1)] = 32
+    """K of `tokens=top_k`."""
+
+    coef: Annotated[float, Above(0)] = 1.0
+    """Weight of the divergence."""
+
+    reward_coef: Annotated[float, AtLeast(0)] = 0.0
+    """Weight of the advantages of the environments' rewards. 0: the teacher alone trains."""
+
+    memory_gb: Annotated[float, Above(0)] = 16.0
+    """Bound on the host memory (GB) of the teachers' log-probs of one training batch, with `top_k` and `full`; a run
+    that may need more is refused at start."""
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.teachers)
+
+    @property
+    def compares_words(self) -> bool:
+        """Whether the loss contains a divergence over several words."""
+        return self.is_on and self.tokens != "sampled"
+
+    @property
+    def rewards_tokens(self) -> bool:
+        """Whether sampled tokens have advantages of the teacher."""
+        return self.is_on and self.tokens == "sampled"
