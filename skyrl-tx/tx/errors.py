@@ -1,14 +1,5 @@
 """Errors of settings and requests."""
 
-from collections.abc import Iterable
-from difflib import get_close_matches
-
-
-def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return "; did you mean NEAREST?", or `otherwise` if no known name is close."""
-    near = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else otherwise
-
 
 class ConfigError(Exception):
     """A setting that cannot be, found before anything starts: its name, the value, the rule, the likely intent."""

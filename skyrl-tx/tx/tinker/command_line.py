@@ -13,7 +13,8 @@ from typing import Any, NoReturn, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from tx.errors import ConfigError, did_you_mean
+from skyrl_gym.suggestions import did_you_mean
+from tx.errors import ConfigError
 from tx.tinker.config import EngineConfig
 
 ENV_PREFIX = "TX_"
@@ -117,7 +118,8 @@ def _unknown_option(text: str) -> str:
     if not text.startswith("-"):
         return f"unexpected argument {text!r}; settings are given as --name value"
     name = text.split("=", 1)[0]
-    return f"unknown option {name}" + did_you_mean(name, map(_option, _FIELDS), "; --help lists them all")
+    hint = did_you_mean(name, map(_option, _FIELDS), otherwise="--help lists them all")
+    return f"unknown option {name}; {hint}"
 
 
 def _explain(problem: Any, sources: Mapping[str, str]) -> str:

@@ -11,17 +11,17 @@ from typing import Any
 
 import msgspec
 
-from tx.errors import ConfigError, did_you_mean
+from skyrl_gym.suggestions import did_you_mean
+from tx.errors import ConfigError
 from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, SampleOutput, SampleSpec, TrainingPass
 
 
 def check_setting_names(names: Iterable[str], known: Iterable[str], error: type[Exception] = ConfigError) -> None:
     """Check the names in `backend_config`. Raises: `error` for an unknown one."""
-    known = list(known)
+    known = set(known)
     for name in names:
         if name not in known:
-            hint = did_you_mean(name, known, f"; known are {', '.join(sorted(known))}")
-            raise error(f"unknown setting backend_config.{name}{hint}")
+            raise error(f"unknown setting backend_config.{name}; {did_you_mean(name, sorted(known))}")
 
 
 class BackendInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,8 @@ from typing import Protocol
 
 import numpy as np
 
-from tx.errors import RequestError, did_you_mean
+from skyrl_gym.suggestions import did_you_mean
+from tx.errors import RequestError
 from tx.tinker.types import Datum, LoraSpec, SampleParams, SampleSpec, TrainingPass
 from tx.tinker.wire.codec import TrainingRequest
 from tx.tinker.wire.losses import ELSEWHERE, LOSS_RULES, TARGETS, LossRule, with_default_config
@@ -52,19 +53,17 @@ def _rule_of(loss_fn: str) -> LossRule:
         return LOSS_RULES[loss_fn]
     if loss_fn in ELSEWHERE:
         raise RequestError(f"loss_fn {loss_fn!r} is not supported by this server: {ELSEWHERE[loss_fn]}")
-    raise RequestError(
-        f"loss_fn must be one of {', '.join(LOSS_RULES)}; got {loss_fn[:80]!r}{did_you_mean(loss_fn, LOSS_RULES)}"
-    )
+    hint = did_you_mean(loss_fn, LOSS_RULES, otherwise="none of them is near")
+    raise RequestError(f"loss_fn must be one of {', '.join(LOSS_RULES)}; got {loss_fn[:80]!r}; {hint}")
 
 
 def _check_loss_config(request: TrainingRequest | TrainingPass, rule: LossRule) -> None:
     config = with_default_config(request.loss_fn, request.loss_config)
     for name, value in config.items():
         if name not in rule.config:
-            takes = f"takes {', '.join(rule.config)}" if rule.config else "takes no settings"
-            raise RequestError(
-                f"loss_fn_config[{name[:80]!r}]: {request.loss_fn} {takes}{did_you_mean(name, rule.config)}"
-            )
+            hint = did_you_mean(name, rule.config, otherwise="none of them is near")
+            takes = f"takes {', '.join(rule.config)}; {hint}" if rule.config else "takes no settings"
+            raise RequestError(f"loss_fn_config[{name[:80]!r}]: {request.loss_fn} {takes}")
         if not np.isfinite(value):
             raise RequestError(f"loss_fn_config[{name!r}] must be finite; got {value}")
     low, high = (config.get(f"clip_{end}_threshold", 0.0) for end in ("low", "high"))
@@ -110,9 +109,8 @@ def _check_target_shape(targets: np.ndarray, name: str, length: int, loss_fn: st
 
 def _check_input(array: np.ndarray, key: str, name: str, shape: tuple[int, ...], loss_fn: str, rule: LossRule) -> None:
     if key not in rule.inputs:
-        raise RequestError(
-            f"{name} is no input of {loss_fn}, which takes {', '.join(rule.inputs)}{did_you_mean(key, rule.inputs)}"
-        )
+        hint = did_you_mean(key, rule.inputs, otherwise="none of them is near")
+        raise RequestError(f"{name} is no input of {loss_fn}, which takes {', '.join(rule.inputs)}; {hint}")
     if array.shape != shape:
         raise RequestError(f"{name} must have the shape of the targets, {list(shape)}; got {list(array.shape)}")
 

@@ -19,7 +19,8 @@ from pydantic import (
     model_validator,
 )
 
-from tx.errors import RequestError, did_you_mean
+from skyrl_gym.suggestions import did_you_mean
+from tx.errors import RequestError
 from tx.tinker.types import AdamParams, LoraSpec, SampleParams, SampleSpec
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f]*$")]
@@ -48,7 +49,7 @@ class Body(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value:
                 hint = did_you_mean(name, type(self).model_fields)
-                raise ValueError(f"field {name[:80]!r} is not known to this server{hint}")
+                raise ValueError(f"field {name[:80]!r} is not known to this server; {hint}")
         return self
 
 
